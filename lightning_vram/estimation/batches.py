@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_vram.core.batches.path import BatchSplitError, SharedKeys
 from lightning_vram.core.batches.sizing import find_reading
+from lightning_vram.core.batches.splitting import BatchSplitter
 from lightning_vram.core.batches.structure import take_apart
 from lightning_vram.memory.estimate.fakes.known_values import MOST_INTEGERS
 
@@ -89,8 +90,19 @@ def batch_size_of(batch: Any) -> int | None:
         return None
 
 
+def first_samples(batch: Any, few: int) -> Any:
+    """Return a batch of few of the samples of a batch; the batch, if it has as few or cannot be cut."""
+    size = batch_size_of(batch)
+    if size is None or size <= few:
+        return batch
+    try:
+        return BatchSplitter().split(batch, [few, size - few])[0]
+    except BatchSplitError:
+        return batch
+
+
 def with_batch_size(batch: Any, old: int, new: int) -> Any:
-    """Return a batch of ``new`` samples in the place of ``old``: shapes, and of integers the largest value."""
+    """Return a batch of ``new`` samples in the place of ``old``: shapes, and the values of integers, repeated."""
     return _reshape(batch, lambda shape: (new, *shape[1:]) if shape and shape[0] == old else shape)
 
 
@@ -129,7 +141,7 @@ def _reshape(batch: Any, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -
 
 
 def _like(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Integers have the largest one for a value, which no mask hides and no model takes for padding."""
+    """More samples have the values of those that are there; longer ones the largest, which is no padding."""
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
     if (
         not is_plain
@@ -139,6 +151,8 @@ def _like(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         or prod(shape) > MOST_INTEGERS
     ):
         return torch.empty(shape, dtype=tensor.dtype, device="meta")
+    if shape[1:] == tensor.shape[1:]:
+        return tensor[torch.arange(shape[0]) % tensor.shape[0]]
     return torch.full(shape, tensor.max().item(), dtype=tensor.dtype)
 
 

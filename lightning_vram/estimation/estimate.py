@@ -18,9 +18,8 @@ from lightning_vram.estimation.batches import (
 )
 from lightning_vram.estimation.fake_trainer import RunCallbacks, as_list, check_run_callbacks
 from lightning_vram.estimation.limits import Limit, attempt, find_limit
-from lightning_vram.estimation.real_steps import RealSteps
 from lightning_vram.estimation.stages import estimate_stages, needed_bytes
-from lightning_vram.estimation.traced_fit import FitRun, TracedFit, trace_fit
+from lightning_vram.estimation.traced_fit import FitRun, TracedFit, run_whole, trace_fit
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.known_devices import find_device
 from lightning_vram.memory.estimate.result import MemoryEstimate
@@ -75,7 +74,7 @@ def estimate_memory(  # noqa: PLR0913 - by name
     Raises:
         TypeError: If an argument is of a wrong kind, or ``trainer`` has a name that ``Trainer`` has not.
         ValueError: If the card is not known, no batch can be had, no optimizer steps, ``run_callbacks`` has what is no
-            callback of ``trainer``, or a step that looks at values cannot be run on real tensors.
+            callback of ``trainer``, or the step reads values of tensors and cannot be run on the host to find them.
         Exception: What the module raises in its step.
 
     Example:
@@ -135,12 +134,12 @@ class Estimator:
         self._spec = spec
         self._run = run
         self._workspaces = None if run.card is None else workspaces_of(spec)
-        self._real: RealSteps | None = None
+        self._is_traced = True
         try:
             self._traced = trace_fit(module, batch, run)
         except RuntimeError as error:  # among it what fake tensors cannot do; a mistake is one with real ones, too
-            self._real = RealSteps(module, batch, run, error)
-            self._traced = self._real.predict(batch_size_of(batch) or 1)
+            self._is_traced = False
+            self._traced = run_whole(module, batch, run, error)
         self._micro_batch_size: int | None = None
         self._cut_until_it_fits()
 
@@ -148,7 +147,7 @@ class Estimator:
         """Do what callbacks that cut batches when memory runs out would find out: here it never does."""
         size, arguments = batch_size_of(self._batch) or 1, self._run.trainer_arguments
         callbacks = as_list(arguments.get("callbacks"))
-        if self._real is not None or not any(_cuts_when_full(callback) for callback in callbacks):
+        if not self._is_traced or not any(_cuts_when_full(callback) for callback in callbacks):
             return
         best_bytes = last_bytes = needed_bytes(self._traced, self._workspaces)
         while size > 1 and best_bytes > self._spec.memory_bytes:
@@ -167,19 +166,16 @@ class Estimator:
 
     def max_batch_size(self) -> Limit:
         """Return the largest batch; of no known size if nothing can be said of others."""
-        size = batch_size_of(self._batch)
-        if not size or (self._real is not None and not self._real.has_law):
+        size, module, batch, run = batch_size_of(self._batch), self._module, self._batch, self._run
+        if not size or not self._is_traced:
             return Limit()
-        real, module, batch, run = self._real, self._module, self._batch, self._run
-        trace = (
-            real.predict if real is not None else lambda new: trace_fit(module, with_batch_size(batch, size, new), run)
-        )
+        trace = lambda new: trace_fit(module, with_batch_size(batch, size, new), run)  # noqa: E731 - one line
         return self._largest((size, size // 2 or 2), trace)
 
     def max_sequence_length(self) -> Limit:
         """Return the longest sequence; of no known length if there is none."""
         length, run = sequence_length_of(self._batch), replace(self._run, has_values=True)
-        if length is None or length < _SHORTEST or self._real is not None:
+        if length is None or length < _SHORTEST or not self._is_traced:
             return Limit()
 
         def trace(new: int) -> TracedFit:

@@ -1,12 +1,16 @@
 """Two steps of ``Trainer.fit`` on tensors without memory, every byte noted."""
 
 import copy
+import math
+import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from operator import is_
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -14,11 +18,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import Strategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import override
 
-from lightning_vram.estimation.batches import FreshBatches, map_tensors
+from lightning_vram.estimation.batches import FreshBatches, batch_size_of, first_samples, map_tensors
 from lightning_vram.estimation.data_parallel import leave_out_reducer
 from lightning_vram.estimation.fake_trainer import (
     NUM_STEPS,
@@ -42,11 +46,15 @@ from lightning_vram.memory.estimate.fakes.device import HOST, fake_device
 from lightning_vram.memory.estimate.fakes.device_module import CARD
 from lightning_vram.memory.estimate.fakes.known_values import KnownValues
 from lightning_vram.memory.estimate.fakes.ranks import fake_ranks
+from lightning_vram.memory.estimate.fakes.recorded_reads import RecordedReads, recorded
 from lightning_vram.memory.estimate.fakes.tensors import FakeTensors
+from lightning_vram.memory.host.available import available_host_bytes
 from lightning_vram.memory.tracking.timeline import MemoryTimeline
 from lightning_vram.memory.tracking.tracker import MemoryTracker, track_memory
+from lightning_vram.memory.units import MIB, format_bytes
 from lightning_vram.private_names.lightning.compile import forget_compiled_steps
 from lightning_vram.private_names.torch.dispatch import without_modes
+from lightning_vram.private_names.torch.fakes import UNKNOWN_VALUES
 
 FIRST_STEP, STEP, VALIDATION = "first step", "train", "validation"
 _MOST_BATCHES = 256
@@ -56,6 +64,12 @@ _QUIET: Mapping[str, Mapping[str, bool]] = {
     "test": {"verbose": False},
     "predict": {"return_predictions": False},
 }
+_FEW = 2  # samples: batch norms refuse one
+_WHOLE_SECONDS = 20  # that real steps of a whole batch may take
+_BYTES_PER_S = 100 * MIB  # of results of operators, at least
+_PER_WEIGHT_BYTE = 5  # the copy of a weight, its gradient, two moments, and what the step itself takes
+_LIGHT_BYTES = 256 * MIB  # of weights, with which real steps are quick
+_NOT_THE_USERS = ("torch", "lightning", "lightning_vram", "importlib", "contextlib")
 _HOST_SPEC = DeviceSpec("cpu", memory_bytes=1)
 
 
@@ -98,6 +112,7 @@ class FitRun:
         run_callbacks: The user's callbacks that are run, by classes or names.
         known: The first run of a Trainer and what came of it, for others of the same; ``None``: nobody shares it.
         has_values: Whether real tensors of the batch keep their values, so that indices out of range are noticed.
+        reads: What a real run has read of its tensors, for all runs of the same step; empty until one of them asks.
     """
 
     trainer_arguments: Mapping[str, Any]
@@ -109,6 +124,7 @@ class FitRun:
     run_callbacks: RunCallbacks = ()
     known: list[tuple["FitRun", list[Any], TracedFit | Exception]] | None = field(default=None, compare=False)
     has_values: bool = False
+    reads: RecordedReads = field(default_factory=RecordedReads, compare=False)
 
 
 def trace_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
@@ -120,10 +136,10 @@ def trace_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
         run: How.
 
     Raises:
-        ValueError: If no optimizer steps.
-        Exception: What the step raises, among it that of an operator that needs values.
+        ValueError: If no optimizer steps, or values are read and no real step can be run to find them.
+        Exception: What the step raises.
     """
-    fit = partial(_with_enough_batches, partial(_fake_fit, module, batch, run), run)
+    fit = partial(_fit_with_reads, module, batch, run)
     if run.known is None:
         return fit()
     what = [module, batch, *chain(*parts_of(run.trainer_arguments, run.run_callbacks).values())]
@@ -141,6 +157,115 @@ def trace_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
     return found
 
 
+def _fit_with_reads(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
+    """Trace; where values are read that nobody knows, record those of a real run first."""
+    fit = partial(_with_enough_batches, partial(_fake_fit, module, batch, run), run)
+    tensors, reason = [*module.parameters(), *module.buffers()], None
+    is_recorded = run.evaluation in run.reads.runs
+    try:
+        traced = fit()
+        is_light = sum(one.nbytes for one in tensors) <= _LIGHT_BYTES and not any(one.is_meta for one in tensors)
+        if is_recorded or not run.reads.is_wanted or not is_light:
+            return traced
+    except UNKNOWN_VALUES as error:
+        if is_recorded:
+            raise
+        reason = error
+    _record_reads(module, batch, run, reason)
+    return fit()
+
+
+def _record_reads(module: pl.LightningModule, batch: Any, run: FitRun, reason: Exception | None) -> None:
+    """Record what real steps read, on the host and in one process: with a few samples, and with all if that is quick.
+
+    Raises:
+        ValueError: If there can be no real step: its message has the reason.
+        Exception: What the module raises in it.
+    """
+    line = reading_line(reason)
+    why = f"The step reads values of tensors{line}, so it must run once on real tensors, on the host"
+    needed_bytes, there_bytes = _check_host(module, why, reason)
+    alone = _alone(run)
+    real = map_tensors(batch, _with_values)
+    size, few = batch_size_of(real) or 1, first_samples(real, _FEW)
+    try:
+        fewer, traced = _record(module, few, alone)
+    except Exception:  # the model may refuse so few: what it raises with all of them is its word
+        fewer, traced = _record(module, real, alone)
+    growth, seconds = size / fewer.num_samples, time.perf_counter() - fewer.started
+    made_bytes = sum(max(0, event.change_bytes) for event in traced.timeline.events)
+    seconds = min(seconds, made_bytes / _BYTES_PER_S)  # few samples take as long as more: each operator has its price
+    is_quick = growth * seconds <= _WHOLE_SECONDS
+    has_room = needed_bytes + growth * traced.timeline.peak_bytes <= there_bytes
+    larger, _ = _record(module, real, alone) if growth > 1 and is_quick and has_room else (fewer, traced)
+    run.reads.take(fewer, larger)
+    run.reads.note = (
+        f"The step reads values of tensors{line}: they are those of a real step on the CPU with {larger.num_samples} "
+        "samples."
+    )
+
+
+def run_whole(module: pl.LightningModule, batch: Any, run: FitRun, reason: Exception) -> TracedFit:
+    """Run real steps of a batch on the host, for what cannot be traced, and say that they were run on the device.
+
+    Raises:
+        ValueError: If there can be no real step: its message has the reason.
+        Exception: What the module raises in it.
+    """
+    line = reading_line(reason)
+    why = f"The step cannot be traced{line} ({reason}), so it must run on real tensors, on the host"
+    _check_host(module, why, reason)
+    traced = trace_real_fit(module, map_tensors(batch, _with_values), _alone(run))
+    device = str(HOST if run.card is None else CARD)
+    allocations = tuple(replace(one, device=device) for one in traced.timeline.allocations)
+    note = f"The step cannot be traced{line}: it was run on the CPU, with the whole batch."
+    timeline = replace(traced.timeline, allocations=allocations, device=device)
+    return replace(traced, timeline=timeline, notes=(*traced.notes, note))
+
+
+def _check_host(module: pl.LightningModule, why: str, reason: Exception | None) -> tuple[int, float]:
+    """Return about what real steps take of the host beside activations, and what it has available, in bytes."""
+    tensors = [*module.parameters(), *module.buffers()]
+    if any(tensor.is_meta for tensor in tensors):
+        raise ValueError(f"{why}: give it a module whose weights are not on the meta device.") from reason
+    needed_bytes, there_bytes = _PER_WEIGHT_BYTE * sum(one.nbytes for one in tensors), available_host_bytes()
+    if there_bytes is not None and needed_bytes > there_bytes:
+        has, needs = format_bytes(there_bytes), format_bytes(needed_bytes)
+        raise ValueError(f"{why}: that takes about {needs} of host memory, and {has} are available.") from reason
+    return needed_bytes, math.inf if there_bytes is None else there_bytes
+
+
+def _alone(run: FitRun) -> FitRun:
+    """Return the same in one process, on the host."""
+    arguments = {**run.trainer_arguments, "strategy": "auto"}
+    return replace(run, card=None, num_ranks=1, with_times=False, trainer_arguments=arguments)
+
+
+def _record(module: pl.LightningModule, batch: Any, run: FitRun) -> tuple[RecordedReads, TracedFit]:
+    reads = RecordedReads({run.evaluation}, batch_size_of(batch) or 1)
+    with recorded(reads):
+        return reads, trace_real_fit(module, batch, replace(run, reads=reads))
+
+
+def _with_values(tensor: Tensor) -> Tensor:
+    if not tensor.is_meta:
+        return tensor
+    if tensor.is_floating_point():
+        return torch.randn(tensor.shape, dtype=tensor.dtype)
+    return torch.ones(tensor.shape, dtype=tensor.dtype)
+
+
+def reading_line(error: Exception | None) -> str:
+    """Name the line of the user's code that an error comes from, in brackets; nothing if there is none."""
+    frames = traceback.walk_tb(error.__traceback__) if error is not None else ()
+    lines = [
+        f" ({Path(frame.f_code.co_filename).name}:{number})"
+        for frame, number in frames
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _NOT_THE_USERS
+    ]
+    return lines[-1] if lines else ""
+
+
 def trace_real_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
     """The same on real tensors, on the host, in one process. The module is copied, weights and all."""
     make = partial(map_tensors, batch, Tensor.clone)
@@ -151,8 +276,15 @@ def trace_real_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> Trace
 def _real_fit(
     module: pl.LightningModule, make_batch: Callable[[], Any], run: FitRun, num_batches: int
 ) -> TracedFit | None:
-    copies = copy.deepcopy((module, parts_of(run.trainer_arguments, run.run_callbacks)))
+    tensors = [one for one in (*module.parameters(), *module.buffers()) if not one.is_cpu]
+    on_host: dict[int, Any] = {id(one): _on_host(one) for one in tensors}
+    copies = copy.deepcopy((module, parts_of(run.trainer_arguments, run.run_callbacks)), on_host)
     return _fit(copies, make_batch, run, HOST, [], num_batches)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    copied = tensor.detach().cpu()
+    return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
 
 
 def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: int) -> TracedFit | None:
@@ -169,7 +301,7 @@ def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: 
     with ExitStack() as stack:
         stack.enter_context(isolated())
         num_bytes = run.card.memory_bytes if run.card is not None else 0
-        fakes_of = fake_device(num_bytes=num_bytes, allocated_bytes=live_bytes, on_pin=note_pinned)
+        fakes_of = fake_device(num_bytes=num_bytes, allocated_bytes=live_bytes, on_pin=note_pinned, reads=run.reads)
         mode, values = stack.enter_context(fakes_of)
         if run.card is not None:
             spec = CudaSpec(run.card.capability or _USUAL_CAPABILITY, CARD, num_bytes)
@@ -179,12 +311,14 @@ def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: 
         fakes = FakeTensors(mode, HOST)
         tensors = [*module.parameters(), *module.buffers()]
         copies = fakes.copy_of((module, parts_of(run.trainer_arguments, run.run_callbacks)), tensors)
-        templates = map_tensors(batch, partial(_template, fakes, values if run.has_values else None))
+        templates = map_tensors(batch, partial(_template, fakes, values if run.has_values or run.reads.runs else None))
         make = partial(map_tensors, templates, partial(values.fresh_like, mode))
+        run.reads.factor = (batch_size_of(batch) or run.reads.num_samples) / run.reads.num_samples
         del fakes  # it knows the storages that the module begins with: whoever puts others there frees those
         device = HOST if run.card is None else CARD
         traced = _fit(copies, make, run, device, trackers, num_batches)
-    return traced and replace(traced, notes=(*notes, *values.guesses, *traced.notes))
+    said = [run.reads.note] if run.reads.note else values.guesses
+    return traced and replace(traced, notes=(*notes, *said, *traced.notes))
 
 
 def _template(fakes: FakeTensors, values: KnownValues | None, tensor: Tensor) -> Tensor:
@@ -223,7 +357,8 @@ def _fit(
         tracker = stack.enter_context(track_memory(module))
         trackers[:] = [tracker]
         clock = StepClock(run.card or _HOST_SPEC, device) if run.with_times else None
-        marks = _Marks(tracker, clock)
+        run.reads.restart()
+        marks = _Marks(tracker, clock, run.reads)
         trainer = make_trainer(
             {**run.trainer_arguments, **parts},
             device,
@@ -273,8 +408,9 @@ def _connect_past_modes(strategy: Strategy) -> None:
 class _Marks(Callback):
     """Notes at which event each step has ended, and the validation."""
 
-    def __init__(self, tracker: MemoryTracker, clock: StepClock | None) -> None:
+    def __init__(self, tracker: MemoryTracker, clock: StepClock | None, reads: RecordedReads) -> None:
         self._tracker = tracker
+        self._reads = reads
         self._clock = clock
         self._ends: list[int] = []
         self._times: list[StepTime] = []
@@ -293,6 +429,7 @@ class _Marks(Callback):
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, _: int) -> None:
         self._tracker.label_inputs(batch)
+        self._reads.begin("train")
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:
@@ -310,6 +447,7 @@ class _Marks(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         self._tracker.label_inputs(batch)
+        self._reads.begin("evaluation")
 
     on_test_batch_start = on_validation_batch_start
     on_predict_batch_start = on_validation_batch_start

@@ -21,6 +21,7 @@ from lightning_vram.estimation.running_trainer.limit import room_bytes
 from lightning_vram.estimation.traced_fit import FitRun
 from lightning_vram.memory.device.allocator import has_cache, read_allocator
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
+from lightning_vram.memory.estimate.fakes.recorded_reads import RecordedReads
 from lightning_vram.memory.estimate.known_devices import describe_this_device
 from lightning_vram.private_names.lightning.connectors import notes_of_run
 from lightning_vram.private_names.lightning.strategies import ddp_arguments, mesh_sizes, syncs_layers
@@ -107,7 +108,7 @@ def _read(
         with isolated(is_connected=True):  # samplers may ask for the rank
             batches = read_first_batches(trainer, module, _FIRST_BATCHES)
         sizes = tuple(map(count_elements, batches))
-        shared.update(batch=max(batches, key=count_elements), sizes=sizes, known=[])
+        shared.update(batch=max(batches, key=count_elements), sizes=sizes, known=[], reads=RecordedReads())
     spec = describe_device(device, min(rooms))
     fit = FitRun(
         read_trainer_arguments(trainer),
@@ -116,6 +117,7 @@ def _read(
         with_times=True,
         run_callbacks=run_callbacks,
         known=shared["known"],
+        reads=shared["reads"],
     )
     return RunningTrainer(module, shared["batch"], spec, fit, trainer.num_devices, shared["sizes"])
 

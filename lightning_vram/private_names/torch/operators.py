@@ -20,6 +20,9 @@
 * ``torch.ops.aten._native_batch_norm_legit``: a batch norm that says what it writes | 2.11 - | recomputation fails
 * ``torch.ops.aten._local_scalar_dense``: what ``.item()`` is | 2.11 - | no step is estimated
 * ``torch.ops.aten._embedding_bag``: what an embedding bag runs | 2.11 - | its estimate on the host is 8 bytes too small
+* ``torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors``: makes a sparse tensor of indices and values | 2.11 - |
+  steps with sparse gradients are not estimated
+* ``torch.ops.aten._pack_padded_sequence``: what ``pack_padded_sequence`` is | 2.11 - | steps with it are not estimated
 * ``aten._foreach``: what the names of operators on many tensors begin with | 2.11 - |
   writes of fused optimizers are not noticed on the host
 """
@@ -44,6 +47,8 @@ BATCH_NORM_WITHOUT_STATISTICS = torch.ops.aten._native_batch_norm_legit.no_stats
 """One without running statistics."""
 
 EMBEDDING_BAG = torch.ops.aten._embedding_bag.default
+SPARSE_OF_PARTS = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
+PACK_SEQUENCES = torch.ops.aten._pack_padded_sequence.default
 
 neg_view: Callable[[Tensor], Tensor] = torch._neg_view
 """Return a view with the opposite sign."""

@@ -22,8 +22,10 @@ from lightning_vram.memory.estimate.fakes.device_module import (
     device_functions,
 )
 from lightning_vram.memory.estimate.fakes.host_kernels import HostKernels
+from lightning_vram.memory.estimate.fakes.kernels import pad_packed_sequence
 from lightning_vram.memory.estimate.fakes.known_values import KnownValues
 from lightning_vram.memory.estimate.fakes.parameters import make_parameter, taken_together
+from lightning_vram.memory.estimate.fakes.recorded_reads import ARRAY, LIST, RecordedReads
 from lightning_vram.memory.estimate.fakes.tensors import fake_of
 from lightning_vram.memory.estimate.replaced import replaced
 from lightning_vram.private_names.torch.dispatch import FakeTensor, FakeTensorMode, QuickFakeMode, without_dispatch
@@ -34,7 +36,11 @@ HOST = torch.device("cpu")
 
 @contextmanager
 def fake_device(
-    *, num_bytes: int, allocated_bytes: Callable[[], int], on_pin: Callable[[Tensor], None]
+    *,
+    num_bytes: int,
+    allocated_bytes: Callable[[], int],
+    on_pin: Callable[[Tensor], None],
+    reads: RecordedReads | None = None,
 ) -> Iterator[tuple[FakeTensorMode, KnownValues]]:
     """Let tensors be fake, and the card of type :data:`KIND` be there, inside the block.
 
@@ -42,12 +48,13 @@ def fake_device(
         num_bytes: What the card has.
         allocated_bytes: Tells what is in tensors on the card now.
         on_pin: Is told of host tensors that are pinned.
+        reads: Those of a real run, which answer for values; ``None``: there was none.
 
     Yields:
         The mode, which is on, and what answers for values.
     """
     mode = QuickFakeMode(allow_non_fake_inputs=True)
-    values = KnownValues()
+    values = KnownValues(reads)
     with ExitStack() as stack:
         module = _device_module(num_bytes, allocated_bytes)
         set_device_module(KIND, module)
@@ -76,6 +83,8 @@ def _replacements(
         "pin_memory": _pin(on_pin),
         "is_pinned": lambda self, *_: False,
         "record_stream": lambda self, stream: None,
+        "numpy": _read_all(ARRAY, Tensor.numpy, values),
+        "__format__": _format,
     }
     huggingface: Any = sys.modules.get("transformers.utils.import_utils")
     asks_for_values = {"is_fake_tensor": values.is_unknown} if hasattr(huggingface, "is_fake_tensor") else {}
@@ -86,6 +95,8 @@ def _replacements(
         (torch.utils, {"swap_tensors": swap_contents}),
         (nn.Parameter, {"__new__": make_parameter(nn.Parameter.__new__)}),
         (Tensor, of_tensors),
+        (torch._VF, {"_pad_packed_sequence": pad_packed_sequence}),
+        (FakeTensor, {"tolist": _read_all(LIST, Tensor.tolist, values)}),
     ]
 
 
@@ -104,6 +115,18 @@ def _deep_copy(original: _Copy, values: KnownValues) -> _Copy:
         return memo[id(tensor)]  # type: ignore[no-any-return]
 
     return copy
+
+
+def _read_all(what: str, original: Callable[..., Any], values: KnownValues) -> Callable[..., Any]:
+    def read(tensor: Tensor, **_: Any) -> Any:
+        return values.read_all(what, tensor, original)
+
+    return read
+
+
+def _format(tensor: Tensor, spec: str) -> str:
+    """Write the number of a tensor that has one, as tensors themselves do unless they are fake."""
+    return format(tensor.item() if tensor.dim() == 0 else str(tensor), spec)
 
 
 def _pin(on_pin: Callable[[Tensor], None]) -> Callable[..., Tensor]:

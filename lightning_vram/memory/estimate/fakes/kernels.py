@@ -1,6 +1,7 @@
 """Operators whose fake kernel, in the versions of torch that are supported, refuses what the real one takes."""
 
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from lightning_vram.private_names.torch.dispatch import FakeTensor
 from lightning_vram.private_names.torch.fakes import GROUPED_MM, DynamicOutputShapeException
-from lightning_vram.private_names.torch.operators import OpOverload
+from lightning_vram.private_names.torch.operators import SPARSE_OF_PARTS, OpOverload
 
 _BINCOUNT = torch.ops.aten.bincount.default
 _ALIGNMENT_BYTES = 16  # of each row, on a card
@@ -18,14 +19,35 @@ def call_fake(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Call an operator on fake tensors.
 
     Raises:
-        DynamicOutputShapeException: If the result is sparse: how many of its rows are there depends on values.
+        DynamicOutputShapeException: If the result is sparse, with as many rows as values say.
         Exception: What torch's own fake kernel raises.
     """
     kernel = _KERNELS.get(func)
     result = func(*args, **kwargs) if kernel is None else kernel(*args, **kwargs)
-    if isinstance(result, FakeTensor) and result.layout is not torch.strided:
+    is_sparse = isinstance(result, FakeTensor) and result.layout is not torch.strided
+    if is_sparse and func is not SPARSE_OF_PARTS:
         raise DynamicOutputShapeException(func)
     return result
+
+
+def pad_packed_sequence(
+    data: Tensor,
+    batch_sizes: Tensor,
+    batch_first: bool,
+    padding_value: float,
+    total_length: int,
+) -> tuple[Tensor, Tensor]:
+    """Pad packed sequences with the operators that C++ calls: it writes lengths, and fakes have no memory."""
+    sizes = [int(size) for size in batch_sizes]
+    length, offset, start = max(total_length, len(sizes)), 0, 0
+    padded = data.new_full((length, sizes[0], *data.shape[1:]), padding_value)
+    for size, steps in groupby(sizes):
+        num_steps = sum(1 for _ in steps)
+        part = data[offset : offset + num_steps * size].view(num_steps, size, *data.shape[1:])
+        padded[start : start + num_steps, :size].copy_(part)
+        offset, start = offset + num_steps * size, start + num_steps
+    lengths = torch.tensor([sum(size > place for size in sizes) for place in range(sizes[0])])
+    return padded.transpose(0, 1) if batch_first else padded, lengths
 
 
 def _grouped_mm(

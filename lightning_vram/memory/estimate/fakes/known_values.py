@@ -1,30 +1,50 @@
 """Values of short tensors, kept beside the fake ones: programs ask for lengths, counters, flags and scales.
 
-What was made of known numbers is known again. Nothing that data or weights went into is: a float of that kind is said
-to be 1, since programs show it, log it or hold it against a threshold, and tensors that are compared as a whole are
-said to be equal. An integer or a truth value decides about shapes and branches: asking for it raises, and the caller
-has to run real tensors instead.
+What was made of known numbers is known again. What data or weights went into is answered from the reads of a real run,
+if there was one. If there was none, a float is taken for 1, since programs show it or log it, and tensors that are
+compared as a whole are taken for equal. An integer, a truth value or a size decides about shapes and branches: asking
+for it raises, and the caller has to record a real run.
 """
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from lightning_vram.memory.estimate.fakes.kernels import call_fake
+from lightning_vram.memory.estimate.fakes.recorded_reads import (
+    ARRAY,
+    EQUAL,
+    INDEX,
+    Read,
+    RecordedReads,
+    is_mask,
+    is_number_for_lightning,
+)
 from lightning_vram.memory.estimate.fakes.uniform_truths import UniformTruths
 from lightning_vram.private_names.torch.dispatch import FakeTensor, FakeTensorMode, UnwrappedMode, without_dispatch
-from lightning_vram.private_names.torch.operators import EMBEDDING_BAG, READ_NUMBER, OpOverload, schema_of
+from lightning_vram.private_names.torch.fakes import (
+    UNKNOWN_VALUES,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+from lightning_vram.private_names.torch.operators import (
+    EMBEDDING_BAG,
+    PACK_SEQUENCES,
+    READ_NUMBER,
+    OpOverload,
+    schema_of,
+)
 from lightning_vram.private_names.torch.tensors import storage_identity
 from lightning_vram.private_names.torch.trees import tensors_in, tree_map
 
 aten = torch.ops.aten
-_EQUAL, _SUM = aten.equal.default, aten.sum.default
+_SUM = aten.sum.default
 _KEEPS_VALUES = (
     "aten::_amp_foreach_non_finite_check_and_unscale_",  # nothing is infinite
     "c10d::allreduce_",  # all ranks do the same
@@ -34,20 +54,24 @@ _MOST_NUMBERS = 4096
 MOST_INTEGERS = 1 << 20
 """As many are known of a tensor: positions of a long sequence."""
 
-_PICKS_ROWS = (aten.embedding.default, EMBEDDING_BAG, aten.index.Tensor)
+_PICKS_ROWS = (aten.embedding.default, EMBEDDING_BAG, INDEX)
 _PICKS_ALONG_DIM = (aten.index_select.default, aten.gather.default)
-_BETWEEN = ("torch", "lightning_vram", "lightning_utilities")
 _UNKNOWN_MAKERS = ("empty", "rand", "bernoulli", "multinomial", "normal", "new_empty")
 _UNKNOWN = 1.0
 
 
 class KnownValues(UnwrappedMode):
-    """Answers ``.item()`` of fake tensors whose value follows from the program alone, and of floats."""
+    """Answers reads of fake tensors: from what follows from the program alone, from a record, or with 1 for floats.
 
-    def __init__(self) -> None:
+    Args:
+        reads: Those of a real run; of none, it is empty.
+    """
+
+    def __init__(self, reads: RecordedReads | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.guesses: dict[str, None] = {}
         """What was said about unknown values, in sentences, in order."""
+        self._reads = reads or RecordedReads()
         self._values: Any = WeakIdKeyDictionary()
         self._of_data: Any = WeakIdKeyDictionary()  # those that answer for nothing but indices out of range
         self._truths = UniformTruths()
@@ -62,12 +86,15 @@ class KnownValues(UnwrappedMode):
         tensors = list(tensors_in((args, kwargs)))
         is_known = all(map(self._knows, tensors)) and not _makes_unknown(func)
         is_of_data = is_known and any(tensor in self._of_data for tensor in tensors)
-        if func is _EQUAL:
+        if func is EQUAL:
             return self._are_equal(tensors)
         if func is READ_NUMBER:
             return self._answer(func, args, tensors[0], is_known=is_known and not is_of_data)
         self._check_rows(func, args)
-        result = call_fake(func, args, kwargs)
+        try:
+            result = call_fake(func, (args[0], self._without_masks(args[1])) if func is INDEX else args, kwargs)
+        except UNKNOWN_VALUES:
+            return self._recall(func, args, kwargs, tensors, is_known=is_known and not is_of_data)
         self._note_truths(func, args, tensors, result)
         results = [one for one in (result if isinstance(result, list | tuple) else [result]) if one is not None]
         if is_known and all(isinstance(one, FakeTensor) and _is_short(one) for one in results):
@@ -77,6 +104,87 @@ class KnownValues(UnwrappedMode):
         elif schema_of(func).is_mutable and schema_of(func).name not in _KEEPS_VALUES:
             self._forget(tensors)
         return result
+
+    def _recall(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], *, is_known: bool
+    ) -> Any:
+        """Return what an operator returns whose result has a size that depends on values: called where it raised."""
+        device = tensors[0].device
+        if func is PACK_SEQUENCES and self._knows(args[1]) and args[1] not in self._of_data:
+            return self._packed(*args)
+        if is_known:
+            values = self._on_host(func, args, kwargs)
+            values = [values] if isinstance(values, Tensor) else values
+            return _as_returned(func, [self._fake(one, device) for one in values])
+        read = self._reads.find(func)
+        if read is None:
+            raise
+        if not isinstance(read.answer, tuple):
+            return self._reads.number(read)
+        return _as_returned(func, self._results(read, tensors, device))
+
+    def _results(self, read: Read, tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+        made = []
+        for one in read.answer:
+            shape = read.scaled(one.shape, [tuple(tensor.shape) for tensor in tensors])
+            if one.sparse_shape is not None:
+                num_dims = len(one.sparse_shape) - len(shape) + 1
+                indices = torch.empty(num_dims, shape[0], dtype=torch.int64, device=device)
+                values = torch.empty(shape, dtype=one.dtype, device=device)
+                made.append(torch.sparse_coo_tensor(indices, values, one.sparse_shape, check_invariants=False))
+            elif one.value is not None and shape == one.shape:
+                made.append(one.value if read.place[0] is PACK_SEQUENCES else self._fake(one.value, device))
+            else:
+                made.append(torch.empty(shape, dtype=one.dtype, device=device))
+        return made
+
+    def _packed(self, sequences: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        """Return packed sequences of known lengths. How many there are at each step is a real tensor: C++ reads it."""
+        with without_dispatch():
+            zeros = torch.zeros(sequences.shape, dtype=sequences.dtype)
+        data, num_sequences = self._on_host(PACK_SEQUENCES, (zeros, *rest), {})
+        return torch.empty(data.shape, dtype=data.dtype, device=sequences.device), num_sequences
+
+    def _fake(self, value: Tensor, device: torch.device) -> Tensor:
+        """Return a fake that has a value, if that is short enough to be kept."""
+        fake = torch.empty(value.shape, dtype=value.dtype, device=device)
+        if _is_short(value):
+            self._values[fake] = value
+        return fake
+
+    def _without_masks(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return indices with the places of what masks select in the place of the masks: how many, not which."""
+        made: list[Tensor | None] = []
+        for index in indices:
+            if not is_mask(index):
+                made.append(index)
+                continue
+            assert index is not None
+            value = None if index in self._of_data else self._values.get(index)
+            if value is not None:
+                with without_dispatch():
+                    num_selected = int(value.count_nonzero())
+            else:
+                read = self._reads.find(INDEX)
+                if read is None:
+                    raise DynamicOutputShapeException(INDEX)
+                (num_selected,) = read.scaled(read.answer[0].shape, [tuple(index.shape)])
+            made += [torch.empty(num_selected, dtype=torch.int64, device=index.device)] * index.dim()
+        return made
+
+    def read_all(self, what: str, tensor: Tensor, original: Callable[..., Any]) -> Any:
+        """Return all numbers of a tensor, as ``.numpy()`` and ``.tolist()`` do."""
+        if not isinstance(tensor, FakeTensor):
+            return original(tensor)
+        value, read = self._values.get(tensor), None
+        if value is not None and tensor not in self._of_data:
+            with without_dispatch():
+                return original(value.clone())
+        read = self._reads.find(what)
+        if read is None and not tensor.is_floating_point():
+            raise DataDependentOutputException(READ_NUMBER)
+        array = np.resize(self._guess() if read is None else read.answer, tensor.shape)
+        return array if what == ARRAY else array.tolist()
 
     def _note_truths(self, func: Any, args: tuple[Any, ...], tensors: list[Tensor], result: Any) -> None:
         if schema_of(func).is_mutable:
@@ -100,14 +208,24 @@ class KnownValues(UnwrappedMode):
         truth = self._truths.of(tensor)
         if truth is not None:
             return truth
-        if not tensor.is_floating_point():
-            return func(*args)  # raises
-        if not _is_shown():
-            self.guesses["The step asks for numbers that depend on the data: they were taken for 1."] = None
+        if is_number_for_lightning(func, [tensor]):
+            return _UNKNOWN
+        read = self._reads.find(func)
+        if read is not None:
+            return self._reads.number(read)
+        return self._guess() if tensor.is_floating_point() else func(*args)  # which raises
+
+    def _guess(self) -> float:
+        self._reads.is_wanted = True
+        self.guesses["The step asks for numbers that depend on the data: they were taken for 1."] = None
         return _UNKNOWN
 
     def _are_equal(self, tensors: list[Tensor]) -> bool:
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            read = self._reads.find(EQUAL)
+            if read is not None:
+                return bool(read.answer)
+            self._reads.is_wanted = True
             self.guesses["The step compares tensors by their values: they were taken for equal."] = None
             return True
         with without_dispatch():  # such as states of random generators
@@ -130,8 +248,13 @@ class KnownValues(UnwrappedMode):
                 raise IndexError(f"index {wrong} is out of bounds for dimension {dim} with size {num_rows}")
 
     def know(self, tensor: Tensor, value: Tensor) -> None:
-        """Let a fake of data have a value, so that indices out of range are noticed: nothing else follows from it."""
-        self._values[tensor], self._of_data[tensor] = value, True
+        """Let a fake of data have a value, so that indices out of range are noticed.
+
+        Nothing else follows from it, unless reads were recorded: then the data are those of a real batch.
+        """
+        self._values[tensor] = value
+        if not self._reads.runs:
+            self._of_data[tensor] = True
 
     def is_unknown(self, tensor: Any) -> bool:
         """Whether nobody can ask a fake for what it is made of."""
@@ -177,16 +300,9 @@ class KnownValues(UnwrappedMode):
         return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
-def _is_shown() -> bool:
-    """Whether it is Lightning who asks, for the progress bar or a logger."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and _package_of(frame) in _BETWEEN:
-        frame = frame.f_back
-    return frame is not None and _package_of(frame) == "lightning"
-
-
-def _package_of(frame: Any) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+def _as_returned(func: OpOverload, results: list[Tensor]) -> Any:
+    """Return results as an operator does: alone, or as a tuple."""
+    return results[0] if len(schema_of(func).returns) == 1 else tuple(results)
 
 
 def _is_short(tensor: Tensor) -> bool:

@@ -1,0 +1,261 @@
+"""What a program reads of its tensors: recorded in a real run, and answered from the record where tensors are fake.
+
+A read is ``.item()`` and what is made of it (``if loss > 3``, ``.tolist()``), ``.numpy()``, or an operator whose result
+has a size that depends on values (``nonzero``, ``x[mask]``, ``unique``). Reads are found again by the line that reads
+and by their order. The position in the record is a context variable, so recomputation, which restores those, gets the
+answers that the forward got. Sizes grow with the tensor that was read; integers that grew with the number of samples
+in two real runs are scaled with that number.
+"""
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from math import prod, sqrt
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_vram.memory.estimate.replaced import replaced
+from lightning_vram.private_names.torch.dispatch import UnwrappedMode
+from lightning_vram.private_names.torch.operators import READ_NUMBER, OpOverload
+from lightning_vram.private_names.torch.tensors import sparse_values
+from lightning_vram.private_names.torch.trees import tensors_in
+
+EQUAL, INDEX = torch.ops.aten.equal.default, torch.ops.aten.index.Tensor
+ARRAY, LIST = "numpy", "tolist"
+_MASKS = (torch.bool, torch.uint8)
+_BETWEEN = ("torch", "lightning_vram", "lightning_utilities", "contextlib")
+_BUILT_IN = ("aten", "prims", "c10d", "_c10d_functional", "profiler")
+_MOST_NUMBERS = 4096  # of integer results, whose values are kept
+_Shape = tuple[int, ...]
+_Place = tuple[Any, Any, int]
+_START = ("start", 0)
+_POSITION: ContextVar[tuple[tuple[str, int], int]] = ContextVar("position", default=(_START, 0))
+
+
+@dataclass(frozen=True)
+class Read:
+    """One read.
+
+    Args:
+        place: What was asked for, by which code, at which of its instructions.
+        shapes: Of the tensors that were read.
+        answer: A number, an array, or the :class:`Result` of each tensor that the operator returned.
+        grows: Whether the number is larger with more samples.
+    """
+
+    place: _Place
+    shapes: tuple[_Shape, ...]
+    answer: Any
+    grows: bool = False
+
+    def scaled(self, shape: _Shape, shapes: Sequence[_Shape]) -> _Shape:
+        """Return the shape of a result for tensors of other shapes than those that were read."""
+        if tuple(shapes) == self.shapes or not shape:
+            return shape
+        old, new = (next(iter(some), ()) for some in (self.shapes, shapes))
+        first = next((other[0] for one, other in self._pairs(shapes) if one[:1] == shape[:1]), None)
+        if first is None:
+            first = round(shape[0] * prod(new) / max(1, prod(old)))
+        changed = {
+            a: b for one, other in self._pairs(shapes) for a, b in zip(one[1:], other[1:], strict=True) if a != b
+        }
+        return first, *(changed.get(size, size) for size in shape[1:])
+
+    def _pairs(self, shapes: Sequence[_Shape]) -> list[tuple[_Shape, _Shape]]:
+        return [(one, other) for one, other in zip(self.shapes, shapes, strict=False) if len(one) == len(other)]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A tensor that an operator returned.
+
+    Args:
+        shape: Of it.
+        dtype: Of it.
+        sparse_shape: Of all of it, if it is sparse: ``shape`` is that of its values then.
+        value: Of few integers.
+    """
+
+    shape: _Shape
+    dtype: torch.dtype
+    sparse_shape: _Shape | None = None
+    value: Tensor | None = None
+
+
+@dataclass
+class RecordedReads:
+    """The reads of a run, by its stages.
+
+    Args:
+        runs: What was recorded: evaluations by their names; ``None`` stands for a fit.
+        num_samples: In the batch of the recorded run.
+        factor: How many times as many samples there are in the run that asks now.
+        note: What a reader of the numbers should know.
+        is_wanted: Whether numbers were guessed for want of a record.
+        started: When the first batch began, in seconds of ``time.perf_counter``.
+    """
+
+    runs: set[str | None] = field(default_factory=set)
+    num_samples: int = 1
+    factor: float = 1.0
+    note: str = ""
+    is_wanted: bool = False
+    started: float = 0.0
+    _segments: dict[tuple[str, int], list[Read]] = field(default_factory=dict)
+    _counts: dict[str, int] = field(default_factory=dict)
+
+    def restart(self) -> None:
+        """A run begins."""
+        self._counts, self.started = {}, 0.0
+        _POSITION.set((_START, 0))
+
+    def begin(self, stage: str) -> None:
+        """A batch of a stage begins."""
+        self.started = self.started or time.perf_counter()
+        number = self._counts[stage] = self._counts.get(stage, -1) + 1
+        _POSITION.set(((stage, number), 0))
+
+    def note_read(self, what: Any, tensors: Sequence[Tensor], answer: Any) -> None:
+        """Note a read of a real run. What recomputation reads was noted in its forward."""
+        key, index = _POSITION.get()
+        reads = self._segments.setdefault(key, [])
+        if index == len(reads):
+            reads.append(Read(_place_of(what), tuple(tuple(one.shape) for one in tensors), answer))
+        _POSITION.set((key, index + 1))
+
+    def find(self, what: Any) -> Read | None:
+        """Return the next read of this kind at the place that asks; ``None`` if none was recorded there."""
+        place, (key, index) = _place_of(what), _POSITION.get()
+        stage, number = key
+        last = max((one for name, one in self._segments if name == stage and one <= number), default=0)
+        reads = self._segments.get((stage, last), [])
+        for at in chain(range(index, len(reads)), range(min(index, len(reads)))):
+            if reads[at].place == place:
+                _POSITION.set((key, at + 1))
+                return reads[at]
+        others = (read for some in self._segments.values() for read in some if read.place == place)
+        return next(others, None)
+
+    def number(self, read: Read) -> Any:
+        """Return the number that was read, for as many samples as there are now."""
+        return round(read.answer * self.factor) if read.grows else read.answer
+
+    def take(self, fewer: "RecordedReads", larger: "RecordedReads") -> None:
+        """Take over the reads of the larger of two runs, with what grew from the other to it."""
+        ratio = larger.num_samples / fewer.num_samples
+        before = fewer._means()
+        growing = {
+            place
+            for place, mean in larger._means().items()
+            if ratio > 1 and before.get(place, 0) > 0 and mean / before[place] > sqrt(ratio)
+        }
+        for key, reads in larger._segments.items():
+            self._segments[key] = [replace(read, grows=read.place in growing) for read in reads]
+        self.runs |= larger.runs
+        self.num_samples, self.note = larger.num_samples, larger.note
+
+    def _means(self) -> Mapping[_Place, float]:
+        found: dict[_Place, list[int]] = {}
+        for read in chain(*self._segments.values()):
+            if type(read.answer) is int:
+                found.setdefault(read.place, []).append(read.answer)
+        return {place: sum(numbers) / len(numbers) for place, numbers in found.items()}
+
+
+class ReadRecorder(UnwrappedMode):
+    """Records what is read while it is entered.
+
+    Args:
+        reads: Where to.
+    """
+
+    def __init__(self, reads: RecordedReads) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._reads = reads
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        tensors = list(tensors_in((args, kwargs)))
+        results = list(tensors_in([result]))
+        if func is INDEX:
+            masks = [one for one in args[1] if is_mask(one)]
+            if masks:
+                self._reads.note_read(func, masks[:1], (Result((int(masks[0].count_nonzero()),), torch.int64),))
+        elif _reads_values(func) or any(one.layout is torch.sparse_coo for one in results):
+            if is_number_for_lightning(func, tensors):
+                return result
+            answer = result if not results and result is not None else tuple(map(_describe, results))
+            self._reads.note_read(func, tensors, answer)
+        return result
+
+
+@contextmanager
+def recorded(reads: RecordedReads) -> Iterator[None]:
+    """Record what is read of real tensors inside the block."""
+    originals: dict[str, Any] = {ARRAY: Tensor.numpy, LIST: Tensor.tolist}
+
+    def recording(what: str) -> Any:
+        def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            found = originals[what](tensor, *args, **kwargs)
+            reads.note_read(what, [tensor], np.array(found))
+            return found
+
+        return read
+
+    with replaced(Tensor, {what: recording(what) for what in originals}), ReadRecorder(reads):
+        yield
+
+
+def is_number_for_lightning(func: Any, tensors: Sequence[Tensor]) -> bool:
+    """Whether it is Lightning that reads a float, for the progress bar or a logger: nothing depends on that."""
+    if func is not READ_NUMBER or not tensors[0].is_floating_point():
+        return False
+    return str(_reader().f_globals.get("__name__", "")).startswith("lightning.")
+
+
+def is_mask(index: Tensor | None) -> bool:
+    """Whether an index has a truth value for each element."""
+    return index is not None and index.dtype in _MASKS
+
+
+def _reads_values(func: Any) -> bool:
+    if not isinstance(func, OpOverload):
+        return False
+    tags = func.tags
+    is_dynamic = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+    return is_dynamic or func.namespace not in _BUILT_IN
+
+
+def _describe(tensor: Tensor) -> Result:
+    if tensor.layout is not torch.strided:
+        return Result(tuple(sparse_values(tensor).shape), tensor.dtype, tuple(tensor.shape))
+    is_small = not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() <= _MOST_NUMBERS
+    return Result(tuple(tensor.shape), tensor.dtype, value=tensor.detach().clone() if is_small else None)
+
+
+def _place_of(what: Any) -> _Place:
+    frame = _reader()
+    return what, frame.f_code, frame.f_lasti
+
+
+def _reader() -> Any:
+    """Return the frame of the code that reads: the innermost that is an optimizer's, or neither torch's nor ours."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.partition(".")[0] not in _BETWEEN or name.startswith("torch.optim."):
+            break
+        frame = frame.f_back
+    return frame
