@@ -169,8 +169,9 @@ class Estimator:
         size, module, batch, run = batch_size_of(self._batch), self._module, self._batch, self._run
         if not size or not self._is_traced:
             return Limit()
-        trace = lambda new: trace_fit(module, with_batch_size(batch, size, new), run)  # noqa: E731 - one line
-        return self._largest((size, size // 2 or 2), trace)
+        # Twice the samples are the same samples twice, of which masks select twice as many.
+        other = 2 * size if run.reads.runs else size // 2 or 2
+        return self._largest((size, other), lambda new: trace_fit(module, with_batch_size(batch, size, new), run))
 
     def max_sequence_length(self) -> Limit:
         """Return the longest sequence; of no known length if there is none."""

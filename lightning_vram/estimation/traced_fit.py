@@ -165,7 +165,7 @@ def _fit_with_reads(module: pl.LightningModule, batch: Any, run: FitRun) -> Trac
     try:
         traced = fit()
         is_light = sum(one.nbytes for one in tensors) <= _LIGHT_BYTES and not any(one.is_meta for one in tensors)
-        if is_recorded or not run.reads.is_wanted or not is_light:
+        if is_recorded or not run.reads.wanted or not is_light:
             return traced
     except UNKNOWN_VALUES as error:
         if is_recorded:
@@ -182,7 +182,7 @@ def _record_reads(module: pl.LightningModule, batch: Any, run: FitRun, reason: E
         ValueError: If there can be no real step: its message has the reason.
         Exception: What the module raises in it.
     """
-    line = reading_line(reason)
+    line = f" ({run.reads.wanted})" if reason is None else reading_line(reason)
     why = f"The step reads values of tensors{line}, so it must run once on real tensors, on the host"
     needed_bytes, there_bytes = _check_host(module, why, reason)
     alone = _alone(run)

@@ -272,14 +272,15 @@ def test_where_a_norm_takes_no_single_sample_the_law_is_made_of_larger_batches()
     ).fits
 
 
-def test_a_step_that_looks_at_values_and_takes_one_size_is_run_whole():
+def test_a_step_that_reads_values_and_takes_one_size_is_recorded_with_it():
     def look(module, ids, x):
         assert len(x) == 8
-        return x * int(ids.max())
+        return x * int((ids + x[..., 0].long()).max())
 
     estimate = estimate_memory(Sequences(look), a_batch(8), device="cpu")
-    assert any("real steps were run on the CPU, with the batch" in note for note in estimate.notes)
-    assert estimate.max_batch_size is None
+    assert any("a real step on the CPU with 8 samples" in note for note in estimate.notes)
+    assert estimate.max_batch_size == 8
+    assert estimate.batch_size_refusal.startswith("AssertionError")
 
 
 @pytest.mark.parametrize(("look", "error"), [(by_range, IndexError), (by_assertion, AssertionError)])

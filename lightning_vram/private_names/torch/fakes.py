@@ -12,6 +12,7 @@
 * ``torch._subclasses.fake_tensor.DynamicOutputShapeException``: a shape that depends on values | 2.11 - | same
 * ``torch._subclasses.fake_tensor.UnsupportedOperatorException``: no fake kernel | 2.11 - | the same
 * ``torch.distributed.ProcessGroup._set_default_backend``: which backend a group asks | 2.11 - | a warning
+* ``torch._VF``: C++ functions of recurrent layers | 2.11 - | steps that pad packed sequences are not estimated
 * ``torch._grouped_mm``: products of a mixture of experts | 2.11 - | nothing is estimated
 """
 
@@ -32,6 +33,7 @@ from torch._subclasses.fake_tensor import (
 __all__ = ["DataDependentOutputException", "DynamicOutputShapeException"]
 
 UNKNOWN_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+RECURRENT_FUNCTIONS: Any = torch._VF
 GROUPED_MM = torch.ops.aten._grouped_mm.default
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from lightning_vram.memory.estimate.fakes.device_module import (
     KIND,
@@ -25,11 +26,16 @@ from lightning_vram.memory.estimate.fakes.host_kernels import HostKernels
 from lightning_vram.memory.estimate.fakes.kernels import pad_packed_sequence
 from lightning_vram.memory.estimate.fakes.known_values import KnownValues
 from lightning_vram.memory.estimate.fakes.parameters import make_parameter, taken_together
-from lightning_vram.memory.estimate.fakes.recorded_reads import ARRAY, LIST, RecordedReads
+from lightning_vram.memory.estimate.fakes.recorded_reads import ARRAY, LIST, RecordedReads, one_hot
 from lightning_vram.memory.estimate.fakes.tensors import fake_of
 from lightning_vram.memory.estimate.replaced import replaced
 from lightning_vram.private_names.torch.dispatch import FakeTensor, FakeTensorMode, QuickFakeMode, without_dispatch
-from lightning_vram.private_names.torch.fakes import remove_device_module, set_device_module, swap_contents
+from lightning_vram.private_names.torch.fakes import (
+    RECURRENT_FUNCTIONS,
+    remove_device_module,
+    set_device_module,
+    swap_contents,
+)
 
 HOST = torch.device("cpu")
 
@@ -95,7 +101,8 @@ def _replacements(
         (torch.utils, {"swap_tensors": swap_contents}),
         (nn.Parameter, {"__new__": make_parameter(nn.Parameter.__new__)}),
         (Tensor, of_tensors),
-        (torch._VF, {"_pad_packed_sequence": pad_packed_sequence}),
+        (functional, {"one_hot": one_hot}),
+        (RECURRENT_FUNCTIONS, {"_pad_packed_sequence": pad_packed_sequence}),
         (FakeTensor, {"tolist": _read_all(LIST, Tensor.tolist, values)}),
     ]
 

@@ -33,7 +33,7 @@ def call_fake(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def pad_packed_sequence(
     data: Tensor,
     batch_sizes: Tensor,
-    batch_first: bool,
+    batch_first: bool,  # noqa: FBT001 - as torch has it
     padding_value: float,
     total_length: int,
 ) -> tuple[Tensor, Tensor]:

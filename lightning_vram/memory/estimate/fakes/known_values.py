@@ -216,7 +216,7 @@ class KnownValues(UnwrappedMode):
         return self._guess() if tensor.is_floating_point() else func(*args)  # which raises
 
     def _guess(self) -> float:
-        self._reads.is_wanted = True
+        self._reads.want()
         self.guesses["The step asks for numbers that depend on the data: they were taken for 1."] = None
         return _UNKNOWN
 
@@ -225,7 +225,7 @@ class KnownValues(UnwrappedMode):
             read = self._reads.find(EQUAL)
             if read is not None:
                 return bool(read.answer)
-            self._reads.is_wanted = True
+            self._reads.want()
             self.guesses["The step compares tensors by their values: they were taken for equal."] = None
             return True
         with without_dispatch():  # such as states of random generators

@@ -15,21 +15,24 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod, sqrt
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 from typing_extensions import override
 
 from lightning_vram.memory.estimate.replaced import replaced
-from lightning_vram.private_names.torch.dispatch import UnwrappedMode
+from lightning_vram.private_names.torch.dispatch import FakeTensor, UnwrappedMode
 from lightning_vram.private_names.torch.operators import READ_NUMBER, OpOverload
 from lightning_vram.private_names.torch.tensors import sparse_values
 from lightning_vram.private_names.torch.trees import tensors_in
 
 EQUAL, INDEX = torch.ops.aten.equal.default, torch.ops.aten.index.Tensor
 ARRAY, LIST = "numpy", "tolist"
+_ONE_HOT: Any = functional.one_hot
 _MASKS = (torch.bool, torch.uint8)
 _BETWEEN = ("torch", "lightning_vram", "lightning_utilities", "contextlib")
 _BUILT_IN = ("aten", "prims", "c10d", "_c10d_functional", "profiler")
@@ -99,7 +102,7 @@ class RecordedReads:
         num_samples: In the batch of the recorded run.
         factor: How many times as many samples there are in the run that asks now.
         note: What a reader of the numbers should know.
-        is_wanted: Whether numbers were guessed for want of a record.
+        wanted: The line that reads what nobody knows, as ``"train.py:31"``, where it was guessed; empty if none was.
         started: When the first batch began, in seconds of ``time.perf_counter``.
     """
 
@@ -107,7 +110,7 @@ class RecordedReads:
     num_samples: int = 1
     factor: float = 1.0
     note: str = ""
-    is_wanted: bool = False
+    wanted: str = ""
     started: float = 0.0
     _segments: dict[tuple[str, int], list[Read]] = field(default_factory=dict)
     _counts: dict[str, int] = field(default_factory=dict)
@@ -143,6 +146,11 @@ class RecordedReads:
                 return reads[at]
         others = (read for some in self._segments.values() for read in some if read.place == place)
         return next(others, None)
+
+    def want(self) -> None:
+        """Note that a number was guessed for want of a record."""
+        frame = _reader()
+        self.wanted = self.wanted or f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
     def number(self, read: Read) -> Any:
         """Return the number that was read, for as many samples as there are now."""
@@ -214,8 +222,18 @@ def recorded(reads: RecordedReads) -> Iterator[None]:
 
         return read
 
-    with replaced(Tensor, {what: recording(what) for what in originals}), ReadRecorder(reads):
+    methods = {what: recording(what) for what in originals}
+    with replaced(functional, {"one_hot": one_hot}), replaced(Tensor, methods), ReadRecorder(reads):
         yield
+
+
+def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    """Return what ``torch.nn.functional.one_hot`` does, with the same reads and operators for fake and real tensors."""
+    number = int(tensor.max()) + 1 if num_classes == -1 else num_classes
+    if not isinstance(tensor, FakeTensor):
+        return _ONE_HOT(tensor, number)  # type: ignore[no-any-return]
+    zeros = torch.zeros(*tensor.shape, number, dtype=torch.int64, device=tensor.device)
+    return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
 def is_number_for_lightning(func: Any, tensors: Sequence[Tensor]) -> bool:
