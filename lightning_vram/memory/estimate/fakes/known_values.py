@@ -252,9 +252,9 @@ class KnownValues(UnwrappedMode):
 
         Nothing else follows from it, unless reads were recorded: then the data are those of a real batch.
         """
-        self._values[tensor] = value
-        if not self._reads.runs:
-            self._of_data[tensor] = True
+        if _is_short(value):
+            self._values[tensor] = value
+            self._of_data.update([] if self._reads.runs else [(tensor, True)])
 
     def is_unknown(self, tensor: Any) -> bool:
         """Whether nobody can ask a fake for what it is made of."""
