@@ -1,0 +1,110 @@
+"""Steps that read values of tensors are estimated, planned and run in less memory like any other."""
+
+import re
+from functools import cache
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from support.helpers import assert_equal_weights
+from support.value_reading_programs import NUM_BLOCKS, PROGRAMS, SIZE
+from torch.utils.data import DataLoader
+
+from lightning_vram import AutoVRAM, VRAMMonitor
+from lightning_vram.estimation import estimate_memory
+from lightning_vram.estimation.traced_fit import FitRun, trace_real_fit
+from lightning_vram.memory.units import format_bytes, parse_bytes
+from lightning_vram.planner import PlanError, plan_memory
+
+NAMES = sorted(PROGRAMS)
+NUM_STEPS, WORST, MEAN = 3, 0.05, 0.01
+OF_NO_SAMPLES = {"graphs"}
+"""Their batches cannot be cut: nothing follows for other sizes."""
+
+
+def make(name: str) -> tuple[pl.LightningModule, dict[str, torch.Tensor]]:
+    make_module, make_batch = PROGRAMS[name]
+    pl.seed_everything(0, verbose=False)
+    return make_module(), make_batch()
+
+
+@cache
+def real_peak_bytes(name: str) -> int:
+    """Return what is tracked over real steps."""
+    return trace_real_fit(*make(name), FitRun({})).stage("train").peak_bytes
+
+
+@cache
+def relative_error(name: str) -> float:
+    """Return how far an estimate is from real steps."""
+    return estimate_memory(*make(name), device="cpu", find_limits=False).peak_bytes / real_peak_bytes(name) - 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_estimate_is_near_real_steps(name):
+    assert abs(relative_error(name)) <= WORST, f"{relative_error(name):+.1%} of {format_bytes(real_peak_bytes(name))}"
+
+
+def test_the_mean_error_is_small():
+    errors = {name: abs(relative_error(name)) for name in NAMES}
+    worst = ", ".join(f"{name} {error:.1%}" for name, error in sorted(errors.items(), key=lambda one: -one[1])[:8])
+    assert sum(errors.values()) / len(errors) <= MEAN, f"worst: {worst}"
+
+
+def fit(make_trainer, name: str, *callbacks: Callback) -> tuple[pl.LightningModule, int]:
+    """Return the trained module, and its tracked peak."""
+    module, batch = make(name)
+    monitor = VRAMMonitor(track=True, path=None)
+    trainer = make_trainer(callbacks=[*callbacks, monitor], max_epochs=1)
+    trainer.fit(module, DataLoader([batch] * NUM_STEPS, batch_size=None))
+    return module, monitor.peaks["train"].peak_allocated_bytes
+
+
+def minimum_named_by(error: MisconfigurationException) -> int:
+    found = re.search(r"The least is .*What helps: budget='(\w+)'", str(error))
+    assert found, f"The refusal does not name the minimum: {error}"
+    return parse_bytes(found[1])
+
+
+@pytest.mark.quick_sample(4)
+@pytest.mark.parametrize("name", NAMES)
+def test_auto_vram_keeps_half_of_the_memory_or_the_minimum_that_it_names(name, make_trainer):
+    baseline, baseline_bytes = fit(make_trainer, name)
+    budget_bytes = baseline_bytes // 2
+    try:
+        optimized, peak_bytes = fit(make_trainer, name, AutoVRAM(budget_bytes))  # that it cannot plan is an error here
+    except MisconfigurationException as error:
+        budget_bytes = minimum_named_by(error)
+        optimized, peak_bytes = fit(make_trainer, name, AutoVRAM(budget_bytes))
+    peak, budget, before = map(format_bytes, (peak_bytes, budget_bytes, baseline_bytes))
+    assert peak_bytes <= budget_bytes, f"{peak} with a budget of {budget}; baseline: {before}"
+    assert_equal_weights(baseline, optimized)
+
+
+@pytest.mark.quick_sample(2)
+@pytest.mark.parametrize("name", NAMES)
+def test_plan_memory_plans_half_of_the_memory_or_names_the_minimum(name):
+    budget_bytes = real_peak_bytes(name) // 2
+    try:
+        plan = plan_memory(*make(name), device="cpu", budget=budget_bytes)
+    except PlanError as error:
+        budget_bytes = error.minimum_bytes
+        plan = plan_memory(*make(name), device="cpu", budget=budget_bytes)
+    assert plan.peak_bytes <= budget_bytes
+    assert abs(plan.found.plain.needed_bytes / real_peak_bytes(name) - 1) <= WORST
+
+
+@pytest.mark.quick_sample(2)
+@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - OF_NO_SAMPLES))
+def test_a_larger_batch_is_found_for_a_card(name):
+    estimate = estimate_memory(*make(name), device="rtx4090")
+    assert estimate.batch_size == SIZE
+    assert estimate.max_batch_size is not None
+    per_sample_bytes = estimate.device.memory_bytes / estimate.max_batch_size
+    assert 0.02 * NUM_BLOCKS * 2**16 < per_sample_bytes < 4 * NUM_BLOCKS * 2**16  # a block saves 64 KiB for a sample
+
+
+def test_there_are_thirty_programs_at_least():
+    assert len(PROGRAMS) >= 30
