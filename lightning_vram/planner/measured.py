@@ -78,6 +78,11 @@ class Found:
     tried: tuple[Measured, ...]
 
     @property
+    def taken(self) -> Measured:
+        """What is run: the best, else what needs least."""
+        return self.best or self.least
+
+    @property
     def least(self) -> Measured:
         """What needs least of all that was run."""
         return min(self.tried, key=lambda measured: measured.needed_bytes)

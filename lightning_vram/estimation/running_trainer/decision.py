@@ -41,6 +41,7 @@ class RunningTrainer:
         fit: How another Trainer runs the same step; what it did is known to all that share the Trainer.
         num_devices: On each node.
         sizes: Elements of the first batches, as many as were read.
+        num_batches: Of the first epoch, on each rank; ``None``: nobody knows.
     """
 
     module: pl.LightningModule
@@ -49,6 +50,7 @@ class RunningTrainer:
     fit: FitRun
     num_devices: int
     sizes: tuple[int, ...]
+    num_batches: int | None
 
 
 def decide_together(
@@ -56,7 +58,7 @@ def decide_together(
     module: pl.LightningModule,
     limit: int | None,
     timeout: timedelta,
-    decide: Callable[[Callable[[], RunningTrainer]], Decision],
+    decide: Callable[[Callable[[], RunningTrainer], int | None], Decision],
     *,
     run_callbacks: RunCallbacks,
 ) -> Decision:
@@ -67,8 +69,8 @@ def decide_together(
         module: Of the run.
         limit: Most bytes of a device that may be taken, if there is a limit.
         timeout: How long ranks wait for each other: rank zero takes seconds.
-        decide: Is called on rank zero, with what reads the trainer, and must not raise. What it returns goes to the
-            others.
+        decide: Is called on rank zero, with what reads the trainer and the bytes of the device there are (``None``:
+            nobody knows), and must not raise. What it returns goes to the others.
         run_callbacks: The user's callbacks that an estimate runs.
     """
     device = trainer.strategy.root_device
@@ -79,7 +81,9 @@ def decide_together(
     ranks = RankAgreement(timeout)
     try:
         known = [one for one in ranks.gather(room) if one is not None]
-        decision = decide(lambda: _read(trainer, module, known, run_callbacks)) if trainer.is_global_zero else None
+        decision: Decision | None = None
+        if trainer.is_global_zero:
+            decision = decide(lambda: _read(trainer, module, known, run_callbacks), min(known, default=None))
         return ranks.gather(decision)[0]  # type: ignore[no-any-return]
     finally:
         ranks.close()
@@ -105,9 +109,10 @@ def _read(
     shared = notes_of_run(trainer)
     if not shared:
         with isolated(is_connected=True):  # samplers may ask for the rank
-            batches = read_first_batches(trainer, module, _FIRST_BATCHES)
+            batches, num_batches = read_first_batches(trainer, module, _FIRST_BATCHES)
         sizes = tuple(map(count_elements, batches))
-        shared.update(batch=max(batches, key=count_elements), sizes=sizes, known=[])
+        num_batches = _on_this_rank(trainer, num_batches)
+        shared.update(batch=max(batches, key=count_elements), sizes=sizes, num_batches=num_batches, known=[])
     spec = describe_device(device, min(rooms))
     fit = FitRun(
         read_trainer_arguments(trainer),
@@ -117,7 +122,16 @@ def _read(
         run_callbacks=run_callbacks,
         known=shared["known"],
     )
-    return RunningTrainer(module, shared["batch"], spec, fit, trainer.num_devices, shared["sizes"])
+    batch, sizes, num_batches = (shared[name] for name in ("batch", "sizes", "num_batches"))
+    return RunningTrainer(module, batch, spec, fit, trainer.num_devices, sizes, num_batches)
+
+
+def _on_this_rank(trainer: pl.Trainer, num_batches: int | None) -> int | None:
+    steps = trainer.max_steps * trainer.accumulate_grad_batches
+    if num_batches is None:
+        return steps if steps > 0 else None
+    share = -(-num_batches // trainer.world_size)  # of a sampler that Lightning makes
+    return min(share, steps) if steps > 0 else share
 
 
 def describe_device(device: torch.device, num_bytes: int) -> DeviceSpec:

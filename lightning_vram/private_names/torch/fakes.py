@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-__all__ = ["DynamicOutputShapeException"]
+__all__ = ["DynamicOutputShapeException", "UnsupportedOperatorException"]
 
 UNKNOWN_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 GROUPED_MM = torch.ops.aten._grouped_mm.default
