@@ -23,7 +23,6 @@ from lightning_vram.callbacks.auto_vram.words import (
     correction_line,
     fallback_lines,
     larger_line,
-    limit_words,
     relief_note,
     tighter_line,
 )
@@ -41,6 +40,7 @@ from lightning_vram.estimation.running_trainer.decision import decide_together, 
 from lightning_vram.estimation.running_trainer.limit import AUTO, check_limit, limit_bytes
 from lightning_vram.memory.device.allocator import has_cache
 from lightning_vram.memory.device.process_limit import ProcessLimit, can_limit, limited_share
+from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.parts import Exactness, Part
 from lightning_vram.planner.plan import level_of
 from lightning_vram.planner.remedies import CHECKPOINTING, may_be_guarded
@@ -262,13 +262,17 @@ class AutoVRAM(Callback):
         parts, device = self._parts, trainer.strategy.root_device
         assert parts is not None
         is_checkpointed = not _may_checkpoint(trainer) or self._change(parts.scheme + CHECKPOINTING)
-        words = ""
+        done = [
+            "repeated layers are checkpointed" if is_checkpointed else "no repeated layers to checkpoint were found"
+        ]
+        if is_guarded and self._level >= Exactness.LOSSLESS:
+            done.append("a batch that runs out of memory runs again in smaller parts")
         if limit is not None:
             if can_limit(device) and limited_share(device) == 1:  # a limit of somebody else's stays
                 self._limit = ProcessLimit(device, limit)
-            words = limit_words(limit, str(device), is_kept=self._limit is not None)
-        may_cut = is_guarded and self._level >= Exactness.LOSSLESS
-        rank_zero_warn(fallback_lines(reason, words, is_checkpointed=is_checkpointed, may_cut=may_cut))
+            how = "nothing enforces" if self._limit is None else "PyTorch gets no more than"
+            done.append(f"{how} {format_bytes(limit)} on {device}")
+        rank_zero_warn(fallback_lines(reason, done))
 
 
 def _changes_batches(trainer: pl.Trainer) -> bool:

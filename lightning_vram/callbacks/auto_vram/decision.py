@@ -11,21 +11,16 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn.parameter import is_lazy
 
 from lightning_vram.callbacks.auto_vram.parts import differs_late
-from lightning_vram.callbacks.auto_vram.plan_cache import load_plan, plan_key, save_plan
+from lightning_vram.callbacks.auto_vram.plan_cache import load_plan, plan_path, save_plan
 from lightning_vram.callbacks.auto_vram.words import (
-    cached_line,
-    cut_line,
     found_message,
     largest_line,
-    late_reason,
     miss_message,
     reason_of,
     unknown_line,
-    unread_line,
     weights_message,
 )
 from lightning_vram.estimation.batches import largest_shape
@@ -50,6 +45,7 @@ _ROOM_FOR_ERRORS = 0.03  # of a device, where the user named no budget
 _TIGHT = 0.8  # of the budget
 _TIGHTER = 0.9
 _LEAST_SECONDS, _SHARE_OF_EPOCH = 30.0, 0.1  # that planning may take, whichever is longer
+_WIDTHS = {Precision: 8, MixedPrecision: 8, DoublePrecision: 8, HalfPrecision: 2}  # most bytes of a weight
 _MORE_AT_REST = 3  # gradients and two moments, by weights
 
 
@@ -63,7 +59,6 @@ class Decision:
         found: By the search; ``None`` if there was none.
         budget_bytes: What there was.
         num_elements: Of the batch that it is for; ``None``: for none.
-        is_known: Whether an earlier run has found it.
     """
 
     message: str
@@ -71,7 +66,6 @@ class Decision:
     found: Found | None = None
     budget_bytes: int = 0
     num_elements: int | None = None
-    is_known: bool = False
 
     @property
     def scheme(self) -> Scheme:
@@ -86,20 +80,12 @@ class Decision:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of a plan.
-
-    Args:
-        level: What results may be.
-        budget: As the user named it. With ``"auto"`` it is no error if nothing fits.
-        guards: Callbacks that will stand beside the plan's.
-        folder: Of the plans of earlier runs; ``None``: they are neither read nor written.
-        on_progress: Is told what is being done.
-    """
+    """What is asked of a plan: exactness, budget as the user named it, callbacks beside the plan's, where plans are."""
 
     level: Exactness
     budget: int | float | str
     guards: Sequence[Callback] = ()
-    folder: Path | None = None
+    folder: Path | None = None  # ``None``: plans are neither read nor written
     on_progress: Progress | None = None
 
     @property
@@ -121,60 +107,33 @@ def decide(trainer: pl.Trainer, read: Callable[[], RunningTrainer], room_bytes: 
     budget_bytes = int(share * (room_bytes or 0))
     try:
         run = read()
-        path = _path_of(run, asked)
-        decision = _recall(path, run, budget_bytes) or _plan(trainer, run, budget_bytes, asked, started)
+        path = plan_path(asked.folder, run, (asked.budget, asked.level.name, bool(asked.guards)))
+        found = load_plan(path, budget_bytes)
+        if found is None:
+            decision = _plan(trainer, run, budget_bytes, asked, started)
+            if decision.kind == "info":
+                save_plan(path, decision.found, budget_bytes)
+        else:
+            message = found_message(found, budget_bytes, run.device.name)
+            message += f"\nThe plan is from an earlier run, {path}: cache=False makes a new one."
+            decision = Decision(message, found=found, budget_bytes=budget_bytes)
     except Exception as error:  # a step on tensors without values may fail where the run does not
         return _without_plan(trainer, reason_of(error), budget_bytes, asked)
     if decision.kind == "fallback":
         return decision
-    _keep(path, decision)
-    if len(set(run.sizes)) > 1:
-        largest = largest_line(len(run.sizes), largest_shape(run.batch))
-        decision = replace(decision, message=f"{decision.message}\n{largest}")
-    return replace(decision, num_elements=max(run.sizes))
-
-
-def _path_of(run: RunningTrainer, asked: Asked) -> Path | None:
-    if asked.folder is None:
-        return None
-    try:
-        return asked.folder / f"{plan_key(run, (asked.budget, asked.level.name, bool(asked.guards)))}.json"
-    except Exception as error:  # what a module of the user's has may raise anything when it is read
-        rank_zero_info(unread_line(asked.folder, error))
-        return None
-
-
-def _recall(path: Path | None, run: RunningTrainer, budget_bytes: int) -> Decision | None:
-    try:
-        found = None if path is None else load_plan(path, budget_bytes)
-    except ValueError as error:
-        rank_zero_info(unread_line(path, error))
-        return None
-    if found is None:
-        return None
-    message = f"{found_message(found, budget_bytes, run.device.name)}\n{cached_line(path)}"
-    return Decision(message, found=found, budget_bytes=budget_bytes, is_known=True)
-
-
-def _keep(path: Path | None, decision: Decision) -> None:
-    """Write a plan for later runs."""
-    if path is None or decision.found is None or decision.kind != "info" or decision.is_known:
-        return
-    try:
-        save_plan(path, decision.found, decision.budget_bytes)
-    except OSError as error:
-        rank_zero_info(unread_line(path, error))
+    largest = f"\n{largest_line(len(run.sizes), largest_shape(run.batch))}" if len(set(run.sizes)) > 1 else ""
+    return replace(decision, message=decision.message + largest, num_elements=max(run.sizes))
 
 
 def _plan(trainer: pl.Trainer, run: RunningTrainer, budget_bytes: int, asked: Asked, started: float) -> Decision:
     found, steps, workload, most_seconds = _search(run, budget_bytes, asked, started)
+    most = f"{most_seconds:.0f} s, the most that planning takes (a tenth of the first epoch, at least 30 s)"
     if found.best is not None:
         message = found_message(found, budget_bytes, run.device.name)
-        if steps.is_cut:
-            message += f"\n{cut_line(most_seconds)}"
+        message += f"\nThe fastest of what was tried in {most}." if steps.is_cut else ""
         return Decision(message, found=found, budget_bytes=budget_bytes)
     if steps.is_cut:
-        return _without_plan(trainer, late_reason(most_seconds), budget_bytes, asked, found)
+        return _without_plan(trainer, f"nothing that fits was found in {most}", budget_bytes, asked, found)
     here = replace(workload, host_bytes=available_host_bytes())
     ways = find_ways(steps, found, here, has_strategies=steps.may_choose_strategy)
     message = miss_message(found, budget_bytes, run.device.name, asked.level, ways, goes_on=not asked.has_budget)
@@ -224,18 +183,15 @@ def _without_plan(
 
 def _bytes_at_rest(trainer: pl.Trainer) -> tuple[int, int]:
     """Return bytes of weights, and with gradients and two moments of what is trained; 0: nobody knows."""
-    widths = {Precision: 8, MixedPrecision: 8, DoublePrecision: 8, HalfPrecision: 2}
-    most = widths.get(type(trainer.precision_plugin))
+    most = _WIDTHS.get(type(trainer.precision_plugin))
     if most is None or not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
         return 0, 0  # others have weights elsewhere, or in fewer bits
     names = {type(callback).__name__ for callback in trainer.callbacks}  # type: ignore[attr-defined]
-    parameters = [one for one in trainer.lightning_module.parameters() if not is_lazy(one)]  # type: ignore[redundant-expr]
-    frozen, trained = (
-        sum(one.numel() * min(most, one.element_size()) for one in parameters if one.requires_grad is is_trained)
-        for is_trained in (False, True)
-    )
-    weights_bytes = trained + (0 if QUANTIZED[0].name in names else frozen)
-    return weights_bytes, weights_bytes + _MORE_AT_REST * trained
+    num_bytes = {False: 0, True: 0}  # of what is frozen, and trained
+    for one in trainer.lightning_module.parameters():
+        num_bytes[one.requires_grad] += 0 if is_lazy(one) else one.numel() * min(most, one.element_size())  # type: ignore[redundant-expr]
+    weights_bytes = num_bytes[True] + (0 if QUANTIZED[0].name in names else num_bytes[False])
+    return weights_bytes, weights_bytes + _MORE_AT_REST * num_bytes[True]
 
 
 def _with_bus(spec: DeviceSpec | None) -> DeviceSpec | None:

@@ -10,20 +10,24 @@ import inspect
 import json
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from enum import Enum
 from functools import partial
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_vram.callbacks.auto_vram.words import NAME
 from lightning_vram.estimation.fake_trainer import parts_of
 from lightning_vram.estimation.running_trainer.decision import RunningTrainer
 from lightning_vram.estimation.step_time import StepTime
@@ -39,7 +43,7 @@ _NOT_READ = ("torch", "lightning", "builtins", "abc", "typing")  # packages, by 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _DEPTH = 4  # of objects within objects
 _MOST = 1000  # of a list
-_MORE_ROOM = 1.1  # times the budget of a plan: a faster one may fit
+_MORE_ROOM = 1.1  # times the budget that a plan was made for
 
 
 def plan_folder(trainer: pl.Trainer) -> Path | None:
@@ -49,36 +53,40 @@ def plan_folder(trainer: pl.Trainer) -> Path | None:
     return None if "://" in root or trainer.fast_dev_run else Path(root) / "auto_vram"  # type: ignore[attr-defined]
 
 
-def load_plan(path: Path, budget_bytes: int) -> Found | None:
-    """Return what an earlier run has found; ``None`` if there is nothing, or nothing for this budget.
-
-    Raises:
-        ValueError: If the file is not one that :func:`save_plan` has written.
-    """
+@contextmanager
+def _without_harm(path: Path) -> Iterator[None]:
+    """Whatever is wrong with a file, or with attributes of the user's that are read, costs the cache, not the run."""
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        tried = tuple(map(_read_measured, saved["tried"]))
-        found = Found(tried[saved["best"]], tried[saved["plain"]], tried)
-        may_be_faster = saved["best"] != saved["plain"] and budget_bytes > _MORE_ROOM * saved["budget_bytes"]
-        return None if may_be_faster or tried[saved["best"]].needed_bytes > budget_bytes else found
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
+        yield
+    except Exception as error:
+        text = str(error).partition("\n")[0]
+        rank_zero_info(f"{NAME}: plans of earlier runs are not used, {path}: {type(error).__name__}: {text}.")
 
 
-def save_plan(path: Path, found: Found, budget_bytes: int) -> None:
-    """Write what was found, whole or not at all.
+def load_plan(path: Path | None, budget_bytes: int) -> Found | None:
+    """Return what an earlier run has found; ``None`` if there is nothing, or nothing for this budget."""
+    found = None
+    if path is not None and path.is_file():
+        with _without_harm(path):
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            tried = tuple(map(_read_measured, saved["tried"]))
+            most_bytes = budget_bytes if saved["best"] == saved["plain"] else _MORE_ROOM * saved["budget_bytes"]
+            if tried[saved["best"]].needed_bytes <= budget_bytes <= most_bytes:  # with more there may be a faster one
+                found = Found(tried[saved["best"]], tried[saved["plain"]], tried)
+    return found
 
-    Raises:
-        OSError: If the folder cannot be written to.
-    """
-    places = {name: found.tried.index(one) for name, one in (("best", found.best), ("plain", found.plain)) if one}
-    text = json.dumps({"budget_bytes": budget_bytes, **places, "tried": list(map(asdict, found.tried))}, indent=1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+
+def save_plan(path: Path | None, found: Found | None, budget_bytes: int) -> None:
+    """Write what was found, whole or not at all."""
+    if path is None or found is None:
+        return
+    with _without_harm(path):
+        places = {"best": found.tried.index(found.taken), "plain": found.tried.index(found.plain)}
+        text = json.dumps({"budget_bytes": budget_bytes, **places, "tried": list(map(asdict, found.tried))}, indent=1)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".tmp")
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
 
 
 def _read_measured(saved: dict[str, Any]) -> Measured:
@@ -96,13 +104,17 @@ def _read_time(saved: dict[str, Any]) -> StepTime:
     return StepTime(**{**saved, "backward": saved["backward"] and _read_time(saved["backward"])})
 
 
-def plan_key(run: RunningTrainer, asked: Sequence[Any]) -> str:
-    """Return a name for all that a plan depends on, but what the device has left.
+def plan_path(folder: Path | None, run: RunningTrainer, asked: Sequence[Any]) -> Path | None:
+    """Return the file for the plan of such a run."""
+    path = None
+    if folder is not None:
+        with _without_harm(folder):
+            path = folder / f"{plan_key(run, asked)}.json"
+    return path
 
-    Args:
-        run: That is about to begin.
-        asked: Of the plan, by the user.
-    """
+
+def plan_key(run: RunningTrainer, asked: Sequence[Any]) -> str:
+    """Hash all that a plan depends on, but what the device has left."""
     arguments, device = run.fit.trainer_arguments, torch.device(run.device.name)
     describe = _Description()
     parts = {
@@ -127,19 +139,15 @@ def _name_of(device: torch.device) -> str:
 def _describe_module(module: pl.LightningModule) -> list[Any]:
     """Its weights, what its parts were made with, and their code."""
     describe, places = _Description(), dict[int, int]()
-    named = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
+    named = chain(*(names(remove_duplicate=False) for names in (module.named_parameters, module.named_buffers)))
     tensors = [(name, places.setdefault(id(one), len(places)), describe(one)) for name, one in named]
-    parts = [(name, _qualified(type(part)), describe(_public(part))) for name, part in module.named_modules()]
+    parts = [
+        (name, _qualified(type(part)), describe({key: one for key, one in vars(part).items() if key[0] != "_"}))
+        for name, part in module.named_modules()
+    ]
     kinds = dict.fromkeys(kind for part in module.modules() for kind in type(part).__mro__)
     own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in _NOT_READ]
     return [tensors, parts, describe(dict(module.hparams)), sorted({_source(kind) for kind in own})]
-
-
-def _public(part: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(part).items() if not name.startswith("_")}
 
 
 def _source(kind: type) -> str:

@@ -88,53 +88,17 @@ def unknown_line(reason: str, *, can_run_again: bool) -> str:
     return f"{NAME} cannot plan this run: {reason}. The run goes on as it is{later}."
 
 
-def fallback_lines(reason: str, limit: str, *, is_checkpointed: bool, may_cut: bool) -> str:
+def fallback_lines(reason: str, done: Sequence[str]) -> str:
     """Say that there is no plan, and what is done instead."""
-    done = "repeated layers are checkpointed" if is_checkpointed else "no repeated layers to checkpoint were found"
-    if may_cut:
-        done += ", a batch that runs out of memory runs again in smaller parts"
-    return f"{NAME} cannot plan this run: {reason}.\nThe run goes on without a plan: {done}{limit}."
-
-
-def limit_words(budget_bytes: int, device: str, *, is_kept: bool) -> str:
-    """Say whether a budget can be kept without a plan."""
-    budget = format_bytes(budget_bytes)
-    if is_kept:
-        return f", PyTorch gets no more than {budget} of {device}"
-    return f", nothing enforces {budget} on {device}"
+    return f"{NAME} cannot plan this run: {reason}.\nThe run goes on without a plan: {', '.join(done)}."
 
 
 def weights_message(reason: str, weights_bytes: int, budget_bytes: int) -> str:
     """Say that not even the weights fit."""
-    weights, budget = format_bytes(weights_bytes), format_bytes(budget_bytes)
     return (
-        f"{NAME}: nothing fits {budget}, the weights alone are {weights}. Give a larger budget, or use "
-        f"strategy='fsdp_offload'. The step could not be traced: {reason}."
+        f"{NAME}: nothing fits {format_bytes(budget_bytes)}, the weights alone are {format_bytes(weights_bytes)}. Give "
+        f"a larger budget, or use strategy='fsdp_offload'. The step could not be traced: {reason}."
     )
-
-
-def late_reason(seconds: float) -> str:
-    """Say that time was up before something was found."""
-    return f"nothing that fits was found in {_planning(seconds)}"
-
-
-def cut_line(seconds: float) -> str:
-    """Say that time was up before everything was tried."""
-    return f"The fastest of what was tried in {_planning(seconds)}."
-
-
-def _planning(seconds: float) -> str:
-    return f"{seconds:.0f} s, the most that planning takes (a tenth of the first epoch, at least 30 s)"
-
-
-def cached_line(path: Path | None) -> str:
-    """Say that no step was traced."""
-    return f"The plan is from an earlier run, {path}: cache=False makes a new one."
-
-
-def unread_line(path: Path | None, error: Exception) -> str:
-    """Say that there is no cache."""
-    return f"{NAME}: the plans of earlier runs are not used, {path}: {error}."
 
 
 def correction_line(seconds: float, reserved_bytes: int, budget_bytes: int, scheme: object | None) -> str:
