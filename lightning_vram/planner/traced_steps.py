@@ -31,14 +31,7 @@ _STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
 class TracedSteps:
     """Runs steps of schemes on tensors without memory.
 
-    Args:
-        module: Of the user.
-        batch: For it.
-        run: As it is, with times.
-        on_progress: Is told what is being done.
-        num_local_ranks: How many share a host.
-        guards: Callbacks that run a step again, to be added to those of the Trainer, beside parts that let them.
-        is_late: Whether no step is to be tried any more; the run as it is always is.
+    ``guards`` run a step again, beside parts that let them. Once ``is_late()``, only the run as it is is traced.
     """
 
     def __init__(  # noqa: PLR0913 - by name

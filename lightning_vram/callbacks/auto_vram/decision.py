@@ -51,21 +51,14 @@ _MORE_AT_REST = 3  # gradients and two moments, by weights
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do.
+    """What all ranks do."""
 
-    Args:
-        message: For the user; of a fallback: why there is no plan.
-        kind: How to say it. An error ends the run; a fallback checkpoints layers from the first step.
-        found: By the search; ``None`` if there was none.
-        budget_bytes: What there was.
-        num_elements: Of the batch that it is for; ``None``: for none.
-    """
-
-    message: str
+    message: str  # for the user; of a fallback: why there is no plan
+    # an error ends the run; a fallback checkpoints layers from the first step
     kind: Literal["info", "warning", "error", "fallback"] = "info"
-    found: Found | None = None
-    budget_bytes: int = 0
-    num_elements: int | None = None
+    found: Found | None = None  # by the search; ``None`` if there was none
+    budget_bytes: int = 0  # what there was
+    num_elements: int | None = None  # of the batch that it is for; ``None``: for none
 
     @property
     def scheme(self) -> Scheme:
@@ -95,14 +88,7 @@ class Asked:
 
 
 def decide(trainer: pl.Trainer, read: Callable[[], RunningTrainer], room_bytes: int | None, asked: Asked) -> Decision:
-    """Take the plan of an earlier run, or search for what makes this one fit.
-
-    Args:
-        trainer: That is in its ``setup`` hooks.
-        read: Reads it, and its first batches.
-        room_bytes: What there is of the device; ``None``: nobody knows.
-        asked: Of the plan.
-    """
+    """Take the plan of an earlier run, or search for what makes this one fit."""
     started, share = monotonic(), 1 if asked.has_budget else 1 - _ROOM_FOR_ERRORS
     budget_bytes = int(share * (room_bytes or 0))
     try:
@@ -208,13 +194,7 @@ def _with_bus(spec: DeviceSpec | None) -> DeviceSpec | None:
 
 
 def tighter(scheme: Scheme, found: Found | None, *, may_checkpoint: bool) -> Scheme | None:
-    """Return a scheme that needs less, and that a run can go on with; ``None`` if there is none.
-
-    Args:
-        scheme: What is run.
-        found: By the search; ``None`` if there was none.
-        may_checkpoint: Whether layers may be checkpointed that are not yet.
-    """
+    """Return a scheme that needs less, and that a run can go on with; ``None`` if there is none."""
     if found is None:
         return scheme + CHECKPOINTING if may_checkpoint else None
     checkpointing = next((part for part in scheme.parts if part.name == CHECKPOINTING.name), None)

@@ -32,25 +32,15 @@ _BY_NAME = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 
 @dataclass(frozen=True)
 class RunningTrainer:
-    """A run that is about to begin, as an estimate of it wants it.
+    """A run that is about to begin, as an estimate of it wants it."""
 
-    Args:
-        module: What it trains.
-        batch: Its first one, or the one of the first that has the most elements.
-        device: With what is left of it on the rank that has the least.
-        fit: How another Trainer runs the same step; what it did is known to all that share the Trainer.
-        num_devices: On each node.
-        sizes: Elements of the first batches, as many as were read.
-        num_batches: Of the first epoch, on each rank; ``None``: nobody knows.
-    """
-
-    module: pl.LightningModule
-    batch: Any
-    device: DeviceSpec
-    fit: FitRun
-    num_devices: int
-    sizes: tuple[int, ...]
-    num_batches: int | None
+    module: pl.LightningModule  # what it trains
+    batch: Any  # its first one, or the one of the first that has the most elements
+    device: DeviceSpec  # with what is left of it on the rank that has the least
+    fit: FitRun  # how another Trainer runs the same step; what it did is known to all that share the Trainer
+    num_devices: int  # on each node
+    sizes: tuple[int, ...]  # elements of the first batches, as many as were read
+    num_batches: int | None  # of the first epoch, on each rank; ``None``: nobody knows
 
 
 def decide_together(
@@ -62,16 +52,9 @@ def decide_together(
     *,
     run_callbacks: RunCallbacks,
 ) -> Decision:
-    """Let rank zero decide. A collective.
+    """Let rank zero decide, for the rank that has least of its device. A collective.
 
-    Args:
-        trainer: That is in its ``setup`` hooks.
-        module: Of the run.
-        limit: Most bytes of a device that may be taken, if there is a limit.
-        timeout: How long ranks wait for each other: rank zero takes seconds.
-        decide: Is called on rank zero, with what reads the trainer and the bytes of the device there are (``None``:
-            nobody knows), and must not raise. What it returns goes to the others.
-        run_callbacks: The user's callbacks that an estimate runs.
+    ``decide`` gets what reads the trainer and the bytes there are (``None``: nobody knows), and must not raise.
     """
     device = trainer.strategy.root_device
     room = room_bytes(device, trainer.num_devices)
@@ -157,9 +140,6 @@ def read_trainer_arguments(trainer: pl.Trainer) -> dict[str, Any]:
     """Return arguments for another Trainer, which runs the same step.
 
     Callbacks and plugins are those of ``trainer``, to be copied. The strategy is a new one.
-
-    Args:
-        trainer: That is in its ``setup`` hooks.
 
     Raises:
         ValueError: If nobody knows how to make another strategy of its kind.

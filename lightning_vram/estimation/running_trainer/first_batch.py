@@ -30,11 +30,6 @@ def read_first_batches(trainer: pl.Trainer, module: pl.LightningModule, most: in
 
     Global random numbers are the caller's to keep. A loader that stacks samples is read once: they are of one shape.
 
-    Args:
-        trainer: That is in its ``setup`` hooks.
-        module: Of the run.
-        most: Number of batches, if the run has as many.
-
     Raises:
         ValueError: If there is none, or none can be had without taking it away from the run.
         Exception: What the user's data raise.
