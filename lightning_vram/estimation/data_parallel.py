@@ -15,12 +15,7 @@ _BUCKET_MIB = 25
 
 
 def leave_out_reducer(strategy: Strategy, label: Callable[[Sequence[Tensor]], None]) -> None:
-    """Let a strategy of DDP hold the buckets of its gradients, and wrap nothing; others are left as they are.
-
-    Args:
-        strategy: Of one rank, the others of which are not there.
-        label: Is told of the buckets.
-    """
+    """Let a strategy of DDP hold the buckets of its gradients, and wrap nothing; others are left as they are."""
     if isinstance(strategy, DDPStrategy):
         strategy.configure_ddp = partial(_hold_buckets, strategy, label)  # type: ignore[method-assign]
 

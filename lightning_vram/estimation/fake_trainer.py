@@ -101,14 +101,6 @@ def make_trainer(
 ) -> pl.Trainer:
     """Make a Trainer that runs :data:`NUM_STEPS` optimizer steps and one batch of validation.
 
-    Args:
-        arguments: Of the user's Trainer, :func:`parts_of` it copied. The strategy is copied here.
-        device: What it runs on.
-        num_ranks: How many of them there are.
-        own_callbacks: Come after the user's.
-        folder: For files that a callback may write.
-        with_validation: Whether to validate.
-
     Raises:
         TypeError: If an argument is none of ``Trainer``.
         ValueError: If the strategy runs on CUDA only.
@@ -148,21 +140,13 @@ def make_trainer(
 
 
 def add_silent_logger(trainer: pl.Trainer) -> None:
-    """Let steps have a ``self.logger``, which drops whatever they hand to it.
-
-    Args:
-        trainer: That has begun to train: before, it would warn of how often it logs.
-    """
+    """Let steps have a ``self.logger``, which drops whatever they hand to it."""
     log_nothing(trainer)
     trainer.loggers = [_SilentLogger(str(trainer.default_root_dir))]
 
 
 class _SilentLogger(DummyLogger):
-    """Drops what it gets.
-
-    Args:
-        folder: Where it would write.
-    """
+    """Drops what it gets."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -178,10 +162,6 @@ def parts_of(arguments: Mapping[str, Any], run_callbacks: RunCallbacks = ()) -> 
     """Return callbacks and plugins of the user's Trainer that a step has need of.
 
     To be copied together with the module: some of them hold it, or parts of it.
-
-    Args:
-        arguments: Of that Trainer.
-        run_callbacks: As for :func:`is_run`.
     """
     callbacks, plugins = (as_list(arguments.get(name)) for name in ("callbacks", "plugins"))
     return {
@@ -191,12 +171,7 @@ def parts_of(arguments: Mapping[str, Any], run_callbacks: RunCallbacks = ()) -> 
 
 
 def is_run(callback: Callback, run_callbacks: RunCallbacks = ()) -> bool:
-    """Whether a callback is part of the step: ours and Lightning's that change it, and what derives from them.
-
-    Args:
-        callback: Of the user's Trainer.
-        run_callbacks: Others that are, by their classes, bases of them, or names of either.
-    """
+    """Whether a callback is part of the step: ours and Lightning's that change it, and what derives from them."""
     if isinstance(callback, _CHANGE_THE_STEP) or _is_ours(callback):
         return not getattr(callback, TAKES_NO_MEMORY, False)
     return _is_the_users(callback) and _is_one_of(callback, run_callbacks)
@@ -229,12 +204,6 @@ def run_without_ends(
     """Leave out hooks before and after steps, which read and write files, of the user's code and Lightning's.
 
     Those of this package undo things. Of callbacks that the module itself configures the same are run as of others.
-
-    Args:
-        module: A copy.
-        callbacks: Copies.
-        given: All of the user's Trainer, to which those of the module are added.
-        run_callbacks: As for :func:`is_run`. The run raises a ``ValueError`` if one of them is none of ``given``.
     """
     configure = module.configure_callbacks
 

@@ -19,9 +19,6 @@ from lightning_vram.memory.tracking.timeline import MemoryEvent
 class SizeLaw:
     """Predicts runs from runs of other sizes.
 
-    Args:
-        known: Runs by their size; as many as the degree and one.
-
     Raises:
         ValueError: If they did not do the same: then nothing follows for others.
     """

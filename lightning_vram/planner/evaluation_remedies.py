@@ -15,29 +15,17 @@ _FULL_PRECISION = "32-true"
 
 @dataclass(frozen=True)
 class LeanerEvaluation:
-    """A way to evaluate.
+    """A way to evaluate."""
 
-    Args:
-        code: To paste; empty for the run as it is.
-        needed_bytes: Of the device.
-        results: How they compare with those of the run as it is.
-    """
-
-    code: str
-    needed_bytes: int
-    results: str
+    code: str  # to paste; empty for the run as it is
+    needed_bytes: int  # of the device
+    results: str  # how they compare with those of the run as it is
 
 
 def measure_evaluation(
     module: pl.LightningModule, batch: Any, run: FitRun, *, keeps_precision: bool
 ) -> list[LeanerEvaluation]:
-    """Run a batch of an evaluation on tensors without memory: as it is, in halves, and in 16 bits.
-
-    Args:
-        module: Is copied.
-        batch: Of which shapes and types count.
-        run: With an ``evaluation``.
-        keeps_precision: Whether the format is somebody else's choice, such as that of a training.
+    """Run a batch of an evaluation on tensors without memory: as it is, in halves, and in 16 bits if it may be.
 
     Returns:
         The run as it is first.

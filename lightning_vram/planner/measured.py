@@ -10,27 +10,16 @@ from lightning_vram.planner.scheme import Scheme
 
 @dataclass(frozen=True)
 class Measured:
-    """What a step of a scheme takes.
+    """What a step of a scheme takes."""
 
-    Args:
-        scheme: What was run.
-        needed_bytes: Of the device.
-        activation_bytes: The most that activations took at once.
-        time: Of the step, in the model's own measure.
-        states_bytes: Weights, gradients and states of optimizers when the peak is reached.
-        peak: Where that is, in a few words.
-        layers: What each layer does, as a table, where a budget was planned for.
-        host_bytes: What a strategy has at rest on the host of a node, at most.
-    """
-
-    scheme: Scheme
-    needed_bytes: int
-    activation_bytes: int
-    time: StepTime
-    states_bytes: int = 0
-    peak: str = ""
-    layers: str = ""
-    host_bytes: int = 0
+    scheme: Scheme  # what was run
+    needed_bytes: int  # of the device
+    activation_bytes: int  # the most that activations took at once
+    time: StepTime  # of the step, in the model's own measure
+    states_bytes: int = 0  # weights, gradients and states of optimizers when the peak is reached
+    peak: str = ""  # where that is, in a few words
+    layers: str = ""  # what each layer does, as a table, where a budget was planned for
+    host_bytes: int = 0  # what a strategy has at rest on the host of a node, at most
 
     @property
     def seconds(self) -> float:
@@ -40,19 +29,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a plan is for.
+    """What a plan is for."""
 
-    Args:
-        budget_bytes: What there is.
-        batch_size: N, of the batch; 0 if nobody knows.
-        travel_bytes: What the bus carries to the host while a forward runs, of a step that takes so many seconds.
-        host_bytes: What a node's host has; ``None``: nobody knows.
-    """
-
-    budget_bytes: int
-    batch_size: int = 0
+    budget_bytes: int  # what there is
+    batch_size: int = 0  # N, of the batch; 0 if nobody knows
+    # what the bus carries to the host while a forward runs, of a step that takes so many seconds
     travel_bytes: Callable[[float], int] = field(default=lambda seconds: 0)
-    host_bytes: int | None = None
+    host_bytes: int | None = None  # what a node's host has; ``None``: nobody knows
 
     def fits(self, measured: Measured) -> bool:
         """Whether there is as much as a step needs."""
@@ -65,17 +48,16 @@ class Workload:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has found.
+    """What a search has found."""
 
-    Args:
-        best: The fastest that fits; ``None`` if nothing does.
-        plain: The step as it is.
-        tried: All that was run, in order.
-    """
+    best: Measured | None  # the fastest that fits; ``None`` if nothing does
+    plain: Measured  # the step as it is
+    tried: tuple[Measured, ...]  # all that was run, in order
 
-    best: Measured | None
-    plain: Measured
-    tried: tuple[Measured, ...]
+    @property
+    def taken(self) -> Measured:
+        """What is run: the best, else what needs least."""
+        return self.best or self.least
 
     @property
     def least(self) -> Measured:

@@ -22,23 +22,14 @@ _TRIES = 3
 
 @dataclass(frozen=True)
 class Ways:
-    """What would make a run fit, each alone; 0 and empty: that would not, or nobody knows.
+    """What would make a run fit, each alone; 0 and empty: that would not, or nobody knows."""
 
-    Args:
-        num_devices: Among which weights, gradients and states are divided.
-        strategy: One that has weights or states on the host.
-        host_bytes: What it takes there, at most.
-        host_room_bytes: What there is; ``None``: nobody knows.
-        batch_size: Samples.
-        sequence_length: Tokens.
-    """
-
-    num_devices: int = 0
-    strategy: Part | None = None
-    host_bytes: int = 0
-    host_room_bytes: int | None = None
-    batch_size: int = 0
-    sequence_length: int = 0
+    num_devices: int = 0  # among which weights, gradients and states are divided
+    strategy: Part | None = None  # one that has weights or states on the host
+    host_bytes: int = 0  # what it takes there, at most
+    host_room_bytes: int | None = None  # what there is; ``None``: nobody knows
+    batch_size: int = 0  # samples
+    sequence_length: int = 0  # tokens
 
 
 class Steps(Protocol):
@@ -56,14 +47,7 @@ class Steps(Protocol):
 
 
 def find_ways(steps: Steps, found: Found, workload: Workload, *, has_strategies: bool) -> Ways:
-    """Try what would make a run fit beside what a search has tried: up to ten steps, and three for a small host.
-
-    Args:
-        steps: Of the run.
-        found: By the search: nothing that fits.
-        workload: What there is.
-        has_strategies: Whether the strategy is the user's to choose, and there is a host beside the device.
-    """
+    """Try what would make a run fit beside what a search has tried: up to ten steps, and three for a small host."""
     least, budget_bytes = found.least_of(workload), workload.budget_bytes
     if least.needed_bytes <= budget_bytes:
         return Ways()  # the host has too little

@@ -23,23 +23,14 @@ LEVELS = {"exact": Exactness.EXACT, "lossless": Exactness.LOSSLESS, "any": Exact
 
 @dataclass(frozen=True)
 class Part:
-    """One part, as a configuration of LightningCLI has it.
+    """One part, as a configuration of LightningCLI has it."""
 
-    Args:
-        class_path: Of its class.
-        init_args: What it is made with.
-        place: Which argument of the Trainer it belongs to.
-        exactness: Of its results.
-        note: What it does, in a few words, for the reader of a plan.
-        replaces: Arguments of the Trainer whose place it takes.
-    """
-
-    class_path: str
-    init_args: Mapping[str, Any] = field(default_factory=dict)
-    place: Place = "callbacks"
-    exactness: Exactness = Exactness.EXACT
-    note: str = ""
-    replaces: tuple[str, ...] = ()
+    class_path: str  # of its class
+    init_args: Mapping[str, Any] = field(default_factory=dict)  # what it is made with
+    place: Place = "callbacks"  # which argument of the Trainer it belongs to
+    exactness: Exactness = Exactness.EXACT  # of its results
+    note: str = ""  # what it does, in a few words, for the reader of a plan
+    replaces: tuple[str, ...] = ()  # arguments of the Trainer whose place it takes
 
     @property
     def name(self) -> str:

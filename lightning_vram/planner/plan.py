@@ -1,7 +1,8 @@
 """What would make a run fit, and at what cost: an answer that a Trainer takes, and a person reads."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,11 +18,11 @@ from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.host.available import available_host_bytes
 from lightning_vram.memory.units import format_bytes, parse_bytes
 from lightning_vram.optimizers.on_host import margin_bytes
-from lightning_vram.planner.effects import effects
 from lightning_vram.planner.measured import Found, Measured, Workload
 from lightning_vram.planner.miss import Ways, find_ways
 from lightning_vram.planner.parts import LEVELS, Exactness
 from lightning_vram.planner.remedies import Remedies, remedies_for
+from lightning_vram.planner.scheme import Scheme
 from lightning_vram.planner.search import search
 from lightning_vram.planner.traced_steps import HOST, TracedSteps
 from lightning_vram.planner.words import ways_out, where
@@ -192,11 +193,6 @@ def level_of(name: str, allow: object) -> Exactness:
 def budget_bytes_of(name: str, budget: int | float | str | None, spec: DeviceSpec) -> int:
     """Return what there is of a device.
 
-    Args:
-        name: Of the argument, as the user wrote it.
-        budget: Bytes, or a share of the device; ``None``, ``"auto"``: all of it.
-        spec: Of the device.
-
     Raises:
         TypeError: If it is of a wrong kind.
         ValueError: If it is no size above 0, no share, or more than there is.
@@ -216,12 +212,6 @@ def budget_bytes_of(name: str, budget: int | float | str | None, spec: DeviceSpe
 def find_plan(steps: TracedSteps, workload: Workload, remedies: Remedies, level: Exactness) -> MemoryPlan:
     """Search, and say what came out.
 
-    Args:
-        steps: Of the run.
-        workload: What there is.
-        remedies: What may be tried.
-        level: What results may be.
-
     Raises:
         PlanError: If nothing fits.
     """
@@ -231,3 +221,25 @@ def find_plan(steps: TracedSteps, workload: Workload, remedies: Remedies, level:
         ways = find_ways(steps, found, here, has_strategies=steps.may_choose_strategy)
         raise PlanError(found.least_of(workload), workload, level, ways)
     return MemoryPlan(steps.device, workload.budget_bytes, found, steps.own)
+
+
+def effects(scheme: Scheme, tried: Sequence[Measured]) -> tuple[str, ...]:
+    """Say what each part changes beside those before it.
+
+    Returns:
+        A sentence for each part; an empty one where the steps with and without it are not both among ``tried``.
+    """
+    steps = [_find(Scheme(scheme.parts[:number]), tried) for number in range(len(scheme.parts) + 1)]
+    return tuple(_sentence(before, after) for before, after in pairwise(steps))
+
+
+def _find(scheme: Scheme, tried: Sequence[Measured]) -> Measured | None:
+    return next((measured for measured in tried if measured.scheme == scheme), None)
+
+
+def _sentence(before: Measured | None, after: Measured | None) -> str:
+    if before is None or after is None:
+        return ""
+    saved_bytes = before.needed_bytes - after.needed_bytes
+    change = f"Saves {format_bytes(saved_bytes)}" if saved_bytes >= 0 else f"Takes {format_bytes(-saved_bytes)} more"
+    return f"{change}; a step takes {after.seconds / before.seconds:.2f} times as long."

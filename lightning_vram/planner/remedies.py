@@ -79,26 +79,16 @@ _PRECISION = "LeanMixedPrecision"
 
 @dataclass(frozen=True)
 class Remedies:
-    """What may be tried.
+    """What may be tried."""
 
-    Args:
-        states: Sets about weights and states; the first one is empty. Of what a run refuses by itself the others do
-            without.
-        singles: Each about activations, with nothing to choose.
-        checkpoints: Whether layers may be checkpointed.
-        offloads: Whether what checkpointed layers keep may go to the host.
-        cuts: Whether batches may run in parts.
-        tiles: Whether MLPs of long sequences may run in tiles.
-        free: What takes no time.
-    """
-
+    # sets about weights and states; the first one is empty. Of what a run refuses by itself the others do without
     states: tuple[Scheme, ...]
-    singles: tuple[Part, ...] = ()
-    checkpoints: bool = True
-    offloads: bool = False
-    cuts: bool = False
-    tiles: bool = False
-    free: tuple[Part, ...] = ()
+    singles: tuple[Part, ...] = ()  # each about activations, with nothing to choose
+    checkpoints: bool = True  # whether layers may be checkpointed
+    offloads: bool = False  # whether what checkpointed layers keep may go to the host
+    cuts: bool = False  # whether batches may run in parts
+    tiles: bool = False  # whether MLPs of long sequences may run in tiles
+    free: tuple[Part, ...] = ()  # what takes no time
 
 
 def remedies_for(
@@ -110,16 +100,7 @@ def remedies_for(
     has_strategies: bool = True,
     knows_host: bool = False,
 ) -> Remedies:
-    """Return what suits a run.
-
-    Args:
-        own: Arguments of the user's Trainer.
-        level: What results may be.
-        on_card: Whether it runs on a card: the host has nowhere to put what does not fit.
-        module: What is trained; ``None``: all of it.
-        has_strategies: Whether the strategy can still be chosen.
-        knows_host: Whether it is known what the host has, so that it may have too little.
-    """
+    """Return what suits a run. ``knows_host``: it is known what the host has, so it may have too little."""
     taken = _names_of(own)
     states = [Scheme()]
     has_choice = on_card and has_strategies and has_plain_strategy(own)
@@ -166,12 +147,7 @@ def has_plain_strategy(own: Mapping[str, Any]) -> bool:
 
 
 def leaner_on_host(part: Part, own: Mapping[str, Any]) -> list[Part]:
-    """Return a strategy that has as much on the device, and ever less on the host.
-
-    Args:
-        part: The strategy.
-        own: Arguments of the user's Trainer.
-    """
+    """Return a strategy that has as much on the device, and ever less on the host."""
     split = replace(
         part,
         init_args={**part.init_args, "master": "split"},

@@ -10,19 +10,30 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from lightning_vram.estimation.fake_trainer import as_list
-from lightning_vram.planner.argument_notes import ARGUMENT_NOTES
 from lightning_vram.planner.parts import Exactness, Part
+
+# What arguments of parts save and cost, for those who read or edit the file of a plan.
+ARGUMENT_NOTES = {
+    "budget": "for activations on the device: more recomputes less, and takes as much more memory",
+    "remedies": "how it is kept: recomputing takes time, offloading takes the bus and host memory",
+    "offload_bytes": "of a forward to the host, at most: more is recomputed less, until steps wait for the bus",
+    "size": "samples at once: fewer take less memory and more time",
+    "lossy": "what is kept takes 8 bits per value, with a bounded error in the gradients",
+    "offload": "optimizer: states are on the host; params: weights, too, which saves more and copies more",
+    "bits": "of a number: 8, or 4, which saves more and rounds more",
+    "master": "saves 4 of 18 bytes of the host per parameter, and gives the same bits",
+    "host_state": "saves 4 (bf16) or 6 (8bit) bytes of the host per parameter, costs the equality of bits",
+    "precision": "of the computation",
+    "recast_in_backward": "saves the 16-bit copies of weights, costs a second cast",
+    "parameters": "saves 6 of 16 bytes per parameter with AdamW, costs the equality of bits",
+}
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """Parts beside those that the user's own Trainer has.
+    """Parts beside those that the user's own Trainer has."""
 
-    Args:
-        parts: In the order in which they are told.
-    """
-
-    parts: tuple[Part, ...] = ()
+    parts: tuple[Part, ...] = ()  # in the order in which they are told
 
     def __add__(self, part: Part) -> "Scheme":
         return Scheme((*self.parts, part))
@@ -36,11 +47,7 @@ class Scheme:
         return max((part.exactness for part in self.parts), default=Exactness.EXACT)
 
     def trainer_kwargs(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arguments of a Trainer: the user's own, and those of the parts, which are new objects.
-
-        Args:
-            own: The user's own. Callbacks and plugins are added to; a strategy takes the place of another.
-        """
+        """Return arguments of a Trainer: the user's own, and those of the parts, which are new objects."""
         arguments = dict(own)
         for part in self.parts:
             for name in part.replaces:
@@ -56,9 +63,6 @@ class Scheme:
 
         Behind arguments stands what they save and cost. Callbacks and plugins are appended (``callbacks+``) to those of
         the files before it.
-
-        Args:
-            comments: What else to say of each part, beside its note: a sentence, or nothing.
         """
         said = list(zip(self.parts, (*comments, *[""] * len(self.parts)), strict=False))
         text = "".join(f"  {name}: null  # {part.name} does it\n" for part in self.parts for name in part.replaces)

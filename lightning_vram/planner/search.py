@@ -33,13 +33,7 @@ _SMALL_BUDGET = 64 * MIB
 
 
 def search(measure: Measure, workload: Workload, remedies: Remedies) -> Found:
-    """Find the fastest scheme that needs no more than a budget.
-
-    Args:
-        measure: Runs a step of a scheme.
-        workload: What the plan is for.
-        remedies: What may be tried.
-    """
+    """Find the fastest scheme that needs no more than a budget."""
     return _Search(measure, workload, remedies).run()
 
 

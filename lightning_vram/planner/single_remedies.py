@@ -12,14 +12,7 @@ from lightning_vram.planner.traced_steps import TracedSteps
 
 
 def measure_singles(steps: TracedSteps, exact: Remedies, every: Remedies, budget_bytes: int | None) -> Found:
-    """Run a step with each part alone and, if there is a budget, search for the fastest exact way to keep it.
-
-    Args:
-        steps: Of the run.
-        exact: What the search may try.
-        every: What is tried alone.
-        budget_bytes: What there is; ``None``: nobody knows.
-    """
+    """Run a step with each part alone and, if there is a budget, search for the fastest exact way to keep it."""
     if budget_bytes is None:
         plain = steps(Scheme())
         assert plain is not None  # nothing refuses the user's own run

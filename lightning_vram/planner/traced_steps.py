@@ -1,6 +1,6 @@
 """Steps of schemes on tensors without memory: what a plan is made from."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,16 +31,10 @@ _STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
 class TracedSteps:
     """Runs steps of schemes on tensors without memory.
 
-    Args:
-        module: Of the user.
-        batch: For it.
-        run: As it is, with times.
-        on_progress: Is told what is being done.
-        num_local_ranks: How many share a host.
-        guards: Callbacks that run a step again, to be added to those of the Trainer, beside parts that let them.
+    ``guards`` run a step again, beside parts that let them. Once ``is_late()``, only the run as it is is traced.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - by name
         self,
         module: pl.LightningModule,
         batch: Any,
@@ -49,6 +43,7 @@ class TracedSteps:
         *,
         num_local_ranks: int = 1,
         guards: Sequence[Callback] = (),
+        is_late: Callable[[], bool] = lambda: False,
     ) -> None:
         self._module, self._run = module, run
         self._workspaces: Workspaces | None = None if run.card is None else workspaces_of(run.card)
@@ -56,6 +51,7 @@ class TracedSteps:
         self._num_runs, self._num_local_ranks, self._guards = 0, num_local_ranks, guards
         self.own, self.batch, self.num_ranks = run.trainer_arguments, batch, run.num_ranks
         self.batch_size = batch_size_of(batch) or 0
+        self._is_late, self.is_cut = is_late, False  # whether a step was left out for want of time
 
     @property
     def device(self) -> DeviceSpec:
@@ -74,10 +70,13 @@ class TracedSteps:
     def of(self, batch: Any, num_ranks: int) -> "TracedSteps":
         """Return what runs steps with another batch, or on more devices."""
         run, more = replace(self._run, num_ranks=num_ranks), {"num_local_ranks": self._num_local_ranks}
-        return TracedSteps(self._module, batch, run, self._progress, guards=self._guards, **more)
+        return TracedSteps(self._module, batch, run, self._progress, guards=self._guards, is_late=self._is_late, **more)
 
     def __call__(self, scheme: Scheme) -> Measured | None:
-        """Run one; ``None`` if a part of it refuses this run."""
+        """Run one; ``None`` if a part of it refuses this run, or there is no time."""
+        if scheme.parts and self._is_late():
+            self.is_cut = True
+            return None
         self._progress(f"a step with {scheme}", 1 - 0.9**self._num_runs)
         self._num_runs += 1
         try:
@@ -90,6 +89,8 @@ class TracedSteps:
             if not scheme.parts:  # the user's own run
                 raise
             return None
+        except SystemExit as end:  # what the Trainer that was run makes of Ctrl-C: the user's own has to see it
+            raise end.__context__ if isinstance(end.__context__, KeyboardInterrupt) else end from None
         num_bytes = needed_bytes(traced, self._workspaces)
         return Measured(
             scheme,

@@ -12,12 +12,7 @@ _MOST_ROWS = 8
 
 
 def summary(found: Found, budget_bytes: int) -> str:
-    """Return a line for each way that was tried and is worth a look, what is taken first.
-
-    Args:
-        found: By the search.
-        budget_bytes: What there was.
-    """
+    """Return a line for each way that was tried and is worth a look, what is taken first."""
     rows = [_row(one, found.plain) for one in _worth_a_look(found, budget_bytes)]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"  {needed:>{widths[0]}}  {ratio:>{widths[1]}}  {scheme}" for needed, ratio, scheme in rows]
@@ -25,14 +20,7 @@ def summary(found: Found, budget_bytes: int) -> str:
 
 
 def ways_out(least: Measured, level: Exactness, ways: Ways, *, on_host: bool = False) -> str:
-    """Say what would help where nothing fits.
-
-    Args:
-        least: What came nearest.
-        level: What results might be.
-        ways: What was seen to fit.
-        on_host: Whether it is the host that has too little.
-    """
+    """Say what would help where nothing fits."""
     name, num_bytes = ("host_memory", with_margin(least.host_bytes)) if on_host else ("budget", least.needed_bytes)
     told = [f"{name}='{as_text(num_bytes + unit_of(num_bytes) - 1)}'"]
     if on_host:

@@ -142,6 +142,7 @@ def calls_of(tmp_path, *features, before=None, module=Net, data=Data):
     arguments = {
         "callbacks": [Watch(), ModelCheckpoint(tmp_path / f"{len(os.listdir(tmp_path))}"), *features],
         "logger": Log(),
+        "default_root_dir": tmp_path,
     }
     if before is not None:
         before(module, trainer=arguments, datamodule=data, device="cpu")
@@ -405,7 +406,8 @@ def test_a_second_fit_is_planned_anew(tmp_path):
             super().on_train_start(trainer, pl_module)
 
     module = Doubled()
-    trainer = pl.Trainer(callbacks=[Auto()], logger=False, enable_checkpointing=False, max_epochs=1)
+    arguments = {"default_root_dir": tmp_path, "logger": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(callbacks=[Auto()], max_epochs=1, **arguments)
     trainer.fit(module)
     module.size, trainer.fit_loop.max_epochs = 8, 2
     trainer.fit(module)

@@ -1,5 +1,7 @@
 """One word for the whole package: what makes a run fit is found before it begins, and put to work."""
 
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,23 +14,41 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool
-from lightning_vram.callbacks.auto_vram.decision import Decision, can_run_again, decide, tighter
+from lightning_vram.callbacks.auto_vram.decision import Asked, Decision, can_run_again, decide, tighter
 from lightning_vram.callbacks.auto_vram.first_steps import FirstSteps, Took, better
 from lightning_vram.callbacks.auto_vram.parts import PlannedParts
-from lightning_vram.callbacks.auto_vram.words import NAME, correction_line, larger_line, relief_note, tighter_line
-from lightning_vram.callbacks.hook_points import Relief, check_trainer, rank_timeout
+from lightning_vram.callbacks.auto_vram.plan_cache import plan_folder
+from lightning_vram.callbacks.auto_vram.words import (
+    NAME,
+    correction_line,
+    fallback_lines,
+    larger_line,
+    relief_note,
+    tighter_line,
+)
+from lightning_vram.callbacks.hook_points import (
+    Relief,
+    before_strategy_setup,
+    check_trainer,
+    rank_timeout,
+    withdraw_from_strategy_setup,
+)
 from lightning_vram.core.processes.agreement import RankAgreement
 from lightning_vram.estimation.batches import count_elements, largest_shape
 from lightning_vram.estimation.fake_trainer import RunCallbacks, check_run_callbacks
 from lightning_vram.estimation.running_trainer.decision import decide_together, forget_shared
 from lightning_vram.estimation.running_trainer.limit import AUTO, check_limit, limit_bytes
 from lightning_vram.memory.device.allocator import has_cache
+from lightning_vram.memory.device.process_limit import ProcessLimit, can_limit, limited_share
+from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.parts import Exactness, Part
 from lightning_vram.planner.plan import level_of
 from lightning_vram.planner.remedies import CHECKPOINTING, may_be_guarded
 from lightning_vram.planner.scheme import Scheme
+from lightning_vram.report.estimate.progress import ProgressDisplay
 
 _BUDGET = f"{NAME}(budget)"
+_BETWEEN_RUNS = dict.fromkeys(("_decision", "_parts", "_first_steps", "_limit"))
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -46,8 +66,13 @@ class AutoVRAM(Callback):
     Rank zero plans, for the rank with the least room, and all ranks do the same. A strategy cannot be chosen any more
     when a fit begins: where only ``strategy="fsdp_offload"`` would help, the message says so
     (:func:`lightning_vram.plan_memory` plans with it). Where nothing can be told (data that cannot be read twice, a
-    step that needs the values of its tensors), a warning says so and the run goes on as it is, on one device with its
-    layers checkpointed once memory has run out.
+    step that cannot be traced), the repeated layers are checkpointed from the first step if there is a budget or the
+    device is evidently too small, and on an accelerator PyTorch gets no more than the budget; else the run goes on as
+    it is. On one device a step that runs out of memory runs again then, with checkpointed layers or smaller parts.
+
+    Planning takes 30 s at most, or a tenth of the first epoch; then the fastest way is taken that was found by then.
+    The plan is kept in ``auto_vram/`` of the folder for logs, for the next run of the same model, batch shapes,
+    Trainer, device and versions.
 
     Args:
         budget: What may be needed of the device. ``"auto"``: what it has left when ``fit`` begins. Bytes, as an
@@ -57,12 +82,14 @@ class AutoVRAM(Callback):
         replan: Whether to plan once more after the first steps, with what they took.
         run_callbacks: Which of the user's own callbacks planning runs: classes or names of those that change the module
             or the step. Loggers, checkpoints, progress bars and others are left out.
+        cache: Whether to take a plan that an earlier run has made, and to keep this one. ``False`` leaves the folder
+            alone.
 
     Raises:
         TypeError: If an argument has another type than said above.
         ValueError: If ``budget`` is no size above 0 and no share, or ``allow`` is none of the three.
-        MisconfigurationException: In ``setup``, on all ranks, if nothing fits a budget that was named, or if there are
-            several in one trainer.
+        MisconfigurationException: In ``setup``, on all ranks, if nothing fits a budget that was named (without a trace:
+            if the weights alone do not), or if there are several in one trainer.
 
     Attributes:
         budget_bytes: What there was in the last fit; ``None`` before, and if nobody could plan.
@@ -83,23 +110,27 @@ class AutoVRAM(Callback):
         *,
         replan: bool = True,
         run_callbacks: RunCallbacks = (),
+        cache: bool = True,
     ) -> None:
         check_limit(_BUDGET, budget)
         check_bool(f"{NAME}(replan)", replan)
+        check_bool(f"{NAME}(cache)", cache)
         self.budget = budget
         self.allow = allow
         self.replan = replan
         self.run_callbacks = check_run_callbacks(f"{NAME}(run_callbacks)", run_callbacks)
+        self.cache = cache
         self.budget_bytes: int | None = None
         self._level = level_of(f"{NAME}(allow)", allow)
         self._decision: Decision | None = None
         self._parts: PlannedParts | None = None
         self._first_steps: FirstSteps | None = None
+        self._limit: ProcessLimit | None = None
         self._most_elements: int | None = None  # of batches that nobody has to be told of
 
     @property
     def scheme(self) -> Scheme | None:
-        """What is done in the fit that is running; ``None`` between fits, or if nobody could plan."""
+        """What is done in the fit that is running; ``None`` between fits."""
         return None if self._parts is None else self._parts.scheme
 
     @override
@@ -112,32 +143,36 @@ class AutoVRAM(Callback):
             raise MisconfigurationException(f"{NAME} can be used once, got several: one device has one budget.")
         limit = limit_bytes(_BUDGET, self.budget, trainer.strategy.root_device)
         guards = [self._make_guard(trainer)] if can_run_again(trainer) else []
-        decision = decide_together(
-            trainer,
-            pl_module,
-            limit,
-            rank_timeout(trainer),
-            lambda read: decide(read, self._level, guards, has_budget=limit is not None),
-            run_callbacks=self.run_callbacks,
-        )
+        asked = Asked(self._level, self.budget, guards, plan_folder(trainer) if self.cache else None)
+        shows = trainer.is_global_zero and trainer.progress_bar_callback is not None
+        with ProgressDisplay() if shows else nullcontext() as on_progress:
+            decision = decide_together(
+                trainer,
+                pl_module,
+                limit,
+                rank_timeout(trainer),
+                lambda read, room: decide(trainer, read, room, replace(asked, on_progress=on_progress)),
+                run_callbacks=self.run_callbacks,
+            )
         if decision.kind == "error":
             raise MisconfigurationException(decision.message)
-        (rank_zero_info if decision.kind == "info" else rank_zero_warn)(decision.message)
         self._decision = decision
         self._most_elements = None if _changes_batches(trainer) else decision.num_elements
         self.budget_bytes = decision.budget_bytes or None
-        if decision.taken is not None:
-            scheme = decision.taken.scheme
-            is_guarded = decision.is_tight and may_be_guarded(part.name for part in scheme.parts)
-            self._parts = PlannedParts(trainer, scheme, guards if is_guarded else [])
-        elif guards:
-            self._parts = PlannedParts(trainer, Scheme(), guards)
+        is_guarded = decision.is_tight and may_be_guarded(part.name for part in decision.scheme.parts)
+        self._parts = PlannedParts(trainer, decision.scheme, guards if is_guarded else [])
+        if decision.kind == "fallback":
+            is_guarded &= bool(guards)
+            before_strategy_setup(trainer, lambda: self._fall_back(trainer, decision.message, limit, is_guarded))
+        else:
+            (rank_zero_info if decision.kind == "info" else rank_zero_warn)(decision.message)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         forget_shared(trainer)
         device = trainer.strategy.root_device
-        if self.replan and self._parts is not None and self._parts.scheme.parts and has_cache(device):
+        is_planned = self._decision is not None and self._decision.found is not None
+        if self.replan and is_planned and self._parts is not None and self._parts.scheme.parts and has_cache(device):
             self._first_steps = FirstSteps(device)
 
     @override
@@ -165,13 +200,17 @@ class AutoVRAM(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        withdraw_from_strategy_setup(trainer)
         self._end(exception)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_decision": None, "_parts": None, "_first_steps": None}  # a copy is not part of any run
+        return vars(self) | _BETWEEN_RUNS  # a copy is not part of any run
 
     def _end(self, exception: BaseException | None = None) -> None:
-        parts, self._parts, self._decision, self._first_steps = self._parts, None, None, None
+        parts, limit = self._parts, self._limit
+        vars(self).update(_BETWEEN_RUNS)
+        if limit is not None:
+            limit.remove()
         if parts is not None:
             parts.end(exception)
 
@@ -205,14 +244,35 @@ class AutoVRAM(Callback):
         if self._parts is None or self._decision is None:
             return False
         scheme = tighter(self._parts.scheme, self._decision.found, may_checkpoint=_may_checkpoint(trainer))
-        if scheme is None:
+        if scheme is None or not self._change(scheme):
             return False
+        rank_zero_warn(tighter_line(scheme))
+        return True
+
+    def _change(self, scheme: Scheme) -> bool:
+        assert self._parts is not None
         try:
             self._parts.change(scheme)
         except (MisconfigurationException, ValueError):  # no layers that could be checkpointed
             return False
-        rank_zero_warn(tighter_line(scheme))
         return True
+
+    def _fall_back(self, trainer: pl.Trainer, reason: str, limit: int | None, is_guarded: bool) -> None:  # noqa: FBT001
+        """Do what needs no trace, now that all layers are there."""
+        parts, device = self._parts, trainer.strategy.root_device
+        assert parts is not None
+        is_checkpointed = not _may_checkpoint(trainer) or self._change(parts.scheme + CHECKPOINTING)
+        done = [
+            "repeated layers are checkpointed" if is_checkpointed else "no repeated layers to checkpoint were found"
+        ]
+        if is_guarded and self._level >= Exactness.LOSSLESS:
+            done.append("a batch that runs out of memory runs again in smaller parts")
+        if limit is not None:
+            if can_limit(device) and limited_share(device) == 1:  # a limit of somebody else's stays
+                self._limit = ProcessLimit(device, limit)
+            how = "nothing enforces" if self._limit is None else "PyTorch gets no more than"
+            done.append(f"{how} {format_bytes(limit)} on {device}")
+        rank_zero_warn(fallback_lines(reason, done))
 
 
 def _changes_batches(trainer: pl.Trainer) -> bool:

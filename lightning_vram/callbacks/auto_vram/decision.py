@@ -2,26 +2,41 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from time import monotonic
 from typing import Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch.nn.parameter import is_lazy
 
 from lightning_vram.callbacks.auto_vram.parts import differs_late
-from lightning_vram.callbacks.auto_vram.words import fits_line, largest_line, miss_message, plan_message, unknown_line
+from lightning_vram.callbacks.auto_vram.plan_cache import load_plan, plan_path, save_plan
+from lightning_vram.callbacks.auto_vram.words import (
+    found_message,
+    largest_line,
+    miss_message,
+    reason_of,
+    unknown_line,
+    weights_message,
+)
 from lightning_vram.estimation.batches import largest_shape
+from lightning_vram.estimation.estimate import Progress
 from lightning_vram.estimation.running_trainer.decision import RunningTrainer
+from lightning_vram.estimation.running_trainer.limit import AUTO
 from lightning_vram.memory.device.accelerators import has_statistics
 from lightning_vram.memory.device.allocator import empty_cache, has_cache
 from lightning_vram.memory.estimate.calibrate import measure_bus
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.host.available import available_host_bytes
 from lightning_vram.memory.units import parse_bytes
-from lightning_vram.planner.measured import Found, Measured, Workload
-from lightning_vram.planner.miss import Ways, find_ways
+from lightning_vram.planner.measured import Found, Workload
+from lightning_vram.planner.miss import find_ways
 from lightning_vram.planner.parts import Exactness, Part
-from lightning_vram.planner.remedies import CHECKPOINTING, may_be_guarded, remedies_for
+from lightning_vram.planner.remedies import CHECKPOINTING, QUANTIZED, may_be_guarded, remedies_for
 from lightning_vram.planner.scheme import Scheme
 from lightning_vram.planner.search import as_text, search
 from lightning_vram.planner.traced_steps import TracedSteps
@@ -29,90 +44,140 @@ from lightning_vram.planner.traced_steps import TracedSteps
 _ROOM_FOR_ERRORS = 0.03  # of a device, where the user named no budget
 _TIGHT = 0.8  # of the budget
 _TIGHTER = 0.9
+_LEAST_SECONDS, _SHARE_OF_EPOCH = 30.0, 0.1  # that planning may take, whichever is longer
+_WIDTHS = {Precision: 8, MixedPrecision: 8, DoublePrecision: 8, HalfPrecision: 2}  # most bytes of a weight
+_MORE_AT_REST = 3  # gradients and two moments, by weights
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do.
+    """What all ranks do."""
 
-    Args:
-        message: For the user.
-        kind: How to say it: an error ends the run.
-        found: By the search; ``None`` if there was none.
-        budget_bytes: What there was.
-        num_elements: Of the batch that it is for; ``None``: for none.
-    """
-
-    message: str
-    kind: Literal["info", "warning", "error"] = "info"
-    found: Found | None = None
-    budget_bytes: int = 0
-    num_elements: int | None = None
+    message: str  # for the user; of a fallback: why there is no plan
+    # an error ends the run; a fallback checkpoints layers from the first step
+    kind: Literal["info", "warning", "error", "fallback"] = "info"
+    found: Found | None = None  # by the search; ``None`` if there was none
+    budget_bytes: int = 0  # what there was
+    num_elements: int | None = None  # of the batch that it is for; ``None``: for none
 
     @property
-    def taken(self) -> Measured | None:
-        """What is run; ``None``: nobody knows."""
-        return None if self.found is None else self.found.best or self.found.least
+    def scheme(self) -> Scheme:
+        """What is run."""
+        return Scheme() if self.found is None else self.found.taken.scheme
 
     @property
     def is_tight(self) -> bool:
         """Whether the run may yet need more than there is."""
-        return self.taken is not None and self.taken.needed_bytes > _TIGHT * self.budget_bytes
+        return self.found is None or self.found.taken.needed_bytes > _TIGHT * self.budget_bytes
 
 
-def decide(
-    read: Callable[[], RunningTrainer], level: Exactness, guards: Sequence[Callback], *, has_budget: bool
-) -> Decision:
-    """Search for what makes the run fit.
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of a plan: exactness, budget as the user named it, callbacks beside the plan's, where plans are."""
 
-    Args:
-        read: Reads the Trainer.
-        level: What results may be.
-        guards: Callbacks that will stand beside the plan's.
-        has_budget: Whether the user named a budget: one that cannot be kept is an error.
-    """
+    level: Exactness
+    budget: int | float | str
+    guards: Sequence[Callback] = ()
+    folder: Path | None = None  # ``None``: plans are neither read nor written
+    on_progress: Progress | None = None
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether the user named one."""
+        return self.budget != AUTO
+
+
+def decide(trainer: pl.Trainer, read: Callable[[], RunningTrainer], room_bytes: int | None, asked: Asked) -> Decision:
+    """Take the plan of an earlier run, or search for what makes this one fit."""
+    started, share = monotonic(), 1 if asked.has_budget else 1 - _ROOM_FOR_ERRORS
+    budget_bytes = int(share * (room_bytes or 0))
     try:
         run = read()
-        budget_bytes = run.device.memory_bytes
-        if not has_budget:
-            budget_bytes = int((1 - _ROOM_FOR_ERRORS) * budget_bytes)
-        found, steps, workload = _search(run, budget_bytes, level, guards)
-        ways = Ways()
-        if found.best is None:
-            here = replace(workload, host_bytes=available_host_bytes())
-            ways = find_ways(steps, found, here, has_strategies=steps.may_choose_strategy)
+        path = plan_path(asked.folder, run, (asked.budget, asked.level.name, bool(asked.guards)))
+        found = load_plan(path, budget_bytes)
+        if found is None:
+            decision = _plan(trainer, run, budget_bytes, asked, started)
+            if decision.kind == "info":
+                save_plan(path, decision.found, budget_bytes)
+        else:
+            message = found_message(found, budget_bytes, run.device.name)
+            message += f"\nThe plan is from an earlier run, {path}: cache=False makes a new one."
+            decision = Decision(message, found=found, budget_bytes=budget_bytes)
     except Exception as error:  # a step on tensors without values may fail where the run does not
-        return Decision(unknown_line(f"{type(error).__name__}: {error}", can_run_again=bool(guards)), "warning")
-    kind: Literal["info", "error", "warning"] = "info"
-    if found.best is None:
-        message = miss_message(found, budget_bytes, run.device.name, level, ways, goes_on=not has_budget)
-        kind = "error" if has_budget else "warning"
-    elif found.best is found.plain:
-        message = fits_line(found.plain, budget_bytes, run.device.name)
-    else:
-        message = plan_message(found, budget_bytes, run.device.name)
-    if len(set(run.sizes)) > 1:
-        message += f"\n{largest_line(len(run.sizes), largest_shape(run.batch))}"
-    return Decision(message, kind, found, budget_bytes, max(run.sizes))
+        return _without_plan(trainer, reason_of(error), budget_bytes, asked)
+    if decision.kind == "fallback":
+        return decision
+    largest = f"\n{largest_line(len(run.sizes), largest_shape(run.batch))}" if len(set(run.sizes)) > 1 else ""
+    return replace(decision, message=decision.message + largest, num_elements=max(run.sizes))
+
+
+def _plan(trainer: pl.Trainer, run: RunningTrainer, budget_bytes: int, asked: Asked, started: float) -> Decision:
+    found, steps, workload, most_seconds = _search(run, budget_bytes, asked, started)
+    most = f"{most_seconds:.0f} s, the most that planning takes (a tenth of the first epoch, at least 30 s)"
+    if found.best is not None:
+        message = found_message(found, budget_bytes, run.device.name)
+        message += f"\nThe fastest of what was tried in {most}." if steps.is_cut else ""
+        return Decision(message, found=found, budget_bytes=budget_bytes)
+    if steps.is_cut:
+        return _without_plan(trainer, f"nothing that fits was found in {most}", budget_bytes, asked, found)
+    here = replace(workload, host_bytes=available_host_bytes())
+    ways = find_ways(steps, found, here, has_strategies=steps.may_choose_strategy)
+    message = miss_message(found, budget_bytes, run.device.name, asked.level, ways, goes_on=not asked.has_budget)
+    return Decision(message, "error" if asked.has_budget else "warning", found, budget_bytes)
 
 
 def _search(
-    run: RunningTrainer, budget_bytes: int, level: Exactness, guards: Sequence[Callback]
-) -> tuple[Found, TracedSteps, Workload]:
-    fit, num_devices = run.fit, run.num_devices
-    arguments = fit.trainer_arguments
-    remedies = remedies_for(arguments, level, on_card=fit.card is not None, module=run.module, has_strategies=False)
-    steps = TracedSteps(run.module, run.batch, fit, num_local_ranks=num_devices)
+    run: RunningTrainer, budget_bytes: int, asked: Asked, started: float
+) -> tuple[Found, TracedSteps, Workload, float]:
+    """Return what was found, what is needed to search on, and how many seconds planning may take."""
+    fit, num_devices, guards = run.fit, run.num_devices, asked.guards
+    own, on_card, begun = fit.trainer_arguments, fit.card is not None, monotonic()
+    remedies = remedies_for(own, asked.level, on_card=on_card, module=run.module, has_strategies=False)
+    steps = TracedSteps(run.module, run.batch, fit, asked.on_progress, num_local_ranks=num_devices)
     workload = Workload(budget_bytes, steps.batch_size, steps.travel_bytes)
     plain = steps(Scheme())
     assert plain is not None  # nothing refuses the user's own run
+    step_seconds = monotonic() - begun
+    epoch_seconds = plain.seconds * (run.num_batches or 0) / own["accumulate_grad_batches"]
+    most_seconds: float = max(_LEAST_SECONDS, _SHARE_OF_EPOCH * epoch_seconds)
     if plain.needed_bytes <= (_TIGHT if guards else 1) * budget_bytes:  # it runs without guards
-        return Found(plain, plain, (plain,)), steps, workload
+        return Found(plain, plain, (plain,)), steps, workload, most_seconds
     if plain.needed_bytes > budget_bytes:  # the bus is not measured for a run that fits
         fit = replace(fit, card=_with_bus(fit.card))
-    steps = TracedSteps(run.module, run.batch, fit, num_local_ranks=num_devices, guards=guards)
+
+    def is_late() -> bool:
+        return monotonic() - started + step_seconds > most_seconds
+
+    steps = TracedSteps(
+        run.module, run.batch, fit, asked.on_progress, num_local_ranks=num_devices, guards=guards, is_late=is_late
+    )
     workload = replace(workload, travel_bytes=steps.travel_bytes)
-    return search(steps, workload, remedies), steps, workload
+    return search(steps, workload, remedies), steps, workload, most_seconds
+
+
+def _without_plan(
+    trainer: pl.Trainer, reason: str, budget_bytes: int, asked: Asked, found: Found | None = None
+) -> Decision:
+    """Decide by what is known without a trace."""
+    weights_bytes, rest_bytes = _bytes_at_rest(trainer)
+    if asked.has_budget and 0 < budget_bytes < weights_bytes:
+        return Decision(weights_message(reason, weights_bytes, budget_bytes), "error")
+    if asked.has_budget or found is not None or 0 < budget_bytes < rest_bytes:
+        return Decision(reason, "fallback", found, budget_bytes)
+    return Decision(unknown_line(reason, can_run_again=bool(asked.guards)), "warning")
+
+
+def _bytes_at_rest(trainer: pl.Trainer) -> tuple[int, int]:
+    """Return bytes of weights, and with gradients and two moments of what is trained; 0: nobody knows."""
+    most = _WIDTHS.get(type(trainer.precision_plugin))
+    if most is None or not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+        return 0, 0  # others have weights elsewhere, or in fewer bits
+    names = {type(callback).__name__ for callback in trainer.callbacks}  # type: ignore[attr-defined]
+    num_bytes = {False: 0, True: 0}  # of what is frozen, and trained
+    for one in trainer.lightning_module.parameters():
+        num_bytes[one.requires_grad] += 0 if is_lazy(one) else one.numel() * min(most, one.element_size())  # type: ignore[redundant-expr]
+    weights_bytes = num_bytes[True] + (0 if QUANTIZED[0].name in names else num_bytes[False])
+    return weights_bytes, weights_bytes + _MORE_AT_REST * num_bytes[True]
 
 
 def _with_bus(spec: DeviceSpec | None) -> DeviceSpec | None:
@@ -129,13 +194,7 @@ def _with_bus(spec: DeviceSpec | None) -> DeviceSpec | None:
 
 
 def tighter(scheme: Scheme, found: Found | None, *, may_checkpoint: bool) -> Scheme | None:
-    """Return a scheme that needs less, and that a run can go on with; ``None`` if there is none.
-
-    Args:
-        scheme: What is run.
-        found: By the search; ``None`` if there was none.
-        may_checkpoint: Whether layers may be checkpointed that are not yet.
-    """
+    """Return a scheme that needs less, and that a run can go on with; ``None`` if there is none."""
     if found is None:
         return scheme + CHECKPOINTING if may_checkpoint else None
     checkpointing = next((part for part in scheme.parts if part.name == CHECKPOINTING.name), None)

@@ -17,23 +17,14 @@ _NO_WAIT = 1.001  # seconds are sums: those that are all computation may differ 
 
 @dataclass(frozen=True)
 class Took:
-    """What a batch took.
+    """What a batch took."""
 
-    Args:
-        seconds: On average.
-        reserved_bytes: Of the device, at most.
-    """
-
-    seconds: float
-    reserved_bytes: int
+    seconds: float  # on average
+    reserved_bytes: int  # of the device, at most
 
 
 class FirstSteps:
-    """Measures some batches after the first ones. The device is waited for twice.
-
-    Args:
-        device: With a caching allocator.
-    """
+    """Measures some batches after the first ones. The device is waited for twice."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -62,19 +53,11 @@ class FirstSteps:
 
 
 def better(found: Found, scheme: Scheme, budget_bytes: int, seconds: float) -> Scheme | None:
-    """Return a scheme that is faster by what a step took, and that a run can go on with; ``None`` if none is.
-
-    Args:
-        found: By the search.
-        scheme: What is run.
-        budget_bytes: What there is.
-        seconds: That a step of it takes. The computation is taken to be as much slower, or faster, in all; what goes
-            over the bus is not, whose rate was measured.
-    """
+    """Return a scheme that is faster by what a step took, and that a run can go on with; ``None`` if none is."""
     now = next((one for one in found.tried if one.scheme == scheme), None)
     if now is None or now.seconds > _NO_WAIT * now.time.compute:
         return None
-    factor = seconds / now.seconds
+    factor = seconds / now.seconds  # of all computation; copies keep their time, since the bus was measured
     fitting = [
         replace(one, time=one.time.computed_slower(factor))
         for one in found.tried

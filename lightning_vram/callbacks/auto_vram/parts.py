@@ -15,11 +15,6 @@ class PlannedParts:
     """Callbacks and plugins of a scheme, as long as a fit lasts.
 
     To be made in a ``setup`` hook: Lightning goes on through the list of callbacks, to those that are added at its end.
-
-    Args:
-        trainer: That is in its ``setup`` hooks.
-        scheme: Without a strategy.
-        more: Callbacks beside it.
     """
 
     def __init__(self, trainer: pl.Trainer, scheme: Scheme, more: Sequence[Callback] = ()) -> None:

@@ -1,28 +1,36 @@
 """What ``AutoVRAM`` says."""
 
+import re
+import sysconfig
+import traceback
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
+import torch
+
+from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.planner.measured import Found, Measured
+from lightning_vram.planner.measured import Found
 from lightning_vram.planner.miss import Ways
 from lightning_vram.planner.parts import Exactness
 from lightning_vram.planner.words import summary, ways_out, where
+from lightning_vram.private_names.torch.fakes import UNKNOWN_VALUES, UnsupportedOperatorException
 
 NAME = "AutoVRAM"
+_FOLDERS = Path(torch.__file__).parents[1], Path(__file__).parents[2]
+_LIBRARIES = ("<", sysconfig.get_path("stdlib"), *map(str, _FOLDERS))  # where files of others begin
+_WITHOUT_ATEN = partial(re.sub, r"\baten[.:]+(\w+)[.\w]*", r"\1")
 
 
-def fits_line(plain: Measured, budget_bytes: int, device: str) -> str:
-    """Say that there is nothing to do."""
-    needed, budget = format_bytes(plain.needed_bytes), format_bytes(budget_bytes)
-    return f"{NAME}: the run fits as it is. A step needs {needed} of the {budget} on {device}. Nothing is changed."
-
-
-def plan_message(found: Found, budget_bytes: int, device: str) -> str:
+def found_message(found: Found, budget_bytes: int, device: str) -> str:
     """Say what is done, and what else was tried."""
-    assert found.best is not None
-    plain, best = found.plain, found.best
+    plain, best = found.plain, found.taken
+    needed, budget = format_bytes(plain.needed_bytes), format_bytes(budget_bytes)
+    if best is plain:
+        return f"{NAME}: the run fits as it is. A step needs {needed} of the {budget} on {device}. Nothing is changed."
     return (
-        f"{NAME}: a step needs {format_bytes(plain.needed_bytes)}, and there are {format_bytes(budget_bytes)} on "
+        f"{NAME}: a step needs {needed}, and there are {budget} on "
         f"{device}. With {best.scheme} it needs {format_bytes(best.needed_bytes)}, in about "
         f"{best.seconds / plain.seconds:.2f} times the time. Needed memory and time of what was tried:\n"
         f"{summary(found, budget_bytes)}"
@@ -51,11 +59,46 @@ def miss_message(found: Found, budget_bytes: int, device: str, level: Exactness,
     )
 
 
-def unknown_line(error: str, *, can_run_again: bool) -> str:
-    """Say that nobody can tell."""
-    reason = error.partition("\n")[0].rstrip(".")
+def reason_of(error: Exception) -> str:
+    """Say why a step cannot be traced, in words that its author can act on, and at which line of theirs."""
+    text = str(error).strip().partition("\n")[0].rstrip(".")
+    if is_out_of_memory(error):
+        reason = "planning ran out of host memory"
+    elif isinstance(error, UnsupportedOperatorException) and getattr(error.func, "namespace", "aten") != "aten":
+        reason = f"the operator {error.func} has no fake kernel; torch.library.register_fake gives it one"
+    elif isinstance(error, UnsupportedOperatorException):
+        reason = f"the step uses an operator that does not run on tensors without values ({_WITHOUT_ATEN(text)})"
+    elif isinstance(error, UNKNOWN_VALUES) or "not supported for tensor subclasses" in text:
+        reason = "the step reads values of its tensors, as .item(), an if or a mask does, and planning has only shapes"
+    else:
+        reason = f"{type(error).__name__}: {_WITHOUT_ATEN(text)}"
+    return reason + _line_of(error)
+
+
+def _line_of(error: Exception) -> str:
+    """Name the last line of the user's own code, if there is one."""
+    frames = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    lines = [f"{name}:{number}" for name, number in frames if not name.startswith(_LIBRARIES)]
+    return f" (at {lines[-1]})" if lines else ""
+
+
+def unknown_line(reason: str, *, can_run_again: bool) -> str:
+    """Say that there is no plan, and that nothing is changed."""
     later = ", with checkpointed layers once memory has run out" if can_run_again else ""
     return f"{NAME} cannot plan this run: {reason}. The run goes on as it is{later}."
+
+
+def fallback_lines(reason: str, done: Sequence[str]) -> str:
+    """Say that there is no plan, and what is done instead."""
+    return f"{NAME} cannot plan this run: {reason}.\nThe run goes on without a plan: {', '.join(done)}."
+
+
+def weights_message(reason: str, weights_bytes: int, budget_bytes: int) -> str:
+    """Say that not even the weights fit."""
+    return (
+        f"{NAME}: nothing fits {format_bytes(budget_bytes)}, the weights alone are {format_bytes(weights_bytes)}. Give "
+        f"a larger budget, or use strategy='fsdp_offload'. The step could not be traced: {reason}."
+    )
 
 
 def correction_line(seconds: float, reserved_bytes: int, budget_bytes: int, scheme: object | None) -> str:

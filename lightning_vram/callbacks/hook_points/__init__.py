@@ -7,7 +7,10 @@ May import: optimizers, core, memory.
 """
 
 from lightning_vram.callbacks.hook_points.around_step import AroundStep, Depth
-from lightning_vram.callbacks.hook_points.before_strategy_setup import before_strategy_setup
+from lightning_vram.callbacks.hook_points.before_strategy_setup import (
+    before_strategy_setup,
+    withdraw_from_strategy_setup,
+)
 from lightning_vram.callbacks.hook_points.checks import check_trainer, refuse_moved_parameters
 from lightning_vram.callbacks.hook_points.fit_technique import FitTechnique
 from lightning_vram.callbacks.hook_points.gradient_hooks import (
@@ -36,4 +39,5 @@ __all__ = [
     "refuse_moved_parameters",
     "uses_gradients",
     "why_not_early",
+    "withdraw_from_strategy_setup",
 ]

@@ -161,7 +161,7 @@ class MemoryBudget(Callback):
         vars(self).update(self._between_runs())
 
 
-def _judge(read: Callable[[], RunningTrainer]) -> _Verdict:
+def _judge(read: Callable[[], RunningTrainer], _: int | None) -> _Verdict:
     try:
         run = read()
         estimator = Estimator(run.module, run.batch, run.device, run.fit)

@@ -33,23 +33,15 @@ _BY_NAME = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 
 @dataclass(frozen=True)
 class RunningTrainer:
-    """A run that is about to begin, as an estimate of it wants it.
+    """A run that is about to begin, as an estimate of it wants it."""
 
-    Args:
-        module: What it trains.
-        batch: Its first one, or the one of the first that has the most elements.
-        device: With what is left of it on the rank that has the least.
-        fit: How another Trainer runs the same step; what it did is known to all that share the Trainer.
-        num_devices: On each node.
-        sizes: Elements of the first batches, as many as were read.
-    """
-
-    module: pl.LightningModule
-    batch: Any
-    device: DeviceSpec
-    fit: FitRun
-    num_devices: int
-    sizes: tuple[int, ...]
+    module: pl.LightningModule  # what it trains
+    batch: Any  # its first one, or the one of the first that has the most elements
+    device: DeviceSpec  # with what is left of it on the rank that has the least
+    fit: FitRun  # how another Trainer runs the same step; what it did is known to all that share the Trainer
+    num_devices: int  # on each node
+    sizes: tuple[int, ...]  # elements of the first batches, as many as were read
+    num_batches: int | None  # of the first epoch, on each rank; ``None``: nobody knows
 
 
 def decide_together(
@@ -57,20 +49,13 @@ def decide_together(
     module: pl.LightningModule,
     limit: int | None,
     timeout: timedelta,
-    decide: Callable[[Callable[[], RunningTrainer]], Decision],
+    decide: Callable[[Callable[[], RunningTrainer], int | None], Decision],
     *,
     run_callbacks: RunCallbacks,
 ) -> Decision:
-    """Let rank zero decide. A collective.
+    """Let rank zero decide, for the rank that has least of its device. A collective.
 
-    Args:
-        trainer: That is in its ``setup`` hooks.
-        module: Of the run.
-        limit: Most bytes of a device that may be taken, if there is a limit.
-        timeout: How long ranks wait for each other: rank zero takes seconds.
-        decide: Is called on rank zero, with what reads the trainer, and must not raise. What it returns goes to the
-            others.
-        run_callbacks: The user's callbacks that an estimate runs.
+    ``decide`` gets what reads the trainer and the bytes there are (``None``: nobody knows), and must not raise.
     """
     device = trainer.strategy.root_device
     room = room_bytes(device, trainer.num_devices)
@@ -80,7 +65,9 @@ def decide_together(
     ranks = RankAgreement(timeout)
     try:
         known = [one for one in ranks.gather(room) if one is not None]
-        decision = decide(lambda: _read(trainer, module, known, run_callbacks)) if trainer.is_global_zero else None
+        decision: Decision | None = None
+        if trainer.is_global_zero:
+            decision = decide(lambda: _read(trainer, module, known, run_callbacks), min(known, default=None))
         return ranks.gather(decision)[0]  # type: ignore[no-any-return]
     finally:
         ranks.close()
@@ -106,9 +93,11 @@ def _read(
     shared = notes_of_run(trainer)
     if not shared:
         with isolated(is_connected=True):  # samplers may ask for the rank
-            batches = read_first_batches(trainer, module, _FIRST_BATCHES)
+            batches, num_batches = read_first_batches(trainer, module, _FIRST_BATCHES)
         sizes = tuple(map(count_elements, batches))
-        shared.update(batch=max(batches, key=count_elements), sizes=sizes, known=[], reads=RecordedReads())
+        num_batches = _on_this_rank(trainer, num_batches)
+        batch, reads = max(batches, key=count_elements), RecordedReads()
+        shared.update(batch=batch, sizes=sizes, num_batches=num_batches, known=[], reads=reads)
     spec = describe_device(device, min(rooms))
     fit = FitRun(
         read_trainer_arguments(trainer),
@@ -119,7 +108,16 @@ def _read(
         known=shared["known"],
         reads=shared["reads"],
     )
-    return RunningTrainer(module, shared["batch"], spec, fit, trainer.num_devices, shared["sizes"])
+    batch, sizes, num_batches = (shared[name] for name in ("batch", "sizes", "num_batches"))
+    return RunningTrainer(module, batch, spec, fit, trainer.num_devices, sizes, num_batches)
+
+
+def _on_this_rank(trainer: pl.Trainer, num_batches: int | None) -> int | None:
+    steps = trainer.max_steps * trainer.accumulate_grad_batches
+    if num_batches is None:
+        return steps if steps > 0 else None
+    share = -(-num_batches // trainer.world_size)  # of a sampler that Lightning makes
+    return min(share, steps) if steps > 0 else share
 
 
 def describe_device(device: torch.device, num_bytes: int) -> DeviceSpec:
@@ -145,9 +143,6 @@ def read_trainer_arguments(trainer: pl.Trainer) -> dict[str, Any]:
     """Return arguments for another Trainer, which runs the same step.
 
     Callbacks and plugins are those of ``trainer``, to be copied. The strategy is a new one.
-
-    Args:
-        trainer: That is in its ``setup`` hooks.
 
     Raises:
         ValueError: If nobody knows how to make another strategy of its kind.

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -22,15 +23,12 @@ _MOST_PARTS = 10_000
 _MOST_TRANSFORMS = 64  # longer lists are samples
 
 
-def read_first_batches(trainer: pl.Trainer, module: pl.LightningModule, most: int) -> list[Any]:
+def read_first_batches(trainer: pl.Trainer, module: pl.LightningModule, most: int) -> tuple[list[Any], int | None]:
     """Return batches as the run's first ones, from the loaders, the datamodule or the module that ``fit`` was given.
 
-    Global random numbers are the caller's to keep. A loader that stacks samples is read once: they are of one shape.
+    The second is how many an epoch has, of all ranks; ``None``: nobody knows.
 
-    Args:
-        trainer: That is in its ``setup`` hooks.
-        module: Of the run.
-        most: Number of batches, if the run has as many.
+    Global random numbers are the caller's to keep. A loader that stacks samples is read once: they are of one shape.
 
     Raises:
         ValueError: If there is none, or none can be had without taking it away from the run.
@@ -60,7 +58,17 @@ def read_first_batches(trainer: pl.Trainer, module: pl.LightningModule, most: in
     tree_map(read, sources)
     if not all(found.values()):
         raise ValueError("the data has no batch")
-    return [tree_map(partial(batch_at, place), sources) for place in range(max(map(len, found.values())))]
+    batches = [tree_map(partial(batch_at, place), sources) for place in range(max(map(len, found.values())))]
+    return batches, _length(combined, trainer.limit_train_batches)
+
+
+def _length(combined: CombinedLoader, limit: int | float) -> int | None:
+    lengths = [sized_len(loader) for loader in combined.flattened]
+    known = [length for length in lengths if length is not None]
+    length = max(known) if len(known) == len(lengths) else None
+    if isinstance(limit, int):
+        return limit if length is None else min(length, limit)
+    return length if length is None else int(limit * length)
 
 
 def _set_up_twin(module: pl.LightningModule, trainer: pl.Trainer) -> pl.LightningModule:

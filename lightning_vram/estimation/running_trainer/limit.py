@@ -13,10 +13,6 @@ AUTO = "auto"
 def check_limit(name: str, limit: object) -> None:
     """Refuse what is no limit.
 
-    Args:
-        name: Of the argument, as in ``"MemoryBudget(limit)"``.
-        limit: What it was given.
-
     Raises:
         TypeError: If it is of a wrong kind.
         ValueError: If it is no size above 0, and no share of a device.
@@ -36,13 +32,7 @@ def check_limit(name: str, limit: object) -> None:
 
 
 def limit_bytes(name: str, limit: int | float | str, device: torch.device) -> int | None:
-    """Return a limit in bytes; ``None`` if there is none.
-
-    Args:
-        name: Of the argument.
-        limit: As :func:`check_limit` lets it pass.
-        device: What shares are of; of a device that does not tell, of what the host has available.
-    """
+    """Return a limit in bytes; ``None``: there is none. Shares are of the device, or of what the host has available."""
     if limit == AUTO:
         return None
     if isinstance(limit, float):
@@ -52,12 +42,7 @@ def limit_bytes(name: str, limit: int | float | str, device: torch.device) -> in
 
 
 def room_bytes(device: torch.device, num_processes: int) -> int | None:
-    """Return how much more this process can have of ``device``; ``None`` if the device does not tell.
-
-    Args:
-        device: An accelerator with its index, or the host.
-        num_processes: That share the host.
-    """
+    """Return how much more this process can have of ``device``; ``None`` if the device does not tell."""
     if device.type == "cpu":
         available_bytes = available_host_bytes()
         return None if available_bytes is None else available_bytes // num_processes

@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-__all__ = ["DataDependentOutputException", "DynamicOutputShapeException"]
+__all__ = ["DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException"]
 
 UNKNOWN_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 RECURRENT_FUNCTIONS: Any = torch._VF

@@ -46,7 +46,7 @@ def run_auto(setting: Setting, report: Report) -> None:
         workload = replace(workload, make_model=partial(ByteGPT, 12, 2048, 16, 1024))
         workload = replace(workload, make_batch=partial(make_tokens, 32, 1024))
         steps, limit = 4, ProcessLimit(setting.device, LIMIT_BYTES)
-    seen = _Plan(auto := AutoVRAM())
+    seen = _Plan(auto := AutoVRAM(cache=False))
     for name, way in {BASELINE: PLAIN_TRAINER, AUTO: with_callbacks(AUTO, lambda: [auto, seen])}.items():
         report.attempt(name, partial(_fit, workload, way, setting.device, steps, seen))
     if limit is not None:

@@ -108,7 +108,7 @@ AUTO_VRAM = "AutoVRAM(budget)"
 
 def auto_vram(budget_bytes: int) -> Way:
     """Return the way that makes a budget of all parts together."""
-    return with_callbacks(AUTO_VRAM, lambda: [AutoVRAM(budget_bytes)])
+    return with_callbacks(AUTO_VRAM, lambda: [AutoVRAM(budget_bytes, cache=False)])
 
 
 def _is_planned(workload: Workload, device: torch.device, budget_bytes: int) -> bool:

@@ -63,7 +63,10 @@ def measure_plans(
         shares: Budgets, of the plain run's peak.
     """
     own: Trainer = {"precision": "bf16-mixed"} if workload.autocast == torch.bfloat16 else {}
-    ways = [Way(PLAIN, "plain", make_trainer_options=lambda _: {}), with_callbacks(FITS, lambda: [AutoVRAM()])]
+    ways = [
+        Way(PLAIN, "plain", make_trainer_options=lambda _: {}),
+        with_callbacks(FITS, lambda: [AutoVRAM(cache=False)]),
+    ]
     ways += [with_callbacks(name, lambda make=make: [make()]) for name, make in SINGLES.items()]
     compare = partial(measure_ways, workload, device=device, is_tracked=device.type == "cpu", is_first_counted=True)
     first = {row["variant"]: row for row in compare([ways[0], ways[2]], repeats=1, steps=1)}

@@ -268,19 +268,6 @@ def test_batches_that_hooks_change_are_not_compared(make_trainer):
         fit(make_trainer, AutoVRAM("1GiB"), model=Doubled)
 
 
-def test_a_step_that_needs_values_goes_on_as_it_is(make_trainer):
-    class Looks(LitGPT):
-        def training_step(self, batch):
-            kept = batch[batch[:, 0] >= 0]
-            if len(kept[torch.nonzero(kept[:, 0] > -1)[:, 0]]) == 0:
-                return None
-            return super().training_step(kept)
-
-    with pytest.warns(UserWarning, match=r"^AutoVRAM cannot plan this run: .* The run goes on as it is\.$"):
-        packed = fit(make_trainer, AutoVRAM("4MiB"), model=Looks)
-    assert_equal_weights(fit(make_trainer, model=Looks), packed)
-
-
 @pytest.mark.slow
 def test_an_error_in_the_fit_leaves_nothing(make_trainer):
     class Fails(LitGPT):
@@ -391,6 +378,7 @@ def test_all_ranks_refuse_alike(make_trainer):
         ({"budget": 1.5}, ValueError, r"AutoVRAM\(budget\) as a share .* at most 1, got 1\.5\."),
         ({"budget": [1]}, TypeError, r"AutoVRAM\(budget\) must be 'auto', bytes, .* got \[1\] of type list\."),
         ({"replan": 1}, TypeError, r"AutoVRAM\(replan\)"),
+        ({"cache": "no"}, TypeError, r"AutoVRAM\(cache\)"),
     ],
 )
 def test_wrong_arguments(arguments, error, message):

@@ -7,13 +7,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from support.devices import ACCELERATOR, at_size, device_module
+from support.devices import ACCELERATOR, DEVICE, at_size, device_module
 from support.helpers import assert_equal_weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_vram import AutoVRAM
+from lightning_vram import ActivationCheckpointing, AutoVRAM
 from lightning_vram.callbacks.auto_vram.first_steps import Took
+from lightning_vram.memory.device.process_limit import limited_share
 from lightning_vram.memory.units import MIB
 
 pytestmark = pytest.mark.device
@@ -145,17 +146,48 @@ def test_a_run_that_should_have_fitted_as_it_is_is_checkpointed(make_trainer, sa
     assert said[1].endswith("The step runs again with ActivationCheckpointing.")
 
 
-def test_a_step_that_cannot_be_planned_is_checkpointed_once_memory_has_run_out(make_trainer, said):
-    class LitLooks(LitWide):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return super().training_step(batch[torch.nonzero(batch[:, 0] > -9)[:, 0]], batch_idx)  # all of it
+class LitUntraceable(LitWide):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if type(batch) is not Tensor:
+            raise RuntimeError("real tensors only")
+        return super().training_step(batch, batch_idx)
 
-    plain, planned = LitLooks(), LitLooks(RunsOut(1))
+
+def test_a_step_that_cannot_be_planned_is_checkpointed_once_memory_has_run_out(make_trainer, said):
+    plain, planned = LitUntraceable(), LitUntraceable(RunsOut(1))
     fit(make_trainer, plain)
     fit(make_trainer, planned, AutoVRAM())
     assert_equal_weights(planned, plain)
     assert said[0].endswith("The run goes on as it is, with checkpointed layers once memory has run out.")
     assert said[1].endswith("The step runs again with ActivationCheckpointing.")
+
+
+def test_a_budget_is_enforced_where_a_step_cannot_be_planned(make_trainer, said):
+    plain, planned = LitUntraceable(), LitUntraceable()
+    budget_bytes = int(0.75 * fit(make_trainer, plain))
+    assert fit(make_trainer, planned, AutoVRAM(budget_bytes)) <= budget_bytes
+    assert_equal_weights(planned, plain)
+    (message,) = said
+    _, done = message.splitlines()
+    assert done.startswith(
+        "The run goes on without a plan: repeated layers are checkpointed, PyTorch gets no more than"
+    )
+    assert limited_share(torch.device(DEVICE, 0)) == 1
+
+
+def test_where_checkpointing_is_not_enough_batches_run_in_parts_at_the_budget(make_trainer, said):
+    class LitCounts(LitUntraceable):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            sizes.add(len(batch))
+            return super().training_step(batch, batch_idx)
+
+    sizes: set[int] = set()
+    plain, checkpointed, planned = LitWide(), LitUntraceable(), LitCounts()
+    fit(make_trainer, plain)
+    budget_bytes = fit(make_trainer, checkpointed, ActivationCheckpointing()) - 2 * MIB
+    assert fit(make_trainer, planned, AutoVRAM(budget_bytes, allow="lossless")) <= budget_bytes
+    assert min(sizes) <= BATCH_SIZE // 2
+    assert "a batch that runs out of memory runs again in smaller parts" in said[0]
 
 
 def test_an_error_that_no_plan_helps_against_names_the_way_out(make_trainer, said):

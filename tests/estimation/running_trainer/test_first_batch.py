@@ -15,7 +15,7 @@ def read(loaders: object, most: int = 8, limit: float = 1.0) -> list:
     """As of a Trainer that was given ``loaders``."""
     source = SimpleNamespace(instance=loaders)
     trainer = SimpleNamespace(limit_train_batches=limit, fit_loop=SimpleNamespace(_data_source=source))
-    return read_first_batches(trainer, None, most)
+    return read_first_batches(trainer, None, most)[0]
 
 
 class Lines(IterableDataset):

@@ -17,25 +17,15 @@ from lightning_vram.memory.units import format_bytes
 
 @dataclass(slots=True)
 class AllocatorStatistics:
-    """Bytes now and at most, as ``torch.cuda.memory_stats`` counts them.
+    """Bytes now and at most, as ``torch.cuda.memory_stats`` counts them."""
 
-    Args:
-        requested_bytes: Asked for.
-        allocated_bytes: In blocks that serve requests: ``torch.cuda.memory_allocated``.
-        active_bytes: And in those that were freed while another stream used them.
-        peak_requested_bytes: Most at once.
-        peak_allocated_bytes: Most at once.
-        peak_active_bytes: Most at once.
-        num_retries: How often the cache was given back because the driver had no memory.
-    """
-
-    requested_bytes: int = 0
-    allocated_bytes: int = 0
-    active_bytes: int = 0
-    peak_requested_bytes: int = 0
-    peak_allocated_bytes: int = 0
-    peak_active_bytes: int = 0
-    num_retries: int = 0
+    requested_bytes: int = 0  # asked for
+    allocated_bytes: int = 0  # in blocks that serve requests: ``torch.cuda.memory_allocated``
+    active_bytes: int = 0  # and in those that were freed while another stream used them
+    peak_requested_bytes: int = 0  # most at once
+    peak_allocated_bytes: int = 0  # most at once
+    peak_active_bytes: int = 0  # most at once
+    num_retries: int = 0  # how often the cache was given back because the driver had no memory
 
 
 class CachingAllocator:
@@ -43,10 +33,6 @@ class CachingAllocator:
 
     What depends on the time that kernels take is not simulated: a block that another stream uses is free again when
     :meth:`synchronize` says so, or the driver runs out. Graphs' private pools are another ``stream`` each.
-
-    Args:
-        settings: As in ``PYTORCH_ALLOC_CONF``.
-        capacity_bytes: Most that it can take from the driver. ``None`` is without end.
     """
 
     def __init__(self, settings: AllocatorSettings | None = None, *, capacity_bytes: int | None = None) -> None:
@@ -76,10 +62,6 @@ class CachingAllocator:
 
     def malloc(self, num_bytes: int, stream: Hashable = 0) -> Block:
         """Serve a request.
-
-        Args:
-            num_bytes: Asked for, at least 1: for nothing PyTorch does not ask.
-            stream: Current stream; freed blocks serve the stream that they were made for.
 
         Returns:
             The block, to be freed by :meth:`free`.

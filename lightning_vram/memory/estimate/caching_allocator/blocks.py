@@ -5,14 +5,7 @@ from collections.abc import Hashable
 
 
 class Block:
-    """A piece of a segment; its neighbours are the pieces before and behind it.
-
-    Args:
-        address: Where it begins.
-        size: In bytes.
-        pool: Where it goes when it is free.
-        segment_start: Where its expandable segment begins; ``None`` in one of fixed size.
-    """
+    """A piece of a segment; its neighbours are the pieces before and behind it."""
 
     __slots__ = (
         *("address", "size", "pool", "segment_start", "previous", "next"),
@@ -45,12 +38,7 @@ class Block:
 
 
 class Pool:
-    """Free blocks of one stream, small or large: the smallest first, and of those the lowest address.
-
-    Args:
-        stream: Whose blocks they are.
-        is_small: Whether for requests up to 1 MiB.
-    """
+    """Free blocks of one stream, small or large: the smallest first, and of those the lowest address."""
 
     __slots__ = ("free", "is_small", "stream", "unmapped")
 

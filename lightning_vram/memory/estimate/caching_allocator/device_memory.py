@@ -2,11 +2,7 @@
 
 
 class DeviceMemory:
-    """Memory of a card, as far as this process may have it.
-
-    Args:
-        capacity_bytes: What the allocator can take at most. ``None`` is without end.
-    """
+    """Memory of a card, as far as this process may have it."""
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes

@@ -11,12 +11,7 @@ _ENDLESS = 1 << 50
 
 
 class ExpandableSegments:
-    """Maps pages into segments, one per pool as a rule, and unmaps those of which nothing is in use.
-
-    Args:
-        device_memory: Where pages come from.
-        settings: Of the allocator.
-    """
+    """Maps pages into segments, one per pool as a rule, and unmaps those of which nothing is in use."""
 
     def __init__(self, device_memory: DeviceMemory, settings: AllocatorSettings) -> None:
         self._device_memory = device_memory

@@ -9,12 +9,7 @@ from lightning_vram.memory.estimate.caching_allocator.sizes import fixed_segment
 
 
 class FixedSegments:
-    """Makes segments and gives back those that are free as a whole.
-
-    Args:
-        device_memory: Where they come from.
-        settings: Of the allocator.
-    """
+    """Makes segments and gives back those that are free as a whole."""
 
     def __init__(self, device_memory: DeviceMemory, settings: AllocatorSettings) -> None:
         self._device_memory = device_memory

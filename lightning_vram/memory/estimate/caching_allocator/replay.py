@@ -13,27 +13,17 @@ from lightning_vram.memory.tracking.timeline import Allocation, MemoryTimeline, 
 
 @dataclass(frozen=True)
 class AllocatorReplay:
-    """What the allocator held over a timeline.
+    """What the allocator held over a timeline."""
 
-    Args:
-        allocated: Most bytes in blocks that are in use at each event of the timeline, with scratch of its operator.
-        reserved: Bytes taken from the driver, after each event.
-        peak_requested_bytes: Most bytes that were asked for at once, workspaces among them.
-        peak_allocated_bytes: Most bytes in blocks at once: what ``torch.cuda.max_memory_allocated`` would say.
-        peak_reserved_bytes: Most bytes taken from the driver: ``torch.cuda.max_memory_reserved``.
-        workspace_bytes: Most bytes that libraries took at once, beside tensors.
-        num_retries: How often all cache had to be given back.
-        out_of_memory_event: Index of the event that there was no memory for; the curves end before it. ``None``: all
-            went well.
-    """
-
+    # most bytes in blocks that are in use at each event of the timeline, with scratch of its operator
     allocated: tuple[int, ...]
-    reserved: tuple[int, ...]
-    peak_requested_bytes: int
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    workspace_bytes: int
-    num_retries: int
+    reserved: tuple[int, ...]  # bytes taken from the driver, after each event
+    peak_requested_bytes: int  # most bytes that were asked for at once, workspaces among them
+    peak_allocated_bytes: int  # most bytes in blocks at once: what ``torch.cuda.max_memory_allocated`` would say
+    peak_reserved_bytes: int  # most bytes taken from the driver: ``torch.cuda.max_memory_reserved``
+    workspace_bytes: int  # most bytes that libraries took at once, beside tensors
+    num_retries: int  # how often all cache had to be given back
+    # index of the event that there was no memory for; the curves end before it. ``None``: all went well
     out_of_memory_event: int | None
 
     @property
@@ -104,13 +94,7 @@ def replay(
 
 
 class _Player:
-    """Knows which block each allocation has.
-
-    Args:
-        allocator: That they come from.
-        kept: Blocks that operators take for good.
-        scratch: Bytes that operators take for a moment.
-    """
+    """Knows which block each allocation has."""
 
     def __init__(
         self, allocator: CachingAllocator, kept: Mapping[str, tuple[int, ...]], scratch: Mapping[str, int]

@@ -23,23 +23,18 @@ _PAIR = re.compile(r"([^,:\[\]]+):(\[[^\]]*\]|[^,:\[\]]+)")
 
 @dataclass(frozen=True)
 class AllocatorSettings:
-    """What decides on blocks and segments.
+    """What decides on blocks and segments."""
 
-    Args:
-        expandable_segments: Whether segments grow page by page instead of being made for one size.
-        max_split_bytes: Blocks of this size and above are not split. ``None`` splits all.
-        max_non_split_rounding_bytes: By how much less a block that is not split may be larger than what is asked for.
-        large_segment_bytes: Segment for requests above 1 MiB and below 10 MiB; page of large expandable segments.
-        roundup_power2_divisions: Steps between two powers of 2 that sizes are rounded up to, for sizes from 1 MiB,
-            2 MiB, 4 MiB, ... on; empty and 0 round to 512 bytes.
-        ignored: Names of settings that were given and have no effect on the simulation.
-    """
-
-    expandable_segments: bool = False
-    max_split_bytes: int | None = None
+    expandable_segments: bool = False  # whether segments grow page by page instead of being made for one size
+    max_split_bytes: int | None = None  # blocks of this size and above are not split. ``None`` splits all
+    # by how much less a block that is not split may be larger than what is asked for
     max_non_split_rounding_bytes: int = LARGE_SEGMENT
+    # segment for requests above 1 MiB and below 10 MiB; page of large expandable segments
     large_segment_bytes: int = LARGE_SEGMENT
+    # steps between two powers of 2 that sizes are rounded up to, for sizes from 1 MiB, 2 MiB, 4 MiB, ... on; empty
+    # and 0 round to 512 bytes
     roundup_power2_divisions: tuple[int, ...] = ()
+    # names of settings that were given and have no effect on the simulation
     ignored: tuple[str, ...] = field(default=(), compare=False)
 
     def may_serve(self, block_bytes: int, num_bytes: int) -> bool:
@@ -62,9 +57,6 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> AllocatorSetti
 
 def parse_settings(text: str) -> AllocatorSettings:
     """Read settings as they stand in ``PYTORCH_ALLOC_CONF`` and ``PYTORCH_CUDA_ALLOC_CONF``.
-
-    Args:
-        text: As ``"expandable_segments:True,max_split_size_mb:128"``.
 
     Raises:
         ValueError: If PyTorch would refuse it, or it asks for another allocator.

@@ -18,12 +18,7 @@ def round_up(num_bytes: int, multiple: int) -> int:
 
 
 def round_request(num_bytes: int, divisions: Sequence[int] = ()) -> int:
-    """Return the size of the block that serves a request.
-
-    Args:
-        num_bytes: Asked for.
-        divisions: Of :attr:`AllocatorSettings.roundup_power2_divisions`.
-    """
+    """Return the size of the block that serves a request."""
     if num_bytes < MIN_BLOCK:
         return MIN_BLOCK
     if divisions:

@@ -26,12 +26,7 @@ _FUSED_STEPS = ("aten::_fused_sgd_", "aten::_fused_sgd_.tensor_lr", "aten::_fuse
 
 
 def choices(spec: CudaSpec, notes: dict[str, None]) -> dict[str, Kernel]:
-    """Return the kernel of each operator, by its name.
-
-    Args:
-        spec: The card.
-        notes: Gets, as keys, what the reader of the numbers should know.
-    """
+    """Return the kernel of each operator, by its name."""
     kind = spec.stand_in.type
     ways: dict[str, _Way] = {
         "aten::scaled_dot_product_attention": partial(_attention, spec),

@@ -19,11 +19,7 @@ _FROM_DATA = (torch.tensor, torch.as_tensor)
 
 @contextmanager
 def cuda_devices(stand_in: torch.device) -> Iterator[None]:
-    """Let ``"cuda"`` be another device, inside the block.
-
-    Args:
-        stand_in: That device.
-    """
+    """Let ``"cuda"`` be another device, inside the block."""
     mode = _CudaDevices(stand_in)
     owner, name = ENGINE
     backward: Callable[..., Any] = getattr(owner, name)

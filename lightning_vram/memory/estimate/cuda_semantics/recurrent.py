@@ -36,12 +36,7 @@ class _Layers:
 
 
 def run_recurrent(name: str, given: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Run layers as cuDNN does, as far as memory goes.
-
-    Args:
-        name: Of the operator, such as ``"lstm"``.
-        given: Its arguments by name.
-    """
+    """Run layers as cuDNN does, as far as memory goes."""
     x: Tensor = given["input"] if "input" in given else given["data"]
     states = tuple(given["hx"]) if isinstance(given["hx"], Sequence) else (given["hx"],)
     layers = _Layers(

@@ -16,15 +16,10 @@ _VECTORIZED_FROM = 128
 
 @dataclass(frozen=True)
 class Processors:
-    """What runs the blocks.
+    """What runs the blocks."""
 
-    Args:
-        number: Of multiprocessors.
-        num_threads: That each can have at once.
-    """
-
-    number: int
-    num_threads: int
+    number: int  # of multiprocessors
+    num_threads: int  # that each can have at once
 
 
 @dataclass
@@ -43,14 +38,7 @@ class _Axes:
 
 
 def reduction_buffers(x: Tensor, dims: list[int], accumulator_bytes: int, processors: Processors) -> tuple[int, ...]:
-    """Return the bytes of partial results and of their semaphores; nothing if each output is made by one block.
-
-    Args:
-        x: What is reduced.
-        dims: Along which; none is all.
-        accumulator_bytes: Of one partial result.
-        processors: Of the card.
-    """
+    """Return the bytes of partial results and of their semaphores; nothing if each output is made by one block."""
     if not x.numel():
         return ()
     reduced_dims = {dim % x.dim() for dim in dims} or set(range(x.dim()))

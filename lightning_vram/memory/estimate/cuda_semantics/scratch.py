@@ -32,13 +32,7 @@ _TILE_BYTES = _TILE * _TILE * _FLOAT_BYTES + 16  # with a lock
 
 
 class Scratch(UnwrappedMode):
-    """Tells of what kernels take beside their results, after each has its results.
-
-    Args:
-        card: That they run on.
-        stand_in: The device that stands for it.
-        on_scratch: Is told the operator's name and the bytes of each block.
-    """
+    """Tells of what kernels take beside their results, after each has its results."""
 
     def __init__(self, card: DeviceSpec, stand_in: torch.device, on_scratch: OnScratch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -18,10 +18,6 @@ from lightning_vram.private_names.cuda.dispatch_keys import AUTOCAST, BEHIND_AUT
 def cuda_semantics(spec: CudaSpec, *, allocated_bytes: Callable[[], int] = lambda: 0) -> Iterator[dict[str, None]]:
     """Let fake tensors of the stand-in take what CUDA's kernels take, inside the block and in this thread.
 
-    Args:
-        spec: The card.
-        allocated_bytes: Tells what is in tensors on it now, for programs that ask.
-
     Yields:
         What the reader of the numbers should know, as keys: more of them as the program runs.
 

@@ -7,17 +7,11 @@ import torch
 
 @dataclass(frozen=True)
 class CudaSpec:
-    """A card of NVIDIA, as far as its kernels depend on it.
+    """A card of NVIDIA, as far as its kernels depend on it."""
 
-    Args:
-        compute_capability: Such as ``(8, 9)`` for an RTX 4090.
-        stand_in: The device that stands for it, of a type without kernels.
-        num_bytes: Memory of the card, for programs that ask.
-    """
-
-    compute_capability: tuple[int, int]
-    stand_in: torch.device
-    num_bytes: int = 0
+    compute_capability: tuple[int, int]  # such as ``(8, 9)`` for an RTX 4090
+    stand_in: torch.device  # the device that stands for it, of a type without kernels
+    num_bytes: int = 0  # memory of the card, for programs that ask
 
     @property
     def has_bfloat16(self) -> bool:

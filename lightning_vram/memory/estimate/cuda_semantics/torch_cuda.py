@@ -22,12 +22,7 @@ _NOTHING = (
 
 @contextmanager
 def torch_cuda(spec: CudaSpec, *, allocated_bytes: Callable[[], int]) -> Iterator[None]:
-    """Let ``torch.cuda`` speak of the card that is not there, inside the block.
-
-    Args:
-        spec: The card.
-        allocated_bytes: Tells what is in tensors on it now.
-    """
+    """Let ``torch.cuda`` speak of the card that is not there, inside the block."""
     with replaced(torch.cuda, _functions(spec, allocated_bytes)):
         yield
 

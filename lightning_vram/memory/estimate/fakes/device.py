@@ -50,12 +50,6 @@ def fake_device(
 ) -> Iterator[tuple[FakeTensorMode, KnownValues]]:
     """Let tensors be fake, and the card of type :data:`KIND` be there, inside the block.
 
-    Args:
-        num_bytes: What the card has.
-        allocated_bytes: Tells what is in tensors on the card now.
-        on_pin: Is told of host tensors that are pinned.
-        reads: Those of a real run, which answer for values; ``None``: there was none.
-
     Yields:
         The mode, which is on, and what answers for values.
     """

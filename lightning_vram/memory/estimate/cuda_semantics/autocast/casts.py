@@ -29,11 +29,7 @@ _to_dtype = torch.ops.aten.to.dtype
 
 
 class Autocast:
-    """Casts as autocast of ``"cuda"`` is set in the running thread.
-
-    Args:
-        kind: Device type of the stand-in.
-    """
+    """Casts as autocast of ``"cuda"`` is set in the running thread."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind

@@ -28,9 +28,6 @@ _HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 def autocast_lists(header: Path = _HEADER) -> dict[str, Cast]:
     """Read how CUDA's autocast casts each operator.
 
-    Args:
-        header: The file of torch.
-
     Returns:
         The way of casting, by the full name of the operator.
 

@@ -18,12 +18,7 @@ _OF_A_KIND = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype
 
 @contextmanager
 def autocast_of(kind: str, *, clear_cache: Callable[[], None]) -> Iterator[None]:
-    """Let autocast of ``kind`` be autocast of ``"cuda"``, inside the block.
-
-    Args:
-        kind: Device type of the stand-in.
-        clear_cache: Called when torch forgets the weights' casts: when the outermost autocast is left.
-    """
+    """Let autocast of ``kind`` be autocast of ``"cuda"``, inside the block."""
 
     def as_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: function(*("cuda" if arg == kind else arg for arg in args), **kwargs)

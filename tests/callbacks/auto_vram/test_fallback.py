@@ -1,0 +1,191 @@
+"""Where a step cannot be traced, a budget is kept as far as that is possible without a trace."""
+
+import re
+import warnings
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from support.helpers import assert_equal_weights, describe_module
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_vram import ActivationCheckpointing, AutoVRAM
+from lightning_vram.callbacks.auto_vram.words import reason_of
+from lightning_vram.memory.units import KIB
+from lightning_vram.private_names.torch.fakes import UNKNOWN_VALUES, UnsupportedOperatorException
+
+WIDTH = 32
+SECOND_LINE = r"\nThe run goes on without a plan: {}, nothing enforces {} on cpu\.$"
+
+
+class Block(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1))
+
+
+class Untraceable(pl.LightningModule):
+    """Runs on real tensors only. Its weights take 12.4 KiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(Block() for _ in range(3)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if type(batch) is not Tensor:
+            raise RuntimeError("aten.secret.default: not today\nat all")
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0)), batch_size=4)
+
+
+class Look(Callback):
+    takes_no_memory = True
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.kinds = [type(one).__name__ for one in trainer.callbacks]
+
+
+def fit(make_trainer, *callbacks, model=Untraceable, **arguments):
+    """Fit a new model; returns it and what ``AutoVRAM`` said."""
+    pl.seed_everything(0, verbose=False)
+    module = model()
+    trainer = make_trainer(callbacks=list(callbacks), max_epochs=1, **arguments)
+    before, kinds = list(trainer.callbacks), describe_module(module)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module)
+    assert trainer.callbacks == before
+    assert describe_module(module) == kinds
+    assert "setup" not in vars(trainer.strategy)
+    return module, [str(one.message) for one in caught if "AutoVRAM" in str(one.message)]
+
+
+@pytest.mark.parametrize("strategy", ["auto", pytest.param("ddp", marks=pytest.mark.distributed)])
+def test_with_a_budget_repeated_layers_are_checkpointed_from_the_first_step(make_trainer, tmp_path, strategy):
+    look = Look()
+    packed, said = fit(make_trainer, AutoVRAM("20KiB"), look, strategy=strategy, devices=1)
+    (message,) = said
+    first, second = message.splitlines()
+    assert re.fullmatch(
+        r"AutoVRAM cannot plan this run: RuntimeError: secret: not today \(at \S+test_fallback\.py:\d+\)\.", first
+    )
+    assert second == (
+        "The run goes on without a plan: repeated layers are checkpointed, nothing enforces 20.00 KiB on cpu."
+    )
+    assert look.kinds == ["AutoVRAM", "Look", "ActivationCheckpointing"]
+    plain, _ = fit(make_trainer, strategy=strategy, devices=1)
+    assert_equal_weights(plain, packed)
+    assert not list(tmp_path.rglob("*.json"))  # what is no plan is not kept
+
+
+def test_without_a_budget_and_with_room_to_spare_nothing_changes(make_trainer):
+    look = Look()
+    _, said = fit(make_trainer, AutoVRAM(), look)
+    (message,) = said
+    assert message.endswith("The run goes on as it is.")
+    assert look.kinds == ["AutoVRAM", "Look"]
+
+
+def test_a_device_that_is_too_small_for_weights_gradients_and_moments_needs_no_budget(make_trainer, monkeypatch):
+    available = 20 * KIB  # beside the weights, of which 4 times 12.4 is needed
+    monkeypatch.setattr("lightning_vram.estimation.running_trainer.limit.available_host_bytes", lambda: available)
+    _, said = fit(make_trainer, AutoVRAM())
+    assert said[0].endswith("\nThe run goes on without a plan: repeated layers are checkpointed.")
+
+
+def test_weights_that_exceed_the_budget_are_an_error(make_trainer):
+    with pytest.raises(
+        MisconfigurationException,
+        match=r"^AutoVRAM: nothing fits 12\.00 KiB, the weights alone are 12\.38 KiB\. Give a larger budget, or use "
+        r"strategy='fsdp_offload'\. The step could not be traced: RuntimeError: secret",
+    ):
+        fit(make_trainer, AutoVRAM("12KiB"))
+    fit(make_trainer, AutoVRAM("12KiB"), precision="bf16-true")  # they take half of it
+
+
+def test_layers_that_are_made_in_configure_model_are_found(make_trainer):
+    class Late(Untraceable):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = None
+
+        def configure_model(self) -> None:
+            if self.net is None:
+                self.net = nn.Sequential(*(Block() for _ in range(3)))
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            assert all(type(block) is not Block for block in self.net)  # a class that recomputes
+            return loss
+
+    pl.seed_everything(0, verbose=False)
+    with pytest.warns(UserWarning, match=SECOND_LINE.format("repeated layers are checkpointed", "20\\.00 KiB")):
+        make_trainer(callbacks=[AutoVRAM("20KiB")], max_epochs=1).fit(Late())
+
+
+def test_a_module_without_repeated_layers_goes_on(make_trainer):
+    class One(Untraceable):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(WIDTH, WIDTH)
+
+    packed, said = fit(make_trainer, AutoVRAM("20KiB"), model=One)
+    assert re.search(SECOND_LINE.format("no repeated layers to checkpoint were found", "20\\.00 KiB"), said[0])
+    assert_equal_weights(fit(make_trainer, model=One)[0], packed)
+
+
+def test_a_choice_of_the_users_is_kept(make_trainer):
+    look = Look()
+    _, said = fit(make_trainer, ActivationCheckpointing(every_n_layers=2), AutoVRAM("20KiB"), look)
+    assert "repeated layers are checkpointed" in said[0]
+    assert look.kinds.count("ActivationCheckpointing") == 1
+
+
+def test_an_error_before_the_strategy_is_set_up_leaves_nothing(make_trainer):
+    class Fails(Callback):
+        takes_no_memory = True
+
+        def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+            raise ZeroDivisionError
+
+    trainer = make_trainer(callbacks=[AutoVRAM("20KiB"), Fails()])
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(Untraceable())
+    assert "setup" not in vars(trainer.strategy)
+
+
+def test_data_that_cannot_be_read_twice_are_a_reason(make_trainer):
+    module = Untraceable()
+    batches = (batch for batch in [torch.ones(4, WIDTH)])
+    with pytest.warns(
+        UserWarning,
+        match=r"ValueError: reading from generator would take a batch away from the run, and it has no copy\.\n",
+    ):
+        make_trainer(callbacks=[AutoVRAM("20KiB")], max_epochs=1).fit(module, batches)
+
+
+def test_reasons_are_words_that_a_user_can_act_on():
+    data_dependent, dynamic_shape, _ = UNKNOWN_VALUES
+    values = "the step reads values of its tensors, as .item(), an if or a mask does, and planning has only shapes"
+    add, own = torch.ops.aten.add.Tensor, torch.library.custom_op("auto_vram_test::mine", _double, mutates_args=())
+    assert reason_of(data_dependent(add)) == values
+    assert reason_of(dynamic_shape(add)) == values
+    assert reason_of(RuntimeError(".tolist() is not supported for tensor subclasses.")) == values
+    assert reason_of(MemoryError()) == "planning ran out of host memory"
+    assert reason_of(UnsupportedOperatorException(add)) == (
+        "the step uses an operator that does not run on tensors without values (add)"
+    )
+    assert reason_of(UnsupportedOperatorException(own._opoverload)) == (
+        "the operator auto_vram_test.mine.default has no fake kernel; torch.library.register_fake gives it one"
+    )
+
+
+def _double(x: Tensor) -> Tensor:
+    return 2 * x

@@ -1,0 +1,156 @@
+"""Planning ends in time, can be interrupted, and shows how far it is."""
+
+import logging
+import re
+import signal
+from collections.abc import Iterator
+from itertools import count
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from support.helpers import assert_equal_weights, describe_module
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_vram import AutoVRAM
+from lightning_vram.callbacks.auto_vram import callback, decision
+from lightning_vram.demos import ByteGPT
+from lightning_vram.memory.units import MIB
+
+PLAIN_BYTES = 16.78 * MIB  # of a step
+
+
+class LitGPT(ByteGPT):
+    def __init__(self) -> None:
+        super().__init__(num_layers=4, width=64, num_heads=2, sequence_length=64)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.randint(256, (16, 65), generator=torch.Generator().manual_seed(0)), batch_size=8)
+
+    val_dataloader = train_dataloader
+
+
+def fit(make_trainer, *callbacks: Callback, **arguments: object) -> LitGPT:
+    pl.seed_everything(0, verbose=False)
+    module = LitGPT()
+    make_trainer(callbacks=list(callbacks), max_epochs=1, limit_val_batches=0, **arguments).fit(module)
+    return module
+
+
+class Stages(Callback):
+    """Notes what is run, and what was tried."""
+
+    takes_no_memory = True
+
+    def __init__(self, auto: AutoVRAM) -> None:
+        self.auto = auto
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.scheme = str(self.auto.scheme)
+        self.num_tried = len(self.auto._decision.found.tried)
+
+
+@pytest.fixture
+def slow_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the clock takes 6 s: a step as it is takes 6 s, and of 30 s there are left those of three more."""
+    monkeypatch.setattr(decision, "monotonic", count(0, 6).__next__)
+
+
+def test_when_time_is_up_the_fastest_that_was_found_is_taken(make_trainer, slow_clock, caplog):
+    caplog.set_level(logging.INFO, "lightning.pytorch")
+    auto = AutoVRAM(int(0.9 * PLAIN_BYTES))
+    stages = Stages(auto)
+    packed = fit(make_trainer, auto, stages)
+    (line,) = (record.getMessage() for record in caplog.records if "AutoVRAM: a step needs" in record.getMessage())
+    assert line.endswith(
+        "\nThe fastest of what was tried in 30 s, the most that planning takes (a tenth of the first epoch, at least "
+        "30 s)."
+    )
+    assert stages.num_tried <= 4
+    assert_equal_weights(fit(make_trainer), packed)
+
+
+def test_when_nothing_fits_by_then_layers_are_checkpointed(make_trainer, slow_clock):
+    auto = AutoVRAM(int(0.5 * PLAIN_BYTES))
+    stages = Stages(auto)
+    with pytest.warns(
+        UserWarning, match=r"^AutoVRAM cannot plan this run: nothing that fits was found in 30 s, "
+    ) as seen:
+        packed = fit(make_trainer, auto, stages)
+    (message,) = (str(one.message) for one in seen if "AutoVRAM" in str(one.message))
+    assert re.search(r"\nThe run goes on without a plan: repeated layers are checkpointed, nothing enforces", message)
+    assert stages.scheme.endswith(" + ActivationCheckpointing")
+    assert_equal_weights(fit(make_trainer), packed)
+
+
+def test_a_long_epoch_gives_more_time(make_trainer, slow_clock, monkeypatch):
+    monkeypatch.setattr(decision, "_SHARE_OF_EPOCH", 1e9)
+    auto = AutoVRAM(int(0.9 * PLAIN_BYTES))
+    stages = Stages(auto)
+    fit(make_trainer, auto, stages)
+    assert "ActivationCheckpointing(budget=" in stages.scheme
+    assert stages.num_tried > 4
+
+
+@pytest.fixture
+def _keep_signal() -> Iterator[None]:
+    """Lightning ignores SIGINT once it has seen one."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_keep_signal")
+@pytest.mark.parametrize("place", ["a step", "the data"])
+def test_ctrl_c_ends_the_fit_as_it_always_does(make_trainer, tmp_path, place):
+    class Interrupted(LitGPT):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            assert type(batch) is not Tensor  # the run itself does not begin
+            raise KeyboardInterrupt
+
+        def train_dataloader(self) -> DataLoader:
+            if place == "the data":
+                raise KeyboardInterrupt
+            return super().train_dataloader()
+
+    class Look(Callback):
+        takes_no_memory = True
+
+        def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+            errors.append(exception)
+
+    pl.seed_everything(0, verbose=False)
+    errors: list[BaseException] = []
+    module = Interrupted()
+    trainer = make_trainer(callbacks=[AutoVRAM(int(0.5 * PLAIN_BYTES)), Look()])
+    before, kinds, state = list(trainer.callbacks), describe_module(module), torch.get_rng_state()
+    level = logging.root.manager.disable
+    with pytest.raises(SystemExit):
+        trainer.fit(module)
+    assert [type(error) for error in errors] == [KeyboardInterrupt]
+    assert trainer.interrupted
+    assert trainer.callbacks == before
+    assert describe_module(module) == kinds
+    assert torch.equal(torch.get_rng_state(), state)
+    assert logging.root.manager.disable == level
+    assert not list(tmp_path.rglob("*.json"))
+    fit(make_trainer, AutoVRAM("1GiB"))  # the process can plan again
+
+
+@pytest.mark.parametrize("shows", [True, False])
+def test_progress_is_shown_where_the_trainer_shows_some(make_trainer, monkeypatch, shows):
+    stages: list[str] = []
+
+    class Display:
+        def __enter__(self) -> object:
+            return lambda stage, done: stages.append(stage)
+
+        def __exit__(self, *_: object) -> None:
+            stages.append("end")
+
+    monkeypatch.setattr(callback, "ProgressDisplay", Display)
+    fit(make_trainer, AutoVRAM("1GiB"), enable_progress_bar=shows)
+    assert stages[:-1] == ["a step with as it is"] * shows
+    assert stages[-1:] == ["end"] * shows
