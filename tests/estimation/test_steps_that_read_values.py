@@ -47,6 +47,7 @@ def test_the_estimate_is_near_real_steps(name):
     assert abs(relative_error(name)) <= WORST, f"{relative_error(name):+.1%} of {format_bytes(real_peak_bytes(name))}"
 
 
+@pytest.mark.slow
 def test_the_mean_error_is_small():
     errors = {name: abs(relative_error(name)) for name in NAMES}
     worst = ", ".join(f"{name} {error:.1%}" for name, error in sorted(errors.items(), key=lambda one: -one[1])[:8])
@@ -68,7 +69,7 @@ def minimum_named_by(error: MisconfigurationException) -> int:
     return parse_bytes(found[1])
 
 
-@pytest.mark.quick_sample(4)
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_auto_vram_keeps_half_of_the_memory_or_the_minimum_that_it_names(name, make_trainer):
     baseline, baseline_bytes = fit(make_trainer, name)
