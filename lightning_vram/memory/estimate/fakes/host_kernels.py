@@ -2,22 +2,24 @@
 
 Statistics of norms of 16-bit inputs are float32 where the norm's weights or statistics are. A gradient that nobody
 asked a batch norm for is not made, and that of a group norm has the dtype of its input. The indices of an embedding bag
-lie in memory for one more. What is left: the workspace that oneDNN keeps for an LSTM in training, whose size only
-oneDNN knows.
+lie in memory for one more. The workspace of an LSTM has a size that only oneDNN knows: it is measured for short inputs,
+and grows with their length.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_vram.private_names.torch.dispatch import UnwrappedMode
-from lightning_vram.private_names.torch.operators import EMBEDDING_BAG
+from lightning_vram.private_names.torch.dispatch import UnwrappedMode, without_dispatch
+from lightning_vram.private_names.torch.operators import EMBEDDING_BAG, MKLDNN_RNN
 
 aten = torch.ops.aten
 _SUM = 0  # mode of an embedding bag: its fast path keeps no indices
+_STEPS = 16, 32  # of time, with which a workspace is measured
 _INDICES = 1  # position among the results of an embedding bag
 
 
@@ -63,6 +65,24 @@ def _with_room_for_indices(results: Any, args: tuple[Any, ...]) -> Any:
     return *results[:_INDICES], room[:-1], *results[_INDICES + 1 :]
 
 
+def _with_workspace(results: Any, args: tuple[Any, ...]) -> Any:
+    if not args[-1]:  # in evaluation there is none
+        return results
+    length, *rest = args[0].shape
+    shapes = tuple(tuple(one.shape) for one in args[1:7])
+    more_args = tuple(tuple(one) if isinstance(one, list) else one for one in args[7:])
+    steps = [min(length, most) for most in _STEPS]
+    few, more = (_workspace_bytes((number, *rest), shapes, args[0].dtype, more_args) for number in steps)
+    return *results[:-1], results[-1].new_empty(more + (more - few) * (length - steps[1]) // (_STEPS[1] - _STEPS[0]))
+
+
+@cache
+def _workspace_bytes(shape: tuple[int, ...], others: tuple[tuple[int, ...], ...], dtype: torch.dtype, rest: Any) -> int:
+    with without_dispatch():
+        tensors = [torch.zeros(one, dtype=dtype) for one in (shape, *others)]
+        return int(MKLDNN_RNN(*tensors, *rest)[-1].nbytes)
+
+
 _CORRECTIONS: dict[Any, Callable[[Any, tuple[Any, ...]], Any]] = {
     **dict.fromkeys(
         [aten.native_batch_norm.default, aten.native_layer_norm.default, aten.native_group_norm.default],
@@ -71,4 +91,5 @@ _CORRECTIONS: dict[Any, Callable[[Any, tuple[Any, ...]], Any]] = {
     aten.native_batch_norm_backward.default: _with_wanted_gradients,
     aten.native_group_norm_backward.default: _with_gradient_like_input,
     EMBEDDING_BAG: _with_room_for_indices,
+    MKLDNN_RNN: _with_workspace,
 }
