@@ -212,5 +212,5 @@ class _Description:
 
 def _code(code: CodeType) -> list[Any]:
     constants = [sorted(map(repr, one)) if isinstance(one, frozenset) else one for one in code.co_consts]
-    texts = [_code(one) if isinstance(one, CodeType) else str(one) for one in constants]
+    texts = [_code(one) if isinstance(one, CodeType) else repr(one) for one in constants]
     return [code.co_code.hex(), code.co_names, texts]
