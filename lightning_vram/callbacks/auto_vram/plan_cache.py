@@ -138,12 +138,11 @@ def _name_of(device: torch.device) -> str:
 
 def _describe_module(module: pl.LightningModule) -> list[Any]:
     """Its weights, what its parts were made with, and their code."""
-    describe, places = _Description(), dict[int, int]()
+    describe, places = _Description(has_private=False), dict[int, int]()
     named = chain(*(names(remove_duplicate=False) for names in (module.named_parameters, module.named_buffers)))
     tensors = [(name, places.setdefault(id(one), len(places)), describe(one)) for name, one in named]
     parts = [
-        (name, _qualified(type(part)), describe({key: one for key, one in vars(part).items() if key[0] != "_"}))
-        for name, part in module.named_modules()
+        (name, _qualified(type(part)), describe(describe.attributes(part))) for name, part in module.named_modules()
     ]
     kinds = dict.fromkeys(kind for part in module.modules() for kind in type(part).__mro__)
     own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in _NOT_READ]
@@ -167,7 +166,8 @@ def _qualified(kind: Any) -> str:
 class _Description:
     """Turns values into what JSON can hold, the same in each process: tensors as shapes, functions as their code."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_private: bool = True) -> None:
+        self._has_private = has_private  # whether private attributes count: of a user's objects they may be of one run
         self._seen: set[int] = set()  # objects that many parts share, such as a configuration, are described once
 
     def __call__(self, value: Any, depth: int = _DEPTH, *, has_values: bool = True) -> Any:
@@ -204,9 +204,13 @@ class _Description:
         if depth <= 0 or id(value) in self._seen or isinstance(value, nn.Module | pl.Trainer):
             return _qualified(type(value))
         self._seen.add(id(value))
-        return [_qualified(type(value)), self(vars(value), depth - 1, has_values=has_values)]
+        return [_qualified(type(value)), self(self.attributes(value), depth - 1, has_values=has_values)]
+
+    def attributes(self, value: Any) -> dict[str, Any]:
+        return {name: one for name, one in vars(value).items() if self._has_private or not name.startswith("_")}
 
 
 def _code(code: CodeType) -> list[Any]:
-    constants = [_code(one) if isinstance(one, CodeType) else repr(one) for one in code.co_consts]
-    return [code.co_code.hex(), code.co_names, constants]
+    constants = [sorted(map(repr, one)) if isinstance(one, frozenset) else one for one in code.co_consts]
+    texts = [_code(one) if isinstance(one, CodeType) else repr(one) for one in constants]
+    return [code.co_code.hex(), code.co_names, texts]

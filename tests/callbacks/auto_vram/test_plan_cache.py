@@ -2,6 +2,8 @@
 
 import importlib.util
 import logging
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -269,6 +271,21 @@ def test_settings_of_torch_are_part_of_the_key(monkeypatch):
     assert plan_key(run_of(), ASKED) != before
 
 
+class Config:
+    def __init__(self, size: int, salt: int) -> None:
+        self.size, self._salt = size, salt
+
+
+def test_of_the_objects_of_a_module_public_attributes_are_part_of_the_key():
+    made = {(size, salt): change(partial(_give, config=Config(size, salt))) for size in (1, 2) for salt in (1, 2)}
+    keys = {name: plan_key(run_of(module), ASKED) for name, module in made.items()}
+    assert keys[1, 1] == keys[1, 2] != keys[2, 1] == keys[2, 2]
+
+
+def _give(module: Net, config: Config) -> None:
+    module.config = config
+
+
 def test_what_varies_from_run_to_run_is_not():
     watch = AutoVRAM()  # takes no memory
     callbacks = [MicroBatching(2), watch]
@@ -277,6 +294,42 @@ def test_what_varies_from_run_to_run_is_not():
     assert plan_key(run_of(device=DeviceSpec("cpu", 999)), ASKED) == plan_key(run_of(), ASKED)
     assert plan_key(run_of(batch=texts[0]), ASKED) == plan_key(run_of(batch=texts[1]), ASKED)
     assert plan_key(run_of(batch=torch.ones(8, 4)), ASKED) == plan_key(run_of(), ASKED)
+
+
+KEY_OF_A_NOTEBOOK = """
+import torch
+from lightning.pytorch import LightningModule
+from lightning_vram import EarlyRelease
+from lightning_vram.callbacks.auto_vram.plan_cache import plan_key
+from lightning_vram.estimation.running_trainer.decision import RunningTrainer
+from lightning_vram.estimation.traced_fit import FitRun
+from lightning_vram.memory.estimate.device_spec import DeviceSpec
+
+class Own(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.names = torch.nn.Linear(4, 4), {"a", "b", "c"}
+        self.choose = lambda name: name in {"x", "y", "z"}
+
+fit = FitRun({"callbacks": [EarlyRelease()], "strategy": "auto"})
+print(plan_key(RunningTrainer(Own(), torch.ones(2, 4), DeviceSpec("cpu", 1), fit, 1, (8,), 4), ()))
+"""
+
+
+@pytest.mark.slow
+def test_the_next_process_makes_the_same_key():
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", KEY_OF_A_NOTEBOOK],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        for seed in ("1", "2")
+    ]
+    assert len(runs[0].stdout.strip()) == 32
+    assert runs[0].stdout == runs[1].stdout
 
 
 SOURCE = """
