@@ -369,11 +369,12 @@ class GreedyDecoding(Program):
 
     def loss_of(self, x: Tensor, target: Tensor, **_: Tensor) -> Tensor:
         state = self.blocks(x).mean(1)
-        token, ended, losses = torch.ones(len(x)).long(), torch.zeros(len(x)).bool(), []
+        token, ended, losses = torch.ones_like(x[:, 0, 0]).long(), torch.zeros_like(x[:, 0, 0]).bool(), []
+        falling = torch.linspace(1, -1, NUM_CLASSES, device=x.device)
         while not ended.all() and len(losses) < LENGTH:
             state = self.cell(self.embedding(token), state)
             outputs = self.head(state)
-            token = (outputs + target[:, len(losses), None] * torch.linspace(1, -1, NUM_CLASSES)).argmax(-1)
+            token = (outputs + target[:, len(losses), None] * falling).argmax(-1)
             losses.append(F.cross_entropy(outputs, token))
             ended |= token == END
         return torch.stack(losses).mean()
@@ -430,9 +431,9 @@ class GaussianLikelihood(Program):
 
     def loss_of(self, x: Tensor, target: Tensor, **_: Tensor) -> Tensor:
         factors = self(x)
-        covariance = factors @ factors.mT + torch.eye(LENGTH)
+        covariance = factors @ factors.mT + torch.eye(LENGTH, device=x.device)
         scale = torch.linalg.cholesky(covariance)
-        return -distributions.MultivariateNormal(torch.zeros(LENGTH), scale_tril=scale).log_prob(target).mean()
+        return -distributions.MultivariateNormal(target.new_zeros(LENGTH), scale_tril=scale).log_prob(target).mean()
 
 
 class RidgeRegression(Program):
@@ -440,7 +441,7 @@ class RidgeRegression(Program):
 
     def loss_of(self, x: Tensor, target: Tensor, **_: Tensor) -> Tensor:
         features = self(x)
-        gram = features.mT @ features + torch.eye(NUM_CLASSES)
+        gram = features.mT @ features + torch.eye(NUM_CLASSES, device=x.device)
         weights = torch.linalg.solve(gram, features.mT @ target.unsqueeze(-1))
         return F.mse_loss((features @ weights).squeeze(-1), target)
 

@@ -20,6 +20,7 @@
 * ``torch.ops.aten._native_batch_norm_legit``: a batch norm that says what it writes | 2.11 - | recomputation fails
 * ``torch.ops.aten._local_scalar_dense``: what ``.item()`` is | 2.11 - | no step is estimated
 * ``torch.ops.aten._embedding_bag``: what an embedding bag runs | 2.11 - | its estimate on the host is 8 bytes too small
+* ``torch.ops.aten._ctc_loss_backward``: gradient of a CTC loss | 2.11 - | no step with one is estimated
 * ``torch.ops.aten.mkldnn_rnn_layer``: an LSTM of oneDNN | 2.11 - | its estimate on the host lacks the workspace
 * ``torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors``: makes a sparse tensor of indices and values | 2.11 - |
   steps with sparse gradients are not estimated
@@ -48,6 +49,7 @@ BATCH_NORM_WITHOUT_STATISTICS = torch.ops.aten._native_batch_norm_legit.no_stats
 """One without running statistics."""
 
 EMBEDDING_BAG = torch.ops.aten._embedding_bag.default
+CTC_BACKWARDS = torch.ops.aten._ctc_loss_backward.default, torch.ops.aten._ctc_loss_backward.Tensor
 MKLDNN_RNN = torch.ops.aten.mkldnn_rnn_layer.default
 SPARSE_OF_PARTS = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
 PACK_SEQUENCES = torch.ops.aten._pack_padded_sequence.default

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_vram.private_names.torch.dispatch import FakeTensor
 from lightning_vram.private_names.torch.fakes import GROUPED_MM, DynamicOutputShapeException
-from lightning_vram.private_names.torch.operators import SPARSE_OF_PARTS, OpOverload
+from lightning_vram.private_names.torch.operators import CTC_BACKWARDS, SPARSE_OF_PARTS, OpOverload
 
 _BINCOUNT = torch.ops.aten.bincount.default
 _ALIGNMENT_BYTES = 16  # of each row, on a card
@@ -73,4 +73,11 @@ def _bincount(indices: Tensor, weights: Tensor | None = None, minlength: int = 0
     return torch.empty(minlength, dtype=dtype, device=indices.device)
 
 
-_KERNELS: dict[OpOverload, Callable[..., Tensor]] = {GROUPED_MM: _grouped_mm, _BINCOUNT: _bincount}
+def _ctc_backward(grad: Tensor, log_probabilities: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(log_probabilities)
+
+
+_KERNELS: dict[OpOverload, Callable[..., Tensor]] = {
+    **{GROUPED_MM: _grouped_mm, _BINCOUNT: _bincount},
+    **dict.fromkeys(CTC_BACKWARDS, _ctc_backward),
+}
