@@ -8,6 +8,7 @@ largest number has the last level with all of these, so what was decoded is enco
 """
 
 import math
+from functools import partial
 from itertools import pairwise
 from typing import Literal, NamedTuple, Self
 
@@ -107,7 +108,8 @@ class Packing(NamedTuple):
         return (_PART if device.type == "cpu" else _PART_OF_DEVICES) // self.block_size
 
     def _encode_into(self, into: Tensor, numbers: Tensor, tables: tuple[Tensor, Tensor] | None) -> None:
-        numbers = F.pad(numbers.float(), (0, into.shape[0] * self.block_size - numbers.numel()))
+        numbers, missing = numbers.float(), into.shape[0] * self.block_size - numbers.numel()
+        numbers = F.pad(numbers, (0, missing)) if missing else numbers  # which would copy them
         into.copy_(self._encode_blocks(numbers.view(-1, self.block_size), tables))
 
     def _encode_blocks(self, blocks: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -138,7 +140,8 @@ class Packing(NamedTuple):
         if self.bits == 8:
             levels.copy_(codes.view(torch.int8)).div_(_STEPS)
         else:  # two numbers as one of eight bytes: a third of the time of rows of two
-            pairs = _pairs_for(codes).view(torch.int64).view(-1)
+            is_fake = isinstance(codes, FakeTensor)
+            pairs = codes.new_empty(256, dtype=torch.int64) if is_fake else _pairs_for(codes).view(torch.int64).view(-1)
             torch.index_select(pairs, 0, codes.int().view(-1), out=levels.view(torch.int64).view(-1))
         levels.mul_(scales)
         if levels is not numbers:
@@ -150,7 +153,8 @@ class Packing(NamedTuple):
 
 def _make_tables(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the squared error of each share of the largest number by each scale, and the code of each level."""
-    nf4, middles, shares = (torch.tensor(each, dtype=torch.float32, device=device) for each in (_NF4, _MIDDLES, _SHARES))
+    as_tensor = partial(torch.tensor, dtype=torch.float32, device=device)
+    nf4, middles, shares = map(as_tensor, (_NF4, _MIDDLES, _SHARES))
     parts, levels = (
         torch.arange(-num, num + 1, dtype=torch.float32, device=device).div_(num)
         for num in (_ERROR_CELLS, _LEVEL_CELLS)
@@ -176,8 +180,6 @@ def _fit_scales(blocks: Tensor, largest: Tensor, errors: Tensor) -> Tensor:
 def _pairs_for(codes: Tensor) -> Tensor:
     """Return the numbers of each byte, [256, 2], where ``codes`` are."""
     device = codes.device
-    if isinstance(codes, FakeTensor):
-        return codes.new_empty(len(_PAIRS), 2, dtype=torch.float32)
     if device.type == "cpu" or torch.compiler.is_compiling():
         return torch.tensor(_PAIRS, dtype=torch.float32, device=device)
     if device not in _tables:  # else each use would wait for the device
