@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_vram.core.layers.patterns import LayerPattern
 from lightning_vram.core.layers.selection import name_layers
+from lightning_vram.private_names.torch.dispatch import FakeTensor
 from lightning_vram.private_names.torch.modules import own_buffers, own_parameters
 from lightning_vram.techniques.quantize_frozen_weights.libraries import Library
 from lightning_vram.techniques.quantize_frozen_weights.packing import Bits, Packing
@@ -154,7 +155,11 @@ class QuantizedLayers:
                     continue
                 held = id(weight.held)
                 if held not in done:
-                    plain = weight.dequantize(weight.form.own_dtype)
+                    dtype, packed = weight.form.own_dtype, weight.packed
+                    if to_host and isinstance(packed, FakeTensor):  # an estimate leaves the module on its device
+                        plain: Tensor = packed.new_empty(weight.form.shape, dtype=dtype, device="cpu")
+                    else:
+                        plain = weight.dequantize(dtype)
                     done[held] = nn.Parameter(plain.cpu() if to_host else plain, requires_grad=False)
                 vars(layer).pop(LOADING).remove()
                 vars(layer).pop("weight", None)

@@ -34,6 +34,7 @@ from lightning_vram import (
     QuantizeFrozenWeights,
     VRAMMonitor,
     estimate_memory,
+    plan_memory,
     track_memory,
 )
 from lightning_vram.estimation.traced_fit import FitRun, trace_fit, trace_real_fit
@@ -355,6 +356,13 @@ def test_an_estimate_works_on_one_part_of_each_large_weight(card):
     packing = [one.device for one in traced.timeline.allocations if "embedding_bag" in one.op]
     assert set(packing) == {"cpu" if card is None else "lazy:0"}
     assert len(packing) == 32 * 4  # four results each
+
+
+def test_a_plan_needs_what_the_estimate_needs():
+    run = {"device": "rtx4090", "trainer": {"callbacks": [QuantizeFrozenWeights(4)], "precision": "bf16-mixed"}}
+    estimate = estimate_memory(Deep(), torch.ones(2, 8), find_limits=False, **run)
+    plan = plan_memory(Deep(), torch.ones(2, 8), **run)
+    assert plan.peak_bytes == estimate.needed_bytes  # weights are decoded to float32 after the last step
 
 
 @pytest.mark.parametrize("is_shown", [True, False])
