@@ -25,8 +25,9 @@ def estimate_stages(traced: TracedFit, workspaces: Workspaces | None) -> Mapping
 def needed_bytes(traced: TracedFit, workspaces: Workspaces | None) -> int:
     """Return what a run needs of the device, and nothing else: reserved bytes and context."""
     if workspaces is None:
-        return traced.timeline.peak_bytes
-    return _replay(traced, workspaces, read_settings()).peak_reserved_bytes + workspaces.context_bytes
+        return max(traced.stage(name).peak_bytes for name in traced.spans)
+    reserved = _replay(traced, workspaces, read_settings()).reserved  # not in the end of the run, which undoes things
+    return max(max(reserved[slice(*span)], default=0) for span in traced.spans.values()) + workspaces.context_bytes
 
 
 def _replay(traced: TracedFit, workspaces: Workspaces, settings: AllocatorSettings) -> AllocatorReplay:
@@ -41,8 +42,7 @@ def _replay(traced: TracedFit, workspaces: Workspaces, settings: AllocatorSettin
 
 def _on_host(traced: TracedFit, name: str) -> StageEstimate:
     timeline = traced.stage(name)
-    peak_bytes = timeline.peak_bytes
-    return StageEstimate(timeline, peak_bytes, peak_bytes, peak_bytes, first_event=_num_held(traced, name))
+    return StageEstimate(timeline, *3 * (timeline.peak_bytes,), first_event=_num_held(traced, name))
 
 
 def _on_card(traced: TracedFit, name: str, own: AllocatorReplay, expandable: AllocatorReplay) -> StageEstimate:

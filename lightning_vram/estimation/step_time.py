@@ -131,7 +131,7 @@ class StepClock(UnwrappedMode):
             is_beside = stream_id(self._device) != 0
             way = "to_card" if self._device.type in written else "to_host"
             return way if is_beside else "compute", work.num_bytes / 2 / self._rates.bus
-        return "compute", _LAUNCH_SECONDS + max(
+        return "compute", _LAUNCH_SECONDS * work.num_calls + max(
             work.flops / self._rates.flops(_dtype_of(results)), work.num_bytes / self._rates.bandwidth
         )
 

@@ -6,6 +6,7 @@ weights, which the adapters train with. It does not help where weights are train
 """
 
 from collections.abc import Container, Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
@@ -14,6 +15,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeig
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from rich.progress import track
 from torch import nn
 from typing_extensions import override
 
@@ -53,8 +55,9 @@ class QuantizeFrozenWeights(FitTechnique):
     FSDP2 and under ``fsdp_offload``.
     Other names: QLoRA (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314), weight-only quantization.
 
-    Weights are quantized when the module is complete (after ``configure_model``), on the host, before they move to the
-    device. Layers that were built on the meta device get their values, and are quantized, one after the other.
+    Weights are quantized when the module is complete (after ``configure_model``), on the device, some numbers of one
+    weight at a time, before the module moves there; a progress bar shows how far it is. Layers that were built on the
+    meta device get their values, and are quantized, one after the other.
     Checkpoints with weights in full precision can be loaded before and after that, layer by layer. A parameter keeps
     its name; in checkpoints of the run it is a plain tensor of bytes, and a resumed run has the same bits.
 
@@ -150,8 +153,16 @@ class QuantizeFrozenWeights(FitTechnique):
         def give_memory(part: nn.Module) -> None:
             materialize(part, seed=_SEED, model=module, uninitialized_ok=is_loaded)
 
+        is_shown = trainer.is_global_zero and trainer.progress_bar_callback is not None
         self._quantized = quantize_frozen_weights(
-            module, self.bits, self.block_size, self.layers, library=self.library, give_memory=give_memory
+            module,
+            self.bits,
+            self.block_size,
+            self.layers,
+            library=self.library,
+            give_memory=give_memory,
+            device=trainer.strategy.root_device,
+            follow=partial(track, description="Quantizing frozen weights", transient=True, disable=not is_shown),
         )
         if has_meta(module) and not hasattr(trainer.strategy, "moments"):  # fsdp_offload does it shard by shard
             give_memory(module)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_vram.core.operators.alike_parts import num_alike
 from lightning_vram.private_names.torch.operator_names import (
     ACTIVATED_PRODUCT,
     ATTENTIONS,
@@ -95,10 +96,12 @@ class OperatorWork:
     Args:
         flops: Additions and multiplications.
         num_bytes: That it reads and writes.
+        num_calls: How many calls these are: of a part that stands for others on fake tensors.
     """
 
     flops: int
     num_bytes: int
+    num_calls: int = 1
 
     @property
     def cost(self) -> float:
@@ -130,7 +133,9 @@ def operator_work(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out
     read_bytes = sum(
         min(_touched_bytes(tensor), written_bytes) if name in _LOOKUPS else _touched_bytes(tensor) for tensor in given
     )
-    return OperatorWork(_count_flops(func, args, kwargs, outputs), read_bytes + written_bytes)
+    num_calls = num_alike()
+    flops = _count_flops(func, args, kwargs, outputs)
+    return OperatorWork(flops * num_calls, (read_bytes + written_bytes) * num_calls, num_calls)
 
 
 def operator_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> float:

@@ -117,9 +117,12 @@ def _run(module: nn.Module, state: _State, plain: Callable[..., Any], /, *args: 
     if torch.compiler.is_compiling() or is_transformed() or not (state.is_active() and isinstance(hidden, Tensor)):
         return plain(*args, **kwargs)
     linear: Any = module
+    kind = hidden.device.type
+    is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if is_cast else None
     weight, bias = linear.weight, linear.bias
-    if not isinstance(weight, Tensor):  # kept in few bits: decoded for the step
-        weight = weight.dequantize()
+    if hasattr(weight, "form"):  # kept in few bits: decoded for the step
+        weight = weight.dequantize(dtype)
     if not (is_strided(hidden) and {type(hidden), type(weight)} <= PLAIN_TYPES):
         if not isinstance(hidden, LazyLogits):
             state.settings.tell("another class of tensors (tensor parallelism, torchao, nested tensors)")
@@ -128,7 +131,4 @@ def _run(module: nn.Module, state: _State, plain: Callable[..., Any], /, *args: 
         weight, bias = weight.clone(), None if bias is None else bias.clone()
     if hidden.dim() < 2 or not hidden.numel() or not hidden.is_floating_point():
         return plain(hidden)
-    kind = hidden.device.type
-    is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if is_cast else None
     return make_logits(Head(hidden, weight, bias, dtype), state.settings)

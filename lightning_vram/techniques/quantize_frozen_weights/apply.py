@@ -1,6 +1,6 @@
 """Put weights of frozen layers into 8 or 4 bits, layer by layer, and back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_vram.core.layers.patterns import LayerPattern
 from lightning_vram.core.layers.selection import name_layers
+from lightning_vram.private_names.torch.dispatch import FakeTensor
 from lightning_vram.private_names.torch.modules import own_buffers, own_parameters
 from lightning_vram.techniques.quantize_frozen_weights.libraries import Library
 from lightning_vram.techniques.quantize_frozen_weights.packing import Bits, Packing
@@ -24,7 +25,7 @@ from lightning_vram.techniques.quantize_frozen_weights.quantized_weight import (
 from lightning_vram.techniques.quantize_frozen_weights.selection import find_able, find_named
 
 
-def quantize_frozen_weights(
+def quantize_frozen_weights(  # noqa: PLR0913 - by name
     model: nn.Module,
     bits: Bits = 8,
     block_size: int = 64,
@@ -32,6 +33,8 @@ def quantize_frozen_weights(
     *,
     library: Library = "own",
     give_memory: Callable[[nn.Module], object] | None = None,
+    device: torch.device | None = None,
+    follow: Callable[[Sequence[str]], Iterable[str]] = iter,
 ) -> "QuantizedLayers":
     """Keep weights of frozen layers of ``model`` in few bits, until :meth:`QuantizedLayers.remove`.
 
@@ -49,6 +52,9 @@ def quantize_frozen_weights(
             and faster.
         give_memory: Called with a layer whose weight is on the meta device: gives it memory and values, or the layers
             have to be loaded later.
+        device: Quantizes the weights, some numbers at a time; the bytes go to where the weight was. ``None``: each
+            weight is quantized where it is.
+        follow: Iterates over the names of the layers, for example with a progress bar.
 
     Raises:
         ValueError: If a pattern matches nothing, or a layer that cannot be quantized.
@@ -74,10 +80,10 @@ def quantize_frozen_weights(
     quantized = QuantizedLayers()
     done: dict[int, nn.Parameter] = {}
     try:
-        for name, layer in chosen.items():
-            quantized.layers[name] = layer
+        for name in follow(list(chosen)):
+            quantized.layers[name] = layer = chosen[name]
             if (weight := quantized_weight(layer)) is None:
-                weight = _quantize(layer, name, packing, done, give_memory)
+                weight = _quantize(layer, name, packing, device, done, give_memory)
             weight.form.library = library
     except BaseException:
         quantized.remove()
@@ -149,7 +155,11 @@ class QuantizedLayers:
                     continue
                 held = id(weight.held)
                 if held not in done:
-                    plain = weight.dequantize(weight.form.own_dtype)
+                    dtype, packed = weight.form.own_dtype, weight.packed
+                    if to_host and isinstance(packed, FakeTensor):  # an estimate leaves the module on its device
+                        plain: Tensor = packed.new_empty(weight.form.shape, dtype=dtype, device="cpu")
+                    else:
+                        plain = weight.dequantize(dtype)
                     done[held] = nn.Parameter(plain.cpu() if to_host else plain, requires_grad=False)
                 vars(layer).pop(LOADING).remove()
                 vars(layer).pop("weight", None)
@@ -162,6 +172,7 @@ def _quantize(
     layer: nn.Module,
     name: str,
     packing: Packing,
+    device: torch.device | None,
     done: dict[int, nn.Parameter],
     give_memory: Callable[[nn.Module], object] | None,
 ) -> QuantizedWeight:
@@ -174,7 +185,7 @@ def _quantize(
     if id(weight) not in done:
         if weight.is_meta and give_memory is not None:
             give_memory(layer)  # the parameter is still the same object
-        done[id(weight)] = make_weight(QuantizedParameter, _pack(weight, packing), {"form": form})
+        done[id(weight)] = make_weight(QuantizedParameter, _pack(weight, packing, device), {"form": form})
     carrier = torch.empty(0, dtype=weight.dtype, device=done[id(weight)].device)
     layer.register_buffer(DTYPE, carrier, persistent=False)
     parameters["weight"] = done[id(weight)]
@@ -183,11 +194,11 @@ def _quantize(
     return attribute
 
 
-def _pack(weight: Tensor, packing: Packing) -> Tensor:
+def _pack(weight: Tensor, packing: Packing, device: torch.device | None) -> Tensor:
     if weight.is_meta:
         return packing.empty(weight.numel(), torch.device("cpu")).zero_()  # until they are loaded
     packed = packing.empty(weight.numel(), weight.device)
-    packing.encode(weight, packed)
+    packing.encode(weight, packed, device)
     return packed
 
 
@@ -204,7 +215,7 @@ def _load_packed(
         return
     packed, form = weight.packed, weight.form
     if given.shape == form.shape and given.is_floating_point():
-        form.packing.encode(given, packed)
+        form.packing.encode(given, packed, packed.device)
     elif given.shape != packed.shape or given.dtype != packed.dtype:
         found = Packing.of(given.shape, form.shape.numel()) if given.dtype == packed.dtype else None
         if found is not None:

@@ -8,6 +8,7 @@ largest number has the last level with all of these, so what was decoded is enco
 """
 
 import math
+from functools import partial
 from itertools import pairwise
 from typing import Literal, NamedTuple, Self
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_vram.core.operators.alike_parts import parts_of
 from lightning_vram.private_names.torch.dispatch import FakeTensor
 from lightning_vram.techniques.quantize_frozen_weights.libraries import (
     Library,
@@ -36,9 +38,9 @@ _NF4 = (
 _MIDDLES = [(low + high) / 2 for low, high in pairwise(_NF4)]
 _PAIRS = [(high, low) for high in _NF4 for low in _NF4]  # the two numbers of each byte
 _SHARES = (1.0, 0.85, 0.9, 0.95, 1.05, 1.1)  # below 1.16: beyond that the largest number has another level
-_CELLS = 1024  # between 0 and 1, each with one level: near enough to compare errors by
+_ERROR_CELLS = 1 << 9  # from 0 to 1: near enough to compare errors by
+_LEVEL_CELLS = 1 << 13  # at the border of two levels either is as near, up to the width of a cell
 _LARGEST_FIT = 2.0**15  # more than that is not in float16
-_LAST_CELL = int(_CELLS / min(_SHARES)) + 2
 
 _tables: dict[torch.device, Tensor] = {}
 
@@ -67,24 +69,30 @@ class Packing(NamedTuple):
         """Return memory for ``size`` numbers, uint8, [num_blocks, row_bytes]."""
         return torch.empty(self.num_blocks(size), self.row_bytes, dtype=torch.uint8, device=device)
 
-    def encode(self, numbers: Tensor, into: Tensor) -> None:
-        """Write numbers of any shape and floating-point dtype, some at a time, ``into`` memory on any device."""
-        flat, rows = numbers.detach().reshape(-1), self._rows_at_a_time(numbers.device)
-        for start in range(0, len(into), rows):
-            part = flat[start * self.block_size : (start + rows) * self.block_size].float()
-            part = F.pad(part, (0, -part.numel() % self.block_size)) if part.numel() % self.block_size else part
-            into[start : start + rows].copy_(self._encode_blocks(part.view(-1, self.block_size)))
+    def encode(self, numbers: Tensor, into: Tensor, device: torch.device | None = None) -> None:
+        """Write numbers of any shape and floating-point dtype, some at a time, ``into`` memory on any device.
+
+        Args:
+            numbers: On any device.
+            into: The memory.
+            device: Does the work; ``None``: that of the numbers.
+        """
+        flat, device = numbers.detach().reshape(-1), device or numbers.device
+        tables = _make_tables(device) if self.bits == 4 else None
+        for part in parts_of(len(into), self._rows_at_a_time(device), numbers):
+            some = slice(part.start * self.block_size, part.stop * self.block_size)
+            self._encode_into(into[part], flat[some].to(device), tables)
 
     def decode(self, packed: Tensor, size: int, dtype: torch.dtype, library: Library = "own") -> Tensor:
         """Return the numbers, [size]: no more than a part of them is ever there in another dtype."""
         if torch.compiler.is_compiling():
             return self._decode_blocks(packed).to(dtype).view(-1)[:size]  # in one kernel
         numbers = torch.empty(len(packed) * self.block_size, dtype=dtype, device=packed.device)
-        rows, parts = self._rows_at_a_time(packed.device), numbers.view(-1, self.block_size)
+        blocks, rows = numbers.view(-1, self.block_size), self._rows_at_a_time(packed.device)
         is_theirs = decodes_by_library(library, *self, packed, dtype)
         decode = decode_by_library if is_theirs else self._decode_into
-        for start in range(0, len(packed), rows):
-            decode(parts[start : start + rows], *self._split(packed[start : start + rows]))
+        for part in parts_of(len(packed), rows, packed):
+            decode(blocks[part], *self._split(packed[part]))
         return numbers[:size]
 
     @classmethod
@@ -99,17 +107,21 @@ class Packing(NamedTuple):
     def _rows_at_a_time(self, device: torch.device) -> int:
         return (_PART if device.type == "cpu" else _PART_OF_DEVICES) // self.block_size
 
-    def _encode_blocks(self, blocks: Tensor) -> Tensor:
+    def _encode_into(self, into: Tensor, numbers: Tensor, tables: tuple[Tensor, Tensor] | None) -> None:
+        numbers, missing = numbers.float(), into.shape[0] * self.block_size - numbers.numel()
+        numbers = F.pad(numbers, (0, missing)) if missing else numbers  # which would copy them
+        into.copy_(self._encode_blocks(numbers.view(-1, self.block_size), tables))
+
+    def _encode_blocks(self, blocks: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
         scales = torch.maximum(blocks.amax(1, keepdim=True), blocks.amin(1, keepdim=True).neg_())
         scales.masked_fill_(scales.isinf(), math.nan)
-        if self.bits == 4:
-            scales = _fit_scales(blocks, scales)
+        if tables is not None:
+            scales = _fit_scales(blocks, scales, tables[0])
         levels = blocks / scales.masked_fill(scales == 0, 1.0)
-        if self.bits == 8:
+        if tables is None:
             codes = levels.mul_(_STEPS).round_().to(torch.int8).view(torch.uint8)
         else:
-            middles = torch.tensor(_MIDDLES, dtype=torch.float32, device=blocks.device)
-            halves = torch.bucketize(levels, middles, out_int32=True).to(torch.uint8).view(len(blocks), -1, 2)
+            halves = tables[1].index_select(0, _to_cells(levels, _LEVEL_CELLS).view(-1)).view(len(blocks), -1, 2)
             codes = halves[..., 0] * 16 + halves[..., 1]
         return torch.cat([scales.view(torch.uint8), codes], 1)
 
@@ -128,7 +140,8 @@ class Packing(NamedTuple):
         if self.bits == 8:
             levels.copy_(codes.view(torch.int8)).div_(_STEPS)
         else:  # two numbers as one of eight bytes: a third of the time of rows of two
-            pairs = _pairs_for(codes).view(torch.int64).view(-1)
+            is_fake = isinstance(codes, FakeTensor)
+            pairs = codes.new_empty(256, dtype=torch.int64) if is_fake else _pairs_for(codes).view(torch.int64).view(-1)
             torch.index_select(pairs, 0, codes.int().view(-1), out=levels.view(torch.int64).view(-1))
         levels.mul_(scales)
         if levels is not numbers:
@@ -138,19 +151,27 @@ class Packing(NamedTuple):
         return rows[:, :SCALE_BYTES].contiguous().view(torch.float32), rows[:, SCALE_BYTES:]
 
 
-def _fit_scales(blocks: Tensor, largest: Tensor) -> Tensor:
+def _make_tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the squared error of each share of the largest number by each scale, and the code of each level."""
+    as_tensor = partial(torch.tensor, dtype=torch.float32, device=device)
+    nf4, middles, shares = map(as_tensor, (_NF4, _MIDDLES, _SHARES))
+    parts, levels = (
+        torch.arange(-num, num + 1, dtype=torch.float32, device=device).div_(num)
+        for num in (_ERROR_CELLS, _LEVEL_CELLS)
+    )
+    errors = nf4[torch.bucketize(parts[:, None] / shares, middles)].mul_(shares).sub_(parts[:, None]).square_()
+    return errors, torch.bucketize(levels, middles, out_int32=True).to(torch.uint8)
+
+
+def _to_cells(numbers: Tensor, num: int) -> Tensor:
+    """Return where numbers from -1 to 1 are in a table of ``2 * num + 1`` rows, and write to them."""
+    return numbers.nan_to_num_(0.0).clamp_(-1, 1).mul_(num).add_(num + 0.5).int()
+
+
+def _fit_scales(blocks: Tensor, largest: Tensor, errors: Tensor) -> Tensor:
     """Return the scales of the least squared errors, [num_blocks, 1]; a share of a magnitude is rounded to bf16."""
-    parts = (blocks / largest).nan_to_num_(0.0)
-    cells = torch.arange(0.5 - _LAST_CELL, _LAST_CELL, device=blocks.device) / _CELLS
-    nf4, middles = (torch.tensor(each, dtype=torch.float32, device=blocks.device) for each in (_NF4, _MIDDLES))
-    levels = nf4[torch.bucketize(cells, middles)]
-    errors = []
-    for share in _SHARES:
-        numbers = parts / share
-        cell = numbers.mul(_CELLS).add_(_LAST_CELL).int().view(-1)
-        off = levels.index_select(0, cell).view_as(parts).sub_(numbers)
-        errors.append(off.square_().sum(1).mul_(share**2))
-    best = torch.stack(errors, 1).argmin(1, keepdim=True)
+    of_blocks = F.embedding_bag(_to_cells(blocks / largest, _ERROR_CELLS), errors, mode="sum")
+    best = of_blocks.argmin(1, keepdim=True)
     scales = largest * torch.tensor(_SHARES, dtype=torch.float32, device=blocks.device)[best]
     scales = scales.bfloat16().float()  # of each dtype that weights have: the largest number decodes to the scale
     return scales.where((best > 0) & (largest < _LARGEST_FIT), largest)
@@ -159,7 +180,7 @@ def _fit_scales(blocks: Tensor, largest: Tensor) -> Tensor:
 def _pairs_for(codes: Tensor) -> Tensor:
     """Return the numbers of each byte, [256, 2], where ``codes`` are."""
     device = codes.device
-    if device.type == "cpu" or torch.compiler.is_compiling() or type(codes) is FakeTensor:
+    if device.type == "cpu" or torch.compiler.is_compiling():
         return torch.tensor(_PAIRS, dtype=torch.float32, device=device)
     if device not in _tables:  # else each use would wait for the device
         _tables[device] = torch.tensor(_PAIRS, dtype=torch.float32, device=device)

@@ -34,9 +34,11 @@ from lightning_vram import (
     QuantizeFrozenWeights,
     VRAMMonitor,
     estimate_memory,
+    plan_memory,
     track_memory,
 )
-from lightning_vram.estimation.traced_fit import FitRun, trace_real_fit
+from lightning_vram.estimation.traced_fit import FitRun, trace_fit, trace_real_fit
+from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.techniques.quantize_frozen_weights import QuantizedWeight, libraries, quantize_frozen_weights
 
@@ -322,14 +324,67 @@ def test_two_ranks_are_one(fit):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_the_estimate_is_that_of_the_run(bits):
+def test_the_estimate_is_that_of_the_run(bits, monkeypatch):
+    monkeypatch.setattr("lightning_vram.techniques.quantize_frozen_weights.packing._PART", 4096)  # of up to 16,384
     batch, options = torch.randint(96, (4, 9)), {"callbacks": [QuantizeFrozenWeights(bits)]}
     estimate = estimate_memory(LitLoRA(), batch, device="cpu", trainer=options, find_limits=False)
     real = trace_real_fit(LitLoRA(), batch, FitRun(options))
     assert estimate.peak_bytes == real.stage("train").peak_bytes
+    assert estimate.stages["first step"].timeline.peak_bytes == real.stage("first step").peak_bytes  # packing, too
     plain = estimate_memory(LitLoRA(), batch, device="cpu", find_limits=False)
     held, packed = (one.stages["train"].timeline.peak_by_category[Category.PARAMETERS] for one in (plain, estimate))
     assert held - packed == (4 - bits / 8 - 4 / 64) * NUM_QUANTIZED
+
+
+class Deep(LitLoRA):
+    """A frozen MLP of 32 layers, as large as those of a model of 8 B parameters, and a small layer that trains."""
+
+    def __init__(self) -> None:
+        pl.LightningModule.__init__(self)
+        with torch.device("meta"):
+            layers = [nn.Linear(*sizes, bias=False) for sizes in 16 * [(4096, 14336), (14336, 4096)]]
+            self.net = nn.Sequential(nn.Linear(8, 4096), *(layer.requires_grad_(False) for layer in layers))
+
+    def training_step(self, batch):
+        return self.net(batch).sum()
+
+
+@pytest.mark.parametrize("card", [None, DeviceSpec("rtx4090", 24 * 2**30)])
+def test_an_estimate_works_on_one_part_of_each_large_weight(card):
+    traced = trace_fit(Deep(), torch.ones(2, 8), FitRun({"callbacks": [QuantizeFrozenWeights(4)]}, card))
+    assert len(traced.timeline.allocations) < 32 * 150  # on the host, a weight has 224 parts
+    packing = [one.device for one in traced.timeline.allocations if "embedding_bag" in one.op]
+    assert set(packing) == {"cpu" if card is None else "lazy:0"}
+    assert len(packing) == 32 * 4  # four results each
+
+
+def test_a_plan_needs_what_the_estimate_needs():
+    run = {"device": "rtx4090", "trainer": {"callbacks": [QuantizeFrozenWeights(4)], "precision": "bf16-mixed"}}
+    estimate = estimate_memory(Deep(), torch.ones(2, 8), find_limits=False, **run)
+    plan = plan_memory(Deep(), torch.ones(2, 8), **run)
+    assert plan.peak_bytes == estimate.needed_bytes  # weights are decoded to float32 after the last step
+
+
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_a_progress_bar_shows_how_many_weights_are_quantized(is_shown, fit, monkeypatch):
+    shown = []
+
+    def track(names, *, disable, **_):
+        shown.append((list(names), not disable))
+        return names
+
+    monkeypatch.setattr("lightning_vram.callbacks.quantize_frozen_weights.callback.track", track)
+    fit(QuantizeFrozenWeights(), enable_progress_bar=is_shown)
+    assert shown == [([f"net.{name}" for name in QUANTIZED], is_shown)]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_chunked_loss_takes_a_quantized_head(bits, fit, caplog):
+    chunked = fit(QuantizeFrozenWeights(bits), ChunkedLoss(heads="net.head", chunk=4))
+    assert "needs all logits" not in caplog.text
+    whole = fit(QuantizeFrozenWeights(bits))
+    for one, other in zip(chunked.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 class Reading(LitLoRA):
