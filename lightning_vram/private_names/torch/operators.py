@@ -21,6 +21,7 @@
 * ``torch.ops.aten._local_scalar_dense``: what ``.item()`` is | 2.11 - | no step is estimated
 * ``torch.ops.aten._embedding_bag``: what an embedding bag runs | 2.11 - | its estimate on the host is 8 bytes too small
 * ``torch.ops.aten._ctc_loss_backward``: gradient of a CTC loss | 2.11 - | no step with one is estimated
+* ``torch.ops.aten._index_put_impl_``: gradient of indexing | 2.11 - | estimates lack what it sorts indices with
 * ``torch.ops.aten.mkldnn_rnn_layer``: an LSTM of oneDNN | 2.11 - | its estimate on the host lacks the workspace
 * ``torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors``: makes a sparse tensor of indices and values | 2.11 - |
   steps with sparse gradients are not estimated
@@ -50,6 +51,7 @@ BATCH_NORM_WITHOUT_STATISTICS = torch.ops.aten._native_batch_norm_legit.no_stats
 
 EMBEDDING_BAG = torch.ops.aten._embedding_bag.default
 CTC_BACKWARDS = torch.ops.aten._ctc_loss_backward.default, torch.ops.aten._ctc_loss_backward.Tensor
+INDEX_PUT = torch.ops.aten._index_put_impl_.default
 MKLDNN_RNN = torch.ops.aten.mkldnn_rnn_layer.default
 SPARSE_OF_PARTS = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
 PACK_SEQUENCES = torch.ops.aten._pack_padded_sequence.default

@@ -1,10 +1,10 @@
-"""Memory that kernels take for a moment: partial sums of reductions, accumulators of attention's backward.
+"""Memory that kernels take for a moment: partial sums of reductions, accumulators of attention's backward, places.
 
 cuBLAS's is in ``workspaces.py``, and that of cuDNN's convolutions nobody can foretell.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from typing_extensions import override
 
 from lightning_vram.memory.estimate.cuda_semantics.reductions import Processors, reduction_buffers
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
+from lightning_vram.memory.estimate.fakes.recorded_reads import is_mask
 from lightning_vram.private_names.cuda.attention import efficient_backward, flash_backward
 from lightning_vram.private_names.torch.dispatch import ASK_DEVICE, UnwrappedMode
-from lightning_vram.private_names.torch.operators import OpOverload, given_arguments
+from lightning_vram.private_names.torch.operators import INDEX_PUT, OpOverload, given_arguments
 
 OnScratch = Callable[[str, tuple[int, ...]], None]
 _Blocks = tuple[tuple[int, ...], ...]  # one group after the other
@@ -26,6 +27,8 @@ _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 153
 _MOST_THREADS = 2048
 _FLOAT_BYTES = 4
 _WELFORD_BYTES = 16  # mean, sum of squares and two counts
+_INDEX_BYTES = 8
+_SORTED = 6  # places as one number, in order, where they were, counted up, and as much as both for the sort
 _ROWS = 128  # that flash attention rounds sequences to
 _TILE = 64  # rows and columns that efficient attention sums at once
 _TILE_BYTES = _TILE * _TILE * _FLOAT_BYTES + 16  # with a lock
@@ -51,7 +54,8 @@ class Scratch(UnwrappedMode):
         result = func(*args, **(kwargs or {}))
         blocks_of = _BLOCKS.get(func) if isinstance(func, OpOverload) else None
         if blocks_of is not None and args[0].device.type == self._kind:
-            for sizes in blocks_of(given_arguments(func, args, kwargs or {}), self._processors):
+            given = {**given_arguments(func, args, kwargs or {}), "result": result}
+            for sizes in blocks_of(given, self._processors):
                 self._on_scratch(str(func), sizes)
         return result
 
@@ -92,6 +96,31 @@ def _efficient_backward(given: Mapping[str, Any], processors: Processors) -> _Bl
     return (given["grad_out_"].numel() * _FLOAT_BYTES,), sums
 
 
+def _masked_index(given: Mapping[str, Any], _: Processors) -> _Blocks:
+    """Places that masks select, as ``nonzero`` finds them."""
+    return ((_place_bytes(given["indices"], given["result"], given["self"].dim()),),)
+
+
+def _sorted_index_put(given: Mapping[str, Any], _: Processors) -> _Blocks:
+    """Places, and what they are sorted with (``index_put_with_sort_kernel`` of ATen/native/cuda/Indexing.cu)."""
+    if not given.get("accumulate"):
+        return ()
+    indices, values = given["indices"], given["values"]
+    num_places = values.numel() // max(1, math.prod(given["self"].shape[_num_dims(indices) :]))
+    return ((_place_bytes(indices, values, given["self"].dim()), *_SORTED * (num_places * _INDEX_BYTES,)),)
+
+
+def _place_bytes(indices: Sequence[Tensor | None], selected: Tensor, num_dims: int) -> int:
+    num_masked = sum(one.dim() for one in indices if one is not None and is_mask(one))
+    first = next(place for place, one in enumerate(indices) if one is not None)
+    return num_masked * (selected.shape[first] if first < min(selected.dim(), num_dims) else 1) * _INDEX_BYTES
+
+
+def _num_dims(indices: Sequence[Tensor | None]) -> int:
+    """Return how many dimensions are indexed: a mask stands for all of its own."""
+    return sum(one.dim() if one is not None and is_mask(one) else 1 for one in indices)
+
+
 def _round(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
@@ -106,6 +135,8 @@ _BLOCKS: dict[Any, _BlocksOf] = {
         _reduction,
     ),
     **dict.fromkeys((_aten.var.correction, _aten.var_mean.correction, _aten.std.correction), _variance),
+    _aten.index.Tensor: _masked_index,
+    **dict.fromkeys((_aten.index_put.default, _aten.index_put_.default, INDEX_PUT), _sorted_index_put),
     flash_backward: _flash_backward,
     efficient_backward: _efficient_backward,
 }
