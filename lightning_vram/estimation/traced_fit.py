@@ -38,10 +38,10 @@ from lightning_vram.estimation.fake_trainer import (
 )
 from lightning_vram.estimation.isolation import isolated
 from lightning_vram.estimation.step_time import StepClock, StepTime
+from lightning_vram.memory.estimate.caching_allocator.replay import as_on_card
 from lightning_vram.memory.estimate.cuda_semantics.scratch import Scratch
 from lightning_vram.memory.estimate.cuda_semantics.semantics import cuda_semantics
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
-from lightning_vram.memory.estimate.event_order import as_on_card
 from lightning_vram.memory.estimate.fakes.device import HOST, fake_device
 from lightning_vram.memory.estimate.fakes.device_module import CARD
 from lightning_vram.memory.estimate.fakes.known_values import KnownValues
