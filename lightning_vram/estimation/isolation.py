@@ -18,10 +18,9 @@ _TALKERS = ("lightning.pytorch", "lightning.fabric", "lightning_vram")
 
 @contextmanager
 def isolated(*, is_connected: bool = False) -> Iterator[None]:
-    """Run a Trainer inside the block as if nobody had: what it says and switches ends with the block.
+    """Run a Trainer inside the block as if nobody had: what it says and switches ends with it.
 
-    Args:
-        is_connected: Whether the block sees the process groups of this process.
+    Only with ``is_connected`` it sees the process groups of this process.
     """
     with ExitStack() as stack:
         stack.enter_context(isolate_rng())

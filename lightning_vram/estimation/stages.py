@@ -10,12 +10,7 @@ from lightning_vram.memory.estimate.workspaces import Workspaces
 
 
 def estimate_stages(traced: TracedFit, workspaces: Workspaces | None) -> Mapping[str, StageEstimate]:
-    """Replay the allocator over the whole run, and read off each stage.
-
-    Args:
-        traced: The run.
-        workspaces: Of the card; ``None`` on the host, which has no caching allocator.
-    """
+    """Replay the allocator over the whole run, and read off each stage."""
     if workspaces is None:
         return {name: _on_host(traced, name) for name in traced.spans}
     settings = read_settings()

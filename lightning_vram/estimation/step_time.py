@@ -36,32 +36,20 @@ _WITH_TF32 = (8, 0)
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, by what takes them.
+    """Seconds of a step, by what takes them."""
 
-    Args:
-        compute: Kernels on the card, and copies that they wait for.
-        to_card: Copies from the host beside them.
-        to_host: Copies to the host beside them.
-        host: Operators on the host.
-        backward: What of that is within backwards; ``None``: nothing.
-    """
-
-    compute: float
-    to_card: float = 0.0
-    to_host: float = 0.0
-    host: float = 0.0
-    backward: "StepTime | None" = None
+    compute: float  # kernels on the card, and copies that they wait for
+    to_card: float = 0.0  # copies from the host beside them
+    to_host: float = 0.0  # copies to the host beside them
+    host: float = 0.0  # operators on the host
+    backward: "StepTime | None" = None  # what of that is within backwards; ``None``: nothing
 
     @property
     def seconds(self) -> float:
         """All of it, if what can run at the same time does."""
         backward = self.backward or _NOTHING
-        passes = (self._passing - backward._passing, backward._passing)
+        passes = (replace(self, backward=None) - backward, backward)
         return max(self.host, sum(max(one.compute, one.to_card, one.to_host) for one in passes))
-
-    @property
-    def _passing(self) -> "StepTime":
-        return StepTime(self.compute, self.to_card, self.to_host)
 
     def computed_slower(self, factor: float) -> "StepTime":
         """Return what it would be if all that computes took ``factor`` times as long, and copies as long as now."""
@@ -83,12 +71,7 @@ _NOTHING = StepTime(0.0)
 
 
 class StepClock(UnwrappedMode):
-    """Adds up what the operators that run inside would take on a card.
-
-    Args:
-        card: That they are to run on. Rates it does not tell are in usual proportions: times are good for ratios then.
-        device: The device that stands for it.
-    """
+    """Adds up what operators inside would take on a card; rates that are unknown are in usual proportions."""
 
     def __init__(self, card: DeviceSpec, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

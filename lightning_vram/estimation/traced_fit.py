@@ -23,13 +23,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import override
 
 from lightning_vram.estimation.batches import FreshBatches, batch_size_of, first_samples, map_tensors
-from lightning_vram.estimation.data_parallel import leave_out_reducer
 from lightning_vram.estimation.fake_trainer import (
     NUM_STEPS,
     RunCallbacks,
     StayOnCard,
     add_silent_logger,
     as_list,
+    leave_out_reducer,
     left_out_note,
     make_trainer,
     needs_ranks,

@@ -35,30 +35,18 @@ _HEADER = "include/ATen/cuda/CUDAContextLight.h"  # in every wheel, with CUDA or
 
 @dataclass(frozen=True)
 class Workspaces:
-    """What is taken beside tensors.
+    """What is taken beside tensors."""
 
-    Args:
-        context_bytes: By the driver, outside of the allocator.
-        kept_bytes: From the allocator for good, by the name of the operator that takes it where it was not taken yet:
-            one block for each library, once for the thread of the forward and once for that of the backward, and
-            again on other streams.
-        scratch_bytes: From the allocator while an operator runs, by its name.
-        notes: What to tell the user.
-    """
-
-    context_bytes: int
+    context_bytes: int  # by the driver, outside of the allocator
+    # from the allocator for good, by the name of the operator that takes it where it was not taken yet: one block for
+    # each library, once for the thread of the forward and once for that of the backward, and again on other streams
     kept_bytes: Mapping[str, tuple[int, ...]]
-    scratch_bytes: Mapping[str, int]
-    notes: tuple[str, ...]
+    scratch_bytes: Mapping[str, int]  # from the allocator while an operator runs, by its name
+    notes: tuple[str, ...]  # what to tell the user
 
 
 def workspaces_of(spec: DeviceSpec, environment: Mapping[str, str] = os.environ) -> Workspaces:
-    """Return what PyTorch, in this version and environment, takes on a card.
-
-    Args:
-        spec: The card. Without a compute capability (AMD, Intel) no workspace is known.
-        environment: With ``CUBLAS_WORKSPACE_CONFIG``, if it is set.
-    """
+    """Return what PyTorch, in this version and environment, takes on a card."""
     notes = []
     context_bytes = spec.context_bytes
     if context_bytes is None:

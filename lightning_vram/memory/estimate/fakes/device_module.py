@@ -74,12 +74,7 @@ def _current_stream(*_: Any) -> FinishedStream:
 
 
 def device_functions(num_bytes: int, allocated_bytes: Callable[[], int]) -> dict[str, Any]:
-    """Return the functions and classes that modules of devices have in common, by their names there.
-
-    Args:
-        num_bytes: What the card has.
-        allocated_bytes: Tells what is in tensors on it now.
-    """
+    """Return the functions and classes that modules of devices have in common, by their names there."""
     functions: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,

@@ -27,11 +27,7 @@ def taken_together() -> Iterator[None]:
 
 
 def make_parameter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what ``nn.Parameter.__new__`` is to be for parameters of fakes to be :class:`FakeParameter`.
-
-    Args:
-        original: What it is, for all others.
-    """
+    """Return what ``nn.Parameter.__new__`` is to be for parameters of fakes to be :class:`FakeParameter`."""
 
     def new(cls: type, data: Tensor | None = None, requires_grad: bool = True) -> Any:  # noqa: FBT001, FBT002
         if not isinstance(data, FakeTensor):

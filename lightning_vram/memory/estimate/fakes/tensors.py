@@ -19,12 +19,7 @@ _Copied = TypeVar("_Copied")
 
 
 class FakeTensors:
-    """Makes fakes of tensors; what shared a storage shares one again.
-
-    Args:
-        mode: The mode that the fakes belong to.
-        device: Where they are said to lie, wherever the real ones do.
-    """
+    """Makes fakes of tensors; what shared a storage shares one again."""
 
     def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
         self._mode = mode
@@ -66,14 +61,7 @@ class FakeTensors:
 def fake_of(
     tensor: Tensor, mode: FakeTensorMode, device: torch.device, storage: torch.UntypedStorage | None = None
 ) -> Tensor:
-    """Return a fake of ``tensor``, fake or not, which no operator has made: no tracker sees its birth.
-
-    Args:
-        tensor: Plain, and a leaf if it requires a gradient.
-        mode: The mode that the fake belongs to.
-        device: Where the fake is said to lie.
-        storage: That of another fake; ``None`` gives it its own, as large as that of ``tensor``.
-    """
+    """Return a fake of ``tensor``, fake or not, which no operator has made: no tracker sees its birth."""
     with without_dispatch(), torch.no_grad():
         if storage is None:
             storage = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
