@@ -57,13 +57,12 @@ class StepTime:
         return replace(self, compute=self.compute * factor, host=self.host * factor, backward=backward)
 
     def __sub__(self, other: "StepTime") -> "StepTime":
-        has_backward = self.backward is not None
         return StepTime(
             self.compute - other.compute,
             self.to_card - other.to_card,
             self.to_host - other.to_host,
             self.host - other.host,
-            (self.backward or _NOTHING) - (other.backward or _NOTHING) if has_backward else None,
+            self.backward and self.backward - (other.backward or _NOTHING),
         )
 
 

@@ -24,21 +24,13 @@ from lightning_vram.memory.units import format_bytes
 
 @dataclass(slots=True)
 class AllocatorStatistics:
-    """Bytes now and at most, as ``torch.cuda.memory_stats`` counts them.
+    """Bytes now and at most, as ``torch.cuda.memory_stats`` counts them."""
 
-    Args:
-        requested_bytes: Asked for.
-        allocated_bytes: In blocks that serve requests: ``torch.cuda.memory_allocated``.
-        peak_requested_bytes: Most at once.
-        peak_allocated_bytes: Most at once.
-        num_retries: How often the cache was given back because the driver had no memory.
-    """
-
-    requested_bytes: int = 0
-    allocated_bytes: int = 0
-    peak_requested_bytes: int = 0
-    peak_allocated_bytes: int = 0
-    num_retries: int = 0
+    requested_bytes: int = 0  # asked for
+    allocated_bytes: int = 0  # in blocks that serve requests: ``torch.cuda.memory_allocated``
+    peak_requested_bytes: int = 0  # most at once
+    peak_allocated_bytes: int = 0  # most at once
+    num_retries: int = 0  # how often the cache was given back because the driver had no memory
 
 
 class CachingAllocator:
@@ -46,10 +38,6 @@ class CachingAllocator:
 
     What depends on the time that kernels take is not simulated: a freed block that another stream may still use is free
     at once. Graphs' private pools are another ``stream`` each.
-
-    Args:
-        settings: As in ``PYTORCH_ALLOC_CONF``.
-        capacity_bytes: Most that it can take from the driver. ``None`` is without end.
     """
 
     def __init__(self, settings: AllocatorSettings | None = None, *, capacity_bytes: int | None = None) -> None:
@@ -73,10 +61,6 @@ class CachingAllocator:
 
     def malloc(self, num_bytes: int, stream: Hashable = 0) -> Block:
         """Serve a request.
-
-        Args:
-            num_bytes: Asked for, at least 1: for nothing PyTorch does not ask.
-            stream: Current stream; freed blocks serve the stream that they were made for.
 
         Returns:
             The block, to be freed by :meth:`free`.

@@ -41,21 +41,14 @@ def _is_sum(timeline: MemoryTimeline, first: MemoryEvent, second: MemoryEvent) -
 
 @dataclass(frozen=True)
 class AllocatorReplay:
-    """What the allocator held over a timeline.
+    """What the allocator held over a timeline."""
 
-    Args:
-        allocated: Most bytes in blocks that are in use at each event of the timeline, with scratch of its operator.
-        reserved: Bytes taken from the driver, after each event.
-        peak_allocated_bytes: Most bytes in blocks at once: what ``torch.cuda.max_memory_allocated`` would say.
-        peak_reserved_bytes: Most bytes taken from the driver: ``torch.cuda.max_memory_reserved``.
-        workspace_bytes: Most bytes that libraries took at once, beside tensors.
-    """
-
+    # most bytes in blocks that are in use at each event of the timeline, with scratch of its operator
     allocated: tuple[int, ...]
-    reserved: tuple[int, ...]
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    workspace_bytes: int
+    reserved: tuple[int, ...]  # bytes taken from the driver, after each event
+    peak_allocated_bytes: int  # most bytes in blocks at once: what ``torch.cuda.max_memory_allocated`` would say
+    peak_reserved_bytes: int  # most bytes taken from the driver: ``torch.cuda.max_memory_reserved``
+    workspace_bytes: int  # most bytes that libraries took at once, beside tensors
 
 
 def replay(

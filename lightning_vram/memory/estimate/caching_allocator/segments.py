@@ -16,14 +16,10 @@ _ENDLESS = 1 << 50
 
 
 class DeviceMemory:
-    """Memory of a card, as far as this process may have it.
-
-    Args:
-        capacity_bytes: What the allocator can take at most. ``None`` is without end.
-    """
+    """Memory of a card, as far as this process may have it."""
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
-        self.capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes  # ``None`` is without end
         self.reserved_bytes = 0
         self.peak_reserved_bytes = 0
         self._next_address = 1 << 30
@@ -45,14 +41,7 @@ class DeviceMemory:
 
 
 class Block:
-    """A piece of a segment; its neighbours are the pieces before and behind it.
-
-    Args:
-        address: Where it begins.
-        size: In bytes.
-        pool: Where it goes when it is free.
-        segment_start: Where its expandable segment begins; ``None`` in one of fixed size.
-    """
+    """A piece of a segment; its neighbours are the pieces before and behind it."""
 
     __slots__ = (
         *("address", "size", "pool", "segment_start", "previous", "next"),
@@ -63,7 +52,7 @@ class Block:
         self.address = address
         self.size = size
         self.pool = pool
-        self.segment_start = segment_start
+        self.segment_start = segment_start  # ``None`` in a segment of fixed size
         self.previous: Block | None = None
         self.next: Block | None = None
         self.is_allocated = False
@@ -84,12 +73,7 @@ class Block:
 
 
 class Pool:
-    """Free blocks of one stream, small or large: the smallest first, and of those the lowest address.
-
-    Args:
-        stream: Whose blocks they are.
-        is_small: Whether for requests up to 1 MiB.
-    """
+    """Free blocks of one stream, small or large: the smallest first, and of those the lowest address."""
 
     __slots__ = ("free", "is_small", "stream", "unmapped")
 

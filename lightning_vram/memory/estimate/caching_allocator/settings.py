@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_vram.memory.device.allocator_settings import VARIABLES
@@ -28,23 +28,18 @@ _PAIR = re.compile(r"([^,:\[\]]+):(\[[^\]]*\]|[^,:\[\]]+)")
 
 @dataclass(frozen=True)
 class AllocatorSettings:
-    """What decides on blocks and segments.
+    """What decides on blocks and segments."""
 
-    Args:
-        expandable_segments: Whether segments grow page by page instead of being made for one size.
-        max_split_bytes: Blocks of this size and above are not split. ``None`` splits all.
-        max_non_split_rounding_bytes: By how much less a block that is not split may be larger than what is asked for.
-        large_segment_bytes: Segment for requests above 1 MiB and below 10 MiB; page of large expandable segments.
-        roundup_power2_divisions: Steps between two powers of 2 that sizes are rounded up to, for sizes from 1 MiB,
-            2 MiB, 4 MiB, ... on; empty and 0 round to 512 bytes.
-        ignored: Names of settings that were given and have no effect on the simulation.
-    """
-
-    expandable_segments: bool = False
-    max_split_bytes: int | None = None
+    expandable_segments: bool = False  # whether segments grow page by page instead of being made for one size
+    max_split_bytes: int | None = None  # blocks of this size and above are not split. ``None`` splits all
+    # by how much less a block that is not split may be larger than what is asked for
     max_non_split_rounding_bytes: int = LARGE_SEGMENT
+    # segment for requests above 1 MiB and below 10 MiB; page of large expandable segments
     large_segment_bytes: int = LARGE_SEGMENT
+    # steps between two powers of 2 that sizes are rounded up to, for sizes from 1 MiB, 2 MiB, 4 MiB, ... on; empty
+    # and 0 round to 512 bytes
     roundup_power2_divisions: tuple[int, ...] = ()
+    # names of settings that were given and have no effect on the simulation
     ignored: tuple[str, ...] = field(default=(), compare=False)
 
     def may_serve(self, block_bytes: int, num_bytes: int) -> bool:
@@ -68,9 +63,6 @@ def read_settings(environment: Mapping[str, str] = os.environ) -> AllocatorSetti
 def parse_settings(text: str) -> AllocatorSettings:
     """Read settings as they stand in ``PYTORCH_ALLOC_CONF`` and ``PYTORCH_CUDA_ALLOC_CONF``.
 
-    Args:
-        text: As ``"expandable_segments:True,max_split_size_mb:128"``.
-
     Raises:
         ValueError: If PyTorch would refuse it, or it asks for another allocator.
 
@@ -79,23 +71,21 @@ def parse_settings(text: str) -> AllocatorSettings:
         True
     """
     values = _split(text)
-    large_segment_bytes = _read_mib(values, "large_segment_size_mb", MIN_LARGE // MIB + 1) or LARGE_SEGMENT
-    settings = AllocatorSettings(
-        large_segment_bytes=large_segment_bytes, max_non_split_rounding_bytes=large_segment_bytes
-    )
+    name = "large_segment_size_mb"
+    large_bytes = _read_mib(name, values.pop(name), MIN_LARGE // MIB + 1) if name in values else LARGE_SEGMENT
+    given: dict[str, Any] = {"large_segment_bytes": large_bytes, "max_non_split_rounding_bytes": large_bytes}
     ignored = []
     for name, value in values.items():
         if name in _READERS:
             argument, read = _READERS[name]
-            changed: dict[str, Any] = {argument: read(values, name, large_segment_bytes)}
-            settings = replace(settings, **changed)
+            given[argument] = read(name, value, large_bytes // MIB)
         elif name == "backend" and value != "native":
             raise ValueError(f"backend:{value} is another allocator than the one that is simulated, backend:native.")
         elif name in _WITHOUT_EFFECT:
             ignored.append(name)
-        elif name not in ("backend", "large_segment_size_mb"):
+        elif name != "backend":
             raise ValueError(f"{name!r} is no setting of PyTorch's allocator, in {text!r}.")
-    return replace(settings, ignored=tuple(ignored))
+    return AllocatorSettings(**given, ignored=tuple(ignored))
 
 
 def _split(text: str) -> dict[str, str]:
@@ -106,27 +96,19 @@ def _split(text: str) -> dict[str, str]:
     return dict(pairs)
 
 
-def _read_mib(values: Mapping[str, str], name: str, least: int) -> int | None:
-    value = values.get(name)
-    if value is None:
-        return None
+def _read_mib(name: str, value: str, least: int) -> int:
     if not value.isdecimal() or int(value) < least:
         raise ValueError(f"{name} must be a whole number of MiB from {least} on, got {value!r}.")
     return int(value) * MIB
 
 
-def _read_least_segment(values: Mapping[str, str], name: str, large_segment_bytes: int) -> int | None:
-    return _read_mib(values, name, large_segment_bytes // MIB)
+def _read_bool(name: str, value: str, _: int) -> bool:
+    if value not in ("True", "False"):
+        raise ValueError(f"{name} must be True or False, got {value!r}.")
+    return value == "True"
 
 
-def _read_bool(values: Mapping[str, str], name: str, _: int) -> bool:
-    if values[name] not in ("True", "False"):
-        raise ValueError(f"{name} must be True or False, got {values[name]!r}.")
-    return values[name] == "True"
-
-
-def _read_divisions(values: Mapping[str, str], name: str, _: int) -> tuple[int, ...]:
-    value = values[name]
+def _read_divisions(name: str, value: str, _: int) -> tuple[int, ...]:
     if not value.startswith("["):
         return (_power_of_2(name, value),) * _NUM_INTERVALS
     divisions = [0] * _NUM_INTERVALS
@@ -151,10 +133,10 @@ def _power_of_2(name: str, text: str) -> int:
     return number
 
 
-_READERS: dict[str, tuple[str, Callable[[Mapping[str, str], str, int], Any]]] = {
+_READERS: dict[str, tuple[str, Callable[[str, str, int], Any]]] = {
     "expandable_segments": ("expandable_segments", _read_bool),
-    "max_split_size_mb": ("max_split_bytes", _read_least_segment),
-    "max_non_split_rounding_mb": ("max_non_split_rounding_bytes", _read_least_segment),
+    "max_split_size_mb": ("max_split_bytes", _read_mib),
+    "max_non_split_rounding_mb": ("max_non_split_rounding_bytes", _read_mib),
     "roundup_power2_divisions": ("roundup_power2_divisions", _read_divisions),
 }
 

@@ -20,7 +20,7 @@ from lightning_vram.private_names.cuda.attention import efficient_backward, flas
 from lightning_vram.private_names.torch.dispatch import ASK_DEVICE, UnwrappedMode
 from lightning_vram.private_names.torch.operators import OpOverload, given_arguments
 
-OnScratch = Callable[[str, tuple[int, ...]], None]
+OnScratch = Callable[[str, tuple[int, ...]], None]  # is told an operator's name, and the bytes of each block
 _Blocks = tuple[tuple[int, ...], ...]  # one group after the other
 
 _USUAL_NUMBER = 80
@@ -46,13 +46,7 @@ class Processors(NamedTuple):
 
 
 class Scratch(UnwrappedMode):
-    """Tells of what kernels take beside their results, after each has its results.
-
-    Args:
-        card: That they run on.
-        stand_in: The device that stands for it.
-        on_scratch: Is told the operator's name and the bytes of each block.
-    """
+    """Tells of what kernels take beside their results, after each has its results."""
 
     def __init__(self, card: DeviceSpec, stand_in: torch.device, on_scratch: OnScratch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -121,14 +115,7 @@ _Axes = list[tuple[int, int]]  # stride and size, fastest first, without sizes o
 
 
 def reduction_buffers(x: Tensor, dims: list[int], accumulator_bytes: int, processors: Processors) -> tuple[int, ...]:
-    """Return the bytes of partial results and of their semaphores; nothing if each output is made by one block.
-
-    Args:
-        x: What is reduced.
-        dims: Along which; none is all.
-        accumulator_bytes: Of one partial result.
-        processors: Of the card.
-    """
+    """Return the bytes of partial results and of their semaphores; nothing if each output is made by one block."""
     if not x.numel():
         return ()
     reduced_dims = {dim % x.dim() for dim in dims} or set(range(x.dim()))

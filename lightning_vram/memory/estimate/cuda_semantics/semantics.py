@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
@@ -40,11 +39,6 @@ def cuda_semantics(
     capability: Capability, *, num_bytes: int = 0, allocated_bytes: Callable[[], int] = lambda: 0
 ) -> Iterator[dict[str, None]]:
     """Let fake tensors of the stand-in take what CUDA's kernels take, inside the block and in this thread.
-
-    Args:
-        capability: Compute capability of the card, such as ``(8, 9)`` for an RTX 4090.
-        num_bytes: Memory of the card, for programs that ask.
-        allocated_bytes: Tells what is in tensors on it now, for programs that ask.
 
     Yields:
         What the reader of the numbers should know, as keys: more of them as the program runs.
@@ -107,15 +101,12 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         *((owner, name, (lambda: KIND) if is_function else KIND) for owner, name, is_function in BACKEND_NAMES),
         (*INITIALISATION, True),  # or it would compute small constants there
         (*CONVOLUTION_FORMAT, cudnn_format),
-        (GradScaler, STEP_IF_FINITE, _step),  # no gradient is infinite
+        # no gradient is infinite
+        (GradScaler, STEP_IF_FINITE, lambda self, optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)),
         (GradScaler, "get_scale", first_scale_of),
         (*ENGINE, backward_in_mode),
         (torch, "Generator", _Generator),
     ]
-
-
-def _step(self: Any, optimizer: Optimizer, state: Any, *args: Any, **kwargs: Any) -> Any:
-    return optimizer.step(*args, **kwargs)
 
 
 class _CudaDevices(TorchFunctionMode):

@@ -21,7 +21,9 @@ def fake_ranks(num_ranks: int) -> Iterator[None]:
     if dist.is_initialized():
         raise RuntimeError("estimate_memory makes ranks of its own, and this process is connected to others already.")
     with ExitStack() as stack:
-        stack.enter_context(_backend_of(KIND))
+        backends = dist.Backend.default_device_backend_map
+        backends[KIND] = BACKEND
+        stack.callback(backends.pop, KIND)
         connect_fake_ranks(("cpu", KIND), num_ranks)
         stack.callback(dist.destroy_process_group)
         functions = {
@@ -32,17 +34,6 @@ def fake_ranks(num_ranks: int) -> Iterator[None]:
         }
         stack.enter_context(replaced(dist, functions))
         yield
-
-
-@contextmanager
-def _backend_of(kind: str) -> Iterator[None]:
-    """Let torch name a backend for devices of ``kind``."""
-    backends = dist.Backend.default_device_backend_map
-    backends[kind] = BACKEND
-    try:
-        yield
-    finally:
-        del backends[kind]
 
 
 def _make_group(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_vram.memory.estimate.cuda_semantics.semantics import cuda_semantics
-from lightning_vram.memory.estimate.fakes.parameters import taken_together
+from lightning_vram.memory.estimate.fakes.tensors import taken_together
 
 
 @pytest.fixture
