@@ -7,7 +7,8 @@ enough: the first makes the state of the optimizer, the second is as all others.
 import copy
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,11 +25,14 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_vram.memory.estimate.fakes.device_module import CARD
+from lightning_vram.memory.units import MIB
 from lightning_vram.private_names.lightning.connectors import log_nothing
+from lightning_vram.private_names.lightning.strategies import ddp_arguments
 
 NUM_STEPS = 2
 _CHANGE_THE_STEP = (
@@ -53,6 +57,8 @@ _SET_HERE = (
 _NEED_CUDA = (FSDPStrategy, DeepSpeedStrategy)
 _NAMES_OF_SUCH = ("deepspeed", "fsdp_cpu_offload")
 _STARTS_PROCESSES = re.compile("_(spawn|fork|notebook)")  # of ddp: no process is started here
+_FIRST_BUCKET_BYTES = MIB  # of DDP: it is full first
+_BUCKET_MIB = 25
 _ON_ONE_DEVICE = (None, "auto", "single_device")
 
 
@@ -137,6 +143,50 @@ def make_trainer(
     known = {id(callback) for callback in callbacks}  # others come from entry points of installed packages
     trainer.callbacks = [one for one in trainer.callbacks if id(one) in known or is_run(one)]  # type: ignore[attr-defined]
     return trainer
+
+
+def leave_out_reducer(strategy: Strategy, label: Callable[[Sequence[Tensor]], None]) -> None:
+    """Let a strategy of DDP hold the buckets of its gradients, and wrap nothing; others are left as they are.
+
+    The reducer of ``DistributedDataParallel`` is C++ that reads pointers.
+    """
+    if isinstance(strategy, DDPStrategy):
+        strategy.configure_ddp = partial(_hold_buckets, strategy, label)  # type: ignore[method-assign]
+
+
+def _hold_buckets(strategy: DDPStrategy, label: Callable[[Sequence[Tensor]], None]) -> None:
+    module, arguments = strategy.lightning_module, ddp_arguments(strategy)
+    assert module is not None  # the strategy has connected it
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups = _buckets_of(reversed(parameters), arguments.get("bucket_cap_mb"))
+    buckets = [group[0].new_zeros(sum(one.numel() for one in group)) for group in groups]
+    label(buckets)
+    strategy.ddp_buckets = buckets  # type: ignore[attr-defined]  # as long as it
+    if arguments.get("gradient_as_bucket_view"):
+        for bucket, group in zip(buckets, groups, strict=True):
+            for view, parameter in zip(torch.split(bucket, [one.numel() for one in group]), group, strict=True):
+                move = partial(_move_into, view.view_as(parameter))
+                parameter.register_post_accumulate_grad_hook(move)  # type: ignore[no-untyped-call]
+
+
+def _move_into(view: Tensor, parameter: nn.Parameter) -> None:
+    if parameter.grad is not None and parameter.grad is not view:
+        view.copy_(parameter.grad)
+        parameter.grad = view
+
+
+def _buckets_of(parameters: Iterable[nn.Parameter], cap_mib: float | None) -> list[list[nn.Parameter]]:
+    """Fill buckets in the order in which gradients are there, each of one dtype, until they have so many bytes."""
+    first_bytes = _FIRST_BUCKET_BYTES if cap_mib is None else int(cap_mib * MIB)
+    cap_bytes = int((cap_mib or _BUCKET_MIB) * MIB)
+    full: list[list[nn.Parameter]] = []
+    filling: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        bucket = filling.setdefault(parameter.dtype, [])
+        bucket.append(parameter)
+        if sum(one.nbytes for one in bucket) >= (cap_bytes if full else first_bytes):
+            full.append(filling.pop(parameter.dtype))
+    return [*full, *filling.values()]
 
 
 def add_silent_logger(trainer: pl.Trainer) -> None:

@@ -7,18 +7,16 @@ from lightning_vram.memory.estimate.caching_allocator.replay import AllocatorRep
 from lightning_vram.memory.estimate.caching_allocator.settings import AllocatorSettings, read_settings
 from lightning_vram.memory.estimate.result import StageEstimate
 from lightning_vram.memory.estimate.workspaces import Workspaces
+from lightning_vram.memory.tracking.timeline import MemoryTimeline
 
 
 def estimate_stages(traced: TracedFit, workspaces: Workspaces | None) -> Mapping[str, StageEstimate]:
     """Replay the allocator over the whole run, and read off each stage."""
     if workspaces is None:
         return {name: _on_host(traced, name) for name in traced.spans}
-    settings = read_settings()
-    fixed = _replay(traced, workspaces, AllocatorSettings(expandable_segments=False))
-    expandable = _replay(traced, workspaces, AllocatorSettings(expandable_segments=True))
-    own = expandable if settings.expandable_segments else fixed
-    if settings not in (AllocatorSettings(), AllocatorSettings(expandable_segments=True)):
-        own = _replay(traced, workspaces, settings)
+    settings, growing = read_settings(), AllocatorSettings(expandable_segments=True)
+    expandable = _replay(traced, workspaces, growing)
+    own = expandable if settings == growing else _replay(traced, workspaces, settings)
     return {name: _on_card(traced, name, own, expandable) for name in traced.spans}
 
 
@@ -41,12 +39,12 @@ def _replay(traced: TracedFit, workspaces: Workspaces, settings: AllocatorSettin
 
 
 def _on_host(traced: TracedFit, name: str) -> StageEstimate:
-    timeline = traced.stage(name)
-    return StageEstimate(timeline, *3 * (timeline.peak_bytes,), first_event=_num_held(traced, name))
+    timeline, num_held = _stage(traced, name)
+    return StageEstimate(timeline, *3 * (timeline.peak_bytes,), first_event=num_held)
 
 
 def _on_card(traced: TracedFit, name: str, own: AllocatorReplay, expandable: AllocatorReplay) -> StageEstimate:
-    timeline = traced.stage(name)
+    timeline, num_held = _stage(traced, name)
     part = slice(*traced.spans[name])
     return StageEstimate(
         timeline=timeline,
@@ -56,11 +54,11 @@ def _on_card(traced: TracedFit, name: str, own: AllocatorReplay, expandable: All
         workspace_bytes=own.workspace_bytes,
         host_bytes=timeline.host_peak_bytes,
         pinned_bytes=timeline.pinned_peak_bytes,
-        first_event=_num_held(traced, name),
+        first_event=num_held,
     )
 
 
-def _num_held(traced: TracedFit, name: str) -> int:
-    """How many events at the start of a stage's timeline stand for what it found."""
-    start, stop = traced.spans[name]
-    return len(traced.stage(name).events) - (stop - start)
+def _stage(traced: TracedFit, name: str) -> tuple[MemoryTimeline, int]:
+    """Return the timeline of a stage, and how many events at its start stand for what the stage found."""
+    timeline, (start, stop) = traced.stage(name), traced.spans[name]
+    return timeline, len(timeline.events) - (stop - start)

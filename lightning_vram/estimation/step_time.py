@@ -48,12 +48,8 @@ class StepTime:
     def seconds(self) -> float:
         """All of it, if what can run at the same time does."""
         backward = self.backward or _NOTHING
-        passes = (self._passing - backward._passing, backward._passing)
+        passes = (replace(self, backward=None) - backward, backward)
         return max(self.host, sum(max(one.compute, one.to_card, one.to_host) for one in passes))
-
-    @property
-    def _passing(self) -> "StepTime":
-        return StepTime(self.compute, self.to_card, self.to_host)
 
     def computed_slower(self, factor: float) -> "StepTime":
         """Return what it would be if all that computes took ``factor`` times as long, and copies as long as now."""
@@ -61,13 +57,12 @@ class StepTime:
         return replace(self, compute=self.compute * factor, host=self.host * factor, backward=backward)
 
     def __sub__(self, other: "StepTime") -> "StepTime":
-        has_backward = self.backward is not None
         return StepTime(
             self.compute - other.compute,
             self.to_card - other.to_card,
             self.to_host - other.to_host,
             self.host - other.host,
-            (self.backward or _NOTHING) - (other.backward or _NOTHING) if has_backward else None,
+            self.backward and self.backward - (other.backward or _NOTHING),
         )
 
 

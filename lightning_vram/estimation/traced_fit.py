@@ -23,13 +23,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import override
 
 from lightning_vram.estimation.batches import FreshBatches, batch_size_of, first_samples, map_tensors
-from lightning_vram.estimation.data_parallel import leave_out_reducer
 from lightning_vram.estimation.fake_trainer import (
     NUM_STEPS,
     RunCallbacks,
     StayOnCard,
     add_silent_logger,
     as_list,
+    leave_out_reducer,
     left_out_note,
     make_trainer,
     needs_ranks,
@@ -38,10 +38,10 @@ from lightning_vram.estimation.fake_trainer import (
 )
 from lightning_vram.estimation.isolation import isolated
 from lightning_vram.estimation.step_time import StepClock, StepTime
-from lightning_vram.memory.estimate.cuda_semantics import CudaSpec, cuda_semantics
+from lightning_vram.memory.estimate.caching_allocator.replay import as_on_card
 from lightning_vram.memory.estimate.cuda_semantics.scratch import Scratch
+from lightning_vram.memory.estimate.cuda_semantics.semantics import cuda_semantics
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
-from lightning_vram.memory.estimate.event_order import as_on_card
 from lightning_vram.memory.estimate.fakes.device import HOST, fake_device
 from lightning_vram.memory.estimate.fakes.device_module import CARD
 from lightning_vram.memory.estimate.fakes.known_values import KnownValues
@@ -304,8 +304,8 @@ def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: 
         fakes_of = fake_device(num_bytes=num_bytes, allocated_bytes=live_bytes, on_pin=note_pinned, reads=run.reads)
         mode, values = stack.enter_context(fakes_of)
         if run.card is not None:
-            spec = CudaSpec(run.card.capability or _USUAL_CAPABILITY, CARD, num_bytes)
-            notes = stack.enter_context(cuda_semantics(spec, allocated_bytes=live_bytes))
+            capability = run.card.capability or _USUAL_CAPABILITY
+            notes = stack.enter_context(cuda_semantics(capability, num_bytes=num_bytes, allocated_bytes=live_bytes))
         if needs_ranks(run.trainer_arguments) or run.num_ranks > 1:
             stack.enter_context(fake_ranks(run.num_ranks))
         fakes = FakeTensors(mode, HOST)

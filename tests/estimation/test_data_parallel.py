@@ -12,7 +12,7 @@ from support.any_modules import Plain, rows
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_vram.estimation import estimate_memory
-from lightning_vram.estimation.data_parallel import _assign
+from lightning_vram.estimation.fake_trainer import _buckets_of
 from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.memory.tracking.tracker import track_memory
 
@@ -89,7 +89,7 @@ def test_sizes_of_buckets():
 
     mib = 2**20
     sizes = [
-        [one.nbytes // mib for one in bucket] for bucket in _assign([weight(n * mib) for n in (1, 20, 10, 3)], None)
+        [one.nbytes // mib for one in bucket] for bucket in _buckets_of([weight(n * mib) for n in (1, 20, 10, 3)], None)
     ]
     assert sizes == [[1], [20, 10], [3]]
-    assert len(_assign([weight(mib), weight(mib), weight(mib, torch.bfloat16)], 2)) == 2
+    assert len(_buckets_of([weight(mib), weight(mib), weight(mib, torch.bfloat16)], 2)) == 2

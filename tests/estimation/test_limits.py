@@ -10,8 +10,7 @@ from torch import nn
 import lightning_vram as lv
 from lightning_vram.estimation import estimate_memory, traced_fit
 from lightning_vram.estimation.batches import with_batch_size
-from lightning_vram.estimation.limits import Limit, find_limit
-from lightning_vram.estimation.size_law import SizeLaw
+from lightning_vram.estimation.limits import Limit, SizeLaw, find_limit
 from lightning_vram.estimation.traced_fit import TracedFit
 from lightning_vram.memory.tracking.timeline import Allocation, Category, MemoryEvent, MemoryTimeline, Phase
 from lightning_vram.private_names.torch.fakes import DynamicOutputShapeException

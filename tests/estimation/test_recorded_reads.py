@@ -82,7 +82,7 @@ ASKS = {
     "repeat": lambda x: x.repeat_interleave(x[:, 0].abs().long(), dim=0),
     "equality": lambda x: torch.equal(x, x.clone()),
     "closeness": lambda x: torch.allclose(x, x.clone()),
-    "distribution": lambda x: torch.distributions.Normal(x, x.exp()).rsample(),
+    "distribution": lambda x: torch.distributions.Normal(x, x.exp(), validate_args=True).rsample(),
     "one hot": lambda x: nn.functional.one_hot(x.argmax(1)),
 }
 

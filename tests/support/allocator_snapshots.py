@@ -7,8 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from lightning_vram.memory.estimate.caching_allocator.allocator import CachingAllocator
-from lightning_vram.memory.estimate.caching_allocator.blocks import Block, Pool
-from lightning_vram.memory.estimate.caching_allocator.expandable_segments import ExpandableSegments
+from lightning_vram.memory.estimate.caching_allocator.segments import Block, ExpandableSegments, Pool
 from lightning_vram.memory.estimate.caching_allocator.settings import AllocatorSettings
 
 Segment = Mapping[str, Any]

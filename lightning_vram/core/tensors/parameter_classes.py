@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from lightning_vram.memory.estimate.fakes.parameters import FakeParameter
+from lightning_vram.memory.estimate.fakes.tensors import FakeParameter
 from lightning_vram.private_names.torch.dispatch import FakeTensor
 
 Result = TypeVar("Result")

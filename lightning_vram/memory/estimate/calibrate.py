@@ -6,8 +6,7 @@ share, so nobody else may be on the card.
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -97,8 +96,12 @@ def _measure_products(device: torch.device, spec: DeviceSpec) -> dict[str, float
             continue
         one = torch.randn(_SIZE, _SIZE, device=device, dtype=dtype)
         other, result = one.t().contiguous(), torch.empty_like(one)
-        with _precision("high" if name == "tf32" else "highest"):
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+        try:
             rates[name] = 2 * _SIZE**3 / _fastest(partial(torch.mm, one, other, out=result))
+        finally:
+            torch.set_float32_matmul_precision(before)
     return rates
 
 
@@ -128,13 +131,3 @@ def _time(run: Callable[[], Tensor], repeats: int) -> float:
         run()
     torch.accelerator.synchronize()
     return (time.perf_counter() - start) / repeats
-
-
-@contextmanager
-def _precision(name: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(name)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

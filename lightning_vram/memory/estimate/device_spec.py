@@ -8,7 +8,6 @@ from typing import Any
 
 from lightning_vram.argument_checks import check_positive_int
 
-GIVEN = "given"
 _FORMAT = 1  # of the file
 
 
@@ -37,7 +36,7 @@ class DeviceSpec:
 
     name: str
     memory_bytes: int
-    memory_source: str = GIVEN
+    memory_source: str = "given"
     bandwidth_bytes_per_s: float | None = None
     flops_per_s: Mapping[str, float] = field(default_factory=dict, hash=False)
     bus_bytes_per_s: float | None = None

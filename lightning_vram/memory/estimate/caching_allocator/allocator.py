@@ -6,12 +6,19 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_vram.memory.estimate.caching_allocator.blocks import Block, Pool
-from lightning_vram.memory.estimate.caching_allocator.device_memory import DeviceMemory
-from lightning_vram.memory.estimate.caching_allocator.expandable_segments import ExpandableSegments
-from lightning_vram.memory.estimate.caching_allocator.fixed_segments import FixedSegments
-from lightning_vram.memory.estimate.caching_allocator.settings import AllocatorSettings
-from lightning_vram.memory.estimate.caching_allocator.sizes import MIN_BLOCK, SMALL, round_request
+from lightning_vram.memory.estimate.caching_allocator.segments import (
+    Block,
+    DeviceMemory,
+    ExpandableSegments,
+    FixedSegments,
+    Pool,
+)
+from lightning_vram.memory.estimate.caching_allocator.settings import (
+    MIN_BLOCK,
+    SMALL,
+    AllocatorSettings,
+    round_request,
+)
 from lightning_vram.memory.units import format_bytes
 
 
@@ -21,18 +28,16 @@ class AllocatorStatistics:
 
     requested_bytes: int = 0  # asked for
     allocated_bytes: int = 0  # in blocks that serve requests: ``torch.cuda.memory_allocated``
-    active_bytes: int = 0  # and in those that were freed while another stream used them
     peak_requested_bytes: int = 0  # most at once
     peak_allocated_bytes: int = 0  # most at once
-    peak_active_bytes: int = 0  # most at once
     num_retries: int = 0  # how often the cache was given back because the driver had no memory
 
 
 class CachingAllocator:
     """Serve requests from cached blocks, and take segments where none fits.
 
-    What depends on the time that kernels take is not simulated: a block that another stream uses is free again when
-    :meth:`synchronize` says so, or the driver runs out. Graphs' private pools are another ``stream`` each.
+    What depends on the time that kernels take is not simulated: a freed block that another stream may still use is free
+    at once. Graphs' private pools are another ``stream`` each.
     """
 
     def __init__(self, settings: AllocatorSettings | None = None, *, capacity_bytes: int | None = None) -> None:
@@ -43,17 +48,11 @@ class CachingAllocator:
         self.segments: ExpandableSegments | FixedSegments = kind(self.device_memory, self.settings)
         self._pools: dict[tuple[Hashable, bool], Pool] = {}
         self._divisions = self.settings.roundup_power2_divisions
-        self._waiting: dict[Block, None] = {}  # freed, while other streams use them
 
     @property
     def reserved_bytes(self) -> int:
         """Taken from the driver: ``torch.cuda.memory_reserved``."""
         return self.device_memory.reserved_bytes
-
-    @property
-    def peak_reserved_bytes(self) -> int:
-        """Most ever taken from the driver."""
-        return self.device_memory.peak_reserved_bytes
 
     @property
     def pools(self) -> tuple[Pool, ...]:
@@ -84,36 +83,16 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block back: free at once, or when the streams that use it have been synchronized.
+        """Take a block back.
 
         Raises:
             ValueError: If it is not in use.
         """
         self.request_free(block)
-        if block.users:
-            self._waiting[block] = None
-        else:
-            self.complete_free(block)
-
-    def record_stream(self, block: Block, stream: Hashable) -> None:
-        """Note that a stream other than its own uses a block: ``Tensor.record_stream``."""
-        if stream != block.pool.stream:
-            block.users = (block.users or set()) | {stream}
-
-    def synchronize(self, stream: Hashable) -> None:
-        """Let what was freed while ``stream`` used it be free, since the stream has done all its work."""
-        for block in [block for block in self._waiting if block.users and stream in block.users]:
-            assert block.users is not None
-            block.users.discard(stream)
-            if not block.users:
-                del self._waiting[block]
-                self.complete_free(block)
+        self.complete_free(block)
 
     def empty_cache(self) -> None:
-        """Wait for all streams and give all segments, or pages, back of which nothing is in use."""
-        for block in tuple(self._waiting):
-            del self._waiting[block]
-            self.complete_free(block)
+        """Give all segments, or pages, back of which nothing is in use."""
         for pool in self._pools.values():
             self.segments.release_all(pool)
 
@@ -126,10 +105,7 @@ class CachingAllocator:
 
     def complete_free(self, block: Block) -> None:
         """Do the second half: the block can be used again."""
-        statistics = self.statistics
-        statistics.active_bytes -= block.size
-        statistics.requested_bytes -= block.requested_bytes
-        block.users = None
+        self.statistics.requested_bytes -= block.requested_bytes
         block.pool.put(block)
 
     def pool_of(self, stream: Hashable, *, is_small: bool) -> Pool:
@@ -143,10 +119,8 @@ class CachingAllocator:
         statistics = self.statistics
         statistics.requested_bytes += num_bytes
         statistics.allocated_bytes += block.size
-        statistics.active_bytes += block.size
         statistics.peak_requested_bytes = max(statistics.peak_requested_bytes, statistics.requested_bytes)
         statistics.peak_allocated_bytes = max(statistics.peak_allocated_bytes, statistics.allocated_bytes)
-        statistics.peak_active_bytes = max(statistics.peak_active_bytes, statistics.active_bytes)
 
     def _is_to_split(self, block: Block, size: int) -> bool:
         remaining = block.size - size

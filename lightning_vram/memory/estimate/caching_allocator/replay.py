@@ -1,14 +1,42 @@
-"""A tracked step, replayed through the allocator: what it would reserve."""
+"""A tracked step in the order in which the allocator of a card sees it, and what that would reserve for it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-
-import torch
+from dataclasses import dataclass, replace
 
 from lightning_vram.memory.estimate.caching_allocator.allocator import CachingAllocator
-from lightning_vram.memory.estimate.caching_allocator.blocks import Block
+from lightning_vram.memory.estimate.caching_allocator.segments import Block
 from lightning_vram.memory.estimate.caching_allocator.settings import AllocatorSettings
-from lightning_vram.memory.tracking.timeline import Allocation, MemoryTimeline, Phase
+from lightning_vram.memory.tracking.timeline import Allocation, MemoryEvent, MemoryTimeline, Phase
+
+_DROPOUT = "aten.native_dropout.default"  # returns its mask second, and makes it first
+_SUM = "aten.add.Tensor"
+
+
+def as_on_card(timeline: MemoryTimeline) -> MemoryTimeline:
+    """Return a timeline as long, in which dropout makes its mask first and autograd sums gradients in place.
+
+    Autograd adds to a gradient that nobody else holds, but never to a tensor without memory
+    (``can_accumulate_inplace`` of torch/csrc/autograd/input_buffer.cpp): there it makes the sum, and then drops what
+    it was made of. What was dropped first is as good as written to.
+    """
+    events = list(timeline.events)
+    for index in range(len(events) - 1):
+        pair = events[index], events[index + 1]
+        if _is_late_mask(timeline, *pair) or _is_sum(timeline, *pair):
+            events[index : index + 2] = reversed(pair)
+    return replace(timeline, events=tuple(events))
+
+
+def _is_late_mask(timeline: MemoryTimeline, first: MemoryEvent, second: MemoryEvent) -> bool:
+    ops = {timeline.allocations[event.allocation].op for event in (first, second)}
+    is_pair = second.allocation == first.allocation + 1 and ops == {_DROPOUT}
+    return is_pair and first.change_bytes > second.change_bytes > 0
+
+
+def _is_sum(timeline: MemoryTimeline, first: MemoryEvent, second: MemoryEvent) -> bool:
+    made = timeline.allocations[first.allocation]
+    is_autograd = made.op == _SUM and not made.module and first.phase is Phase.BACKWARD
+    return is_autograd and 0 < first.change_bytes == -second.change_bytes and first.allocation != second.allocation
 
 
 @dataclass(frozen=True)
@@ -18,21 +46,9 @@ class AllocatorReplay:
     # most bytes in blocks that are in use at each event of the timeline, with scratch of its operator
     allocated: tuple[int, ...]
     reserved: tuple[int, ...]  # bytes taken from the driver, after each event
-    peak_requested_bytes: int  # most bytes that were asked for at once, workspaces among them
     peak_allocated_bytes: int  # most bytes in blocks at once: what ``torch.cuda.max_memory_allocated`` would say
     peak_reserved_bytes: int  # most bytes taken from the driver: ``torch.cuda.max_memory_reserved``
     workspace_bytes: int  # most bytes that libraries took at once, beside tensors
-    num_retries: int  # how often all cache had to be given back
-    # index of the event that there was no memory for; the curves end before it. ``None``: all went well
-    out_of_memory_event: int | None
-
-    @property
-    def fragmentation_bytes(self) -> int:
-        """Bytes that were reserved and not in use when the most were in use."""
-        if not self.allocated:
-            return 0
-        peak = max(range(len(self.allocated)), key=self.allocated.__getitem__)
-        return self.reserved[peak] - self.allocated[peak]
 
 
 def replay(
@@ -42,7 +58,6 @@ def replay(
     settings: AllocatorSettings | None = None,
     kept: Mapping[str, tuple[int, ...]] | None = None,
     scratch: Mapping[str, int] | None = None,
-    capacity_bytes: int | None = None,
 ) -> AllocatorReplay:
     """Replay what a timeline has on one device.
 
@@ -53,43 +68,34 @@ def replay(
         kept: Blocks that libraries take for good when an operator, by its name, has first made its result: each once
             for a stream in the thread of the forward, and once in that of the backward.
         scratch: Bytes that an operator, by its name, takes while it makes its result, and gives back.
-        capacity_bytes: What the allocator can take from the driver. ``None`` is without end.
 
     Example:
+        >>> import torch
         >>> from lightning_vram import track_memory
         >>> with track_memory() as tracker:
         ...     ones = torch.ones(1000)
         >>> result = replay(tracker.timeline, "cpu")
-        >>> result.peak_requested_bytes, result.peak_allocated_bytes, result.peak_reserved_bytes
-        (4000, 4096, 2097152)
+        >>> result.peak_allocated_bytes, result.peak_reserved_bytes
+        (4096, 2097152)
     """
-    player = _Player(CachingAllocator(settings, capacity_bytes=capacity_bytes), kept or {}, scratch or {})
+    player = _Player(CachingAllocator(settings), kept or {}, scratch or {})
     allocated, reserved = [], []
-    failed = None
-    for index, event in enumerate(timeline.events):
+    for event in timeline.events:
         scratch_bytes = 0
         allocation = timeline.allocations[event.allocation]
         if allocation.device == device:
-            try:
-                player.change(event.allocation, event.change_bytes, allocation.stream)
-                if event.change_bytes > 0:
-                    player.take_kept(allocation, event.phase)
-                    scratch_bytes = player.use_scratch(allocation)
-            except torch.OutOfMemoryError:
-                failed = index
-                break
+            player.change(event.allocation, event.change_bytes, allocation.stream)
+            if event.change_bytes > 0:
+                player.take_kept(allocation, event.phase)
+                scratch_bytes = player.use_scratch(allocation)
         allocated.append(player.allocator.statistics.allocated_bytes + scratch_bytes)
         reserved.append(player.allocator.reserved_bytes)
-    statistics = player.allocator.statistics
     return AllocatorReplay(
         allocated=tuple(allocated),
         reserved=tuple(reserved),
-        peak_requested_bytes=statistics.peak_requested_bytes,
-        peak_allocated_bytes=statistics.peak_allocated_bytes,
-        peak_reserved_bytes=player.allocator.peak_reserved_bytes,
+        peak_allocated_bytes=player.allocator.statistics.peak_allocated_bytes,
+        peak_reserved_bytes=player.allocator.device_memory.peak_reserved_bytes,
         workspace_bytes=player.kept_bytes + player.most_scratch_bytes,
-        num_retries=statistics.num_retries,
-        out_of_memory_event=failed,
     )
 
 

@@ -1,16 +1,21 @@
-"""The allocator's settings, read as PyTorch reads them from ``PYTORCH_ALLOC_CONF``."""
+"""Sizes that the allocator is built on, and its settings, read as PyTorch reads them from ``PYTORCH_ALLOC_CONF``."""
 
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_vram.memory.device.allocator_settings import VARIABLES
-from lightning_vram.memory.estimate.caching_allocator.sizes import LARGE_SEGMENT, MIN_LARGE
 from lightning_vram.memory.units import MIB
 
-NUM_INTERVALS = 16  # of roundup_power2_divisions: sizes from 1 MiB on, doubling
+MIN_BLOCK = 512
+SMALL = MIB  # the largest request that goes to the small pool
+SMALL_SEGMENT = 2 * MIB
+LARGE_SEGMENT = 20 * MIB
+MIN_LARGE = 10 * MIB  # from here on a segment of its own
+ROUND_LARGE = 2 * MIB
+_NUM_INTERVALS = 16  # of roundup_power2_divisions: sizes from 1 MiB on, doubling
 _WITHOUT_EFFECT = (  # on what is reserved; the first collects only in a process that has a memory fraction
     *("garbage_collection_threshold", "per_process_memory_fraction", "throw_on_cudamalloc_oom"),
     *("release_lock_on_cudamalloc", "release_lock_on_hipmalloc", "graph_capture_record_stream_reuse"),
@@ -66,23 +71,21 @@ def parse_settings(text: str) -> AllocatorSettings:
         True
     """
     values = _split(text)
-    large_segment_bytes = _read_mib(values, "large_segment_size_mb", MIN_LARGE // MIB + 1) or LARGE_SEGMENT
-    settings = AllocatorSettings(
-        large_segment_bytes=large_segment_bytes, max_non_split_rounding_bytes=large_segment_bytes
-    )
+    name = "large_segment_size_mb"
+    large_bytes = _read_mib(name, values.pop(name), MIN_LARGE // MIB + 1) if name in values else LARGE_SEGMENT
+    given: dict[str, Any] = {"large_segment_bytes": large_bytes, "max_non_split_rounding_bytes": large_bytes}
     ignored = []
     for name, value in values.items():
         if name in _READERS:
             argument, read = _READERS[name]
-            changed: dict[str, Any] = {argument: read(values, name, large_segment_bytes)}
-            settings = replace(settings, **changed)
+            given[argument] = read(name, value, large_bytes // MIB)
         elif name == "backend" and value != "native":
             raise ValueError(f"backend:{value} is another allocator than the one that is simulated, backend:native.")
         elif name in _WITHOUT_EFFECT:
             ignored.append(name)
-        elif name not in ("backend", "large_segment_size_mb"):
+        elif name != "backend":
             raise ValueError(f"{name!r} is no setting of PyTorch's allocator, in {text!r}.")
-    return replace(settings, ignored=tuple(ignored))
+    return AllocatorSettings(**given, ignored=tuple(ignored))
 
 
 def _split(text: str) -> dict[str, str]:
@@ -93,38 +96,30 @@ def _split(text: str) -> dict[str, str]:
     return dict(pairs)
 
 
-def _read_mib(values: Mapping[str, str], name: str, least: int) -> int | None:
-    value = values.get(name)
-    if value is None:
-        return None
+def _read_mib(name: str, value: str, least: int) -> int:
     if not value.isdecimal() or int(value) < least:
         raise ValueError(f"{name} must be a whole number of MiB from {least} on, got {value!r}.")
     return int(value) * MIB
 
 
-def _read_least_segment(values: Mapping[str, str], name: str, large_segment_bytes: int) -> int | None:
-    return _read_mib(values, name, large_segment_bytes // MIB)
+def _read_bool(name: str, value: str, _: int) -> bool:
+    if value not in ("True", "False"):
+        raise ValueError(f"{name} must be True or False, got {value!r}.")
+    return value == "True"
 
 
-def _read_bool(values: Mapping[str, str], name: str, _: int) -> bool:
-    if values[name] not in ("True", "False"):
-        raise ValueError(f"{name} must be True or False, got {values[name]!r}.")
-    return values[name] == "True"
-
-
-def _read_divisions(values: Mapping[str, str], name: str, _: int) -> tuple[int, ...]:
-    value = values[name]
+def _read_divisions(name: str, value: str, _: int) -> tuple[int, ...]:
     if not value.startswith("["):
-        return (_power_of_2(name, value),) * NUM_INTERVALS
-    divisions = [0] * NUM_INTERVALS
+        return (_power_of_2(name, value),) * _NUM_INTERVALS
+    divisions = [0] * _NUM_INTERVALS
     last = -1
     for number, pair in enumerate(value[1:-1].split(",")):
         boundary, _colon, steps_text = pair.partition(":")
         steps = 0 if steps_text == "0" else _power_of_2(name, steps_text)
         if boundary == ">":
-            divisions[last + 1 :] = [steps] * (NUM_INTERVALS - last - 1)
+            divisions[last + 1 :] = [steps] * (_NUM_INTERVALS - last - 1)
             continue
-        last = min(_power_of_2(name, boundary).bit_length() - 1, NUM_INTERVALS - 1)
+        last = min(_power_of_2(name, boundary).bit_length() - 1, _NUM_INTERVALS - 1)
         if number == 0:
             divisions[:last] = [steps] * last  # smaller sizes as the first that is named
         divisions[last] = steps
@@ -138,9 +133,26 @@ def _power_of_2(name: str, text: str) -> int:
     return number
 
 
-_READERS: dict[str, tuple[str, Callable[[Mapping[str, str], str, int], Any]]] = {
+_READERS: dict[str, tuple[str, Callable[[str, str, int], Any]]] = {
     "expandable_segments": ("expandable_segments", _read_bool),
-    "max_split_size_mb": ("max_split_bytes", _read_least_segment),
-    "max_non_split_rounding_mb": ("max_non_split_rounding_bytes", _read_least_segment),
+    "max_split_size_mb": ("max_split_bytes", _read_mib),
+    "max_non_split_rounding_mb": ("max_non_split_rounding_bytes", _read_mib),
     "roundup_power2_divisions": ("roundup_power2_divisions", _read_divisions),
 }
+
+
+def round_up(num_bytes: int, multiple: int) -> int:
+    """Return the next multiple."""
+    return -(-num_bytes // multiple) * multiple
+
+
+def round_request(num_bytes: int, divisions: Sequence[int] = ()) -> int:
+    """Return the size of the block that serves a request, with ``divisions`` as in the settings."""
+    if num_bytes < MIN_BLOCK:
+        return MIN_BLOCK
+    if divisions:
+        interval = num_bytes.bit_length() - MIB.bit_length()
+        steps = divisions[min(max(interval, 0), len(divisions) - 1)]
+        if steps > 1 and num_bytes > MIN_BLOCK * steps:
+            return round_up(num_bytes, (1 << (num_bytes.bit_length() - 1)) // steps)
+    return round_up(num_bytes, MIN_BLOCK)

@@ -25,9 +25,8 @@ from lightning_vram.memory.estimate.fakes.device_module import (
 from lightning_vram.memory.estimate.fakes.host_kernels import HostKernels
 from lightning_vram.memory.estimate.fakes.kernels import pad_packed_sequence
 from lightning_vram.memory.estimate.fakes.known_values import KnownValues
-from lightning_vram.memory.estimate.fakes.parameters import make_parameter, taken_together
 from lightning_vram.memory.estimate.fakes.recorded_reads import ARRAY, LIST, RecordedReads, one_hot
-from lightning_vram.memory.estimate.fakes.tensors import fake_of
+from lightning_vram.memory.estimate.fakes.tensors import fake_of, make_parameter, taken_together
 from lightning_vram.memory.estimate.replaced import replaced
 from lightning_vram.private_names.torch.dispatch import FakeTensor, FakeTensorMode, QuickFakeMode, without_dispatch
 from lightning_vram.private_names.torch.fakes import (

@@ -1,6 +1,6 @@
 """Processes that are not there: a process group of many ranks in one process, all of which do what this one does."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,36 +21,20 @@ def fake_ranks(num_ranks: int) -> Iterator[None]:
     if dist.is_initialized():
         raise RuntimeError("estimate_memory makes ranks of its own, and this process is connected to others already.")
     with ExitStack() as stack:
-        stack.enter_context(_backend_of(KIND))
+        backends = dist.Backend.default_device_backend_map
+        backends[KIND] = BACKEND
+        stack.callback(backends.pop, KIND)
         connect_fake_ranks(("cpu", KIND), num_ranks)
         stack.callback(dist.destroy_process_group)
-        functions = {
-            "new_group": _make_group(dist.new_group),
+        new_group, backend = dist.new_group, f"cpu:{BACKEND},{KIND}:{BACKEND}"
+        functions: dict[str, Any] = {
+            "new_group": lambda ranks=None, *_, **kwargs: new_group(ranks, **{**kwargs, "backend": backend}),
             "barrier": lambda *_, **__: None,
             "broadcast_object_list": lambda *_, **__: None,
             "all_gather_object": _gather_same,
         }
         stack.enter_context(replaced(dist, functions))
         yield
-
-
-@contextmanager
-def _backend_of(kind: str) -> Iterator[None]:
-    """Let torch name a backend for devices of ``kind``."""
-    backends = dist.Backend.default_device_backend_map
-    backends[kind] = BACKEND
-    try:
-        yield
-    finally:
-        del backends[kind]
-
-
-def _make_group(original: Callable[..., Any]) -> Callable[..., Any]:
-    def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("backend", None)
-        return original(ranks, backend=f"cpu:{BACKEND},{KIND}:{BACKEND}", **kwargs)
-
-    return new_group
 
 
 def _gather_same(objects: list[Any], value: Any, group: Any = None) -> None:

@@ -1,7 +1,11 @@
-"""Tensors without memory in the place of real ones: same shapes, strides, storages and ties, no bytes."""
+"""Tensors without memory in the place of real ones: same shapes, strides, storages and ties, no bytes.
+
+Parameters among them are known by their class, as real ones are: whoever asks for it finds what it would find.
+"""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +17,8 @@ from lightning_vram.private_names.torch.dispatch import (
     is_traceable_wrapper_subclass,
     without_dispatch,
 )
+from lightning_vram.private_names.torch.fakes import mark_parameter
+from lightning_vram.private_names.torch.optimizers import FOREACH_TYPES
 from lightning_vram.private_names.torch.tensors import storage_key
 
 _Copied = TypeVar("_Copied")
@@ -80,3 +86,32 @@ def fake_bytes(storage: torch.UntypedStorage, mode: FakeTensorMode, device: torc
         elements = torch.empty(0, dtype=torch.uint8, device="meta").set_(storage)
     flat: Tensor = FakeTensor(mode, elements, device)
     return flat
+
+
+class FakeParameter(FakeTensor):
+    """A fake tensor that is a parameter."""
+
+
+@contextmanager
+def taken_together() -> Iterator[None]:
+    """Let optimizers and clipping work on many fakes at once, as they do on real ones: they go by the class."""
+    fakes = [FakeTensor, FakeParameter]
+    with ExitStack() as stack:
+        for types in FOREACH_TYPES:
+            types[:0] = fakes
+            stack.callback(types.__delitem__, slice(len(fakes)))
+        yield
+
+
+def make_parameter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what ``nn.Parameter.__new__`` is to be for parameters of fakes to be :class:`FakeParameter`."""
+
+    def new(cls: type, data: Tensor | None = None, requires_grad: bool = True) -> Any:  # noqa: FBT001, FBT002
+        if not isinstance(data, FakeTensor):
+            return original(cls, data, requires_grad)
+        parameter: Any = data.detach().requires_grad_(requires_grad)
+        parameter.__class__ = FakeParameter
+        mark_parameter(parameter)
+        return parameter
+
+    return new

@@ -5,8 +5,7 @@ import torch
 
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 from lightning_vram.memory.estimate.caching_allocator.allocator import CachingAllocator
-from lightning_vram.memory.estimate.caching_allocator.settings import AllocatorSettings, parse_settings
-from lightning_vram.memory.estimate.caching_allocator.sizes import round_request
+from lightning_vram.memory.estimate.caching_allocator.settings import AllocatorSettings, parse_settings, round_request
 from lightning_vram.memory.units import GIB, KIB, MIB
 
 
@@ -115,7 +114,7 @@ def test_empty_cache_gives_back_segments_that_are_free_as_a_whole():
         allocator.free(block)
     allocator.empty_cache()
     assert allocator.reserved_bytes == 20 * MIB
-    assert allocator.peak_reserved_bytes == 62 * MIB
+    assert allocator.device_memory.peak_reserved_bytes == 62 * MIB
     allocator.free(kept)
     allocator.empty_cache()
     assert allocator.reserved_bytes == 0
@@ -221,3 +220,12 @@ def test_each_interval_of_sizes_has_its_own_steps():
 def test_the_allocator_rounds_by_its_settings():
     allocator = CachingAllocator(AllocatorSettings(roundup_power2_divisions=(2,) * 16))
     assert allocator.malloc(600 * KIB).size == 768 * KIB
+
+
+def test_a_freed_block_serves_its_own_stream():
+    allocator = CachingAllocator()
+    block = allocator.malloc(20 * MIB, stream=1)
+    allocator.free(block)
+    allocator.malloc(20 * MIB, stream=2)
+    assert allocator.reserved_bytes == 40 * MIB
+    assert allocator.malloc(20 * MIB, stream=1) is block

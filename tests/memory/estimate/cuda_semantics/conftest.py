@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_vram.memory.estimate.cuda_semantics import CudaSpec, cuda_semantics
-
-CARD = torch.device("lazy", 0)
+from lightning_vram.memory.estimate.cuda_semantics.semantics import cuda_semantics
+from lightning_vram.memory.estimate.fakes.tensors import taken_together
 
 
 @pytest.fixture
@@ -18,7 +17,8 @@ def card(monkeypatch):
         monkeypatch.setattr(torch, "lazy", torch.cuda, raising=False)  # checkpoints ask the device's module
         for context in (
             FakeTensorMode(allow_non_fake_inputs=True),
-            cuda_semantics(CudaSpec(compute_capability or (8, 9), CARD)),
+            taken_together(),  # as fake_device does
+            cuda_semantics(compute_capability or (8, 9)),
         ):
             result = context.__enter__()
             entered.append(context)

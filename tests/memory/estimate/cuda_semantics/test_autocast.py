@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_vram.memory.estimate.cuda_semantics.autocast.lists import Cast, autocast_lists
+from lightning_vram.memory.estimate.cuda_semantics.autocast import Cast, autocast_lists
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.private_names.cuda.dispatch_keys import operators_cast_for
 

@@ -13,7 +13,7 @@ from support.cuda_parity import PRECISIONS, measure
 from support.cuda_parity_models import MODELS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_vram.memory.estimate.cuda_semantics import CudaSpec, cuda_semantics
+from lightning_vram.memory.estimate.cuda_semantics.semantics import cuda_semantics
 
 CARD = torch.device("lazy", 0)
 RECORD = json.loads((Path(__file__).parent / "parity.json").read_text())
@@ -21,7 +21,6 @@ RECORD = json.loads((Path(__file__).parent / "parity.json").read_text())
 
 @pytest.mark.parametrize(("name", "precision"), list(itertools.product(MODELS, PRECISIONS)))
 def test_a_forward_keeps_and_needs_what_it_does_under_cudas_dispatcher(name, precision):
-    spec = CudaSpec((8, 9), CARD)
-    with FakeTensorMode(allow_non_fake_inputs=True), cuda_semantics(spec):
+    with FakeTensorMode(allow_non_fake_inputs=True), cuda_semantics((8, 9)):
         saved_and_peak = measure(name, precision, CARD, lambda dtype: torch.autocast("cuda", dtype))
     assert saved_and_peak == RECORD[f"{name}-{precision}"]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_vram.memory.estimate.cuda_semantics import CudaSpec, cuda_semantics
+from lightning_vram.memory.estimate.cuda_semantics.semantics import cuda_semantics
 
 CARD = torch.device("lazy", 0)
 
@@ -54,8 +54,7 @@ def test_a_default_device_is_the_stand_in(card):
 
 
 def test_torch_cuda_speaks_of_the_card():
-    spec = CudaSpec((7, 5), CARD, num_bytes=1000)
-    with cuda_semantics(spec, allocated_bytes=lambda: 300):
+    with cuda_semantics((7, 5), num_bytes=1000, allocated_bytes=lambda: 300):
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.manual_seed_all(3)
@@ -72,7 +71,7 @@ def test_torch_cuda_speaks_of_the_card():
 def test_all_is_undone():
     before = {owner: dict(vars(owner)) for owner in (torch, torch.cuda, torch.autocast, torch.amp.GradScaler)}
     try:
-        with FakeTensorMode(), cuda_semantics(CudaSpec((8, 0), CARD)), torch.autocast("cuda"):
+        with FakeTensorMode(), cuda_semantics((8, 0)), torch.autocast("cuda"):
             raise KeyError
     except KeyError:
         pass
@@ -84,11 +83,10 @@ def test_all_is_undone():
 
 
 def test_it_can_be_entered_again_but_not_inside_of_itself():
-    spec = CudaSpec((8, 0), CARD)
     for _ in range(2):
-        with cuda_semantics(spec):
+        with cuda_semantics((8, 0)):
             pass
-    with cuda_semantics(spec), pytest.raises(RuntimeError):
-        cuda_semantics(spec).__enter__()
-    with cuda_semantics(spec):
+    with cuda_semantics((8, 0)), pytest.raises(RuntimeError):
+        cuda_semantics((8, 0)).__enter__()
+    with cuda_semantics((8, 0)):
         assert torch.cuda.is_available()

@@ -6,7 +6,7 @@ from torch import nn
 from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES, REAL_TYPES
 from lightning_vram.memory.estimate.fakes.device import fake_device
 from lightning_vram.memory.estimate.fakes.device_module import CARD
-from lightning_vram.memory.estimate.fakes.parameters import FakeParameter
+from lightning_vram.memory.estimate.fakes.tensors import FakeParameter
 from lightning_vram.private_names.torch.optimizers import FOREACH_TYPES
 
 
