@@ -2,7 +2,6 @@
 
 import copy
 import math
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -64,9 +63,8 @@ _QUIET: Mapping[str, Mapping[str, bool]] = {
     "test": {"verbose": False},
     "predict": {"return_predictions": False},
 }
-_FEW = 2  # samples: batch norms refuse one
-_WHOLE_SECONDS = 20  # that real steps of a whole batch may take
-_BYTES_PER_S = 100 * MIB  # of results of operators, at least
+_FEW = 2, 8  # samples: batch norms refuse one
+_MOST_MADE_BYTES = 4 << 30  # by operators, in real steps of a whole batch: some 20 s
 _PER_WEIGHT_BYTE = 5  # the copy of a weight, its gradient, two moments, and what the step itself takes
 _LIGHT_BYTES = 256 * MIB  # of weights, with which real steps are quick
 _NOT_THE_USERS = ("torch", "lightning", "lightning_vram", "importlib", "contextlib")
@@ -187,22 +185,34 @@ def _record_reads(module: pl.LightningModule, batch: Any, run: FitRun, reason: E
     needed_bytes, there_bytes = _check_host(module, why, reason)
     alone = _alone(run)
     real = map_tensors(batch, _with_values)
-    size, few = batch_size_of(real) or 1, first_samples(real, _FEW)
+    size, parts = batch_size_of(real) or 1, [first_samples(real, few) for few in _FEW]
     try:
-        fewer, traced = _record(module, few, alone)
+        fewer, one = _record(module, parts[0], alone)
+        larger, other = (fewer, one) if parts[1] is parts[0] else _record(module, parts[1], alone)
     except Exception:  # the model may refuse so few: what it raises with all of them is its word
-        fewer, traced = _record(module, real, alone)
-    growth, seconds = size / fewer.num_samples, time.perf_counter() - fewer.started
-    made_bytes = sum(max(0, event.change_bytes) for event in traced.timeline.events)
-    seconds = min(seconds, made_bytes / _BYTES_PER_S)  # few samples take as long as more: each operator has its price
-    is_quick = growth * seconds <= _WHOLE_SECONDS
-    has_room = needed_bytes + growth * traced.timeline.peak_bytes <= there_bytes
-    larger, _ = _record(module, real, alone) if growth > 1 and is_quick and has_room else (fewer, traced)
+        (fewer, one), (larger, other) = 2 * [_record(module, real, alone)]
+    made, peaks = (
+        _at(size, {fewer.num_samples: measure(one), larger.num_samples: measure(other)})
+        for measure in (_made_bytes, lambda traced: traced.timeline.peak_bytes)
+    )
+    if larger.num_samples < size and made <= _MOST_MADE_BYTES and needed_bytes + peaks <= there_bytes:
+        larger, _ = _record(module, real, alone)
     run.reads.take(fewer, larger)
     run.reads.note = (
         f"The step reads values of tensors{line}: they are those of a real step on the CPU with {larger.num_samples} "
         "samples."
     )
+
+
+def _made_bytes(traced: TracedFit) -> int:
+    """Return the bytes of all that operators made: about what they take."""
+    return sum(max(0, event.change_bytes) for event in traced.timeline.events)
+
+
+def _at(size: int, known: Mapping[int, int]) -> float:
+    """Return the value at a size, on the line through two."""
+    (few, low), (more, high) = [*known.items(), *known.items()][:2]
+    return high + (high - low) / max(1, more - few) * (size - more)
 
 
 def run_whole(module: pl.LightningModule, batch: Any, run: FitRun, reason: Exception) -> TracedFit:
@@ -279,6 +289,7 @@ def _real_fit(
     tensors = [one for one in (*module.parameters(), *module.buffers()) if not one.is_cpu]
     on_host: dict[int, Any] = {id(one): _on_host(one) for one in tensors}
     copies = copy.deepcopy((module, parts_of(run.trainer_arguments, run.run_callbacks)), on_host)
+    del on_host  # it knows all copies: whoever puts other tensors there frees those
     return _fit(copies, make_batch, run, HOST, [], num_batches)
 
 

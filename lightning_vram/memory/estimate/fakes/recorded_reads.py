@@ -8,7 +8,6 @@ in two real runs are scaled with that number.
 """
 
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -51,22 +50,31 @@ class Read:
         place: What was asked for, by which code, at which of its instructions.
         shapes: Of the tensors that were read.
         answer: A number, an array, or the :class:`Result` of each tensor that the operator returned.
-        grows: Whether the number is larger with more samples.
+        grows: Whether the number or the length of results is larger with more samples.
     """
 
     place: _Place
     shapes: tuple[_Shape, ...]
     answer: Any
-    grows: bool = False
+    grows: bool = True
+
+    @property
+    def size(self) -> int | None:
+        """The integer, or the length of the first result; ``None`` if it is something else."""
+        if isinstance(self.answer, tuple):
+            return next((one.shape[0] for one in self.answer if one.shape), None)
+        return self.answer if type(self.answer) is int else None
 
     def scaled(self, shape: _Shape, shapes: Sequence[_Shape]) -> _Shape:
         """Return the shape of a result for tensors of other shapes than those that were read."""
         if tuple(shapes) == self.shapes or not shape:
             return shape
-        old, new = (next(iter(some), ()) for some in (self.shapes, shapes))
+        old, new = (prod(next(iter(some), ())) for some in (self.shapes, shapes))
         first = next((other[0] for one, other in self._pairs(shapes) if one[:1] == shape[:1]), None)
-        if first is None:
-            first = round(shape[0] * prod(new) / max(1, prod(old)))
+        if not self.grows:
+            first = min(shape[0], new)
+        elif first is None:
+            first = round(shape[0] * new / max(1, old))
         changed = {
             a: b for one, other in self._pairs(shapes) for a, b in zip(one[1:], other[1:], strict=True) if a != b
         }
@@ -103,7 +111,6 @@ class RecordedReads:
         factor: How many times as many samples there are in the run that asks now.
         note: What a reader of the numbers should know.
         wanted: The line that reads what nobody knows, as ``"train.py:31"``, where it was guessed; empty if none was.
-        started: When the first batch began, in seconds of ``time.perf_counter``.
     """
 
     runs: set[str | None] = field(default_factory=set)
@@ -111,18 +118,16 @@ class RecordedReads:
     factor: float = 1.0
     note: str = ""
     wanted: str = ""
-    started: float = 0.0
     _segments: dict[tuple[str, int], list[Read]] = field(default_factory=dict)
     _counts: dict[str, int] = field(default_factory=dict)
 
     def restart(self) -> None:
         """A run begins."""
-        self._counts, self.started = {}, 0.0
+        self._counts = {}
         _POSITION.set((_START, 0))
 
     def begin(self, stage: str) -> None:
         """A batch of a stage begins."""
-        self.started = self.started or time.perf_counter()
         number = self._counts[stage] = self._counts.get(stage, -1) + 1
         _POSITION.set(((stage, number), 0))
 
@@ -131,7 +136,8 @@ class RecordedReads:
         key, index = _POSITION.get()
         reads = self._segments.setdefault(key, [])
         if index == len(reads):
-            reads.append(Read(_place_of(what), tuple(tuple(one.shape) for one in tensors), answer))
+            shapes = tuple(tuple(one.shape) for one in tensors)
+            reads.append(Read(_place_of(what), shapes, answer, grows=isinstance(answer, tuple)))
         _POSITION.set((key, index + 1))
 
     def find(self, what: Any) -> Read | None:
@@ -154,28 +160,25 @@ class RecordedReads:
 
     def number(self, read: Read) -> Any:
         """Return the number that was read, for as many samples as there are now."""
-        return round(read.answer * self.factor) if read.grows else read.answer
+        return round(read.answer * self.factor) if read.grows and type(read.answer) is int else read.answer
 
     def take(self, fewer: "RecordedReads", larger: "RecordedReads") -> None:
         """Take over the reads of the larger of two runs, with what grew from the other to it."""
-        ratio = larger.num_samples / fewer.num_samples
-        before = fewer._means()
-        growing = {
-            place
-            for place, mean in larger._means().items()
-            if ratio > 1 and before.get(place, 0) > 0 and mean / before[place] > sqrt(ratio)
-        }
+        ratio, before = larger.num_samples / fewer.num_samples, fewer._mean_sizes()
+        grows = {place: size > sqrt(ratio) * before.get(place, size) for place, size in larger._mean_sizes().items()}
         for key, reads in larger._segments.items():
-            self._segments[key] = [replace(read, grows=read.place in growing) for read in reads]
+            known = reads if ratio == 1 else [replace(one, grows=grows.get(one.place, False)) for one in reads]
+            self._segments[key] = known
         self.runs |= larger.runs
-        self.num_samples, self.note = larger.num_samples, larger.note
+        self.num_samples = larger.num_samples
 
-    def _means(self) -> Mapping[_Place, float]:
+    def _mean_sizes(self) -> Mapping[_Place, float]:
+        """Return the mean of the integers that were read at each place, or of the lengths of the results."""
         found: dict[_Place, list[int]] = {}
         for read in chain(*self._segments.values()):
-            if type(read.answer) is int:
-                found.setdefault(read.place, []).append(read.answer)
-        return {place: sum(numbers) / len(numbers) for place, numbers in found.items()}
+            if read.size is not None:
+                found.setdefault(read.place, []).append(read.size)
+        return {place: sum(sizes) / len(sizes) for place, sizes in found.items()}
 
 
 class ReadRecorder(UnwrappedMode):
