@@ -47,7 +47,7 @@ class Read:
     """One read.
 
     Args:
-        place: What was asked for, by which code, at which of its instructions.
+        place: What was asked for, by which code, at which of its lines.
         shapes: Of the tensors that were read.
         answer: A number, an array, or the :class:`Result` of each tensor that the operator returned.
         grows: Whether the number or the length of results is larger with more samples.
@@ -268,7 +268,7 @@ def _describe(tensor: Tensor) -> Result:
 
 def _place_of(what: Any) -> _Place:
     frame = _reader()
-    return what, frame.f_code, frame.f_lasti
+    return what, frame.f_code, frame.f_lineno
 
 
 def _reader() -> Any:
