@@ -23,12 +23,7 @@ _HOW = "Give one: estimate_memory(module, batch, ...) takes any nest of tensors,
 
 
 class FreshBatches:
-    """A loader that makes each batch when it is asked for.
-
-    Args:
-        make: Makes one.
-        num_batches: How many there are.
-    """
+    """A loader that makes each batch when it is asked for."""
 
     def __init__(self, make: Callable[[], Any], num_batches: int) -> None:
         self.make = make

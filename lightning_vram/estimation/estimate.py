@@ -119,14 +119,7 @@ def estimate_memory(  # noqa: PLR0913 - by name
 
 
 class Estimator:
-    """Estimates a run, and the same with other batches.
-
-    Args:
-        module: Of the run.
-        batch: For it.
-        spec: Of what it runs on, the host as well.
-        run: How.
-    """
+    """Estimates a run, and the same with other batches."""
 
     def __init__(self, module: pl.LightningModule, batch: Any, spec: DeviceSpec, run: FitRun) -> None:
         self._module = module

@@ -37,15 +37,10 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Limit:
-    """Where a search has ended.
+    """Where a search has ended."""
 
-    Args:
-        size: The largest size; 0 if not even 1 is possible, ``None`` if it is not known.
-        refusal: What the model raises at the next size, in one line; empty if memory is the limit.
-    """
-
-    size: int | None = None
-    refusal: str = ""
+    size: int | None = None  # the largest; 0 if not even 1 is possible, ``None`` if it is not known
+    refusal: str = ""  # what the model raises at the next size, in one line; empty if memory is the limit
 
 
 def find_limit(
@@ -55,20 +50,11 @@ def find_limit(
     sizes: Sequence[int],
     first: TracedFit,
 ) -> Limit:
-    """Find the largest size that the model takes and whose need is within a limit.
+    """Find the largest size that the model takes and whose need, which grows with it, is within a limit.
 
-    Args:
-        trace: Runs a step of a size.
-        needed_bytes: Says what a run needs. Grows with the size.
-        limit_bytes: What there is.
-        sizes: To make the law of; the first is that of ``first``. Others take the place of what the model refuses.
-        first: The run of the first size.
-
-    Returns:
-        The limit; an unknown one if nothing follows from those sizes, or a trace at the size that was found belies it.
-
-    Raises:
-        Exception: What a trace raises that is no refusal of the model: see :func:`attempt`.
+    The law is made of ``sizes``, the first of which is that of ``first``, or of others where the model refuses them. It
+    is unknown if nothing follows from them, or a trace at the size that was found belies it. What a trace raises that
+    is no refusal of the model is raised: see :func:`attempt`.
     """
     found = _Sizes(trace, needed_bytes)
     found.needs[sizes[0]] = needed_bytes(first)

@@ -73,23 +73,14 @@ _HOST_SPEC = DeviceSpec("cpu", memory_bytes=1)
 
 @dataclass(frozen=True)
 class TracedFit:
-    """What two steps and a validation did.
-
-    Args:
-        timeline: All of it.
-        spans: First event and the one after the last, by stage.
-        times: What each stage would take, by stage; empty if nobody asked.
-        layers: What each layer does, as a table, if a callback has planned it.
-        notes: What a reader of the numbers should know.
-        host_bytes: What the strategy will have at rest on the host.
-    """
+    """What two steps and a validation did."""
 
     timeline: MemoryTimeline
-    spans: Mapping[str, tuple[int, int]]
-    notes: tuple[str, ...] = ()
-    times: Mapping[str, StepTime] = field(default_factory=dict)
-    layers: str = ""
-    host_bytes: int = 0
+    spans: Mapping[str, tuple[int, int]]  # first event and the one after the last, by stage
+    notes: tuple[str, ...] = ()  # what a reader of the numbers should know
+    times: Mapping[str, StepTime] = field(default_factory=dict)  # of each stage; empty if nobody asked
+    layers: str = ""  # what each layer does, as a table, if a callback has planned it
+    host_bytes: int = 0  # what the strategy will have at rest on the host
 
     def stage(self, name: str) -> MemoryTimeline:
         """The timeline of one stage, with what it found."""
@@ -98,30 +89,19 @@ class TracedFit:
 
 @dataclass(frozen=True)
 class FitRun:
-    """What is run.
+    """What is run."""
 
-    Args:
-        trainer_arguments: Of the user's Trainer.
-        card: What it runs on; ``None`` is the host.
-        num_ranks: Number of processes, all of which do the same.
-        with_validation: Whether to validate after the steps.
-        with_times: Whether to count what the operators take, of a fit.
-        evaluation: ``"validate"``, ``"test"`` or ``"predict"``: one batch of that, by itself; ``None``: a fit.
-        run_callbacks: The user's callbacks that are run, by classes or names.
-        known: The first run of a Trainer and what came of it, for others of the same; ``None``: nobody shares it.
-        has_values: Whether real tensors of the batch keep their values, so that indices out of range are noticed.
-        reads: What a real run has read of its tensors, for all runs of the same step; empty until one of them asks.
-    """
-
-    trainer_arguments: Mapping[str, Any]
-    card: DeviceSpec | None = None
-    num_ranks: int = 1
-    with_validation: bool = True
-    with_times: bool = False
-    evaluation: str | None = None
-    run_callbacks: RunCallbacks = ()
+    trainer_arguments: Mapping[str, Any]  # of the user's Trainer
+    card: DeviceSpec | None = None  # what it runs on; ``None`` is the host
+    num_ranks: int = 1  # processes, all of which do the same
+    with_validation: bool = True  # after the steps
+    with_times: bool = False  # whether to count what the operators take, of a fit
+    evaluation: str | None = None  # "validate", "test" or "predict": one batch of that, by itself; ``None``: a fit
+    run_callbacks: RunCallbacks = ()  # the user's callbacks that are run, by classes or names
+    # The first run of a Trainer and what came of it, for others of the same; ``None``: nobody shares it.
     known: list[tuple["FitRun", list[Any], TracedFit | Exception]] | None = field(default=None, compare=False)
-    has_values: bool = False
+    has_values: bool = False  # whether tensors of the batch keep their values, so that bad indices are noticed
+    # What a real run has read of its tensors, for all runs of the same step; empty until one of them asks.
     reads: RecordedReads = field(default_factory=RecordedReads, compare=False)
 
 
@@ -174,12 +154,7 @@ def _fit_with_reads(module: pl.LightningModule, batch: Any, run: FitRun) -> Trac
 
 
 def _record_reads(module: pl.LightningModule, batch: Any, run: FitRun, reason: Exception | None) -> None:
-    """Record what real steps read, on the host and in one process: with a few samples, and with all if that is quick.
-
-    Raises:
-        ValueError: If there can be no real step: its message has the reason.
-        Exception: What the module raises in it.
-    """
+    """Record what real steps read, in one process on the host: with a few samples, and with all if that is quick."""
     line = f" ({run.reads.wanted})" if reason is None else reading_line(reason)
     why = f"The step reads values of tensors{line}, so it must run once on real tensors, on the host"
     needed_bytes, there_bytes = _check_host(module, why, reason)
@@ -216,12 +191,7 @@ def _at(size: int, known: Mapping[int, int]) -> float:
 
 
 def run_whole(module: pl.LightningModule, batch: Any, run: FitRun, reason: Exception) -> TracedFit:
-    """Run real steps of a batch on the host, for what cannot be traced, and say that they were run on the device.
-
-    Raises:
-        ValueError: If there can be no real step: its message has the reason.
-        Exception: What the module raises in it.
-    """
+    """Run real steps of a batch on the host, for what cannot be traced, and say that they were run on the device."""
     line = reading_line(reason)
     why = f"The step cannot be traced{line} ({reason}), so it must run on real tensors, on the host"
     _check_host(module, why, reason)

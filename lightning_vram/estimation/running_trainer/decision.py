@@ -140,13 +140,7 @@ def _bytes_on(device: torch.device, module: pl.LightningModule) -> int:
 
 
 def read_trainer_arguments(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return arguments for another Trainer, which runs the same step.
-
-    Callbacks and plugins are those of ``trainer``, to be copied. The strategy is a new one.
-
-    Raises:
-        ValueError: If nobody knows how to make another strategy of its kind.
-    """
+    """Return arguments for another Trainer, which runs the same step; callbacks and plugins are to be copied."""
     arguments: dict[str, Any] = {
         "callbacks": list(trainer.callbacks),  # type: ignore[attr-defined]
         "strategy": _another(trainer.strategy),

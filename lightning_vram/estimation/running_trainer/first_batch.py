@@ -24,15 +24,10 @@ _MOST_TRANSFORMS = 64  # longer lists are samples
 
 
 def read_first_batches(trainer: pl.Trainer, module: pl.LightningModule, most: int) -> tuple[list[Any], int | None]:
-    """Return batches as the run's first ones, from the loaders, the datamodule or the module that ``fit`` was given.
+    """Return batches as the run's first ones, and how many an epoch has, of all ranks; ``None``: nobody knows.
 
-    The second is how many an epoch has, of all ranks; ``None``: nobody knows.
-
-    Global random numbers are the caller's to keep. A loader that stacks samples is read once: they are of one shape.
-
-    Raises:
-        ValueError: If there is none, or none can be had without taking it away from the run.
-        Exception: What the user's data raise.
+    Global random numbers are the caller's to keep. A loader that stacks samples is read once: they are of one shape. If
+    there is no batch, or none without taking it away from the run, that is a ``ValueError``.
     """
     source = training_source(trainer)
     if isinstance(source, pl.LightningModule):

@@ -60,14 +60,7 @@ class CachingAllocator:
         return tuple(self._pools.values())
 
     def malloc(self, num_bytes: int, stream: Hashable = 0) -> Block:
-        """Serve a request.
-
-        Returns:
-            The block, to be freed by :meth:`free`.
-
-        Raises:
-            torch.OutOfMemoryError: If the driver has no memory for it, with all cache given back.
-        """
+        """Serve a request; ``torch.OutOfMemoryError`` if the driver has no memory for it, with all cache given back."""
         if self._divisions or num_bytes < MIN_BLOCK:
             size = round_request(num_bytes, self._divisions)
         else:

@@ -59,24 +59,15 @@ def replay(
     kept: Mapping[str, tuple[int, ...]] | None = None,
     scratch: Mapping[str, int] | None = None,
 ) -> AllocatorReplay:
-    """Replay what a timeline has on one device.
+    """Replay what a timeline has on one device, of one step or more: the second is as all later ones.
 
     Args:
-        timeline: Of :func:`lightning_vram.track_memory`, of one step or more. The second step is as all later ones.
+        timeline: Of :func:`lightning_vram.track_memory`.
         device: As in :attr:`MemoryTimeline.devices`.
         settings: Of the allocator. ``None`` takes PyTorch's defaults.
         kept: Blocks that libraries take for good when an operator, by its name, has first made its result: each once
             for a stream in the thread of the forward, and once in that of the backward.
         scratch: Bytes that an operator, by its name, takes while it makes its result, and gives back.
-
-    Example:
-        >>> import torch
-        >>> from lightning_vram import track_memory
-        >>> with track_memory() as tracker:
-        ...     ones = torch.ones(1000)
-        >>> result = replay(tracker.timeline, "cpu")
-        >>> result.peak_allocated_bytes, result.peak_reserved_bytes
-        (4096, 2097152)
     """
     player = _Player(CachingAllocator(settings), kept or {}, scratch or {})
     allocated, reserved = [], []

@@ -40,11 +40,7 @@ def cuda_semantics(
 ) -> Iterator[dict[str, None]]:
     """Let fake tensors of the stand-in take what CUDA's kernels take, inside the block and in this thread.
 
-    Yields:
-        What the reader of the numbers should know, as keys: more of them as the program runs.
-
-    Raises:
-        RuntimeError: If torch does not say what autocast does on CUDA, or inside of another such block.
+    Yields what the reader of the numbers should know, as keys: more of them as the program runs.
     """
     notes: dict[str, None] = {}
     with ExitStack() as stack:

@@ -9,6 +9,7 @@ computation: what a real card holds while one lags behind is not seen.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -118,8 +119,8 @@ def _deep_copy(original: _Copy, values: KnownValues) -> _Copy:
 
 
 def _read_all(what: str, original: Callable[..., Any], values: KnownValues) -> Callable[..., Any]:
-    def read(tensor: Tensor, **_: Any) -> Any:
-        return values.read_all(what, tensor, original)
+    def read(tensor: Tensor, **options: Any) -> Any:
+        return values.read_all(what, tensor, partial(original, **options))
 
     return read
 

@@ -16,12 +16,7 @@ _ALIGNMENT_BYTES = 16  # of each row, on a card
 
 
 def call_fake(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operator on fake tensors.
-
-    Raises:
-        DynamicOutputShapeException: If the result is sparse, with as many rows as values say.
-        Exception: What torch's own fake kernel raises.
-    """
+    """Call an operator on fake tensors; of a sparse result, values say how many rows it has: that is refused."""
     kernel = _KERNELS.get(func)
     result = func(*args, **kwargs) if kernel is None else kernel(*args, **kwargs)
     is_sparse = isinstance(result, FakeTensor) and result.layout is not torch.strided

@@ -61,11 +61,7 @@ _UNKNOWN = 1.0
 
 
 class KnownValues(UnwrappedMode):
-    """Answers reads of fake tensors: from what follows from the program alone, from a record, or with 1 for floats.
-
-    Args:
-        reads: Those of a real run; of none, it is empty.
-    """
+    """Answers reads of fake tensors: from what follows from the program alone, from a record, or with 1 for floats."""
 
     def __init__(self, reads: RecordedReads | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -156,10 +152,9 @@ class KnownValues(UnwrappedMode):
         """Return indices with the places of what masks select in the place of the masks: how many, not which."""
         made: list[Tensor | None] = []
         for index in indices:
-            if not is_mask(index):
+            if index is None or not is_mask(index):
                 made.append(index)
                 continue
-            assert index is not None
             value = None if index in self._of_data else self._values.get(index)
             if value is not None:
                 with without_dispatch():
@@ -176,7 +171,7 @@ class KnownValues(UnwrappedMode):
         """Return all numbers of a tensor, as ``.numpy()`` and ``.tolist()`` do."""
         if not isinstance(tensor, FakeTensor):
             return original(tensor)
-        value, read = self._values.get(tensor), None
+        value = self._values.get(tensor)
         if value is not None and tensor not in self._of_data:
             with without_dispatch():
                 return original(value.clone())
@@ -248,10 +243,7 @@ class KnownValues(UnwrappedMode):
                 raise IndexError(f"index {wrong} is out of bounds for dimension {dim} with size {num_rows}")
 
     def know(self, tensor: Tensor, value: Tensor) -> None:
-        """Let a fake of data have a value, so that indices out of range are noticed.
-
-        Nothing else follows from it, unless reads were recorded: then the data are those of a real batch.
-        """
+        """Let a fake of data have a value, so that bad indices are noticed, and for all reads if some were recorded."""
         if _is_short(value):
             self._values[tensor] = value
             self._of_data.update([] if self._reads.runs else [(tensor, True)])

@@ -44,19 +44,12 @@ _POSITION: ContextVar[tuple[tuple[str, int], int]] = ContextVar("position", defa
 
 @dataclass(frozen=True)
 class Read:
-    """One read.
+    """One read."""
 
-    Args:
-        place: What was asked for, by which code, at which of its lines.
-        shapes: Of the tensors that were read.
-        answer: A number, an array, or the :class:`Result` of each tensor that the operator returned.
-        grows: Whether the number or the length of results is larger with more samples.
-    """
-
-    place: _Place
-    shapes: tuple[_Shape, ...]
-    answer: Any
-    grows: bool = True
+    place: _Place  # what was asked for, by which code, at which of its lines
+    shapes: tuple[_Shape, ...]  # of the tensors that were read
+    answer: Any  # a number, an array, or a Result for each tensor that the operator returned
+    grows: bool = True  # whether the number, or the length of the results, is larger with more samples
 
     @property
     def size(self) -> int | None:
@@ -86,38 +79,23 @@ class Read:
 
 @dataclass(frozen=True)
 class Result:
-    """A tensor that an operator returned.
+    """A tensor that an operator returned."""
 
-    Args:
-        shape: Of it.
-        dtype: Of it.
-        sparse_shape: Of all of it, if it is sparse: ``shape`` is that of its values then.
-        value: Of few integers.
-    """
-
-    shape: _Shape
+    shape: _Shape  # of its values, if it is sparse
     dtype: torch.dtype
     sparse_shape: _Shape | None = None
-    value: Tensor | None = None
+    value: Tensor | None = None  # of few integers
 
 
 @dataclass
 class RecordedReads:
-    """The reads of a run, by its stages.
+    """The reads of a run, by its stages."""
 
-    Args:
-        runs: What was recorded: evaluations by their names; ``None`` stands for a fit.
-        num_samples: In the batch of the recorded run.
-        factor: How many times as many samples there are in the run that asks now.
-        note: What a reader of the numbers should know.
-        wanted: The line that reads what nobody knows, as ``"train.py:31"``, where it was guessed; empty if none was.
-    """
-
-    runs: set[str | None] = field(default_factory=set)
-    num_samples: int = 1
-    factor: float = 1.0
-    note: str = ""
-    wanted: str = ""
+    runs: set[str | None] = field(default_factory=set)  # what was recorded: evaluations by name, ``None`` for a fit
+    num_samples: int = 1  # in the batch of the recorded run
+    factor: float = 1.0  # how many times as many samples there are in the run that asks now
+    note: str = ""  # what a reader of the numbers should know
+    wanted: str = ""  # the first line whose read was guessed, as "train.py:31"
     _segments: dict[tuple[str, int], list[Read]] = field(default_factory=dict)
     _counts: dict[str, int] = field(default_factory=dict)
 
@@ -182,11 +160,7 @@ class RecordedReads:
 
 
 class ReadRecorder(UnwrappedMode):
-    """Records what is read while it is entered.
-
-    Args:
-        reads: Where to.
-    """
+    """Records what is read while it is entered."""
 
     def __init__(self, reads: RecordedReads) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
