@@ -68,6 +68,7 @@ _MOST_MADE_BYTES = 4 << 30  # by operators, in real steps of a whole batch: some
 _PER_WEIGHT_BYTE = 5  # the copy of a weight, its gradient, two moments, and what the step itself takes
 _LIGHT_BYTES = 256 * MIB  # of weights, with which real steps are quick
 _NOT_THE_USERS = ("torch", "lightning", "lightning_vram", "importlib", "contextlib")
+_READS = "The step reads values of tensors{}, so it must run once on real tensors, on the host"
 _HOST_SPEC = DeviceSpec("cpu", memory_bytes=1)
 
 
@@ -139,25 +140,32 @@ def _fit_with_reads(module: pl.LightningModule, batch: Any, run: FitRun) -> Trac
     """Trace; where values are read that nobody knows, record those of a real run first."""
     fit = partial(_with_enough_batches, partial(_fake_fit, module, batch, run), run)
     tensors, reason = [*module.parameters(), *module.buffers()], None
-    is_recorded = run.evaluation in run.reads.runs
+    is_recorded, is_meta = run.evaluation in run.reads.runs, any(one.is_meta for one in tensors)
     try:
         traced = fit()
-        is_light = sum(one.nbytes for one in tensors) <= _LIGHT_BYTES and not any(one.is_meta for one in tensors)
+        is_light = sum(one.nbytes for one in tensors) <= _LIGHT_BYTES and not is_meta
         if is_recorded or not run.reads.wanted or not is_light:
             return traced
     except UNKNOWN_VALUES as error:
         if is_recorded:
             raise
         reason = error
-    _record_reads(module, batch, run, reason)
-    return fit()
-
-
-def _record_reads(module: pl.LightningModule, batch: Any, run: FitRun, reason: Exception | None) -> None:
-    """Record what real steps read, in one process on the host: with a few samples, and with all if that is quick."""
     line = f" ({run.reads.wanted})" if reason is None else reading_line(reason)
-    why = f"The step reads values of tensors{line}, so it must run once on real tensors, on the host"
-    needed_bytes, there_bytes = _check_host(module, why, reason)
+    if not is_meta:
+        _record_reads(module, batch, run, line, reason)
+        return fit()
+    run.reads.runs.add(run.evaluation)  # of the reads those of the batch can be answered
+    run.reads.note = f"The step reads values of tensors{line}: they are those of the batch."
+    try:
+        return fit()
+    except UNKNOWN_VALUES as error:
+        _check_host(module, _READS.format(reading_line(error)), error)
+        raise
+
+
+def _record_reads(module: pl.LightningModule, batch: Any, run: FitRun, line: str, reason: Exception | None) -> None:
+    """Record what real steps read, in one process on the host: with a few samples, and with all if that is quick."""
+    needed_bytes, there_bytes = _check_host(module, _READS.format(line), reason)
     alone = _alone(run)
     real = map_tensors(batch, _with_values)
     size, parts = batch_size_of(real) or 1, [first_samples(real, few) for few in _FEW]
@@ -173,10 +181,8 @@ def _record_reads(module: pl.LightningModule, batch: Any, run: FitRun, reason: E
     if larger.num_samples < size and made <= _MOST_MADE_BYTES and needed_bytes + peaks <= there_bytes:
         larger, _ = _record(module, real, alone)
     run.reads.take(fewer, larger)
-    run.reads.note = (
-        f"The step reads values of tensors{line}: they are those of a real step on the CPU with {larger.num_samples} "
-        "samples."
-    )
+    samples = f"{larger.num_samples} samples" if batch_size_of(real) else "the whole batch"
+    run.reads.note = f"The step reads values of tensors{line}: they are those of a real step on the CPU with {samples}."
 
 
 def _made_bytes(traced: TracedFit) -> int:

@@ -201,6 +201,21 @@ def test_several_processes_read_what_one_reads():
     assert estimate.world_size == 2
 
 
+class Counting(Plain):
+    """Reads its batch alone, as steps that count tokens do."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        chosen = self.net(batch)[batch[:, 0] > 0]
+        return chosen.square().sum() / int((batch[:, 0] > 0).sum())
+
+
+def test_reads_of_the_batch_need_no_weights():
+    batch = masked_rows(SIZE)
+    estimate = estimate_memory(Counting().to("meta"), batch, device="cpu", find_limits=False)
+    assert note_of(estimate).endswith("they are those of the batch.")
+    assert estimate.peak_bytes == trace_real_fit(Counting(), batch, FitRun({})).stage("train").peak_bytes
+
+
 def test_weights_without_values():
     module = Reading().to("meta")
     with pytest.raises(ValueError, match=r"reads values of tensors \(.*: give it a module"):
