@@ -25,7 +25,7 @@ class LeanerEvaluation:
 def measure_evaluation(
     module: pl.LightningModule, batch: Any, run: FitRun, *, keeps_precision: bool
 ) -> list[LeanerEvaluation]:
-    """Run a batch of an evaluation on tensors without memory: first as it is, in halves, and in 16 bits if it may be."""
+    """Run a batch of an evaluation on fake tensors: first as it is, then in halves, and in 16 bits if it may be."""
     found = [LeanerEvaluation("", _needed_bytes(module, batch, run), "equal to the bit")]
     size = batch_size_of(batch) or 0
     if size > 1:
