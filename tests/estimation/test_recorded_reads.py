@@ -233,6 +233,16 @@ def test_a_batch_without_values_gets_some():
     assert note_of(estimate_memory(Masked(), batch, device="rtx4090", find_limits=False))
 
 
+def test_tensors_of_subclasses_are_traced_as_plain_ones():
+    class Picture(Tensor):
+        """As torchvision's classes of tensors are made."""
+
+    run = FitRun({})
+    traced = trace_fit(Reading(lambda x: x.as_subclass(Picture)), rows(4), run)
+    assert not run.reads.runs
+    assert traced.stage("train").peak_bytes == trace_fit(Reading(lambda x: x), rows(4), run).stage("train").peak_bytes
+
+
 @pytest.mark.parametrize("name", ["nested tensors", "sparse gradients"])
 def test_what_cannot_be_traced_is_run_on_the_host(name):
     module, batch, trainer = Reading(lambda x: torch.nested.nested_tensor([x, x[:3]])), rows(SIZE), {}

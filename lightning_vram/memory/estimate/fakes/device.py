@@ -48,11 +48,7 @@ def fake_device(
     on_pin: Callable[[Tensor], None],
     reads: RecordedReads | None = None,
 ) -> Iterator[tuple[FakeTensorMode, KnownValues]]:
-    """Let tensors be fake, and the card of type :data:`KIND` be there, inside the block.
-
-    Yields:
-        The mode, which is on, and what answers for values.
-    """
+    """Let tensors be fake, and the card of type :data:`KIND` be there; yields the mode, and what answers for values."""
     mode = QuickFakeMode(allow_non_fake_inputs=True)
     values = KnownValues(reads)
     with ExitStack() as stack:
@@ -85,6 +81,7 @@ def _replacements(
         "record_stream": lambda self, stream: None,
         "numpy": _read_all(ARRAY, Tensor.numpy, values),
         "__format__": _format,
+        "as_subclass": _as_subclass,
     }
     huggingface: Any = sys.modules.get("transformers.utils.import_utils")
     asks_for_values = {"is_fake_tensor": values.is_unknown} if hasattr(huggingface, "is_fake_tensor") else {}
@@ -101,6 +98,7 @@ def _replacements(
     ]
 
 
+_AS_SUBCLASS: Any = Tensor.as_subclass
 _DATA: Any = Tensor.data  # of a base of it: what is put in its place here is taken away again
 _Copy = Callable[[Tensor, dict[int, Any]], Tensor]
 
@@ -123,6 +121,11 @@ def _read_all(what: str, original: Callable[..., Any], values: KnownValues) -> C
         return values.read_all(what, tensor, partial(original, **options))
 
     return read
+
+
+def _as_subclass(tensor: Tensor, kind: type) -> Tensor:
+    """A fake stays one: classes such as torchvision's ``Image`` add no memory."""
+    return tensor if isinstance(tensor, FakeTensor) else _AS_SUBCLASS(tensor, kind)
 
 
 def _format(tensor: Tensor, spec: str) -> str:
