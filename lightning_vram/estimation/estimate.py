@@ -131,6 +131,8 @@ class Estimator:
         try:
             self._traced = trace_fit(module, batch, run)
         except RuntimeError as error:  # among it what fake tensors cannot do; a mistake is one with real ones, too
+            if "device" in str(error).partition("\n")[0] and run.card is not None:
+                raise  # tensors on two devices: on the host they would be on one
             self._is_traced = False
             self._traced = run_whole(module, batch, run, error)
         self._micro_batch_size: int | None = None

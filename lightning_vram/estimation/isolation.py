@@ -23,7 +23,9 @@ def isolated(*, is_connected: bool = False) -> Iterator[None]:
     Only with ``is_connected`` it sees the process groups of this process.
     """
     with ExitStack() as stack:
-        stack.enter_context(isolate_rng())
+        random_numbers = isolate_rng()
+        random_numbers.__enter__()
+        stack.callback(random_numbers.__exit__, None, None, None)  # which restores nothing if it sees an error
         _keep_registries(stack)
         stack.enter_context(warnings.catch_warnings(record=True))  # also what a filter of the user's code lets through
         warnings.simplefilter("ignore")

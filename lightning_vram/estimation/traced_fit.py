@@ -198,13 +198,13 @@ def _at(size: int, known: Mapping[int, int]) -> float:
 
 def run_whole(module: pl.LightningModule, batch: Any, run: FitRun, reason: Exception) -> TracedFit:
     """Run real steps of a batch on the host, for what cannot be traced, and say that they were run on the device."""
-    line = reading_line(reason)
-    why = f"The step cannot be traced{line} ({reason}), so it must run on real tensors, on the host"
+    line, text = reading_line(reason), str(reason).partition("\n")[0].rstrip(".")
+    why = f"The step cannot be traced{line}, {text}, so it must run on real tensors, on the host"
     _check_host(module, why, reason)
     traced = trace_real_fit(module, map_tensors(batch, _with_values), _alone(run))
     device = str(HOST if run.card is None else CARD)
     allocations = tuple(replace(one, device=device) for one in traced.timeline.allocations)
-    note = f"The step cannot be traced{line}: it was run on the CPU, with the whole batch."
+    note = f"The step cannot be traced{line}, {text}: it was run on the CPU, with the whole batch."
     timeline = replace(traced.timeline, allocations=allocations, device=device)
     return replace(traced, timeline=timeline, notes=(*traced.notes, note))
 

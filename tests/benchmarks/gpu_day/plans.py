@@ -76,8 +76,9 @@ class _Plan(Callback):
         decision = self._auto._decision
         if decision is not None:
             self.row = {"plan": decision.message, "seconds_with_plan": time.perf_counter() - self._start}
-            if decision.taken is not None:
-                self.row |= {"scheme": str(decision.taken.scheme), "predicted_bytes": decision.taken.needed_bytes}
+            if decision.found is not None:
+                taken = decision.found.taken
+                self.row |= {"scheme": str(taken.scheme), "predicted_bytes": taken.needed_bytes}
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.row["budget_bytes"] = self._auto.budget_bytes

@@ -109,7 +109,7 @@ class RecordedReads:
         number = self._counts[stage] = self._counts.get(stage, -1) + 1
         _POSITION.set(((stage, number), 0))
 
-    def note_read(self, what: Any, tensors: Sequence[Tensor], answer: Any) -> None:
+    def record_read(self, what: Any, tensors: Sequence[Tensor], answer: Any) -> None:
         """Note a read of a real run. What recomputation reads was noted in its forward."""
         key, index = _POSITION.get()
         reads = self._segments.setdefault(key, [])
@@ -165,24 +165,28 @@ class ReadRecorder(UnwrappedMode):
     def __init__(self, reads: RecordedReads) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._reads = reads
+        self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
+        """Those that were drawn from, with their states before."""
 
     @override
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        generator = kwargs.get("generator")
+        if generator is not None and id(generator) not in self.generators:
+            self.generators[id(generator)] = generator, generator.get_state()
         result = func(*args, **kwargs)
         tensors = list(tensors_in((args, kwargs)))
         results = list(tensors_in([result]))
         if func is INDEX:
-            masks = [one for one in args[1] if is_mask(one)]
-            if masks:
-                self._reads.note_read(func, masks[:1], (Result((int(masks[0].count_nonzero()),), torch.int64),))
+            for mask in filter(is_mask, args[1]):
+                self._reads.record_read(func, [mask], (Result((int(mask.count_nonzero()),), torch.int64),))
         elif _reads_values(func) or any(one.layout is torch.sparse_coo for one in results):
             if is_number_for_lightning(func, tensors):
                 return result
             answer = result if not results and result is not None else tuple(map(_describe, results))
-            self._reads.note_read(func, tensors, answer)
+            self._reads.record_read(func, tensors, answer)
         return result
 
 
@@ -194,14 +198,19 @@ def recorded(reads: RecordedReads) -> Iterator[None]:
     def recording(what: str) -> Any:
         def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             found = originals[what](tensor, *args, **kwargs)
-            reads.note_read(what, [tensor], np.array(found))
+            reads.record_read(what, [tensor], np.array(found))
             return found
 
         return read
 
     methods = {what: recording(what) for what in originals}
-    with replaced(functional, {"one_hot": one_hot}), replaced(Tensor, methods), ReadRecorder(reads):
-        yield
+    recorder = ReadRecorder(reads)
+    try:
+        with replaced(functional, {"one_hot": one_hot}), replaced(Tensor, methods), recorder:
+            yield
+    finally:
+        for generator, state in recorder.generators.values():  # of the user's code, which the run has yet to draw from
+            generator.set_state(state)
 
 
 def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
