@@ -1,14 +1,10 @@
 """What ``AutoVRAM`` says."""
 
 import re
-import sysconfig
-import traceback
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
-import torch
-
+from lightning_vram.estimation.traced_fit import reading_line
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.measured import Found
@@ -18,8 +14,6 @@ from lightning_vram.planner.words import summary, ways_out, where
 from lightning_vram.private_names.torch.fakes import UNKNOWN_VALUES, UnsupportedOperatorException
 
 NAME = "AutoVRAM"
-_FOLDERS = Path(torch.__file__).parents[1], Path(__file__).parents[2]
-_LIBRARIES = ("<", sysconfig.get_path("stdlib"), *map(str, _FOLDERS))  # where files of others begin
 _WITHOUT_ATEN = partial(re.sub, r"\baten[.:]+(\w+)[.\w]*", r"\1")
 
 
@@ -72,14 +66,7 @@ def reason_of(error: Exception) -> str:
         reason = "the step reads values of its tensors, as .item(), an if or a mask does, and planning has only shapes"
     else:
         reason = f"{type(error).__name__}: {_WITHOUT_ATEN(text)}"
-    return reason + _line_of(error)
-
-
-def _line_of(error: Exception) -> str:
-    """Name the last line of the user's own code, if there is one."""
-    frames = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
-    lines = [f"{name}:{number}" for name, number in frames if not name.startswith(_LIBRARIES)]
-    return f" (at {lines[-1]})" if lines else ""
+    return reason + reading_line(error)
 
 
 def unknown_line(reason: str, *, can_run_again: bool) -> str:

@@ -3,8 +3,7 @@
 A read is ``.item()`` and what is made of it (``if loss > 3``, ``.tolist()``), ``.numpy()``, or an operator whose result
 has a size that depends on values (``nonzero``, ``x[mask]``, ``unique``). Reads are found again by the line that reads
 and by their order. The position in the record is a context variable, so recomputation, which restores those, gets the
-answers that the forward got. Sizes grow with the tensor that was read; integers that grew with the number of samples
-in two real runs are scaled with that number.
+answers that the forward got. What grew with the number of samples in two real runs is scaled where there are others.
 """
 
 import sys
