@@ -62,8 +62,10 @@ def reason_of(error: Exception) -> str:
         reason = f"the operator {error.func} has no fake kernel; torch.library.register_fake gives it one"
     elif isinstance(error, UnsupportedOperatorException):
         reason = f"the step uses an operator that does not run on tensors without values ({_WITHOUT_ATEN(text)})"
-    elif isinstance(error, UNKNOWN_VALUES) or "not supported for tensor subclasses" in text:
-        reason = "the step reads values of its tensors, as .item(), an if or a mask does, and planning has only shapes"
+    elif isinstance(error, UNKNOWN_VALUES) or "data is not allocated" in text:
+        reason = (
+            "the step reads values in a way that cannot be recorded; .item(), .tolist() and .numpy() of a tensor can"
+        )
     else:
         reason = f"{type(error).__name__}: {_WITHOUT_ATEN(text)}"
     return reason + reading_line(error)

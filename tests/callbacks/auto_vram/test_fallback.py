@@ -173,11 +173,11 @@ def test_data_that_cannot_be_read_twice_are_a_reason(make_trainer):
 
 def test_reasons_are_words_that_a_user_can_act_on():
     data_dependent, dynamic_shape, _ = UNKNOWN_VALUES
-    values = "the step reads values of its tensors, as .item(), an if or a mask does, and planning has only shapes"
+    values = "the step reads values in a way that cannot be recorded; .item(), .tolist() and .numpy() can be"
     add, own = torch.ops.aten.add.Tensor, torch.library.custom_op("auto_vram_test::mine", _double, mutates_args=())
     assert reason_of(data_dependent(add)) == values
     assert reason_of(dynamic_shape(add)) == values
-    assert reason_of(RuntimeError(".tolist() is not supported for tensor subclasses.")) == values
+    assert reason_of(RuntimeError("The tensor has elements, but its data is not allocated yet.")) == values
     assert reason_of(MemoryError()) == "planning ran out of host memory"
     assert reason_of(UnsupportedOperatorException(add)) == (
         "the step uses an operator that does not run on tensors without values (add)"
