@@ -63,9 +63,7 @@ def reason_of(error: Exception) -> str:
     elif isinstance(error, UnsupportedOperatorException):
         reason = f"the step uses an operator that does not run on tensors without values ({_WITHOUT_ATEN(text)})"
     elif isinstance(error, UNKNOWN_VALUES) or "data is not allocated" in text:
-        reason = (
-            "the step reads values in a way that cannot be recorded; .item(), .tolist() and .numpy() of a tensor can"
-        )
+        reason = "the step reads values in a way that cannot be recorded; .item(), .tolist() and .numpy() can be"
     else:
         reason = f"{type(error).__name__}: {_WITHOUT_ATEN(text)}"
     return reason + reading_line(error)
