@@ -39,8 +39,8 @@ class StepTime:
     """Seconds of a step, by what takes them."""
 
     compute: float  # kernels on the card, and copies that they wait for
-    to_card: float = 0.0  # copies from the host beside them
-    to_host: float = 0.0  # copies to the host beside them
+    to_card: float = 0.0  # copies from the host, on another stream
+    to_host: float = 0.0  # copies to the host, on another stream
     host: float = 0.0  # operators on the host
     backward: "StepTime | None" = None  # what of that is within backwards; ``None``: nothing
 

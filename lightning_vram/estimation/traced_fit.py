@@ -265,7 +265,7 @@ def _real_fit(
     tensors = [one for one in (*module.parameters(), *module.buffers()) if not one.is_cpu]
     on_host: dict[int, Any] = {id(one): _on_host(one) for one in tensors}
     copies = copy.deepcopy((module, parts_of(run.trainer_arguments, run.run_callbacks)), on_host)
-    del on_host  # it knows all copies: whoever puts other tensors there frees those
+    del on_host  # it refers to all copies: a weight that is replaced must be freed
     return _fit(copies, make_batch, run, HOST, [], num_batches)
 
 

@@ -73,7 +73,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of a plan: exactness, budget as the user named it, callbacks beside the plan's, where plans are."""
+    """What is asked of a plan: exactness, budget as the user named it, guard callbacks, and the folder of plans."""
 
     level: Exactness
     budget: int | float | str

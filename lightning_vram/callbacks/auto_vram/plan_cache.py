@@ -47,7 +47,7 @@ _MORE_ROOM = 1.1  # times the budget that a plan was made for
 
 
 def plan_folder(trainer: pl.Trainer) -> Path | None:
-    """Return where plans are, beside the folders of runs; ``None`` if that is remote, or the run writes nothing."""
+    """Return the folder of plans, next to those of runs; ``None`` if it is remote, or the run writes nothing."""
     folders = (logger.save_dir for logger in trainer.loggers)
     root = str(next(filter(None, folders), trainer.default_root_dir))
     return None if "://" in root or trainer.fast_dev_run else Path(root) / "auto_vram"  # type: ignore[attr-defined]

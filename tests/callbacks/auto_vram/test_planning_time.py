@@ -9,6 +9,7 @@ from itertools import count
 import lightning.pytorch as pl
 import pytest
 import torch
+from callbacks.auto_vram.test_plan_cache import LitGPT
 from lightning.pytorch.callbacks import Callback
 from support.helpers import assert_equal_weights, describe_module
 from torch import Tensor
@@ -16,20 +17,9 @@ from torch.utils.data import DataLoader
 
 from lightning_vram import AutoVRAM
 from lightning_vram.callbacks.auto_vram import callback, decision
-from lightning_vram.demos import ByteGPT
 from lightning_vram.memory.units import MIB
 
 PLAIN_BYTES = 16.78 * MIB  # of a step
-
-
-class LitGPT(ByteGPT):
-    def __init__(self) -> None:
-        super().__init__(num_layers=4, width=64, num_heads=2, sequence_length=64)
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(torch.randint(256, (16, 65), generator=torch.Generator().manual_seed(0)), batch_size=8)
-
-    val_dataloader = train_dataloader
 
 
 def fit(make_trainer, *callbacks: Callback, **arguments: object) -> LitGPT:

@@ -21,7 +21,7 @@ from lightning_vram.private_names.cuda.attention import efficient_backward, flas
 from lightning_vram.private_names.torch.dispatch import ASK_DEVICE, UnwrappedMode
 from lightning_vram.private_names.torch.operators import INDEX_PUT, OpOverload, given_arguments
 
-OnScratch = Callable[[str, tuple[int, ...]], None]  # is told an operator's name, and the bytes of each block
+OnScratch = Callable[[str, tuple[int, ...]], None]  # gets an operator's name, and the bytes of each block
 _Blocks = tuple[tuple[int, ...], ...]  # one group after the other
 
 _USUAL_NUMBER = 80
@@ -49,7 +49,7 @@ class Processors(NamedTuple):
 
 
 class Scratch(UnwrappedMode):
-    """Tells of what kernels take beside their results, after each has its results."""
+    """Reports what kernels take in addition to their results, after each has its results."""
 
     def __init__(self, card: DeviceSpec, stand_in: torch.device, on_scratch: OnScratch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
 """Tensors without memory in the place of real ones: same shapes, strides, storages and ties, no bytes.
 
-Parameters among them are known by their class, as real ones are: whoever asks for it finds what it would find.
+Parameters among them are known by their class, as real ones are: code that checks the class finds the same.
 """
 
 import copy
