@@ -152,6 +152,17 @@ class BlocksThatRead(Plain):
         self.net = nn.Sequential(*(Block() for _ in range(4)))
 
 
+def test_what_recomputation_reads_is_recorded_once():
+    counts = []
+    for callbacks in ([], [ActivationCheckpointing()]):
+        torch.manual_seed(0)
+        run = FitRun({"callbacks": callbacks})
+        trace_fit(BlocksThatRead(), rows(SIZE), run)
+        places = [read.place[1] for reads in run.reads._segments.values() for read in reads]
+        counts.append(places.count(Block.forward.__code__))
+    assert counts[0] == counts[1] > 0
+
+
 def test_a_batch_twice_as_large_selects_twice_as_much():
     run = FitRun({})
     small, large = masked_rows(SIZE), torch.cat([masked_rows(SIZE)] * 2)
