@@ -16,7 +16,7 @@ from lightning_vram import ActivationCheckpointing, MicroBatching
 from lightning_vram.estimation import estimate_memory
 from lightning_vram.estimation.batches import with_batch_size
 from lightning_vram.estimation.traced_fit import FitRun, trace_fit, trace_real_fit
-from lightning_vram.memory.estimate.fakes.recorded_reads import Read
+from lightning_vram.memory.estimate.fakes.recorded_reads import Read, RecordedReads, recorded
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 SIZE = 32
@@ -184,6 +184,23 @@ def test_a_batch_twice_as_large_selects_twice_as_much():
 )
 def test_sizes_grow_with_what_is_read(shape, old, new, expected):
     assert Read(("what", None, 0), tuple(old), None).scaled(shape, new) == expected
+
+
+def test_sizes_grow_that_grew_between_two_runs():
+    def record(num_samples: int, num_selected: int) -> RecordedReads:
+        reads = RecordedReads({None}, num_samples)
+        reads.restart()
+        with recorded(reads):
+            data = torch.arange(num_samples)
+            (data % 2).unique(), data[data < num_selected], int(data.max() % 2)
+        return reads
+
+    found = RecordedReads()
+    found.take(record(2, 1), record(8, 4))
+    (reads,) = found._segments.values()
+    assert [read.grows for read in reads] == [False, True, False]
+    assert reads[0].scaled((2,), [(80,)]) == (2,)
+    assert reads[1].scaled((4,), [(80,)]) == (40,)
 
 
 @pytest.mark.parametrize(("name", "error"), [("lbfgs", 0.0), ("sparse", 0.01)])
