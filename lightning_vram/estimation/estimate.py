@@ -189,13 +189,8 @@ class Estimator:
         return self._largest((length, length - step, length - 2 * step), trace)
 
     def _largest(self, sizes: tuple[int, ...], trace: Callable[[int], TracedFit]) -> Limit:
-        return find_limit(
-            trace,
-            lambda traced: needed_bytes(traced, self._workspaces),
-            self._spec.memory_bytes,
-            sizes,
-            self._traced,
-        )
+        needed = partial(needed_bytes, workspaces=self._workspaces)
+        return find_limit(trace, needed, self._spec.memory_bytes, sizes, self._traced)
 
     def estimate(self) -> MemoryEstimate:
         """Return the estimate of the batch, without limits."""

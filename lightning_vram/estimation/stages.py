@@ -29,13 +29,8 @@ def needed_bytes(traced: TracedFit, workspaces: Workspaces | None) -> int:
 
 
 def _replay(traced: TracedFit, workspaces: Workspaces, settings: AllocatorSettings) -> AllocatorReplay:
-    return replay(
-        traced.timeline,
-        traced.timeline.device,
-        settings=settings,
-        kept=workspaces.kept_bytes,
-        scratch=workspaces.scratch_bytes,
-    )
+    timeline, kept, scratch = traced.timeline, workspaces.kept_bytes, workspaces.scratch_bytes
+    return replay(timeline, timeline.device, settings=settings, kept=kept, scratch=scratch)
 
 
 def _on_host(traced: TracedFit, name: str) -> StageEstimate:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -37,6 +38,7 @@ from lightning_vram.estimation.fake_trainer import (
 )
 from lightning_vram.estimation.isolation import isolated
 from lightning_vram.estimation.step_time import StepClock, StepTime
+from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 from lightning_vram.memory.estimate.caching_allocator.replay import as_on_card
 from lightning_vram.memory.estimate.cuda_semantics.scratch import Scratch
 from lightning_vram.memory.estimate.cuda_semantics.semantics import cuda_semantics
@@ -53,7 +55,7 @@ from lightning_vram.memory.tracking.tracker import MemoryTracker, track_memory
 from lightning_vram.memory.units import MIB, format_bytes
 from lightning_vram.private_names.lightning.compile import forget_compiled_steps
 from lightning_vram.private_names.torch.dispatch import without_modes
-from lightning_vram.private_names.torch.fakes import UNKNOWN_VALUES
+from lightning_vram.private_names.torch.fakes import UNKNOWN_VALUES, UnsupportedOperatorException
 
 FIRST_STEP, STEP, VALIDATION = "first step", "train", "validation"
 _MOST_BATCHES = 256
@@ -69,6 +71,8 @@ _PER_WEIGHT_BYTE = 5  # the copy of a weight, its gradient, two moments, and wha
 _LIGHT_BYTES = 256 * MIB  # of weights, with which real steps are quick
 _NOT_THE_USERS = ("torch", "lightning", "lightning_vram", "importlib", "contextlib")
 _READS = "The step reads values of tensors{}, so it must run once on real tensors, on the host"
+_HIDDEN_READS = "data is not allocated", "_local_scalar_dense"
+_WITHOUT_ATEN = partial(re.sub, r"\baten[.:]+(\w+)[.\w]*", r"\1")
 _HOST_SPEC = DeviceSpec("cpu", memory_bytes=1)
 
 
@@ -198,14 +202,13 @@ def _at(size: int, known: Mapping[int, int]) -> float:
 
 def run_whole(module: pl.LightningModule, batch: Any, run: FitRun, reason: Exception) -> TracedFit:
     """Run real steps of a batch on the host, for what cannot be traced, and say that they were run on the device."""
-    line, text = reading_line(reason), str(reason).partition("\n")[0].rstrip(".")
-    why = f"The step cannot be traced{line}, {text}, so it must run on real tensors, on the host"
-    _check_host(module, why, reason)
+    why = f"The step cannot be traced: {reason_of(reason)}"
+    _check_host(module, f"{why}. So it must run on real tensors, on the host", reason)
     traced = trace_real_fit(module, map_tensors(batch, _with_values), _alone(run))
     device = str(HOST if run.card is None else CARD)
     allocations = tuple(replace(one, device=device) for one in traced.timeline.allocations)
-    note = f"The step cannot be traced{line}, {text}: it was run on the CPU, with the whole batch."
     timeline = replace(traced.timeline, allocations=allocations, device=device)
+    note = f"{why}. It was run on the CPU, with the whole batch."
     return replace(traced, timeline=timeline, notes=(*traced.notes, note))
 
 
@@ -250,6 +253,22 @@ def reading_line(error: Exception | None) -> str:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _NOT_THE_USERS
     ]
     return lines[-1] if lines else ""
+
+
+def reason_of(error: Exception) -> str:
+    """Say why a step cannot be traced, in words that its author can act on, and at which line of theirs."""
+    text = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")
+    if is_out_of_memory(error):
+        reason = "planning ran out of host memory"
+    elif isinstance(error, UnsupportedOperatorException) and getattr(error.func, "namespace", "aten") != "aten":
+        reason = f"the operator {error.func} has no fake kernel; torch.library.register_fake gives it one"
+    elif isinstance(error, UnsupportedOperatorException):
+        reason = f"the step uses an operator that does not run on tensors without values ({_WITHOUT_ATEN(text)})"
+    elif isinstance(error, UNKNOWN_VALUES) or any(words in text for words in _HIDDEN_READS):
+        reason = "the step reads values in a way that cannot be recorded; .item(), .tolist() and .numpy() can be"
+    else:
+        reason = f"{type(error).__name__}: {_WITHOUT_ATEN(text)}"
+    return reason + reading_line(error)
 
 
 def trace_real_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:

@@ -5,12 +5,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any, Protocol
 
-from lightning_vram.estimation.batches import (
-    batch_size_of,
-    sequence_length_of,
-    with_batch_size,
-    with_sequence_length,
-)
+from lightning_vram.estimation.batches import batch_size_of, sequence_length_of, with_batch_size, with_sequence_length
 from lightning_vram.planner.measured import Found, Measured, Workload
 from lightning_vram.planner.parts import Part
 from lightning_vram.planner.remedies import NOT_ON_HOST, OPTIMIZER_ON_HOST, WEIGHTS_ON_HOST, leaner_on_host

@@ -329,6 +329,27 @@ def test_tensors_of_subclasses_are_traced_as_plain_ones():
     assert traced.stage("train").peak_bytes == trace_fit(Reading(lambda x: x), rows(4), run).stage("train").peak_bytes
 
 
+@pytest.mark.parametrize(
+    "numbers", [(1.5, 2.5), (1, 2.5), (True, 3), (1.0, torch.tensor(2.0, dtype=torch.float64))], ids=str
+)
+@pytest.mark.parametrize("options", [{}, {"dtype": None}, {"dtype": torch.float16}])
+def test_tensors_made_of_tensors_have_their_values_and_types(numbers, options):
+    def ask(_: Tensor) -> None:
+        some = [torch.as_tensor(numbers[0]), numbers[1]]
+        seen.append((torch.tensor([some, some], **options), torch.as_tensor(some, **options)))
+
+    seen: list[Any] = []
+    expected = [torch.as_tensor(numbers[0]), numbers[1]]
+    expected = torch.tensor([expected, expected], **options), torch.as_tensor(expected, **options)
+    with recorded(RecordedReads()):
+        ask(torch.ones(1))
+    for one, other in zip(seen[0], expected, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    trace_fit(Reading(ask), rows(4), FitRun({}))
+    assert [(one.dtype, one.shape) for one in seen[-1]] == [(one.dtype, one.shape) for one in expected]
+
+
 @pytest.mark.parametrize("name", ["nested tensors", "sparse gradients"])
 def test_what_cannot_be_traced_is_run_on_the_host(name):
     module, batch, trainer = Reading(lambda x: torch.nested.nested_tensor([x, x[:3]])), rows(SIZE), {}
@@ -337,7 +358,7 @@ def test_what_cannot_be_traced_is_run_on_the_host(name):
         module, batch = make(), make_batch(8)
     estimate = estimate_memory(module, batch, device="rtx4090", trainer=trainer)
     (note,) = (note for note in estimate.notes if "cannot be traced" in note)
-    assert note.endswith("it was run on the CPU, with the whole batch.")
+    assert note.endswith("It was run on the CPU, with the whole batch.")
     assert estimate.max_batch_size is None
     assert estimate.timeline.device == "lazy:0"
     assert estimate.timeline.peak_bytes == trace_real_fit(module, batch, FitRun(trainer)).stage("train").peak_bytes

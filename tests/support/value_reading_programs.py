@@ -295,6 +295,19 @@ class LargeLoss(Program):
         return loss
 
 
+class WeighedLosses(Program):
+    """Gives more weight to the loss that is larger, and none to one that is small."""
+
+    def loss_of(self, x: Tensor, label: Tensor, target: Tensor, **_: Tensor) -> Tensor:
+        outputs = self(x)
+        losses = F.cross_entropy(outputs.flatten(0, 1), label.flatten()), F.mse_loss(outputs[..., 0], target)
+        weights = torch.tensor([loss.detach() for loss in losses], device=x.device)
+        weights = weights / weights.sum()
+        if weights.min() < 0.05:
+            return losses[int(weights.argmax())]
+        return (weights * torch.stack(losses)).sum()
+
+
 class FixedPoint(Program):
     """Iterates one cell until its output changes no more, as equilibrium models do."""
 
@@ -535,5 +548,6 @@ PROGRAMS: dict[str, tuple[Callable[[], pl.LightningModule], Callable[..., Batch]
     "top k": (TopK, make_batch),
     "unique ids": (UniqueIds, make_batch),
     "unpadded": (Unpadded, make_batch),
+    "weighed losses": (WeighedLosses, make_batch),
     "whitening": (Whitening, make_batch),
 }

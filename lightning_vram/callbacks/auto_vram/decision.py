@@ -19,7 +19,6 @@ from lightning_vram.callbacks.auto_vram.words import (
     found_message,
     largest_line,
     miss_message,
-    reason_of,
     unknown_line,
     weights_message,
 )
@@ -27,6 +26,7 @@ from lightning_vram.estimation.batches import largest_shape
 from lightning_vram.estimation.estimate import Progress
 from lightning_vram.estimation.running_trainer.decision import RunningTrainer
 from lightning_vram.estimation.running_trainer.limit import AUTO
+from lightning_vram.estimation.traced_fit import reason_of
 from lightning_vram.memory.device.accelerators import has_statistics
 from lightning_vram.memory.device.allocator import empty_cache, has_cache
 from lightning_vram.memory.estimate.calibrate import measure_bus

@@ -1,20 +1,14 @@
 """What ``AutoVRAM`` says."""
 
-import re
 from collections.abc import Sequence
-from functools import partial
 
-from lightning_vram.estimation.traced_fit import reading_line
-from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.measured import Found
 from lightning_vram.planner.miss import Ways
 from lightning_vram.planner.parts import Exactness
 from lightning_vram.planner.words import summary, ways_out, where
-from lightning_vram.private_names.torch.fakes import UNKNOWN_VALUES, UnsupportedOperatorException
 
 NAME = "AutoVRAM"
-_WITHOUT_ATEN = partial(re.sub, r"\baten[.:]+(\w+)[.\w]*", r"\1")
 
 
 def found_message(found: Found, budget_bytes: int, device: str) -> str:
@@ -51,22 +45,6 @@ def miss_message(found: Found, budget_bytes: int, device: str, level: Exactness,
         f"{NAME}: nothing fits {format_bytes(budget_bytes)} on {device}. The least is "
         f"{format_bytes(least.needed_bytes)}, with {least.scheme}{where(least)}.{fate} {ways_out(least, level, ways)}"
     )
-
-
-def reason_of(error: Exception) -> str:
-    """Say why a step cannot be traced, in words that its author can act on, and at which line of theirs."""
-    text = str(error).strip().partition("\n")[0].rstrip(".")
-    if is_out_of_memory(error):
-        reason = "planning ran out of host memory"
-    elif isinstance(error, UnsupportedOperatorException) and getattr(error.func, "namespace", "aten") != "aten":
-        reason = f"the operator {error.func} has no fake kernel; torch.library.register_fake gives it one"
-    elif isinstance(error, UnsupportedOperatorException):
-        reason = f"the step uses an operator that does not run on tensors without values ({_WITHOUT_ATEN(text)})"
-    elif isinstance(error, UNKNOWN_VALUES) or "data is not allocated" in text:
-        reason = "the step reads values in a way that cannot be recorded; .item(), .tolist() and .numpy() can be"
-    else:
-        reason = f"{type(error).__name__}: {_WITHOUT_ATEN(text)}"
-    return reason + reading_line(error)
 
 
 def unknown_line(reason: str, *, can_run_again: bool) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_vram import ActivationCheckpointing, AutoVRAM
-from lightning_vram.callbacks.auto_vram.words import reason_of
+from lightning_vram.estimation.traced_fit import reason_of
 from lightning_vram.memory.units import KIB
 from lightning_vram.private_names.torch.fakes import UNKNOWN_VALUES, UnsupportedOperatorException
 

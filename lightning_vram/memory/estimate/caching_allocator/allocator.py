@@ -13,12 +13,7 @@ from lightning_vram.memory.estimate.caching_allocator.segments import (
     FixedSegments,
     Pool,
 )
-from lightning_vram.memory.estimate.caching_allocator.settings import (
-    MIN_BLOCK,
-    SMALL,
-    AllocatorSettings,
-    round_request,
-)
+from lightning_vram.memory.estimate.caching_allocator.settings import MIN_BLOCK, SMALL, AllocatorSettings, round_request
 from lightning_vram.memory.units import format_bytes
 
 

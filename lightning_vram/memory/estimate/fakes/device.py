@@ -17,16 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_vram.memory.estimate.fakes.device_module import (
-    KIND,
-    FinishedEvent,
-    FinishedStream,
-    device_functions,
-)
+from lightning_vram.memory.estimate.fakes.device_module import KIND, FinishedEvent, FinishedStream, device_functions
 from lightning_vram.memory.estimate.fakes.host_kernels import HostKernels
 from lightning_vram.memory.estimate.fakes.kernels import pad_packed_sequence
 from lightning_vram.memory.estimate.fakes.known_values import KnownValues
-from lightning_vram.memory.estimate.fakes.recorded_reads import ARRAY, LIST, RecordedReads, one_hot
+from lightning_vram.memory.estimate.fakes.recorded_reads import ARRAY, LIST, MAKERS, RecordedReads, one_hot
 from lightning_vram.memory.estimate.fakes.tensors import fake_of, make_parameter, taken_together
 from lightning_vram.memory.estimate.replaced import replaced
 from lightning_vram.private_names.torch.dispatch import FakeTensor, FakeTensorMode, QuickFakeMode, without_dispatch
@@ -88,7 +83,7 @@ def _replacements(
     return [
         (huggingface, asks_for_values),  # it takes other paths with masks that it cannot look at
         (torch.accelerator, accelerator),
-        (torch, {"Stream": FinishedStream, "Event": FinishedEvent}),
+        (torch, {"Stream": FinishedStream, "Event": FinishedEvent, **MAKERS}),
         (torch.utils, {"swap_tensors": swap_contents}),
         (nn.Parameter, {"__new__": make_parameter(nn.Parameter.__new__)}),
         (Tensor, of_tensors),

@@ -7,10 +7,11 @@ answers that the forward got. What grew with the number of samples in two real r
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import chain
 from math import prod, sqrt
 from pathlib import Path
@@ -26,7 +27,7 @@ from lightning_vram.memory.estimate.replaced import replaced
 from lightning_vram.private_names.torch.dispatch import FakeTensor, UnwrappedMode
 from lightning_vram.private_names.torch.operators import READ_NUMBER, OpOverload
 from lightning_vram.private_names.torch.tensors import sparse_values
-from lightning_vram.private_names.torch.trees import tensors_in
+from lightning_vram.private_names.torch.trees import tensors_in, tree_leaves, tree_map
 
 EQUAL, INDEX = torch.ops.aten.equal.default, torch.ops.aten.index.Tensor
 ARRAY, LIST = "numpy", "tolist"
@@ -205,7 +206,7 @@ def recorded(reads: RecordedReads) -> Iterator[None]:
     methods = {what: recording(what) for what in originals}
     recorder = ReadRecorder(reads)
     try:
-        with replaced(functional, {"one_hot": one_hot}), replaced(Tensor, methods), recorder:
+        with replaced(functional, {"one_hot": one_hot}), replaced(torch, MAKERS), replaced(Tensor, methods), recorder:
             yield
     finally:
         for generator, state in recorder.generators.values():  # of the user's code, which the run has yet to draw from
@@ -219,6 +220,27 @@ def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
         return _ONE_HOT(tensor, number)  # type: ignore[no-any-return]
     zeros = torch.zeros(*tensor.shape, number, dtype=torch.int64, device=tensor.device)
     return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
+def _reading(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Let ``torch.tensor([a, b])`` read its tensors as ``.item()`` does: torch reads them where nothing can follow."""
+
+    def make(data: Any, *args: Any, **kwargs: Any) -> Tensor:
+        leaves = tree_leaves(data) if isinstance(data, list | tuple) else []
+        if any(map(_is_number, leaves)):
+            if not args and kwargs.get("dtype") is None:
+                kwargs["dtype"] = reduce(torch.promote_types, (torch.result_type(one, one) for one in leaves))
+            data = tree_map(lambda one: one.item() if _is_number(one) else one, data)
+        return original(data, *args, **kwargs)
+
+    return make
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() == 0
+
+
+MAKERS = {"tensor": _reading(torch.tensor), "as_tensor": _reading(torch.as_tensor)}
 
 
 def is_number_for_lightning(func: Any, tensors: Sequence[Tensor]) -> bool:
