@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.any_modules import MODULES, WIDTH, Plain, rows
+from support.value_reading_programs import PROGRAMS
 from torch import Tensor, nn
 
 from lightning_vram import ActivationCheckpointing, MicroBatching
@@ -295,11 +296,16 @@ class Counting(Plain):
         return chosen.square().sum() / int((batch[:, 0] > 0).sum())
 
 
-def test_reads_of_the_batch_need_no_weights():
-    batch = masked_rows(SIZE)
-    estimate = estimate_memory(Counting().to("meta"), batch, device="cpu", find_limits=False)
+@pytest.mark.parametrize(
+    ("make", "make_batch"),
+    [(Counting, lambda: masked_rows(SIZE)), PROGRAMS["packed sequences"]],
+    ids=["mask", "packed"],
+)
+def test_reads_of_the_batch_need_no_weights(make, make_batch):
+    batch = make_batch()
+    estimate = estimate_memory(make().to("meta"), batch, device="cpu", find_limits=False)
     assert note_of(estimate).endswith("they are those of the batch.")
-    assert estimate.peak_bytes == trace_real_fit(Counting(), batch, FitRun({})).stage("train").peak_bytes
+    assert estimate.peak_bytes == trace_real_fit(make(), batch, FitRun({})).stage("train").peak_bytes
 
 
 def test_weights_without_values():
