@@ -39,3 +39,24 @@ def test_attention_s_backward_takes_sums_of_its_rows():
     product, sums = told
     assert product == (q.numel() * 4,)
     assert sums == (16 * 4 * 256 * 4, 4_198_400)  # 64 heads, 4 tiles of 64 x 64 numbers with 16 bytes each
+
+
+def scratch_of(run):
+    told = []
+    with Scratch(CARD, torch.device("cpu"), lambda op, sizes: told.append(sizes)):
+        run()
+    return told
+
+
+def test_a_mask_becomes_the_places_that_it_selects():
+    x, mask = torch.zeros(4, 6, 16), torch.arange(24).view(4, 6) % 3 == 0
+    assert scratch_of(lambda: x[mask]) == [(8 * 2 * 8,)]  # 8 places of two numbers
+    assert scratch_of(lambda: x[:, mask[0]]) == [(2 * 8,)]
+    assert scratch_of(lambda: x[torch.arange(3)]) == [(0,)]  # they are places
+
+
+def test_gradients_that_are_added_at_places_are_sorted():
+    x, mask = torch.zeros(4, 6, 16), torch.arange(24).view(4, 6) % 3 == 0
+    values = torch.ones(8, 16)
+    assert scratch_of(lambda: x.index_put_((mask,), values, accumulate=True)) == [(8 * 2 * 8, *6 * (8 * 8,))]
+    assert scratch_of(lambda: x.index_put_((mask,), values)) == []
