@@ -179,7 +179,7 @@ def _record_reads(module: pl.LightningModule, batch: Any, run: FitRun, line: str
     except Exception:  # the model may refuse so few: what it raises with all of them is its word
         (fewer, one), (larger, other) = 2 * [_record(module, real, alone)]
     made, peaks = (
-        _at(size, {fewer.num_samples: measure(one), larger.num_samples: measure(other)})
+        _at(size, (fewer.num_samples, measure(one)), (larger.num_samples, measure(other)))
         for measure in (_made_bytes, lambda traced: traced.timeline.peak_bytes)
     )
     if larger.num_samples < size and made <= _MOST_MADE_BYTES and needed_bytes + peaks <= there_bytes:
@@ -194,9 +194,9 @@ def _made_bytes(traced: TracedFit) -> int:
     return sum(max(0, event.change_bytes) for event in traced.timeline.events)
 
 
-def _at(size: int, known: Mapping[int, int]) -> float:
-    """Return the value at a size, on the line through two."""
-    (few, low), (more, high) = [*known.items(), *known.items()][:2]
+def _at(size: int, smaller: tuple[int, int], larger: tuple[int, int]) -> float:
+    """Return the value at a size, on the line through two sizes with their values; of one size alone, its value."""
+    (few, low), (more, high) = smaller, larger
     return high + (high - low) / max(1, more - few) * (size - more)
 
 

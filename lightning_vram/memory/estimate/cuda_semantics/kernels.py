@@ -104,7 +104,7 @@ class _Layers(NamedTuple):
     dtype: torch.dtype
 
     def reserve_bytes(self, num_steps: int, num_directions: int) -> int:
-        """Bytes kept for the backward, for a number of time steps times samples."""
+        """Return the bytes saved for backward; ``num_steps`` counts time steps times samples."""
         if not self.is_training:
             return 0
         vectors = num_directions * (self.vectors * self.num_layers + self.num_layers - 1)
