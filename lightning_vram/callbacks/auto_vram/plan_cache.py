@@ -168,7 +168,8 @@ class _Description:
 
     def __init__(self, *, has_private: bool = True) -> None:
         self._has_private = has_private  # whether private attributes count: of a user's objects they may be of one run
-        self._seen: set[int] = set()  # objects that many parts share, such as a configuration, are described once
+        # Objects that many parts share, such as a configuration, are described once. They stay, for ids to stay theirs.
+        self._seen: dict[int, Any] = {}
 
     def __call__(self, value: Any, depth: int = _DEPTH, *, has_values: bool = True) -> Any:
         """Describe one; without ``has_values`` by types and shapes alone."""
@@ -203,7 +204,7 @@ class _Description:
             return _ADDRESS.sub("", repr(value))
         if depth <= 0 or id(value) in self._seen or isinstance(value, nn.Module | pl.Trainer):
             return _qualified(type(value))
-        self._seen.add(id(value))
+        self._seen[id(value)] = value
         return [_qualified(type(value)), self(self.attributes(value), depth - 1, has_values=has_values)]
 
     def attributes(self, value: Any) -> dict[str, Any]:

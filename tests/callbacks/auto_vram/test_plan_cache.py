@@ -282,6 +282,11 @@ def test_of_the_objects_of_a_module_public_attributes_are_part_of_the_key():
     assert keys[1, 1] == keys[1, 2] != keys[2, 1] == keys[2, 2]
 
 
+def test_an_object_that_is_gone_hides_no_other():
+    describe = plan_cache._Description()
+    assert len({str(describe(Config(size, 0))) for size in range(4)}) == 4  # each is made where the last one was
+
+
 def _give(module: Net, config: Config) -> None:
     module.config = config
 
