@@ -1,6 +1,6 @@
 """Four models that people train, on a card of 24 GB: peak memory as written, and with the plan that `AutoVRAM` makes.
 
-    python -m tests.benchmarks.real_models [NAME ...] [-o tests/benchmarks/results/real_models_cpu.json]
+    python -m tests.benchmarks.real_models [NAME ...] [-o tests/benchmarks/real_models.json]
 
 Estimated on fake tensors for an RTX 4090: no GPU is needed. README.md shows the rows.
 """
@@ -129,7 +129,7 @@ def unet_3d() -> tuple[pl.LightningModule, Any]:
         found: Tensor = criterion(net(volumes), labels)
         return found
 
-    return Trained(net, loss, _sgd), (torch.zeros(4, 4, 192, 192, 192), torch.zeros(4, 1, 192, 192, 192))
+    return Trained(net, loss, _sgd), (torch.zeros(2, 4, 224, 224, 224), torch.zeros(2, 1, 224, 224, 224))
 
 
 MODELS = {
@@ -137,10 +137,15 @@ MODELS = {
         "Llama 3.1 8B, LoRA rank 16, batch 1 x 2048, bf16", llama_8b_lora, {"precision": "bf16-true"}, "lossless"
     ),
     "llama-1b": RealModel(
-        "Llama 3.2 1B, all weights, AdamW, batch 4 x 2048, bf16-mixed", llama_1b, {"precision": "bf16-mixed"}, "lossless"
+        "Llama 3.2 1B, all weights, AdamW, batch 4 x 2048, bf16-mixed",
+        llama_1b,
+        {"precision": "bf16-mixed"},
+        "lossless",
     ),
     "resnet-50": RealModel("ResNet-50, SGD, batch 768 x 224 x 224, bf16-mixed", resnet_50, {"precision": "bf16-mixed"}),
-    "unet-3d": RealModel("3-D U-Net (MONAI), batch 4 x 192 x 192 x 192, bf16-mixed", unet_3d, {"precision": "bf16-mixed"}),
+    "unet-3d": RealModel(
+        "3-D U-Net (MONAI), batch 2 x 224 x 224 x 224, bf16-mixed", unet_3d, {"precision": "bf16-mixed"}
+    ),
 }
 
 

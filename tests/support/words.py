@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import lightning_vram
 from support.parts import ROOT
+
+import lightning_vram
 
 # The term to avoid (a regular expression), and the field's own.
 AVOID = {
