@@ -33,7 +33,10 @@ def nothing_kept():
 
 
 PLANTED = {
-    "list of losses": (leaky.Losses, rf"self\.losses: a list of \d+ items, \d+ with their autograd graph.* {WITH_GRAPH}"),
+    "list of losses": (
+        leaky.Losses,
+        rf"self\.losses: a list of \d+ items, \d+ with their autograd graph.* {WITH_GRAPH}",
+    ),
     "cached outputs": (leaky.Outputs, rf"self\.cache: a dict of \d+ items\. {WITHOUT}"),
     "metric": (leaky.Metric, r"self\.scores\.value: list state of a metric, \d+ items\. reset\(\) was not called\. .*"),
     "metric with graphs": (
@@ -53,7 +56,10 @@ PLANTED = {
         r"self\.mean\.\d\.(weight|bias): a tensor whose autograd graph spans all steps\. .*",
     ),
     "list of a class": (leaky.OnClass, rf"OnClass\.outputs: a list of \d+ items\. {WITHOUT}"),
-    "manual optimization": (leaky.Manual, rf"self\.penalties: a dict of \d+ items, \d+ with their autograd graph.* {WITH_GRAPH}"),
+    "manual optimization": (
+        leaky.Manual,
+        rf"self\.penalties: a dict of \d+ items, \d+ with their autograd graph.* {WITH_GRAPH}",
+    ),
 }
 
 
