@@ -79,7 +79,7 @@ class EarlyRelease(FitTechnique):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if (why := why_buckets_stay(trainer)) is not None:
-            rank_zero_warn(f"EarlyRelease frees no gradients: {why}")
+            rank_zero_warn(f"EarlyRelease does not free gradients: {why}")
         if self.collect_every_n_steps is not None:
             self._collection = PacedCollection(self.collect_every_n_steps, trainer.global_step)
 
@@ -176,7 +176,7 @@ class EarlyRelease(FitTechnique):
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
         if (why := why_left_alone(trainer)) is not None:
-            rank_zero_warn(f"EarlyRelease leaves gradients alone: {why}")
+            rank_zero_warn(f"EarlyRelease does not free gradients: {why}")
             self._findings.looks_at_gradients = False
         elif trainer.lightning_module.automatic_optimization:
             loop = trainer.fit_loop.epoch_loop.automatic_optimization
@@ -203,7 +203,8 @@ class EarlyRelease(FitTechnique):
         if self._shadow is not None:
             self._shadow.remove()
         rank_zero_warn(
-            f"EarlyRelease frees no gradients: zero_grad of your optimizer leaves {format_bytes(after_bytes)} of them."
+            f"EarlyRelease does not free gradients: zero_grad of your optimizer keeps {format_bytes(after_bytes)} "
+            "of them."
         )
 
     @override

@@ -70,7 +70,7 @@ class EmptyCache(Callback):
         check_trainer("EmptyCache", trainer)
         device = trainer.strategy.root_device
         if not has_cache(device):  # not a warning: a program for a GPU, tried on a host, is right as it is
-            rank_zero_info(f"EmptyCache has nothing to release on device '{device}', which keeps no cache.")
+            rank_zero_info(f"EmptyCache has no effect on device '{device}': it has no cache.")
 
     @override
     def on_train_batch_end(

@@ -120,9 +120,9 @@ class LeakDetector(FitTechnique):
             self._undoes.append(AroundStep(trainer.strategy, step, Depth.OBSERVATION, around).remove)
         devices = " and ".join(counter.read())
         rank_zero_info(
-            f"LeakDetector counts what is alive on {devices} after each step."
+            f"LeakDetector reads the allocated memory of {devices} after each step."
             if devices
-            else "LeakDetector cannot count what is alive on this machine: it looks at a step now and then."
+            else "LeakDetector finds no allocator statistics on this machine: it checks only some of the steps."
         )
 
     @override

@@ -106,7 +106,9 @@ class MemoryBudget(Callback):
         if stage != "fit":
             return
         if sum(isinstance(callback, MemoryBudget) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-            raise MisconfigurationException("MemoryBudget can be used once, got several: one device has one budget.")
+            raise MisconfigurationException(
+                "MemoryBudget can be used once, got several: a device has one budget. Remove all but one."
+            )
         device = trainer.strategy.root_device
         limit = limit_bytes(_LIMIT, self.limit, device)
         if limit is not None and can_limit(device):

@@ -313,7 +313,9 @@ def _check_batch_dim(batch_dim: object, split: object, weight: object) -> None:
     if batch_dim < 0:
         raise ValueError(f"MicroBatching(batch_dim) must be at least 0, got {batch_dim}.")
     if split is not None:
-        raise ValueError("MicroBatching takes batch_dim= or split=, which cuts a batch by itself, not both.")
+        raise ValueError(
+            "MicroBatching takes batch_dim= or split=, not both: split= alone decides how a batch is split."
+        )
     if batch_dim and weight == "shifted_tokens":
         raise ValueError(
             "MicroBatching(weight='shifted_tokens') expects labels as [samples, time]. With batch_dim= give a function "

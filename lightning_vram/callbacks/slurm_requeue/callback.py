@@ -123,7 +123,7 @@ class SlurmRequeue(Callback):
         check_trainer("SlurmRequeue", trainer)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if sum(isinstance(callback, SlurmRequeue) for callback in callbacks) > 1:
-            raise MisconfigurationException("SlurmRequeue is among the callbacks twice: give it once.")
+            raise MisconfigurationException("SlurmRequeue can be used once, got several. Remove all but one.")
         check_tasks(cluster_environment(trainer), trainer.num_devices, trainer.num_nodes)
         self._release()
         timeout = rank_timeout(trainer)
@@ -154,12 +154,12 @@ class SlurmRequeue(Callback):
         self._shadows.append(Shadow(connector, SIGTERM_HANDLER, instead(self._signals.note)))
         self._shield.raise_it()
         if not self._signals.install():
-            rank_zero_warn("SlurmRequeue has no effect outside of the main thread, which alone gets signals.")
+            rank_zero_warn("SlurmRequeue has no effect outside of the main thread: only that thread receives signals.")
         let_through()
         if shutil.which("scontrol") is None:
             rank_zero_warn(
-                "SlurmRequeue finds no scontrol, by which a job asks to be requeued: "
-                "bind it, and SLURM's configuration, into the container."
+                "SlurmRequeue cannot find scontrol, which requeues the job. Bind it and SLURM's configuration "
+                "into the container."
             )
 
     def _set_up_fit(self, trainer: pl.Trainer, job: SlurmJob, stops: StopPoints) -> None:

@@ -97,7 +97,7 @@ class VRAMMonitor(Callback):
         if path is not None and not isinstance(path, str | Path):
             raise TypeError(f"VRAMMonitor(path) must be text or a Path, got {path!r} of type {type(path).__name__}.")
         if path is not None and not Path(path).name:  # "" and "." are folders
-            raise ValueError(f"VRAMMonitor(path) must name a file, got {str(path)!r}. path=None writes none.")
+            raise ValueError(f"VRAMMonitor(path) must name a file, got {str(path)!r}. path=None writes no file.")
         self.every_n_batches = every_n_batches
         self.track = track
         self.path = path
@@ -120,7 +120,9 @@ class VRAMMonitor(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         check_trainer("VRAMMonitor", trainer)
         if sum(isinstance(callback, VRAMMonitor) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-            raise MisconfigurationException("VRAMMonitor can be used once, got several: they measure one another.")
+            raise MisconfigurationException(
+                "VRAMMonitor can be used once, got several: they would measure each other. Remove all but one."
+            )
         if stage == "fit":
             self.peaks, self.timeline, self._batches = {}, None, LastBatches()
             self._seconds.clear()
@@ -261,7 +263,7 @@ class VRAMMonitor(Callback):
         if measurement is not None:
             exception.add_note(f"VRAMMonitor, in the batch that ran out of memory: {_describe(measurement)}")
         if self._last is not None:
-            exception.add_note(f"VRAMMonitor, last reading before memory ran out: {_describe(self._last)}")
+            exception.add_note(f"VRAMMonitor, last measurement before the out-of-memory error: {_describe(self._last)}")
         if self._file is not None:
             exception.add_note(explain(trainer, exception, source, self._batches, self._file.parent))
 

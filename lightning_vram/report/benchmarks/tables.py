@@ -21,7 +21,7 @@ _HEADINGS = {
     ALLOCATED: "max allocated",
     "max_memory_reserved_bytes": "max reserved",
     "seconds_per_step": "time per step",
-    "seconds_of_first": "of plain (low to high)",
+    "seconds_of_first": "of baseline (low to high)",
 }
 _OF_PLAIN = (TRACKED, ALLOCATED, "largest")  # beside which their ratio stands
 
