@@ -318,7 +318,7 @@ def test_a_path_that_is_no_checkpoint_is_one_line(capsys):
     assert fail(["fit", QUICKSTART, "--ckpt_path=list.ckpt"], capsys) == (
         f"ckpt_path='list.ckpt' is no checkpoint: it holds a list. {where}"
     )
-    assert fail(["fit", QUICKSTART, "--ckpt_path=evil.ckpt"], capsys).startswith("evil.ckpt holds posix.mkdir, and")
+    assert fail(["fit", QUICKSTART, "--ckpt_path=evil.ckpt"], capsys).startswith("evil.ckpt contains posix.mkdir, and")
     assert not Path("was_run").exists()
 
 
@@ -420,7 +420,7 @@ def test_a_sharded_checkpoint_becomes_a_file_for_a_plain_trainer(capsys):
 @pytest.mark.distributed
 def test_what_is_not_consolidated_is_one_line(capsys):
     save_sharded(Evil(Path("was_run")))
-    assert "meta.pt holds posix.mkdir, and" in fail(["consolidate", "sharded", "plain.ckpt"], capsys)
+    assert "meta.pt contains posix.mkdir, and" in fail(["consolidate", "sharded", "plain.ckpt"], capsys)
     assert not Path("was_run").exists()
     assert fail(["consolidate", "sharded", "sharded"], capsys) == "sharded is a folder: name the file to make."
     main(["consolidate", "sharded", "plain.ckpt", "--weights_only", "false"])

@@ -121,7 +121,7 @@ def test_a_folder_of_another_module_or_optimizer_is_refused(one_rank: None, tmp_
         read_folder(path, net, [], strict=True)
     read_folder(path, net, [optimizer], strict=False)
     source = ShardedFolder(path)
-    with pytest.raises(ValueError, match="^Optimizer 0 has") as caught:
+    with pytest.raises(ValueError, match=r"^Optimizer 0 has") as caught:
         source.load_optimizers(net, [SGD([net.scale])], check_states=check_states)
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     assert str(caught.value) == (
