@@ -40,8 +40,8 @@ class _OldNames(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         new = importlib.import_module(NEW_NAMES[module.__name__])
         warnings.warn(
-            f"{module.__name__} is now {new.__name__}. Import it from there, or save again what was loaded: the old "
-            "name will be dropped in 0.3.",
+            f"{module.__name__} is now {new.__name__}. Import it from there, or save the loaded file again: the "
+            "old name will be removed in 0.3.",
             DeprecationWarning,
             stacklevel=2,
         )

@@ -71,12 +71,14 @@ class PeakMemory:
     def _compare(self, name: str, old: int | None, new: int) -> None:
         way_out = f"pytest --vram-baseline {self._file} --vram-update"
         if old is None:
-            raise PeakMemoryError(f"{name} has no peak in {self._file}; it is {new:,} bytes now. To keep it: {way_out}")
+            raise PeakMemoryError(
+                f"{name} has no baseline in {self._file}; its peak is {new:,} bytes now. To record it: {way_out}"
+            )
         if new > old * (1 + self._tolerance / 100):
             growth = f"by {100 * (new - old) / old:.2f} %" if old else "from nothing"
             raise PeakMemoryError(
                 f"{name}: peak memory has grown {growth}, from {old:,} to {new:,} bytes ({format_bytes(old)} to "
-                f"{format_bytes(new)}); allowed are {self._tolerance:g} %. If it is meant to: {way_out}"
+                f"{format_bytes(new)}); allowed: {self._tolerance:g} %. If this is intended: {way_out}"
             )
 
 
@@ -95,9 +97,9 @@ def read_peaks(path: Path) -> dict[str, int]:
     try:
         found = json.loads(path.read_text())
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no file of --vram-baseline: {error}.") from None
+        raise ValueError(f"{path} is not a --vram-baseline file: {error}.") from None
     if not isinstance(found, dict) or any(type(value) is not int for value in found.values()):
-        raise ValueError(f"{path} is no file of --vram-baseline: it must map tests to bytes.")
+        raise ValueError(f"{path} is not a --vram-baseline file: it must map tests to bytes.")
     return found
 
 

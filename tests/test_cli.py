@@ -77,14 +77,14 @@ def table_cells(text: str, row: str) -> list[str]:
 def test_the_quickstart_shows_plain_against_packed(capsys):
     main(["fit", QUICKSTART, *SMALL, "--trainer.callbacks.init_args.budget=420KiB"])
     out = capsys.readouterr().out
-    assert "plain against AutoVRAM" in out
+    assert "baseline and AutoVRAM" in out
     plain, packed, ratio = table_cells(out, "all")
     assert plain == "464.64 KiB"
     assert float(packed.split()[0]) < 420
     assert float(ratio) < 0.91
     for row in ("parameters", "gradients", "optimizer state", "activations", "temporaries", "all", "time per step"):
         assert len(table_cells(out, row)) == 3
-    assert "Final weights equal: yes, to the bit." in out
+    assert "Final weights equal: yes, bit-exact." in out
     assert "quickstart/step.html: the step with them, drawn." in out
     assert Path("quickstart/step.html").read_text().startswith("<!DOCTYPE html>")
     stages = [m.stage for m in read_measurements("quickstart/vram.jsonl")]
@@ -123,7 +123,7 @@ def test_a_precision_plugin_is_compared_with_lightnings_of_the_same_format(capsy
     main(["fit", QUICKSTART, write(Path("precision.yaml"), {"trainer": {"plugins": [plugin]}}), *SMALL])
     out = capsys.readouterr().out
     assert re.search(r"AutoVRAM and\s+LeanMixedPrecision", out)
-    assert "Final weights equal: yes, to the bit." in out
+    assert "Final weights equal: yes, bit-exact." in out
 
 
 class OfTheUser(LeanMixedPrecision):
@@ -134,7 +134,7 @@ class OfTheUser(LeanMixedPrecision):
 def test_a_subclass_of_the_plugin_is_the_users_own_in_a_comparison(capsys):
     plugin = {"class_path": f"{__name__}.OfTheUser"}
     main(["fit", QUICKSTART, write(Path("precision.yaml"), {"trainer": {"plugins": [plugin]}}), *SMALL])
-    assert "plain against AutoVRAM" in capsys.readouterr().out
+    assert "baseline and AutoVRAM" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_a_subclass_of_the_plugin_is_the_users_own_in_a_comparison(capsys):
 def test_the_strategy_is_left_out_of_the_plain_fit(strategy, capsys):
     config = {"trainer": {"strategy": strategy, "callbacks": [{"class_path": "lightning_vram.VRAMMonitor"}]}}
     main(["fit", QUICKSTART, write(Path("strategy.yaml"), config), *SMALL])
-    assert "plain against fsdp_offload" in " ".join(capsys.readouterr().out.split())
+    assert "baseline and fsdp_offload" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.slow_except("quickstart", "activation_checkpointing", "empty_cache")
@@ -309,7 +309,7 @@ def test_a_path_that_is_no_checkpoint_is_one_line(capsys):
     torch.save({"hyper_parameters": Evil(Path("was_run"))}, "evil.ckpt")
     where = "(LIGHTNING_VRAM_DEBUG=1 shows where)"
     assert fail(["fit", QUICKSTART, "--ckpt_path=notes.txt"], capsys) == (
-        f"notes.txt is damaged, or is no checkpoint (KeyError: 101) {where}"
+        f"notes.txt is damaged or not a checkpoint (KeyError: 101) {where}"
     )
     assert fail(["fit", QUICKSTART, "--ckpt_path=folder"], capsys) == (
         "ckpt_path='folder' is a folder without .metadata and meta.pt, which a sharded checkpoint has. Name a "
@@ -318,7 +318,7 @@ def test_a_path_that_is_no_checkpoint_is_one_line(capsys):
     assert fail(["fit", QUICKSTART, "--ckpt_path=list.ckpt"], capsys) == (
         f"ckpt_path='list.ckpt' is no checkpoint: it holds a list. {where}"
     )
-    assert fail(["fit", QUICKSTART, "--ckpt_path=evil.ckpt"], capsys).startswith("evil.ckpt holds posix.mkdir, and")
+    assert fail(["fit", QUICKSTART, "--ckpt_path=evil.ckpt"], capsys).startswith("evil.ckpt contains posix.mkdir, and")
     assert not Path("was_run").exists()
 
 
@@ -329,8 +329,8 @@ def test_a_broken_checkpoint_is_one_line(capsys):
     Path("a.ckpt").write_bytes(data)
     arguments = [QUICKSTART, *SMALL, "--trainer.strategy=fsdp_offload", "--trainer.devices=1", "--ckpt_path=a.ckpt"]
     assert fail(["fit", *arguments], capsys) == (
-        "The checkpoint a.ckpt could not be read: a.ckpt is damaged (Bad CRC-32 for file 'a/data/0'). Go on from "
-        "another checkpoint; verify=False loads this one as it is."
+        "The checkpoint a.ckpt could not be read: a.ckpt is damaged (Bad CRC-32 for file 'a/data/0'). Resume "
+        "from another checkpoint, or load this one without the check: verify=False."
     )
 
 
@@ -420,7 +420,7 @@ def test_a_sharded_checkpoint_becomes_a_file_for_a_plain_trainer(capsys):
 @pytest.mark.distributed
 def test_what_is_not_consolidated_is_one_line(capsys):
     save_sharded(Evil(Path("was_run")))
-    assert "meta.pt holds posix.mkdir, and" in fail(["consolidate", "sharded", "plain.ckpt"], capsys)
+    assert "meta.pt contains posix.mkdir, and" in fail(["consolidate", "sharded", "plain.ckpt"], capsys)
     assert not Path("was_run").exists()
     assert fail(["consolidate", "sharded", "sharded"], capsys) == "sharded is a folder: name the file to make."
     main(["consolidate", "sharded", "plain.ckpt", "--weights_only", "false"])

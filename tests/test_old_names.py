@@ -12,7 +12,10 @@ from support.saved_run import NUM_STEPS, SAVED_AFTER, compute, train
 from lightning_vram.old_names import NEW_NAMES
 
 SAVED = Path(__file__).parent / "saved_by_0_1"
-OLD_NAME = r"^lightning_vram\..* is now lightning_vram\..*\. Import it from there, or save again .* dropped in 0\.3\.$"
+OLD_NAME = (
+    r"^lightning_vram\..* is now lightning_vram\..*\. Import it from there, or save the loaded file "
+    r"again: .* removed in 0\.3\.$"
+)
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of Lightning
 
 

@@ -83,8 +83,9 @@ def test_a_peak_that_has_grown_by_a_tenth_fails_and_says_what_to_do(run, tmp_pat
     code, output = run(110_000, "--vram-baseline=peaks.json", "--vram-tolerance=2")
     assert code == 1
     assert (
-        "test_sample.py::test_step: peak memory has grown by 10.00 %, from 800,008 to 880,008 bytes (781.26 KiB to "
-        "859.38 KiB); allowed are 2 %. If it is meant to: pytest --vram-baseline peaks.json --vram-update" in output
+        "test_sample.py::test_step: peak memory has grown by 10.00 %, from 800,008 to 880,008 bytes (781.26 "
+        "KiB to 859.38 KiB); allowed: 2 %. If this is intended: pytest --vram-baseline peaks.json "
+        "--vram-update" in output
     )
     assert "1 failed, 2 passed" in output
     assert peaks(tmp_path) == before  # so that the next run fails as well
@@ -107,7 +108,9 @@ def test_a_test_that_the_file_does_not_know_fails(run, tmp_path):
     (tmp_path / "peaks.json").write_text("{}")
     code, output = run(100_000, "--vram-baseline=peaks.json", "-k", "test_step")
     assert code == 1
-    assert "test_sample.py::test_step has no peak in peaks.json; it is 800,008 bytes now. To keep it: pytest" in output
+    assert (
+        "test_sample.py::test_step has no baseline in peaks.json; its peak is 800,008 bytes now. To record it: pytest"
+    ) in output
 
 
 def test_without_a_file_it_only_measures(run, tmp_path):
@@ -132,7 +135,7 @@ def test_a_file_of_something_else_is_refused(run, tmp_path):
     (tmp_path / "peaks.json").write_text('{"a": "b"}')
     code, output = run(1000, "--vram-baseline=peaks.json")
     assert code == 1
-    assert "peaks.json is no file of --vram-baseline: it must map tests to bytes." in output
+    assert "peaks.json is not a --vram-baseline file: it must map tests to bytes." in output
 
 
 def run_alone(folder, *command, size=100_000):

@@ -28,12 +28,13 @@ from lightning_vram.techniques.sharded_checkpoints import (
 
 
 class StreamedCheckpointIO(TorchCheckpointIO):
-    """Write ordinary checkpoint files piece by piece, whole or not at all, and map them into memory to read them.
+    """Write checkpoint files tensor by tensor and memory-map them for reading, without a copy in host memory. Exact.
 
-    Any Trainer reads the files, and this plugin reads those of any Trainer. A file is written beside its place under a
-    hidden name, is on the disk when it gets its own, and replaces the one before in one step: a process that is killed
-    leaves that one. Paths of other file systems (``s3://``, ``memory://``) are left to Lightning's plugin. What is read
-    is on the host; nothing writes to the file. For strategies that save through the plugin: a single device, DDP.
+    Files are ordinary Lightning checkpoints: any Trainer reads them, and this plugin reads those of any Trainer. Writes
+    are atomic: the file gets a hidden name in the target folder and replaces the previous checkpoint once it is
+    complete on disk, so a killed process leaves the previous one. Remote paths (``s3://``, ``memory://``) use
+    Lightning's plugin. Loaded tensors are on the CPU. For strategies that save through the plugin: a single device,
+    DDP.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -47,9 +48,9 @@ class StreamedCheckpointIO(TorchCheckpointIO):
 
         Raises:
             TypeError: If there are ``storage_options``.
-            CheckpointError: If the disk is full. What was there under this name is as it was.
+            CheckpointError: If the disk is full. A previous file of this name is unchanged.
             IsADirectoryError: If there is a folder of this name.
-            OSError: If it cannot be written.
+            OSError: If the file cannot be written.
         """
         if storage_options is not None or not is_local(str(path)):
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -67,12 +68,12 @@ class StreamedCheckpointIO(TorchCheckpointIO):
         map_location: Callable[..., Any] | None = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a checkpoint; its tensors are mapped from the file.
+        """Read a checkpoint; its tensors are memory-mapped from the file.
 
         Raises:
-            FileNotFoundError: If there is none.
-            CheckpointError: If it is damaged.
-            pickle.UnpicklingError: If it holds what ``weights_only`` does not allow.
+            FileNotFoundError: If there is no such file.
+            CheckpointError: If the file is damaged.
+            pickle.UnpicklingError: If it contains classes that ``weights_only`` does not allow.
         """
         if map_location is not None or not os.path.isfile(path):
             return super().load_checkpoint(path, map_location or _on_host, weights_only)

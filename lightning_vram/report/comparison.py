@@ -38,9 +38,9 @@ def describe_equality(one: FitResult, other: FitResult) -> str:
         return f"no: {len(one.weights.keys() ^ other.weights.keys())} names differ"
     differing = [name for name, tensor in one.weights.items() if not torch.equal(tensor, other.weights[name])]
     if not differing:
-        return "yes, to the bit"
+        return "yes, bit-exact"
     apart = max(float((one.weights[n].double() - other.weights[n].double()).abs().max()) for n in differing)
-    return f"no: {len(differing)} of {len(one.weights)} tensors differ, by {apart:.1e} at most"
+    return f"no: {len(differing)} of {len(one.weights)} tensors differ, by at most {apart:.1e}"
 
 
 def comparison_table(plain: FitResult, packed: FitResult, parts: str) -> Table:
@@ -53,12 +53,12 @@ def comparison_table(plain: FitResult, packed: FitResult, parts: str) -> Table:
     """
     device = next((f" on {fit.peak.device}" for fit in (packed, plain) if fit.peak is not None), "")
     table = Table(
-        title=f"Peak memory of a training step{device}: plain against {parts}",
+        title=f"Peak memory of a training step{device}: baseline and {parts}",
         title_justify="left",
         caption=f"Final weights equal: {describe_equality(plain, packed)}.",
         caption_justify="left",
     )
-    for name in ("", "plain", "packed", "packed / plain"):
+    for name in ("", "baseline", "with lightning_vram", "ratio"):
         table.add_column(name, justify="right" if name else "left")
 
     def add(name: str, read: Callable[[Measurement], int | None], *, ends_section: bool = False) -> None:

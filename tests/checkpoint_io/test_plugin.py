@@ -91,7 +91,13 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
     plugin.save_checkpoint(CHECKPOINT, path)
     full = open("/dev/full", "wb")  # noqa: SIM115 - closed by who writes into it
     monkeypatch.setattr(Path, "open", lambda *_: full)
-    with pytest.raises(CheckpointError, match=r"^the disk of .* is full: this takes 4\.00 MiB, .* were free\."):
+    with pytest.raises(
+        CheckpointError,
+        match=(
+            r"^the disk of .* is full: the checkpoint needs 4\.00 MiB, .* "
+            r"were free\."
+        ),
+    ):
         plugin.save_checkpoint({"weight": torch.zeros(MIB)}, path)
     monkeypatch.undo()
     assert read(path)["note"] == "first"
@@ -122,7 +128,7 @@ def test_what_it_does_not_take_are_the_errors_of_lightning(tmp_path):
 
 def test_a_damaged_file_is_named(tmp_path):
     (tmp_path / "x.ckpt").write_bytes(b"no checkpoint")
-    with pytest.raises(CheckpointError, match=r"^x\.ckpt is damaged, or is no checkpoint"):
+    with pytest.raises(CheckpointError, match=r"^x\.ckpt is damaged or not a checkpoint"):
         StreamedCheckpointIO().load_checkpoint(tmp_path / "x.ckpt")
 
 

@@ -130,7 +130,7 @@ def test_the_picture_lies_beside_the_plan(asked, capsys):
 def test_a_run_that_fits_needs_nothing(monkeypatch, capsys):
     answer(monkeypatch, plan_of(tried()[:1], budget_bytes=2**40))
     main(["plan", QUICKSTART, *DEVICE])
-    assert capsys.readouterr().out == "Fits as it is: 3.91 GiB of 1.00 TiB on H100. There is nothing to do.\n"
+    assert capsys.readouterr().out == ("Fits without changes: 3.91 GiB of 1.00 TiB on H100. There is nothing to do.\n")
     main(["plan", QUICKSTART, *DEVICE, "--output=lean.yaml"])
     assert yaml.safe_load(Path("lean.yaml").read_text()) == {"trainer": {}}
 

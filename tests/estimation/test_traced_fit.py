@@ -39,7 +39,7 @@ from lightning_vram.memory.tracking.timeline import MemoryTimeline
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ActivationOffload moves activations from the device to the host"),
-    pytest.mark.filterwarnings("ignore:AccumulationScheduler. batch norm normalises each micro-batch"),
+    pytest.mark.filterwarnings("ignore:AccumulationScheduler. batch norm normalizes each micro-batch"),
 ]
 
 _MAKERS_OF_BATCHES = ("aten.clone.default", "aten.empty_strided.default")

@@ -30,7 +30,7 @@ def test_a_batch_that_fits_is_run_as_ever(program):
 def test_graphs_that_were_joined_cannot_be_cut():
     message = (
         r"^batch\.edge_index has 2 rows \(int64\[2, \d+\]\), but the batch has \d+ samples \(batch\.x has \d+ rows\)\. "
-        r"If it is the same for all samples, name it: shared_keys=\[\"edge_index\"\]; if not, pass split= to "
+        r"If it belongs to all samples, name it: shared_keys=\[\"edge_index\"\]; if not, pass split= to "
         r"MicroBatching, or define split_batch\(batch, size\) on the LightningModule\.$"
     )
     with pytest.raises(BatchSplitError, match=message):

@@ -41,7 +41,7 @@ def test_ratios_and_equality():
     assert row(text, "parameters") == ["2.00 MiB", "2.00 MiB", "1.00"]
     assert row(text, "all") == ["10.00 MiB", "4.00 MiB", "0.40"]
     assert row(text, "time per step") == ["500.0 ms", "750.0 ms", "1.50"]
-    assert "Final weights equal: yes, to the bit." in text
+    assert "Final weights equal: yes, bit-exact." in text
 
 
 def test_an_allocator_adds_its_own_rows():
@@ -64,7 +64,7 @@ def test_a_plain_fit_that_ran_out_of_memory():
 def test_weights_that_differ_are_measured():
     one = FitResult(None, None, WEIGHTS)
     assert describe_equality(one, FitResult(None, None, {**WEIGHTS, "a": torch.ones(3) + 0.25})) == (
-        "no: 1 of 2 tensors differ, by 2.5e-01 at most"
+        "no: 1 of 2 tensors differ, by at most 2.5e-01"
     )
     assert describe_equality(one, FitResult(None, None, {"a": torch.ones(3)})) == "no: 1 names differ"
 

@@ -175,8 +175,8 @@ def test_a_node_and_a_controller_that_are_lost_and_come_back(cluster: Cluster, w
         (
             ("--job-name=bash",),
             (),
-            "The SLURM job is named 'bash': Lightning takes such a job for an interactive session, and its 2 tasks "
-            "would not connect. Give it another name: '#SBATCH --job-name=train'.",
+            "The SLURM job is named 'bash': Lightning treats such a job as an interactive session, and its 2 "
+            "tasks would not connect. Rename it: '#SBATCH --job-name=train'.",
         ),
         (
             (),

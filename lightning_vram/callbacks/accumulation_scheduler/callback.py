@@ -35,46 +35,45 @@ _WEIGHT = "AccumulationScheduler(weight)"
 
 
 class AccumulationScheduler(FitTechnique):
-    """Accumulate by epoch, by optimizer step or up to a batch size; every window is the mean over what it holds.
+    """Accumulate gradients by epoch, by optimizer step or up to an effective batch size, with correct means.
 
-    A factor changes right after an optimizer step and at no other time. An epoch's last window, which may be shorter,
-    is the mean over the micro-batches that are there; one whose ``training_step`` returned ``None`` does not count.
-    Gradients of the optimizer's parameters are right before any ``on_before_optimizer_step`` hook and before clipping.
-    Under DDP they are synchronised once per window. ``trainer.estimated_stepping_batches`` is the number of steps there
-    will be, from ``LightningModule.setup`` on; ``trainer.accumulate_grad_batches`` the length of the window under way,
-    before the first one its factor (with ``target_batch_size`` once the training data is set up), and what it was
-    after the fit. Tuners accumulate, too.
+    Each optimizer step uses the mean over the micro-batches (batches of the dataloader) that it accumulated. An epoch's
+    last step may have fewer; a ``training_step`` that returned ``None`` does not count. The factor changes only right
+    after an optimizer step. Gradients are final before any ``on_before_optimizer_step`` hook and before clipping. Under
+    DDP they are synchronized once per optimizer step.
 
-    A batch that is ``None`` takes a place in its window, so that ranks stay in step; where it would be the last, the
-    window ends with the next batch. ``on_before_backward`` gets the loss times its weight (in units of the first one).
-    As always in Lightning, a learning rate scheduler with ``interval="step"`` and a ``frequency`` counts micro-batches.
+    ``trainer.estimated_stepping_batches`` is the true number of optimizer steps, from ``LightningModule.setup`` on.
+    ``trainer.accumulate_grad_batches`` is the current factor, and is restored after the fit. Tuners accumulate, too.
 
-    The factor is logged as ``vram/accumulate_grad_batches`` when it changes. A checkpoint holds the place in the window
-    under way, not its gradients: after a resume the window ends where it would have, with what it still gets.
+    A batch that is ``None`` counts as one of the factor, so that ranks stay in step; if it would be the last, the
+    optimizer steps after the next batch. ``on_before_backward`` receives the loss times its weight, relative to the
+    first. As always in Lightning, a scheduler with ``interval="step"`` and a ``frequency`` counts micro-batches.
+
+    The factor is logged as ``vram/accumulate_grad_batches`` when it changes. Checkpoints hold the position within the
+    current accumulation, but not its gradients: after a resume the first optimizer step uses the remaining batches.
 
     Args:
-        by_epoch: From which epoch on (counted from 0) how many micro-batches make a step, in ascending order:
-            ``{0: 8, 4: 4}``. 1 before the first.
-        by_step: The same by optimizer steps (``trainer.global_step``).
-        target_batch_size: Samples per optimizer step, of all ranks; the factor follows from the dataloader's batch
-            size. Exactly one of these three is given.
-        round: With ``target_batch_size``, what to do with a remainder. ``None`` refuses it.
-        weight: What a micro-batch counts: ``"samples"``; ``"tokens"``, labels that are not -100;
-            ``"shifted_tokens"``, the same without the first of each sequence, for losses that shift labels by one (as
-            causal language models of transformers do); or a function of the batch. That is what the loss divides
-            by: the window, over all ranks, then is the mean over all samples or tokens. ``None``: micro-batches count
-            the same. Costs one reduction of one number per optimizer step. The backward of a micro-batch that is known
-            to count 0 without asking a device is left out, unless other ranks wait for it (the last of a window under
-            DDP, all under FSDP2): there, and for weights on a device, its loss must be finite.
-        correct_batch_norm: Whether running statistics of batch norms move once per window: momentum m becomes
-            1 - (1 - m)^(1/k). Layers normalise by micro-batches in any case.
+        by_epoch: Micro-batches per optimizer step, by the epoch (from 0) at which the factor starts: ``{0: 8, 4: 4}``.
+            1 before the first.
+        by_step: Micro-batches per optimizer step, by the optimizer step (``trainer.global_step``) at which it starts.
+        target_batch_size: Samples per optimizer step over all ranks (effective batch size). The factor follows from the
+            dataloader's batch size. Give exactly one of these three.
+        round: Rounding of the factor if ``target_batch_size`` does not divide. ``None`` raises an error.
+        weight: Unit that the loss is averaged over: ``"samples"``; ``"tokens"``, labels other than -100;
+            ``"shifted_tokens"``, tokens without the first of each sequence, for Hugging Face causal language models; or
+            a function of the batch. The step is then the mean over all samples or tokens of all ranks. ``None``:
+            micro-batches have equal weights. Costs one reduction of one number per optimizer step. A micro-batch with
+            weight 0 has no backward, unless other ranks wait for it or its weight is on a device: then its loss must be
+            finite.
+        correct_batch_norm: Whether BatchNorm running statistics move once per optimizer step: momentum m becomes
+            1 - (1 - m)^(1/k). Layers normalize each micro-batch separately in any case.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
+        TypeError: If an argument has the wrong type.
         ValueError: If an argument has a value that is not allowed, or not exactly one schedule is given.
-        MisconfigurationException: In a fit, if the run cannot accumulate so: manual optimization, DeepSpeed, FSDP1
-            with offload, LBFGS, an ``optimizer_step`` that calls its closure several times, another accumulation
-            beside, a ``target_batch_size`` that does not divide.
+        MisconfigurationException: In a fit, with manual optimization, DeepSpeed, FSDP1 with CPU offload, LBFGS, an
+            ``optimizer_step`` that calls its closure several times, a second source of gradient accumulation, or a
+            ``target_batch_size`` that does not divide.
 
     Example:
         >>> import lightning.pytorch as pl

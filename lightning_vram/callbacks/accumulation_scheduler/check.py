@@ -21,17 +21,17 @@ def check_run(trainer: pl.Trainer, callback: Callback) -> None:
     check_module(trainer)
     if trainer.accumulate_grad_batches != 1:
         raise MisconfigurationException(
-            f"{_NAME} does not work with Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): "
-            "both set the same. Remove that argument."
+            f"{_NAME} does not work with Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): both "
+            "set the accumulation factor. Remove that argument."
         )
     others: list[Callback] = [other for other in trainer.callbacks if other is not callback]  # type: ignore[attr-defined]
     if any(isinstance(other, GradientAccumulationScheduler) for other in others):
         raise MisconfigurationException(
-            f"{_NAME} does not work with GradientAccumulationScheduler: both set the same. "
-            f"Remove the latter, {_NAME}(by_epoch=...) takes its dict."
+            f"{_NAME} does not work with GradientAccumulationScheduler: both set the accumulation factor. Remove "
+            f"the latter; {_NAME}(by_epoch=...) takes its dict."
         )
     if any(isinstance(other, type(callback)) for other in others):
-        raise MisconfigurationException(f"{_NAME} can be used once, got several. Put one schedule into one of them.")
+        raise MisconfigurationException(f"{_NAME} can be used once, got several. Merge them into one schedule.")
 
 
 def check_module(trainer: pl.Trainer) -> None:
@@ -48,13 +48,13 @@ def check_module(trainer: pl.Trainer) -> None:
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise MisconfigurationException(
-            f"{_NAME} does not work with training_step(dataloader_iter): batches are taken out of its sight. "
-            "Take a batch as the argument."
+            f"{_NAME} does not work with training_step(dataloader_iter): the step fetches its batches itself. Use "
+            "training_step(self, batch, batch_idx)."
         )
     if strategy.handles_gradient_accumulation:
         raise MisconfigurationException(
-            f"{_NAME} does not work with {type(strategy).__name__}: it accumulates by itself, with one factor for the "
-            "whole run. Use its own configuration and remove the callback."
+            f"{_NAME} does not work with {type(strategy).__name__}: it accumulates gradients itself, with one "
+            "factor for the whole run. Use its own configuration and remove the callback."
         )
     if isinstance(strategy, FSDPStrategy) and strategy.cpu_offload.offload_params:
         raise MisconfigurationException(
@@ -71,8 +71,8 @@ def check_optimizers(trainer: pl.Trainer, largest_factor: int) -> None:
     """
     if largest_factor > 1 and any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
         raise MisconfigurationException(
-            f"{_NAME} does not work with LBFGS: it evaluates the loss several times per step, of which only the last "
-            "micro-batch would be a part. Use larger batches or another optimizer."
+            f"{_NAME} does not work with LBFGS: it evaluates the loss several times per step, each time with the "
+            "last micro-batch only. Use larger batches or another optimizer."
         )
 
 
@@ -88,8 +88,8 @@ def warn_of_own_steps(trainer: pl.Trainer, largest_factor: int) -> None:
     if hooks and largest_factor > 1:
         names = " and ".join(f"{type(module).__name__}.{hook}" for hook in hooks)
         rank_zero_warn(
-            f"{_NAME} accumulates, so that {names} will be called once per optimizer step, not with every batch. What "
-            "has to happen with every batch belongs into the hook on_train_batch_end."
+            f"{_NAME} accumulates gradients, so {names} is called once per optimizer step, not for every batch. "
+            "Move code that must run for every batch to on_train_batch_end."
         )
 
 
@@ -110,7 +110,7 @@ def warn_of_weights(trainer: pl.Trainer, weight: object, largest_factor: int) ->
         other_weight = getattr(other, "weight", "samples")
         if other_weight != (weight or "samples"):
             rank_zero_warn(
-                f"{_NAME}(weight={weight!r}) beside MicroBatching(weight={other_weight!r}): micro-batches of a batch "
-                "count by something else than batches of a window, so that the window is not the mean over its samples "
-                "or tokens. Give both the same weight."
+                f"{_NAME}(weight={weight!r}) and MicroBatching(weight={other_weight!r}) weigh their micro-batches "
+                "differently, so that an optimizer step is not the mean over its samples or tokens. Give both "
+                "the same weight."
             )

@@ -147,9 +147,9 @@ class AccumulationMean:
             return
         self._has_warned = True
         rank_zero_warn(
-            "AccumulationScheduler: optimizer_step of the LightningModule calls the optimizer past the strategy, so "
-            "that it took gradients that are not the mean over their window, and without hooks and clipping. Call "
-            "optimizer.step(closure=optimizer_closure) of the optimizer that it is given."
+            "AccumulationScheduler: optimizer_step of the LightningModule bypasses the strategy, so that its "
+            "gradients are not the mean over the accumulated batches, and hooks and clipping are skipped. Call "
+            "optimizer.step(closure=optimizer_closure) on the optimizer that it receives."
         )
 
     def _make_after_closure(self, inner: Method) -> Method:
@@ -174,7 +174,7 @@ class AccumulationMean:
 
 def _called_again() -> MisconfigurationException:
     return MisconfigurationException(
-        "AccumulationScheduler does not work with an optimizer_step that calls its closure several times per step, as "
-        "for sharpness-aware minimisation: it runs the last micro-batch of a window alone. Use larger batches or an "
-        "optimizer that calls it once."
+        "AccumulationScheduler does not work with an optimizer_step that calls its closure several times per "
+        "step, such as sharpness-aware minimization (SAM): each call would run the last micro-batch only. Use "
+        "larger batches or an optimizer that calls it once."
     )

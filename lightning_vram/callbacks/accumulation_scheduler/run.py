@@ -98,9 +98,8 @@ class AccumulationRun:
             listed += f" and {len(names) - _MAX_NAMES} more"
         statistics = "corrected" if self._norms is not None else "not corrected (correct_batch_norm=False)"
         rank_zero_warn(
-            f"AccumulationScheduler: batch norm normalises each micro-batch by itself, not the whole window, in "
-            f"{listed}. Running statistics are {statistics}. Larger micro-batches, GroupNorm or frozen batch norm "
-            "avoid this."
+            f"AccumulationScheduler: batch norm normalizes each micro-batch separately in {listed}. Running "
+            f"statistics are {statistics}. Larger micro-batches, GroupNorm or frozen batch norm avoid this."
         )
 
     def end(self) -> None:

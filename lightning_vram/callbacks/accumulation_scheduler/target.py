@@ -23,7 +23,7 @@ def check_target(target_batch_size: int | None, rounding: Rounding | None) -> No
     if rounding not in (None, "up", "down"):
         raise ValueError(f"AccumulationScheduler(round) must be 'up', 'down' or None, got {rounding!r}.")
     if rounding is not None and target_batch_size is None:
-        raise ValueError(f"AccumulationScheduler(round) needs target_batch_size, got round={rounding!r} without.")
+        raise ValueError(f"AccumulationScheduler(round) needs target_batch_size, got round={rounding!r} alone.")
 
 
 def plan_factor(trainer: pl.Trainer, target_batch_size: int, rounding: Rounding | None) -> int:

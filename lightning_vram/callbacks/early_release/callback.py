@@ -29,29 +29,28 @@ Zero = Callable[[], None]
 
 
 class EarlyRelease(FitTechnique):
-    """Zero gradients before the forward, and say what else the module keeps for nothing. Results stay equal to the bit.
+    """Zero gradients before the forward instead of after it, and warn about memory that the module wastes. Exact.
 
-    The forward's peak is lower by the bytes of the gradients. ``on_train_batch_end``, loggers and checkpoints find
-    gradients as ever; only a ``training_step`` that reads those of the step before does not. Where the module or a
-    callback has its own ``on_before_zero_grad`` or ``optimizer_zero_grad``, which would come before ``training_step``,
-    nothing is freed, with a warning. With accumulation nothing is freed within a window.
-    In manual optimization your ``training_step`` zeroes: there a warning tells if it does so late. Nothing is stored in
-    checkpoints.
+    Peak memory of the forward falls by the size of the gradients. ``on_train_batch_end``, loggers and checkpoints still
+    see the gradients; ``training_step`` finds ``None`` instead of those of the step before. During gradient
+    accumulation gradients stay. If the module or a callback has its own ``on_before_zero_grad`` or
+    ``optimizer_zero_grad``, nothing changes, with a warning: the hook would run before ``training_step``. In manual
+    optimization your ``training_step`` calls ``zero_grad``; a warning is logged if it does so late. Nothing is stored
+    in checkpoints.
 
-    Three mistakes are told of, once each: an evaluation step that returns a tensor with its graph, with the bytes that
-    this holds and the first layer in it; an attribute that keeps such a tensor at the end of an evaluation or of an
-    epoch; and parameters that no optimizer has but that get gradients, as those of a
-    teacher that runs without ``torch.no_grad()``.
+    Three mistakes are reported, once each: an evaluation step that returns a tensor with its graph, with the bytes
+    that the graph holds and its first layer; an attribute that still holds such a tensor at the end of an evaluation or
+    epoch; and parameters without an optimizer that receive gradients, such as a teacher without ``torch.no_grad()``.
 
     Args:
-        collect_every_n_steps: Collect cyclic garbage after every n-th optimizer step, on all ranks at the same, and in
-            training at no other moment: else each rank collects when it likes and the others wait. Takes some tenths of
-            a second in a large program. ``None`` leaves Python's collector alone.
+        collect_every_n_steps: Run Python's garbage collector after every n-th optimizer step, on all ranks together,
+            and at no other time in training, so that ranks do not wait for each other's collections. Takes tenths of a
+            second in a large program. ``None`` leaves the collector unchanged.
 
     Raises:
-        TypeError: If ``collect_every_n_steps`` is no whole number.
+        TypeError: If ``collect_every_n_steps`` is not an integer.
         ValueError: If it is smaller than 1.
-        MisconfigurationException: In ``setup``, if there are several in one trainer.
+        MisconfigurationException: In ``setup``, if the trainer has several.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -80,7 +79,7 @@ class EarlyRelease(FitTechnique):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if (why := why_buckets_stay(trainer)) is not None:
-            rank_zero_warn(f"EarlyRelease frees no gradients: {why}")
+            rank_zero_warn(f"EarlyRelease does not free gradients: {why}")
         if self.collect_every_n_steps is not None:
             self._collection = PacedCollection(self.collect_every_n_steps, trainer.global_step)
 
@@ -177,7 +176,7 @@ class EarlyRelease(FitTechnique):
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
         if (why := why_left_alone(trainer)) is not None:
-            rank_zero_warn(f"EarlyRelease leaves gradients alone: {why}")
+            rank_zero_warn(f"EarlyRelease does not free gradients: {why}")
             self._findings.looks_at_gradients = False
         elif trainer.lightning_module.automatic_optimization:
             loop = trainer.fit_loop.epoch_loop.automatic_optimization
@@ -204,7 +203,8 @@ class EarlyRelease(FitTechnique):
         if self._shadow is not None:
             self._shadow.remove()
         rank_zero_warn(
-            f"EarlyRelease frees no gradients: zero_grad of your optimizer leaves {format_bytes(after_bytes)} of them."
+            f"EarlyRelease does not free gradients: zero_grad of your optimizer keeps {format_bytes(after_bytes)} "
+            "of them."
         )
 
     @override

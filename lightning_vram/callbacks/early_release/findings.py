@@ -28,8 +28,8 @@ class Findings:
             return
         self._tell(
             hook,
-            f"{type(module).__name__}.{hook} returns a tensor with its graph, which holds "
-            f"{_size_of(graph, module)}. Return tensor.detach(), or take torch.enable_grad() out of it.",
+            f"{type(module).__name__}.{hook} returns a tensor with its autograd graph, which holds "
+            f"{_size_of(graph, module)}. Return tensor.detach(), or remove torch.enable_grad().",
         )
 
     def look_at_attributes(self, module: pl.LightningModule) -> None:
@@ -42,8 +42,9 @@ class Findings:
                 continue
             self._tell(
                 path,
-                f"`{path}` keeps a graph that no backward has used, which holds {_size_of(graph, module)}."
-                " Keep tensor.detach(), or run what made it under torch.no_grad(): module.eval() does not.",
+                f"`{path}` stores an autograd graph that no backward has used, which holds "
+                f"{_size_of(graph, module)}. Store tensor.detach(), or compute it under torch.no_grad(); "
+                "module.eval() does not disable gradients.",
             )
 
     def look_at_unstepped(self, trainer: pl.Trainer) -> None:
@@ -55,9 +56,10 @@ class Findings:
             layer = next(iter(unstepped)).rpartition(".")[0]
             self._tell(
                 "unstepped",
-                f"{format_bytes(gradient_bytes(unstepped.values()))} of gradients stay for the whole run: no optimizer "
-                f"has their parameters, from {_quoted(layer, trainer.lightning_module)} on. Call requires_grad_(False) "
-                "on what is not trained, or run it under torch.no_grad(): its graph is not kept then, either.",
+                f"{format_bytes(gradient_bytes(unstepped.values()))} of gradients are never freed: no optimizer "
+                f"has their parameters, from {_quoted(layer, trainer.lightning_module)} on. Call "
+                "requires_grad_(False) on frozen parameters, or run them under torch.no_grad(), which also "
+                "avoids storing their graph.",
             )
 
     def note_step(self, optimizer: Optimizer) -> None:
@@ -74,9 +76,9 @@ class Findings:
         if num_bytes:
             self._tell(
                 "manual",
-                f"{format_bytes(num_bytes)} of gradients are alive when training_step begins, though a step was made "
-                "with them. In manual optimization they are yours to free: call optimizer.zero_grad() right after "
-                "optimizer.step(), too.",
+                f"{format_bytes(num_bytes)} of gradients are still in memory when training_step begins, although "
+                "the optimizer has already stepped. In manual optimization, call optimizer.zero_grad() right "
+                "after optimizer.step().",
             )
 
     def _is_first(self, moment: str) -> bool:

@@ -10,13 +10,13 @@ def why_left_alone(trainer: pl.Trainer) -> str | None:
     strategy = trainer.strategy
     name = type(strategy).__name__
     if strategy.handles_gradient_accumulation:
-        return f"{name} keeps them in memory of its own, and zeroes them itself."
+        return f"{name} manages and zeroes them itself."
     offload = getattr(getattr(strategy, "arguments", None), "offload", "none")  # of fsdp_offload
     if offload != "none":  # zeroing would wait for steps that go on beside the forward
-        return f"{name}(offload={offload!r}) has them on the host."
+        return f"{name}(offload={offload!r}) stores them on the host."
     hook = _own_hook(trainer)
     if hook is not None:
-        return f"{hook} would come before training_step, which may use what it changes. on_train_batch_end would not."
+        return f"{hook} would run before training_step, which may read what it changes. Use on_train_batch_end instead."
     return None
 
 
@@ -33,5 +33,5 @@ def why_buckets_stay(trainer: pl.Trainer) -> str | None:
     """Say why DDP keeps the memory of gradients, once the module is wrapped; ``None`` if it does not."""
     model = trainer.strategy.model
     if isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view:
-        return "with gradient_as_bucket_view=True they are in the buckets of DDP, which stay for the whole run."
+        return "with gradient_as_bucket_view=True DDP's buckets hold them for the whole run."
     return None

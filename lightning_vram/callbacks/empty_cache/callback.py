@@ -24,23 +24,24 @@ log = logging.getLogger(__name__)
 
 
 class EmptyCache(Callback):
-    """Empty the device's cache when validation starts and ends, and optionally during training.
+    """Empty the device's cache when validation starts and ends, and optionally during training. Exact.
 
-    All ranks release at the same batch, so that none becomes a straggler the others wait for: the moment depends on
-    the batch index alone, and where fragmentation decides, the ranks vote and one that needs it is enough. Nothing is
-    stored in checkpoints. On a device without a cache, such as the host, it does nothing and says so.
+    Cached blocks of training rarely fit validation and vice versa (fragmentation), so reserved memory can grow to the
+    sum of both. All ranks empty their caches at the same batch, so that no rank waits for another. Nothing is stored in
+    checkpoints. On a device without a cache, such as a CPU, nothing happens, and a message is logged.
 
     Args:
-        every_n_batches: Release after every n-th training batch of an epoch as well. Counts batches, not optimizer
-            steps, so gradient accumulation does not change it. ``None`` releases around validation only.
-        min_fragmentation_bytes: Release only where a rank has at least this many bytes reserved but not allocated, as
-            an ``int`` or as ``"2GiB"``. ``None`` releases always. Costs one small reduction over the ranks each time.
-        gc_collect: Run Python's garbage collector first, so that tensors in reference cycles are freed too. Takes
-            some tenths of a second in a large program.
+        every_n_batches: Also empty the cache after every n-th training batch of an epoch. Counts batches, not optimizer
+            steps. ``None``: around validation only.
+        min_fragmentation_bytes: Empty the cache only if at least one rank has this many bytes reserved but not
+            allocated, as an ``int`` or as ``"2GiB"``. ``None``: always. Costs one small reduction over the ranks each
+            time.
+        gc_collect: Run Python's garbage collector first, so that tensors in reference cycles are freed, too. Takes
+            tenths of a second in a large program.
 
     Raises:
-        TypeError: If an argument has another type than said above.
-        ValueError: If ``every_n_batches`` is smaller than 1, or ``min_fragmentation_bytes`` is no size.
+        TypeError: If an argument has the wrong type.
+        ValueError: If ``every_n_batches`` is smaller than 1, or ``min_fragmentation_bytes`` is not a size.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -69,7 +70,7 @@ class EmptyCache(Callback):
         check_trainer("EmptyCache", trainer)
         device = trainer.strategy.root_device
         if not has_cache(device):  # not a warning: a program for a GPU, tried on a host, is right as it is
-            rank_zero_info(f"EmptyCache has nothing to release on device '{device}', which keeps no cache.")
+            rank_zero_info(f"EmptyCache has no effect on device '{device}': it has no cache.")
 
     @override
     def on_train_batch_end(

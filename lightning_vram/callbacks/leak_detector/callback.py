@@ -40,28 +40,29 @@ class MemoryLeakError(RuntimeError):
 
 
 class LeakDetector(FitTechnique):
-    """Report memory that is alive for longer with each step: bytes per step, its origin and its holder.
+    """Report memory leaks: bytes per step, the line that allocated them and the attribute that holds them.
 
-    Live bytes of device and host are counted after each optimizer step, and after each batch of a validation, a test
-    or a prediction. Steady growth leads to a look at one step; a leak is what that step left behind and is alive
-    ``patience`` steps later, while memory grows on; or an attribute that holds more each time. Graphs that are kept are
-    reported at once. Other tensors, such as outputs that are collected or states of metrics, only if they outlive the
-    epoch and grow in the next one as well, or if memory would run out before its end. Each is reported once, on every
-    rank that finds it. Training is not changed, and nothing is stored in checkpoints.
+    Allocated bytes of device and host are read after each optimizer step, and after each batch of validation, test
+    and prediction. If they grow steadily, one step is traced. A leak is a tensor of that step that is still alive
+    ``patience`` steps later while memory keeps growing, or an attribute that grows each time. Autograd graphs are
+    reported at once. Other tensors, such as collected outputs or metric lists, are reported only if they outlive the
+    epoch and grow in the next one, or if they would cause an out-of-memory error before its end. Each leak is reported
+    once, on every rank that finds it. Training does not change, and nothing is stored in checkpoints.
 
     Args:
-        patience: Over how many steps memory has to grow, and for how many more what is left of one has to stay.
-        on_leak: ``"warn"``, or ``"raise"`` an error, on all ranks together: for tests.
-        min_bytes_per_step: Less than that is no leak: an ``int`` or such as ``"1MiB"``.
+        patience: Number of steps over which memory must grow before a step is traced, and which its tensors must
+            survive.
+        on_leak: ``"warn"``, or ``"raise"`` for an error on all ranks together, for tests.
+        min_bytes_per_step: Smallest growth that is reported, as an ``int`` or as ``"1MiB"``.
 
     Raises:
-        TypeError: If an argument has another type than said above.
-        ValueError: If ``patience`` is smaller than 5, ``on_leak`` is another word, or ``min_bytes_per_step`` is no size
-            or 0.
-        MemoryLeakError: In a fit, or at the end of another run, with ``on_leak="raise"``.
+        TypeError: If an argument has the wrong type.
+        ValueError: If ``patience`` is smaller than 5, ``on_leak`` is another word, or ``min_bytes_per_step`` is not a
+            size above 0.
+        MemoryLeakError: During a fit, or at the end of another run, with ``on_leak="raise"``.
 
     Attributes:
-        leaks: Those of the last run, with the kind of step: ``("train", leak)``, or ``"validate"``, ``"test"``,
+        leaks: Leaks of the last run, each with its stage: ``("train", leak)``, or ``"validate"``, ``"test"``,
             ``"predict"``.
 
     Example:
@@ -119,9 +120,9 @@ class LeakDetector(FitTechnique):
             self._undoes.append(AroundStep(trainer.strategy, step, Depth.OBSERVATION, around).remove)
         devices = " and ".join(counter.read())
         rank_zero_info(
-            f"LeakDetector counts what is alive on {devices} after each step."
+            f"LeakDetector reads the allocated memory of {devices} after each step."
             if devices
-            else "LeakDetector cannot count what is alive on this machine: it looks at a step now and then."
+            else "LeakDetector finds no allocator statistics on this machine: it checks only some of the steps."
         )
 
     @override

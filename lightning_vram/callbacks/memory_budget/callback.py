@@ -45,32 +45,31 @@ class _Verdict:
 
 
 class MemoryBudget(Callback):
-    """Hold what a fit will need against what the device has left, before anything is moved there.
+    """Check at the start of ``fit`` whether the run fits the device, before anything is moved there. Exact.
 
-    At the start of ``fit`` two steps and one batch of validation run on tensors without memory, with this Trainer's
-    plugins, strategy and callbacks that change the step, on copies of all of them. If they need more than is
-    available, a message says what uses the memory, the largest batch that fits, and what helps. After the first
-    optimizer step on an accelerator one line compares the prediction with what was allocated. The run itself is not
-    changed (bit-exact): data are read from copies, and random numbers are put back. Where no estimate is possible (data
-    that cannot be read twice, a step that needs the values of its tensors, a strategy that is not known), the run goes
-    on with a warning.
+    Two training steps and one validation batch run on fake tensors, on copies of this Trainer's module, plugins,
+    strategy and callbacks that change the step. If they need more memory than is available, a message reports the
+    largest category, the largest batch size that fits, and features that help. After the first optimizer step on an
+    accelerator, predicted and allocated memory are logged. Data are read from copies and random state is restored. If
+    no estimate is possible (data that cannot be read twice, a step that needs tensor values, an unknown strategy),
+    training continues with a warning.
 
-    Rank zero estimates, for the rank with the least room, and all ranks get the same answer. A module that makes its
-    data itself has its ``setup`` called once more before, on a shallow copy. Nothing is stored in checkpoints.
+    Rank zero estimates for the rank with the least free memory, and all ranks get the same answer. If the module
+    creates its data itself, its ``setup`` is called once more, on a shallow copy. Nothing is stored in checkpoints.
 
     Args:
-        limit: What may be taken of the device. ``"auto"``: what it has left when ``fit`` begins, with what this
-            process has cached. Bytes, as an ``int`` or as ``"20GiB"``, or a share of the device between 0 and 1: no
-            more than that, and until the end of the run PyTorch gives this process no more of an accelerator either.
-        on_excess: What happens if more is needed: ``"warn"``, or ``"error"``.
-        run_callbacks: Which of the user's own callbacks the estimate runs: classes or names of those that change the
-            module or the step. Loggers, checkpoints, progress bars and others are left out.
+        limit: Memory that the run may use. ``"auto"``: free memory of the device when ``fit`` begins, including this
+            process's cache. Bytes, as an ``int`` or as ``"20GiB"``, or a share of the device between 0 and 1: at most
+            that; PyTorch's allocator is limited to it until the run ends.
+        on_excess: Action if more is needed: ``"warn"`` or ``"error"``.
+        run_callbacks: Your callbacks that the estimate must run, as classes or names: those that change the module or
+            the step. Loggers, checkpoints, progress bars and others are left out.
 
     Raises:
-        TypeError: If an argument has another type than said above.
-        ValueError: If ``limit`` is no size above 0 and no share, or ``on_excess`` is neither of the two.
-        MisconfigurationException: In ``setup``, on all ranks, if the run does not fit and ``on_excess`` is
-            ``"error"``, or if there are several in one trainer.
+        TypeError: If an argument has the wrong type.
+        ValueError: If ``limit`` is neither a size above 0 nor a share, or ``on_excess`` is another word.
+        MisconfigurationException: In ``setup``, on all ranks, if the run does not fit and ``on_excess`` is ``"error"``,
+            or if the trainer has several.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -107,7 +106,9 @@ class MemoryBudget(Callback):
         if stage != "fit":
             return
         if sum(isinstance(callback, MemoryBudget) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-            raise MisconfigurationException("MemoryBudget can be used once, got several: one device has one budget.")
+            raise MisconfigurationException(
+                "MemoryBudget can be used once, got several: a device has one budget. Remove all but one."
+            )
         device = trainer.strategy.root_device
         limit = limit_bytes(_LIMIT, self.limit, device)
         if limit is not None and can_limit(device):

@@ -21,7 +21,7 @@ _WAYS_OUT: Mapping[Category, str] = {
     Category.ACTIVATIONS: _PER_SAMPLE,
     Category.TEMPORARIES: _PER_SAMPLE,
 }
-_NAMES = {Category.OPTIMIZER_STATE: "states of optimizers"}
+_NAMES = {Category.OPTIMIZER_STATE: "optimizer state"}
 
 
 def fit_line(estimate: MemoryEstimate) -> str:
@@ -35,10 +35,10 @@ def excess_message(estimate: MemoryEstimate) -> str:
     needed, room = estimate.needed_bytes, estimate.device.memory_bytes
     largest = max(estimate.by_category, key=lambda category: estimate.by_category[category])
     sentences = [
-        f"{_NAME}: the run does not fit. A step needs {format_bytes(needed)}, and {format_bytes(room)} are available "
-        f"on {estimate.device.name}: {format_bytes(needed - room)} too few.",
-        f"The largest part, {format_bytes(estimate.by_category[largest])}, is {_NAMES.get(largest, largest)}"
-        f"{_place(estimate)}.",
+        f"{_NAME}: the run does not fit. A step needs {format_bytes(needed)}, but only {format_bytes(room)} are "
+        f"available on {estimate.device.name}: {format_bytes(needed - room)} too few.",
+        f"Largest category: {_NAMES.get(largest, largest)}, "
+        f"{format_bytes(estimate.by_category[largest])}{_place(estimate)}.",
     ]
     if estimate.max_batch_size is not None and estimate.batch_size:
         sentences.append(_batch_sentence(estimate.max_batch_size, estimate.batch_size))
@@ -49,15 +49,15 @@ def first_step_line(measured_bytes: int, expected_bytes: int, device: str) -> st
     """Hold what a first step took against what was expected."""
     share = (expected_bytes - measured_bytes) / max(1, measured_bytes)
     return (
-        f"{_NAME}: up to the first optimizer step {format_bytes(measured_bytes)} were allocated at most on {device}, "
-        f"{format_bytes(expected_bytes)} were expected ({share:+.1%})."
+        f"{_NAME}: up to the first optimizer step, peak memory on {device} was {format_bytes(measured_bytes)}; "
+        f"predicted: {format_bytes(expected_bytes)} ({share:+.1%})."
     )
 
 
 def unknown_line(error: str) -> str:
     """Say that nobody can tell."""
     reason = error.partition("\n")[0].rstrip(".")
-    return f"{_NAME} cannot tell whether the run fits: {reason}. The run goes on."
+    return f"{_NAME} cannot estimate whether the run fits: {reason}. Training continues."
 
 
 def _place(estimate: MemoryEstimate) -> str:

@@ -21,18 +21,16 @@ from lightning_vram.techniques.metric_offload import GrowingLists
 
 
 class MetricOffload(FitTechnique):
-    """Hold the list states of every torchmetrics metric of the module on the host, in all stages.
+    """Store the lists of all torchmetrics metrics on the CPU, so that device memory does not grow during evaluation.
 
-    Metrics are found wherever they are submodules: in collections and wrappers, made in ``configure_model``, and made
-    anew before an epoch. What is computed at the end of an epoch is computed on the host, and comes back to the device:
-    values are bitwise identical to those of a run on the host. A GPU that sorts and sums in another order may differ
-    in the last bits. States are gathered over a group of the host (gloo) where the
-    ranks' own backend takes no tensors of the host. Other states stay on the device. After the run, metrics are what
-    they were. Nothing is stored in checkpoints.
+    Metrics are found in all submodules, collections and wrappers, also if they are created in ``configure_model`` or
+    anew for each epoch. ``compute`` runs on the CPU and returns its value on the device: values are bitwise identical
+    to those of a CPU run, while a GPU may round differently. Ranks gather the lists over gloo if their own backend,
+    such as NCCL, cannot communicate CPU tensors. Metric state of fixed size stays on the device. After the run metrics
+    are restored. Nothing is stored in checkpoints.
 
-    Two things that keep memory all the same are warned about, once in a run: metrics with lists that are called
-    (``metric(preds, target)``), which copies their lists each time, and outputs on the device that the module collects
-    in an attribute of its own in validation or test.
+    Two habits that still waste memory are reported once per run: calling ``metric(preds, target)``, which copies its
+    lists each time, and collecting device outputs in an attribute of the module.
 
     Raises:
         MisconfigurationException: In ``setup``, if the Trainer is one of ``pytorch_lightning``.

@@ -125,11 +125,10 @@ class MicroBatchTry:
         if self._num_parts == 1 or is_of_cut:
             return
         error.add_note(
-            f"MicroBatching had cut the batch: this was part {self._number} of {self._num_parts}. If the whole batch "
-            "runs without this error, the cut is the cause. So it is with a batch that is padded to its longest "
-            "sample, and a model that takes the length from the longest sample it gets: trim each part in "
-            "MicroBatching(split=...), or in split_batch(batch, size) of the LightningModule. What is the same for all "
-            "samples is named in shared_keys=."
+            f"MicroBatching: this error is from micro-batch {self._number} of {self._num_parts}. If the whole "
+            "batch runs without it, splitting is the cause, for example with a batch padded to its longest "
+            "sample. Trim each micro-batch in MicroBatching(split=...), or in split_batch(batch, size) of the "
+            "LightningModule. Name entries that belong to all samples in shared_keys=."
         )
 
     def _run_idle(self, part: MicroBatch, step: Step[Output]) -> None:

@@ -58,68 +58,69 @@ class _Run:
 
 
 class MicroBatching(FitTechnique):
-    """Split each batch inside its training step, and split it further when memory runs out.
+    """Split each batch into micro-batches inside one optimizer step, by default only after an out-of-memory error.
 
-    Each micro-batch runs forward and backward by itself, so the activations of one are alive at a time. Its loss
-    counts by its share of the batch, and the optimizer, the accumulation window, the scaler, the schedule of the
-    learning rate and the hooks see one step of one batch: ``training_step`` runs several times, everything around it
-    once. With ``"auto"`` a batch starts whole. When memory runs out anywhere in its forward or backward, the graph and
-    the gradients of the try are dropped, generators, buffers, metrics, logged values and attributes of the modules
-    return to what they were, the cache is emptied, and the batch runs again in halves, on all ranks together. The size
-    that fits is remembered per shape of batch, in checkpoints too.
+    ``training_step`` runs once per micro-batch, forward and backward, so only one micro-batch's activations are in
+    memory. The loss of a micro-batch counts by its share of the batch. The optimizer, gradient accumulation, the
+    gradient scaler, schedulers and hooks see one step of one batch.
 
-    Equal to the whole batch, up to rounding: gradients of losses that are means over samples, or over what ``weight``
-    counts; ``self.log`` with mean, sum, min and max; metrics whose states can be merged. Equal to the bit: a run that
-    went through out-of-memory errors and one that used these sizes from the start. Not equal by nature: what couples
-    samples of a batch (batch norms normalise each micro-batch by itself, though their running statistics count one
-    step; contrastive losses); random numbers such as dropout masks, which are drawn for each part; and what
-    ``training_step`` itself counts or moves (spectral norm, EMA teachers, codebooks, ``self.n += 1``), once per part.
+    With ``"auto"`` a batch starts whole. After an out-of-memory error in forward or backward, the graph and gradients
+    of the attempt are dropped; random generators, buffers, metrics, logged values and module attributes are restored;
+    the cache is emptied; and all ranks run the batch again in halves. The size that fits is remembered per batch shape,
+    also in checkpoints.
 
-    Inside of a step: what ``self.log`` got shows in ``trainer.callback_metrics`` after the step; after the forward of
-    the first part come the hooks of zeroing and, with its loss, ``on_before_backward``, in each try; a loss of a part
-    that counts for nothing has no backward. With ``"auto"`` the state before the step is held meanwhile: copies of
-    small buffers, and in an accumulation window one of the gradients.
+    Lossless (equal to the whole batch up to rounding): gradients of losses that are means over samples, or over the
+    units that ``weight`` counts; ``self.log`` with mean, sum, min and max; metrics with mergeable state. Exact: a run
+    that recovered from out-of-memory errors equals one that used these sizes from the start. Different from the whole
+    batch: losses and layers that couple samples (contrastive losses with in-batch negatives; BatchNorm normalizes each
+    micro-batch separately, although running statistics count one step); dropout masks; and everything that
+    ``training_step`` updates itself (spectral norm, EMA teachers, codebooks, ``self.n += 1``), which happens once per
+    micro-batch.
 
-    What a batch is split by: see :class:`~lightning_vram.core.batches.splitting.BatchSplitter`. An entry that is
-    the same for all samples but has as many rows as there are samples is cut, too, unless ``shared_keys`` names it. A
-    ``split_batch(batch, size)`` method of the LightningModule replaces all that; it returns micro-batches of ``size``
-    samples, the last one of what is left, and for size 1 as many as there are samples. It can also trim what is padded
-    to the longest sample of the batch, for a model that counts on it. With ``"auto"`` a batch that cannot be cut runs
-    whole, as long as it fits, with one warning. Outputs of the parts are put
-    together by :func:`~lightning_vram.core.batches.combining.combine_outputs`, or the module's
-    ``combine_outputs(outputs, sizes)``; what cannot be is refused in evaluation, and comes as a list in training.
+    Values from ``self.log`` appear in ``trainer.callback_metrics`` after the step. The zeroing hooks and
+    ``on_before_backward`` run after the forward of the first micro-batch, in each attempt. A micro-batch with weight 0
+    has no backward. With ``"auto"``, copies of small buffers, and of the accumulated gradients during gradient
+    accumulation, are stored until the step has succeeded.
 
-    Under DDP nothing is reduced in a backward that may run out of memory, so with ``"auto"`` gradients are reduced
-    after it; a fixed size overlaps both as usual. Under FSDP2 and with SyncBatchNorm all ranks run the same number of
-    micro-batches. There a first batch is planned from a few small micro-batches, where the device can say how much
-    room it has; if memory runs out on some ranks only, the others wait inside a collective, and the error is raised.
+    Batches are split by :class:`~lightning_vram.core.batches.splitting.BatchSplitter`. An entry with as many rows as
+    there are samples is split, unless ``shared_keys`` names it. A ``split_batch(batch, size)`` method of the
+    LightningModule replaces these rules: it returns micro-batches of ``size`` samples, the last one with the remainder,
+    and can trim padding. With ``"auto"``, a batch that cannot be split runs whole, with one warning. Outputs are joined
+    by :func:`~lightning_vram.core.batches.combining.combine_outputs` or by the module's ``combine_outputs(outputs,
+    sizes)``; outputs that cannot be joined are an error in evaluation and a list in training.
+
+    Under DDP with ``"auto"``, gradients are reduced after the backward; with a fixed size the reduction overlaps the
+    backward as usual. Under FSDP2 and with SyncBatchNorm all ranks run equally many micro-batches; an out-of-memory
+    error on some ranks only is raised, because the others wait in a collective.
 
     Args:
-        size: Most samples per micro-batch, or ``"auto"``. Micro-batches are as few and as equal as that allows.
-        weight: What the loss of a step is a mean over: ``"samples"``; ``"tokens"``, labels other than -100;
-            ``"shifted_tokens"``, the same without the first of each sequence, as losses of causal language models in
-            transformers do; a function of a batch; or ``"sum"``, where the loss is a sum over samples. Means that are
-            logged count by it, too, but where ``self.log(batch_size=...)`` gives others than the numbers of samples.
-        shared_keys: Names of entries of the batch that are the same for all samples, at any depth.
-        split: As ``split_batch``, for a module that has none.
-        batch_dim: The dimension of samples, such as 1 for ``[T, B, D]``: tensors with fewer dimensions are cut along
-            their first. ``None``: 0, and an error (with ``"auto"`` a warning) for batches that may be ``[T, B, D]``
-            because the module has a recurrent layer or attention with ``batch_first=False``.
-        regrow_after_n_batches: With ``"auto"``, after how many batches of a shape the double size is tried again;
-            each time in vain doubles the wait. ``None`` never does.
-        eval: The same as ``size`` for validation, test and prediction steps; ``None`` leaves them alone.
+        size: Maximum number of samples per micro-batch, or ``"auto"``. Micro-batches are as few and as equal as
+            possible.
+        weight: Unit that the loss of a step is averaged over: ``"samples"``; ``"tokens"``, labels other than -100;
+            ``"shifted_tokens"``, tokens without the first of each sequence, for Hugging Face causal language models; a
+            function of a batch; or ``"sum"``, for losses that are sums over samples. Logged means use the same weights,
+            unless ``self.log(batch_size=...)`` gives other numbers than those of samples.
+        shared_keys: Names of batch entries that belong to all samples, at any depth.
+        split: A function ``split(batch, size)``, like ``split_batch``, for a module without that method.
+        batch_dim: Dimension of the samples, such as 1 for ``[T, B, D]``; tensors with fewer dimensions are split along
+            their first. ``None``: 0, and an error (with ``"auto"`` a warning) if the batch may be ``[T, B, D]`` because
+            the module has a recurrent layer or attention with ``batch_first=False``.
+        regrow_after_n_batches: With ``"auto"``, the number of batches of one shape after which the double size is tried
+            again; each failure doubles the number. ``None`` never tries.
+        eval: ``size`` for validation, test and prediction steps; ``None`` leaves them unchanged.
 
     Raises:
-        TypeError: If an argument has another type than said above.
-        ValueError: If a size or a number of batches is smaller than 1, or a text is none of those above.
+        TypeError: If an argument has the wrong type.
+        ValueError: If a size or a number of batches is smaller than 1, or a string is not one of those listed.
         MisconfigurationException: Before the first batch, with manual optimization, DeepSpeed, FSDP1, or a
-            ``training_step`` that takes ``dataloader_iter``; with ``"auto"`` also where only the reducer of DDP can
-            reduce (communication hooks, ``static_graph``), and under FSDP2 before PyTorch 2.13.
-        BatchSplitError: In the first batch, if it cannot be split; with ``"auto"`` if it has no such ``shared_keys``.
+            ``training_step`` that takes ``dataloader_iter``; with ``"auto"`` also if DDP's reducer is required
+            (communication hooks, ``static_graph``), and under FSDP2 before PyTorch 2.13.
+        BatchSplitError: In the first batch, if it cannot be split; with ``"auto"`` only if an entry of ``shared_keys``
+            is missing.
 
     Attributes:
-        micro_batch_size: Samples that ran at once in the last training batch, also logged as
-            ``vram/micro_batch_size`` where it changes; ``None`` if it could not be cut.
+        micro_batch_size: Samples per micro-batch in the last training batch, also logged as ``vram/micro_batch_size``
+            when it changes; ``None`` if the batch could not be split.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -166,7 +167,7 @@ class MicroBatching(FitTechnique):
         self.relief: Relief | None = None  # is tried before a batch is cut; of AutoVRAM
 
     def starting_with(self, size: int) -> "MicroBatching":
-        """Return a copy that, where the size is ``"auto"``, runs ``size`` samples at once, as if it had found so."""
+        """Return a copy whose ``"auto"`` starts with ``size`` samples, as if it had found this size."""
         clone = copy.copy(self)
         clone._choosers = {name: FixedSize(size) if one.retries else one for name, one in self._choosers.items()}
         for name, one in self._choosers.items():
@@ -175,7 +176,7 @@ class MicroBatching(FitTechnique):
 
     @property
     def micro_batch_size(self) -> int | None:
-        """Samples that ran at once in the last training batch; ``None`` if it could not be cut, or was none."""
+        """Samples per micro-batch in the last training batch; ``None`` if there was none or it could not be split."""
         runner = self._run.runners.get("training")
         return self._last_size if runner is None else runner.size
 
@@ -312,7 +313,9 @@ def _check_batch_dim(batch_dim: object, split: object, weight: object) -> None:
     if batch_dim < 0:
         raise ValueError(f"MicroBatching(batch_dim) must be at least 0, got {batch_dim}.")
     if split is not None:
-        raise ValueError("MicroBatching takes batch_dim= or split=, which cuts a batch by itself, not both.")
+        raise ValueError(
+            "MicroBatching takes batch_dim= or split=, not both: split= alone decides how a batch is split."
+        )
     if batch_dim and weight == "shifted_tokens":
         raise ValueError(
             "MicroBatching(weight='shifted_tokens') expects labels as [samples, time]. With batch_dim= give a function "

@@ -31,13 +31,14 @@ def check_micro_batching(trainer: pl.Trainer, *, is_training: bool) -> None:
     for step in steps:
         if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
             raise MisconfigurationException(
-                f"MicroBatching does not work with {step}(self, dataloader_iter): the step takes its batches itself. "
-                f"Use {step}(self, batch, batch_idx)."
+                f"MicroBatching does not work with {step}(self, dataloader_iter): the step fetches its batches "
+                f"itself. Use {step}(self, batch, batch_idx)."
             )
     if is_training and not module.automatic_optimization:
         raise MisconfigurationException(
-            "MicroBatching does not work with manual optimization: it cannot see where forward, backward and step of "
-            "training_step begin. Set automatic_optimization=True, or split the batch in training_step."
+            "MicroBatching does not work with manual optimization: it cannot split the forward, backward and "
+            "optimizer step inside training_step. Set automatic_optimization=True, or split the batch in "
+            "training_step."
         )
 
 
@@ -49,8 +50,8 @@ def check_recovery(trainer: pl.Trainer) -> None:
     """
     if is_sharded(trainer.lightning_module) and not can_recover():
         raise MisconfigurationException(
-            "MicroBatching('auto') needs PyTorch 2.13 or newer under FSDP2, whose older versions cannot go on after a "
-            "failed forward or backward. Give a fixed size, as in MicroBatching(8)."
+            "MicroBatching('auto') needs PyTorch 2.13 or newer under FSDP2: older versions cannot recover from a "
+            "failed forward or backward. Give a fixed size, such as MicroBatching(8)."
         )
 
 
@@ -66,21 +67,21 @@ def check_gradients(trainer: pl.Trainer, *, retries: bool) -> None:
         stepping += [type(optimizer).__name__ for p in parameters if has_accumulation_hooks(p)]
     if stepping:
         raise MisconfigurationException(
-            "MicroBatching does not work with hooks after the accumulation of a gradient, as optimizers that step in "
-            f"the backward use them: they would run for each part of a batch. Remove that of {stepping[0]}."
+            "MicroBatching does not work with post-accumulate-grad hooks, which optimizers in the backward use: "
+            f"they would run once per micro-batch. Remove the hook of {stepping[0]}."
         )
     model = trainer.strategy.model
     reason = why_reducer_is_needed(model) if isinstance(model, DistributedDataParallel) else None
     if isinstance(model, DistributedDataParallel) and model.static_graph:
         raise MisconfigurationException(
-            "MicroBatching does not work with DDPStrategy(static_graph=True), whose first backward has to be "
-            "synchronised: that of a first part is not. Remove static_graph."
+            "MicroBatching does not work with DDPStrategy(static_graph=True): its first backward must be "
+            "synchronized, and that of a first micro-batch is not. Remove static_graph."
         )
     if retries and reason is not None:
         raise MisconfigurationException(
-            f"MicroBatching('auto') does not work with {reason}: a rank that runs out of memory in the middle of a "
-            "reduction leaves the others waiting, so gradients are averaged after the backward, in the plain way. Give "
-            "a fixed size, as in MicroBatching(8)."
+            f"MicroBatching('auto') does not work with {reason}: a rank that runs out of memory during a "
+            "reduction would block the others, so gradients are averaged after the backward, without the "
+            "reducer. Give a fixed size, such as MicroBatching(8)."
         )
 
 

@@ -192,7 +192,9 @@ def _combine_extras(
         try:
             combined[key] = combine_step_outputs(module, [{key: value} for value in values], parts)[key]
         except OutputCombineError as error:
-            _warnings.warn(f"on_train_batch_end gets a list of outputs[{key!r}], one for each micro-batch: {error}")
+            _warnings.warn(
+                f"on_train_batch_end receives outputs[{key!r}] as a list, one entry per micro-batch: {error}"
+            )
             combined[key] = values
     del combined["loss"]
     return combined

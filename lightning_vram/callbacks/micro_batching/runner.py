@@ -161,8 +161,8 @@ class MicroBatchRunner:
         if facts.why_whole is not None and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
-                "MicroBatching('auto') runs a batch whole that it cannot cut, and cannot help where it runs out of "
-                f"memory. {facts.why_whole}"
+                "MicroBatching('auto') cannot split this batch. It runs the batch whole, and cannot help after "
+                f"an out-of-memory error. {facts.why_whole}"
             )
         return facts
 
@@ -205,7 +205,7 @@ class MicroBatchRunner:
             attempt.drop()
             if not self.retries or not isinstance(error, Exception) or not is_out_of_memory(error):
                 if attempt.is_again:
-                    error.add_note(f"MicroBatching ran {size} samples at once here, since more ran out of memory.")
+                    error.add_note(f"MicroBatching ran {size} samples at once here, because more ran out of memory.")
                 attempt.add_note(error)
                 raise
             if size > 1:  # of a single sample it is what the user gets to see
@@ -249,8 +249,8 @@ class MicroBatchRunner:
                 raise
             reason = why_counts_must_be_equal(self._trainer, is_training=self._is_training)
             error.add_note(
-                "MicroBatching cannot run the batch again in smaller parts: this rank ran out of memory and other "
-                f"ranks wait for it in the middle of theirs ({reason}). Start with a smaller size=."
+                "MicroBatching cannot retry with smaller micro-batches: this rank ran out of memory, and other "
+                f"ranks wait for it in a collective ({reason}). Start with a smaller size=."
             )
             raise error from silence
 
@@ -274,15 +274,15 @@ class MicroBatchRunner:
     def _give_up(self, error: Exception | None, why_whole: str | None) -> Exception:
         """What to raise when one sample at a time does not fit: on all ranks, each knows the same."""
         if self._relief is not None and not self._relief.may_cut:
-            error = error or RuntimeError("Memory ran out on another rank; its error says more.")
+            error = error or RuntimeError("Another rank ran out of memory; see its error.")
             error.add_note(self._relief.note)
             return error
-        message = "MicroBatching: memory ran out with one sample per micro-batch, there is nothing left to split."
+        message = "MicroBatching: out of memory with one sample per micro-batch; the batch cannot be split further."
         if error is None:
-            return RuntimeError(f"{message} It ran out on another rank; its error says more.")
+            return RuntimeError(f"{message} This was on another rank; see its error.")
         if why_whole is not None:
-            error.add_note(f"MicroBatching: memory ran out in a batch that it cannot cut. {why_whole}")
+            error.add_note(f"MicroBatching: out of memory in a batch that cannot be split. {why_whole}")
             return error
         way_out = "ActivationCheckpointing(), ActivationOffload()" if self._is_training else "smaller inputs"
-        error.add_note(f"{message} Make a sample cheaper: {way_out}.")
+        error.add_note(f"{message} Reduce the memory per sample: {way_out}.")
         return error

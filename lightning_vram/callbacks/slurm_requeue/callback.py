@@ -51,38 +51,39 @@ _folders: list[RequeueFolder] = []  # of those, on rank 0
 
 
 class SlurmRequeue(Callback):
-    """Go on after preemptions and time limits of SLURM as if nothing had happened.
+    """Resume after SLURM preemption or a time limit, with the weights of an uninterrupted run (bitwise identical).
 
-    On ``requeue_signal`` (``#SBATCH --signal=USR1@120``) and on SIGTERM (preemption) all ranks save a checkpoint
-    together at the end of a batch, the job is requeued, and all processes end. The next start of the job finds the
-    checkpoint by itself, whatever ``ckpt_path`` the fit is given, and goes on with the next sample and the same random
-    numbers: the weights are those of a run without a break. A job that was cancelled saves and is not requeued.
-    Lightning's own requeueing is switched off meanwhile. Outside of SLURM only the place in the data is kept, in every
-    checkpoint.
+    On ``requeue_signal`` (``#SBATCH --signal=USR1@120``) and on SIGTERM (preemption), all ranks save one checkpoint at
+    the end of a batch, the job is requeued, and all processes exit. The next start of the job finds the checkpoint,
+    whatever ``ckpt_path`` the fit is given, and continues with the next sample and the same random numbers. A cancelled
+    job saves and is not requeued. Lightning's own requeueing is disabled. Outside of SLURM only the position in the
+    data is stored, in every checkpoint.
 
-    It acts between two optimizer steps, the second after the signal at the latest, and within validation, which is then
-    run again; ``validate``, ``test`` and ``predict`` begin anew. Fits that have ended are not repeated when the program
-    is stopped later: each saves a last checkpoint at its end. Between two runs, and after the last, ``requeue_signal``
-    ends nothing; the next run acts on it, which has to have this callback, too. After an error SIGTERM does not either:
-    ``srun`` sends it to all other tasks, which have errors to report, and SIGKILL half a minute later.
+    The checkpoint is saved between two optimizer steps, at the latest the second after the signal, or within
+    validation, which then runs again; ``validate``, ``test`` and ``predict`` start again. Finished fits are not
+    repeated: each saves a last checkpoint at its end. Between runs and after the last one, ``requeue_signal`` does not
+    end the program; the next run handles it, so all trainers of a program need this callback. After an error SIGTERM
+    does not end the process either, because ``srun -K1`` sends it to all other tasks before they have logged their
+    errors.
 
-    What a ``DataLoader``'s workers draw at random, and metrics that were accumulated over the epoch, begin anew, and
-    data of an ``IterableDataset`` are seen again, with a warning. Lightning's tuners (``LearningRateFinder``,
-    ``BatchSizeFinder``) are not stopped in their trials, and a fit that goes on takes what they found.
+    Random augmentation in dataloader workers and metrics accumulated over the epoch restart. Batches of an
+    ``IterableDataset`` are repeated, with a warning. Trials of ``LearningRateFinder`` and ``BatchSizeFinder`` are not
+    interrupted, and a resumed fit uses their result.
 
     Args:
         dirpath: Folder for ``slurm_requeue/<job>/``, on a file system that all nodes share. ``None``: the trainer's
             ``default_root_dir``. Removed when the program has ended without an error.
         requeue_signal: Name of the signal that announces the end.
-        weights_only: Whether only tensors and plain values are read from the job's checkpoint. ``None``: unless it lies
-            where nobody else can have written it, as in the folder that this makes. ``False`` reads whatever is there.
+        weights_only: Whether only tensors and basic types are read from the job's checkpoint. ``None``: only if other
+            users may have written it, which is impossible in the folder that this callback creates. ``False`` reads any
+            class.
 
     Raises:
-        TypeError: If an argument has another type than said above.
-        ValueError: If ``requeue_signal`` is no signal that a process may handle.
+        TypeError: If an argument has the wrong type.
+        ValueError: If ``requeue_signal`` is not a signal that a process can handle.
         MisconfigurationException: Under SLURM, if tasks were not started by ``srun`` or the job's name keeps them from
-            connecting; before training, if ``dirpath`` is not one folder for all nodes, or the checkpoint there is of
-            another user.
+            connecting; before training, if ``dirpath`` is not one folder for all nodes, or the checkpoint there belongs
+            to another user.
         JobStopped: In training, a ``SystemExit``: after the checkpoint was saved.
 
     Example:
@@ -122,7 +123,7 @@ class SlurmRequeue(Callback):
         check_trainer("SlurmRequeue", trainer)
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if sum(isinstance(callback, SlurmRequeue) for callback in callbacks) > 1:
-            raise MisconfigurationException("SlurmRequeue is among the callbacks twice: give it once.")
+            raise MisconfigurationException("SlurmRequeue can be used once, got several. Remove all but one.")
         check_tasks(cluster_environment(trainer), trainer.num_devices, trainer.num_nodes)
         self._release()
         timeout = rank_timeout(trainer)
@@ -153,12 +154,12 @@ class SlurmRequeue(Callback):
         self._shadows.append(Shadow(connector, SIGTERM_HANDLER, instead(self._signals.note)))
         self._shield.raise_it()
         if not self._signals.install():
-            rank_zero_warn("SlurmRequeue has no effect outside of the main thread, which alone gets signals.")
+            rank_zero_warn("SlurmRequeue has no effect outside of the main thread: only that thread receives signals.")
         let_through()
         if shutil.which("scontrol") is None:
             rank_zero_warn(
-                "SlurmRequeue finds no scontrol, by which a job asks to be requeued: "
-                "bind it, and SLURM's configuration, into the container."
+                "SlurmRequeue cannot find scontrol, which requeues the job. Bind it and SLURM's configuration "
+                "into the container."
             )
 
     def _set_up_fit(self, trainer: pl.Trainer, job: SlurmJob, stops: StopPoints) -> None:

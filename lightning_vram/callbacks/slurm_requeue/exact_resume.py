@@ -37,7 +37,7 @@ from lightning_vram.techniques.exact_resume import (
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
-_NO_LENGTH = "its place is not in the checkpoint, because a loader beside it has no length"
+_NO_LENGTH = "its position is not in the checkpoint, because another loader has no length"
 
 
 class ExactResume:
@@ -183,22 +183,22 @@ class ExactResume:
                 set_sampler_epoch(loader, self._trainer.fit_loop.epoch_progress.current.ready)
         elif share_generators(loader for loader in self._loaders if loader is not None):
             rank_zero_warn(
-                "SlurmRequeue cannot go on with a generator that several training loaders share: they will draw other "
-                "orders than without a break. Give each loader a torch.Generator of its own."
+                "SlurmRequeue cannot restore a generator that several training loaders share: the data order "
+                "will differ from an uninterrupted run. Give each loader its own torch.Generator."
             )
         for loader, why in zip(loaders, self._load_all(state), strict=True):
             has_own_state = hasattr(loader, "load_state_dict")  # which Lightning gives it
             if why and state["num_batches"] and not has_own_state:
                 rank_zero_warn(
-                    f"SlurmRequeue cannot go to the right sample: {why}. The first {state['num_batches']} batches of "
-                    "this epoch are seen again, the last are not."
+                    f"SlurmRequeue cannot resume at the next sample: {why}. The first {state['num_batches']} "
+                    "batches of this epoch are repeated, the last ones are skipped."
                 )
 
     def _load_all(self, state: dict[str, Any]) -> list[str]:
         """Return, for each loader, why it could not be brought to its place."""
         is_same = len(state["loaders"]) == len(self._loaders) and self._random_of(state) is not None
         places = state["loaders"] if is_same else [None] * len(self._loaders)
-        lacking = _NO_LENGTH if is_same else "the loaders, or the number of ranks, are not those of the checkpoint"
+        lacking = _NO_LENGTH if is_same else "the loaders or the number of ranks differ from those of the checkpoint"
         reasons = [why or lacking for why in self._reasons]
         return [self._load(*each) for each in zip(self._loaders, reasons, places, strict=True)]
 

@@ -93,8 +93,8 @@ def check_job(job: SlurmJob | None) -> None:
         return
     if job.name in _INTERACTIVE and job.is_step:
         raise MisconfigurationException(
-            f"The SLURM job is named {job.name!r}: Lightning takes such a job for an interactive session, and its "
-            f"{job.num_tasks} tasks would not connect. Give it another name: '#SBATCH --job-name=train'."
+            f"The SLURM job is named {job.name!r}: Lightning treats such a job as an interactive session, and its "
+            f"{job.num_tasks} tasks would not connect. Rename it: '#SBATCH --job-name=train'."
         )
     if not job.is_step and job.name not in _INTERACTIVE:
         raise MisconfigurationException(

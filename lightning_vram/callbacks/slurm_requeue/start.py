@@ -89,8 +89,8 @@ def go_on(
         return False
     if stranger is not None:
         raise MisconfigurationException(
-            f"SlurmRequeue does not go on from {str(newest)!r}: it is of user {stranger}, not of this one. Remove it "
-            "to begin anew, or give a folder of your own: SlurmRequeue(dirpath=...)."
+            f"SlurmRequeue does not load {str(newest)!r}: it belongs to user {stranger}, not to you. Remove it to "
+            "start anew, or use your own folder: SlurmRequeue(dirpath=...)."
         )
     has_ended = newest == folder.ended
     outcome = ": this fit has ended" if has_ended else ""
@@ -103,9 +103,9 @@ def go_on(
         start(str(newest), **options)
     except pickle.UnpicklingError as error:
         raise pickle.UnpicklingError(
-            f"SlurmRequeue does not load {str(newest)!r}: it holds more than tensors and plain values, and others may "
-            "have written it. If you trust it: SlurmRequeue(weights_only=False), or allow its classes before, with "
-            "torch.serialization.add_safe_globals."
+            f"SlurmRequeue does not load {str(newest)!r}: it contains more than tensors and basic types, and "
+            "other users may have written it. If you trust it: SlurmRequeue(weights_only=False), or allow its "
+            "classes with torch.serialization.add_safe_globals."
         ) from error
     return has_ended
 

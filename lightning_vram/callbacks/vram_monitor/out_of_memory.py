@@ -40,7 +40,7 @@ from lightning_vram.report.out_of_memory.page import summary
 
 _NAME = "out_of_memory"
 _FOREIGN = "not of this run"
-_REST = "not told apart"
+_REST = "uncategorized"
 _LARGE_SHARE = 0.25  # of what is allocated
 _MOST_REMEDIES = 10
 _MOST_CHARACTERS = 200
@@ -58,11 +58,11 @@ def explain(
         last: What is known of the batch.
         folder: Where files go; it is made.
     """
-    rank_zero_info("VRAMMonitor: memory ran out. Working out what would help ...")
+    rank_zero_info("VRAMMonitor: out of memory. Estimating which features would help ...")
     try:
         return _explain(trainer, error, source, last, folder)
     except Exception as failure:
-        return f"VRAMMonitor could not say more: {type(failure).__name__}: {failure}"
+        return f"VRAMMonitor could not write its report: {type(failure).__name__}: {failure}"
 
 
 def _explain(
@@ -75,7 +75,7 @@ def _explain(
     pictures = _write_pictures(trainer, folder, stem, estimate)
     path = folder / f"{stem}.md"
     write_page(found, path, pictures)
-    return f"VRAMMonitor: {summary(found)} More: {path}"
+    return f"VRAMMonitor: {summary(found)} Report: {path}"
 
 
 def _facts(trainer: pl.Trainer, error: BaseException, source: OutOfMemorySource, last: LastBatches) -> OutOfMemory:
@@ -154,7 +154,7 @@ def _without_foreign(found: OutOfMemory, estimated: MemoryTimeline) -> OutOfMemo
 def _why_not(trainer: pl.Trainer, last: LastBatches) -> str:
     """Say why no step of this run can be run again on tensors without memory; empty if one can."""
     if last.batch is None:
-        return "it ran out outside of a batch, and what they save is what a step keeps."
+        return "the error was outside of a batch, and features save memory within a step."
     strategy, plugin = trainer.strategy, trainer.precision_plugin
     if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
         return f"{type(strategy).__name__} has changed the module. `lightning-vram plan --config ...` does it before."

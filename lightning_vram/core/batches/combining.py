@@ -14,7 +14,7 @@ from lightning_vram.core.batches.reading import is_uniform
 from lightning_vram.core.batches.structure import take_apart
 from lightning_vram.core.batches.weighted_mean import weighted_mean, weighted_mean_of_numbers
 
-_HOOK = "To say how, define combine_outputs(outputs, sizes) on the LightningModule."
+_HOOK = "Define combine_outputs(outputs, sizes) on the LightningModule."
 
 
 class OutputCombineError(ValueError):
@@ -68,11 +68,11 @@ class _Combination:
     def combine(self, values: list[Any], path: BatchPath) -> Any:
         first = values[0]
         if _is_count(first):
-            raise _refuse(path, values, "may be a count, which adds up, or the same for all")
+            raise _refuse(path, values, "are ambiguous: counts that add up, or one value for all")
         if all(value is first for value in values):
             return first
         if any(type(value) is not type(first) for value in values):
-            raise _refuse(path, values, "are of different types")
+            raise _refuse(path, values, "have different types")
         if isinstance(first, Tensor) or is_array(first):
             return self._join(values, path) if first.ndim else self._average_tensors(values, path)
         parts = take_apart(first)
@@ -113,7 +113,7 @@ class _Combination:
     def _combine_columns(self, values: list[Any], path: BatchPath) -> Any:
         all_parts = [parts for parts in map(take_apart, values) if parts is not None]
         if not all_parts[0].is_list and any(isinstance(label, int) for label in all_parts[0].labels):
-            raise _refuse(path, values, "have whole numbers for keys, which may be samples or classes")
+            raise _refuse(path, values, "have integer keys, which may be samples or classes")
         if any(parts.labels != all_parts[0].labels for parts in all_parts):
             raise _refuse(path, values, "differ in " + ("length" if all_parts[0].is_list else "what they hold"))
         columns = zip(*(parts.values for parts in all_parts), strict=True)
@@ -133,7 +133,7 @@ class _Combination:
             self.num_joined += 1
             return take_apart(values[0]).build([entry for value in values for entry in _detach(value)])  # type: ignore[union-attr]
         if isinstance(values[0], list) and is_uniform(values[0]):
-            raise _refuse(path, values, "hold columns, or an entry for each sample; both fit")
+            raise _refuse(path, values, "are ambiguous: columns, or an entry for each sample")
         self.num_joined += columns.num_joined
         return combined
 
@@ -175,4 +175,4 @@ def _row(value: Any, dim: int) -> tuple[object, ...]:
 
 def _refuse(path: BatchPath, values: Sequence[Any], reason: str) -> OutputCombineError:
     found = ", ".join(dict.fromkeys(describe(value) for value in values))
-    return OutputCombineError(f"{path.code} cannot be combined: its parts ({found}) {reason}. {_HOOK}")
+    return OutputCombineError(f"{path.code} cannot be combined: its values ({found}) {reason}. {_HOOK}")

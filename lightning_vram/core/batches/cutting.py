@@ -115,9 +115,7 @@ class BatchCutter:
         except (AttributeError, KeyError, RuntimeError, TypeError) as error:
             if is_out_of_memory(error):
                 raise
-            raise BatchSplitError(
-                f"batch_dim= cannot build a part of the batch anew: {error} Please {WAY_OUT}."
-            ) from error
+            raise BatchSplitError(f"batch_dim= cannot rebuild a micro-batch: {error} Please {WAY_OUT}.") from error
 
     def _shows_samples(self, batch: Any, num_samples: int) -> bool:
         """Whether something has an entry for each sample that has no time: labels, images, a list of texts."""
@@ -138,7 +136,7 @@ class BatchCutter:
             if is_known and sizes[self.batch_dim] != num_samples == sizes[0]:
                 raise BatchSplitError(
                     f"{path.code} has {num_samples} samples in dimension 0 and not in batch_dim={self.batch_dim} "
-                    f"({describe_all(value)}). To cut it, {WAY_OUT}."
+                    f"({describe_all(value)}). To split it, {WAY_OUT}."
                 )
 
     def measure_or_keep_whole(self, batch: Any) -> BatchFacts:
@@ -184,7 +182,7 @@ class BatchCutter:
         if len(parts) != len(sizes):
             raise BatchSplitError(
                 f"split_batch(batch, {size}) returned {len(parts)} micro-batches for {num_samples} samples, "
-                f"expected {len(sizes)}: of {size} samples each, the last one of what is left."
+                f"expected {len(sizes)}: {size} samples each, the last one with the remainder."
             )
         return list(zip(parts, sizes, strict=True))
 

@@ -61,8 +61,8 @@ class BatchGuard:
         self._learn()
         if any(num_writes(tensor) != version for tensor, version in self._own):
             raise RuntimeError(
-                "MicroBatching cannot run this batch again: training_step wrote into it, which it had not done in its "
-                "first batches. Write into a copy, or give a fixed size."
+                "MicroBatching cannot retry this batch: training_step modified it in place, unlike the first "
+                "batches. Write into a copy, or give a fixed size."
             )
 
     def _learn(self) -> None:

@@ -78,7 +78,7 @@ class SharedKeys:
         for name in self.names:
             if name not in present:
                 there = ", ".join(repr(key) for key in dict.fromkeys(keys))
-                raise SplitArgumentError(f"shared_keys names {name!r}, which is not in the batch; there are: {there}.")
+                raise SplitArgumentError(f"shared_keys names {name!r}, which is not in the batch; its keys: {there}.")
 
 
 def check_shared_keys(name: str, names: object) -> None:

@@ -75,7 +75,7 @@ class Reading:
             return self._read_list(parts, path) if parts.is_list else self.read_columns(parts, path)
         if is_constant(value):
             return False
-        raise Misfit(path, f"is of a kind that cannot be cut: {describe(value)}")
+        raise Misfit(path, f"has a type that cannot be split: {describe(value)}")
 
     def read_columns(self, parts: Parts, path: BatchPath) -> bool:
         """As :meth:`read`, for a container whose entries are columns."""

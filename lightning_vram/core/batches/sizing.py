@@ -46,7 +46,7 @@ def find_reading(batch: object, shared: SharedKeys, known: Mapping[BatchPath, Ro
     fits, misfits = _try_sizes(batch, shared, known)
     if len(fits) > 1:
         evidence = ", but ".join(_find_evidence(batch, shared, reading.size) for reading in fits)
-        raise BatchSplitError(f"The size of the batch is in doubt: {evidence}. To say how to cut it, {WAY_OUT}.")
+        raise BatchSplitError(f"The batch size is ambiguous: {evidence}. To split it, {WAY_OUT}.")
     if not fits and samples is None:
         raise _explain(batch, shared, misfits)
     if not fits:
@@ -55,8 +55,8 @@ def find_reading(batch: object, shared: SharedKeys, known: Mapping[BatchPath, Ro
         return samples
     if samples is not None and role is None and _look_like_samples(batch):
         raise BatchSplitError(
-            f"The batch can be read as {samples.size} samples, or as {samples.size} columns of {fits[0].size}. "
-            f"To say how to cut it, {WAY_OUT}."
+            f"The batch layout is ambiguous: {samples.size} samples, or {samples.size} columns of {fits[0].size}. "
+            f"To split it, {WAY_OUT}."
         )
     return fits[0]
 
@@ -121,8 +121,8 @@ def _refuse_two_batches(batch: Any, shared: SharedKeys) -> None:
     sizes = [reading.size for value in batch for reading in _try_sizes(value, shared, {})[0][:1]]
     if len(sizes) == len(batch):
         raise BatchSplitError(
-            f"batch[0] has {sizes[0]} rows, batch[1] has {sizes[1]}: two samples, or two batches of different size. "
-            f"To say how to cut them, {WAY_OUT}."
+            f"batch[0] has {sizes[0]} rows, batch[1] has {sizes[1]}: two samples, or two batches of different "
+            f"size. To split them, {WAY_OUT}."
         )
 
 
@@ -141,9 +141,9 @@ def _explain(batch: object, shared: SharedKeys, misfits: Mapping[int, Misfit]) -
     for size, misfit in misfits.items():
         return BatchSplitError(
             f"{misfit.path.code} {misfit.found}, but the batch has {size} samples "
-            f"({_find_evidence(batch, shared, size)}). If it is the same for all samples, name it: "
+            f"({_find_evidence(batch, shared, size)}). If it belongs to all samples, name it: "
             f'shared_keys=["{misfit.path.shared_key}"]; if not, {WAY_OUT}.'
         )
     return BatchSplitError(
-        f"Nothing in the batch tells how many samples it has: {describe(batch)}. To cut it, {WAY_OUT}."
+        f"No entry of the batch shows how many samples it has: {describe(batch)}. To split it, {WAY_OUT}."
     )

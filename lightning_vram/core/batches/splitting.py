@@ -86,13 +86,13 @@ class BatchSplitter:
             raise ValueError(f"split(sizes) must be numbers above 0 that add up to {reading.size}, got {list(sizes)}.")
         if len(sizes) > 1:
             for path, ways in reading.doubts.items():
-                raise BatchSplitError(f"{path.code} can be read as {ways}. To say which, {WAY_OUT}.")
+                raise BatchSplitError(f"{path.code} is ambiguous: {ways}. To split it, {WAY_OUT}.")
         try:
             return self._cut(batch, _ROOT, reading, sizes)
         except (AttributeError, KeyError, RuntimeError, TypeError) as error:
             if is_out_of_memory(error):
                 raise
-            raise BatchSplitError(f"A part of the batch cannot be built anew: {error} Please {WAY_OUT}.") from error
+            raise BatchSplitError(f"A micro-batch cannot be rebuilt: {error} Please {WAY_OUT}.") from error
 
     def shape_key(self, batch: Any) -> str:
         """Return a short text that is equal for batches of the same structure, dtypes and shapes, on all ranks.

@@ -72,7 +72,7 @@ def _count_samples(splitter: BatchSplitter, batch: Any, name: str) -> float:
 
 def _without_advice(error: BatchSplitError) -> str:
     """What is wrong with the batch; ways to cut it are none to count it."""
-    return re.split(r" (?=To say|To cut|If it is the same|Please )", str(error))[0]
+    return re.split(r" (?=To split|If it belongs|Please )", str(error))[0]
 
 
 def _count_labels(labels: Tensor) -> Tensor:

@@ -46,21 +46,21 @@ class Holder:
     def __str__(self) -> str:
         """One sentence, and what to do."""
         if self.is_measured:
-            what = f"a {self.container} of {self.num_items} items" if self.container else "made anew and larger"
-            return f"{self.path}: {what}, which grows with each step. Empty it, or bound it."
+            what = f"a {self.container} of {self.num_items} items" if self.container else "reallocated at each step"
+            return f"{self.path}: {what}, larger each time. Clear it, or limit its length."
         if self.is_metric and self.has_graph:
             what = f"list state of a metric, {self.num_items} items" if self.container else "state of a metric"
-            return f"{self.path}: {what}, with their graphs. Write metric.update(preds.detach(), ...) instead."
+            return f"{self.path}: {what}, with autograd graph. Call metric.update(preds.detach(), ...) instead."
         if self.is_metric:
             what = f"list state of a metric, {self.num_items} items" if self.container else "state of a metric"
-            return f"{self.path}: {what}. reset() was not called; with MetricOffload such lists lie on the host."
+            return f"{self.path}: {what}. reset() was not called. MetricOffload() moves such lists to the host."
         if not self.has_graph:
             what = f"a {self.container} of {self.num_items} items" if self.container else "a tensor for each step"
-            return f"{self.path}: {what}. Empty it, bound it, or keep what is needed on the host."
+            return f"{self.path}: {what}. Clear it, limit its length, or move its tensors to the host."
         if not self.container:
-            return f"{self.path}: a tensor whose graph goes back over the steps. Add value.detach() to it instead."
-        graphs = f"{self.num_graphs} with the graph that made them" if self.num_graphs else "with their graphs"
-        return f"{self.path}: a {self.container} of {self.num_items} items, {graphs}. Keep value.detach() instead."
+            return f"{self.path}: a tensor whose autograd graph spans all steps. Add value.detach() to it instead."
+        graphs = f"{self.num_graphs} with their autograd graph" if self.num_graphs else "with autograd graph"
+        return f"{self.path}: a {self.container} of {self.num_items} items, {graphs}. Store value.detach() instead."
 
 
 def find_holders(births: Births, names: Mapping[int, str]) -> list[Holder]:

@@ -47,8 +47,8 @@ class Leak:
     def __str__(self) -> str:
         """Several lines."""
         lines = [f"{format_bytes(self.bytes_per_step)} per step, {format_bytes(self.tensor_bytes)} of it in tensors."]
-        lines += [f"  kept by {holder}" for holder in self.holders] or ["  kept by nothing that Python can see"]
-        lines += [f"  made in {site}: {format_bytes(size)}" for site, size in self.sites]
+        lines += [f"  held by {holder}" for holder in self.holders] or ["  held by no Python object"]
+        lines += [f"  allocated in {site}: {format_bytes(size)}" for site, size in self.sites]
         return "\n".join(lines)
 
 

@@ -72,9 +72,9 @@ def read_results(path: Path) -> ResultFile:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+        raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("machine"), dict):
-        raise ValueError(f'{path} is no file of results: those have "machine" and "rows".')
+        raise ValueError(f'{path} is not a file of results: those have "machine" and "rows".')
     tables = {name: tuple(value) for name, value in content.items() if isinstance(value, list) and value}
     tables = {name: rows for name, rows in tables.items() if name == "rows" or isinstance(rows[0], dict)}
     if not tables:

@@ -21,7 +21,7 @@ _HEADINGS = {
     ALLOCATED: "max allocated",
     "max_memory_reserved_bytes": "max reserved",
     "seconds_per_step": "time per step",
-    "seconds_of_first": "of plain (low to high)",
+    "seconds_of_first": "of baseline (low to high)",
 }
 _OF_PLAIN = (TRACKED, ALLOCATED, "largest")  # beside which their ratio stands
 
@@ -79,7 +79,7 @@ def _columns(rows: Sequence[Row]) -> list[tuple[str, bool, Callable[[Row], str]]
         columns.append((_heading(name), is_text, lambda row, name=name: _show(name, row)))  # type: ignore[misc]
         if name in _OF_PLAIN and plain.get(name):
             of_plain = plain[name]
-            columns.append(("of plain", False, lambda row, name=name, of=of_plain: _show_ratio(name, row, of)))  # type: ignore[misc]
+            columns.append(("of baseline", False, lambda row, name=name, of=of_plain: _show_ratio(name, row, of)))  # type: ignore[misc]
     return columns
 
 

@@ -58,12 +58,12 @@ def _is_fragmented(found: OutOfMemory) -> bool:
 
 def _say_fragments(found: OutOfMemory) -> str:
     cached, asked = format_bytes(found.request.cached_bytes or 0), format_bytes(found.request.asked_bytes or 0)
-    return f"{cached} were reserved and not in use, in blocks that were each too small for {asked}."
+    return f"{cached} were reserved but not allocated, in blocks that were each too small for {asked}."
 
 
 def _say_others(found: OutOfMemory) -> str:
     others = format_bytes(found.request.other_bytes)
-    return f"Others had {others} of the device. Without them there would have been enough."
+    return f"Other processes used {others} of the device. Without them the memory would have been enough."
 
 
 def _say_growth(found: OutOfMemory) -> str:
@@ -71,16 +71,16 @@ def _say_growth(found: OutOfMemory) -> str:
 
 
 _SMALLER = (
-    "what fits, found by itself: `callbacks=[AutoVRAM()]`",
-    "a smaller batch, with as many samples per step: `callbacks=[AccumulationScheduler(target_batch_size=...)]`",
+    "the fastest configuration that fits: `callbacks=[AutoVRAM()]`",
+    "a smaller batch, the same effective batch size: `callbacks=[AccumulationScheduler(target_batch_size=...)]`",
 )
 _STATES = (
-    'weights and states on the host: `strategy="fsdp_offload"`',
-    '16-bit weights and states: `plugins=[LeanMixedPrecision("bf16", parameters="bf16+kahan")]`',
+    'weights and optimizer state on the host: `strategy="fsdp_offload"`',
+    '16-bit weights and optimizer state: `plugins=[LeanMixedPrecision("bf16", parameters="bf16+kahan")]`',
 )
 _COLLECTED = (
-    "lists of metrics on the host: `callbacks=[MetricOffload()]`",
-    "outputs on the host: `self.outputs.append(output.detach().cpu())`",
+    "metric lists on the CPU: `callbacks=[MetricOffload()]`",
+    "outputs on the CPU: `self.outputs.append(output.detach().cpu())`",
     "predictions written batch by batch, by a `BasePredictionWriter`: `trainer.predict(..., return_predictions=False)`",
 )
 CAUSES = (
@@ -88,26 +88,27 @@ CAUSES = (
         "the host ran out of memory",
         lambda found: found.source is OutOfMemorySource.CPU and found.device != "cpu",
         (
-            "fewer or leaner workers of the data loader: `num_workers`, `prefetch_factor`, `pin_memory`",
-            "states on a disk: `strategy=FSDPOffloadStrategy(nvme_path=...)`",
+            "fewer data loader workers, less prefetching: `num_workers`, `prefetch_factor`, `pin_memory`",
+            "optimizer state on disk: `strategy=FSDPOffloadStrategy(nvme_path=...)`",
             "checkpoints without a second copy in host memory: `plugins=[StreamedCheckpointIO()]`",
             "more memory for the job: `#SBATCH --mem=...`",
         ),
-        lambda found: "Not the device: the memory of the machine, or of the job, was used up.",
+        lambda found: "Not the device: the memory of the machine or of the job is used up.",
         needs_leaner_step=False,
     ),
     Cause(
-        "a leak: memory has grown batch by batch",
+        "a memory leak: memory grew with each batch",
         lambda found: _is_training(found) and grown_bytes_per_batch(found) is not None,
         (
-            "find who holds it: `callbacks=[LeakDetector()]`",
-            "keep numbers, not tensors with their graphs: `self.losses.append(loss.detach())`, or `loss.item()`",
+            "find the attribute that holds it: `callbacks=[LeakDetector()]`",
+            "store numbers, not tensors with their autograd graph: `self.losses.append(loss.detach())`, or "
+            "`loss.item()`",
         ),
         _say_growth,
         needs_leaner_step=False,
     ),
     Cause(
-        "outputs or lists of metrics, collected over the batches",
+        "outputs or metric lists, collected over the batches",
         lambda found: not _is_training(found) and grown_bytes_per_batch(found) is not None,
         _COLLECTED,
         _say_growth,
@@ -117,81 +118,81 @@ CAUSES = (
         "another process is on the device",
         _is_others_fault,
         (
-            "look who it is, and end it if it is yours: `nvidia-smi`",
-            "a run that keeps to what is left: `callbacks=[AutoVRAM()]`",
+            "find the process, and end it if it is yours: `nvidia-smi`",
+            "a configuration that fits the rest: `callbacks=[AutoVRAM()]`",
         ),
         _say_others,
         needs_leaner_step=False,
     ),
     Cause(
-        "a checkpoint was a second copy beside the run",
+        "a checkpoint was a second copy of the model",
         lambda found: found.place.work in (Work.RESTORING, Work.SAVING),
         (
-            "no cache of what came before: `callbacks=[EmptyCache()]`",
-            'checkpoints in shards: `strategy=FSDPOffloadStrategy(state_dict_type="sharded")`',
+            "an empty cache before: `callbacks=[EmptyCache()]`",
+            'sharded checkpoints: `strategy=FSDPOffloadStrategy(state_dict_type="sharded")`',
         ),
-        lambda found: "Weights and states of optimizers were on the device twice while it was read or written.",
+        lambda found: "Weights and optimizer state were on the device twice while it was read or written.",
     ),
     Cause(
-        "fragmentation: enough was free, but not in one piece",
+        "fragmentation: enough memory was free, but not in one block",
         _is_fragmented,
         (
-            f"segments that grow: `{VARIABLES[1]}={SETTING}` in the environment, or `configure_allocator()` first in "
-            "the program",
-            "the cache emptied where sizes change, between training and validation: `callbacks=[EmptyCache()]`",
+            f"expandable segments: `{VARIABLES[1]}={SETTING}` in the environment, or `configure_allocator()` "
+            "first in the program",
+            "an empty cache at each switch between training and validation: `callbacks=[EmptyCache()]`",
         ),
         _say_fragments,
         needs_leaner_step=False,
     ),
     Cause(
-        "something else in this process is on the device",
+        "other tensors of this process are on the device",
         lambda found: found.foreign_bytes > 0,
         (
-            "let go of what is left of earlier runs: `del model, trainer`, then `gc.collect()` and "
+            "delete what earlier runs have left: `del model, trainer`, then `gc.collect()` and "
             "`torch.cuda.empty_cache()`; restart the kernel of a notebook",
-            "a run that keeps to what is left: `callbacks=[AutoVRAM()]`",
+            "a configuration that fits the rest: `callbacks=[AutoVRAM()]`",
         ),
-        lambda found: f"{format_bytes(found.foreign_bytes)} are in tensors that no step of this run has.",
+        lambda found: f"{format_bytes(found.foreign_bytes)} are in tensors that do not belong to this run.",
         needs_leaner_step=False,
     ),
     Cause(
         "the weights alone do not fit",
         lambda found: found.place.work is Work.MOVING,
         _STATES,
-        lambda found: "In training, gradients and the states of the optimizer come on top of them.",
+        lambda found: "In training, gradients and optimizer state need memory in addition.",
     ),
     Cause(
-        "the states of the optimizer do not fit beside the rest",
+        "the optimizer state does not fit",
         lambda found: found.place.work is Work.OPTIMIZER_STEP,
         _STATES,
-        lambda found: "Adam makes two states of the size of the weights in its first step.",
+        lambda found: "Adam allocates two moments per weight in its first step.",
     ),
     Cause(
-        "the results of all batches, put together at the end of the epoch",
+        "the outputs of all batches, concatenated at the end of the epoch",
         lambda found: found.place.work is Work.EPOCH_END,
         _COLLECTED,
-        lambda found: "What was collected is there twice while it is made into one.",
+        lambda found: "Collected outputs are in memory twice while they are concatenated.",
         needs_leaner_step=False,
     ),
     Cause(
-        "a batch outside of training is too large",
+        "a validation, test or prediction batch is too large",
         lambda found: not _is_training(found),
         (
-            "a smaller `batch_size` of that data loader",
-            "the cache emptied before it: `callbacks=[EmptyCache()]`",
-            "what metrics collect, on the host: `callbacks=[MetricOffload()]`",
+            'smaller batches: `callbacks=[MicroBatching(eval="auto")]`, or a smaller `batch_size` of that data loader',
+            "an empty cache before it: `callbacks=[EmptyCache()]`",
+            "metric lists on the CPU: `callbacks=[MetricOffload()]`",
         ),
     ),
     Cause(
         "the logits, and the loss over them",
         lambda found: is_in_loss(found) or is_mostly_loss(found.estimated),
-        ("the batch in parts, and the logits with it: `callbacks=[MicroBatching(...)]`", *_SMALLER),
-        lambda found: "Tensors of samples x positions x classes, some in float32, are a large part of the step.",
+        ("smaller micro-batches, and so smaller logits: `callbacks=[MicroBatching(...)]`", *_SMALLER),
+        lambda found: "Tensors of samples x positions x classes, some in float32, are a large share of the step.",
     ),
     Cause(
-        "the batch is too large: what the forward keeps for the backward",
+        "the batch is too large: saved activations",
         lambda found: found.place.work in (Work.FORWARD, Work.BACKWARD),
         _SMALLER,
     ),
-    Cause("the run needs more than there is", lambda found: True, _SMALLER),
+    Cause("the run needs more memory than available", lambda found: True, _SMALLER),
 )

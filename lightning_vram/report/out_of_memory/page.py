@@ -59,12 +59,12 @@ def _facts(found: OutOfMemory) -> str:
     sizes = (
         ("asked for", request.asked_bytes),
         (f"{found.device} has", request.total_bytes),
-        ("this process may take", request.limit_bytes),
+        ("limit of this process", request.limit_bytes),
         ("free", request.free_bytes),
         ("in tensors of this process", request.allocated_bytes),
-        ("reserved by it, not in use", request.cached_bytes),
-        ("kept by the driver for it", _unless_rounding(request.driver_bytes)),
-        ("taken by other processes", _unless_rounding(request.other_bytes)),
+        ("reserved by it, not allocated", request.cached_bytes),
+        ("used by the driver for it", _unless_rounding(request.driver_bytes)),
+        ("used by other processes", _unless_rounding(request.other_bytes)),
     )
     rows += [(name, format_bytes(size)) for name, size in sizes if size is not None]
     return _table(("", ""), rows)
@@ -78,12 +78,12 @@ def _unless_rounding(num_bytes: int) -> int | None:
 def _remedies(found: OutOfMemory, cause: Cause) -> str:
     listed = "\n".join(f"- {hint}" for hint in cause.hints)
     if not found.remedies:
-        reason = f"\n\nWhat each part would save was not worked out: {found.no_remedies}" if found.no_remedies else ""
+        reason = f"\n\nThe saving of each feature was not estimated: {found.no_remedies}" if found.no_remedies else ""
         return f"{listed}{reason}"
     rows = [_remedy_row(remedy) for remedy in found.remedies]
     head = ("line to paste", "saves", "needs", "step time", "results", "fits")
     table = _table(head, rows)
-    note = "Measured by steps of this very run, with the batch that ran out, on tensors without memory."
+    note = "Estimated with steps of this run, and the batch that ran out of memory, on fake tensors."
     parts = [table, note, f"Or:\n\n{listed}"] if cause.needs_leaner_step else [listed, table, note]
     return "\n\n".join(parts)
 
@@ -116,7 +116,7 @@ def _growth(found: OutOfMemory) -> str:
 
 
 def _pictures(names: Sequence[str]) -> list[str]:
-    drawn = [f"![A step of this run on tensors without memory]({name})" for name in names if name.endswith(".png")]
+    drawn = [f"![A step of this run on fake tensors]({name})" for name in names if name.endswith(".png")]
     linked = [f"- [{name}]({name}){_said_of(name)}" for name in names if not name.endswith(".png")]
     return [*drawn, "\n".join(linked)] if linked else drawn
 

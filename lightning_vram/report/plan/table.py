@@ -10,7 +10,7 @@ from lightning_vram.report.plan.choices import Choice, choices
 from lightning_vram.report.plan.words import ratio, verdict
 from lightning_vram.report.tables import literal
 
-_TIME = "Step times are those of a model of the device, beside the run as it is."
+_TIME = "Step times are modelled for this device, relative to the current configuration."
 
 
 def plan_table(plan: MemoryPlan) -> RenderableType:
@@ -20,7 +20,7 @@ def plan_table(plan: MemoryPlan) -> RenderableType:
         return answer
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("", justify="right")
-    table.add_column("what is done")
+    table.add_column("features")
     for name in ("memory", "of budget", "step time"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("results", no_wrap=True)
@@ -30,7 +30,7 @@ def plan_table(plan: MemoryPlan) -> RenderableType:
         table.add_row(str(number), literal(name), *cells, style=_style(one))
     shown: list[RenderableType] = [answer, "", table, "", Text(_TIME)]
     if plan.best.layers:
-        shown += ["", Text("What the layers of the plan do:"), Text(plan.best.layers)]
+        shown += ["", Text("Layers of the plan:"), Text(plan.best.layers)]
     return Group(*shown)
 
 

@@ -8,7 +8,7 @@ def verdict(plan: MemoryPlan) -> str:
     """What a plan does, in one line."""
     sizes = f"{format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget_bytes)} on {plan.device.name}"
     if not plan.is_needed:
-        return f"Fits as it is: {sizes}. There is nothing to do."
+        return f"Fits without changes: {sizes}. There is nothing to do."
     return f"Fits with this plan: {sizes}, {ratio(plan.step_time_ratio)} the step time"
 
 

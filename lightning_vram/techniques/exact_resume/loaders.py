@@ -37,19 +37,17 @@ _classes: dict[type[Any], type[Any]] = {}  # made once, so that types compare
 def can_be_stateful(loader: object) -> str:
     """Return why :func:`make_stateful` would refuse ``loader``, as the end of a sentence; "" if it would not."""
     if not isinstance(loader, DataLoader):
-        return "it is no DataLoader"
+        return "it is not a DataLoader"
     if isinstance(loader, _StatefulLoader):
         return ""
     reasons = {
-        "its dataset is an IterableDataset, in which there is no place to go to": isinstance(
-            loader.dataset, IterableDataset
-        ),
-        "it has a state_dict of its own": hasattr(loader, "state_dict") or hasattr(loader, "load_state_dict"),
-        "this version of torch iterates over loaders in another way": not can_be_opened(),
-        "its class iterates in a way of its own": not iterates_as_stock(type(loader)),
+        "its dataset is an IterableDataset, which has no positions": isinstance(loader.dataset, IterableDataset),
+        "it has its own state_dict": hasattr(loader, "state_dict") or hasattr(loader, "load_state_dict"),
+        "this version of torch iterates over loaders differently": not can_be_opened(),
+        "its class defines its own iteration": not iterates_as_stock(type(loader)),
         "its sampler has no length": not _has_length(loader),
         "in_order=False yields batches in any order": loader.num_workers > 0 and not getattr(loader, "in_order", True),
-        "its workers are running already (persistent_workers)": staying_iterator(loader) is not None,
+        "its workers are already running (persistent_workers)": staying_iterator(loader) is not None,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -117,7 +115,7 @@ def load_loader_state(loader: DataLoader[Any], state: State) -> None:
     if state["num_batches"] > most:
         raise ValueError(
             f"load_loader_state(loader, state) begins after {state['num_batches']} batches, the loader has "
-            f"{len(loader)}. Make the loader as it was when the state was saved."
+            f"{len(loader)}. Create the loader as it was when the state was saved."
         )
     _position(loader).load(state, _sources(loader))
 

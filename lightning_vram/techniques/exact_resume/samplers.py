@@ -62,8 +62,8 @@ class OrderSources:
         num_generators = len(self.own_generators())
         if num_generators != len(states):
             raise ValueError(
-                f"load_loader_state(loader, state) has the states of {len(states)} generators, the loader and its "
-                f"samplers have {num_generators}. Make the loader as it was when the state was saved."
+                f"load_loader_state(loader, state) has {len(states)} generators in the state, the loader and its "
+                f"samplers have {num_generators}. Create the loader as it was when the state was saved."
             )
 
     def _epochs(self) -> list[int | None]:

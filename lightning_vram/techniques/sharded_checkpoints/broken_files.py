@@ -63,9 +63,9 @@ def _describe(error: BaseException, name: str) -> Exception:
     found = _CLASS.search(text)
     if isinstance(error, pickle.UnpicklingError) and found:
         return ForbiddenClassError(
-            f"{name} holds {found[1]}, and weights_only=True, the default, reads tensors and plain values only. If you "
-            "trust who wrote it: trainer.fit(..., weights_only=False), or allow the class before, with "
+            f"{name} contains {found[1]}, and weights_only=True, the default, loads only tensors and basic types. "
+            "If you trust its source: trainer.fit(..., weights_only=False), or allow the class with "
             "torch.serialization.add_safe_globals."
         )
     reason = (_REASON.search(text) or re.match(r"(.*)", text))[1].strip()[:_MAX_REASON]  # type: ignore[index]
-    return CheckpointError(f"{name} is damaged, or is no checkpoint ({type(error).__name__}: {reason})")
+    return CheckpointError(f"{name} is damaged or not a checkpoint ({type(error).__name__}: {reason})")

@@ -16,7 +16,7 @@ from lightning_vram.core.processes.rank_errors import CheckpointError
 
 CHECKSUM_FILE = "checksums.json"
 _CHUNK_BYTES = 2**23
-_WAY_OUT = "Go on from another checkpoint; verify=False loads this one as it is."
+_WAY_OUT = "Resume from another checkpoint, or load this one without the check: verify=False."
 
 
 @dataclass
@@ -95,15 +95,13 @@ def is_archive(path: Path) -> bool:
 
 def _check_file(path: Path, written: Checksum) -> None:
     if not path.is_file():
-        raise CheckpointError(f"its file {path.name} is missing. Go on from another checkpoint.")
+        raise CheckpointError(f"its file {path.name} is missing. Resume from another checkpoint.")
     size = path.stat().st_size
     if size != written.num_bytes:
-        raise CheckpointError(
-            f"{path.name} is damaged: it has {size} bytes, {written.num_bytes} were written. {_WAY_OUT}"
-        )
+        raise CheckpointError(f"{path.name} is damaged: it has {size} bytes instead of {written.num_bytes}. {_WAY_OUT}")
     found = Checksum()
     with path.open("rb", buffering=0) as file:
         while data := file.read(_CHUNK_BYTES):
             found.add(data)
     if found != written:
-        raise CheckpointError(f"{path.name} is damaged: its bytes are not those that were written. {_WAY_OUT}")
+        raise CheckpointError(f"{path.name} is damaged: its checksum differs. {_WAY_OUT}")

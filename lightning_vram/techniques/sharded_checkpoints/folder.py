@@ -167,15 +167,15 @@ class ShardedFolder:
     def _check_groups(self, index: int, saved: dict[str, Any] | None, names: list[list[str]]) -> None:
         if saved is None or "param_groups" not in saved:
             raise ValueError(
-                f"The checkpoint {self._folder} has no state of optimizer {index}: it was saved with fewer, or with "
-                "save_weights_only=True. It serves validate, test and predict."
+                f"The checkpoint {self._folder} has no state of optimizer {index}: it was saved with fewer, or "
+                "with save_weights_only=True. Use it for validate, test and predict."
             )
         saved_names = [sorted(map(clean_name, group["params"])) for group in saved["param_groups"]]
         if saved_names != [sorted(group) for group in names]:
             raise ValueError(
-                f"The groups of optimizer {index} in {self._folder} have {[len(group) for group in saved_names]} "
-                f"parameters, those of configure_optimizers have {[len(group) for group in names]}, or others. Return "
-                "the optimizer the checkpoint was saved with."
+                f"Optimizer {index} has {[len(group) for group in saved_names]} parameters in {self._folder}, and "
+                f"{[len(group) for group in names]} or other ones in configure_optimizers. Return the optimizer "
+                "that the checkpoint was saved with."
             )
 
     def _find_states(self, index: int, names: list[list[str]]) -> list[dict[str, Any]]:

@@ -36,8 +36,8 @@ def names_in_optimizer(module: nn.Module, optimizer: Optimizer) -> list[list[str
     for index, group in enumerate(groups):
         if None in group:
             raise ValueError(
-                f"Parameter {group.index(None)} in group {index} of {type(optimizer).__name__} is none of the module's "
-                "own; sharded checkpoints store optimizer states by name. Save full checkpoints."
+                f"Parameter {group.index(None)} in group {index} of {type(optimizer).__name__} does not belong to "
+                "the module; sharded checkpoints store optimizer state by name. Save full checkpoints."
             )
     return [[name for name in group if name is not None] for group in groups]
 
@@ -56,7 +56,7 @@ def check_fit(module_state: Mapping[str, Any], shapes: Mapping[str, Sequence[int
     complaints = []
     if strict:
         complaints += _list("lacks", sorted(module_state.keys() - shapes.keys()))
-        complaints += _list("has, and the module has not,", sorted(shapes.keys() - module_state.keys()))
+        complaints += _list("has, unlike the module,", sorted(shapes.keys() - module_state.keys()))
     for name, shape in shapes.items():
         own = module_state.get(name)
         if isinstance(own, Tensor) and (shape is None or tuple(shape) != tuple(own.shape)):

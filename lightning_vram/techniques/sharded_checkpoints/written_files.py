@@ -104,8 +104,9 @@ def naming_full_disk(write: Callable[[], Result], folder: Path, num_bytes: int) 
         if not _is_full(error):
             raise
         raise CheckpointError(
-            f"the disk of {folder} is full: this takes {format_bytes(num_bytes)}, {format_bytes(free)} were free. Free "
-            "some, or save to another disk; what is there under this name stays until the new one is complete."
+            f"the disk of {folder} is full: the checkpoint needs {format_bytes(num_bytes)}, and "
+            f"{format_bytes(free)} were free. Free some space, or save to another disk. A previous checkpoint of "
+            "this name is unchanged."
         ) from error
 
 

@@ -14,8 +14,8 @@ from lightning_vram.callbacks.accumulation_scheduler.callback import Accumulatio
 
 MOMENTUM = 0.2
 WARNING = (
-    "AccumulationScheduler: batch norm normalises each micro-batch by itself, not the whole window, in {names}. "
-    "Running statistics are {statistics}. Larger micro-batches, GroupNorm or frozen batch norm avoid this."
+    "AccumulationScheduler: batch norm normalizes each micro-batch separately in {names}. Running statistics "
+    "are {statistics}. Larger micro-batches, GroupNorm or frozen batch norm avoid this."
 )
 
 

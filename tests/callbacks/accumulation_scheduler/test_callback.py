@@ -352,7 +352,7 @@ def test_callbacks_in_any_order_see_the_same_window(fit):
     assert before.found == after.found == expected
 
 
-@pytest.mark.filterwarnings("ignore:AccumulationScheduler. batch norm normalises")
+@pytest.mark.filterwarnings("ignore:AccumulationScheduler. batch norm normalizes")
 def test_stochastic_weight_averaging_runs_beside(fit):
     """It adds an epoch without backward, in which it takes ``accumulate_grad_batches`` for its own ends."""
     fitted = []
@@ -370,7 +370,7 @@ def test_stochastic_weight_averaging_runs_beside(fit):
         assert torch.equal(tensor, fitted[1].state_dict()[name]), name
 
 
-@pytest.mark.filterwarnings("ignore:AccumulationScheduler. batch norm normalises")
+@pytest.mark.filterwarnings("ignore:AccumulationScheduler. batch norm normalizes")
 def test_the_epoch_of_stochastic_weight_averaging_scales_nothing_again(fit):
     """Lightning steps once at its end, with the gradients that are still there."""
     model = Ragged(ragged_batches(4, is_ragged=False), "samples")

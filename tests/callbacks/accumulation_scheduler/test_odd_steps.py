@@ -29,7 +29,7 @@ def warnings_of(fit, *arguments):
         warnings.simplefilter("always")
         fit(*arguments)
     texts = [str(warning.message) for warning in caught]
-    return [text for text in texts if "AccumulationScheduler" in text and "will be called once per" not in text]
+    return [text for text in texts if "AccumulationScheduler" in text and "is called once per" not in text]
 
 
 class Holes(Scalar):
@@ -170,9 +170,9 @@ class InTwo(Scalar):
 def test_a_step_past_the_strategy_is_told_once_where_it_matters(fit):
     (text,) = warnings_of(fit, Bypassing(range(1, 6)), AccumulationScheduler({0: 1}, weight="samples"))
     assert text == (
-        "AccumulationScheduler: optimizer_step of the LightningModule calls the optimizer past the strategy, so that "
-        "it took gradients that are not the mean over their window, and without hooks and clipping. Call "
-        "optimizer.step(closure=optimizer_closure) of the optimizer that it is given."
+        "AccumulationScheduler: optimizer_step of the LightningModule bypasses the strategy, so that its "
+        "gradients are not the mean over the accumulated batches, and hooks and clipping are skipped. Call "
+        "optimizer.step(closure=optimizer_closure) on the optimizer that it receives."
     )
     model = Bypassing(range(1, 6))
     model.train_dataloader = lambda: DataLoader(Stream())  # its last window is planned longer than it is
@@ -203,8 +203,8 @@ def test_hooks_that_step_or_zero_are_named_where_they_come_less_often(fit, model
         fit(model([3, 5, 7, 9]), AccumulationScheduler({0: 1, 1: 2}))
     texts = [text for warning in caught if "AccumulationScheduler" in (text := str(warning.message))]
     assert texts == [
-        f"AccumulationScheduler accumulates, so that {hooks} will be called once per optimizer step, not with every "
-        "batch. What has to happen with every batch belongs into the hook on_train_batch_end."
+        f"AccumulationScheduler accumulates gradients, so {hooks} is called once per optimizer step, not for "
+        f"every batch. Move code that must run for every batch to on_train_batch_end."
     ]
     fit(model([3, 5, 7, 9]), AccumulationScheduler({0: 1}))  # warns of nothing
 
@@ -216,14 +216,14 @@ class SharpnessAware(Scalar):
         optimizer.step()
 
 
-@pytest.mark.filterwarnings("ignore:AccumulationScheduler accumulates, so that SharpnessAware.optimizer_step")
+@pytest.mark.filterwarnings("ignore:AccumulationScheduler accumulates gradients, so SharpnessAware.optimizer_step")
 def test_a_closure_that_is_called_again_is_refused_within_a_window(fit):
     with pytest.raises(MisconfigurationException) as caught:
         fit(SharpnessAware(range(4)), AccumulationScheduler({0: 2}))
     assert str(caught.value) == (
-        "AccumulationScheduler does not work with an optimizer_step that calls its closure several times per step, as "
-        "for sharpness-aware minimisation: it runs the last micro-batch of a window alone. Use larger batches or an "
-        "optimizer that calls it once."
+        "AccumulationScheduler does not work with an optimizer_step that calls its closure several times per "
+        "step, such as sharpness-aware minimization (SAM): each call would run the last micro-batch only. "
+        "Use larger batches or an optimizer that calls it once."
     )
     model = SharpnessAware([1, 2])
     fit(model, AccumulationScheduler({0: 1}, weight=lambda batch: 3.0))
@@ -265,8 +265,8 @@ def test_weights_that_differ_from_those_of_micro_batches_are_told(fit):
 
     (text,) = told("tokens", 2, "samples")
     assert text == (
-        "AccumulationScheduler(weight='tokens') beside MicroBatching(weight='samples'): micro-batches of a batch count "
-        "by something else than batches of a window, so that the window is not the mean over its samples or tokens. "
+        "AccumulationScheduler(weight='tokens') and MicroBatching(weight='samples') weigh their "
+        "micro-batches differently, so that an optimizer step is not the mean over its samples or tokens. "
         "Give both the same weight."
     )
     assert len(told(None, 2, "tokens")) == 1

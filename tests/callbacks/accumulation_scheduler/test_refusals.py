@@ -59,7 +59,7 @@ NAME = "AccumulationScheduler"
         (
             {"by_epoch": {0: 2}, "round": "up"},
             ValueError,
-            f"{NAME}(round) needs target_batch_size, got round='up' without.",
+            f"{NAME}(round) needs target_batch_size, got round='up' alone.",
         ),
         (
             {"by_epoch": {0: 2}, "weight": "words"},
@@ -133,28 +133,31 @@ class WithLBFGS(Scalar):
             TakesIterator,
             [],
             {},
-            f"{NAME} does not work with training_step(dataloader_iter): batches are taken out of its sight. "
-            "Take a batch as the argument.",
+            f"{NAME} does not work with training_step(dataloader_iter): the step fetches its batches itself. "
+            f"Use training_step(self, batch, batch_idx).",
         ),
         (
             Scalar,
             [],
             {"accumulate_grad_batches": 2},
-            f"{NAME} does not work with Trainer(accumulate_grad_batches=2): both set the same. Remove that argument.",
+            (
+                f"{NAME} does not work with Trainer(accumulate_grad_batches=2): both set the accumulation factor. "
+                f"Remove that argument."
+            ),
         ),
         (
             Scalar,
             [GradientAccumulationScheduler({0: 2})],
             {},
-            f"{NAME} does not work with GradientAccumulationScheduler: both set the same. "
-            f"Remove the latter, {NAME}(by_epoch=...) takes its dict.",
+            f"{NAME} does not work with GradientAccumulationScheduler: both set the accumulation factor. "
+            f"Remove the latter; {NAME}(by_epoch=...) takes its dict.",
         ),
         (
             WithLBFGS,
             [],
             {},
-            f"{NAME} does not work with LBFGS: it evaluates the loss several times per step, of which only the last "
-            "micro-batch would be a part. Use larger batches or another optimizer.",
+            f"{NAME} does not work with LBFGS: it evaluates the loss several times per step, each time with "
+            f"the last micro-batch only. Use larger batches or another optimizer.",
         ),
     ],
 )
@@ -178,7 +181,7 @@ def test_two_of_them_are_refused(make_trainer):
     trainer = make_trainer(callbacks=[AccumulationScheduler({0: 2}), Other({0: 4})])
     with pytest.raises(MisconfigurationException) as caught:
         trainer.fit(Scalar(range(4)))
-    assert str(caught.value) == f"{NAME} can be used once, got several. Put one schedule into one of them."
+    assert str(caught.value) == f"{NAME} can be used once, got several. Merge them into one schedule."
 
 
 def test_strategies_that_accumulate_otherwise_are_refused(make_trainer, monkeypatch):
@@ -189,8 +192,8 @@ def test_strategies_that_accumulate_otherwise_are_refused(make_trainer, monkeypa
     with pytest.raises(MisconfigurationException) as caught:
         callback.setup(trainer, model, "fit")
     assert str(caught.value) == (
-        f"{NAME} does not work with SingleDeviceStrategy: it accumulates by itself, with one factor for the whole "
-        "run. Use its own configuration and remove the callback."
+        f"{NAME} does not work with SingleDeviceStrategy: it accumulates gradients itself, with one factor "
+        f"for the whole run. Use its own configuration and remove the callback."
     )
     strategy = FSDPStrategy(cpu_offload=True)
     strategy.connect(model)

@@ -180,8 +180,8 @@ def test_own_hooks_of_zeroing_come_where_they_did(make_trainer, told, kind, hook
     assert_equal_weights(early, plain)
     assert early.heard == plain.heard
     assert told.warnings == [
-        f"EarlyRelease leaves gradients alone: {kind.__name__}.{hook} would come before training_step, which may use "
-        "what it changes. on_train_batch_end would not."
+        f"EarlyRelease does not free gradients: {kind.__name__}.{hook} would run before training_step, which "
+        f"may read what it changes. Use on_train_batch_end instead."
     ]
 
 
@@ -200,7 +200,7 @@ def test_an_optimizer_that_keeps_its_gradients_is_told_once_and_zeroes_where_it_
     num_bytes = sum(4 * parameter.numel() for parameter in plain.parameters())
     assert told.infos == []
     assert told.warnings == [
-        f"EarlyRelease frees no gradients: zero_grad of your optimizer leaves {num_bytes / 1024:.2f} KiB of them."
+        (f"EarlyRelease does not free gradients: zero_grad of your optimizer keeps {num_bytes / 1024:.2f} KiB of them.")
     ]
 
 

@@ -31,9 +31,9 @@ def test_manual_optimization_is_told_where_it_zeroes_late(make_trainer, told):
     make_trainer(callbacks=[EarlyRelease()]).fit(model)
     num_bytes = sum(4 * parameter.numel() for parameter in model.parameters())
     assert told.warnings == [
-        f"EarlyRelease: {num_bytes / 1024:.2f} KiB of gradients are alive when training_step begins, though a step was "
-        "made with them. In manual optimization they are yours to free: call optimizer.zero_grad() right after "
-        "optimizer.step(), too."
+        f"EarlyRelease: {num_bytes / 1024:.2f} KiB of gradients are still in memory when training_step "
+        f"begins, although the optimizer has already stepped. In manual optimization, call "
+        f"optimizer.zero_grad() right after optimizer.step()."
     ]
 
 
@@ -69,8 +69,10 @@ def test_a_graph_that_an_evaluation_returns_is_told_once_with_its_bytes(stage, m
     getattr(trainer, stage)(ReturnsGraph(TinyGPT()))
     hook = {"fit": "validation_step", "validate": "validation_step"}.get(stage, f"{stage}_step")
     (told_of,) = told.warnings
-    assert told_of.startswith(f"EarlyRelease: ReturnsGraph.{hook} returns a tensor with its graph, which holds ")
-    assert told_of.endswith(" KiB, from 'net.embed' on. Return tensor.detach(), or take torch.enable_grad() out of it.")
+    assert told_of.startswith(
+        f"EarlyRelease: ReturnsGraph.{hook} returns a tensor with its autograd graph, which holds "
+    )
+    assert told_of.endswith(" KiB, from 'net.embed' on. Return tensor.detach(), or remove torch.enable_grad().")
 
 
 @pytest.mark.parametrize("kind", [ReturnsDetached, LitTiny])
@@ -101,10 +103,12 @@ def test_a_graph_that_an_attribute_keeps_is_told_once(stage, make_trainer, told)
     trainer = make_trainer(callbacks=[EarlyRelease()], inference_mode=False)
     getattr(trainer, stage)(KeepsGraph())
     (told_of,) = told.warnings
-    assert told_of.startswith("EarlyRelease: `self.kept` keeps a graph that no backward has used, which holds ")
+    assert told_of.startswith(
+        "EarlyRelease: `self.kept` stores an autograd graph that no backward has used, which holds "
+    )
     assert told_of.endswith(
-        " KiB, from 'net.embed' on. Keep tensor.detach(), or run what made it under torch.no_grad(): module.eval() "
-        "does not."
+        " KiB, from 'net.embed' on. Store tensor.detach(), or compute it under torch.no_grad(); "
+        "module.eval() does not disable gradients."
     )
 
 
@@ -124,7 +128,9 @@ class EvaluatesItself(LitTiny):
 def test_an_evaluation_of_the_users_own(make_trainer, told):
     make_trainer(callbacks=[EarlyRelease()], max_epochs=1).fit(EvaluatesItself(TinyCNN()))
     (told_of,) = told.warnings
-    assert told_of.startswith("EarlyRelease: `self.result` keeps a graph that no backward has used, which holds ")
+    assert told_of.startswith(
+        "EarlyRelease: `self.result` stores an autograd graph that no backward has used, which holds "
+    )
 
 
 def test_losses_whose_backward_has_run_are_no_graphs(make_trainer, told):
@@ -159,9 +165,9 @@ def test_gradients_that_no_optimizer_has_are_told_once(make_trainer, told):
     make_trainer(callbacks=[EarlyRelease()]).fit(model)
     num_bytes = sum(4 * parameter.numel() for parameter in model.teacher.parameters())
     assert told.warnings == [
-        f"EarlyRelease: {num_bytes / 1024:.2f} KiB of gradients stay for the whole run: no optimizer has their "
-        "parameters, from 'teacher.0' on. Call requires_grad_(False) on what is not trained, or run it under "
-        "torch.no_grad(): its graph is not kept then, either."
+        f"EarlyRelease: {num_bytes / 1024:.2f} KiB of gradients are never freed: no optimizer has their "
+        f"parameters, from 'teacher.0' on. Call requires_grad_(False) on frozen parameters, or run them under "
+        f"torch.no_grad(), which also avoids storing their graph."
     ]
 
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_vram.callbacks.early_release.kept_elsewhere import why_buckets_stay, why_left_alone
 
-WHY_BUCKETS = "with gradient_as_bucket_view=True they are in the buckets of DDP, which stay for the whole run."
+WHY_BUCKETS = "with gradient_as_bucket_view=True DDP's buckets hold them for the whole run."
 
 
 @pytest.mark.distributed
@@ -37,12 +37,12 @@ class KeepsItself(SingleDeviceStrategy):
     ("strategy", "why"),
     [
         (SingleDeviceStrategy, None),
-        (KeepsItself, "KeepsItself keeps them in memory of its own, and zeroes them itself."),
+        (KeepsItself, "KeepsItself manages and zeroes them itself."),
         (lambda: ForkingOffload(offload="none"), None),
-        (ForkingOffload, "ForkingOffload(offload='params') has them on the host."),
+        (ForkingOffload, "ForkingOffload(offload='params') stores them on the host."),
         (
             lambda: ForkingOffload(offload="optimizer"),
-            "ForkingOffload(offload='optimizer') has them on the host.",
+            "ForkingOffload(offload='optimizer') stores them on the host.",
         ),
     ],
 )

@@ -107,7 +107,7 @@ def test_refuses(arguments, error, message):
 def test_says_where_there_is_no_cache_and_warns_of_nothing(make_model, make_trainer, caplog):
     with caplog.at_level("INFO"):
         make_trainer(callbacks=[EmptyCache()]).fit(make_model())  # a warning would be an error here
-    assert "EmptyCache has nothing to release on device 'cpu', which keeps no cache." in caplog.messages
+    assert "EmptyCache has no effect on device 'cpu': it has no cache." in caplog.messages
 
 
 @pytest.mark.device

@@ -39,8 +39,8 @@ def test_refuses(arguments, error, message):
 
 def test_says_what_it_counts(make_trainer, caplog, monkeypatch):
     for read, expected in (
-        (lambda self: {"cuda:0": 1, "cpu": 1}, "counts what is alive on cuda:0 and cpu after each step."),
-        (lambda self: {}, "cannot count what is alive on this machine: it looks at a step now and then."),
+        (lambda self: {"cuda:0": 1, "cpu": 1}, "reads the allocated memory of cuda:0 and cpu after each step."),
+        (lambda self: {}, "finds no allocator statistics on this machine: it checks only some of the steps."),
     ):
         monkeypatch.setattr(LiveBytes, "read", read)
         with caplog.at_level("INFO"):

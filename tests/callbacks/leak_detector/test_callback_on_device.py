@@ -29,4 +29,4 @@ def test_named_on_a_device(model, path, make_trainer):
 def test_nothing_is_reported_on_a_device(make_trainer, caplog):
     with caplog.at_level("INFO"):
         assert fit(leaky.Plain(), make_trainer) == []
-    assert any(f"LeakDetector counts what is alive on {DEVICE}" in message for message in caplog.messages)
+    assert any(f"LeakDetector reads the allocated memory of {DEVICE}" in message for message in caplog.messages)

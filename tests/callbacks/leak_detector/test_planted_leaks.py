@@ -12,8 +12,8 @@ from lightning_vram.callbacks.leak_detector import LeakDetector, callback
 from lightning_vram.callbacks.leak_detector.callback import MemoryLeakError
 
 DETECTOR = {"patience": 5, "min_bytes_per_step": 2048}
-WITH_GRAPH = r"Keep value\.detach\(\) instead\."
-WITHOUT = r"Empty it, bound it, or keep what is needed on the host\."
+WITH_GRAPH = r"Store value\.detach\(\) instead\."
+WITHOUT = r"Clear it, limit its length, or move its tensors to the host\."
 
 
 def fit(model, make_trainer, **arguments):
@@ -33,27 +33,33 @@ def nothing_kept():
 
 
 PLANTED = {
-    "list of losses": (leaky.Losses, rf"self\.losses: a list of \d+ items, \d+ with the graph .* {WITH_GRAPH}"),
+    "list of losses": (
+        leaky.Losses,
+        rf"self\.losses: a list of \d+ items, \d+ with their autograd graph.* {WITH_GRAPH}",
+    ),
     "cached outputs": (leaky.Outputs, rf"self\.cache: a dict of \d+ items\. {WITHOUT}"),
-    "metric": (leaky.Metric, r"self\.scores\.value: list state of a metric, \d+ items\. reset\(\) was not called; .*"),
+    "metric": (leaky.Metric, r"self\.scores\.value: list state of a metric, \d+ items\. reset\(\) was not called\. .*"),
     "metric with graphs": (
         leaky.MetricWithGraphs,
-        r"self\.scores\.value: list state of a metric, \d+ items, with their graphs\. "
-        r"Write metric\.update\(preds\.detach\(\), \.\.\.\) instead\.",
+        r"self\.scores\.value: list state of a metric, \d+ items, with autograd graph\. "
+        r"Call metric\.update\(preds\.detach\(\), \.\.\.\) instead\.",
     ),
     "global list": (leaky.Global, rf"\S*leaky_models\.KEPT: a list of \d+ items\. {WITHOUT}"),
     "closure of a hook": (
         leaky.Hook,
         r"seen, in the closure of Hook\.__init__\.<locals>\.<lambda>\(\) \(.*leaky_models\.py:\d+\) at "
-        rf"self\.net\.0\._forward_hooks\[\d+\]: a list of \d+ items, \d+ with the graph .* {WITH_GRAPH}",
+        rf"self\.net\.0\._forward_hooks\[\d+\]: a list of \d+ items, \d+ with their autograd graph.* {WITH_GRAPH}",
     ),
-    "sum of losses": (leaky.Total, r"self\.total: a tensor whose graph goes back over the steps\. .*"),
+    "sum of losses": (leaky.Total, r"self\.total: a tensor whose autograd graph spans all steps\. .*"),
     "average of parameters": (
         leaky.Ema,
-        r"self\.mean\.\d\.(weight|bias): a tensor whose graph goes back over the steps\. .*",
+        r"self\.mean\.\d\.(weight|bias): a tensor whose autograd graph spans all steps\. .*",
     ),
     "list of a class": (leaky.OnClass, rf"OnClass\.outputs: a list of \d+ items\. {WITHOUT}"),
-    "manual optimization": (leaky.Manual, rf"self\.penalties: a dict of \d+ items, \d+ with the graph .* {WITH_GRAPH}"),
+    "manual optimization": (
+        leaky.Manual,
+        rf"self\.penalties: a dict of \d+ items, \d+ with their autograd graph.* {WITH_GRAPH}",
+    ),
 }
 
 
@@ -83,13 +89,13 @@ def test_views_in_a_metric_keep_graphs_in_the_first_epoch(make_trainer):
 
 
 GROWS = {
-    "one tensor": (leaky.Joined, r"self\.all: made anew and larger, which grows with each step\. .*"),
-    "a buffer": (leaky.JoinedBuffer, r"self\.net\.0\.all: made anew and larger, which grows .*"),
+    "one tensor": (leaky.Joined, r"self\.all: reallocated at each step, larger each time\. .*"),
+    "a buffer": (leaky.JoinedBuffer, r"self\.net\.0\.all: reallocated at each step, larger .*"),
     "arrays": (
         leaky.Arrays,
-        r"self\.arrays: a list of \d+ items, which grows with each step\. Empty it, or bound it\.",
+        r"self\.arrays: a list of \d+ items, larger each time\. Clear it, or limit its length\.",
     ),
-    "arrays of tensors": (leaky.SharedArrays, r"self\.arrays: a list of \d+ items, which grows .*"),
+    "arrays of tensors": (leaky.SharedArrays, r"self\.arrays: a list of \d+ items, larger .*"),
 }
 
 
@@ -115,7 +121,7 @@ def evaluate(stage, model, make_trainer, **arguments):
 def test_an_evaluation_that_keeps_graphs_is_told(stage, make_trainer):
     ((kind, (holder,)),) = evaluate(stage, leaky.Evaluation(with_graph=True), make_trainer)
     assert kind == stage
-    assert re.fullmatch(rf"self\.outputs: a list of \d+ items, \d+ with the graph .* {WITH_GRAPH}", holder)
+    assert re.fullmatch(rf"self\.outputs: a list of \d+ items, \d+ with their autograd graph.* {WITH_GRAPH}", holder)
 
 
 @pytest.mark.quick_sample(2)
@@ -126,7 +132,7 @@ def test_what_an_evaluation_collects_is_told_if_memory_would_run_out(model, stag
     monkeypatch.setattr(callback, "_room_bytes", lambda trainer: leaky.KEPT_BYTES)
     ((kind, (holder,)),) = evaluate(stage, model(), make_trainer)
     assert kind == stage
-    assert holder.startswith(("self.outputs: a list of", "self.all: made anew and larger"))
+    assert holder.startswith(("self.outputs: a list of", "self.all: reallocated at each step"))
 
 
 def test_an_evaluation_raises_at_its_end(make_trainer):
@@ -155,7 +161,7 @@ def test_size_and_origin_are_exact(make_trainer):
     ((site, num_bytes),) = leak.sites
     assert (site.module, num_bytes) == ("net.0", leaky.KEPT_BYTES)
     assert re.fullmatch(r".*leaky_models\.py:\d+ in hidden", site.line)
-    assert str(leak).splitlines()[-1] == f"  made in net.0, {site.line}: 8.00 KiB"
+    assert str(leak).splitlines()[-1] == f"  allocated in net.0, {site.line}: 8.00 KiB"
 
 
 def test_a_leak_below_the_least_size_is_none(make_trainer, monkeypatch):
@@ -194,5 +200,5 @@ def test_warns_with_the_step(make_trainer):
 
 def test_raises_if_it_is_to(make_trainer):
     detector = LeakDetector(**DETECTOR, on_leak="raise")
-    with pytest.raises(MemoryLeakError, match=r"\n  kept by self\.losses: a list of"):
+    with pytest.raises(MemoryLeakError, match=r"\n  held by self\.losses: a list of"):
         make_trainer(callbacks=[detector], max_epochs=5).fit(leaky.Losses())

@@ -66,7 +66,7 @@ def own_order():
 @pytest.mark.parametrize(
     "data", [own_order, lambda: DataLoader(Lines(), batch_size=4), lambda: DataLoader(Once(), batch_size=4)]
 )
-@pytest.mark.filterwarnings("ignore:MemoryBudget cannot tell")
+@pytest.mark.filterwarnings("ignore:MemoryBudget cannot estimate")
 def test_the_run_sees_the_same_data_and_random_numbers(data, make_trainer):
     weights = [fit(make_trainer, callbacks, data, max_epochs=1) for callbacks in ([], [MemoryBudget()])]
     assert_equal_weights(*weights)
@@ -74,8 +74,8 @@ def test_the_run_sees_the_same_data_and_random_numbers(data, make_trainer):
 
 def test_what_can_be_read_once_is_not_read(make_trainer):
     message = (
-        "MemoryBudget cannot tell whether the run fits: ValueError: reading from Once would take a batch away from the "
-        "run, and it has no copy. The run goes on."
+        "MemoryBudget cannot estimate whether the run fits: ValueError: reading from Once would take a batch "
+        "away from the run, and it has no copy. Training continues."
     )
     with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
         fit(make_trainer, [MemoryBudget()], lambda: DataLoader(Once(), batch_size=4), max_epochs=1)
@@ -208,7 +208,13 @@ def test_a_step_that_cannot_be_estimated_runs(make_trainer):
                 raise RuntimeError("of the step")
             return super().training_step(batch, batch_idx)
 
-    with pytest.warns(UserWarning, match=r"^MemoryBudget cannot tell whether the run fits: .*\. The run goes on\.$"):
+    with pytest.warns(
+        UserWarning,
+        match=(
+            r"^MemoryBudget cannot estimate whether the run fits: .*\. Training "
+            r"continues\.$"
+        ),
+    ):
         make_trainer(callbacks=[MemoryBudget(on_excess="error")]).fit(Fails(TinyCNN()))
 
 
@@ -242,7 +248,11 @@ def test_bad_arguments(arguments, error, message):
 
 def test_two_are_refused(make_trainer):
     with pytest.raises(
-        MisconfigurationException, match=r"^MemoryBudget can be used once, got several: one device has one budget\.$"
+        MisconfigurationException,
+        match=(
+            r"^MemoryBudget can be used once, got several: a device has one "
+            r"budget\. Remove all but one\.$"
+        ),
     ):
         fit(make_trainer, [MemoryBudget(), MemoryBudget()])
 

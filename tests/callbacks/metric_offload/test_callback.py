@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:No (nega|posi)tive samples in targets",  # of one batch, in a bootstrap
     "ignore:Found 1 module.s. in eval mode",  # MetricTracker copies a metric between validation and training
 )
-CALLED_WARNING = "ignore:MetricOffload. metrics that collect lists are called in a step"
+CALLED_WARNING = "ignore:MetricOffload. a step calls metrics that store lists"
 STAND_INS = {"forward", "_apply", "_sync_dist"}
 
 
@@ -147,9 +147,9 @@ def test_a_metric_that_is_replaced_is_let_go(make_trainer):
 def test_a_call_of_a_metric_with_lists_is_warned_of_once_in_a_run(make_trainer, name, called):
     callback = MetricOffload()
     expected = (
-        f"MetricOffload: metrics that collect lists are called in a step: {called}. Each call copies all that was "
-        "collected. Write `metric.update(preds, target)` in the place of `metric(preds, target)`, and log the metric "
-        "itself, `self.log('name', metric)`, or what it computes at the end of the epoch."
+        f"MetricOffload: a step calls metrics that store lists: {called}. Each call copies the whole list. "
+        f"Write `metric.update(preds, target)` instead of `metric(preds, target)`, and log the metric itself, "
+        f"`self.log('name', metric)`, or its value at the end of the epoch."
     )
     for _ in range(2):
         with pytest.warns(UserWarning, match="MetricOffload") as warned:
@@ -174,13 +174,13 @@ def test_a_metric_without_lists_is_left_alone(make_trainer, caplog):
     with caplog.at_level(logging.INFO, "lightning.pytorch"):
         make_trainer(callbacks=[MetricOffload()]).validate(model, verbose=False)
     assert not seen
-    assert "MetricOffload found no metric that collects lists: there is nothing to hold on the host." in caplog.text
+    assert "MetricOffload has no effect: no metric of the module stores lists." in caplog.text
 
 
 def test_on_a_host_it_says_that_nothing_is_gained(make_trainer, caplog):
     with caplog.at_level(logging.INFO, "lightning.pytorch"):
         make_trainer(callbacks=[MetricOffload()]).validate(make_model(), verbose=False)
-    sentence = "MetricOffload: the model is on the host, and so is all that its metrics collect: nothing is gained."
+    sentence = "MetricOffload has no effect: the model is on the CPU, and so are its metrics' lists."
     assert sentence in caplog.text
 
 

@@ -11,7 +11,7 @@ from lightning_vram.callbacks.metric_offload import MetricOffload
 
 pytestmark = [
     pytest.mark.device,
-    pytest.mark.filterwarnings("ignore:MetricOffload. metrics that collect lists are called"),
+    pytest.mark.filterwarnings("ignore:MetricOffload. a step calls metrics that store lists"),
     pytest.mark.filterwarnings("ignore:No (nega|posi)tive samples in targets"),  # of one batch, in a bootstrap
 ]
 NUM_BATCHES = 200
@@ -147,7 +147,7 @@ def test_outputs_collected_by_hand_are_named_once(make_device_trainer, kind, rec
     (message,) = (str(one.message) for one in recwarn if "collects tensors" in str(one.message))
     both = "" if kind == "list" else ", `self.outputs` (3.00 KiB, 1.00 KiB more with each batch)"
     assert message == (
-        f"MetricOffload: the module collects tensors on {DEVICE}:0 in `self.by_hand` (3.00 KiB, 1.00 KiB more with "
-        f"each batch){both}. Move what is kept to the host, as in `self.by_hand.append(output.detach().cpu())`, or let "
-        "a metric collect it."
+        f"MetricOffload: the module collects tensors on {DEVICE}:0 in `self.by_hand` (3.00 KiB, 1.00 KiB more "
+        f"with each batch){both}. Move them to the CPU, as in `self.by_hand.append(output.detach().cpu())`, "
+        f"or let a metric collect them."
     )

@@ -140,7 +140,7 @@ def test_out_of_memory_on_one_rank_under_fsdp2_is_an_error_and_no_hang(fit, monk
     with pytest.raises(ProcessRaisedException, match="Process 1 terminated") as caught:
         fit([MicroBatching("auto")], {1: LIMIT_BYTES}, heavy="forward", is_sharded=True)
     assert "torch.OutOfMemoryError: CUDA out of memory" in str(caught.value)
-    assert "other ranks wait for it in the middle of theirs (FSDP2 modules)" in str(caught.value)
+    assert "other ranks wait for it in a collective (FSDP2 modules)" in str(caught.value)
 
 
 class Uncut(LitRegression):

@@ -203,7 +203,7 @@ def test_outputs_that_cannot_be_combined_come_as_lists_and_do_not_end_the_fit(fi
         def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *args: Any) -> None:
             self.seen.append(outputs)
 
-    with pytest.warns(UserWarning, match=r"gets a list of outputs\['correct'\].*combine_outputs"):
+    with pytest.warns(UserWarning, match=r"receives outputs\['correct'\] as a list.*combine_outputs"):
         fit(LitCounting(heavy="forward"), MicroBatching(), Keep(), limit=LIMIT_BYTES)
     assert all(len(outputs["predicted"]) in (8, 4) for outputs in Keep.seen)
     assert any(isinstance(outputs["correct"], list) for outputs in Keep.seen)
@@ -220,14 +220,17 @@ def test_a_tuner_trains_before_the_fit_starts(fit) -> None:
 def test_optimizers_in_the_backward_are_refused(fit) -> None:
     model = LitSum()
     model.last.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    with pytest.raises(MisconfigurationException, match=r"hooks after the accumulation.*Remove that of last\.weight"):
+    with pytest.raises(
+        MisconfigurationException,
+        match=r"post-accumulate-grad hooks.*Remove the hook of last\.weight",
+    ):
         fit(model, MicroBatching())
 
 
 def test_an_error_of_smaller_parts_says_why_they_are_so_small(fit) -> None:
     with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
         fit(LitRegression(heavy="forward", norm=True), MicroBatching(), limit=int(1.5 * MIB))
-    assert "ran 1 samples at once here, since more ran out of memory" in caught.value.__notes__[0]
+    assert "ran 1 samples at once here, because more ran out of memory" in caught.value.__notes__[0]
 
 
 def test_uneven_batches_are_cut_evenly_so_that_norms_see_several_samples(fit, make_trainer) -> None:

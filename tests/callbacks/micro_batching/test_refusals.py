@@ -47,7 +47,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`
         (
             {"batch_dim": 1, "split": lambda batch, size: [batch]},
             ValueError,
-            " takes batch_dim= or split=, which cuts a batch by itself, not both.",
+            " takes batch_dim= or split=, not both: split= alone decides how a batch is split.",
         ),
         (
             {"batch_dim": 1, "weight": "shifted_tokens"},
@@ -154,8 +154,8 @@ class Counting(pl.LightningModule):
 
 
 UNCUT = (
-    "Nothing in the batch tells how many samples it has: int. To cut it, pass split= to MicroBatching, or define "
-    "split_batch(batch, size) on the LightningModule."
+    "No entry of the batch shows how many samples it has: int. To split it, pass split= to MicroBatching, or "
+    "define split_batch(batch, size) on the LightningModule."
 )
 
 
@@ -167,20 +167,20 @@ def test_a_batch_that_cannot_be_cut_runs_whole_with_one_warning_for_each_loop(ma
         trainer.fit(model)
     warnings = [str(one.message) for one in caught if "MicroBatching" in str(one.message)]
     assert warnings == 2 * [
-        "MicroBatching('auto') runs a batch whole that it cannot cut, and cannot help where it runs out of memory. "
-        f"{UNCUT}"
+        f"MicroBatching('auto') cannot split this batch. It runs the batch whole, and cannot help after an "
+        f"out-of-memory error. {UNCUT}"
     ]
     assert torch.equal(model.layer.weight, plain.layer.weight)
     assert trainer.callback_metrics == reference.callback_metrics
     assert callback.micro_batch_size is None
 
 
-@pytest.mark.filterwarnings("ignore:MicroBatching.'auto'. runs a batch whole")
+@pytest.mark.filterwarnings("ignore:MicroBatching.'auto'. cannot split this batch")
 def test_the_error_of_a_batch_that_cannot_be_cut_says_so_when_memory_runs_out(make_trainer) -> None:
     with MemoryLimit(int(2.5 * MIB)) as limit, pytest.raises(torch.OutOfMemoryError) as caught:
         make_trainer(callbacks=[MicroBatching()]).fit(Counting())
     assert limit.num_errors == 1
-    assert caught.value.__notes__ == [f"MicroBatching: memory ran out in a batch that it cannot cut. {UNCUT}"]
+    assert caught.value.__notes__ == [f"MicroBatching: out of memory in a batch that cannot be split. {UNCUT}"]
 
 
 class Padded(LitRegression):
@@ -212,10 +212,10 @@ def test_an_error_of_the_model_in_a_part_says_that_the_cut_may_be_its_cause(make
     with pytest.raises(RuntimeError, match="must match the size of tensor b") as caught:
         fit(MicroBatching(2))
     assert caught.value.__notes__ == [
-        "MicroBatching had cut the batch: this was part 2 of 2. If the whole batch runs without this error, the cut "
-        "is the cause. So it is with a batch that is padded to its longest sample, and a model that takes the length "
-        "from the longest sample it gets: trim each part in MicroBatching(split=...), or in split_batch(batch, size) "
-        "of the LightningModule. What is the same for all samples is named in shared_keys=."
+        "MicroBatching: this error is from micro-batch 2 of 2. If the whole batch runs without it, splitting "
+        "is the cause, for example with a batch padded to its longest sample. Trim each micro-batch in "
+        "MicroBatching(split=...), or in split_batch(batch, size) of the LightningModule. Name entries that "
+        "belong to all samples in shared_keys=."
     ]
     expected = fit(MicroBatching(4)).gradients
     for ours, theirs in zip(fit(MicroBatching(2, split=trimmed)).gradients, expected, strict=True):
@@ -365,7 +365,7 @@ def test_a_batch_whose_samples_are_unclear_is_refused_or_runs_whole(make_trainer
         make_trainer(max_steps=1, callbacks=[MicroBatching(2)]).fit(TimeFirst())
     plain, model, callback = TimeFirst(), TimeFirst(), MicroBatching()
     make_trainer(max_steps=3).fit(plain)
-    with pytest.warns(UserWarning, match=r"runs a batch whole .* Pass batch_dim=1 to MicroBatching"):
+    with pytest.warns(UserWarning, match=r"runs the batch whole.* Pass batch_dim=1 to MicroBatching"):
         make_trainer(max_steps=3, callbacks=[callback]).fit(model)
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
     assert callback.micro_batch_size is None

@@ -329,9 +329,9 @@ def test_a_checkpoint_that_others_may_have_written_runs_nothing(slurm, tmp_path)
     with pytest.raises(pickle.UnpicklingError) as caught:
         fit(Noting, tmp_path, SlurmRequeue())
     assert str(caught.value) == (
-        f"SlurmRequeue does not load '{folder / 'fit-1.ckpt'}': it holds more than tensors and plain values, and "
-        "others may have written it. If you trust it: SlurmRequeue(weights_only=False), or allow its classes before, "
-        "with torch.serialization.add_safe_globals."
+        f"SlurmRequeue does not load '{folder / 'fit-1.ckpt'}': it contains more than tensors and basic "
+        f"types, and other users may have written it. If you trust it: SlurmRequeue(weights_only=False), or "
+        f"allow its classes with torch.serialization.add_safe_globals."
     )
     assert not (tmp_path / "was_run").exists()
     fit(Noting, tmp_path, SlurmRequeue(weights_only=False))
@@ -340,7 +340,7 @@ def test_a_checkpoint_that_others_may_have_written_runs_nothing(slurm, tmp_path)
 
 def test_the_user_may_want_tensors_only_wherever_they_lie(slurm, tmp_path):
     stop_with_evil(slurm, tmp_path)
-    with pytest.raises(pickle.UnpicklingError, match="it holds more than tensors and plain values"):
+    with pytest.raises(pickle.UnpicklingError, match="it contains more than tensors and basic types"):
         fit(Noting, tmp_path, SlurmRequeue(weights_only=True))
     assert not (tmp_path / "was_run").exists()
 
@@ -362,8 +362,8 @@ def test_a_checkpoint_of_another_user_is_not_taken(slurm, tmp_path, monkeypatch)
     with pytest.raises(MisconfigurationException) as caught:
         fit(Noting, tmp_path, SlurmRequeue())
     assert str(caught.value) == (
-        f"SlurmRequeue does not go on from '{path}': it is of user {path.stat().st_uid}, not of this one. Remove it to "
-        "begin anew, or give a folder of your own: SlurmRequeue(dirpath=...)."
+        f"SlurmRequeue does not load '{path}': it belongs to user {path.stat().st_uid}, not to you. Remove it "
+        f"to start anew, or use your own folder: SlurmRequeue(dirpath=...)."
     )
 
 
@@ -516,7 +516,7 @@ ASK, REQUEUE = f"show job --oneliner {JOB_ID}", f"requeue {JOB_ID}"
         "no scontrol",
     ],
 )
-@pytest.mark.filterwarnings("ignore:SlurmRequeue finds no scontrol")
+@pytest.mark.filterwarnings("ignore:SlurmRequeue cannot find scontrol")
 def test_what_becomes_of_the_job_is_said(number, answer, code, outcome, asked, slurm, tmp_path, said, monkeypatch):
     monkeypatch.setattr(job_stop, "time", SimpleNamespace(perf_counter=lambda: 7.0))
     if answer is None:
@@ -567,7 +567,9 @@ def test_two_of_them_are_refused(slurm, tmp_path):
     class Another(SlurmRequeue):  # Lightning itself refuses two of one class
         pass
 
-    assert refuse(tmp_path, SlurmRequeue(), Another()) == "SlurmRequeue is among the callbacks twice: give it once."
+    assert refuse(tmp_path, SlurmRequeue(), Another()) == (
+        "SlurmRequeue can be used once, got several. Remove all but one."
+    )
 
 
 def test_a_url_is_no_folder(slurm, tmp_path):
@@ -693,7 +695,7 @@ def test_outside_of_the_main_thread_it_says_that_it_has_no_effect(slurm, tmp_pat
         thread.start()
         thread.join()
 
-    message = r"^SlurmRequeue has no effect outside of the main thread, which alone gets signals\.$"
+    message = r"^SlurmRequeue has no effect outside of the main thread: only that thread receives signals\.$"
     with pytest.warns(UserWarning, match=message):
         fit_in_thread()
     assert len(runs[0].module.seen) == 6

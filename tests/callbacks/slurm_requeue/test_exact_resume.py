@@ -14,7 +14,7 @@ from lightning_vram.callbacks.slurm_requeue.callback import SlurmRequeue
 from lightning_vram.techniques.exact_resume import loaders as stateful_loading
 
 NUM_BATCHES = 5
-AGAIN = "^SlurmRequeue cannot go to the right sample: "
+AGAIN = "^SlurmRequeue cannot resume at the next sample: "
 NOT_PLAIN = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
@@ -116,8 +116,8 @@ def test_any_checkpoint_goes_on_with_the_next_sample(after, tmp_path):
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (Iterable, "its dataset is an IterableDataset, in which there is no place to go to"),
-        (Listed, "it is no DataLoader"),
+        (Iterable, "its dataset is an IterableDataset, which has no positions"),
+        (Listed, "it is not a DataLoader"),
     ],
 )
 def test_what_is_seen_again_is_said(make, why, tmp_path):
@@ -126,8 +126,8 @@ def test_what_is_seen_again_is_said(make, why, tmp_path):
         resumed = resume(make, tmp_path, SlurmRequeue())
     said = [str(warning.message) for warning in warned if "SlurmRequeue" in str(warning.message)]
     assert said == [
-        f"SlurmRequeue cannot go to the right sample: {why}. The first 2 batches of this epoch are seen again, the "
-        "last are not."
+        f"SlurmRequeue cannot resume at the next sample: {why}. The first 2 batches of this epoch are "
+        f"repeated, the last ones are skipped."
     ]
     begin = [samples for _, _, samples in resumed.module.seen][:3]
     assert begin == [samples for _, _, samples in expected.module.seen[:3]]
@@ -153,8 +153,8 @@ def test_a_checkpoint_of_another_number_of_loaders_says_so(tmp_path):
         resume(Two, tmp_path, SlurmRequeue())
     said = [str(warning.message) for warning in warned if "SlurmRequeue" in str(warning.message)]
     assert set(said) == {
-        "SlurmRequeue cannot go to the right sample: the loaders, or the number of ranks, are not those of the "
-        "checkpoint. The first 2 batches of this epoch are seen again, the last are not."
+        "SlurmRequeue cannot resume at the next sample: the loaders or the number of ranks differ from those "
+        "of the checkpoint. The first 2 batches of this epoch are repeated, the last ones are skipped."
     }
 
 
@@ -224,8 +224,8 @@ def test_of_loaders_whose_common_length_is_unknown_all_begin_anew(tmp_path):
         resume_and_compare(Beside, tmp_path, 2)
     said = {str(warning.message).split(": ")[1] for warning in warned if "SlurmRequeue" in str(warning.message)}
     assert {reason.partition(". The first 2 batches")[0] for reason in said} == {
-        "its place is not in the checkpoint, because a loader beside it has no length",
-        "its dataset is an IterableDataset, in which there is no place to go to",
+        "its position is not in the checkpoint, because another loader has no length",
+        "its dataset is an IterableDataset, which has no positions",
     }
 
 
@@ -238,7 +238,10 @@ def test_loaders_that_share_a_generator_are_warned_of(tmp_path):
         def arguments(self) -> dict[str, Any]:
             return {"shuffle": True, "generator": self.shared}
 
-    with pytest.warns(UserWarning, match=r"^SlurmRequeue cannot go on with a generator that several .* of its own\.$"):
+    with pytest.warns(
+        UserWarning,
+        match=r"^SlurmRequeue cannot restore a generator that several .* its own torch\.Generator\.$",
+    ):
         resume_and_compare(Sharing, tmp_path, 2)
 
 
@@ -265,7 +268,7 @@ def test_random_numbers_of_another_number_of_ranks_are_left_alone(tmp_path):
     random = checkpoint["callbacks"]["SlurmRequeue"]["random"]
     checkpoint["callbacks"]["SlurmRequeue"]["random"] = random * 2
     torch.save(checkpoint, path)
-    with pytest.warns(UserWarning, match="the loaders, or the number of ranks, are not those of the checkpoint"):
+    with pytest.warns(UserWarning, match=("the loaders or the number of ranks differ from those of the checkpoint")):
         resumed = resume(Long, tmp_path, SlurmRequeue())
     assert len(resumed.module.seen) == len(expected.module.seen) - 2
     weights = resumed.module.state_dict()

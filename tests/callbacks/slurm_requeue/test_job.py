@@ -79,8 +79,8 @@ def test_a_controller_that_does_not_answer_is_given_up(monkeypatch):
 @pytest.mark.parametrize("name", ["bash", "interactive"])
 def test_a_name_that_keeps_tasks_from_connecting_is_refused(name):
     message = (
-        rf"^The SLURM job is named '{name}': Lightning takes such a job for an interactive session, and its 2 tasks "
-        r"would not connect\. Give it another name: '#SBATCH --job-name=train'\.$"
+        rf"^The SLURM job is named '{name}': Lightning treats such a job as an interactive session, and its 2 "
+        rf"tasks would not connect\. Rename it: '#SBATCH --job-name=train'\.$"
     )
     with pytest.raises(MisconfigurationException, match=message):
         check_job(job(SLURM_NTASKS="2", SLURM_JOB_NAME=name))

@@ -178,7 +178,9 @@ def test_a_run_that_fails_leaves_nothing_on(error, make_trainer):
     if isinstance(error, torch.OutOfMemoryError):
         assert len(notes) == 2
         assert notes[0].startswith("VRAMMonitor, in the batch that ran out of memory: train epoch 0 batch 1: peak ")
-        assert notes[1].startswith("VRAMMonitor, last reading before memory ran out: train epoch 0 batch 0: peak ")
+        assert notes[1].startswith(
+            "VRAMMonitor, last measurement before the out-of-memory error: train epoch 0 batch 0: peak "
+        )
     else:
         assert notes == []
 
@@ -301,8 +303,22 @@ def test_several_are_refused(make_trainer):
         ({"every_n_batches": 0}, ValueError, r"^VRAMMonitor\(every_n_batches\) must be at least 1, got 0\.$"),
         ({"track": "yes"}, TypeError, r"^VRAMMonitor\(track\) must be True or False, got 'yes' of type str\.$"),
         ({"path": 3}, TypeError, r"^VRAMMonitor\(path\) must be text or a Path, got 3 of type int\.$"),
-        ({"path": ""}, ValueError, r"^VRAMMonitor\(path\) must name a file, got ''\. path=None writes none\.$"),
-        ({"path": Path()}, ValueError, r"^VRAMMonitor\(path\) must name a file, got '\.'\. path=None writes none\.$"),
+        (
+            {"path": ""},
+            ValueError,
+            (
+                r"^VRAMMonitor\(path\) must name a file, got ''\. path=None writes no "
+                r"file\.$"
+            ),
+        ),
+        (
+            {"path": Path()},
+            ValueError,
+            (
+                r"^VRAMMonitor\(path\) must name a file, got '\.'\. path=None writes "
+                r"no file\.$"
+            ),
+        ),
     ],
 )
 def test_refuses(arguments, error, message):

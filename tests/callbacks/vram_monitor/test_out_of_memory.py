@@ -109,10 +109,10 @@ def unmeasured(monkeypatch):
 
 CAUSES = {
     "another process": ("another process is on the device", Lit("step", total=2000, free=1, process=79)),
-    "fragmentation": ("fragmentation: enough was free, but not in one piece", Lit("step", cached=40, asked=20)),
-    "states": ("the states of the optimizer do not fit beside the rest", Lit("optimizer")),
-    "batch, forward": ("the batch is too large: what the forward keeps for the backward", Lit("layer")),
-    "batch, backward": ("the batch is too large: what the forward keeps for the backward", Lit("backward")),
+    "fragmentation": ("fragmentation: enough memory was free, but not in one block", Lit("step", cached=40, asked=20)),
+    "states": ("the optimizer state does not fit", Lit("optimizer")),
+    "batch, forward": ("the batch is too large: saved activations", Lit("layer")),
+    "batch, backward": ("the batch is too large: saved activations", Lit("backward")),
 }
 
 
@@ -122,7 +122,7 @@ def test_causes_are_told_apart(title, module, make_trainer, tmp_path):
     note, page = explain(make_trainer, tmp_path, module)
     assert page.startswith(f"# Out of memory: {title}\n")
     assert note.startswith(f"VRAMMonitor: {title}. What helps: ")
-    assert note.endswith(f"More: {tmp_path / 'out_of_memory.md'}")
+    assert note.endswith(f"Report: {tmp_path / 'out_of_memory.md'}")
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -151,7 +151,7 @@ def test_a_second_copy_on_resume(make_trainer, tmp_path, monkeypatch):
     trainer = make_trainer(callbacks=[VRAMMonitor()], default_root_dir=tmp_path, max_epochs=2)
     with pytest.raises(torch.OutOfMemoryError):
         trainer.fit(Lit("nowhere"), ckpt_path=tmp_path / "state.ckpt")
-    title = "# Out of memory: a checkpoint was a second copy beside the run\n"
+    title = "# Out of memory: a checkpoint was a second copy of the model\n"
     assert (tmp_path / "out_of_memory.md").read_text().startswith(title)
 
 
@@ -166,7 +166,7 @@ def test_a_leak(make_trainer, tmp_path, monkeypatch):
     module.on_train_epoch_end = lambda: run_out(module.head.weight)
     module.train_dataloader = lambda: DataLoader(torch.ones(40, 16), batch_size=4)
     _, page = explain(make_trainer, tmp_path, module)
-    assert page.startswith("# Out of memory: a leak: memory has grown batch by batch\n")
+    assert page.startswith("# Out of memory: a memory leak: memory grew with each batch\n")
     assert "Each of the last batches left 1.00 MiB more than the one before." in page
     assert "| 10 | 50.00 MiB |" in page
 
@@ -194,7 +194,7 @@ def test_a_page_that_fails_hides_nothing(make_trainer, tmp_path, monkeypatch):
     trainer = make_trainer(callbacks=[VRAMMonitor()], default_root_dir=tmp_path)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trainer.fit(Lit("step"))
-    assert caught.value.__notes__[-1] == "VRAMMonitor could not say more: KeyError: 'planted'"
+    assert caught.value.__notes__[-1] == "VRAMMonitor could not write its report: KeyError: 'planted'"
 
 
 def test_it_says_so_where_nothing_can_be_measured(make_trainer, tmp_path):
@@ -203,7 +203,7 @@ def test_it_says_so_where_nothing_can_be_measured(make_trainer, tmp_path):
             return super().training_step(batch[torch.nonzero(batch[:, 0])[:, 0]], batch_idx)
 
     _, page = explain(make_trainer, tmp_path, LitLooks("layer"))
-    assert "What each part would save was not worked out: " in page
+    assert "The saving of each feature was not estimated: " in page
 
 
 class LitGPT(ByteGPT):
@@ -255,7 +255,7 @@ def test_validation_is_explained_too(make_trainer, tmp_path):
 
     _, page = explain(make_trainer, tmp_path, LitValidates(TinyCNN()), limit_val_batches=1)
     assert "| validate, epoch 0, batch 0 |" in page
-    assert page.startswith("# Out of memory: a batch outside of training is too large\n")
+    assert page.startswith("# Out of memory: a validation, test or prediction batch is too large\n")
 
 
 class LitWrites(Lit):
@@ -288,13 +288,13 @@ def test_what_a_user_does_at_the_end_is_not_done_for_the_page(make_trainer, tmp_
     with pytest.raises(torch.OutOfMemoryError):
         trainer.fit(LitWrites("layer"))
     assert Alerts.num_alerts == 1
-    assert "not worked out" not in (Path(logger.log_dir) / "out_of_memory.md").read_text()
+    assert "not estimated" not in (Path(logger.log_dir) / "out_of_memory.md").read_text()
     assert len(logger.experiment.metrics) <= 1
 
 
 def test_what_is_left_of_others_is_told_apart(make_trainer, tmp_path):
     _, page = explain(make_trainer, tmp_path, Lit("step", allocated=78, cached=1))
-    assert page.startswith("# Out of memory: something else in this process is on the device\n")
+    assert page.startswith("# Out of memory: other tensors of this process are on the device\n")
     assert re.search(r"\| not of this run \| 77\.\d\d MiB \|", page)
     with_plots = find_spec("matplotlib") is not None
     assert (tmp_path / "out_of_memory.png").exists() == ("](out_of_memory.png)" in page) == with_plots

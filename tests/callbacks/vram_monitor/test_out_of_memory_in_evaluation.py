@@ -23,9 +23,9 @@ MESSAGE = (
     "is allocated by PyTorch, and 4.00 MiB is reserved by PyTorch but unallocated."
 )
 LITTLE = MESSAGE.replace("20.00 MiB", "1.00 MiB").replace("4.00 MiB", "0.50 MiB")
-COLLECTED = "outputs or lists of metrics, collected over the batches"
-PUT_TOGETHER = "the results of all batches, put together at the end of the epoch"
-TOO_LARGE = "a batch outside of training is too large"
+COLLECTED = "outputs or metric lists, collected over the batches"
+PUT_TOGETHER = "the outputs of all batches, concatenated at the end of the epoch"
+TOO_LARGE = "a validation, test or prediction batch is too large"
 
 
 class Lit(pl.LightningModule):
@@ -97,7 +97,7 @@ def test_a_batch_is_told_with_its_size(stage, explain, tmp_path):
     assert f"| when | {stage}, epoch 0, batch 0 |" in page
     assert "Half the `batch_size` of this data loader would need up to 35.00 MiB less." in page
     assert not list(tmp_path.rglob("*.png"))  # there is no step of a training to draw
-    assert "| not told apart | 70.00 MiB | 100% |" in page  # no forward of a training: no activations
+    assert "| uncategorized | 70.00 MiB | 100% |" in page  # no forward of a training: no activations
 
 
 @pytest.mark.parametrize("stage", STAGES)

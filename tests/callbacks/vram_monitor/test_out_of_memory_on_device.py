@@ -80,7 +80,7 @@ def test_a_step_that_is_too_large(make_trainer, tmp_path):
     with pytest.raises(torch.OutOfMemoryError) as caught:
         fit(make_trainer, LitWide(), VRAMMonitor(), limit_bytes=limit_bytes, folder=tmp_path)
     page = (tmp_path / "out_of_memory.md").read_text()
-    assert page.startswith("# Out of memory: the batch is too large: what the forward keeps for the backward\n")
+    assert page.startswith("# Out of memory: the batch is too large: saved activations\n")
     assert re.search(r"\| asked for \| \d", page)
     assert "| activations |" in page
     assert re.search(r"\| `callbacks=\[ActivationCheckpointing\(.*?\)\]` .* \| yes \|", page)
@@ -102,4 +102,4 @@ def test_a_leak(make_trainer, tmp_path):
     with pytest.raises(torch.OutOfMemoryError):
         fit(make_trainer, LitLeaks(), VRAMMonitor(), limit_bytes=limit_bytes, folder=tmp_path)
     page = (tmp_path / "out_of_memory.md").read_text()
-    assert page.startswith("# Out of memory: a leak: memory has grown batch by batch\n")
+    assert page.startswith("# Out of memory: a memory leak: memory grew with each batch\n")

@@ -11,7 +11,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_vram.core.batches.combining import OutputCombineError, combine_outputs
 
-HOOK = "To say how, define combine_outputs(outputs, sizes) on the LightningModule."
+HOOK = "Define combine_outputs(outputs, sizes) on the LightningModule."
 Pair = namedtuple("Pair", ["x", "y"])
 
 
@@ -138,11 +138,11 @@ def test_what_is_the_same_in_all_parts_is_returned():
 
 @pytest.mark.parametrize("number", [3, torch.tensor(3), np.array(3), np.int64(3)], ids=lambda number: type(number))
 def test_whole_numbers_are_refused_even_where_they_are_equal(number):
-    assert "may be a count, which adds up, or the same for all" in refusal({"n": number}, {"n": number})
+    assert "are ambiguous: counts that add up, or one value for all" in refusal({"n": number}, {"n": number})
 
 
 def test_mappings_with_whole_numbers_for_keys_are_refused():
-    assert "have whole numbers for keys" in refusal({0: 1.0, 1: 2.0}, {0: 3.0, 1: 4.0})
+    assert "have integer keys" in refusal({0: 1.0, 1: 2.0}, {0: 3.0, 1: 4.0})
 
 
 def test_arrays_are_joined():
@@ -159,8 +159,8 @@ def test_nested_and_sparse_tensors_are_joined():
 @pytest.mark.parametrize(
     ("first", "second", "found"),
     [
-        (torch.tensor(3), torch.tensor(4), "(int64[]) may be a count"),
-        (3, 4, "(int) may be a count"),
+        (torch.tensor(3), torch.tensor(4), "(int64[]) are ambiguous: counts"),
+        (3, 4, "(int) are ambiguous: counts"),
         ("a", "b", "(str) differ: 'a', 'b'"),
         (torch.ones(2), torch.ones(1), "(float32[2], float32[1]) do not have a row for each of [3, 1] samples"),
         (
@@ -170,8 +170,8 @@ def test_nested_and_sparse_tensors_are_joined():
         ),
         (np.ones((3, 5)), np.ones((1, 4)), "(float64[3, 5], float64[1, 4]) differ in more than the number of rows"),
         (torch.tensor(1.0), torch.tensor(1.0).double(), "(float32[], float64[]) differ in dtype"),
-        (torch.tensor(1.0), None, "(float32[], NoneType) are of different types"),
-        (1.0, 2, "(float, int) are of different types"),
+        (torch.tensor(1.0), None, "(float32[], NoneType) have different types"),
+        (1.0, 2, "(float, int) have different types"),
         ({"a": 1}, {"b": 1}, "(dict) differ in what they hold"),
         ([1, 2], [1], "(list) differ in length"),
         (object(), object(), "(object) are unknown"),
@@ -179,7 +179,7 @@ def test_nested_and_sparse_tensors_are_joined():
 )
 def test_what_fits_no_rule_is_refused_by_name(first, second, found):
     message = refusal({"it": [first, "x", "y"]}, {"it": [second, "x", "y"]})
-    assert message.startswith(f'output["it"][0] cannot be combined: its parts {found}')
+    assert message.startswith(f'output["it"][0] cannot be combined: its values {found}')
     assert message.endswith(HOOK)
 
 
@@ -187,5 +187,5 @@ def test_a_list_that_may_hold_columns_or_samples_is_refused():
     detections = [[{"boxes": torch.ones(1, 4)}], [{"boxes": torch.ones(1, 4)}]]
     message = refusal(*detections, sizes=(1, 1))
     assert re.fullmatch(
-        r"output cannot be combined: .* hold columns, or an entry for each sample; both fit\. .*", message
+        r"output cannot be combined: .* are ambiguous: columns, or an entry for each sample\. .*", message
     )

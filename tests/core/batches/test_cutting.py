@@ -58,7 +58,7 @@ def test_who_can_run_it_whole_gets_it_as_one_sample_in_containers_of_its_own():
     facts = cutter.measure_or_keep_whole(batch)
     assert (facts.num_samples, facts.num_elements) == (1, 17)
     assert facts.why_whole is not None
-    assert facts.why_whole.startswith('batch["graph"] is of a kind that cannot be cut: Graph, but')
+    assert facts.why_whole.startswith('batch["graph"] has a type that cannot be split: Graph, but')
     ((part, size),) = cutter.cut(batch, facts, 1)
     assert size == 1
     assert part is not batch
@@ -75,7 +75,7 @@ def test_what_the_user_said_about_a_batch_has_to_be_right_even_so():
 
 def test_a_function_that_returns_other_parts_is_refused():
     cutter = BatchCutter(split=lambda batch, size: [batch])
-    with pytest.raises(BatchSplitError, match=r"returned 1 micro-batches for 3 samples, expected 2: of 2 samples each"):
+    with pytest.raises(BatchSplitError, match=r"returned 1 micro-batches for 3 samples, expected 2: 2 samples each"):
         cutter.cut(torch.zeros(3), BatchFacts(3, 3, "3"), 2)
 
 
@@ -187,6 +187,12 @@ def test_a_container_that_knows_its_own_batch_dimension_is_refused_with_the_way_
             raise RuntimeError("batch dimension mismatch")
 
     cutter, batch = BatchCutter(batch_dim=1), Fixed(x=torch.zeros(6, 4))
-    with pytest.raises(BatchSplitError, match=r"^batch_dim= cannot build .* batch dimension mismatch .*split="):
+    with pytest.raises(
+        BatchSplitError,
+        match=(
+            r"^batch_dim= cannot rebuild .* batch dimension mismatch "
+            r".*split="
+        ),
+    ):
         cutter.measure(batch)
     assert cutter.measure_or_keep_whole(batch).why_whole

@@ -45,7 +45,7 @@ def test_a_step_that_begins_to_write_later_cannot_be_run_again():
     batch = make_batch()
     guard.watch(batch)
     guard.lend(batch)["more"][0].add_(1)
-    with pytest.raises(RuntimeError, match="training_step wrote into it, which it had not done in its first batches"):
+    with pytest.raises(RuntimeError, match="training_step modified it in place, unlike the first batches"):
         guard.check()
 
 

@@ -293,28 +293,27 @@ def test_what_loaders_yield_is_read(name):
 def test_two_loaders_of_different_sizes_are_refused_by_name():
     batch = {"a": (rows(8, 3), rows(8)), "b": (rows(4, 3), rows(4))}
     assert refusal(batch) == (
-        'batch["b"][0] has 4 rows (float32[4, 3]), but the batch has 8 samples (batch["a"][0] has 8 rows). If it is '
-        f'the same for all samples, name it: shared_keys=["b.0"]; if not, {HOOK}'
+        f'batch["b"][0] has 4 rows (float32[4, 3]), but the batch has 8 samples (batch["a"][0] has 8 rows). '
+        f'If it belongs to all samples, name it: shared_keys=["b.0"]; if not, {HOOK}'
     )
     assert refusal(list(batch.values())) == (
-        "batch[0] has 8 rows, batch[1] has 4: two samples, or two batches of different size. "
-        f"To say how to cut them, {HOOK}"
+        f"batch[0] has 8 rows, batch[1] has 4: two samples, or two batches of different size. To split them, {HOOK}"
     )
 
 
 def test_an_entry_of_another_size_is_refused_by_name():
     message = refusal({"x": rows(8, 3), "class_weights": rows(10), "y": rows(8)})
     assert message == (
-        'batch["class_weights"] has 10 rows (float32[10]), but the batch has 8 samples (batch["x"] has 8 rows). If it '
-        f'is the same for all samples, name it: shared_keys=["class_weights"]; if not, {HOOK}'
+        f'batch["class_weights"] has 10 rows (float32[10]), but the batch has 8 samples (batch["x"] has 8 '
+        f'rows). If it belongs to all samples, name it: shared_keys=["class_weights"]; if not, {HOOK}'
     )
 
 
 @pytest.mark.parametrize(
     ("entry", "found"),
     [
-        (object(), 'batch["it"] is of a kind that cannot be cut: object, '),
-        ({1, 2}, 'batch["it"] is of a kind that cannot be cut: set, '),
+        (object(), 'batch["it"] has a type that cannot be split: object, '),
+        ({1, 2}, 'batch["it"] has a type that cannot be split: set, '),
         ([rows(3), rows(4)], 'batch["it"] is a list of 2, '),
         ([object()] * 3, 'batch["it"] is a list of 3, '),
         ({"deep": (1, rows(3))}, 'batch["it"]["deep"][1] has 3 rows'),
@@ -328,7 +327,7 @@ def test_what_cannot_be_cut_is_refused_by_name(entry, found):
 
 @pytest.mark.parametrize("batch", [None, 3, torch.tensor(1.0), object(), {}, [], {"rate": 0.1}, rows(0, 3)])
 def test_a_batch_without_samples_is_refused(batch):
-    assert refusal(batch).startswith("Nothing in the batch tells how many samples it has: ")
+    assert refusal(batch).startswith("No entry of the batch shows how many samples it has: ")
 
 
 @pytest.mark.parametrize(
@@ -352,7 +351,7 @@ def test_a_batch_that_can_be_read_in_two_ways_is_refused(batch):
 
 def test_equally_long_waveforms_are_refused_with_both_readings():
     assert refusal([rows(100)] * 8) == (
-        f"The batch can be read as 8 samples, or as 8 columns of 100. To say how to cut it, {HOOK}"
+        f"The batch layout is ambiguous: 8 samples, or 8 columns of 100. To split it, {HOOK}"
     )
 
 
@@ -387,7 +386,7 @@ def test_columns_that_may_be_samples_are_refused_when_they_are_cut():
     batch = ([rows(2, 3), rows(2, 3)], rows(2))
     assert splitter.batch_size(batch) == 2
     assert torch.equal(splitter.split(batch, [2])[0][0][1], rows(2, 3))
-    with pytest.raises(BatchSplitError, match=r"^batch\[0\] can be read as 2 columns, or 2 samples\. "):
+    with pytest.raises(BatchSplitError, match=r"^batch\[0\] is ambiguous: 2 columns, or 2 samples\. "):
         splitter.split(batch, [1, 1])
 
 
@@ -436,7 +435,7 @@ def test_shared_keys_go_into_every_part_as_they_are(batch, key, read):
 
 def test_a_shared_key_that_is_not_there_is_refused():
     message = refusal({"x": X, "in": {"w": rows(7)}}, ["weights"])
-    assert message == "shared_keys names 'weights', which is not in the batch; there are: 'x', 'in', 'w'."
+    assert message == "shared_keys names 'weights', which is not in the batch; its keys: 'x', 'in', 'w'."
 
 
 def test_shared_keys_of_the_wrong_kind_are_refused():
@@ -458,7 +457,7 @@ def test_a_mapping_that_refuses_its_parts_is_refused():
                 raise RuntimeError("batch size is 5.")
             super().__setitem__(key, value)
 
-    with pytest.raises(BatchSplitError, match=r"^A part of the batch cannot be built anew: batch size is 5\. "):
+    with pytest.raises(BatchSplitError, match=r"^A micro-batch cannot be rebuilt: batch size is 5\. "):
         split(Fixed(x=X), 3, 2)
 
 

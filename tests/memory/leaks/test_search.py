@@ -132,7 +132,7 @@ def test_one_tensor_that_is_made_anew_is_told_once_it_outlives_the_epoch():
     (leak,) = training.run(30, training.join)
     assert (leak.bytes_per_step, leak.tensor_bytes, leak.sites) == (KEPT_BYTES, KEPT_BYTES, ())
     assert [str(holder) for holder in leak.holders] == [
-        "training.all: made anew and larger, which grows with each step. Empty it, or bound it."
+        "training.all: reallocated at each step, larger each time. Clear it, or limit its length."
     ]
 
 
@@ -164,7 +164,7 @@ def test_what_nobody_can_see_is_told_by_its_origin():
     training.search.end_epoch()
     (leak,) = training.run(30, step)
     assert leak.holders == ()
-    assert "\n  kept by nothing that Python can see\n  made in " in str(leak)
+    assert "\n  held by no Python object\n  allocated in " in str(leak)
 
 
 def test_a_mode_ends_with_its_step_whatever_happens():

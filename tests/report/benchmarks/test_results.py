@@ -37,9 +37,9 @@ def test_all_files_that_are_kept_are_read():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "{path} is no JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
-        ("[1]", '{path} is no file of results: those have "machine" and "rows".'),
-        ('{"rows": [{}]}', '{path} is no file of results: those have "machine" and "rows".'),
+        ("{", "{path} is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        ("[1]", '{path} is not a file of results: those have "machine" and "rows".'),
+        ('{"rows": [{}]}', '{path} is not a file of results: those have "machine" and "rows".'),
         ('{"machine": {}}', "{path} has no rows: nothing was measured."),
         ('{"machine": {}, "rows": []}', "{path} has no rows: nothing was measured."),
         ('{"machine": {}, "rows": [{}, 3]}', "{path}, row 2: a row has names and values, got 3."),
@@ -65,7 +65,7 @@ def test_what_is_no_file_of_results_is_refused(content, message, tmp_path):
 
 def test_a_file_of_bytes_is_refused(tmp_path):
     (tmp_path / "a.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"a\.json is no JSON: 'utf-8' codec can't decode byte 0xff"):
+    with pytest.raises(ValueError, match=r"a\.json is not JSON: 'utf-8' codec can't decode byte 0xff"):
         read_results(tmp_path / "a.json")
 
 

@@ -75,8 +75,8 @@ DESKTOP = FailedRequest(64 * MIB, 24 * GIB, 10 * MIB, 24 * GIB - 410 * MIB, None
 @pytest.mark.parametrize(
     ("changes", "title"),
     [
-        ({"growth": tuple((step, GIB * 20 + 50 * MIB * step) for step in range(60))}, "a leak"),
-        ({"place": Place(Work.OPTIMIZER_STEP)}, "the states of the optimizer"),
+        ({"growth": tuple((step, GIB * 20 + 50 * MIB * step) for step in range(60))}, "a memory leak"),
+        ({"place": Place(Work.OPTIMIZER_STEP)}, "the optimizer state"),
         ({}, "the batch is too large"),
         ({"request": replace(DESKTOP, process_bytes=20 * GIB)}, "another process"),
     ],
@@ -98,7 +98,7 @@ def test_a_leak_goes_before_pieces_that_are_too_small():
     in_pieces = replace(FOUND, request=replace(REQUEST, asked_bytes=20 * MIB, cached_bytes=300 * MIB))
     assert find_cause(in_pieces).title.startswith("fragmentation")
     growth = tuple((step, GIB * 60 + 256 * MIB * step) for step in range(60))
-    assert find_cause(replace(in_pieces, growth=growth)).title.startswith("a leak")
+    assert find_cause(replace(in_pieces, growth=growth)).title.startswith("a memory leak")
 
 
 def test_hidden_states_of_the_size_of_the_logits_are_no_logits():

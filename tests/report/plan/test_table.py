@@ -11,7 +11,7 @@ from lightning_vram.report.plan import plan_memory, shown
 TABLE = """\
 Fits with this plan: 1.99 GiB of 2.00 GiB on H100, 1.15x the step time
 
-   what is done                                               memory  of budget  step time  results
+   features                                                   memory  of budget  step time  results
 1  as it is                                                 3.91 GiB     195.3%      1.00x  exact
 2  InPlaceFusion                                            2.93 GiB     146.5%      1.10x  exact
 3  the plan: InPlaceFusion +                                1.99 GiB      99.6%      1.15x  exact
@@ -21,7 +21,7 @@ Fits with this plan: 1.99 GiB of 2.00 GiB on H100, 1.15x the step time
 6  ActivationCheckpointing                               1000.00 MiB      48.8%      1.35x  exact
 7  MicroBatching(size=2)                                  700.00 MiB      34.2%      1.80x  lossless
 
-Step times are those of a model of the device, beside the run as it is."""
+Step times are modelled for this device, relative to the current configuration."""
 
 
 def test_each_row():
@@ -30,7 +30,7 @@ def test_each_row():
 
 def test_a_run_that_fits_is_one_line():
     text = str(plan_of(tried()[:1], budget_bytes=4000 * 2**20))
-    assert text == "Fits as it is: 3.91 GiB of 3.91 GiB on H100. There is nothing to do."
+    assert text == "Fits without changes: 3.91 GiB of 3.91 GiB on H100. There is nothing to do."
 
 
 def test_long_names_are_whole_and_no_markup():

@@ -96,9 +96,9 @@ def meet_errors(folder: Path, sharded: bool) -> None:
     patch.undo()
     text = re.sub(r"[0-9.]+ [KMGT]iB were", "SIZE were", str(caught.value))
     assert text == (
-        f"The checkpoint {path} could not be saved: the disk of {folder} is full: this takes "
-        f"{sizes[0]}, SIZE were free. Free some, or save to another "
-        "disk; what is there under this name stays until the new one is complete."
+        f"The checkpoint {path} could not be saved: the disk of {folder} is full: the checkpoint needs "
+        f"{sizes[0]}, and SIZE were free. Free some space, or save to another disk. A previous checkpoint of "
+        f"this name is unchanged."
     )
     dist.barrier()
     assert [each.name for each in folder.iterdir() if "store" not in each.name] == ["last.ckpt"]
@@ -130,10 +130,10 @@ def meet_errors(folder: Path, sharded: bool) -> None:
         store.open(other_path)
     text = re.sub(r", \d+ were", ", SIZE were", str(caught.value))
     assert text == f"The checkpoint {other_path} could not be read: " + (
-        ".metadata is damaged: it has 13 bytes, SIZE were written. Go on from another checkpoint; verify=False loads "
-        "this one as it is."
+        ".metadata is damaged: it has 13 bytes instead of SIZE. Resume from another checkpoint, or load "
+        "this one without the check: verify=False."
         if sharded
-        else "other.ckpt is damaged, or is no checkpoint (UnpicklingError: Unsupported operand 110)"
+        else "other.ckpt is damaged or not a checkpoint (UnpicklingError: Unsupported operand 110)"
     )
 
 
@@ -305,10 +305,10 @@ def test_weights_only_reaches_torch(one_rank: None, tmp_path: Path):
         with pytest.raises(pickle.UnpicklingError, match=r"pathlib\.PosixPath") as caught:
             load(store, path, net)
         assert str(caught.value) == (
-            f"The checkpoint {path} could not be read: {'meta.pt' if sharded else path.name} holds pathlib.PosixPath, "
-            "and weights_only=True, the default, reads tensors and plain values only. If you trust who wrote it: "
-            "trainer.fit(..., weights_only=False), or allow the class before, with "
-            "torch.serialization.add_safe_globals."
+            f"The checkpoint {path} could not be read: {'meta.pt' if sharded else path.name} contains "
+            f"pathlib.PosixPath, and weights_only=True, the default, loads only tensors and basic types. If "
+            f"you trust its source: trainer.fit(..., weights_only=False), or allow the class with "
+            f"torch.serialization.add_safe_globals."
         )
         assert load(store, path, net, weights_only=False)["odd"] == Path("x")
 

@@ -388,7 +388,7 @@ def test_persistent_workers_outlive_the_end_of_the_state():
     assert loader._iterator._workers is workers
     assert type(loader._iterator) is type(iter(LOADERS["shuffled"](num_workers=1)))
     assert loader._iterator._index_sampler is loader.batch_sampler
-    assert can_be_stateful(loader) == "its workers are running already (persistent_workers)"
+    assert can_be_stateful(loader) == "its workers are already running (persistent_workers)"
 
 
 class Endless(IterableDataset):
@@ -414,9 +414,9 @@ class NoLength:
 @pytest.mark.parametrize(
     ("loader", "reason"),
     [
-        (DataLoader(Endless()), "its dataset is an IterableDataset, in which there is no place to go to"),
-        (OwnState(Numbers()), "it has a state_dict of its own"),
-        (OwnIteration(Numbers()), "its class iterates in a way of its own"),
+        (DataLoader(Endless()), "its dataset is an IterableDataset, which has no positions"),
+        (OwnState(Numbers()), "it has its own state_dict"),
+        (OwnIteration(Numbers()), "its class defines its own iteration"),
         (DataLoader(Numbers(), sampler=NoLength()), "its sampler has no length"),
         (DataLoader(Numbers(), num_workers=1, in_order=False), "in_order=False yields batches in any order"),
     ],
@@ -430,7 +430,7 @@ def test_what_has_no_place_to_go_to_is_refused(loader, reason):
 
 
 def test_what_is_no_loader_is_refused():
-    with pytest.raises(TypeError, match=r"^loader list cannot be made stateful: it is no DataLoader\.$"):
+    with pytest.raises(TypeError, match=r"^loader list cannot be made stateful: it is not a DataLoader\.$"):
         make_stateful([])
 
 
@@ -471,14 +471,14 @@ def test_a_state_of_another_loader_is_refused():
         next(iterator)
     state = loader_state(loader)
     message = (
-        r"^load_loader_state\(loader, state\) begins after 3 batches, the loader has 3\. Make the loader as it was when"
-        r" the state was saved\.$"
+        r"^load_loader_state\(loader, state\) begins after 3 batches, the loader has 3\. Create the loader as "
+        r"it was when the state was saved\.$"
     )
     with pytest.raises(ValueError, match=message):
         load_loader_state(stateful(lambda: DataLoader(Numbers(), 8)), state)
     message = (
-        r"^load_loader_state\(loader, state\) has the states of 1 generators, the loader and its samplers have 0\. Make"
-        r" the loader as it was when the state was saved\.$"
+        r"^load_loader_state\(loader, state\) has 1 generators in the state, the loader and its samplers have "
+        r"0\. Create the loader as it was when the state was saved\.$"
     )
     with pytest.raises(ValueError, match=message):
         load_loader_state(stateful(LOADERS["shuffled"]), state)

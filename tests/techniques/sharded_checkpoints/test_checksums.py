@@ -17,7 +17,7 @@ from lightning_vram.techniques.sharded_checkpoints.checksums import CHECKSUM_FIL
 from lightning_vram.techniques.sharded_checkpoints.sharded_states import sharded_module_state
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
-WAY_OUT = "Go on from another checkpoint; verify=False loads this one as it is."
+WAY_OUT = "Resume from another checkpoint, or load this one without the check: verify=False."
 
 
 def make_store(*, sharded: bool, verify: bool = True) -> CheckpointStore:
@@ -50,9 +50,7 @@ def test_a_flipped_bit_of_a_shard_is_refused(one_rank: None, tmp_path: Path):
     flip(path / "__0_0.distcp", before.detach())
     flipped = make_net(1)
     own = flipped.frozen.weight.full_tensor().clone()
-    assert refusal(path, flipped, sharded=True) == (
-        f"__0_0.distcp is damaged: its bytes are not those that were written. {WAY_OUT}"
-    )
+    assert refusal(path, flipped, sharded=True) == (f"__0_0.distcp is damaged: its checksum differs. {WAY_OUT}")
     assert torch.equal(flipped.frozen.weight.full_tensor(), own)
     load(make_store(sharded=True, verify=False), path, flipped)
     assert not torch.equal(flipped.frozen.weight.full_tensor(), before)
@@ -75,7 +73,7 @@ def test_files_of_another_save_are_refused(one_rank: None, tmp_path: Path):
     assert refusal(new, make_net(), sharded=True).startswith("__0_0.distcp is damaged: ")
     (new / "__0_0.distcp").unlink()
     assert refusal(new, make_net(), sharded=True) == (
-        "its file __0_0.distcp is missing. Go on from another checkpoint."
+        "its file __0_0.distcp is missing. Resume from another checkpoint."
     )
 
 
@@ -107,7 +105,7 @@ def test_what_was_cut_off_is_named(one_rank: None, tmp_path: Path):
     assert refusal(file, net, sharded=False) == f"a.ckpt is damaged (File is not a zip file). {WAY_OUT}"
     size = (folder / "meta.pt").stat().st_size
     (folder / "meta.pt").write_bytes(b"")
-    assert refusal(folder, net, sharded=True) == (f"meta.pt is damaged: it has 0 bytes, {size} were written. {WAY_OUT}")
+    assert refusal(folder, net, sharded=True) == (f"meta.pt is damaged: it has 0 bytes instead of {size}. {WAY_OUT}")
 
 
 def test_ranks_share_the_entries(tmp_path: Path):
@@ -136,7 +134,7 @@ def refuse_on_all_ranks(folder: Path) -> None:
         assert names == {".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"}
         (path / "__1_0.distcp").unlink()
     torch.distributed.barrier()
-    assert refusal(path, net, sharded=True) == "its file __1_0.distcp is missing. Go on from another checkpoint."
+    assert refusal(path, net, sharded=True) == ("its file __1_0.distcp is missing. Resume from another checkpoint.")
 
 
 def test_all_ranks_refuse_what_one_has_found(tmp_path: Path):

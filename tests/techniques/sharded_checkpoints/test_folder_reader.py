@@ -92,8 +92,8 @@ def test_an_index_that_would_run_something_does_not(folder: Path, mark: Path):
         with pytest.raises(CheckpointError) as caught:
             ShardedFolder(folder, weights_only=weights_only)
         assert str(caught.value) == (
-            f"The checkpoint {folder} could not be read: .metadata is damaged, or is no checkpoint (UnpicklingError: "
-            "it holds posix.mkdir)"
+            f"The checkpoint {folder} could not be read: .metadata is damaged or not a checkpoint "
+            f"(UnpicklingError: it holds posix.mkdir)"
         )
     with pytest.raises(CheckpointError, match=r"posix\.mkdir"):
         consolidate(folder, folder.parent / "whole.ckpt")
@@ -106,10 +106,10 @@ def test_an_entry_that_would_run_something_does_not(folder: Path, trained: tuple
         with pytest.raises(pickle.UnpicklingError) as caught:
             read_folder(folder, net, [optimizer], strict=True, weights_only=weights_only)
         assert str(caught.value) == (
-            f"The checkpoint {folder} could not be read: state_dict._extra_state.seen holds posix.mkdir, and "
-            "weights_only=True, the default, reads tensors and plain values only. If you trust who wrote it: "
-            "trainer.fit(..., weights_only=False), or allow the class before, with "
-            "torch.serialization.add_safe_globals."
+            f"The checkpoint {folder} could not be read: state_dict._extra_state.seen contains posix.mkdir, "
+            f"and weights_only=True, the default, loads only tensors and basic types. If you trust its "
+            f"source: trainer.fit(..., weights_only=False), or allow the class with "
+            f"torch.serialization.add_safe_globals."
         )
         with pytest.raises(pickle.UnpicklingError, match=r"posix\.mkdir"):
             consolidate(folder, folder.parent / "whole.ckpt", weights_only=weights_only)
@@ -123,8 +123,8 @@ def test_an_index_whose_names_were_changed_is_damaged(folder: Path):
     with pytest.raises(CheckpointError) as caught:
         ShardedFolder(folder)
     assert str(caught.value) == (
-        f"The checkpoint {folder} could not be read: .metadata is damaged, or is no checkpoint (KeyError: 'an entry is "
-        "not described')"
+        f"The checkpoint {folder} could not be read: .metadata is damaged or not a checkpoint (KeyError: 'an "
+        f"entry is not described')"
     )
 
 

@@ -117,30 +117,30 @@ def test_a_folder_of_another_module_or_optimizer_is_refused(one_rank: None, tmp_
     state = states(net, optimizer)
     state["state_dict"]["left.over"] = state["state_dict"].pop("scale")
     write_folder(state, {}, path, None)
-    with pytest.raises(ValueError, match=r"it lacks scale; it has, and the module has not, left\.over\. Load"):
+    with pytest.raises(ValueError, match=r"it lacks scale; it has, unlike the module, left\.over\. Load"):
         read_folder(path, net, [], strict=True)
     read_folder(path, net, [optimizer], strict=False)
     source = ShardedFolder(path)
-    with pytest.raises(ValueError, match="groups") as caught:
+    with pytest.raises(ValueError, match=r"^Optimizer 0 has") as caught:
         source.load_optimizers(net, [SGD([net.scale])], check_states=check_states)
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     assert str(caught.value) == (
-        f"The groups of optimizer 0 in {path} have {sizes} parameters, those of configure_optimizers have [1], or "
-        "others. Return the optimizer the checkpoint was saved with."
+        f"Optimizer 0 has {sizes} parameters in {path}, and [1] or other ones in configure_optimizers. Return the "
+        "optimizer that the checkpoint was saved with."
     )
     with pytest.raises(ValueError, match="fewer") as caught:
         source.load_optimizers(net, [optimizer, SGD([net.scale])], check_states=check_states)
     assert str(caught.value) == (
-        f"The checkpoint {path} has no state of optimizer 1: it was saved with fewer, or with save_weights_only=True. "
-        "It serves validate, test and predict."
+        f"The checkpoint {path} has no state of optimizer 1: it was saved with fewer, or with "
+        f"save_weights_only=True. Use it for validate, test and predict."
     )
 
 
 def test_a_parameter_of_nobody_has_no_name(one_rank: None):
     net = make_net()
-    with pytest.raises(ValueError, match="none of the module's") as caught:
+    with pytest.raises(ValueError, match="does not belong to the module") as caught:
         sharded_optimizer_state(net, SGD([net.scale, torch.nn.Parameter(torch.ones(2))]))
     assert str(caught.value) == (
-        "Parameter 1 in group 0 of SGD is none of the module's own; sharded checkpoints store optimizer states by "
-        "name. Save full checkpoints."
+        "Parameter 1 in group 0 of SGD does not belong to the module; sharded checkpoints store optimizer "
+        "state by name. Save full checkpoints."
     )

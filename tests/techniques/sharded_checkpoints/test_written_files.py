@@ -48,8 +48,8 @@ def test_a_full_disk_is_named_with_what_was_asked_and_free(tmp_path: Path, monke
     with pytest.raises(CheckpointError) as caught:
         naming_full_disk(fail, tmp_path, 3 * GIB)
     assert str(caught.value) == (
-        f"the disk of {tmp_path} is full: this takes 3.00 GiB, 512.00 MiB were free. Free some, or save to another "
-        "disk; what is there under this name stays until the new one is complete."
+        f"the disk of {tmp_path} is full: the checkpoint needs 3.00 GiB, and 512.00 MiB were free. Free some "
+        f"space, or save to another disk. A previous checkpoint of this name is unchanged."
     )
 
 
