@@ -61,7 +61,7 @@ class VRAMCLI(LightningCLI):
     """Fit, validate, test or predict with any LightningModule and LightningDataModule, named by class path.
 
     ``${...}`` works in and across ``--config`` files and follows overrides on the command line. ``fit`` takes
-    ``--compare_with_plain true``: it fits once more without the parts of this package, from the same seed, and prints
+    ``--compare_with_baseline true``: it fits once more without the parts of this package, from the same seed, and prints
     peak memory, time per step and equality of the weights side by side.
 
     Args:
@@ -94,7 +94,7 @@ class VRAMCLI(LightningCLI):
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(
-            "--compare_with_plain",
+            "--compare_with_baseline",
             type=bool,
             default=False,
             help="After fit, fit again without the parts of lightning_vram and print both side by side.",
@@ -112,18 +112,18 @@ class VRAMCLI(LightningCLI):
 
     @override
     def after_instantiate_classes(self) -> None:
-        if self.subcommand == "fit" and read_argument(self, "compare_with_plain"):
+        if self.subcommand == "fit" and read_argument(self, "compare_with_baseline"):
             if read_argument(self, "seed_everything") is False:
                 raise MisconfigurationException(
-                    "compare_with_plain=true needs a seed for both fits, got seed_everything=false. Give a number."
+                    "compare_with_baseline=true needs a seed for both fits, got seed_everything=false. Give a number."
                 )
             if find_monitor(self) is None:
                 raise MisconfigurationException(
-                    "compare_with_plain=true needs a lightning_vram.VRAMMonitor among trainer.callbacks, got none."
+                    "compare_with_baseline=true needs a lightning_vram.VRAMMonitor among trainer.callbacks, got none."
                 )
             if not self._own_parts() and not self._has_own_strategy():
                 raise MisconfigurationException(
-                    "compare_with_plain=true needs parts of lightning_vram to leave out of trainer.callbacks, "
+                    "compare_with_baseline=true needs parts of lightning_vram to leave out of trainer.callbacks, "
                     "trainer.plugins or trainer.strategy, got none."
                 )
         if not any(isinstance(callback, SlurmRequeue) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
@@ -132,7 +132,7 @@ class VRAMCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Compare with a plain fit if asked to. ``LightningCLI`` calls this."""
-        if not read_argument(self, "compare_with_plain"):
+        if not read_argument(self, "compare_with_baseline"):
             return
         packed, parts = read_result(self), self._own_parts()
         picture = draw_step(self)

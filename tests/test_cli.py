@@ -155,7 +155,7 @@ def test_the_command_each_config_begins_with(path, monkeypatch, capsys):
 @pytest.mark.parametrize("subcommand", ["validate", "test", "predict"])
 def test_other_subcommands(subcommand, capsys):
     config = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
-    del config["trainer"]["callbacks"], config["compare_with_plain"]
+    del config["trainer"]["callbacks"], config["compare_with_baseline"]
     sizes = [option for option in SMALL if not option.startswith("--trainer.max") and "val_check" not in option]
     limit = {"test": ["--trainer.limit_test_batches=1"], "predict": ["--trainer.limit_predict_batches=1"]}
     main([subcommand, write(Path("c.yaml"), config), *sizes, *limit.get(subcommand, [])])
@@ -207,11 +207,11 @@ CALLBACK = "lightning_vram.ActivationCheckpointing"
             ["--model.init_args.width=130"],
             "ByteGPT(num_heads) must divide width=130, got 4. (LIGHTNING_VRAM_DEBUG=1 shows where)",
         ),
-        (["--seed_everything=false"], "compare_with_plain=true needs a seed for both fits, got seed_everything=false."),
-        (["--trainer.callbacks=null"], "compare_with_plain=true needs a lightning_vram.VRAMMonitor among"),
+        (["--seed_everything=false"], "compare_with_baseline=true needs a seed for both fits, got seed_everything=false."),
+        (["--trainer.callbacks=null"], "compare_with_baseline=true needs a lightning_vram.VRAMMonitor among"),
         (
             ["--trainer.callbacks=lightning_vram.VRAMMonitor"],
-            "compare_with_plain=true needs parts of lightning_vram to",
+            "compare_with_baseline=true needs parts of lightning_vram to",
         ),
         (["--ckpt_path=nope.ckpt"], "Checkpoint file not found: nope.ckpt"),
     ],

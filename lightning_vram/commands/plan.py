@@ -22,7 +22,7 @@ from lightning_vram.report.plan import ShownPlan, plan_table
 
 PLAN = "plan"
 _MARK = f"# Made by `{PROGRAM} {PLAN}`. Run: "
-_EXAMPLE = "lean.yaml"
+_EXAMPLE = "plan.yaml"
 _OWN_OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "budget": (
         int | float | str | None,

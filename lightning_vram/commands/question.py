@@ -120,7 +120,7 @@ class QuestionCLI(LightningCLI):
         self._question.add_arguments(parser)
         # Those of `fit` that mean nothing here: its files are taken as they are.
         parser.add_method_arguments(Trainer, "fit", skip=set(LightningCLI.subcommands()["fit"]))
-        parser.add_argument("--compare_with_plain", type=bool, default=False, help="Of `fit`, not used.")
+        parser.add_argument("--compare_with_baseline", type=bool, default=False, help="Of `fit`, not used.")
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
