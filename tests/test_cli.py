@@ -207,11 +207,14 @@ CALLBACK = "lightning_vram.ActivationCheckpointing"
             ["--model.init_args.width=130"],
             "ByteGPT(num_heads) must divide width=130, got 4. (LIGHTNING_VRAM_DEBUG=1 shows where)",
         ),
-        (["--seed_everything=false"], "compare_with_baseline=true needs a seed for both fits, got seed_everything=false."),
+        (
+            ["--seed_everything=false"],
+            "compare_with_baseline=true needs a seed for both fits, got seed_everything=false.",
+        ),
         (["--trainer.callbacks=null"], "compare_with_baseline=true needs a lightning_vram.VRAMMonitor among"),
         (
             ["--trainer.callbacks=lightning_vram.VRAMMonitor"],
-            "compare_with_baseline=true needs parts of lightning_vram to",
+            "compare_with_baseline=true needs features of lightning_vram to",
         ),
         (["--ckpt_path=nope.ckpt"], "Checkpoint file not found: nope.ckpt"),
     ],

@@ -100,7 +100,7 @@ def test_the_table_the_file_to_paste_and_how_to_run_it_are_printed(asked, capsys
     assert file.startswith(f"Run: {command}\n# ")
     assert "\n        budget: 950MiB  # for activations on the device" in out
     assert out.endswith(f"\nSave this as plan.yaml, or add -o plan.yaml, and run: {command}\n")
-    assert "a step with nothing" not in err  # not a terminal
+    assert "tracing" not in err  # not a terminal
 
 
 def test_a_file_and_a_picture_are_written(asked, capsys):
@@ -109,7 +109,7 @@ def test_a_file_and_a_picture_are_written(asked, capsys):
     out = capsys.readouterr().out
     assert "callbacks" not in out
     assert out.endswith(
-        "\nplan.png: memory against step time, drawn.\n"
+        "\nplan.png: picture of memory against step time.\n"
         "\nplan.yaml: the plan. Run: lightning-vram fit --config=my.yaml --config plan.yaml\n"
     )
     assert Path("plan.png").read_bytes()[:4] == b"\x89PNG"
@@ -123,7 +123,7 @@ def test_a_file_and_a_picture_are_written(asked, capsys):
 def test_the_picture_lies_beside_the_plan(asked, capsys):
     pytest.importorskip("matplotlib", reason="the extra plots")
     main(["plan", write("my.yaml"), *DEVICE, "-o", "plan.yaml"])
-    assert "\nplan.png: memory against step time, drawn.\n" in capsys.readouterr().out
+    assert "\nplan.png: picture of memory against step time.\n" in capsys.readouterr().out
     assert Path("plan.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -144,9 +144,9 @@ def test_a_plan_is_replaced_and_nothing_else(asked, capsys):
     Path("other.yaml").write_text("trainer: {}\n")
     both = ["--config=my.yaml", "--config=plan.yaml", *DEVICE]
     assert fail([*both, "-o=other.yaml"], capsys) == (
-        "--output=other.yaml is there and is no plan of lightning-vram: name another file."
+        "--output=other.yaml exists and is not a plan of lightning-vram: name another file."
     )
-    assert fail([*both, "-o=plan.yaml"], capsys) == "--output=plan.yaml is a --config of this plan: leave it out there."
+    assert fail([*both, "-o=plan.yaml"], capsys) == "--output=plan.yaml is a --config of this plan: remove it there."
     assert asked == {}
     assert Path("other.yaml").read_text() == "trainer: {}\n"
 
@@ -156,14 +156,14 @@ def test_where_nothing_fits_there_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr("lightning_vram.planner.plan.search", lambda *args, **kwargs: replace(found, best=None))
     line = fail([QUICKSTART, *DEVICE, "--budget=1MiB", "-o=plan.yaml"], capsys)
     assert "1.00 MiB" in line
-    assert "the least that was found is 700.00 MiB, by MicroBatching(size=2)." in line.replace("The", "the")
+    assert "the minimum found is 700.00 MiB, by MicroBatching(size=2)." in line.replace("The", "the")
     assert not Path("plan.yaml").exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--device is missing: the device to plan for, as in --device rtx4090."),
+        ([], "--device is missing: name the GPU to plan for, such as --device rtx4090."),
         (
             [*DEVICE, "--budget=much"],
             "--budget must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got 'much'.",

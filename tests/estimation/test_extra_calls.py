@@ -351,7 +351,7 @@ def test_a_name_that_no_callback_has_is_refused():
         message = rf"^run_callbacks has '{name}', but the Trainer's own callbacks are: Freeze, Watch\.$"
         with pytest.raises(ValueError, match=message):
             estimate(Freeze(), EarlyStopping("val"), run_callbacks=[name])
-    with pytest.warns(UserWarning, match="AutoVRAM cannot plan this run: ValueError: run_callbacks has 'Freez'"):
+    with pytest.warns(UserWarning, match="AutoVRAM cannot plan this run: ValueError: run_callbacks names 'Freez'"):
         pl.Trainer(
             callbacks=[AutoVRAM(run_callbacks=["Freez"])], logger=False, enable_checkpointing=False, fast_dev_run=True
         ).fit(Quiet())
@@ -375,7 +375,7 @@ class Quiet(WithLoaders):
     ],
 )
 def test_what_is_no_class_of_callbacks_is_refused(make, name):
-    with pytest.raises(TypeError, match=rf"^{name}\(run_callbacks\) must have classes .*, got 3\.$"):
+    with pytest.raises(TypeError, match=rf"^{name}\(run_callbacks\) must be classes .*, got 3\.$"):
         make(run_callbacks=[3])
 
 

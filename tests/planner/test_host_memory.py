@@ -74,8 +74,8 @@ def test_a_host_that_has_too_little_for_all_is_told():
         )
     least = format_bytes(16 * NUM)
     assert re.fullmatch(
-        rf"No plan fits {format_bytes(20 * NUM)} of host memory\. The least that was found is {least}, by "
-        rf"FSDPOffloadStrategy\(offload=\w+, master=split\), beside which {least} must stay free\. What helps: "
+        rf"No plan fits {format_bytes(20 * NUM)} of host memory\. The minimum found is {least}, by "
+        rf"FSDPOffloadStrategy\(offload=\w+, master=split\), in addition to {least} that must stay free\. What helps: "
         rf"host_memory='{-(-32 * NUM // MIB)}MiB', FSDPOffloadStrategy\(nvme_path='/a/fast/disk'\), which has states "
         r"on a disk, or perhaps allow='any'\.",
         str(raised.value),

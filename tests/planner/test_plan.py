@@ -85,7 +85,7 @@ def test_a_budget_may_be_a_share_or_all_of_the_device(budget, num_bytes):
 def test_what_is_being_done_is_told():
     told = []
     plan_memory(make(), TOKENS, device="cpu", on_progress=lambda stage, done: told.append((stage, done)))
-    assert told[0][0] == "a step with as it is"
+    assert told[0][0] == "tracing baseline"
     assert all(0 <= done <= 1 for _, done in told)
 
 

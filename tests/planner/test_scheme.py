@@ -107,14 +107,14 @@ def test_names_are_short():
     assert str(part) == "ActivationCheckpointing(budget=1GiB, remedies=recompute+offload)"
     part = Part("lightning_vram.LeanMixedPrecision", {"precision": "bf16", "recast_in_backward": True, "a": False})
     assert str(part) == "LeanMixedPrecision(precision=bf16, recast_in_backward, a=False)"
-    assert str(Scheme()) == "as it is"
+    assert str(Scheme()) == "baseline"
 
 
 def test_what_a_part_takes_the_place_of_is_taken_out():
     scheme = Scheme((replace(PLUGIN, replaces=("precision",)),))
     assert scheme.to_yaml().splitlines()[:3] == [
         "trainer:",
-        "  precision: null  # LeanMixedPrecision does it",
+        "  precision: null  # replaced by LeanMixedPrecision",
         "  plugins+:",
     ]
     assert list(scheme.trainer_kwargs({"precision": "bf16-mixed", "devices": 1})) == ["devices", "plugins"]

@@ -18,7 +18,7 @@ from lightning_vram.memory.units import KIB
 from lightning_vram.private_names.torch.fakes import UNKNOWN_VALUES, UnsupportedOperatorException
 
 WIDTH = 32
-SECOND_LINE = r"\nThe run goes on without a plan: {}, nothing enforces {} on cpu\.$"
+SECOND_LINE = r"\nThe run continues without a plan: {}, the limit of {} on cpu is not enforced\.$"
 
 
 class Block(nn.Sequential):
@@ -77,7 +77,7 @@ def test_with_a_budget_repeated_layers_are_checkpointed_from_the_first_step(make
         r"AutoVRAM cannot plan this run: RuntimeError: secret: not today \(test_fallback\.py:\d+\)\.", first
     )
     assert second == (
-        "The run goes on without a plan: repeated layers are checkpointed, nothing enforces 20.00 KiB on cpu."
+        "The run continues without a plan: repeated layers are checkpointed, the limit of 20.00 KiB on cpu is not enforced."
     )
     assert look.kinds == ["AutoVRAM", "Look", "ActivationCheckpointing"]
     plain, _ = fit(make_trainer, strategy=strategy, devices=1)
@@ -89,7 +89,7 @@ def test_without_a_budget_and_with_room_to_spare_nothing_changes(make_trainer):
     look = Look()
     _, said = fit(make_trainer, AutoVRAM(), look)
     (message,) = said
-    assert message.endswith("The run goes on as it is.")
+    assert message.endswith("The run starts unchanged.")
     assert look.kinds == ["AutoVRAM", "Look"]
 
 
@@ -97,13 +97,13 @@ def test_a_device_that_is_too_small_for_weights_gradients_and_moments_needs_no_b
     available = 20 * KIB  # beside the weights, of which 4 times 12.4 is needed
     monkeypatch.setattr("lightning_vram.estimation.running_trainer.limit.available_host_bytes", lambda: available)
     _, said = fit(make_trainer, AutoVRAM())
-    assert said[0].endswith("\nThe run goes on without a plan: repeated layers are checkpointed.")
+    assert said[0].endswith("\nThe run continues without a plan: repeated layers are checkpointed.")
 
 
 def test_weights_that_exceed_the_budget_are_an_error(make_trainer):
     with pytest.raises(
         MisconfigurationException,
-        match=r"^AutoVRAM: nothing fits 12\.00 KiB, the weights alone are 12\.38 KiB\. Give a larger budget, or use "
+        match=r"^AutoVRAM: the weights alone need 12\.38 KiB, more than the budget of 12\.00 KiB\. Give a larger budget, or use "
         r"strategy='fsdp_offload'\. The step could not be traced: RuntimeError: secret",
     ):
         fit(make_trainer, AutoVRAM("12KiB"))
@@ -180,7 +180,7 @@ def test_reasons_are_words_that_a_user_can_act_on():
     assert reason_of(RuntimeError("The tensor has elements, but its data is not allocated yet.")) == values
     assert reason_of(MemoryError()) == "planning ran out of host memory"
     assert reason_of(UnsupportedOperatorException(add)) == (
-        "the step uses an operator that does not run on tensors without values (add)"
+        "the step uses an operator that does not run on fake tensors (add)"
     )
     assert reason_of(UnsupportedOperatorException(own._opoverload)) == (
         "the operator auto_vram_test.mine.default has no fake kernel; torch.library.register_fake gives it one"

@@ -46,7 +46,7 @@ def play_products(monkeypatch, *, kept, peak):
 
 def test_without_an_accelerator_it_says_so(monkeypatch):
     monkeypatch.setattr("lightning_vram.memory.estimate.known_devices.current_kind", lambda: "cpu")
-    with pytest.raises(RuntimeError, match="there is no accelerator here that tells of its memory"):
+    with pytest.raises(RuntimeError, match="no GPU that reports its memory was found"):
         calibrate()
 
 
