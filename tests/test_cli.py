@@ -289,7 +289,7 @@ def recursion_limit():
     [
         ("trainer: [a\n", "Problems parsing config: while parsing a flow sequence"),
         (BOMB, "aliases (*name) make 7456547 values of this file; 100000 are allowed."),
-        ("trainer: &t\n  callbacks: [*t]\n", "an alias (*name) stands within what it stands for."),
+        ("trainer: &t\n  callbacks: [*t]\n", "an alias (*name) refers to itself."),
         ("".join(" " * depth + "a:\n" for depth in range(500)), "the configuration is nested too deeply (LIGHTNING"),
     ],
     ids=["broken", "bomb", "circle", "deep"],
@@ -468,7 +468,10 @@ def test_without_matplotlib_tables_are_printed_before_the_error(tmp_path, capsys
     [
         ([], "name one file of VRAMMonitor, or --benchmarks with files of results."),
         (["a.jsonl", "--benchmarks", "b.json"], "name one file of VRAMMonitor, or --benchmarks with files of results."),
-        (["a.jsonl", "-o", "b"], "--output is where pictures of --benchmarks go; a file of VRAMMonitor has none."),
+        (
+            ["a.jsonl", "-o", "b"],
+            "--output is the folder for pictures of --benchmarks; a recording of VRAMMonitor has none.",
+        ),
     ],
 )
 def test_a_report_is_of_one_or_the_other(arguments, message, capsys):

@@ -19,7 +19,7 @@ ARGUMENT_NOTES = {
     "offload_bytes": "limit per forward: more recomputes less, until steps wait for PCIe transfers",
     "size": "samples at once: fewer need less memory and more time",
     "lossy": "saved activations in 8 bits per value: gradients are approximate",
-    "offload": "optimizer: optimizer state on the host; params: weights, too, which saves more and copies more",
+    "offload": "optimizer: its state is on the host; params: weights, too, which saves more and copies more",
     "bits": "per value: 8, or 4, which saves more and rounds more",
     "master": "saves 4 of 18 bytes of host memory per parameter, bit-exact",
     "host_state": "saves 4 (bf16) or 6 (8bit) bytes of host memory per parameter, approximate",

@@ -182,13 +182,13 @@ SHAPE = [QUICKSTART, *DEVICE, "--batch.shape"]
         (
             [f"--model={path_of(WithoutData)}", *DEVICE],
             "there is no batch: name a datamodule (--data), or give shapes, such as --batch.shape "
-            "'[8, 3, 224, 224]', with --batch.dtype and, for whole numbers, --batch.high.",
+            "'[8, 3, 224, 224]', with --batch.dtype and, for integers, --batch.high.",
         ),
         (
             [f"--model={path_of(Downloads)}", *DEVICE],
             "estimates download nothing, but this configuration needs something from models.example. Download it "
-            "first, as `lightning-vram fit` does, or leave it out: weights may be random, and --batch.shape replaces the "
-            "data.",
+            "first, as `lightning-vram fit` does, or leave it out: weights may be random, and --batch.shape replaces "
+            "the data.",
         ),
         ([*SHAPE, "[8, 0]"], "batch.shape must be whole numbers of at least 1, got [8, 0]."),
         ([*SHAPE, "[8]", "--batch.high=0"], "batch.high must be a whole number of at least 1, got 0."),

@@ -98,7 +98,7 @@ def test_the_table_the_file_to_paste_and_how_to_run_it_are_printed(asked, capsys
     assert made
     assert sorted(table.split()) == sorted(str(plan_of()).split())  # the terminal may be wider
     assert file.startswith(f"Run: {command}\n# ")
-    assert "\n        budget: 950MiB  # for activations on the device" in out
+    assert "\n        budget: 950MiB  # for saved activations on the device" in out
     assert out.endswith(f"\nSave this as plan.yaml, or add -o plan.yaml, and run: {command}\n")
     assert "tracing" not in err  # not a terminal
 
@@ -156,7 +156,7 @@ def test_where_nothing_fits_there_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr("lightning_vram.planner.plan.search", lambda *args, **kwargs: replace(found, best=None))
     line = fail([QUICKSTART, *DEVICE, "--budget=1MiB", "-o=plan.yaml"], capsys)
     assert "1.00 MiB" in line
-    assert "the minimum found is 700.00 MiB, by MicroBatching(size=2)." in line.replace("The", "the")
+    assert "the minimum found is 700.00 MiB, with MicroBatching(size=2)." in line.replace("The", "the")
     assert not Path("plan.yaml").exists()
 
 
@@ -196,7 +196,7 @@ def test_bad_input_is_refused_before_the_module_is_made(asked, monkeypatch, caps
         monkeypatch.setattr(getattr(lightning_vram.demos, name), "__init__", fails)
     for arguments in (["--budget=0"], ["--allow=all"], ["--budget=90GiB"]):
         assert fail([QUICKSTART, *DEVICE, *arguments], capsys).startswith(arguments[0].partition("=")[0])
-    assert fail([QUICKSTART, "--device=voodoo"], capsys).startswith("device 'voodoo' is not known. ")
+    assert fail([QUICKSTART, "--device=voodoo"], capsys).startswith("device 'voodoo' is unknown. ")
 
 
 def test_a_budget_may_be_a_share(asked):

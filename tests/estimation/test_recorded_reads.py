@@ -310,13 +310,13 @@ def test_reads_of_the_batch_need_no_weights(make, make_batch):
 
 def test_weights_without_values():
     module = Reading().to("meta")
-    with pytest.raises(ValueError, match=r"reads values of tensors \(.*: give it a module"):
+    with pytest.raises(ValueError, match=r"reads values of tensors \(.*\. Pass a module"):
         estimate_memory(module, rows(4), device="rtx4090")
 
 
 def test_a_host_that_is_too_small(monkeypatch):
     monkeypatch.setattr("lightning_vram.estimation.traced_fit.available_host_bytes", lambda: 1000)
-    with pytest.raises(ValueError, match=r"takes about .* of host memory, and 1000 B are available"):
+    with pytest.raises(ValueError, match=r"needs about .* of host memory; 1000 B is available"):
         estimate_memory(Reading(), rows(4), device="rtx4090")
 
 

@@ -37,16 +37,16 @@ trainer:
   strategy:
     class_path: lightning_vram.FSDPOffloadStrategy
     init_args:
-      offload: optimizer  # optimizer: states are on the host; params: weights, too, which saves more and copies more
+      offload: optimizer  # optimizer: its state is on the host; params: weights, too, which saves more and copies more
   callbacks+:
     # Saves much. At a price.
     - class_path: lightning_vram.ActivationCheckpointing
       init_args:
-        budget: 1GiB  # for activations on the device: more recomputes less, and takes as much more memory
+        budget: 1GiB  # for saved activations on the device: a larger budget recomputes less
         layers: auto
     - class_path: lightning_vram.MicroBatching
       init_args:
-        size: 2  # samples at once: fewer take less memory and more time
+        size: 2  # samples at once: fewer need less memory and more time
 """
 
 

@@ -77,7 +77,8 @@ def test_with_a_budget_repeated_layers_are_checkpointed_from_the_first_step(make
         r"AutoVRAM cannot plan this run: RuntimeError: secret: not today \(test_fallback\.py:\d+\)\.", first
     )
     assert second == (
-        "The run continues without a plan: repeated layers are checkpointed, the limit of 20.00 KiB on cpu is not enforced."
+        "The run continues without a plan: repeated layers are checkpointed, the limit of 20.00 KiB on cpu is not "
+        "enforced."
     )
     assert look.kinds == ["AutoVRAM", "Look", "ActivationCheckpointing"]
     plain, _ = fit(make_trainer, strategy=strategy, devices=1)
@@ -103,8 +104,8 @@ def test_a_device_that_is_too_small_for_weights_gradients_and_moments_needs_no_b
 def test_weights_that_exceed_the_budget_are_an_error(make_trainer):
     with pytest.raises(
         MisconfigurationException,
-        match=r"^AutoVRAM: the weights alone need 12\.38 KiB, more than the budget of 12\.00 KiB\. Give a larger budget, or use "
-        r"strategy='fsdp_offload'\. The step could not be traced: RuntimeError: secret",
+        match=r"^AutoVRAM: the weights alone need 12\.38 KiB, more than the budget of 12\.00 KiB\. Give a larger "
+        r"budget, or use strategy='fsdp_offload'\. The step could not be traced: RuntimeError: secret",
     ):
         fit(make_trainer, AutoVRAM("12KiB"))
     fit(make_trainer, AutoVRAM("12KiB"), precision="bf16-true")  # they take half of it
@@ -166,7 +167,7 @@ def test_data_that_cannot_be_read_twice_are_a_reason(make_trainer):
     batches = (batch for batch in [torch.ones(4, WIDTH)])
     with pytest.warns(
         UserWarning,
-        match=r"ValueError: reading from generator would take a batch away from the run, and it has no copy\.\n",
+        match=r"ValueError: reading generator would consume a batch of the run, and it cannot be copied\.\n",
     ):
         make_trainer(callbacks=[AutoVRAM("20KiB")], max_epochs=1).fit(module, batches)
 

@@ -56,8 +56,8 @@ def test_when_time_is_up_the_fastest_that_was_found_is_taken(make_trainer, slow_
     packed = fit(make_trainer, auto, stages)
     (line,) = (record.getMessage() for record in caplog.records if "AutoVRAM: a step needs" in record.getMessage())
     assert line.endswith(
-        "\nIt is the fastest configuration found in 30 s, the time limit of planning (a tenth of the first epoch, at least "
-        "30 s)."
+        "\nIt is the fastest configuration found in 30 s, the time limit of planning (a tenth of the first epoch, at "
+        "least 30 s)."
     )
     assert stages.num_tried <= 4
     assert_equal_weights(fit(make_trainer), packed)
