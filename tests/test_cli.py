@@ -85,7 +85,7 @@ def test_the_quickstart_shows_plain_against_packed(capsys):
     for row in ("parameters", "gradients", "optimizer state", "activations", "temporaries", "all", "time per step"):
         assert len(table_cells(out, row)) == 3
     assert "Final weights equal: yes, to the bit." in out
-    assert "quickstart/step.html: the step with them, drawn." in out
+    assert "quickstart/step.html: picture of the step with lightning_vram." in out
     assert Path("quickstart/step.html").read_text().startswith("<!DOCTYPE html>")
     stages = [m.stage for m in read_measurements("quickstart/vram.jsonl")]
     assert stages == ["train", "train", "train", "validate"]

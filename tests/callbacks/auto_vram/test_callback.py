@@ -108,7 +108,7 @@ def test_the_least_is_told_where_nothing_fits(make_trainer):
 def test_what_is_left_is_tried_where_nobody_named_a_budget(make_trainer, monkeypatch):
     monkeypatch.setattr("lightning_vram.estimation.running_trainer.limit.available_host_bytes", lambda: 2 * MIB)
     monitor = VRAMMonitor(track=True, path=None)
-    with pytest.warns(UserWarning, match=r"The run goes on with it, and will probably run out of memory\."):
+    with pytest.warns(UserWarning, match=r"The run continues with it, and will probably run out of memory\."):
         fit(make_trainer, AutoVRAM(), monitor)
     assert peak_of(monitor) < 0.5 * PLAIN_BYTES
 
