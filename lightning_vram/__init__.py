@@ -1,7 +1,7 @@
-"""Fit larger models on the GPU you have: memory-saving parts for PyTorch Lightning.
+"""Train larger models on the GPU you have: callbacks, a strategy and a precision plugin for PyTorch Lightning.
 
-Everything a user needs is imported from here; the modules below this one may move between releases. Without Lightning,
-what works with PyTorch alone is here too; so are the rooms ``techniques``, ``optimizers``, ``core`` and ``memory``.
+Import public names from here; modules below this package may move between releases. Without Lightning, the names that
+need only PyTorch are available, and so are the subpackages ``techniques``, ``optimizers``, ``core`` and ``memory``.
 """
 
 import importlib.util

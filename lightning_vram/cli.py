@@ -61,8 +61,8 @@ class VRAMCLI(LightningCLI):
     """Fit, validate, test or predict with any LightningModule and LightningDataModule, named by class path.
 
     ``${...}`` works in and across ``--config`` files and follows overrides on the command line. ``fit`` takes
-    ``--compare_with_plain true``: it fits once more without the parts of this package, from the same seed, and prints
-    peak memory, time per step and equality of the weights side by side.
+    ``--compare_with_baseline true``: it trains once more without the features of this package, from the same seed, and
+    prints peak memory, time per step and equality of the weights side by side.
 
     Args:
         kwargs: As for ``LightningCLI``, but for the parser's settings.
@@ -77,10 +77,11 @@ class VRAMCLI(LightningCLI):
             parser_kwargs={
                 "parser_mode": PARSER_MODE,
                 "prog": PROGRAM,
-                "description": "Train in a fraction of the GPU memory. `lightning-vram estimate` tells whether a run "
-                "fits a GPU that is not here, `lightning-vram plan` finds what makes it fit, `lightning-vram report "
-                "FILE` prints what VRAMMonitor recorded, `lightning-vram report --benchmarks FILES` draws benchmarks, "
-                "`lightning-vram consolidate FOLDER FILE` makes one file of a sharded checkpoint.",
+                "description": "Train in a fraction of the GPU memory. `lightning-vram estimate` computes whether a "
+                "run fits a GPU you do not have, `lightning-vram plan` finds features that make it fit, "
+                "`lightning-vram calibrate` measures a GPU, `lightning-vram report FILE` prints a recording of "
+                "VRAMMonitor, `lightning-vram report --benchmarks FILES` draws benchmarks, `lightning-vram "
+                "consolidate FOLDER FILE` converts a sharded checkpoint to one file.",
             },
             save_config_kwargs={"overwrite": True},
             **kwargs,
@@ -94,10 +95,10 @@ class VRAMCLI(LightningCLI):
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(
-            "--compare_with_plain",
+            "--compare_with_baseline",
             type=bool,
             default=False,
-            help="After fit, fit again without the parts of lightning_vram and print both side by side.",
+            help="After fit, train again without lightning_vram, and print both side by side.",
         )
 
     @override
@@ -112,18 +113,18 @@ class VRAMCLI(LightningCLI):
 
     @override
     def after_instantiate_classes(self) -> None:
-        if self.subcommand == "fit" and read_argument(self, "compare_with_plain"):
+        if self.subcommand == "fit" and read_argument(self, "compare_with_baseline"):
             if read_argument(self, "seed_everything") is False:
                 raise MisconfigurationException(
-                    "compare_with_plain=true needs a seed for both fits, got seed_everything=false. Give a number."
+                    "compare_with_baseline=true needs a seed for both fits, got seed_everything=false. Give a number."
                 )
             if find_monitor(self) is None:
                 raise MisconfigurationException(
-                    "compare_with_plain=true needs a lightning_vram.VRAMMonitor among trainer.callbacks, got none."
+                    "compare_with_baseline=true needs a lightning_vram.VRAMMonitor among trainer.callbacks, got none."
                 )
             if not self._own_parts() and not self._has_own_strategy():
                 raise MisconfigurationException(
-                    "compare_with_plain=true needs parts of lightning_vram to leave out of trainer.callbacks, "
+                    "compare_with_baseline=true needs features of lightning_vram to leave out of trainer.callbacks, "
                     "trainer.plugins or trainer.strategy, got none."
                 )
         if not any(isinstance(callback, SlurmRequeue) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
@@ -132,7 +133,7 @@ class VRAMCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Compare with a plain fit if asked to. ``LightningCLI`` calls this."""
-        if not read_argument(self, "compare_with_plain"):
+        if not read_argument(self, "compare_with_baseline"):
             return
         packed, parts = read_result(self), self._own_parts()
         picture = draw_step(self)
@@ -151,7 +152,7 @@ class VRAMCLI(LightningCLI):
             console.print()
             console.print(comparison_table(plain, packed, " and ".join(names)))
             if picture is not None:
-                console.print(f"{picture}: the step with them, drawn.")
+                console.print(f"{picture}: picture of the step with lightning_vram.")
 
     def _parts(self, argument: str) -> list[Any]:
         parts = read_argument(self, "trainer")[argument] or []
@@ -177,7 +178,7 @@ class VRAMCLI(LightningCLI):
             read_argument(self, "trainer").default_root_dir = folder  # where no folder is named
             self.instantiate_classes()
             if _is_rank_zero():
-                _console().print("Fitting again without the parts of lightning_vram, to compare ...")
+                _console().print("Training again without lightning_vram, for comparison ...")
             try:
                 self.trainer.fit(**method_arguments(self, "fit"))
             except Exception as error:

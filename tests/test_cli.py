@@ -85,7 +85,7 @@ def test_the_quickstart_shows_plain_against_packed(capsys):
     for row in ("parameters", "gradients", "optimizer state", "activations", "temporaries", "all", "time per step"):
         assert len(table_cells(out, row)) == 3
     assert "Final weights equal: yes, bit-exact." in out
-    assert "quickstart/step.html: the step with them, drawn." in out
+    assert "quickstart/step.html: picture of the step with lightning_vram." in out
     assert Path("quickstart/step.html").read_text().startswith("<!DOCTYPE html>")
     stages = [m.stage for m in read_measurements("quickstart/vram.jsonl")]
     assert stages == ["train", "train", "train", "validate"]
@@ -155,7 +155,7 @@ def test_the_command_each_config_begins_with(path, monkeypatch, capsys):
 @pytest.mark.parametrize("subcommand", ["validate", "test", "predict"])
 def test_other_subcommands(subcommand, capsys):
     config = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
-    del config["trainer"]["callbacks"], config["compare_with_plain"]
+    del config["trainer"]["callbacks"], config["compare_with_baseline"]
     sizes = [option for option in SMALL if not option.startswith("--trainer.max") and "val_check" not in option]
     limit = {"test": ["--trainer.limit_test_batches=1"], "predict": ["--trainer.limit_predict_batches=1"]}
     main([subcommand, write(Path("c.yaml"), config), *sizes, *limit.get(subcommand, [])])
@@ -207,11 +207,14 @@ CALLBACK = "lightning_vram.ActivationCheckpointing"
             ["--model.init_args.width=130"],
             "ByteGPT(num_heads) must divide width=130, got 4. (LIGHTNING_VRAM_DEBUG=1 shows where)",
         ),
-        (["--seed_everything=false"], "compare_with_plain=true needs a seed for both fits, got seed_everything=false."),
-        (["--trainer.callbacks=null"], "compare_with_plain=true needs a lightning_vram.VRAMMonitor among"),
+        (
+            ["--seed_everything=false"],
+            "compare_with_baseline=true needs a seed for both fits, got seed_everything=false.",
+        ),
+        (["--trainer.callbacks=null"], "compare_with_baseline=true needs a lightning_vram.VRAMMonitor among"),
         (
             ["--trainer.callbacks=lightning_vram.VRAMMonitor"],
-            "compare_with_plain=true needs parts of lightning_vram to",
+            "compare_with_baseline=true needs features of lightning_vram to",
         ),
         (["--ckpt_path=nope.ckpt"], "Checkpoint file not found: nope.ckpt"),
     ],
@@ -286,7 +289,7 @@ def recursion_limit():
     [
         ("trainer: [a\n", "Problems parsing config: while parsing a flow sequence"),
         (BOMB, "aliases (*name) make 7456547 values of this file; 100000 are allowed."),
-        ("trainer: &t\n  callbacks: [*t]\n", "an alias (*name) stands within what it stands for."),
+        ("trainer: &t\n  callbacks: [*t]\n", "an alias (*name) refers to itself."),
         ("".join(" " * depth + "a:\n" for depth in range(500)), "the configuration is nested too deeply (LIGHTNING"),
     ],
     ids=["broken", "bomb", "circle", "deep"],
@@ -465,7 +468,10 @@ def test_without_matplotlib_tables_are_printed_before_the_error(tmp_path, capsys
     [
         ([], "name one file of VRAMMonitor, or --benchmarks with files of results."),
         (["a.jsonl", "--benchmarks", "b.json"], "name one file of VRAMMonitor, or --benchmarks with files of results."),
-        (["a.jsonl", "-o", "b"], "--output is where pictures of --benchmarks go; a file of VRAMMonitor has none."),
+        (
+            ["a.jsonl", "-o", "b"],
+            "--output is the folder for pictures of --benchmarks; a recording of VRAMMonitor has none.",
+        ),
     ],
 )
 def test_a_report_is_of_one_or_the_other(arguments, message, capsys):

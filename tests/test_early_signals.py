@@ -146,7 +146,7 @@ def command(tmp_path, monkeypatch, mask):
     signal.signal(signal.SIGUSR1, before)
 
 
-QUICKSTART = ["fit", f"--config={ROOT / 'configs' / 'quickstart.yaml'}", "--compare_with_plain=false", *SMALL]
+QUICKSTART = ["fit", f"--config={ROOT / 'configs' / 'quickstart.yaml'}", "--compare_with_baseline=false", *SMALL]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")

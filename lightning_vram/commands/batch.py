@@ -64,4 +64,4 @@ def _part(nest: Any, key: Any, name: str) -> Any:
     try:
         return nest[key]
     except (LookupError, TypeError):
-        raise ValueError(f"batch.{name} says nothing of tensor {key!r} of batch.shape, got {nest!r}.") from None
+        raise ValueError(f"batch.{name} has no entry for tensor {key!r} of batch.shape, got {nest!r}.") from None

@@ -59,7 +59,7 @@ def _count(node: Any, known: dict[int, int]) -> int:
     """Count the values of a tree whose parts are used several times."""
     if id(node) in known:
         if not known[id(node)]:
-            raise ValueError("an alias (*name) stands within what it stands for.")
+            raise ValueError("an alias (*name) refers to itself.")
         return known[id(node)]
     known[id(node)] = 0  # not known yet
     inner = node.value if isinstance(node, yaml.CollectionNode) else []

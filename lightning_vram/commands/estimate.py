@@ -23,7 +23,7 @@ class EstimateQuestion:
     """
 
     name = verb = ESTIMATE
-    description = "Tell whether a run fits a GPU that is not here, and what takes the room."
+    description = "Estimate whether a run fits a GPU you do not have, and what uses its memory."
 
     def __init__(self, estimate_memory: Callable[..., ShownEstimate]) -> None:
         self._estimate_memory = estimate_memory
@@ -32,7 +32,7 @@ class EstimateQuestion:
 
     def add_arguments(self, parser: LightningArgumentParser) -> None:
         """Add the picture."""
-        text = "File for the picture of the step: .png, .svg, .pdf or .html."
+        text = "File for a picture of the step: .png, .svg, .pdf or .html."
         parser.add_argument("--plot", type=str | None, default=None, help=text)
 
     def check(self, config: Namespace, spec: DeviceSpec) -> None:
@@ -51,4 +51,4 @@ class EstimateQuestion:
         assert self._estimate is not None  # it was asked for
         yield estimate_table(self._estimate)
         if self._plot is not None:
-            yield f"\n{self._plot}: the step, drawn."
+            yield f"\n{self._plot}: picture of the step."

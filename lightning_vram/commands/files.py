@@ -24,19 +24,21 @@ def report_file(args: Sequence[str]) -> Iterator[RenderableType]:
     """Read what ``VRAMMonitor`` or benchmarks recorded, and draw what benchmarks did."""
     parser = ArgumentParser(
         prog=f"{PROGRAM} report",
-        description="Print what VRAMMonitor recorded, or the tables of files of results, with pictures of them.",
+        description="Print a recording of VRAMMonitor, or tables and pictures of benchmark results.",
     )
-    parser.add_argument("path", type=Path, nargs="?", help="the file, vram.jsonl in the run's log folder")
+    parser.add_argument("path", type=Path, nargs="?", help="vram.jsonl in the run's log folder")
     parser.add_argument(
-        "--benchmarks", type=Path, nargs="+", metavar="FILE", help="what python -m tests.benchmarks wrote"
+        "--benchmarks", type=Path, nargs="+", metavar="FILE", help="files that python -m tests.benchmarks wrote"
     )
-    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="of the pictures; default: where you are")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FOLDER", help="folder for pictures; default: the current one"
+    )
     given = parser.parse_args(args)
     if (given.path is None) == (given.benchmarks is None):
         parser.error("name one file of VRAMMonitor, or --benchmarks with files of results.")
     if given.path is not None:
         if given.output is not None:
-            parser.error("--output is where pictures of --benchmarks go; a file of VRAMMonitor has none.")
+            parser.error("--output is the folder for pictures of --benchmarks; a recording of VRAMMonitor has none.")
         yield memory_table(read_measurements(given.path))
         return
     files = [read_results(path) for path in given.benchmarks]
@@ -52,14 +54,14 @@ def consolidate_folder(args: Sequence[str]) -> Iterator[str]:
     """Make one file of a sharded checkpoint."""
     parser = ArgumentParser(
         prog=f"{PROGRAM} consolidate",
-        description="Make one checkpoint file, which any Trainer loads, of the folder of a sharded checkpoint. Takes "
-        "host memory for all of it.",
+        description="Convert a sharded checkpoint to one file that any Trainer loads. Needs host memory for the whole "
+        "checkpoint.",
     )
-    parser.add_argument("folder", type=Path, help="of fsdp_offload or ModelParallelStrategy")
-    parser.add_argument("file", type=Path, help="to write; one that is there is replaced")
+    parser.add_argument("folder", type=Path, help="sharded checkpoint of fsdp_offload or ModelParallelStrategy")
+    parser.add_argument("file", type=Path, help="file to write; an existing one is replaced")
     answers: dict[str, Any] = {"choices": ("true", "false"), "default": "true"}
-    parser.add_argument("--weights_only", **answers, help="false: also read classes, which run code of who wrote it")
-    parser.add_argument("--verify", **answers, help="false: do not compare files with their checksums first")
+    parser.add_argument("--weights_only", **answers, help="false: also load classes, which can run code of its author")
+    parser.add_argument("--verify", **answers, help="false: do not check the checksums first")
     given = parser.parse_args(args)
     consolidate(given.folder, given.file, weights_only=given.weights_only == "true", verify=given.verify == "true")
     yield f"{given.file}: {format_bytes(given.file.stat().st_size)}, for any Trainer."
@@ -69,13 +71,13 @@ def calibrate_device(args: Sequence[str]) -> Iterator[str]:
     """Measure the GPU at hand, for estimates of others."""
     parser = ArgumentParser(
         prog=f"{PROGRAM} calibrate",
-        description="Measure the GPU at hand: memory, CUDA context, workspaces, bandwidths, rates. `lightning-vram "
-        "estimate --device FILE` takes the file on any machine. Nothing else should run on the GPU.",
+        description="Measure this machine's GPU: memory, CUDA context, workspaces, bandwidths, rates. Use the file on "
+        "any machine: `lightning-vram estimate --device FILE`. No other process should use the GPU.",
     )
-    parser.add_argument("-o", "--output", type=Path, required=True, help="file to write, as thisgpu.json")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="file to write, such as thisgpu.json")
     output = parser.parse_args(args).output
     if output.suffix != ".json":
-        raise ValueError(f"--output must end on .json, got {str(output)!r}.")
+        raise ValueError(f"--output must end in .json, got {str(output)!r}.")
     spec = calibrate()
     write_calibration(spec, output)
     yield f"{output}: {spec.name}, {format_bytes(spec.memory_bytes)}."

@@ -31,15 +31,15 @@ class NoDownloads:
         refused = _find_refusal(error)
         if isinstance(error, Exception) and refused is not None:
             raise MisconfigurationException(
-                f"an estimate downloads nothing, and this configuration needs something from {refused.host}. Fetch it "
-                "first, as `lightning-vram fit` does, or leave it out: weights may be random, and --batch.shape stands "
-                "for data."
+                f"estimates download nothing, but this configuration needs something from {refused.host}. Download it "
+                "first, as `lightning-vram fit` does, or leave it out: weights may be random, and --batch.shape "
+                "replaces the data."
             ) from error
 
 
 class _Refusal(socket.gaierror):
     def __init__(self, host: str) -> None:
-        super().__init__(socket.EAI_NONAME, f"an estimate downloads nothing: {host} was not asked")
+        super().__init__(socket.EAI_NONAME, f"estimates download nothing: {host} was not contacted")
         self.host = host
 
 

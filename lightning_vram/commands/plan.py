@@ -22,27 +22,27 @@ from lightning_vram.report.plan import ShownPlan, plan_table
 
 PLAN = "plan"
 _MARK = f"# Made by `{PROGRAM} {PLAN}`. Run: "
-_EXAMPLE = "lean.yaml"
+_EXAMPLE = "plan.yaml"
 _OWN_OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "budget": (
         int | float | str | None,
         None,
-        "What the run may need of the device, as 24GiB, or a share of it, as 0.5. By default all that it has.",
+        "GPU memory the run may use, such as 24GiB, or a share of it, such as 0.5. Default: all of it.",
     ),
     "host_memory": (
         int | str | None,
         None,
-        "What the host of each node has, as 128GiB: where it is too little, ways that take less are tried.",
+        "Host memory of each node, such as 128GiB. Strategies that need more are not used.",
     ),
     "allow": (
         str,
         "exact",
-        "What results may be: exact (to the bit), lossless (in exact arithmetic), any (gradients within an error).",
+        "Trained weights: exact (bitwise identical), lossless (up to rounding) or any (approximate).",
     ),
     "plot": (
         str | None,
         None,
-        "File for the picture of memory against step time: .png, .svg or .pdf. By default beside the plan.",
+        "File for the picture of memory against step time: .png, .svg or .pdf. Default: next to the plan.",
     ),
 }
 _OUTPUT = ("-o", "--output")
@@ -59,7 +59,7 @@ class PlanQuestion:
     """
 
     name = verb = PLAN
-    description = "Find the parts that make a run fit a budget of GPU memory, at the least cost."
+    description = "Find the features that make a run fit a GPU memory budget, with the least overhead."
 
     def __init__(self, plan_memory: Callable[..., ShownPlan], args: Sequence[str]) -> None:
         self._plan_memory = plan_memory
@@ -72,7 +72,7 @@ class PlanQuestion:
         """Add what is asked for, and where it is written."""
         for name, (kind, default, text) in _OWN_OPTIONS.items():
             parser.add_argument(f"--{name}", type=kind, default=default, help=text)
-        parser.add_argument(*_OUTPUT, type=str | None, default=None, help="File for the plan, a configuration.")
+        parser.add_argument(*_OUTPUT, type=str | None, default=None, help="YAML file for the plan, such as plan.yaml.")
 
     def check(self, config: Namespace, spec: DeviceSpec) -> None:
         """Refuse a budget that is none, results that nobody knows, and files that cannot be written."""
@@ -100,7 +100,7 @@ class PlanQuestion:
         assert self._plan is not None  # it was asked for
         yield plan_table(self._plan)
         if self._plot is not None:
-            yield f"\n{self._plot}: memory against step time, drawn."
+            yield f"\n{self._plot}: picture of memory against step time."
         if self._output is not None:
             yield f"\n{self._output}: the plan. Run: {self._command()}"
         elif self._plan.is_needed:
@@ -144,6 +144,6 @@ def _check_output(path: Path, arguments: Sequence[str]) -> None:
     if not path.parent.is_dir():
         raise FileNotFoundError(f"--output: there is no folder '{path.parent}'.")
     if path.resolve() in (Path(word.removeprefix("--config=")).resolve() for word in arguments):
-        raise MisconfigurationException(f"--output={path} is a --config of this plan: leave it out there.")
+        raise MisconfigurationException(f"--output={path} is a --config of this plan: remove it there.")
     if path.exists() and (path.is_dir() or not path.read_bytes().startswith(_MARK.encode())):
-        raise MisconfigurationException(f"--output={path} is there and is no plan of {PROGRAM}: name another file.")
+        raise MisconfigurationException(f"--output={path} exists and is not a plan of {PROGRAM}: name another file.")

@@ -27,28 +27,32 @@ from lightning_vram.memory.units import parse_bytes
 from lightning_vram.report.estimate import ProgressDisplay
 
 _OPTIONS: dict[str, tuple[Any, Any, str]] = {
-    "device": (str, None, "The device that is meant: the name of a known one, as rtx4090 or h100."),
+    "device": (str, None, "GPU to estimate for, such as rtx4090 or h100, or a file of `calibrate`."),
     "device_memory": (
         int | str | None,
         None,
-        "Describes another device, of the name given: what its driver says, 24GiB.",
+        "Memory of a GPU that is not in the list, such as 24GiB.",
     ),
-    "devices": (int | None, None, "How many of them on each node. By default trainer.devices where that is a number."),
-    "num_nodes": (int | None, None, "How many nodes. By default trainer.num_nodes."),
-    "precision": (Any, None, "In the place of trainer.precision."),
+    "devices": (int | None, None, "GPUs per node. Default: trainer.devices if it is a number."),
+    "num_nodes": (int | None, None, "Number of nodes. Default: trainer.num_nodes."),
+    "precision": (Any, None, "Instead of trainer.precision."),
     "run_callbacks": (
         list[str],
         [],
-        "Which of your own callbacks to run, those that change the module or the step, by name: '[FreezeEncoder]'.",
+        "Names of your own callbacks that change the module or the step: '[FreezeEncoder]'.",
     ),
     "batch.shape": (
         Any,
         None,
-        "In the place of data: sizes of a tensor, '[8, 3, 224, 224]', or of several: '[[8, 3, 224, 224], [8]]', "
+        "Instead of data: the shape of a tensor, '[8, 3, 224, 224]', or of several: '[[8, 3, 224, 224], [8]]', "
         "'{tokens: [8, 1024]}'.",
     ),
-    "batch.dtype": (Any, "float32", "Of all tensors of batch.shape, or of each: '[float32, int64]'."),
-    "batch.high": (Any, 2, "Whole numbers of batch.shape are below it, as tokens are: of all tensors, or of each."),
+    "batch.dtype": (Any, "float32", "Dtype of all tensors of batch.shape, or of each: '[float32, int64]'."),
+    "batch.high": (
+        Any,
+        2,
+        "Upper limit of integers, such as a vocabulary size: for all tensors of batch.shape, or for each.",
+    ),
 }
 OPTIONS = tuple(_OPTIONS)
 
@@ -120,7 +124,7 @@ class QuestionCLI(LightningCLI):
         self._question.add_arguments(parser)
         # Those of `fit` that mean nothing here: its files are taken as they are.
         parser.add_method_arguments(Trainer, "fit", skip=set(LightningCLI.subcommands()["fit"]))
-        parser.add_argument("--compare_with_plain", type=bool, default=False, help="Of `fit`, not used.")
+        parser.add_argument("--compare_with_baseline", type=bool, default=False, help="Of `fit`, ignored here.")
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -131,7 +135,7 @@ class QuestionCLI(LightningCLI):
         config = self.config
         if config.device is None:
             raise MisconfigurationException(
-                f"--device is missing: the device to {self._question.verb} for, as in --device rtx4090."
+                f"--device is missing: name the GPU to {self._question.verb} for, such as --device rtx4090."
             )
         self._device = config.device
         if config.device_memory is not None:
@@ -153,8 +157,8 @@ class QuestionCLI(LightningCLI):
     def after_instantiate_classes(self) -> None:
         if self._batch is None and self.datamodule is None and not is_overridden("train_dataloader", self.model):
             raise MisconfigurationException(
-                "there is no batch: name a datamodule (--data), or give the shapes of one, as in --batch.shape "
-                "'[8, 3, 224, 224]', with --batch.dtype and, for whole numbers, --batch.high."
+                "there is no batch: name a datamodule (--data), or give shapes, such as --batch.shape "
+                "'[8, 3, 224, 224]', with --batch.dtype and, for integers, --batch.high."
             )
         self.is_running = True
         arguments: dict[str, Any] = self.trainer  # type: ignore[assignment]

@@ -58,7 +58,7 @@ class SourceText(pl.LightningDataModule):
             if len(self._text) < VALIDATION_SHARE * (self.sequence_length + 1):
                 raise ValueError(
                     f"SourceText(sequence_length) is {self.sequence_length}, too long for {len(self._text)} bytes "
-                    f"of text: at least {VALIDATION_SHARE} windows are needed."
+                    f"of text: at least {VALIDATION_SHARE} sequences are needed."
                 )
 
     @override

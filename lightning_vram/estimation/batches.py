@@ -19,7 +19,7 @@ from lightning_vram.core.batches.structure import take_apart
 from lightning_vram.memory.estimate.fakes.known_values import MOST_INTEGERS
 
 _ENVIRONMENTS = ("SLURM", "TorchElastic", "LSF", "MPI", "Lightning")
-_HOW = "Give one: estimate_memory(module, batch, ...) takes any nest of tensors, of which only shapes and types count"
+_HOW = "Pass one: estimate_memory(module, batch, ...) takes any nest of tensors; only shapes and dtypes count"
 
 
 class FreshBatches:

@@ -29,7 +29,7 @@ from lightning_vram.private_names.torch.compiled import OptimizedModule
 
 _HOST = "cpu"
 _SHORTEST = 8
-_COPIES = "Copies to the host are taken to keep up with the computation: where they lag behind, more is held."
+_COPIES = "Copies to the host are assumed to keep up with the computation; if they lag, the device needs more."
 _KERNEL_WIDTH = 64  # kernels of attention round lengths up: those that differ by multiples follow one law
 Progress = Callable[[str, float], None]
 
@@ -47,35 +47,36 @@ def estimate_memory(  # noqa: PLR0913 - by name
     run_callbacks: RunCallbacks = (),
     on_progress: Progress | None = None,
 ) -> MemoryEstimate:
-    """Estimate what training takes on a device that need not be there.
+    """Estimate the peak memory of training on a device that you do not need to have.
 
-    Two steps of ``Trainer.fit`` and one batch of validation run on tensors without memory: the module's own code, its
-    optimizers, plugins, strategy, and callbacks that change them: ours, and Lightning's for finetuning, pruning,
-    averages and accumulation. The module, its weights and the trainer's parts are not touched. Nothing is logged.
+    Two steps of ``Trainer.fit`` and one batch of validation run on fake tensors, with the module's own code, its
+    optimizers, plugins, strategy, the callbacks of this package and those of Lightning that change the step
+    (finetuning, pruning, weight averaging, accumulation). A model of CUDA's caching allocator turns live bytes into
+    reserved bytes. Module, weights and Trainer arguments are copied, never changed, and nothing is logged.
 
     Args:
         module: Any LightningModule, with weights or on the ``meta`` device.
-        batch: What its loader would make; any nest of tensors, of which shapes and types count. ``None`` takes the
-            first batch of ``datamodule``, or of the module's own loader.
-        device: Name of a card, such as ``"rtx4090"``; a description of one; ``"cpu"`` for the step as it would run
-            here.
+        batch: A batch as its loader returns it: any nest of tensors, of which only shapes and dtypes count. ``None``:
+            the first batch of ``datamodule``, or of the module's own loader.
+        device: Name of a GPU, such as ``"rtx4090"``; a :class:`lightning_vram.DeviceSpec`; a file of ``lightning-vram
+            calibrate``; ``"cpu"`` for the step as it would run on this host.
         trainer: Arguments of the Trainer.
-        datamodule: Makes the batch.
-        devices: Devices on each node.
+        datamodule: Provides the batch.
+        devices: Number of devices per node.
         num_nodes: Number of nodes.
-        find_limits: Whether to look for the largest batch and the longest sequence that fit: some steps more.
-        run_callbacks: Which other callbacks of ``trainer`` to run, by class or name: your own that change the module
-            or the step. Your other callbacks, loggers, checkpoints and progress bars are left out.
-        on_progress: Is told what is being done, and which part of the work is over, 0 to 1.
+        find_limits: Whether to search for the largest batch and the longest sequence that fit, by a few more steps.
+        run_callbacks: Your own callbacks of ``trainer`` that change the module or the step, by class or name. Other
+            callbacks of yours, loggers, checkpoints and progress bars are skipped.
+        on_progress: Called with the current stage as text and the finished share of the work, 0 to 1.
 
     Returns:
-        The estimate, for one rank.
+        The estimate for one rank, in bytes. ``print`` shows it as a table, ``plot`` draws it.
 
     Raises:
-        TypeError: If an argument is of a wrong kind, or ``trainer`` has a name that ``Trainer`` has not.
-        ValueError: If the card is not known, no batch can be had, no optimizer steps, ``run_callbacks`` has what is no
-            callback of ``trainer``, or the step reads values of tensors and cannot be run on the host to find them.
-        Exception: What the module raises in its step.
+        TypeError: If an argument has a wrong type, or ``trainer`` has a name that ``Trainer`` does not take.
+        ValueError: If the device is unknown, there is no batch, no optimizer steps, ``run_callbacks`` names a callback
+            that ``trainer`` does not have, or the step reads values of tensors and cannot run on the host to find them.
+        Exception: Any exception that the module raises in its step.
 
     Example:
         >>> from lightning_vram.demos import ByteGPT
@@ -100,12 +101,12 @@ def estimate_memory(  # noqa: PLR0913 - by name
     estimator = Estimator(module, batch, spec, run)
     estimate = estimator.estimate()
     if find_limits:
-        progress("looking for the largest batch", 0.3)
+        progress("searching for the largest batch", 0.3)
         largest = estimator.max_batch_size()
-        progress("looking for the longest sequence", 0.7)
+        progress("searching for the longest sequence", 0.7)
         longest = estimator.max_sequence_length()
         named = (("a larger batch", largest), ("a longer sequence", longest))
-        notes = (f"The model refuses {name}: {limit.refusal}." for name, limit in named if limit.refusal)
+        notes = (f"The model raises with {name}: {limit.refusal}." for name, limit in named if limit.refusal)
         estimate = replace(
             estimate,
             max_batch_size=largest.size,
@@ -199,9 +200,9 @@ class Estimator:
         if traced.timeline.pinned_peak_bytes:
             notes.append(_COPIES)
         if any(isinstance(part, OptimizedModule) for part in self._module.modules()):
-            notes.append("Compiled modules are traced uncompiled: compiled ones often take less.")
+            notes.append("Compiled modules are traced uncompiled, and often need less than estimated.")
         if self._micro_batch_size is not None:
-            notes.append(f"MicroBatching finds that {self._micro_batch_size} samples fit at once.")
+            notes.append(f"MicroBatching will run {self._micro_batch_size} samples at once.")
         return MemoryEstimate(
             device=self._spec,
             stages=estimate_stages(traced, workspaces),

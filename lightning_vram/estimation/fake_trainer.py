@@ -119,8 +119,8 @@ def make_trainer(
         kept["strategy"] = SingleDeviceStrategy(device=device) if num_ranks == 1 else "ddp"
     elif isinstance(strategy, _NEED_CUDA) or str(strategy).startswith(_NAMES_OF_SUCH) or strategy == "fsdp":
         raise ValueError(
-            f"estimate_memory does not run the strategy {strategy!r}, which takes no device but CUDA's: fsdp_offload "
-            "shards the same."
+            f"estimate_memory cannot run the strategy {strategy!r}, which needs CUDA. Use "
+            "strategy='fsdp_offload', which shards alike."
         )
     elif isinstance(strategy, str):
         kept["strategy"] = _STARTS_PROCESSES.sub("", strategy)
@@ -244,7 +244,7 @@ def check_run_callbacks(name: str, given: Any) -> tuple[str | type[Callback], ..
     wanted = tuple(as_list(given))
     for one in wanted:
         if not isinstance(one, str) and not (isinstance(one, type) and issubclass(one, Callback)):
-            raise TypeError(f"{name} must have classes of callbacks, or their names, got {one!r}.")
+            raise TypeError(f"{name} must be classes or names of callbacks, got {one!r}.")
     return wanted
 
 
@@ -272,7 +272,7 @@ def _check_are_there(run_callbacks: RunCallbacks, callbacks: list[Callback]) -> 
         if not any(is_run(callback, [wanted]) and _is_one_of(callback, [wanted]) for callback in callbacks):
             name = wanted if isinstance(wanted, str) else wanted.__name__
             there = ", ".join(type(callback).__name__ for callback in callbacks if _is_the_users(callback))
-            raise ValueError(f"run_callbacks has {name!r}, but the Trainer's own callbacks are: {there or 'none'}.")
+            raise ValueError(f"run_callbacks names {name!r}, but the Trainer's own callbacks are: {there or 'none'}.")
 
 
 def _without_ends(parts: list[Any]) -> list[Any]:
@@ -326,4 +326,4 @@ def _check_names(arguments: Mapping[str, Any]) -> None:
     known = inspect.signature(pl.Trainer.__init__).parameters
     for name in arguments:
         if name not in known:
-            raise TypeError(f"estimate_memory(trainer) takes the arguments of Trainer, got {name!r}, which it has not.")
+            raise TypeError(f"estimate_memory(trainer) takes arguments of Trainer, got {name!r}, which is not one.")

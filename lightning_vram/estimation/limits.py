@@ -88,7 +88,7 @@ class SizeLaw:
         runs, without_scratch = tuple(known.values()), tuple(map(_without_scratch, known.values()))
         self._runs = next((some for some in (runs, without_scratch) if len(set(map(_shape_of, some))) == 1), ())
         if not self._runs:
-            raise ValueError(f"the step does other things at the sizes {', '.join(map(str, self._sizes))}")
+            raise ValueError(f"the step differs between the sizes {', '.join(map(str, self._sizes))}")
 
     def predict(self, size: int) -> TracedFit:
         """Return the run of ``size``."""

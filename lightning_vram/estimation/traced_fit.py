@@ -70,7 +70,7 @@ _MOST_MADE_BYTES = 4 << 30  # by operators, in real steps of a whole batch: some
 _PER_WEIGHT_BYTE = 5  # the copy of a weight, its gradient, two moments, and what the step itself takes
 _LIGHT_BYTES = 256 * MIB  # of weights, with which real steps are quick
 _NOT_THE_USERS = ("torch", "lightning", "lightning_vram", "importlib", "contextlib")
-_READS = "The step reads values of tensors{}, so it must run once on real tensors, on the host"
+_READS = "The step reads values of tensors{}, so it must run once on real tensors, on the CPU"
 _HIDDEN_READS = "data is not allocated", "_local_scalar_dense"
 _WITHOUT_ATEN = partial(re.sub, r"\baten[.:]+(\w+)[.\w]*", r"\1")
 _HOST_SPEC = DeviceSpec("cpu", memory_bytes=1)
@@ -159,7 +159,7 @@ def _fit_with_reads(module: pl.LightningModule, batch: Any, run: FitRun) -> Trac
         _record_reads(module, batch, run, line, reason)
         return fit()
     run.reads.runs.add(run.evaluation)  # of the reads those of the batch can be answered
-    run.reads.note = f"The step reads values of tensors{line}: they are those of the batch."
+    run.reads.note = f"The step reads values of tensors{line}. Those of the batch are used."
     try:
         return fit()
     except UNKNOWN_VALUES as error:
@@ -186,7 +186,7 @@ def _record_reads(module: pl.LightningModule, batch: Any, run: FitRun, line: str
         larger, _ = _record(module, real, alone)
     run.reads.take(fewer, larger)
     samples = f"{larger.num_samples} samples" if batch_size_of(real) else "the whole batch"
-    run.reads.note = f"The step reads values of tensors{line}: they are those of a real step on the CPU with {samples}."
+    run.reads.note = f"The step reads values of tensors{line}. Those of a real step on the CPU with {samples} are used."
 
 
 def _made_bytes(traced: TracedFit) -> int:
@@ -203,7 +203,7 @@ def _at(size: int, smaller: tuple[int, int], larger: tuple[int, int]) -> float:
 def run_whole(module: pl.LightningModule, batch: Any, run: FitRun, reason: Exception) -> TracedFit:
     """Run real steps of a batch on the host, for what cannot be traced, and say that they were run on the device."""
     why = f"The step cannot be traced: {reason_of(reason)}"
-    _check_host(module, f"{why}. So it must run on real tensors, on the host", reason)
+    _check_host(module, f"{why}. It must run on real tensors, on the CPU", reason)
     traced = trace_real_fit(module, map_tensors(batch, _with_values), _alone(run))
     device = str(HOST if run.card is None else CARD)
     allocations = tuple(replace(one, device=device) for one in traced.timeline.allocations)
@@ -216,11 +216,11 @@ def _check_host(module: pl.LightningModule, why: str, reason: Exception | None) 
     """Return about what real steps take of the host beside activations, and what it has available, in bytes."""
     tensors = [*module.parameters(), *module.buffers()]
     if any(tensor.is_meta for tensor in tensors):
-        raise ValueError(f"{why}: give it a module whose weights are not on the meta device.") from reason
+        raise ValueError(f"{why}. Pass a module whose weights are not on the meta device.") from reason
     needed_bytes, there_bytes = _PER_WEIGHT_BYTE * sum(one.nbytes for one in tensors), available_host_bytes()
     if there_bytes is not None and needed_bytes > there_bytes:
         has, needs = format_bytes(there_bytes), format_bytes(needed_bytes)
-        raise ValueError(f"{why}: that takes about {needs} of host memory, and {has} are available.") from reason
+        raise ValueError(f"{why}. That needs about {needs} of host memory; {has} is available.") from reason
     return needed_bytes, math.inf if there_bytes is None else there_bytes
 
 
@@ -263,7 +263,7 @@ def reason_of(error: Exception) -> str:
     elif isinstance(error, UnsupportedOperatorException) and getattr(error.func, "namespace", "aten") != "aten":
         reason = f"the operator {error.func} has no fake kernel; torch.library.register_fake gives it one"
     elif isinstance(error, UnsupportedOperatorException):
-        reason = f"the step uses an operator that does not run on tensors without values ({_WITHOUT_ATEN(text)})"
+        reason = f"the step uses an operator that does not run on fake tensors ({_WITHOUT_ATEN(text)})"
     elif isinstance(error, UNKNOWN_VALUES) or any(words in text for words in _HIDDEN_READS):
         reason = "the step reads values in a way that cannot be recorded; .item(), .tolist() and .numpy() can be"
     else:

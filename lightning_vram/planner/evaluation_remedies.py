@@ -26,12 +26,12 @@ def measure_evaluation(
     module: pl.LightningModule, batch: Any, run: FitRun, *, keeps_precision: bool
 ) -> list[LeanerEvaluation]:
     """Run a batch of an evaluation on fake tensors: first as it is, then in halves, and in 16 bits if it may be."""
-    found = [LeanerEvaluation("", _needed_bytes(module, batch, run), "equal to the bit")]
+    found = [LeanerEvaluation("", _needed_bytes(module, batch, run), "exact")]
     size = batch_size_of(batch) or 0
     if size > 1:
         half = -(-size // 2)
         num_bytes = _needed_bytes(module, with_batch_size(batch, size, half), run)
-        found.append(LeanerEvaluation(f"DataLoader(..., batch_size={half})", num_bytes, "equal up to rounding"))
+        found.append(LeanerEvaluation(f"DataLoader(..., batch_size={half})", num_bytes, "lossless"))
     if not keeps_precision and run.trainer_arguments.get("precision") == _FULL_PRECISION:
         arguments = {**run.trainer_arguments, "precision": "bf16-true"}
         try:

@@ -10,10 +10,10 @@ from lightning_vram.planner.scheme import Scheme
 
 @dataclass(frozen=True)
 class Measured:
-    """What a step of a scheme takes."""
+    """Memory and time of a step of one configuration."""
 
-    scheme: Scheme  # what was run
-    needed_bytes: int  # of the device
+    scheme: Scheme  # the configuration that was traced
+    needed_bytes: int  # device memory
     activation_bytes: int  # the most that activations took at once
     time: StepTime  # of the step, in the model's own measure
     states_bytes: int = 0  # weights, gradients and states of optimizers when the peak is reached
@@ -23,7 +23,7 @@ class Measured:
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """Modelled step time in seconds."""
         return self.time.seconds
 
 

@@ -29,13 +29,13 @@ from lightning_vram.planner.words import ways_out, where
 
 
 class PlanError(ValueError):
-    """Nothing fits the budget.
+    """No configuration fits the budget. The message names the minimum, and alternatives.
 
     Args:
-        least: What came nearest.
-        workload: What there is.
-        level: What results might be.
-        ways: What else would help.
+        least: The configuration that comes nearest.
+        workload: Budget and batch.
+        level: Exactness that was allowed.
+        ways: Alternatives that would fit.
     """
 
     def __init__(self, least: Measured, workload: Workload, level: Exactness, ways: Ways) -> None:
@@ -43,9 +43,9 @@ class PlanError(ValueError):
         on_host = least.needed_bytes <= workload.budget_bytes
         if on_host:
             there, needed = f"{format_bytes(workload.host_bytes or 0)} of host memory", format_bytes(least.host_bytes)
-            place = f", beside which {format_bytes(margin_bytes(least.host_bytes))} must stay free"
+            place = f", in addition to {format_bytes(margin_bytes(least.host_bytes))} that must stay free"
         super().__init__(
-            f"No plan fits {there}. The least that was found is {needed}, by {least.scheme}{place}. "
+            f"No plan fits {there}. The minimum found is {needed}, with {least.scheme}{place}. "
             f"{ways_out(least, level, ways, on_host=on_host)}"
         )
         self.ways = ways
@@ -53,18 +53,18 @@ class PlanError(ValueError):
 
     @property
     def minimum_bytes(self) -> int:
-        """The least that was found."""
+        """Device memory of the smallest configuration found, in bytes."""
         return self.least.needed_bytes
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The fastest way that was found to fit a budget.
+    """The fastest configuration found that fits a memory budget.
 
     Args:
-        device: What it is for.
-        budget_bytes: What there is.
-        found: All that was run.
+        device: Device that the plan is for.
+        budget_bytes: Budget in bytes.
+        found: All configurations that were traced.
         own: Arguments of the user's Trainer.
     """
 
@@ -75,47 +75,47 @@ class MemoryPlan:
 
     @property
     def best(self) -> Measured:
-        """What the plan takes."""
+        """The chosen configuration with its memory and time."""
         assert self.found.best is not None  # else there is no plan
         return self.found.best
 
     @property
     def is_needed(self) -> bool:
-        """Whether the run does not fit as it is."""
+        """Whether the baseline exceeds the budget."""
         return self.best is not self.found.plain
 
     @property
     def peak_bytes(self) -> int:
-        """What the run needs of the device."""
+        """Device memory that the run needs, in bytes."""
         return self.best.needed_bytes
 
     @property
     def host_bytes(self) -> int:
-        """What a strategy of the plan has at rest on the host of each node, at most."""
+        """Peak host memory per node of the plan's strategy, in bytes."""
         return self.best.host_bytes
 
     @property
     def step_time_ratio(self) -> float:
-        """Seconds of a step, of those of a step as it is, by the planner's model of time."""
+        """Step time relative to the baseline, by a roofline model."""
         return self.best.seconds / self.found.plain.seconds
 
     @property
     def runners_up(self) -> tuple[Measured, ...]:
-        """Other ways that fit, the fastest first."""
+        """Other configurations that fit, the fastest first."""
         fitting = [one for one in self.found.tried if one.needed_bytes <= self.budget_bytes and one is not self.best]
         return tuple(sorted(fitting, key=lambda measured: measured.seconds))
 
     def trainer_kwargs(self) -> dict[str, Any]:
-        """Return arguments of a Trainer: the user's own, and the parts of the plan."""
+        """Return arguments for a Trainer: the user's own, and the features of the plan."""
         return self.best.scheme.trainer_kwargs(self.own)
 
     def to_yaml(self) -> str:
-        """Return a configuration for LightningCLI, to be given behind the user's own."""
+        """Return a YAML configuration for LightningCLI, to pass as ``--config`` after the user's own."""
         ratio = f"{self.step_time_ratio:.2f}" if self.is_needed else "1"
         on_host = f"{format_bytes(self.host_bytes)} of host memory, " if self.host_bytes else ""
         head = (
             f"# {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} on {self.device.name}, {on_host}"
-            f"by a model of time {ratio} of the step as it is.\n"
+            f"estimated step time {ratio} of baseline.\n"
         )
         return head + self.best.scheme.to_yaml(effects(self.best.scheme, self.found.tried))
 
@@ -135,30 +135,40 @@ def plan_memory(  # noqa: PLR0913 - by name
     run_callbacks: RunCallbacks = (),
     on_progress: Progress | None = None,
 ) -> MemoryPlan:
-    """Find the parts that make a run fit, and cost least.
+    """Find the features that make a run fit a memory budget with the least overhead.
+
+    Each configuration is traced as :func:`lightning_vram.estimate_memory` does: two steps of ``Trainer.fit`` on fake
+    tensors. The search goes from features that cost least to those that cost most.
 
     Args:
         module: Any LightningModule, with weights or on the ``meta`` device.
-        batch: As for :func:`lightning_vram.estimate_memory`. Where batches differ, the largest.
-        device: As there.
-        budget: Bytes of the device, as ``"24GiB"``, or a share of it between 0 and 1. ``None``, ``"auto"``: all that
-            it has.
-        host_memory: Bytes that the host of each node has for a strategy that has weights or states there, as
-            ``"128GiB"``. Where it is too little, ways that take less of it are tried. ``None``: nobody knows.
-        allow: ``"exact"``: weights are those of the run as it is, to the bit. ``"lossless"``: in exact arithmetic.
-            ``"any"``: gradients, moments and frozen weights may differ by a bounded error.
-        trainer: Arguments of the Trainer. Parts of the package among them are kept.
-        datamodule: Makes the batch.
-        devices: Devices on each node.
+        batch: A batch as its loader returns it, of which only shapes and dtypes count. If batches differ, pass the
+            largest. ``None``: the first batch of ``datamodule``, or of the module's own loader.
+        device: Name of a GPU, such as ``"rtx4090"``; a :class:`lightning_vram.DeviceSpec`; a file of ``lightning-vram
+            calibrate``; ``"cpu"`` for a run on this host.
+        budget: Device memory that the run may use, in bytes or as ``"24GiB"``, or a share of the device between 0 and
+            1. ``None`` or ``"auto"``: all memory of the device.
+        host_memory: Host memory of each node for weights or optimizer state of a strategy, in bytes or as
+            ``"128GiB"``. Strategies that need more are skipped, and variants that need less are tried. ``None``: no
+            limit.
+        allow: How the trained weights compare with the baseline. ``"exact"``: bitwise identical. ``"lossless"``: equal
+            up to floating-point rounding. ``"any"``: approximate; gradients, moments and frozen weights may differ by a
+            bounded error.
+        trainer: Arguments of the Trainer. Features of this package among them are kept.
+        datamodule: Provides the batch.
+        devices: Number of devices per node.
         num_nodes: Number of nodes.
-        run_callbacks: As for :func:`lightning_vram.estimate_memory`.
-        on_progress: Is told what is being done, and which part of the work is over, 0 to 1.
+        run_callbacks: Your own callbacks of ``trainer`` that change the module or the step, by class or name.
+        on_progress: Called with the current stage as text and the finished share of the work, 0 to 1.
+
+    Returns:
+        The plan. ``print`` shows it as a table, ``plot`` draws it, ``trainer_kwargs`` and ``to_yaml`` apply it.
 
     Raises:
-        PlanError: If nothing fits. It says what would be the least.
-        TypeError: If an argument is of a wrong kind.
-        ValueError: If ``allow`` is none of the three, ``budget`` is no size above 0, no share or more than the device
-            has, ``host_memory`` is no size, or for the reasons of ``estimate_memory``.
+        PlanError: If no configuration fits. The message names the minimum, and alternatives.
+        TypeError: If an argument has a wrong type.
+        ValueError: If ``allow`` is unknown, ``budget`` is neither a size above 0 nor a share, or exceeds the device,
+            ``host_memory`` is not a size, or for the reasons of ``estimate_memory``.
     """
     check_positive_int("plan_memory(devices)", devices)
     check_positive_int("plan_memory(num_nodes)", num_nodes)
@@ -241,5 +251,5 @@ def _sentence(before: Measured | None, after: Measured | None) -> str:
     if before is None or after is None:
         return ""
     saved_bytes = before.needed_bytes - after.needed_bytes
-    change = f"Saves {format_bytes(saved_bytes)}" if saved_bytes >= 0 else f"Takes {format_bytes(-saved_bytes)} more"
+    change = f"Saves {format_bytes(saved_bytes)}" if saved_bytes >= 0 else f"Needs {format_bytes(-saved_bytes)} more"
     return f"{change}; a step takes {after.seconds / before.seconds:.2f} times as long."

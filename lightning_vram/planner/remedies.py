@@ -14,48 +14,48 @@ from torch import nn
 from lightning_vram.planner.parts import Exactness, Part
 from lightning_vram.planner.scheme import Scheme
 
-EARLY_RELEASE = Part("lightning_vram.EarlyRelease", note="gradients are freed before the next forward, not after it")
+EARLY_RELEASE = Part("lightning_vram.EarlyRelease", note="frees gradients before the next forward, not after it")
 CHUNKED_LOSS = Part(
-    "lightning_vram.ChunkedLoss", exactness=Exactness.LOSSLESS, note="logits are made some tokens at a time"
+    "lightning_vram.ChunkedLoss", exactness=Exactness.LOSSLESS, note="computes logits and loss in chunks of tokens"
 )
 IN_BACKWARD = Part(
-    "lightning_vram.OptimizerInBackward", note="each parameter steps in the backward, and its gradient is freed"
+    "lightning_vram.OptimizerInBackward", note="updates each parameter in the backward, and frees its gradient"
 )
-CHECKPOINTING = Part("lightning_vram.ActivationCheckpointing", note="layers run again in the backward")
+CHECKPOINTING = Part("lightning_vram.ActivationCheckpointing", note="recomputes layers in the backward")
 TOKEN_TILING = Part(
     "lightning_vram.TokenTiling",
     exactness=Exactness.LOSSLESS,
-    note="MLPs run some tokens at a time, once more in the backward",
+    note="runs MLPs on a tile of tokens at a time, and recomputes each in the backward",
 )
-FUSION = Part("lightning_vram.InPlaceFusion", note="cheap operators run again in the backward")
-OFFLOAD = Part("lightning_vram.ActivationOffload", note="what is kept for the backward waits on the host")
+FUSION = Part("lightning_vram.InPlaceFusion", note="recomputes cheap operators in the backward")
+OFFLOAD = Part("lightning_vram.ActivationOffload", note="moves saved activations to the host")
 COMPRESSION = Part(
     "lightning_vram.ActivationCompression",
     {"lossy": "int8"},
     exactness=Exactness.ANY,
-    note="what is kept for the backward is rounded to 8 bits",
+    note="rounds saved activations to 8 bits",
 )
-IN_PARTS = Part("lightning_vram.MicroBatching", exactness=Exactness.LOSSLESS, note="a batch runs in parts")
+IN_PARTS = Part("lightning_vram.MicroBatching", exactness=Exactness.LOSSLESS, note="splits batches into micro-batches")
 OPTIMIZER_ON_HOST = Part(
     "lightning_vram.FSDPOffloadStrategy",
     {"offload": "optimizer"},
     place="strategy",
     exactness=Exactness.LOSSLESS,  # kernels of the host round otherwise than those of the card
-    note="the optimizer and its states are on the host",
+    note="keeps the optimizer and its state on the host",
 )
 WEIGHTS_ON_HOST = Part(
     "lightning_vram.FSDPOffloadStrategy",
     {"offload": "params"},
     place="strategy",
     exactness=Exactness.LOSSLESS,
-    note="weights, the optimizer and its states are on the host",
+    note="keeps weights, the optimizer and its state on the host",
 )
 LOW_BIT, LOWER_BIT = (
     Part(
         "lightning_vram.LowBitOptimizer",
         {"bits": bits},
         exactness=Exactness.ANY,
-        note=f"moments of the optimizer are in {bits} bits",
+        note=f"stores optimizer moments in {bits} bits",
     )
     for bits in (8, 4)
 )
@@ -64,11 +64,11 @@ QUANTIZED = tuple(
         "lightning_vram.QuantizeFrozenWeights",
         {"bits": bits},
         exactness=Exactness.ANY,
-        note=f"frozen weights are in {bits} bits, and rounded so",
+        note=f"quantizes frozen weights to {bits} bits",
     )
     for bits in (8, 4)
 )
-MOMENTS = Part("lightning_vram.MomentsInBF16", exactness=Exactness.ANY, note="moments of the optimizer are in bfloat16")
+MOMENTS = Part("lightning_vram.MomentsInBF16", exactness=Exactness.ANY, note="stores optimizer moments in bfloat16")
 NOT_ON_HOST = frozenset(part.name for part in (EARLY_RELEASE, IN_BACKWARD, QUANTIZED[0]))  # strategies do it, or refuse
 _ONCE = frozenset(part.name for part in (IN_PARTS, IN_BACKWARD))
 _OF_HOST = ("master", "host_state")  # arguments of a strategy that change nothing on the device
@@ -151,7 +151,7 @@ def leaner_on_host(part: Part, own: Mapping[str, Any]) -> list[Part]:
     split = replace(
         part,
         init_args={**part.init_args, "master": "split"},
-        note=f"{part.note}, weights as the 16 bits that travel and the 16 that those lack",
+        note=f"{part.note}, weights split into a bfloat16 half and a 16-bit remainder",
     )
     can_split = str(own.get("precision")) == "bf16-mixed"
     narrow = [
@@ -185,7 +185,7 @@ def _precision_parts(own: Mapping[str, Any]) -> list[Part]:
         {"precision": format_name, "recast_in_backward": True},
         place="plugins",
         replaces=("precision",),
-        note="no 16-bit copy of a weight is kept for the backward",
+        note="saves no 16-bit copies of weights for backward",
     )
     rounded = Part(
         "lightning_vram.LeanMixedPrecision",
@@ -193,7 +193,7 @@ def _precision_parts(own: Mapping[str, Any]) -> list[Part]:
         place="plugins",
         exactness=Exactness.ANY,
         replaces=("precision",),
-        note="weights and states are in bfloat16, with what the weights lack beside them",
+        note="stores weights and optimizer state in bfloat16, with a Kahan remainder for the weights",
     )
     return [exact, rounded] if format_name == "bf16" else [exact]
 

@@ -14,18 +14,18 @@ from lightning_vram.planner.parts import Exactness, Part
 
 # What arguments of parts save and cost, for those who read or edit the file of a plan.
 ARGUMENT_NOTES = {
-    "budget": "for activations on the device: more recomputes less, and takes as much more memory",
-    "remedies": "how it is kept: recomputing takes time, offloading takes the bus and host memory",
-    "offload_bytes": "of a forward to the host, at most: more is recomputed less, until steps wait for the bus",
-    "size": "samples at once: fewer take less memory and more time",
-    "lossy": "what is kept takes 8 bits per value, with a bounded error in the gradients",
-    "offload": "optimizer: states are on the host; params: weights, too, which saves more and copies more",
-    "bits": "of a number: 8, or 4, which saves more and rounds more",
-    "master": "saves 4 of 18 bytes of the host per parameter, and gives the same bits",
-    "host_state": "saves 4 (bf16) or 6 (8bit) bytes of the host per parameter, costs the equality of bits",
+    "budget": "for saved activations on the device: a larger budget recomputes less",
+    "remedies": "recomputing costs time, offloading costs PCIe bandwidth and host memory",
+    "offload_bytes": "limit per forward: more recomputes less, until steps wait for PCIe transfers",
+    "size": "samples at once: fewer need less memory and more time",
+    "lossy": "saved activations in 8 bits per value: gradients are approximate",
+    "offload": "optimizer: its state is on the host; params: weights, too, which saves more and copies more",
+    "bits": "per value: 8, or 4, which saves more and rounds more",
+    "master": "saves 4 of 18 bytes of host memory per parameter, bit-exact",
+    "host_state": "saves 4 (bf16) or 6 (8bit) bytes of host memory per parameter, approximate",
     "precision": "of the computation",
     "recast_in_backward": "saves the 16-bit copies of weights, costs a second cast",
-    "parameters": "saves 6 of 16 bytes per parameter with AdamW, costs the equality of bits",
+    "parameters": "saves 6 of 16 bytes per parameter with AdamW, approximate",
 }
 
 
@@ -39,7 +39,7 @@ class Scheme:
         return Scheme((*self.parts, part))
 
     def __str__(self) -> str:
-        return " + ".join(map(str, self.parts)) or "as it is"
+        return " + ".join(map(str, self.parts)) or "baseline"
 
     @property
     def exactness(self) -> Exactness:
@@ -65,7 +65,7 @@ class Scheme:
         the files before it.
         """
         said = list(zip(self.parts, (*comments, *[""] * len(self.parts)), strict=False))
-        text = "".join(f"  {name}: null  # {part.name} does it\n" for part in self.parts for name in part.replaces)
+        text = "".join(f"  {name}: null  # replaced by {part.name}\n" for part in self.parts for name in part.replaces)
         for place, key in (("strategy", "strategy"), ("plugins", "plugins+"), ("callbacks", "callbacks+")):
             entries = [_text_of(part, comment) for part, comment in said if part.place == place]
             if entries:

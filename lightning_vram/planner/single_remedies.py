@@ -60,7 +60,7 @@ def as_code(parts: Sequence[Part]) -> str:
 def results_of(exactness: Exactness) -> str:
     """Say how results compare with those of the run as it is."""
     return {
-        Exactness.EXACT: "equal to the bit",
-        Exactness.LOSSLESS: "equal up to rounding",
-        Exactness.ANY: "within a bounded error",
+        Exactness.EXACT: "exact",
+        Exactness.LOSSLESS: "lossless",
+        Exactness.ANY: "approximate",
     }[exactness]

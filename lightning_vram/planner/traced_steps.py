@@ -77,7 +77,7 @@ class TracedSteps:
         if scheme.parts and self._is_late():
             self.is_cut = True
             return None
-        self._progress(f"a step with {scheme}", 1 - 0.9**self._num_runs)
+        self._progress(f"tracing {scheme}", 1 - 0.9**self._num_runs)
         self._num_runs += 1
         try:
             own = dict(self.own)

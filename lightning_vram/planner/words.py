@@ -24,15 +24,15 @@ def ways_out(least: Measured, level: Exactness, ways: Ways, *, on_host: bool = F
     name, num_bytes = ("host_memory", with_margin(least.host_bytes)) if on_host else ("budget", least.needed_bytes)
     told = [f"{name}='{as_text(num_bytes + unit_of(num_bytes) - 1)}'"]
     if on_host:
-        told.append("FSDPOffloadStrategy(nvme_path='/a/fast/disk'), which has states on a disk")
+        told.append("FSDPOffloadStrategy(nvme_path='/a/fast/disk'), which keeps optimizer state on disk")
     if ways.strategy is not None:
         told.append(f"strategy={_code_of(ways.strategy)} ({_on_host(ways)})")
     if ways.num_devices:
         told.append(f"{ways.num_devices} devices with FSDPOffloadStrategy(offload='none')")
     if ways.batch_size:
-        told.append(f"a batch of {ways.batch_size} with accumulate_grad_batches")
+        told.append(f"batch size {ways.batch_size} with accumulate_grad_batches")
     if ways.sequence_length:
-        told.append(f"sequences of {ways.sequence_length}")
+        told.append(f"sequence length {ways.sequence_length}")
     names = [repr(name) for name, other in LEVELS.items() if other > level]
     if names:
         told.append(f"perhaps allow={' or '.join(names)}")
@@ -48,10 +48,10 @@ def peak_words(timeline: MemoryTimeline) -> str:
     """Say where the peak of a run is: in which phase, at which operator, and what the largest part is for."""
     if timeline.peak_phase is None:
         return ""
-    phase = {Phase.OPTIMIZER_STEP: "optimizer's step"}.get(timeline.peak_phase, str(timeline.peak_phase))
+    phase = {Phase.OPTIMIZER_STEP: "optimizer step"}.get(timeline.peak_phase, str(timeline.peak_phase))
     held = next(((name, size) for name, size in timeline.peak_by_module.items() if name), None)
-    largest = "" if held is None else f", the largest part for '{held[0]}' ({format_bytes(held[1])})"
-    return f"in the {phase} at {timeline.peak_op}{largest}"
+    largest = "" if held is None else f", mostly for '{held[0]}' ({format_bytes(held[1])})"
+    return f"in the {phase}{largest}"
 
 
 def _code_of(strategy: Part) -> str:
@@ -66,7 +66,7 @@ def _on_host(ways: Ways) -> str:
     text, room_bytes = f"{format_bytes(ways.host_bytes)} of host memory", ways.host_room_bytes
     if room_bytes is None or with_margin(ways.host_bytes) <= room_bytes:
         return text
-    return f"{text}; there are {format_bytes(room_bytes)}: with nvme_path= states lie on a disk"
+    return f"{text}; {format_bytes(room_bytes)} is available: nvme_path= keeps optimizer state on disk"
 
 
 def _worth_a_look(found: Found, budget_bytes: int) -> list[Measured]:

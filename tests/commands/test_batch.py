@@ -57,8 +57,8 @@ def test_whole_numbers_are_drawn_below_the_given_one():
         ),
         (([8], "int64", 0), "batch.high must be a whole number of at least 1, got 0."),
         (([8], "uint8", 257), "batch.high is 257, more than uint8 can hold."),
-        (([[8], [8]], ["int64"]), "batch.dtype says nothing of tensor 1 of batch.shape, got ['int64']."),
-        (({"a": [8]}, {"b": "bool"}), "batch.dtype says nothing of tensor 'a' of batch.shape, got {'b': 'bool'}."),
+        (([[8], [8]], ["int64"]), "batch.dtype has no entry for tensor 1 of batch.shape, got ['int64']."),
+        (({"a": [8]}, {"b": "bool"}), "batch.dtype has no entry for tensor 'a' of batch.shape, got {'b': 'bool'}."),
     ],
 )
 def test_bad_input(arguments, message):

@@ -66,7 +66,7 @@ def test_the_answer_is_printed_and_drawn(asked, capsys):
     main(["estimate", QUICKSTART, *DEVICE, "--plot", "step.html"])
     out, err = capsys.readouterr()
     assert out.startswith("Fits: 900.00 MiB of 1.00 GiB on RTX 4090\n")
-    assert out.endswith("step.html: the step, drawn.\n")
+    assert out.endswith("step.html: picture of the step.\n")
     assert "Fits: 900.00 MiB" in Path("step.html").read_text()
     assert "tracing" not in err  # not a terminal
 
@@ -178,17 +178,17 @@ SHAPE = [QUICKSTART, *DEVICE, "--batch.shape"]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([QUICKSTART], "--device is missing: the device to estimate for, as in --device rtx4090."),
+        ([QUICKSTART], "--device is missing: name the GPU to estimate for, such as --device rtx4090."),
         (
             [f"--model={path_of(WithoutData)}", *DEVICE],
-            "there is no batch: name a datamodule (--data), or give the shapes of one, as in --batch.shape "
-            "'[8, 3, 224, 224]', with --batch.dtype and, for whole numbers, --batch.high.",
+            "there is no batch: name a datamodule (--data), or give shapes, such as --batch.shape "
+            "'[8, 3, 224, 224]', with --batch.dtype and, for integers, --batch.high.",
         ),
         (
             [f"--model={path_of(Downloads)}", *DEVICE],
-            "an estimate downloads nothing, and this configuration needs something from models.example. Fetch it "
-            "first, as `lightning-vram fit` does, or leave it out: weights may be random, and --batch.shape stands for "
-            "data.",
+            "estimates download nothing, but this configuration needs something from models.example. Download it "
+            "first, as `lightning-vram fit` does, or leave it out: weights may be random, and --batch.shape replaces "
+            "the data.",
         ),
         ([*SHAPE, "[8, 0]"], "batch.shape must be whole numbers of at least 1, got [8, 0]."),
         ([*SHAPE, "[8]", "--batch.high=0"], "batch.high must be a whole number of at least 1, got 0."),

@@ -10,8 +10,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_vram.commands.offline import NoDownloads
 
 MESSAGE = (
-    r"^an estimate downloads nothing, and this configuration needs something from models\.example\. Fetch it first, as "
-    r"`lightning-vram fit` does, or leave it out: weights may be random, and --batch\.shape stands for data\.$"
+    r"^estimates download nothing, but this configuration needs something from models\.example\. Download it first, as "
+    r"`lightning-vram fit` does, or leave it out: weights may be random, and --batch\.shape replaces the data\.$"
 )
 
 

@@ -93,27 +93,27 @@ def test_it_asks_for_what_the_configuration_says(asked):
 def test_the_table_the_file_to_paste_and_how_to_run_it_are_printed(asked, capsys):
     main(["plan", write("my.yaml"), *DEVICE, "--budget", "2GiB", "--trainer.max_steps=3"])
     out, err = capsys.readouterr()
-    command = "lightning-vram fit --config=my.yaml --trainer.max_steps=3 --config lean.yaml"
+    command = "lightning-vram fit --config=my.yaml --trainer.max_steps=3 --config plan.yaml"
     table, made, file = out.partition("\n\n# Made by `lightning-vram plan`. ")
     assert made
     assert sorted(table.split()) == sorted(str(plan_of()).split())  # the terminal may be wider
     assert file.startswith(f"Run: {command}\n# ")
-    assert "\n        budget: 950MiB  # for activations on the device" in out
-    assert out.endswith(f"\nSave this as lean.yaml, or add -o lean.yaml, and run: {command}\n")
-    assert "a step with nothing" not in err  # not a terminal
+    assert "\n        budget: 950MiB  # for saved activations on the device" in out
+    assert out.endswith(f"\nSave this as plan.yaml, or add -o plan.yaml, and run: {command}\n")
+    assert "tracing" not in err  # not a terminal
 
 
 def test_a_file_and_a_picture_are_written(asked, capsys):
     pytest.importorskip("matplotlib", reason="the extra plots")
-    main(["plan", write("my.yaml"), *DEVICE, "-o", "lean.yaml", "--plot=plan.png"])
+    main(["plan", write("my.yaml"), *DEVICE, "-o", "plan.yaml", "--plot=plan.png"])
     out = capsys.readouterr().out
     assert "callbacks" not in out
     assert out.endswith(
-        "\nplan.png: memory against step time, drawn.\n"
-        "\nlean.yaml: the plan. Run: lightning-vram fit --config=my.yaml --config lean.yaml\n"
+        "\nplan.png: picture of memory against step time.\n"
+        "\nplan.yaml: the plan. Run: lightning-vram fit --config=my.yaml --config plan.yaml\n"
     )
     assert Path("plan.png").read_bytes()[:4] == b"\x89PNG"
-    (callbacks,) = yaml.safe_load(Path("lean.yaml").read_text())["trainer"].values()
+    (callbacks,) = yaml.safe_load(Path("plan.yaml").read_text())["trainer"].values()
     assert [one["class_path"] for one in callbacks] == [
         "lightning_vram.InPlaceFusion",
         "lightning_vram.ActivationCheckpointing",
@@ -122,31 +122,31 @@ def test_a_file_and_a_picture_are_written(asked, capsys):
 
 def test_the_picture_lies_beside_the_plan(asked, capsys):
     pytest.importorskip("matplotlib", reason="the extra plots")
-    main(["plan", write("my.yaml"), *DEVICE, "-o", "lean.yaml"])
-    assert "\nlean.png: memory against step time, drawn.\n" in capsys.readouterr().out
-    assert Path("lean.png").read_bytes()[:4] == b"\x89PNG"
+    main(["plan", write("my.yaml"), *DEVICE, "-o", "plan.yaml"])
+    assert "\nplan.png: picture of memory against step time.\n" in capsys.readouterr().out
+    assert Path("plan.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_a_run_that_fits_needs_nothing(monkeypatch, capsys):
     answer(monkeypatch, plan_of(tried()[:1], budget_bytes=2**40))
     main(["plan", QUICKSTART, *DEVICE])
-    assert capsys.readouterr().out == ("Fits without changes: 3.91 GiB of 1.00 TiB on H100. There is nothing to do.\n")
-    main(["plan", QUICKSTART, *DEVICE, "--output=lean.yaml"])
-    assert yaml.safe_load(Path("lean.yaml").read_text()) == {"trainer": {}}
+    assert capsys.readouterr().out == "Fits without changes: 3.91 GiB of 1.00 TiB on H100. There is nothing to do.\n"
+    main(["plan", QUICKSTART, *DEVICE, "--output=plan.yaml"])
+    assert yaml.safe_load(Path("plan.yaml").read_text()) == {"trainer": {}}
 
 
 def test_a_plan_is_replaced_and_nothing_else(asked, capsys):
-    main(["plan", write("my.yaml"), *DEVICE, "-o=lean.yaml"])
-    first = Path("lean.yaml").read_text()
-    main(["plan", "--config=my.yaml", *DEVICE, "-o=lean.yaml"])
-    assert Path("lean.yaml").read_text() == first
+    main(["plan", write("my.yaml"), *DEVICE, "-o=plan.yaml"])
+    first = Path("plan.yaml").read_text()
+    main(["plan", "--config=my.yaml", *DEVICE, "-o=plan.yaml"])
+    assert Path("plan.yaml").read_text() == first
     asked.clear()
     Path("other.yaml").write_text("trainer: {}\n")
-    both = ["--config=my.yaml", "--config=lean.yaml", *DEVICE]
+    both = ["--config=my.yaml", "--config=plan.yaml", *DEVICE]
     assert fail([*both, "-o=other.yaml"], capsys) == (
-        "--output=other.yaml is there and is no plan of lightning-vram: name another file."
+        "--output=other.yaml exists and is not a plan of lightning-vram: name another file."
     )
-    assert fail([*both, "-o=lean.yaml"], capsys) == "--output=lean.yaml is a --config of this plan: leave it out there."
+    assert fail([*both, "-o=plan.yaml"], capsys) == "--output=plan.yaml is a --config of this plan: remove it there."
     assert asked == {}
     assert Path("other.yaml").read_text() == "trainer: {}\n"
 
@@ -154,16 +154,16 @@ def test_a_plan_is_replaced_and_nothing_else(asked, capsys):
 def test_where_nothing_fits_there_is_one_line(monkeypatch, capsys):
     found = plan_of().found
     monkeypatch.setattr("lightning_vram.planner.plan.search", lambda *args, **kwargs: replace(found, best=None))
-    line = fail([QUICKSTART, *DEVICE, "--budget=1MiB", "-o=lean.yaml"], capsys)
+    line = fail([QUICKSTART, *DEVICE, "--budget=1MiB", "-o=plan.yaml"], capsys)
     assert "1.00 MiB" in line
-    assert "the least that was found is 700.00 MiB, by MicroBatching(size=2)." in line.replace("The", "the")
-    assert not Path("lean.yaml").exists()
+    assert "the minimum found is 700.00 MiB, with MicroBatching(size=2)." in line.replace("The", "the")
+    assert not Path("plan.yaml").exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--device is missing: the device to plan for, as in --device rtx4090."),
+        ([], "--device is missing: name the GPU to plan for, such as --device rtx4090."),
         (
             [*DEVICE, "--budget=much"],
             "--budget must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got 'much'.",
@@ -179,7 +179,7 @@ def test_where_nothing_fits_there_is_one_line(monkeypatch, capsys):
         ([*DEVICE, "--budget=90GiB"], "--budget must be at most the 79.18 GiB that H100 SXM has, got '90GiB'."),
         ([*DEVICE, "--allow=all"], "--allow must be one of 'exact', 'lossless', 'any', got 'all'."),
         ([*DEVICE, "--plot=plan.html"], "plot(path) must end in one of .png, .svg, .pdf, got 'plan.html'."),
-        ([*DEVICE, "-o=no/lean.yaml"], "--output: there is no folder 'no'."),
+        ([*DEVICE, "-o=no/plan.yaml"], "--output: there is no folder 'no'."),
         ([*DEVICE, "--nope=1"], "unrecognized arguments: --nope=1"),
     ],
 )
@@ -196,7 +196,7 @@ def test_bad_input_is_refused_before_the_module_is_made(asked, monkeypatch, caps
         monkeypatch.setattr(getattr(lightning_vram.demos, name), "__init__", fails)
     for arguments in (["--budget=0"], ["--allow=all"], ["--budget=90GiB"]):
         assert fail([QUICKSTART, *DEVICE, *arguments], capsys).startswith(arguments[0].partition("=")[0])
-    assert fail([QUICKSTART, "--device=voodoo"], capsys).startswith("device 'voodoo' is not known. ")
+    assert fail([QUICKSTART, "--device=voodoo"], capsys).startswith("device 'voodoo' is unknown. ")
 
 
 def test_a_budget_may_be_a_share(asked):
@@ -241,8 +241,8 @@ def test_fit_appends_the_plan_to_the_users_own(own, expected, monkeypatch):
     monkeypatch.setattr(
         "lightning.pytorch.Trainer.fit", lambda self, *args, **kwargs: [seen.append(self), fit(self, *args, **kwargs)]
     )
-    main(["plan", write("my.yaml", **own), *DEVICE, "-o", "lean.yaml"])
-    main(["fit", "--config=my.yaml", "--config=lean.yaml", "--trainer.fast_dev_run=true"])
+    main(["plan", write("my.yaml", **own), *DEVICE, "-o", "plan.yaml"])
+    main(["fit", "--config=my.yaml", "--config=plan.yaml", "--trainer.fast_dev_run=true"])
     (trainer,) = seen
     names = [type(callback).__name__ for callback in trainer.callbacks]
     assert [name for name in names if hasattr(lightning_vram, name)] == [
@@ -265,9 +265,9 @@ def test_fit_takes_a_strategy_and_plugins_of_a_plan(monkeypatch):
     monkeypatch.setattr(
         "lightning.pytorch.Trainer.fit", lambda self, *args, **kwargs: [seen.append(self), fit(self, *args, **kwargs)]
     )
-    main(["plan", write("my.yaml", strategy="auto", precision="bf16-mixed"), *DEVICE, "-o", "lean.yaml"])
+    main(["plan", write("my.yaml", strategy="auto", precision="bf16-mixed"), *DEVICE, "-o", "plan.yaml"])
     try:
-        main(["fit", "--config=my.yaml", "--config=lean.yaml", "--trainer.fast_dev_run=true"])
+        main(["fit", "--config=my.yaml", "--config=plan.yaml", "--trainer.fast_dev_run=true"])
     finally:
         leave_group()
     (trainer,) = seen
@@ -280,7 +280,7 @@ def test_fit_takes_a_strategy_and_plugins_of_a_plan(monkeypatch):
 def test_a_plan_of_the_planner_is_run(capsys):
     sizes = [f"--{part}.init_args.sequence_length=128" for part in ("model", "data")]
     sizes += ["--model.init_args.num_layers=4", "--model.init_args.width=64", "--data.init_args.batch_size=8"]
-    main(["plan", write("my.yaml"), *sizes, "--device=cpu", "--budget=20MiB", "-o", "lean.yaml"])
+    main(["plan", write("my.yaml"), *sizes, "--device=cpu", "--budget=20MiB", "-o", "plan.yaml"])
     assert "the plan: ActivationCheckpointing" in capsys.readouterr().out
-    main(["fit", "--config=my.yaml", *sizes, "--config=lean.yaml", "--trainer.fast_dev_run=true"])
+    main(["fit", "--config=my.yaml", *sizes, "--config=plan.yaml", "--trainer.fast_dev_run=true"])
     assert "fits 1.00 MiB" in fail(["--config=my.yaml", *sizes, "--device=cpu", "--budget=1MiB"], capsys)

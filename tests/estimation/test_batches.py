@@ -65,9 +65,7 @@ def test_the_first_batch_comes_from_the_data():
 
 
 def test_data_that_make_no_batch_are_refused_with_a_way_out():
-    how = (
-        "Give one: estimate_memory(module, batch, ...) takes any nest of tensors, of which only shapes and types count"
-    )
+    how = "Pass one: estimate_memory(module, batch, ...) takes any nest of tensors; only shapes and dtypes count"
     with pytest.raises(ValueError, match="LightningModule makes no batch") as refusal:
         first_batch(pl.LightningModule(), None)
     assert str(refusal.value).endswith(f"{how}.")

@@ -70,7 +70,7 @@ def test_as_on_two_processes(arguments, tmp_path):
 
 @pytest.mark.parametrize("strategy", ["fsdp", FSDPStrategy(), "deepspeed_stage_2"])
 def test_strategies_that_need_a_card_of_their_own(strategy):
-    with pytest.raises(ValueError, match=r"^estimate_memory does not run the strategy .*: fsdp_offload shards"):
+    with pytest.raises(ValueError, match=r"^estimate_memory cannot run the strategy .*'fsdp_offload', which shards"):
         estimate(strategy, "rtx4090")
 
 

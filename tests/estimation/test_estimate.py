@@ -142,10 +142,10 @@ def test_progress_is_told():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"device": "rtx9999"}, ValueError, "device 'rtx9999' is not known"),
+        ({"device": "rtx9999"}, ValueError, "device 'rtx9999' is unknown"),
         ({"device": 3}, TypeError, "must be a name or a DeviceSpec, got 3 of type int"),
         ({"device": "a10", "devices": 0}, ValueError, r"estimate_memory\(devices\) must be"),
-        ({"device": "a10", "trainer": {"callback": []}}, TypeError, "got 'callback', which it has not"),
+        ({"device": "a10", "trainer": {"callback": []}}, TypeError, "got 'callback', which is not one"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, error, message):

@@ -325,7 +325,7 @@ def test_subclasses_of_lightnings_and_callbacks_of_the_module_are_named_and_run(
     assert any(note.startswith("Callbacks that were not run: FreezeAndStop. ") for note in left_out.notes)
     assert not any("FreezeAndStop" in note for note in found.notes)
     assert found.peak_bytes < left_out.peak_bytes
-    with pytest.raises(ValueError, match=r"^run_callbacks has 'Freeze', but .* are: FreezeAndStop\.$"):
+    with pytest.raises(ValueError, match=r"^run_callbacks names 'Freeze', but .* are: FreezeAndStop\.$"):
         run(run_callbacks=["Freeze"])
 
 
@@ -348,10 +348,10 @@ def test_those_that_are_left_out_cannot_fail():
 
 def test_a_name_that_no_callback_has_is_refused():
     for name in ("Freez", "EarlyStopping"):
-        message = rf"^run_callbacks has '{name}', but the Trainer's own callbacks are: Freeze, Watch\.$"
+        message = rf"^run_callbacks names '{name}', but the Trainer's own callbacks are: Freeze, Watch\.$"
         with pytest.raises(ValueError, match=message):
             estimate(Freeze(), EarlyStopping("val"), run_callbacks=[name])
-    with pytest.warns(UserWarning, match="AutoVRAM cannot plan this run: ValueError: run_callbacks has 'Freez'"):
+    with pytest.warns(UserWarning, match="AutoVRAM cannot plan this run: ValueError: run_callbacks names 'Freez'"):
         pl.Trainer(
             callbacks=[AutoVRAM(run_callbacks=["Freez"])], logger=False, enable_checkpointing=False, fast_dev_run=True
         ).fit(Quiet())
@@ -375,7 +375,7 @@ class Quiet(WithLoaders):
     ],
 )
 def test_what_is_no_class_of_callbacks_is_refused(make, name):
-    with pytest.raises(TypeError, match=rf"^{name}\(run_callbacks\) must have classes .*, got 3\.$"):
+    with pytest.raises(TypeError, match=rf"^{name}\(run_callbacks\) must be classes .*, got 3\.$"):
         make(run_callbacks=[3])
 
 

@@ -52,7 +52,7 @@ def test_a_step_of_another_length_is_predicted_to_the_byte():
 
 
 def test_nothing_follows_from_steps_that_did_other_things():
-    with pytest.raises(ValueError, match="does other things at the sizes 8, 4"):
+    with pytest.raises(ValueError, match="differs between the sizes 8, 4"):
         SizeLaw({8: batch_of(8), 4: a_run(1000, 160)})
     assert find_limit(lambda size: a_run(*[size] * size), peak_of, 10_000, (8, 4), batch_of(8)) == Limit()
 
@@ -217,7 +217,7 @@ def test_the_longest_sequence_ends_where_the_model_does(look, longest, reason):
     assert estimate.max_sequence_length == longest
     assert estimate.sequence_length_refusal.startswith(reason)
     assert "\n" not in estimate.sequence_length_refusal
-    assert f"The model refuses a longer sequence: {estimate.sequence_length_refusal}." in estimate.notes
+    assert f"The model raises with a longer sequence: {estimate.sequence_length_refusal}." in estimate.notes
     assert estimate.max_batch_size > 4
     assert estimate.batch_size_refusal == ""
 

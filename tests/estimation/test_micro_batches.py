@@ -23,7 +23,7 @@ def test_batches_are_cut_until_they_fit():
     cut = estimate(memory_bytes, auto)
     assert cut.fits
     (note,) = (note for note in cut.notes if "MicroBatching" in note)
-    assert note in [f"MicroBatching finds that {65536 // 2**power} samples fit at once." for power in range(1, 6)]
+    assert note in [f"MicroBatching will run {65536 // 2**power} samples at once." for power in range(1, 6)]
     assert auto.size == "auto"
     whole = estimate(1000 * MIB, auto)
     assert not any("MicroBatching" in note for note in whole.notes)

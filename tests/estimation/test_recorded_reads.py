@@ -59,7 +59,7 @@ def check(module: pl.LightningModule, batch: Tensor, trainer: dict[str, Any] | N
     """Hold an estimate against real steps."""
     before = copy.deepcopy(module.state_dict())
     estimate = estimate_memory(module, batch, device="cpu", trainer=trainer, find_limits=False)
-    assert note_of(estimate).endswith(f"they are those of a real step on the CPU with {samples} samples.")
+    assert note_of(estimate).endswith(f"Those of a real step on the CPU with {samples} samples are used.")
     assert "(test_recorded_reads.py:" in note_of(estimate)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     real = trace_real_fit(module, batch, FitRun(trainer or {}))
@@ -304,19 +304,19 @@ class Counting(Plain):
 def test_reads_of_the_batch_need_no_weights(make, make_batch):
     batch = make_batch()
     estimate = estimate_memory(make().to("meta"), batch, device="cpu", find_limits=False)
-    assert note_of(estimate).endswith("they are those of the batch.")
+    assert note_of(estimate).endswith("Those of the batch are used.")
     assert estimate.peak_bytes == trace_real_fit(make(), batch, FitRun({})).stage("train").peak_bytes
 
 
 def test_weights_without_values():
     module = Reading().to("meta")
-    with pytest.raises(ValueError, match=r"reads values of tensors \(.*: give it a module"):
+    with pytest.raises(ValueError, match=r"reads values of tensors \(.*\. Pass a module"):
         estimate_memory(module, rows(4), device="rtx4090")
 
 
 def test_a_host_that_is_too_small(monkeypatch):
     monkeypatch.setattr("lightning_vram.estimation.traced_fit.available_host_bytes", lambda: 1000)
-    with pytest.raises(ValueError, match=r"takes about .* of host memory, and 1000 B are available"):
+    with pytest.raises(ValueError, match=r"needs about .* of host memory; 1000 B is available"):
         estimate_memory(Reading(), rows(4), device="rtx4090")
 
 

@@ -70,7 +70,7 @@ def fit(make_trainer, name: str, *callbacks: Callback) -> tuple[pl.LightningModu
 
 
 def minimum_named_by(error: MisconfigurationException) -> int:
-    found = re.search(r"The least is .*What helps: budget='(\w+)'", str(error))
+    found = re.search(r"The minimum found is .*What helps: budget='(\w+)'", str(error))
     assert found, f"The refusal does not name the minimum: {error}"
     return parse_bytes(found[1])
 

@@ -65,21 +65,21 @@ CASES = {
 @pytest.mark.parametrize(
     ("case", "budget", "allow", "chosen", "effect"),
     [
-        ("logits", 20, "lossless", "ChunkedLoss", "# Logits are made some tokens at a time. Saves "),
-        ("gradients", 8, "exact", "OptimizerInBackward", "in the backward, and its gradient is freed. Saves "),
+        ("logits", 20, "lossless", "ChunkedLoss", "# Computes logits and loss in chunks of tokens. Saves "),
+        ("gradients", 8, "exact", "OptimizerInBackward", "in the backward, and frees its gradient. Saves "),
         (
             "gradients",
             5,
             "any",
             "OptimizerInBackward + LowBitOptimizer(bits=4)",
-            "bits: 4  # of a number: 8, or 4, which saves more and rounds more",
+            "bits: 4  # per value: 8, or 4, which saves more and rounds more",
         ),
         (
             "frozen",
             560,
             "any",
             "QuantizeFrozenWeights(bits=8)",
-            "# Frozen weights are in 8 bits, and rounded so. Saves ",
+            "# Quantizes frozen weights to 8 bits. Saves ",
         ),
     ],
 )

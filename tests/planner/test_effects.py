@@ -25,7 +25,7 @@ def test_a_part_is_held_against_those_before_it():
     ]
     assert effects(Scheme((FUSION, CHECKPOINTING)), tried) == (
         "Saves 3.00 GiB; a step takes 1.25 times as long.",
-        "Takes 20.00 MiB more; a step takes 0.90 times as long.",
+        "Needs 20.00 MiB more; a step takes 0.90 times as long.",
     )
     assert effects(Scheme(), tried) == ()
 
@@ -41,6 +41,6 @@ def test_nothing_is_said_where_one_of_the_two_was_not_run():
 
 def test_the_file_of_a_plan_says_them():
     assert (
-        "    # Layers run again in the backward. Saves 960.00 MiB; a step takes 1.05 times as long."
+        "    # Recomputes layers in the backward. Saves 960.00 MiB; a step takes 1.05 times as long."
         in plan_of().to_yaml()
     )

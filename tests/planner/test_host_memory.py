@@ -58,7 +58,7 @@ def test_a_plan_keeps_to_the_host_memory_and_its_run_takes_what_it_tells(room, a
     assert plan.peak_bytes <= BUDGET
     (part,) = plan.best.scheme.parts
     assert part.init_args == {"offload": part.init_args["offload"], **host}
-    assert f", {format_bytes(plan.host_bytes)} of host memory, by a model of time " in plan.to_yaml()
+    assert f", {format_bytes(plan.host_bytes)} of host memory, estimated step time " in plan.to_yaml()
     model, arguments = Counted(), plan.trainer_kwargs()
     trainer = make_trainer(**arguments, max_epochs=1)
     trainer.fit(model)
@@ -74,10 +74,10 @@ def test_a_host_that_has_too_little_for_all_is_told():
         )
     least = format_bytes(16 * NUM)
     assert re.fullmatch(
-        rf"No plan fits {format_bytes(20 * NUM)} of host memory\. The least that was found is {least}, by "
-        rf"FSDPOffloadStrategy\(offload=\w+, master=split\), beside which {least} must stay free\. What helps: "
-        rf"host_memory='{-(-32 * NUM // MIB)}MiB', FSDPOffloadStrategy\(nvme_path='/a/fast/disk'\), which has states "
-        r"on a disk, or perhaps allow='any'\.",
+        rf"No plan fits {format_bytes(20 * NUM)} of host memory\. The minimum found is {least}, with "
+        rf"FSDPOffloadStrategy\(offload=\w+, master=split\), in addition to {least} that must stay free\. What helps: "
+        rf"host_memory='{-(-32 * NUM // MIB)}MiB', FSDPOffloadStrategy\(nvme_path='/a/fast/disk'\), which keeps "
+        r"optimizer state on disk, or perhaps allow='any'\.",
         str(raised.value),
     )
 

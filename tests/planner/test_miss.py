@@ -55,7 +55,7 @@ def test_the_batch_and_the_sequence_that_are_told_fit():
     assert (found.num_devices, found.strategy) == (0, None)  # the host has no other host beside it
     assert 4 <= found.batch_size < 16
     assert 32 <= found.sequence_length < 129
-    message = f"a batch of {found.batch_size} with accumulate_grad_batches, sequences of {found.sequence_length}, or"
+    message = f"batch size {found.batch_size} with accumulate_grad_batches, sequence length {found.sequence_length}, or"
     assert message in str(ways)
     for shape in ((found.batch_size, 129), (16, found.sequence_length)):
         batch = torch.zeros(shape, dtype=torch.int64)
@@ -98,8 +98,7 @@ def test_a_strategy_that_is_told_fits_the_host(room, code, per_weight, monkeypat
 
 def test_where_the_least_has_its_peak_is_told():
     message = str(miss(Wide(), torch.zeros(4, 2048), device="cpu", budget="100MiB"))
-    assert ", in the backward at aten." in message
-    assert "the largest part for 'net." in message
+    assert ", in the backward, mostly for 'net." in message
 
 
 class Line:
@@ -131,11 +130,11 @@ def test_words():
     least = measured(CHECKPOINTING, mib=260, ms=1)
     assert ways_out(least, Exactness.ANY, Ways()) == "What helps: budget='260MiB'."
     assert ways_out(least, Exactness.LOSSLESS, Ways(batch_size=3)) == (
-        "What helps: budget='260MiB', a batch of 3 with accumulate_grad_batches, or perhaps allow='any'."
+        "What helps: budget='260MiB', batch size 3 with accumulate_grad_batches, or perhaps allow='any'."
     )
     assert ways_out(least, Exactness.ANY, Ways(2, WEIGHTS_ON_HOST, 4 * GIB, GIB)) == (
-        "What helps: budget='260MiB', strategy='fsdp_offload' (4.00 GiB of host memory; there are 1.00 GiB: "
-        "with nvme_path= states lie on a disk), or 2 devices with FSDPOffloadStrategy(offload='none')."
+        "What helps: budget='260MiB', strategy='fsdp_offload' (4.00 GiB of host memory; 1.00 GiB is available: "
+        "nvme_path= keeps optimizer state on disk), or 2 devices with FSDPOffloadStrategy(offload='none')."
     )
     split = leaner_on_host(OPTIMIZER_ON_HOST, {"precision": "bf16-mixed"})[0]
     assert ways_out(least, Exactness.ANY, Ways(0, split, 4 * GIB, 5 * GIB)) == (

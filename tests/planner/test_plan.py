@@ -85,7 +85,7 @@ def test_a_budget_may_be_a_share_or_all_of_the_device(budget, num_bytes):
 def test_what_is_being_done_is_told():
     told = []
     plan_memory(make(), TOKENS, device="cpu", on_progress=lambda stage, done: told.append((stage, done)))
-    assert told[0][0] == "a step with as it is"
+    assert told[0][0] == "tracing baseline"
     assert all(0 <= done <= 1 for _, done in told)
 
 
@@ -99,7 +99,7 @@ def test_what_is_being_done_is_told():
         ({"budget": 1.5}, ValueError, "plan_memory(budget) as a share of the device must be above 0 and at most 1"),
         ({"budget": [1]}, TypeError, "plan_memory(budget) must be 'auto', bytes, text such as '20GiB', or a share"),
         ({"devices": 0}, ValueError, "plan_memory(devices)"),
-        ({"trainer": {"colour": 1}}, TypeError, "takes the arguments of Trainer, got 'colour'"),
+        ({"trainer": {"colour": 1}}, TypeError, "takes arguments of Trainer, got 'colour'"),
     ],
 )
 def test_wrong_arguments(arguments, error, message):

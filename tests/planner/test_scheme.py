@@ -37,16 +37,16 @@ trainer:
   strategy:
     class_path: lightning_vram.FSDPOffloadStrategy
     init_args:
-      offload: optimizer  # optimizer: states are on the host; params: weights, too, which saves more and copies more
+      offload: optimizer  # optimizer: its state is on the host; params: weights, too, which saves more and copies more
   callbacks+:
     # Saves much. At a price.
     - class_path: lightning_vram.ActivationCheckpointing
       init_args:
-        budget: 1GiB  # for activations on the device: more recomputes less, and takes as much more memory
+        budget: 1GiB  # for saved activations on the device: a larger budget recomputes less
         layers: auto
     - class_path: lightning_vram.MicroBatching
       init_args:
-        size: 2  # samples at once: fewer take less memory and more time
+        size: 2  # samples at once: fewer need less memory and more time
 """
 
 
@@ -107,14 +107,14 @@ def test_names_are_short():
     assert str(part) == "ActivationCheckpointing(budget=1GiB, remedies=recompute+offload)"
     part = Part("lightning_vram.LeanMixedPrecision", {"precision": "bf16", "recast_in_backward": True, "a": False})
     assert str(part) == "LeanMixedPrecision(precision=bf16, recast_in_backward, a=False)"
-    assert str(Scheme()) == "as it is"
+    assert str(Scheme()) == "baseline"
 
 
 def test_what_a_part_takes_the_place_of_is_taken_out():
     scheme = Scheme((replace(PLUGIN, replaces=("precision",)),))
     assert scheme.to_yaml().splitlines()[:3] == [
         "trainer:",
-        "  precision: null  # LeanMixedPrecision does it",
+        "  precision: null  # replaced by LeanMixedPrecision",
         "  plugins+:",
     ]
     assert list(scheme.trainer_kwargs({"precision": "bf16-mixed", "devices": 1})) == ["devices", "plugins"]

@@ -78,7 +78,7 @@ def test_what_fits_is_left_as_it_is():
     steps = Steps()
     found = found_for(12 * GIB, steps=steps)
     assert found.best is found.plain
-    assert steps.schemes == ["as it is"]
+    assert steps.schemes == ["baseline"]
 
 
 @pytest.mark.parametrize("overhead", [0, 300 * MIB])
@@ -180,7 +180,7 @@ def test_what_is_free_is_enough_or_goes_with_everything_else():
     assert [part.name for part in on_host.parts] == ["FSDPOffloadStrategy", "ActivationCheckpointing"]
     both, steps = {"free": (EARLY_RELEASE, CHUNKED_LOSS)}, StepsWithFree(GIB)
     assert found_for(11 * GIB, steps=steps, **both).best.scheme == Scheme((EARLY_RELEASE,))
-    assert steps.schemes == ["as it is", "EarlyRelease"]
+    assert steps.schemes == ["baseline", "EarlyRelease"]
     assert found_for(10 * GIB, steps=steps, **both).best.scheme == Scheme((EARLY_RELEASE, CHUNKED_LOSS))
     on_host = found_for(2 * GIB, steps=steps, **both).best.scheme  # chunks stay
     assert [part.name for part in on_host.parts] == ["ChunkedLoss", "FSDPOffloadStrategy", "ActivationCheckpointing"]
@@ -311,7 +311,7 @@ ALONE = ["OptimizerInBackward", "MomentsInBF16", "LowBitOptimizer(bits=8)"]
 def test_a_set_is_not_run_where_less_of_it_is_enough_and_goes_without_what_is_refused(budget, refused, asked):
     steps, states = StepsOfStates(refused=refused), remedies_for({}, Exactness.ANY, on_card=False).states
     found = search(steps, Workload(budget * GIB), Remedies(states, checkpoints=False))
-    assert steps.schemes == ["as it is", *asked]
+    assert steps.schemes == ["baseline", *asked]
     assert found.best is not None
 
 
@@ -356,8 +356,8 @@ def test_a_host_that_is_too_small_for_all_is_what_is_told():
     least = found.least_of(workload)
     assert least.host_bytes == 12 * GIB
     assert str(PlanError(least, workload, Exactness.LOSSLESS, Ways())) == (
-        "No plan fits 12.00 GiB of host memory. The least that was found is 12.00 GiB, by FSDPOffloadStrategy("
-        "offload=optimizer, host_state=8bit), beside which 1.00 GiB must stay free. What helps: "
-        "host_memory='13312MiB', FSDPOffloadStrategy(nvme_path='/a/fast/disk'), which has states on a disk, or "
-        "perhaps allow='any'."
+        "No plan fits 12.00 GiB of host memory. The minimum found is 12.00 GiB, with FSDPOffloadStrategy("
+        "offload=optimizer, host_state=8bit), in addition to 1.00 GiB that must stay free. What helps: "
+        "host_memory='13312MiB', FSDPOffloadStrategy(nvme_path='/a/fast/disk'), which keeps optimizer state on disk, "
+        "or perhaps allow='any'."
     )

@@ -8,14 +8,14 @@ from lightning_vram.planner.parts import Exactness, Part
 from lightning_vram.planner.scheme import Scheme
 from lightning_vram.report.plan import ShownPlan
 
-FUSION = Part("lightning_vram.InPlaceFusion", note="cheap operators run again in the backward")
+FUSION = Part("lightning_vram.InPlaceFusion", note="recomputes cheap operators in the backward")
 OFFLOAD = Part("lightning_vram.ActivationOffload")
 CHECKPOINTING = Part("lightning_vram.ActivationCheckpointing")
 IN_PARTS = Part("lightning_vram.MicroBatching", {"size": 2}, exactness=Exactness.LOSSLESS)
 
 
 def checkpointing(budget: str) -> Part:
-    return Part("lightning_vram.ActivationCheckpointing", {"budget": budget}, note="layers run again in the backward")
+    return Part("lightning_vram.ActivationCheckpointing", {"budget": budget}, note="recomputes layers in the backward")
 
 
 def measured(*parts: Part, mib: int, ms: int) -> Measured:

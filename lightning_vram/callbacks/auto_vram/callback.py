@@ -1,4 +1,4 @@
-"""One word for the whole package: what makes a run fit is found before it begins, and put to work."""
+"""Choose the memory optimizations of a run before it starts, and apply them."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -53,46 +53,48 @@ _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_a
 
 
 class AutoVRAM(Callback):
-    """Find what makes a fit fit, at the least cost, and do it.
+    """Choose the fastest configuration of memory optimizations that fits the device, and apply it.
 
-    At the start of ``fit`` steps of this very Trainer run on tensors without memory, with this module and the largest
-    of its first 8 batches: as they are, and with parts of this package. The fastest way that fits is taken, and told
-    in a table. A run that fits as it is stays as it is. Parts that the user has chosen are kept, and planned around.
-    After the fit the Trainer and the module are what they were. A later batch that is larger is told once.
+    At the start of ``fit`` training steps of this Trainer are traced on fake tensors, with this module and the largest
+    of the first 8 batches: first the baseline, then combinations of features of this package. The fastest configuration
+    that fits is applied for the fit, and a table of the configurations tried is logged. A run that fits stays
+    unchanged. Features that the user has configured stay, and the plan is built around them. After the fit Trainer and
+    module are unchanged. A batch that is larger than the planned one causes one warning.
 
-    Where memory runs out in spite of the plan, on one device and with automatic optimization, the state before the
-    step is brought back, the plan is made tighter, and the step runs again.
+    If a step runs out of memory in spite of the plan, on one device and with automatic optimization, the state before
+    the step is restored, the plan is tightened, and the step is repeated.
 
-    Rank zero plans, for the rank with the least room, and all ranks do the same. A strategy cannot be chosen any more
-    when a fit begins: where only ``strategy="fsdp_offload"`` would help, the message says so
-    (:func:`lightning_vram.plan_memory` plans with it). Where nothing can be told (data that cannot be read twice, a
-    step that cannot be traced), the repeated layers are checkpointed from the first step if there is a budget or the
-    device is evidently too small, and on an accelerator PyTorch gets no more than the budget; else the run goes on as
-    it is. On one device a step that runs out of memory runs again then, with checkpointed layers or smaller parts.
+    Rank zero plans for the rank with the least free memory, and all ranks apply the same plan. A callback cannot
+    replace the strategy: if only ``strategy="fsdp_offload"`` would help, the message names it
+    (:func:`lightning_vram.plan_memory` includes strategies). If the step cannot be traced or the data cannot be read
+    twice, repeated layers are checkpointed from the first step, provided that a budget is given or that weights,
+    gradients and optimizer state exceed the device; on an accelerator PyTorch is then limited to the budget. Otherwise
+    the run starts unchanged. On one device a step that runs out of memory is then repeated with checkpointed layers or
+    micro-batches.
 
-    Planning takes 30 s at most, or a tenth of the first epoch; then the fastest way is taken that was found by then.
-    The plan is kept in ``auto_vram/`` of the folder for logs, for the next run of the same model, batch shapes,
-    Trainer, device and versions.
+    Planning stops after 30 s or a tenth of the first epoch, whichever is longer, and the fastest configuration found by
+    then is taken. The plan is saved in ``auto_vram/`` next to the logs, and reused by the next run with the same model,
+    batch shapes, Trainer, device and versions.
 
     Args:
-        budget: What may be needed of the device. ``"auto"``: what it has left when ``fit`` begins. Bytes, as an
-            ``int`` or as ``"20GiB"``, or a share of the device between 0 and 1.
-        allow: ``"exact"``: weights are those of the run as it is, to the bit. ``"lossless"``: in exact arithmetic.
-            ``"any"``: gradients, moments and frozen weights may differ by a bounded error.
-        replan: Whether to plan once more after the first steps, with what they took.
-        run_callbacks: Which of the user's own callbacks planning runs: classes or names of those that change the module
-            or the step. Loggers, checkpoints, progress bars and others are left out.
-        cache: Whether to take a plan that an earlier run has made, and to keep this one. ``False`` leaves the folder
-            alone.
+        budget: Device memory that the run may use: bytes as an ``int`` or as ``"20GiB"``, or a share of the device
+            between 0 and 1. ``"auto"``: the free memory when ``fit`` begins, minus 3 %.
+        allow: How the trained weights compare with the baseline. ``"exact"``: bitwise identical. ``"lossless"``: equal
+            up to floating-point rounding. ``"any"``: approximate; gradients, moments and frozen weights may differ by a
+            bounded error.
+        replan: Whether to correct the plan once, with the measured first steps.
+        run_callbacks: The user's own callbacks that planning runs, by class or name: those that change the module or
+            the step. Loggers, checkpoints, progress bars and other callbacks are skipped.
+        cache: Whether to reuse plans of earlier runs, and to save this one. ``False`` leaves the folder alone.
 
     Raises:
-        TypeError: If an argument has another type than said above.
-        ValueError: If ``budget`` is no size above 0 and no share, or ``allow`` is none of the three.
-        MisconfigurationException: In ``setup``, on all ranks, if nothing fits a budget that was named (without a trace:
-            if the weights alone do not), or if there are several in one trainer.
+        TypeError: If an argument has a wrong type.
+        ValueError: If ``budget`` is neither a size above 0 nor a share, or ``allow`` is unknown.
+        MisconfigurationException: In ``setup``, on all ranks, if no configuration fits a given budget (without a trace:
+            if the weights alone exceed it), or if one Trainer has several.
 
     Attributes:
-        budget_bytes: What there was in the last fit; ``None`` before, and if nobody could plan.
+        budget_bytes: The budget of the last fit, in bytes; ``None`` before the first fit, or if it was not planned.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -130,7 +132,7 @@ class AutoVRAM(Callback):
 
     @property
     def scheme(self) -> Scheme | None:
-        """What is done in the fit that is running; ``None`` between fits."""
+        """The configuration applied in the current fit; ``None`` between fits."""
         return None if self._parts is None else self._parts.scheme
 
     @override
@@ -266,12 +268,12 @@ class AutoVRAM(Callback):
             "repeated layers are checkpointed" if is_checkpointed else "no repeated layers to checkpoint were found"
         ]
         if is_guarded and self._level >= Exactness.LOSSLESS:
-            done.append("a batch that runs out of memory runs again in smaller parts")
+            done.append("a batch that runs out of memory is split into micro-batches")
         if limit is not None:
             if can_limit(device) and limited_share(device) == 1:  # a limit of somebody else's stays
                 self._limit = ProcessLimit(device, limit)
-            how = "nothing enforces" if self._limit is None else "PyTorch gets no more than"
-            done.append(f"{how} {format_bytes(limit)} on {device}")
+            how = "is not enforced" if self._limit is None else "is enforced"
+            done.append(f"the limit of {format_bytes(limit)} on {device} {how}")
         rank_zero_warn(fallback_lines(reason, done))
 
 

@@ -101,7 +101,7 @@ def decide(trainer: pl.Trainer, read: Callable[[], RunningTrainer], room_bytes: 
                 save_plan(path, decision.found, budget_bytes)
         else:
             message = found_message(found, budget_bytes, run.device.name)
-            message += f"\nThe plan is from an earlier run, {path}: cache=False makes a new one."
+            message += f"\nThe plan was reused from an earlier run, {path}: cache=False makes a new one."
             decision = Decision(message, found=found, budget_bytes=budget_bytes)
     except Exception as error:  # a step on tensors without values may fail where the run does not
         return _without_plan(trainer, reason_of(error), budget_bytes, asked)
@@ -113,13 +113,13 @@ def decide(trainer: pl.Trainer, read: Callable[[], RunningTrainer], room_bytes: 
 
 def _plan(trainer: pl.Trainer, run: RunningTrainer, budget_bytes: int, asked: Asked, started: float) -> Decision:
     found, steps, workload, most_seconds = _search(run, budget_bytes, asked, started)
-    most = f"{most_seconds:.0f} s, the most that planning takes (a tenth of the first epoch, at least 30 s)"
+    most = f"{most_seconds:.0f} s, the time limit of planning (a tenth of the first epoch, at least 30 s)"
     if found.best is not None:
         message = found_message(found, budget_bytes, run.device.name)
-        message += f"\nThe fastest of what was tried in {most}." if steps.is_cut else ""
+        message += f"\nIt is the fastest configuration found in {most}." if steps.is_cut else ""
         return Decision(message, found=found, budget_bytes=budget_bytes)
     if steps.is_cut:
-        return _without_plan(trainer, f"nothing that fits was found in {most}", budget_bytes, asked, found)
+        return _without_plan(trainer, f"no configuration that fits was found in {most}", budget_bytes, asked, found)
     here = replace(workload, host_bytes=available_host_bytes())
     ways = find_ways(steps, found, here, has_strategies=steps.may_choose_strategy)
     message = miss_message(found, budget_bytes, run.device.name, asked.level, ways, goes_on=not asked.has_budget)

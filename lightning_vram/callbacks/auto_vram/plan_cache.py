@@ -60,7 +60,7 @@ def _without_harm(path: Path) -> Iterator[None]:
         yield
     except Exception as error:
         text = str(error).partition("\n")[0]
-        rank_zero_info(f"{NAME}: plans of earlier runs are not used, {path}: {type(error).__name__}: {text}.")
+        rank_zero_info(f"{NAME}: cached plans are not used, {path}: {type(error).__name__}: {text}.")
 
 
 def load_plan(path: Path | None, budget_bytes: int) -> Found | None:
@@ -96,7 +96,7 @@ def _read_measured(saved: dict[str, Any]) -> Measured:
 
 def _read_part(saved: dict[str, Any]) -> Part:
     if not saved["class_path"].startswith(_OURS):  # a file of plans runs no code of others
-        raise ValueError(f"{saved['class_path']!r} is no class of lightning_vram")
+        raise ValueError(f"{saved['class_path']!r} is not a class of lightning_vram")
     return Part(**{**saved, "exactness": Exactness(saved["exactness"]), "replaces": tuple(saved["replaces"])})
 
 

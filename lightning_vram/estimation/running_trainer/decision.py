@@ -89,7 +89,7 @@ def _read(
 ) -> RunningTrainer:
     device = trainer.strategy.root_device
     if not rooms:
-        raise ValueError(f"device '{device}' does not tell what it has left")
+        raise ValueError(f"device '{device}' does not report its free memory")
     shared = notes_of_run(trainer)
     if not shared:
         with isolated(is_connected=True):  # samplers may ask for the rank
@@ -168,7 +168,7 @@ def _another(strategy: Strategy) -> Strategy | str:
         return DDPStrategy(**copy.deepcopy(ddp_arguments(strategy)))
     if isinstance(strategy, ModelParallelStrategy):
         return ModelParallelStrategy(**mesh_sizes(strategy))
-    raise ValueError(f"{type(strategy).__name__} is not known to it")
+    raise ValueError(f"{type(strategy).__name__} is not supported")
 
 
 def _determinism() -> bool | str:

@@ -118,7 +118,7 @@ def _copy(iterable: Any) -> Any:
         return copy.deepcopy(iterable)
     except Exception as error:  # theirs can raise anything
         kind = type(iterable).__name__
-        raise ValueError(f"reading from {kind} would take a batch away from the run, and it has no copy") from error
+        raise ValueError(f"reading {kind} would consume a batch of the run, and it cannot be copied") from error
 
 
 def _generators_of(dataset: Any) -> list[Any]:

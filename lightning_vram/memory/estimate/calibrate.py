@@ -111,8 +111,8 @@ def _measure_context(device: torch.device) -> int:
     context_bytes = int(total_bytes - free_bytes - read_allocator(device).reserved_bytes)
     if context_bytes > _MOST_CONTEXT:
         raise RuntimeError(
-            f"{format_bytes(context_bytes)} of the card are used beside this process's tensors, more than a driver "
-            "takes. Calibrate while nobody else is on it."
+            f"{format_bytes(context_bytes)} of GPU memory are used outside of this process's tensors, more than a "
+            "driver needs. Calibrate while no other process uses the GPU."
         )
     return max(context_bytes, 0)
 

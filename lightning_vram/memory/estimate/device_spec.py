@@ -13,21 +13,21 @@ _FORMAT = 1  # of the file
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A card, as its makers or ``lightning-vram calibrate`` describe it.
+    """Properties of a GPU, from its maker or measured by ``lightning-vram calibrate``.
 
     Args:
-        name: Of the card.
-        memory_bytes: That the driver says it has.
-        memory_source: Who says so.
-        bandwidth_bytes_per_s: Of its memory.
+        name: Name of the GPU.
+        memory_bytes: Memory that the driver reports.
+        memory_source: Source of ``memory_bytes``.
+        bandwidth_bytes_per_s: Memory bandwidth.
         flops_per_s: Dense operations per second by format: ``"fp32"``, ``"tf32"``, ``"fp16"``, ``"bf16"``, ``"int8"``,
-            ``"fp8"``; sums in float32, as PyTorch has them. What the card lacks is not there.
-        bus_bytes_per_s: Between host and card, one way.
-        capability: Compute capability; ``None`` on cards that have none, or if it is not known.
-        num_multiprocessors: Or what its maker calls them.
-        context_bytes: Measured: what the driver keeps for a process. ``None`` takes it from ``workspaces.py``.
-        workspace_bytes: Measured: what cuBLAS takes for one handle. ``None`` takes it from ``workspaces.py``.
-        is_workspace_kept: Measured: whether cuBLAS keeps that. ``None`` takes it from ``workspaces.py``.
+            ``"fp8"``; sums in float32, as in PyTorch. Formats that the GPU does not support are left out.
+        bus_bytes_per_s: PCIe bandwidth between host and GPU in one direction.
+        capability: CUDA compute capability; ``None`` for other GPUs, or if unknown.
+        num_multiprocessors: Number of multiprocessors (compute units).
+        context_bytes: Measured memory of the CUDA context. ``None``: a default for the GPU.
+        workspace_bytes: Measured cuBLAS workspace of one handle. ``None``: a default for the GPU.
+        is_workspace_kept: Whether cuBLAS keeps that workspace, measured. ``None``: a default for the GPU.
 
     Raises:
         TypeError: If ``memory_bytes`` is not an ``int``.

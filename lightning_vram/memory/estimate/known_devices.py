@@ -43,7 +43,7 @@ def find_device(name: str) -> DeviceSpec:
     found = _names().get(_short(name))
     if found is None:
         raise ValueError(
-            f"device {name!r} is not known. Known are {', '.join(_close_to(name))}. Describe another one: "
+            f"device {name!r} is unknown. Known are {', '.join(_close_to(name))}. Describe another one: "
             "DeviceSpec(name=..., memory_bytes=...), --device NAME --device_memory 24GiB, or the file that "
             "`lightning-vram calibrate -o thisgpu.json` writes on it."
         )
@@ -64,7 +64,7 @@ def describe_this_device() -> DeviceSpec:
     """
     kind = current_kind()
     if not has_statistics(kind):
-        raise RuntimeError("there is no accelerator here that tells of its memory. Name a card instead: rtx4090.")
+        raise RuntimeError("no GPU that reports its memory was found. Name a device instead, such as rtx4090.")
     module = torch.get_device_module(kind)
     name, memory_bytes = module.get_device_name(), module.mem_get_info()[1]
     properties = module.get_device_properties(module.current_device())

@@ -1,4 +1,4 @@
-"""What an estimate says: numbers only, frozen. Tables and pictures are made of them elsewhere."""
+"""The numbers of an estimate, frozen. Tables and pictures are made from them elsewhere."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,17 +11,17 @@ TRAIN = "train"
 
 @dataclass(frozen=True)
 class StageEstimate:
-    """One batch of training (with its optimizer step) or of validation, on one rank.
+    """Memory of one training batch (with its optimizer step) or one validation batch, on one rank.
 
     Args:
-        timeline: Every change of live bytes; its sums are over the estimated device.
-        allocated_bytes: Peak of ``max_memory_allocated``: live bytes rounded as the allocator does, and workspaces.
-        reserved_bytes: Peak of ``max_memory_reserved``: what the allocator takes from the driver.
-        expandable_reserved_bytes: The same with ``expandable_segments:True``.
-        workspace_bytes: Of these, what libraries (cuBLAS, cuDNN) take beside tensors.
-        host_bytes: Most bytes in host tensors at once; 0 if the device is the host.
-        pinned_bytes: Of these, page-locked.
-        first_event: Index of the timeline's first event of the stage itself; those before are what was there already.
+        timeline: Every change of live bytes on the estimated device.
+        allocated_bytes: Peak of ``max_memory_allocated``: live bytes, rounded as the allocator does, and workspaces.
+        reserved_bytes: Peak of ``max_memory_reserved``: bytes that the allocator requests from the driver.
+        expandable_reserved_bytes: Peak of reserved bytes with ``expandable_segments:True``.
+        workspace_bytes: Workspaces of libraries (cuBLAS, cuDNN), included in the allocated bytes.
+        host_bytes: Peak bytes of host tensors; 0 if the device is the host.
+        pinned_bytes: Peak bytes of pinned host tensors, included in ``host_bytes``.
+        first_event: Index of the first timeline event of the stage; earlier events are tensors that existed before.
     """
 
     timeline: MemoryTimeline = field(repr=False)  # thousands of events
@@ -42,21 +42,21 @@ def _most(name: str) -> int:  # for type checkers: a property
 class MemoryEstimate:
     """Whether a run fits a device, and what uses its memory: bytes of one rank.
 
-    What the process must have in all (:attr:`allocated_bytes`,
-    :attr:`reserved_bytes`, :attr:`needed_bytes`, :attr:`host_bytes`, :attr:`pinned_bytes`) is the most over all stages.
+    :attr:`allocated_bytes`, :attr:`reserved_bytes`, :attr:`needed_bytes`, :attr:`host_bytes` and :attr:`pinned_bytes`
+    are maxima over all stages.
 
     Args:
-        device: What it is held against.
-        stages: ``"train"``, ``"validation"``: at least one. What is said of the peak is
-            said of training, else of the first.
+        device: Device that the estimate is compared with.
+        stages: Estimates by stage, at least one of ``"train"`` and ``"validation"``. Properties of the peak describe
+            the training step if there is one.
         batch_size: Samples of the estimated batch on each rank.
-        max_batch_size: Largest that fits; ``None`` if it is not known, 0 if none does.
-        batch_size_refusal: What the model raises with one sample more, in one line; empty if memory is the limit.
-        max_sequence_length: Longest that fits at this batch size; ``None`` if it is not known, or there is none.
-        sequence_length_refusal: What the model raises with one token more, in one line; empty if memory is the limit.
+        max_batch_size: Largest batch size that fits; ``None`` if unknown, 0 if no batch fits.
+        batch_size_refusal: Error of the model with a larger batch, in one line; empty if memory is the limit.
+        max_sequence_length: Longest sequence that fits at this batch size; ``None`` if unknown or not applicable.
+        sequence_length_refusal: Error of the model with a longer sequence, in one line; empty if memory is the limit.
         world_size: Number of ranks.
-        context_bytes: What the driver takes for the process before the first tensor.
-        notes: What a reader must know, a sentence each.
+        context_bytes: Memory that the driver needs for the process (CUDA context).
+        notes: Limits of this estimate, one sentence each.
     """
 
     device: DeviceSpec
@@ -77,12 +77,12 @@ class MemoryEstimate:
 
     @property
     def needed_bytes(self) -> int:
-        """What the process takes of the device: reserved bytes and context."""
+        """Device memory that the process needs: reserved bytes plus CUDA context."""
         return self.reserved_bytes + self.context_bytes
 
     @property
     def main_stage(self) -> StageEstimate:
-        """That of a training step, else the first."""
+        """The estimate of a training step if there is one, otherwise of the first stage."""
         return self.stages.get(TRAIN) or next(iter(self.stages.values()))
 
     @property
@@ -92,12 +92,12 @@ class MemoryEstimate:
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes of tensors alive at once, as ``track_memory`` counts them."""
+        """Peak bytes of live tensors, as ``track_memory`` counts them."""
         return self.timeline.peak_bytes
 
     @property
     def peak_op(self) -> str:
-        """Operator whose result made the peak."""
+        """Operator whose result caused the peak."""
         return self.timeline.peak_op
 
     @property
@@ -112,23 +112,23 @@ class MemoryEstimate:
 
     @property
     def by_phase(self) -> Mapping[Phase, int]:
-        """Most bytes alive at once during each phase."""
+        """Peak bytes of live tensors during each phase."""
         return self.timeline.peak_by_phase
 
     allocated_bytes = _most("allocated_bytes")
-    """Most bytes that the allocator hands out at once."""
+    """Peak bytes that the allocator has allocated."""
 
     reserved_bytes = _most("reserved_bytes")
-    """Most bytes that the allocator takes from the driver."""
+    """Peak bytes that the allocator has reserved from the driver."""
 
     expandable_reserved_bytes = _most("expandable_reserved_bytes")
-    """The same with ``expandable_segments:True``."""
+    """Peak reserved bytes with ``expandable_segments:True``."""
 
     workspace_bytes = _most("workspace_bytes")
-    """Most bytes that libraries take beside tensors."""
+    """Peak bytes of library workspaces."""
 
     host_bytes = _most("host_bytes")
-    """Most bytes in host tensors at once."""
+    """Peak bytes of host tensors."""
 
     pinned_bytes = _most("pinned_bytes")
-    """Most bytes in page-locked host tensors at once."""
+    """Peak bytes of pinned host tensors."""

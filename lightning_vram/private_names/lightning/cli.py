@@ -3,7 +3,7 @@
 * ``lightning.pytorch.cli.LightningCLI._get``: an argument of the subcommand | 2.6 -
   | the command ``lightning-vram fit`` fails
 * ``lightning.pytorch.cli.LightningCLI._prepare_subcommand_kwargs``: arguments of ``trainer.fit`` | 2.6 -
-  | ``compare_with_plain`` fails
+  | ``compare_with_baseline`` fails
 """
 
 from typing import Any

@@ -32,15 +32,15 @@ class ShownEstimate(MemoryEstimate):
         return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the training step: what is alive, stacked, under the device's limit.
+        """Draw the memory of the training step by category, with the device's limit.
 
         Args:
-            path: File to write. Its ending says what: a picture by matplotlib (``.png``, ``.svg``, ``.pdf``), or a
-                page (``.html``) in one file, with the values at the pointer and the tables.
+            path: File to write: a picture by matplotlib (``.png``, ``.svg``, ``.pdf``), or an interactive page
+                (``.html``) in one file, with tables.
 
         Raises:
-            ValueError: If the ending is another, or no tensor was on the device.
-            ModuleNotFoundError: If a picture is wanted and matplotlib is not installed.
+            ValueError: If the file has another ending, or no tensor was on the device.
+            ModuleNotFoundError: If matplotlib is needed and not installed.
         """
         file = Path(path)
         check_plot_path(file)

@@ -31,13 +31,13 @@ class ShownPlan(MemoryPlan):
         return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw what was tried by memory and time, with the budget.
+        """Draw memory against step time of the configurations tried, with the budget.
 
         Args:
             path: File to write: a picture by matplotlib (``.png``, ``.svg``, ``.pdf``).
 
         Raises:
-            ValueError: If the ending is another.
+            ValueError: If the file has another ending.
             ModuleNotFoundError: If matplotlib is not installed.
         """
         check_picture_path(Path(path))

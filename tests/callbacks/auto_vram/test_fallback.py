@@ -18,7 +18,7 @@ from lightning_vram.memory.units import KIB
 from lightning_vram.private_names.torch.fakes import UNKNOWN_VALUES, UnsupportedOperatorException
 
 WIDTH = 32
-SECOND_LINE = r"\nThe run goes on without a plan: {}, nothing enforces {} on cpu\.$"
+SECOND_LINE = r"\nThe run continues without a plan: {}, the limit of {} on cpu is not enforced\.$"
 
 
 class Block(nn.Sequential):
@@ -77,7 +77,8 @@ def test_with_a_budget_repeated_layers_are_checkpointed_from_the_first_step(make
         r"AutoVRAM cannot plan this run: RuntimeError: secret: not today \(test_fallback\.py:\d+\)\.", first
     )
     assert second == (
-        "The run goes on without a plan: repeated layers are checkpointed, nothing enforces 20.00 KiB on cpu."
+        "The run continues without a plan: repeated layers are checkpointed, the limit of 20.00 KiB on cpu is not "
+        "enforced."
     )
     assert look.kinds == ["AutoVRAM", "Look", "ActivationCheckpointing"]
     plain, _ = fit(make_trainer, strategy=strategy, devices=1)
@@ -89,7 +90,7 @@ def test_without_a_budget_and_with_room_to_spare_nothing_changes(make_trainer):
     look = Look()
     _, said = fit(make_trainer, AutoVRAM(), look)
     (message,) = said
-    assert message.endswith("The run goes on as it is.")
+    assert message.endswith("The run starts unchanged.")
     assert look.kinds == ["AutoVRAM", "Look"]
 
 
@@ -97,14 +98,14 @@ def test_a_device_that_is_too_small_for_weights_gradients_and_moments_needs_no_b
     available = 20 * KIB  # beside the weights, of which 4 times 12.4 is needed
     monkeypatch.setattr("lightning_vram.estimation.running_trainer.limit.available_host_bytes", lambda: available)
     _, said = fit(make_trainer, AutoVRAM())
-    assert said[0].endswith("\nThe run goes on without a plan: repeated layers are checkpointed.")
+    assert said[0].endswith("\nThe run continues without a plan: repeated layers are checkpointed.")
 
 
 def test_weights_that_exceed_the_budget_are_an_error(make_trainer):
     with pytest.raises(
         MisconfigurationException,
-        match=r"^AutoVRAM: nothing fits 12\.00 KiB, the weights alone are 12\.38 KiB\. Give a larger budget, or use "
-        r"strategy='fsdp_offload'\. The step could not be traced: RuntimeError: secret",
+        match=r"^AutoVRAM: the weights alone need 12\.38 KiB, more than the budget of 12\.00 KiB\. Give a larger "
+        r"budget, or use strategy='fsdp_offload'\. The step could not be traced: RuntimeError: secret",
     ):
         fit(make_trainer, AutoVRAM("12KiB"))
     fit(make_trainer, AutoVRAM("12KiB"), precision="bf16-true")  # they take half of it
@@ -166,7 +167,7 @@ def test_data_that_cannot_be_read_twice_are_a_reason(make_trainer):
     batches = (batch for batch in [torch.ones(4, WIDTH)])
     with pytest.warns(
         UserWarning,
-        match=r"ValueError: reading from generator would take a batch away from the run, and it has no copy\.\n",
+        match=r"ValueError: reading generator would consume a batch of the run, and it cannot be copied\.\n",
     ):
         make_trainer(callbacks=[AutoVRAM("20KiB")], max_epochs=1).fit(module, batches)
 
@@ -180,7 +181,7 @@ def test_reasons_are_words_that_a_user_can_act_on():
     assert reason_of(RuntimeError("The tensor has elements, but its data is not allocated yet.")) == values
     assert reason_of(MemoryError()) == "planning ran out of host memory"
     assert reason_of(UnsupportedOperatorException(add)) == (
-        "the step uses an operator that does not run on tensors without values (add)"
+        "the step uses an operator that does not run on fake tensors (add)"
     )
     assert reason_of(UnsupportedOperatorException(own._opoverload)) == (
         "the operator auto_vram_test.mine.default has no fake kernel; torch.library.register_fake gives it one"

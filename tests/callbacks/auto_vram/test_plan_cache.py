@@ -71,7 +71,7 @@ def test_the_next_run_takes_the_plan_and_traces_nothing(fit, monkeypatch, tmp_pa
     packed, again, said = fit(budget)
     assert again == scheme
     assert ("EarlyRelease" in scheme) == (budget == TIGHT)
-    assert f"\nThe plan is from an earlier run, {path}: cache=False makes a new one." in said
+    assert f"\nThe plan was reused from an earlier run, {path}: cache=False makes a new one." in said
     assert_equal_weights(plain, packed)
 
 
@@ -98,9 +98,9 @@ def test_a_file_that_is_no_plan_is_ignored_in_one_line(fit, tmp_path, text):
     good = path.read_bytes()
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     _, scheme, said = fit(WIDE)
-    assert scheme == "as it is"
+    assert scheme == "baseline"
     (line,) = (line for line in said.splitlines() if "are not used" in line)
-    assert line.startswith(f"AutoVRAM: plans of earlier runs are not used, {path}: ")
+    assert line.startswith(f"AutoVRAM: cached plans are not used, {path}: ")
     assert path.read_bytes() == good
 
 
@@ -110,14 +110,14 @@ def test_a_plan_runs_no_code_of_others(tmp_path, caplog):
     save_plan(path, Found(tried()[0], tried()[0], tried()), 4 * GIB)
     path.write_text(path.read_text().replace("lightning_vram.MicroBatching", "os.system"))
     assert load_plan(path, 4 * GIB) is None
-    assert caplog.messages[-1].endswith(f"{path}: ValueError: 'os.system' is no class of lightning_vram.")
+    assert caplog.messages[-1].endswith(f"{path}: ValueError: 'os.system' is not a class of lightning_vram.")
 
 
 def test_a_folder_that_cannot_be_written_to_is_told_and_the_run_goes_on(fit, tmp_path):
     (tmp_path / "auto_vram").write_text("a file")
     _, scheme, said = fit(WIDE)
-    assert scheme == "as it is"
-    assert f"AutoVRAM: plans of earlier runs are not used, {tmp_path / 'auto_vram'}" in said
+    assert scheme == "baseline"
+    assert f"AutoVRAM: cached plans are not used, {tmp_path / 'auto_vram'}" in said
 
 
 def test_a_module_that_cannot_be_described_is_planned_without_a_cache(fit, tmp_path):
@@ -133,7 +133,7 @@ def test_a_module_that_cannot_be_described_is_planned_without_a_cache(fit, tmp_p
                 raise ZeroDivisionError
 
     _, scheme, said = fit(WIDE, model=Odd)
-    assert scheme == "as it is"
+    assert scheme == "baseline"
     assert f"are not used, {tmp_path / 'auto_vram'}: " in said
 
 

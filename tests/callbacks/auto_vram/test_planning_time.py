@@ -56,8 +56,8 @@ def test_when_time_is_up_the_fastest_that_was_found_is_taken(make_trainer, slow_
     packed = fit(make_trainer, auto, stages)
     (line,) = (record.getMessage() for record in caplog.records if "AutoVRAM: a step needs" in record.getMessage())
     assert line.endswith(
-        "\nThe fastest of what was tried in 30 s, the most that planning takes (a tenth of the first epoch, at least "
-        "30 s)."
+        "\nIt is the fastest configuration found in 30 s, the time limit of planning (a tenth of the first epoch, at "
+        "least 30 s)."
     )
     assert stages.num_tried <= 4
     assert_equal_weights(fit(make_trainer), packed)
@@ -67,11 +67,11 @@ def test_when_nothing_fits_by_then_layers_are_checkpointed(make_trainer, slow_cl
     auto = AutoVRAM(int(0.5 * PLAIN_BYTES))
     stages = Stages(auto)
     with pytest.warns(
-        UserWarning, match=r"^AutoVRAM cannot plan this run: nothing that fits was found in 30 s, "
+        UserWarning, match=r"^AutoVRAM cannot plan this run: no configuration that fits was found in 30 s, "
     ) as seen:
         packed = fit(make_trainer, auto, stages)
     (message,) = (str(one.message) for one in seen if "AutoVRAM" in str(one.message))
-    assert re.search(r"\nThe run goes on without a plan: repeated layers are checkpointed, nothing enforces", message)
+    assert re.search(r"\nThe run continues without a plan: repeated layers are checkpointed, the limit of", message)
     assert stages.scheme.endswith(" + ActivationCheckpointing")
     assert_equal_weights(fit(make_trainer), packed)
 
@@ -143,5 +143,5 @@ def test_progress_is_shown_where_the_trainer_shows_some(make_trainer, monkeypatc
 
     monkeypatch.setattr(callback, "ProgressDisplay", Display)
     fit(make_trainer, AutoVRAM("1GiB"), enable_progress_bar=shows)
-    assert stages[:-1] == ["a step with as it is"] * shows
+    assert stages[:-1] == ["tracing baseline"] * shows
     assert stages[-1:] == ["end"] * shows

@@ -74,8 +74,8 @@ def test_the_run_sees_the_same_data_and_random_numbers(data, make_trainer):
 
 def test_what_can_be_read_once_is_not_read(make_trainer):
     message = (
-        "MemoryBudget cannot estimate whether the run fits: ValueError: reading from Once would take a batch "
-        "away from the run, and it has no copy. Training continues."
+        "MemoryBudget cannot estimate whether the run fits: ValueError: reading Once would consume a batch of the run, "
+        "and it cannot be copied. Training continues."
     )
     with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
         fit(make_trainer, [MemoryBudget()], lambda: DataLoader(Once(), batch_size=4), max_epochs=1)

@@ -46,7 +46,7 @@ def play_products(monkeypatch, *, kept, peak):
 
 def test_without_an_accelerator_it_says_so(monkeypatch):
     monkeypatch.setattr("lightning_vram.memory.estimate.known_devices.current_kind", lambda: "cpu")
-    with pytest.raises(RuntimeError, match="there is no accelerator here that tells of its memory"):
+    with pytest.raises(RuntimeError, match="no GPU that reports its memory was found"):
         calibrate()
 
 
@@ -85,8 +85,8 @@ def test_the_context_is_what_is_used_and_not_reserved(monkeypatch):
 def test_other_processes_on_the_card_are_an_error(monkeypatch):
     play_driver(monkeypatch, used=5 * GIB, reserved=GIB)
     expected = (
-        "4.00 GiB of the card are used beside this process's tensors, more than a driver takes. Calibrate while nobody "
-        "else is on it."
+        "4.00 GiB of GPU memory are used outside of this process's tensors, more than a driver needs. Calibrate while "
+        "no other process uses the GPU."
     )
     with pytest.raises(RuntimeError, match=f"^{re.escape(expected)}$"):
         room._measure_context(CPU)

@@ -44,7 +44,7 @@ def test_a_card_is_found_however_it_is_written(written, name):
 
 def test_an_unknown_card_is_told_apart_from_those_close_to_it():
     expected = (
-        "device 'a100' is not known. Known are A100 40GB, A100 SXM 40GB, A100 80GB, A100 SXM 80GB. Describe another "
+        "device 'a100' is unknown. Known are A100 40GB, A100 SXM 40GB, A100 80GB, A100 SXM 80GB. Describe another "
         "one: DeviceSpec(name=..., memory_bytes=...), --device NAME --device_memory 24GiB, or the file that "
         "`lightning-vram calibrate -o thisgpu.json` writes on it."
     )
@@ -161,6 +161,6 @@ def test_the_accelerator_at_hand_is_described_by_its_driver(monkeypatch):
 
 def test_without_an_accelerator_there_is_nothing_to_describe(monkeypatch):
     monkeypatch.setattr(room, "current_kind", lambda: "cpu")
-    message = "there is no accelerator here that tells of its memory. Name a card instead: rtx4090."
+    message = "no GPU that reports its memory was found. Name a device instead, such as rtx4090."
     with pytest.raises(RuntimeError, match=re.escape(message)):
         describe_this_device()

@@ -12,7 +12,7 @@ TABLE = """\
 Fits with this plan: 1.99 GiB of 2.00 GiB on H100, 1.15x the step time
 
    features                                                   memory  of budget  step time  results
-1  as it is                                                 3.91 GiB     195.3%      1.00x  exact
+1  baseline                                                 3.91 GiB     195.3%      1.00x  exact
 2  InPlaceFusion                                            2.93 GiB     146.5%      1.10x  exact
 3  the plan: InPlaceFusion +                                1.99 GiB      99.6%      1.15x  exact
    ActivationCheckpointing(budget=950MiB)

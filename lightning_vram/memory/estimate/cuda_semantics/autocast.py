@@ -177,7 +177,7 @@ def autocast_lists(header: Path = _HEADER) -> dict[str, Cast]:
         lists = {}
     if not lists or not all(lists.values()):
         raise RuntimeError(
-            f"what autocast does on CUDA cannot be read from {header.name} of torch {torch.__version__}; "
+            f"the rules of autocast on CUDA cannot be read from {header.name} of torch {torch.__version__}; "
             "install torch with its headers, or estimate without autocast."
         )
     return {name: cast for cast, names in lists.items() for name in names} | _BESIDE_THE_LISTS

@@ -22,7 +22,7 @@ from lightning_vram.private_names.torch.trees import tensors_in
 
 _Way = Callable[[Any, dict[str, Any]], Any]
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-_RECURRENT_NOTE = "nn.LSTM, nn.GRU or nn.RNN: what cuDNN keeps for the backward is an estimate."
+_RECURRENT_NOTE = "nn.LSTM, nn.GRU, nn.RNN: memory that cuDNN saves for backward is a rough estimate."
 _VECTORS_PER_STEP = {"lstm": 5, "gru": 6, "rnn_tanh": 1, "rnn_relu": 1}
 _RECURRENT = tuple(f"aten::{name}.{form}" for name in _VECTORS_PER_STEP for form in ("input", "data"))
 # Made of others, some of which autocast casts. Without autograd a dispatch mode would see them whole, where it is late.

@@ -214,7 +214,7 @@ class KnownValues(UnwrappedMode):
 
     def _guess(self) -> float:
         self._reads.want()
-        self.guesses["The step asks for numbers that depend on the data: they were taken for 1."] = None
+        self.guesses["The step reads numbers that depend on the data. Each was taken to be 1."] = None
         return _UNKNOWN
 
     def _are_equal(self, tensors: list[Tensor]) -> bool:
@@ -223,7 +223,7 @@ class KnownValues(UnwrappedMode):
             if read is not None:
                 return bool(read.answer)
             self._reads.want()
-            self.guesses["The step compares tensors by their values: they were taken for equal."] = None
+            self.guesses["The step compares tensors by value. They were taken to be equal."] = None
             return True
         with without_dispatch():  # such as states of random generators
             return torch.equal(*tensors)

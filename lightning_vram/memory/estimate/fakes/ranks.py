@@ -19,7 +19,7 @@ def fake_ranks(num_ranks: int) -> Iterator[None]:
         RuntimeError: If this process is connected to others already.
     """
     if dist.is_initialized():
-        raise RuntimeError("estimate_memory makes ranks of its own, and this process is connected to others already.")
+        raise RuntimeError("estimate_memory simulates ranks, but torch.distributed is already initialized here.")
     with ExitStack() as stack:
         backends = dist.Backend.default_device_backend_map
         backends[KIND] = BACKEND

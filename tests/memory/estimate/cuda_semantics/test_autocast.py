@@ -54,7 +54,7 @@ def test_a_header_that_is_not_as_it_was_is_an_error(tmp_path, text):
     if text is not None:
         header.write_text(text)
     with pytest.raises(
-        RuntimeError, match=r"^what autocast does on CUDA cannot be read from autocast_mode.h of torch "
+        RuntimeError, match=r"^the rules of autocast on CUDA cannot be read from autocast_mode.h of torch "
     ):
         autocast_lists(header)
 

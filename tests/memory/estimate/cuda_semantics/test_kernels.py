@@ -60,7 +60,7 @@ def test_recurrent_layers_keep_results_ends_and_cudnns_reserve(card, kind, num_l
     assert saved_bytes(lambda: layers(x)) == 4 * numbers
     layers(x)[0].sum().backward()
     assert layers.weight_hh_l0.grad.shape == layers.weight_hh_l0.shape
-    assert list(notes) == ["nn.LSTM, nn.GRU or nn.RNN: what cuDNN keeps for the backward is an estimate."]
+    assert list(notes) == ["nn.LSTM, nn.GRU, nn.RNN: memory that cuDNN saves for backward is a rough estimate."]
 
 
 def test_recurrent_layers_under_autocast_keep_a_cast_of_all_weights(card):

@@ -47,13 +47,13 @@ def test_a_float_that_depends_on_data_is_one_and_that_is_said(device):
     loss = nn.Linear(3, 1)(torch.randn(2, 3)).mean()
     assert loss.item() == 1
     assert list(device.guesses) == [
-        "The step asks for numbers that depend on the data: they were taken for 1.",
+        "The step reads numbers that depend on the data. Each was taken to be 1.",
     ]
 
 
 def test_tensors_are_said_to_be_equal_and_that_is_said(device):
     assert torch.equal(torch.randn(3, device=CARD), torch.randn(3, device=CARD))
-    assert list(device.guesses) == ["The step compares tensors by their values: they were taken for equal."]
+    assert list(device.guesses) == ["The step compares tensors by value. They were taken to be equal."]
 
 
 def test_an_integer_that_depends_on_data_is_refused(device):
