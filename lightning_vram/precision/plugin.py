@@ -1,4 +1,4 @@
-"""Train in 16 bit where that is enough: right about scaled gradients, and with less memory."""
+"""Mixed-precision training in less memory, with correctly unscaled gradients."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -42,61 +42,61 @@ _OVERWRITTEN = "modified by an inplace operation", "BFloat16Type"  # in an error
 
 
 class LeanMixedPrecision(ScaledPrecision):
-    """Compute in bfloat16 or float16 where that is enough, and keep the rest in float32.
+    """Train in bfloat16 or float16 mixed precision, in less memory than ``Trainer(precision="bf16-mixed")``.
 
-    Without further arguments results are those of ``Trainer(precision="bf16-mixed")`` or ``"16-mixed"`` to the bit,
-    where Lightning's are right. Different from there:
+    Without further arguments results are bitwise those of ``"bf16-mixed"`` or ``"16-mixed"``, with these fixes:
 
     - Gradients are unscaled before ``on_before_optimizer_step``, before automatic clipping, and before
       ``self.clip_gradients`` of manual optimization (https://github.com/Lightning-AI/pytorch-lightning/issues/18089).
-    - Optimizers that are ``fused=True`` may be clipped.
-    - Optimizers that step after one backward see one loss scale, which moves before the next one; gradients that are
-      kept for a later step move with it. It does not matter whether the user's code calls the scaler itself.
-    - A step whose gradients overflowed is skipped on all ranks, counted, logged (``vram/overflow_steps``,
-      ``vram/loss_scale``), and the learning rate waits for the next one.
+    - ``fused=True`` optimizers may be clipped.
+    - Optimizers that step after one backward share one loss scale, which changes before the next backward. Gradients kept
+      for a later step are rescaled with it, also if your code calls the scaler itself.
+    - A step whose gradients overflow is skipped on all ranks and logged (``vram/overflow_steps``, ``vram/loss_scale``).
+      Learning rate schedulers do not count it.
     - Neither the backward nor the optimizer runs under autocast, in manual optimization either.
-    - A weight that the first step used several times is cast once in each, as long as that copy is alive anyway.
+    - A weight that one step uses several times is cast once per step instead of once per use.
 
-    With ``parameters="bf16+..."`` weights are in bfloat16 during a fit, but those of ``fp32_modules`` and of norms;
-    checkpoints and the module after the fit hold what the optimizer knows of them, in the type that they had. So a
-    checkpoint can be resumed with other ``parameters`` or without this plugin. Parameters that are frozen are in
-    bfloat16, too. Gradients are in bfloat16, also while they are accumulated. A hook that calls the module, or a direct
-    part of it, gets what a step computes, in float32.
+    With ``parameters="bf16+..."`` weights and gradients are bfloat16 during a fit, frozen weights included; norms and
+    ``fp32_modules`` stay float32. Checkpoints, and the module after the fit, hold full-precision weights in the dtype
+    that the module had, so a run can be resumed with other ``parameters`` or without this plugin. Gradients are also
+    accumulated in bfloat16. A hook that calls the module or a direct child gets float32 results.
 
     Args:
-        precision: ``"bf16"``, ``"fp16"`` with a dynamic loss scale, or ``"auto"``: bf16 where the hardware computes in
-            it, else fp16.
-        fp32_modules: Modules that run in float32: class names, module names, globs over module names, or classes, as
-            for ``ActivationCheckpointing(layers)``. What comes in is cast to float32, what goes out back to 16 bit;
-            scalars, such as losses, stay.
-        low_precision_norms: Keep outputs of layer and RMS norms in 16 bit, which autocast makes float32. They are
-            computed in float32 inside. Changes results by roundings.
-        recast_in_backward: Keep no 16-bit copy of a weight for the backward, but make it again there. Linear layers,
-            convolutions and ``nn.MultiheadAttention``; the same gradients to the bit.
-        parameters: How parameters are kept, all with an optimizer that steps in float32. ``"fp32"``; ``"bf16+master"``:
-            bfloat16, and in float32 for the optimizer; ``"bf16+split"``: bfloat16, and the 16 bits it lacks, exact as
-            well (of a half between two, the forward sees the one away from zero, where master and autocast take the
-            even one); ``"bf16+kahan"``: with a bfloat16 remainder; ``"bf16+stochastic"``: rounded at random, without
-            one. The last two keep states of the optimizer in bfloat16. Bytes per parameter: see the README beside.
-        check_updates: Log ``vram/lost_updates``: the share of updates, where logs are due, that leave weights as they
-            are kept. For ``"bf16+kahan"`` and ``"bf16+stochastic"``, which is right on average; the others lose none.
-        hold_lr_on_overflow: Schedules that go by steps do not count those that were skipped (automatic optimization).
-        max_consecutive_overflows: So many skipped steps in a row end the run; ``None`` never does.
-        on_overflow_limit: What happens then: an ``"error"``, or the run goes on in ``"bf16"`` or ``"fp32"``.
-        scaler: For fp16, one with other settings than PyTorch's.
+        precision: ``"bf16"``, ``"fp16"`` with a dynamic loss scale, or ``"auto"``: bf16 if the hardware supports it,
+            otherwise fp16.
+        fp32_modules: Modules that run in float32: class names, module names, globs over module names, or classes, as in
+            ``ActivationCheckpointing(layers)``. Inputs are cast to float32, outputs back to 16 bits, except scalars such
+            as losses.
+        low_precision_norms: Store outputs of layer and RMS norms in 16 bits; autocast returns float32. They compute in
+            float32 inside. Approximate.
+        recast_in_backward: Save no 16-bit copies of weights for the backward; cast the weights again there. Exact. For
+            linear layers, convolutions and ``nn.MultiheadAttention``.
+        parameters: How weights are stored; the optimizer always steps in float32. Total bytes per parameter with AdamW in
+            parentheses. ``"fp32"`` (16). ``"bf16+master"`` (16): bfloat16 plus float32 master weights. ``"bf16+split"``
+            (14): bfloat16 plus a 16-bit remainder, together the float32 weight; ties in the bfloat16 half round away from
+            zero, 1 in 131,072 weights. ``"bf16+kahan"`` (10): bfloat16 plus a bfloat16 remainder (Kahan summation).
+            ``"bf16+stochastic"`` (8): bfloat16 with stochastic rounding. The last two store optimizer state in bfloat16.
+        check_updates: Log ``vram/lost_updates``, the share of weight updates that rounding discards. For ``"bf16+kahan"``
+            and ``"bf16+stochastic"`` (which is right on average); the others lose none.
+        hold_lr_on_overflow: Learning rate schedulers with ``interval="step"`` do not count skipped steps. For automatic
+            optimization.
+        max_consecutive_overflows: Number of skipped steps in a row that ends the run. ``None``: no limit.
+        on_overflow_limit: At that number, raise an ``"error"``, or continue in ``"bf16"`` or ``"fp32"``.
+        scaler: A ``torch.amp.GradScaler`` with your own settings, for fp16. ``None``: PyTorch's defaults.
 
     Raises:
-        TypeError: If an argument has a wrong type.
-        ValueError: If a value is unknown or arguments contradict each other; when a run is set up, if patterns match
-            nothing, weights are in 16 bit already and the optimizer would lose most updates, or it cannot step lean
-            parameters.
-        MisconfigurationException: When a run is set up, if the device has no such autocast, with DeepSpeed, with LBFGS
-            in float16, with lean parameters and ``StochasticWeightAveraging`` or ``ModelPruning``, or if the module has
-            grown since ``WeightAveraging`` copied it, and inside of a run of another trainer that has this plugin.
-        FloatingPointError: After too many overflows in a row.
+        TypeError: If an argument has the wrong type.
+        ValueError: If a value is unknown or arguments contradict each other. When a run is set up, if patterns match
+            nothing, if trainable weights are 16-bit already and the optimizer would lose most updates, or if it cannot
+            step bfloat16 weights.
+        MisconfigurationException: When a run is set up, if the device does not support autocast to this precision, with
+            DeepSpeed, with LBFGS in float16, with ``parameters="bf16+..."`` and ``StochasticWeightAveraging`` or
+            ``ModelPruning``, if the module has grown since ``WeightAveraging`` copied it, or inside a run of another
+            trainer that has this plugin.
+        FloatingPointError: After ``max_consecutive_overflows`` overflows in a row.
 
     Attributes:
-        overflow_steps: Optimizer steps that were skipped so far.
+        overflow_steps: Number of optimizer steps skipped so far.
 
     Example:
         >>> import lightning.pytorch as pl

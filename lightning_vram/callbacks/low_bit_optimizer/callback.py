@@ -1,9 +1,9 @@
-"""Keep what an optimizer keeps for each weight in 8 or 4 bits: 2.06 or 1.06 bytes for Adam's two moments, not 8.
+"""8-bit and 4-bit optimizer state: 2.06 or 1.06 bytes per parameter for Adam's two moments instead of 8.
 
-Other names: 8-bit optimizers, quantized optimizer states. Parameters and gradients stay float32, and so do the numbers
-that a step computes with. It costs reading and writing the moments once more in each step, in a dozen operators, and 12
-bytes for each of some million weights at a time. It does not help where weights, gradients or activations are the most
-of a step, or where each parameter has less than 4096 weights.
+Other names: 8-bit Adam, 4-bit optimizer, quantized optimizer state. Parameters, gradients and the arithmetic of the step
+stay float32. It costs dequantizing and quantizing the moments in each step, a dozen operators, and 12 bytes for each of
+a few million weights at a time. It does not help if weights, gradients or activations dominate the peak, or if each
+parameter has less than 4096 weights.
 """
 
 from functools import partial
@@ -21,43 +21,43 @@ from lightning_vram.private_names.lightning.logging import logs_are_due
 
 
 class LowBitOptimizer(MomentsTechnique):
-    """Hold moments in 8 or 4 bits during a fit: of Adam's kind, SGD with momentum and Lion.
+    """Quantize the moments of your optimizer to 8 or 4 bits during a fit: Adam and its variants, SGD with momentum, Lion.
 
-    ``torch.optim``'s Adam, AdamW, Adamax, NAdam, RAdam and SGD, and any optimizer of the name Lion that steps as its
-    paper has it. They stay the same objects, with their groups, schedulers, hooks and counts of steps; others of the
-    run are left alone. Moments of a parameter with less than 4096 weights, on all ranks together, stay float32.
+    Works with ``torch.optim``'s Adam, AdamW, Adamax, NAdam, RAdam and SGD, and with any optimizer named Lion that follows
+    the paper's update rule. The optimizer object, its parameter groups, schedulers and hooks stay the same. Other
+    optimizers of the run are left unchanged. Moments of parameters with less than 4096 weights (on all ranks together)
+    stay float32.
 
-    On one device, under DDP and FSDP2, and under ``fsdp_offload``, where it is ``host_state="8bit"`` or ``"4bit"`` but
-    for small parameters, and holds for what is on the device, too.
+    Runs on one device, under DDP and FSDP2. Under ``fsdp_offload`` it sets ``host_state="8bit"`` or ``"4bit"``.
 
-    Blocks of 128 numbers share a scale: the largest of them, which is exact. A number is a square of evenly spaced
-    roots, of which what is divided by has no zero. What code writes to ``optimizer.state`` is quantized before the next
-    step. Checkpoints hold plain float32 tensors on the host under the usual names, which any run loads; this one loads
-    those of any run. A resumed run has the bits of an uninterrupted one. After the fit moments are float32 again.
+    Each block of 128 values has a float32 scale, its absolute maximum, which is stored exactly. Values are quantized on a
+    quadratic code (evenly spaced square roots). The second moment has no zero code, so the update never divides by zero.
+    Rounding is deterministic: replicas stay identical, and a resumed run is exact. Values that your code writes to
+    ``optimizer.state`` are quantized before the next step. Checkpoints hold float32 tensors under the usual names, so runs
+    with and without this callback load them. After the fit the moments are float32 again.
 
-    Source of blocks, and of no zero for what is divided by: Li, Chen and Zhu, "Memory Efficient Optimizers with 4-bit
-    States" (2023); of roots: "FlashOptim" (arXiv 2602.23349).
+    Sources: Li, Chen and Zhu, "Memory Efficient Optimizers with 4-bit States" (2023), for blocks and the second moment
+    without zero; "FlashOptim" (arXiv 2602.23349) for the quadratic code.
 
     Args:
-        bits: Of a number: 8 (2.06 bytes for each weight of Adam's kind, 1.03 of SGD and Lion) or 4 (1.06, 0.53).
-        library: Whose kernels step: ``"own"``, anything anywhere; ``"torchao"``, Adam and AdamW, by code that
-            ``torch.compile`` makes; ``"bitsandbytes"``, AdamW, SGD and Lion, 8 bits only. The last two, in extra
-            ``lowbit``, step what is not sharded, without ``fused``; what is rounded, and how, is theirs. ``"auto"``:
-            on CUDA the first of bitsandbytes and torchao that is installed and can, else our own. The optimizer and
-            its checkpoints are the same with all.
-
-        check_updates: Log ``vram/lost_updates``: of the numbers in moments that steps of a batch have moved, the share,
-            0 to 1, that rounding has put back, where logs are due. Only with our own steps; those of the batch take
-            longer, 12 bytes more for each number of a part, and have the same bits.
+        bits: 8 (2.06 bytes per parameter for Adam, 1.03 for SGD and Lion) or 4 (1.06 and 0.53).
+        library: Whose kernels compute the step. ``"own"``: all optimizers above, on any device. ``"torchao"``: Adam and
+            AdamW, compiled by ``torch.compile``. ``"bitsandbytes"``: AdamW, SGD and Lion, 8 bits only. ``"auto"``: on CUDA
+            bitsandbytes, else torchao, if it is installed and supports the optimizer; otherwise ``"own"``. torchao and
+            bitsandbytes come with the extra ``lowbit``, need unsharded parameters and no ``fused``, and round in their
+            own way. Checkpoints of all libraries are interchangeable.
+        check_updates: Log ``vram/lost_updates``, a share from 0 to 1: of the moment values that a step changed, how many
+            rounding has set back. Only with ``library="own"``. Batches that log take longer, and 12 bytes more for each
+            of a few million weights; results do not change.
 
     Raises:
-        ValueError: If ``bits`` or ``library`` is none of those, or the library has no such bits. Before training, if
-            such an optimizer has weights that are not float32, or the library cannot step it.
-        TypeError: If ``check_updates`` is no bool.
+        ValueError: If ``bits`` or ``library`` is unknown, or the library does not support ``bits``. Before training, if
+            the optimizer has weights that are not float32, or the library cannot step it.
+        TypeError: If ``check_updates`` is not a bool.
         ModuleNotFoundError: In ``setup``, if the library is not installed.
-        MisconfigurationException: In ``setup``, if the Trainer is one of ``pytorch_lightning``, has another of these or
-            ``MomentsInBF16``, FSDP1, DeepSpeed or another ``host_state``. Before training, if no optimizer has such
-            moments.
+        MisconfigurationException: In ``setup``, if the Trainer comes from ``pytorch_lightning``, has a second
+            ``LowBitOptimizer`` or ``MomentsInBF16``, uses FSDP1 or DeepSpeed, or another ``host_state``. Before training,
+            if no optimizer has such moments.
 
     Example:
         >>> import lightning.pytorch as pl

@@ -1,7 +1,7 @@
-"""Step each parameter in the backward as soon as its gradient is complete, and free the gradient.
+"""Optimizer steps in the backward: each parameter steps as soon as its gradient is complete, and the gradient is freed.
 
-The largest gradient is alive at a time, in place of all. It costs a call of the optimizer for each parameter. It helps
-little where gradients are kept: in an accumulation, over all but its last micro-batch, unless moments take them in.
+Only the largest gradient is in memory, instead of all of them. It costs one optimizer call per parameter. It saves little
+during gradient accumulation, which keeps gradients until the last micro-batch, unless ``keep_gradients=False``.
 """
 
 from collections.abc import Callable
@@ -31,46 +31,42 @@ MaxNorm = Literal["two-pass", "previous"]
 
 
 class OptimizerInBackward(FitTechnique):
-    """Let the optimizer step each parameter within the backward, and free its gradient at once.
+    """Step each parameter during the backward, and free its gradient at once. Other name: fused backward.
 
-    It is the optimizer that ``configure_optimizers`` returned: the same object, with its groups, schedules, hooks and
-    state. Weights are those of the plain run to the bit, and so are checkpoints, which load with and without this
-    callback. A parameter that is used several times steps once, when all its parts have come.
+    The optimizer is the object that ``configure_optimizers`` returned, with its parameter groups, schedulers, hooks and
+    state. Weights and checkpoints are bitwise identical to the run without this callback, and load with and without it. A
+    parameter that is used several times steps once, when its gradient is complete.
 
-    Clipping by value is exact. Clipping by norm needs all gradients before the first step: ``max_norm`` says where the
-    norm comes from. In an accumulation all but the last micro-batch add up as usual, and the last backward steps; so
-    nothing is approximate there, but gradients are kept over the window. Under DDP parameters step when their bucket is
-    reduced, under FSDP2 (``ModelParallelStrategy``) when their shard is.
+    Clipping by value is exact. Clipping by norm needs all gradients before the first step; ``max_norm`` chooses the norm.
+    Gradient accumulation is exact: gradients add up until the last micro-batch, whose backward steps, so they stay in
+    memory until then. Under DDP parameters step when their bucket is reduced, under FSDP2 (``ModelParallelStrategy``) when
+    their shard is.
 
-    After a step parameters have no ``grad``. A backward that fails has stepped the parameters that it had reached.
-    Where another callback uses gradients and says so (``uses_gradients = True``, as
-    :class:`~lightning_vram.MicroBatching`), parameters step after the backward, one at a time, with a warning.
-
-    ``keep_gradients=False`` keeps none over a window either: moments of Adam or AdamW take each gradient in as it comes
-    (Adam accumulation), which is approximate. The first moment is that of the plain run; the second has the sum of
-    squares of micro-batches in the place of the square of their sum. On one device, without clipping and a
-    ``GradScaler``.
+    After a step parameters have no ``grad``. A backward that fails has already stepped some parameters. If another callback
+    declares ``uses_gradients = True``, as :class:`~lightning_vram.MicroBatching` does, parameters step after the backward,
+    one at a time, with a warning.
 
     Args:
-        max_norm: With ``Trainer(gradient_clip_val=...)`` by norm: ``"two-pass"`` runs each backward twice over the same
-            graph, first for the norm, then with the steps, which is exact; ``"previous"`` clips by the norm that the
-            gradients of the step before had, before they were clipped, which is approximate. The first step, which has
-            none before it, keeps all gradients and is exact. ``None`` refuses such clipping. With a ``GradScaler``,
-            clipped or not, it has to be ``"two-pass"``: the first backward tells whether gradients are finite, the
-            second runs if they are. With neither ignored.
-        keep_gradients: Whether gradients add up in an accumulation, as usual; else they are freed in each backward.
+        max_norm: How to clip with ``Trainer(gradient_clip_val=...)`` by norm. ``"two-pass"`` runs each backward twice over
+            the same graph, first for the norm, then for the steps: exact. ``"previous"`` clips by the unclipped norm of the
+            previous step: approximate; the first step keeps all gradients and is exact. ``None`` refuses clipping by norm.
+            A ``GradScaler`` needs ``"two-pass"``, even without clipping: the first backward checks that all gradients are
+            finite, and the second runs only then. Without clipping by norm and ``GradScaler`` the argument has no effect.
+        keep_gradients: ``False`` frees gradients in each backward of a gradient accumulation: Adam or AdamW adds them to
+            its moments (Adam accumulation, arXiv 2305.19982). The first moment is exact; the second sums the squares of
+            micro-batches instead of squaring their sum, so training is approximate. One device only, without clipping,
+            ``GradScaler`` and callbacks that use gradients.
 
     Raises:
-        TypeError: If ``max_norm`` is no text, or ``keep_gradients`` no bool.
-        ValueError: If ``max_norm`` is none of those above. Before training, if the optimizer cannot step one parameter
-            at a time: it has to be one of ``torch.optim`` but LBFGS and SparseAdam; with ``keep_gradients=False`` Adam
-            or AdamW.
-        MisconfigurationException: In ``setup``, with manual optimization, clipping by norm without ``max_norm``,
-            hooks that may use gradients, FSDP1, DeepSpeed, ``fsdp_offload``; with ``keep_gradients=False`` also with
-            clipping, several devices and callbacks that use gradients. Before training, with a
-            ``GradScaler`` without ``"two-pass"`` or under FSDP2, and what only the reducer of DDP can do.
-        RuntimeError: In a backward, if a parameter gets a second gradient in one step, as by a second backward or
-            checkpointing with ``use_reentrant=True``.
+        TypeError: If ``max_norm`` is not a string, or ``keep_gradients`` not a bool.
+        ValueError: If ``max_norm`` is unknown. Before training, if the optimizer cannot step one parameter at a time: it
+            must be one of ``torch.optim`` except LBFGS and SparseAdam; with ``keep_gradients=False`` Adam or AdamW.
+        MisconfigurationException: In ``setup``, with manual optimization, clipping by norm without ``max_norm``, hooks that
+            may use gradients, FSDP1, DeepSpeed or ``fsdp_offload``; with ``keep_gradients=False`` also with clipping,
+            several devices and callbacks that use gradients. Before training, with a ``GradScaler`` without
+            ``"two-pass"`` or under FSDP2, and with DDP options that need its own reducer.
+        RuntimeError: In a backward, if a parameter gets a second gradient in one step, for example from a second backward
+            or from checkpointing with ``use_reentrant=True``.
 
     Example:
         >>> import lightning.pytorch as pl

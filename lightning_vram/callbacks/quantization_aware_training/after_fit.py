@@ -19,7 +19,7 @@ from lightning_vram.techniques.quantization_aware_training import Scheme, apply_
 
 
 class QuantizedMetrics(NamedTuple):
-    """What validation says of a module and of its quantized copy; printed, a table."""
+    """Validation metrics before and after quantization; prints as a table."""
 
     before: Mapping[str, float]
     """By name, of the module with plain weights."""
@@ -41,25 +41,25 @@ def quantize_after_fit(
 ) -> QuantizedMetrics:
     """Save a quantized copy of the module that ``trainer`` has fitted, and validate before and after.
 
-    After a fit with :class:`QuantizationAwareTraining` layers and ranges are those of training. Else, without
-    ``calibration``, quantization is dynamic: each input is rounded to its own range. With it quantization is static:
-    ranges are those that the layers see in one validation of that data. The module itself stays as it is.
+    After a fit with :class:`QuantizationAwareTraining`, layers and input ranges are those of training. Otherwise quantization
+    is dynamic: each input is quantized with its own range. With ``calibration`` it is static: the ranges come from one
+    validation of that data. The module itself does not change.
 
     Args:
         trainer: After ``fit``.
-        path: Of the file, which ``load_quantized`` loads.
-        scheme: Bits of weights, ``"int8"`` or ``"int4"``. ``None``: those of training, or ``"int8"``.
-        calibration: Loader of batches for ``validation_step``; a few hundred samples do.
-        dataloaders: To validate with. ``None``: what validation in the fit had.
+        path: File to write, for ``load_quantized``.
+        scheme: Bits of weights, ``"int8"`` or ``"int4"``. ``None``: that of training, or ``"int8"``.
+        calibration: Loader of batches for ``validation_step``. A few hundred samples are enough.
+        dataloaders: Loaders to validate with. ``None``: those of validation in the fit.
 
     Returns:
-        The metrics that validation logs, which are also written to the log as a table.
+        The metrics that validation logs, before and after; also logged as a table.
 
     Raises:
-        TypeError: If ``scheme`` is no ``str``.
-        ValueError: If ``scheme`` is another one.
+        TypeError: If ``scheme`` is not a ``str``.
+        ValueError: If ``scheme`` is unknown.
         RuntimeError: If ``trainer`` has not fitted a module.
-        MisconfigurationException: If it is one of ``pytorch_lightning``, has ``QuantizeFrozenWeights`` or
+        MisconfigurationException: If the Trainer comes from ``pytorch_lightning``, has ``QuantizeFrozenWeights`` or
             ``WeightAveraging``, or its strategy shards weights.
     """
     module = _check(trainer, scheme)

@@ -1,8 +1,8 @@
-"""Train with weights and inputs that are rounded as after quantization, so that quantization costs less accuracy.
+"""Quantization-aware training (QAT): train with quantized weights and inputs, so that deployment loses less accuracy.
 
-For deployment in 8 or 4 bits. It costs memory and time in training: autograd keeps rounded copies and masks of weights
-and inputs. It does not help where a model is not deployed quantized, or where quantization after the
-fit is good enough.
+For deployment with 8-bit or 4-bit weights. It costs memory and time in training: autograd saves quantized copies and masks
+of weights and inputs. It does not help if the model is not deployed quantized, or if quantization after the fit is
+accurate enough.
 """
 
 from collections.abc import Sequence
@@ -32,31 +32,32 @@ _REFUSED = {
 
 
 class QuantizationAwareTraining(FitTechnique):
-    """Round weights and inputs of linear layers and convolutions in training, and save a quantized copy at the end.
+    """Train with fake-quantized linear layers and convolutions, and save a quantized copy at the end.
 
-    Weights are rounded per output channel to 8 or 4 bits, inputs to 256 levels of a range that follows the batches;
-    the rest stays as it is. Gradients pass straight through (Jacob et al. 2018, https://arxiv.org/abs/1712.05877).
-    Validation during the fit shows what the quantized model will. On one device and under DDP, where rank 0 has the
-    ranges. Checkpoints hold plain weights, and the ranges in the state of this callback: a resumed run has the same
-    bits. After the fit the module is what it was, with weights that bear being rounded; load what was saved with
-    ``load_quantized``.
+    Other names: QAT, fake quantization. Weights are quantized per output channel to 8 or 4 bits, inputs to 256 levels of a
+    range that follows the batches. Gradients pass straight through (Jacob et al. 2018, https://arxiv.org/abs/1712.05877).
+    All other layers stay in floating point. Validation during the fit shows the metrics of the quantized model.
+
+    Runs on one device and under DDP, where the ranges of rank 0 are used. Checkpoints hold full-precision weights, and the
+    ranges in the state of this callback; a resumed run is exact. After the fit the module computes in full precision again.
+    Load the saved file with ``load_quantized``.
 
     Args:
         scheme: Bits of weights: ``"int8"`` or ``"int4"``.
-        start_epoch: Epoch, from 0, from which on it rounds. Later means less time, and ranges of weights that have
-            settled.
-        layers: ``"auto"``: all linear layers and convolutions but those that share their weight with another module (a
-            head tied to an embedding). Else class names, module names, globs or classes: these, and what is inside
-            them.
-        save: File for the quantized copy, in ``trainer.default_root_dir`` unless it is absolute. ``None``: none, nor in
-            a run of ``fast_dev_run``.
+        start_epoch: First epoch, counted from 0, with quantization. A later start takes less time, and its ranges are
+            those of weights that have settled.
+        layers: ``"auto"``: all linear layers and convolutions, except those that share their weight with another module (a
+            head tied to an embedding). Otherwise class names, module names, globs or classes: these layers, and layers
+            inside them.
+        save: File for the quantized copy, relative to ``trainer.default_root_dir``. ``None`` saves none. A run with
+            ``fast_dev_run`` saves none either.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
-        ValueError: If an argument has a value that is not allowed; before training, if ``layers`` names nothing that
-            can be rounded, or a layer that shares its weight with one that is not.
-        MisconfigurationException: In ``setup``, if the Trainer is one of ``pytorch_lightning``, has
-            ``QuantizeFrozenWeights``, ``TokenTiling``, ``WeightAveraging``, or a strategy that shards weights.
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument has an invalid value. Before training, if ``layers`` matches no layer that can be
+            quantized, or one that shares its weight with another module.
+        MisconfigurationException: In ``setup``, if the Trainer comes from ``pytorch_lightning``, has
+            ``QuantizeFrozenWeights``, ``TokenTiling`` or ``WeightAveraging``, or a strategy that shards weights.
 
     Example:
         >>> import lightning.pytorch as pl

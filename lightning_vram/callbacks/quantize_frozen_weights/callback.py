@@ -1,8 +1,8 @@
-"""Keep the weights of frozen layers in 8 or 4 bits: a quarter or a seventh of what they take in float32.
+"""QLoRA: weights of frozen layers in 8 or 4 bits, a quarter or a seventh of their float32 memory.
 
-In fine-tuning of adapters most weights are frozen, and they are most of the memory. A layer decodes its weight for the
-call and again in the backward, so nothing of it is kept in between. It costs decoding twice, and an error of the
-weights, which the adapters train with. It does not help where weights are trained.
+When adapters are fine-tuned, most weights are frozen and are most of the memory. A layer dequantizes its weight for the
+forward and again for the backward; nothing is saved in between. It costs dequantizing twice, and a quantization error
+that the adapters train with. It does not help for trainable weights.
 """
 
 from collections.abc import Container, Sequence
@@ -48,44 +48,43 @@ _NAME, _SEED = "QuantizeFrozenWeights", 0
 
 
 class QuantizeFrozenWeights(FitTechnique):
-    """Keep weights of frozen Linear, Conv, Embedding layers and transformers' ``Conv1D`` as int8 or NF4 during a run.
+    """Store weights of frozen Linear, Conv, Embedding layers and transformers' ``Conv1D`` as int8 or NF4 during a run.
 
-    What is trained, such as adapters of ``peft``, is left alone, and so are norms, biases and small weights. Forward
-    and backward are, to the bit, those of a plain module that has the decoded weights. On one device, under DDP, under
-    FSDP2 and under ``fsdp_offload``.
-    Other names: QLoRA (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314), weight-only quantization.
+    Other names: QLoRA (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314), 4-bit base weights, weight-only quantization.
+    Trainable weights, such as adapters of ``peft``, norms, biases and small weights are not quantized. Forward and backward
+    are bitwise those of a module with the dequantized weights. Runs on one device, under DDP, FSDP2 and ``fsdp_offload``.
 
-    Weights are quantized when the module is complete (after ``configure_model``), on the device, some numbers of one
-    weight at a time, before the module moves there; a progress bar shows how far it is. Layers that were built on the
-    meta device get their values, and are quantized, one after the other.
-    Checkpoints with weights in full precision can be loaded before and after that, layer by layer. A parameter keeps
-    its name; in checkpoints of the run it is a plain tensor of bytes, and a resumed run has the same bits.
+    Load the model in any floating-point dtype: bf16 halves the host memory of loading. Weights are quantized when the module
+    is complete (after ``configure_model``), one at a time, on the device, before the module moves there. Layers on the meta
+    device are materialized and quantized one after the other.
 
-    Under ``ModelParallelStrategy`` weights are quantized before ``configure_model`` shards them, and stay so after the
-    run. What that makes itself needs a call of ``quantize_frozen_weights`` there, before ``fully_shard``.
+    Full-precision checkpoints can be loaded before and after quantization, layer by layer. Parameters keep their names; in
+    checkpoints of the run they are ``uint8`` tensors. A resumed run is exact.
+
+    Under ``ModelParallelStrategy`` weights are quantized before ``configure_model`` shards them, and stay quantized after the
+    run. If ``configure_model`` builds the layers, call ``quantize_frozen_weights`` there, before ``fully_shard``.
 
     Args:
-        bits: Of a number: 8 (levels at equal distances) or 4 (NF4).
-        layers: ``"auto"``: all that are frozen and have 4096 numbers or more. Else class names, module names, globs
-            or classes: these layers, and what is frozen inside them.
-        block_size: Neighbours that share a float32 scale: a power of two from 16 to 4096.
-        save: ``"all"``, or ``"trainable"``: checkpoints without frozen parameters, which the run that resumes has to
-            have from where this one had them.
-        keep: Leave the weights quantized after the run, until ``dequantize_frozen_weights(model)``. Else they are
-            decoded then, on the host, layer by layer: the module has what it had, up to the error of quantization, in
-            as much memory.
-        library: Whose kernels decode: ``"own"``; ``"bitsandbytes"``, in extra ``lowbit``, blocks of 32 or more;
-            ``"auto"``: the latter where it is installed and faster, on CUDA and with 4 bits on the host. Bytes and
-            checkpoints are the same with all, and on the host all numbers are.
+        bits: 8 (evenly spaced levels) or 4 (NF4).
+        layers: ``"auto"``: all frozen layers with 4096 weights or more. Otherwise class names, module names, globs or
+            classes: these layers, and frozen layers inside them.
+        block_size: Number of weights that share a float32 scale: a power of two from 16 to 4096.
+        save: ``"all"``, or ``"trainable"``: checkpoints without frozen parameters. A resumed run must then load the base
+            weights from the same source.
+        keep: ``True`` leaves the weights quantized after the run, until ``dequantize_frozen_weights(model)``. ``False``
+            dequantizes them on the host, layer by layer, which takes their full memory there.
+        library: Whose kernels dequantize: ``"own"``; ``"bitsandbytes"`` (extra ``lowbit``, ``block_size`` of 32 or more);
+            ``"auto"``: bitsandbytes if installed, on CUDA and with 4 bits on the CPU. All share one storage format and
+            checkpoints; on the CPU their results are bitwise identical.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
+        TypeError: If an argument has the wrong type.
         ModuleNotFoundError: In ``setup``, if the library is not installed.
-        ValueError: If an argument has a value that is not allowed; before training, if ``layers`` names what cannot be
-            quantized, or a checkpoint has weights in other blocks.
-        MisconfigurationException: In ``setup``, if the Trainer is one of ``pytorch_lightning``, has another of these,
-            FSDP1 or DeepSpeed, a callback that unfreezes layers, or, with ``save="trainable"``, a strategy that saves
-            folders of shards.
+        ValueError: If an argument has an invalid value. Before training, if ``layers`` matches a layer that cannot be
+            quantized, or a checkpoint has weights with another ``bits`` or ``block_size``.
+        MisconfigurationException: In ``setup``, if the Trainer comes from ``pytorch_lightning``, has a second
+            ``QuantizeFrozenWeights`` or a callback that unfreezes or averages weights, uses FSDP1 or DeepSpeed, or, with
+            ``save="trainable"``, a strategy that saves sharded checkpoints.
 
     Example:
         >>> import lightning.pytorch as pl

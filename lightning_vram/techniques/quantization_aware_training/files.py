@@ -49,23 +49,23 @@ def save_quantized(module: nn.Module, quantization: FakeQuantization, path: str 
 
 
 def load_quantized(module: nn.Module, path: str | PathLike[str], *, as_float: bool = False) -> nn.Module:
-    """Load what ``QuantizationAwareTraining`` or ``quantize_after_fit`` saved.
+    """Load a file of ``QuantizationAwareTraining`` or ``quantize_after_fit`` into a module, for evaluation.
 
-    Weights are kept as 8 or 4 bits, and decoded for each call; inputs of the layers are rounded as in training. Copies
-    and pickles of the module are so, too. It is for evaluation: weights are no parameters any more.
+    Weights stay in 8 or 4 bits and are dequantized in each call, which saves memory but no time. Inputs are quantized as in
+    training. Weights are not parameters any more. Copies and pickles of the module work.
 
     Args:
-        module: Of the class that was trained; changed in place.
-        path: Of the file.
-        as_float: Load plain weights, rounded, and leave layers as they are: for exporters and for ``torchao``, which
-            round inputs themselves.
+        module: Instance of the class that was trained; changed in place.
+        path: Path of the file.
+        as_float: Load the quantized weights as ordinary float parameters, and leave layers unchanged: for exporters, and for
+            ``torchao``, which quantize inputs themselves.
 
     Returns:
         ``module``, in evaluation mode.
 
     Raises:
-        ValueError: If the file is another one, or has layers that ``module`` has not.
-        RuntimeError: If the rest of the state does not fit, as ``load_state_dict`` says it.
+        ValueError: If the file has another format, or has layers that ``module`` does not have.
+        RuntimeError: If the other tensors do not fit, as in ``load_state_dict``.
     """
     saved = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(saved, dict) or saved.get("format") != _FORMAT:

@@ -92,18 +92,18 @@ def quantize_frozen_weights(  # noqa: PLR0913 - by name
 
 
 def dequantize_frozen_weights(model: nn.Module) -> list[str]:
-    """Give layers of ``model`` plain weights again, where they are: the numbers that they computed with all the time.
+    """Dequantize frozen weights of ``model`` in place: full-precision weights with the values that the layers computed with.
 
-    After ``QuantizeFrozenWeights(keep=True)``, for what writes to weights, such as ``merge_and_unload`` of peft.
+    Use it after ``QuantizeFrozenWeights(keep=True)``, before code that writes to weights, such as ``merge_and_unload`` of peft.
 
     Args:
         model: Any module.
 
     Returns:
-        The names of these layers.
+        The names of the dequantized layers.
 
     Raises:
-        ValueError: If a weight is sharded: this rank has a part of it.
+        ValueError: If a weight is sharded: this rank has only a shard of it.
 
     Example:
         >>> from torch import nn
