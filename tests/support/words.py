@@ -19,7 +19,7 @@ AVOID = {
     r"ma[dk]es? (it |them )?again|second run": "recompute",
     r"to the bit": "bit-exact, exact",
     r"the most at once|what it costs": "peak memory; overhead",
-    r"(?<!sliding )(?<!attention )windows?": "accumulation step; effective batch",
+    r"(?<!sliding )(?<!attention )(?-i:windows?)": "accumulation step; effective batch",
     r"at rest": "when idle; persistent",
     r"(?<!optimizer )(?<!hidden )(?<!RNG )states": "optimizer state",
     r"rounded at random": "stochastic rounding",
