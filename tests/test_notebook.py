@@ -40,7 +40,7 @@ def test_it_runs_and_says_what_it_is_saved_with(saved, tmp_path):
     assert done.returncode == 0, done.stdout
     result = nbformat.read(copy, as_version=4)
     assert [len(pictures(cell)) for cell in code(result)] == [0] * (len(code(result)) - 1) + [1]
-    assert [file.name for file in tmp_path.iterdir()] == [NOTEBOOK.name]
+    assert {file.name for file in tmp_path.iterdir()} == {NOTEBOOK.name, "step.png"}
     if torch.__version__.startswith("2.13."):  # of constraints.txt; other versions save other activations
         assert printed(result) == printed(saved)
 
@@ -51,9 +51,11 @@ def test_it_is_saved_with_what_it_prints_and_one_small_picture(saved):
     assert len(pictures(last)) == 1
     assert {out.get("name", PNG) for cell in code(saved) for out in cell.outputs} == {"stdout", PNG}
     assert {cell.execution_count for cell in code(saved)} == {None}
-    assert NOTEBOOK.stat().st_size < 100 * 1024
+    assert NOTEBOOK.stat().st_size < 200 * 1024
 
 
 def test_what_it_prints_is_within_the_budget(saved):
-    plain, packed, budget = [float(word) for word in printed(saved).split() if word.replace(".", "").isdigit()][:3]
-    assert packed <= budget == pytest.approx(plain / 2, abs=0.005)
+    baseline, optimized, budget = [float(word) for word in printed(saved).split() if word.replace(".", "").isdigit()][
+        :3
+    ]
+    assert optimized <= budget == pytest.approx(baseline / 2, abs=0.005)

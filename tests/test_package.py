@@ -1,7 +1,9 @@
 """Promises of the package as a whole."""
 
+import json
 import re
 import runpy
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,23 @@ README = (ROOT / "README.md").read_text()
 def test_public_names_exist_and_are_sorted():
     assert lightning_vram.__all__ == sorted(lightning_vram.__all__)
     assert all(getattr(lightning_vram, name).__doc__ for name in lightning_vram.__all__)
+
+
+def test_classifiers_name_the_tested_versions_of_python():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    tested = {row["python"].rpartition(".")[0] for row in json.loads((ROOT / "tests" / "versions.json").read_text())}
+    named = {name.rpartition(" ")[2] for name in project["classifiers"] if "Python :: 3." in name}
+    assert named == tested
+    assert (ROOT / "lightning_vram" / "py.typed").exists()
+    assert {"Typing :: Typed", "Topic :: Scientific/Engineering :: Artificial Intelligence"} <= {
+        *project["classifiers"]
+    }
+    assert {"gpu memory", "gradient checkpointing", "cuda out of memory"} <= {*project["keywords"]}
+
+
+def test_the_citation_has_the_current_version():
+    citation = yaml.safe_load((ROOT / ".github" / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (lightning_vram.__version__, "Apache-2.0")
 
 
 def test_changelog_has_the_current_version():

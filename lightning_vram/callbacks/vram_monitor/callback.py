@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,10 @@ from lightning_vram.memory.device.allocator_settings import advise
 from lightning_vram.memory.device.measurement import Measurement, largest, write_measurement
 from lightning_vram.memory.device.out_of_memory import OutOfMemorySource, read_out_of_memory
 from lightning_vram.memory.tracking.timeline import MemoryTimeline, Phase
-from lightning_vram.memory.units import format_bytes
+from lightning_vram.memory.units import format_bytes, parse_bytes
 from lightning_vram.private_names.torch.compiled import is_compiled
+from lightning_vram.report.before_after import ShownStep, as_estimate, draw_steps
+from lightning_vram.report.pictures import check_picture_path, save_figure
 
 _NUM_FIRST_BATCHES = 2  # the first shows at once what a step takes, the second holds the optimizer's state as well
 _NUM_TIMED_BATCHES = 1000
@@ -115,6 +118,34 @@ class VRAMMonitor(Callback):
     def seconds_per_batch(self) -> float | None:
         """Median time between the ends of training batches, tracked ones left out; ``None`` before there is any."""
         return statistics.median(self._seconds) if self._seconds else None
+
+    def plot(
+        self, path: str | PathLike[str], baseline: "VRAMMonitor | None" = None, *, limit: int | str | None = None
+    ) -> None:
+        """Draw the memory of :attr:`timeline` by category: the tracked training batch with the highest peak.
+
+        Args:
+            path: Picture to write by matplotlib: ``.png``, ``.svg`` or ``.pdf``.
+            baseline: Monitor of a run to compare with, drawn on the left. ``None`` draws one step.
+            limit: Memory limit to draw as a line, in bytes or as ``"20GiB"``. ``None`` draws no line.
+
+        Raises:
+            TypeError: If ``limit`` has the wrong type.
+            ValueError: If the suffix of ``path`` or ``limit`` is invalid, or no training batch was tracked.
+            FileNotFoundError: If the folder of ``path`` does not exist.
+            ModuleNotFoundError: If matplotlib is not installed.
+        """
+        check_picture_path(Path(path))
+        limit_bytes = None if limit is None else parse_bytes(limit, "VRAMMonitor.plot(limit)")
+        monitors = {"Training step": self} if baseline is None else {"Baseline": baseline, "With lightning_vram": self}
+        steps = []
+        for name, monitor in monitors.items():
+            if monitor.timeline is None:
+                raise ValueError(
+                    "VRAMMonitor.plot() needs a tracked training batch: use VRAMMonitor(track=True) and fit."
+                )
+            steps.append(ShownStep(name, as_estimate(monitor.timeline, limit_bytes)))
+        save_figure(draw_steps(steps), Path(path))
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

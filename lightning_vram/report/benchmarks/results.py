@@ -17,6 +17,7 @@ from typing import Any
 Row = Mapping[str, Any]
 
 PLAIN, OURS = "plain", "ours"
+BASELINE = "baseline"  # what a reader sees of the first
 OUT_OF_MEMORY = "out of memory"
 _TEXTS = ("workload", "variant", "by", "error", "what")
 _COUNTS = ("peak_bytes", "max_memory_allocated_bytes", "max_memory_reserved_bytes", "budget_bytes", "largest")

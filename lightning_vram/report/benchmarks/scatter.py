@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_vram.report.benchmarks.labels import Name, list_height, list_names, place_names
 from lightning_vram.report.benchmarks.points import PEER, Panel, Point, front
-from lightning_vram.report.benchmarks.results import OURS, PLAIN
+from lightning_vram.report.benchmarks.results import BASELINE, OURS, PLAIN
 from lightning_vram.report.estimate.scale import unit_of
 from lightning_vram.report.pictures import FAINT, FONT, GRID, INK
 from lightning_vram.report.tables import format_seconds
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Colours of Okabe and Ito, which people who see fewer colours can tell apart as well, and marks for all.
 COLORS = {PLAIN: INK, OURS: "#0072b2", PEER: "#b34700"}
-WORDS = {PLAIN: "plain", OURS: "lightning_vram", PEER: "others"}
+WORDS = {PLAIN: BASELINE, OURS: "lightning_vram", PEER: "others"}
 _MARKS = {PLAIN: "D", OURS: "o", PEER: "s"}
 _WIDTH, _HEIGHT = 12.0, 6.0  # inches, of a panel
 _LEFT, _RIGHT, _ABOVE, _BELOW, _CAPTION, _LIST = 0.85, 0.25, 0.95, 1.15, 0.35, 4.4  # inches
@@ -92,7 +92,7 @@ def draw_panel(axes: "Axes", panel: Panel, named: Collection[Point] | None = Non
         color=FAINT,
         linewidth=1.6,
         zorder=2,
-        label="unbeaten: none is both smaller and faster",
+        label="Pareto front: nothing is smaller and faster",
     )
     lines = list(pairwise(corners))
     for kind in (PEER, OURS, PLAIN):
@@ -158,7 +158,7 @@ def _time_words(panel: Panel) -> str:
     if panel.first is None:
         return "step time, seconds"
     known = f" ({format_seconds(panel.first_seconds)})" if panel.first_seconds is not None else ""
-    return f"step time, as a multiple of {panel.first}'s{known}"
+    return f"step time relative to {panel.first}{known}"
 
 
 def _note(panel: Panel) -> str:

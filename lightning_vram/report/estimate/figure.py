@@ -22,6 +22,7 @@ _MAX_COLUMNS = 1600
 _SHADES = {Phase.FORWARD: "#f6f8fa", Phase.BACKWARD: "#eaeef2", Phase.OPTIMIZER_STEP: "#f0f4ee"}
 _LEFT, _WORDS, _RIGHT, _LINE = 0.07, 0.777, 0.985, 0.052  # of the picture
 _MIN_LABELLED = 0.07  # of the width
+_LINE_OF_WORDS = 0.06  # of the height
 
 
 def draw(estimate: MemoryEstimate) -> "Figure":
@@ -44,7 +45,7 @@ def draw(estimate: MemoryEstimate) -> "Figure":
         _draw_axes(axes, step, scale)
         draw_phases(axes, step, scale)
         draw_areas(axes, estimate, step)
-        _draw_lines(axes, estimate, scale)
+        _draw_lines(axes, estimate, step, scale)
         _mark_peak(axes, estimate, step, scale)
         _draw_words(figure, estimate, step)
     return figure
@@ -92,12 +93,14 @@ def draw_areas(axes: "Axes", estimate: MemoryEstimate, step: Step) -> None:
         base = top
 
 
-def _draw_lines(axes: "Axes", estimate: MemoryEstimate, scale: Scale) -> None:
+def _draw_lines(axes: "Axes", estimate: MemoryEstimate, step: Step, scale: Scale) -> None:
     needed, limit = estimate.needed_bytes, estimate.device.memory_bytes
     width = axes.get_xlim()[1]
     color = _color(estimate)
     axes.axhline(needed, color=INK, linewidth=1, linestyle=(0, (4, 3)))
-    axes.text(width * 0.008, needed, needed_line(estimate), va="bottom", color=INK, fontsize=11)
+    is_right = _is_left(step) and not (scale.has_limit and 0 <= limit - needed < _LINE_OF_WORDS * scale.end_bytes)
+    place, side = (0.992, "right") if is_right else (0.008, "left")  # away from the words at the peak
+    axes.text(width * place, needed, needed_line(estimate), va="bottom", ha=side, color=INK, fontsize=11)
     text = f"{estimate.device.name} {format_bytes(limit)}"
     if scale.has_limit:
         axes.axhline(limit, color=color, linewidth=2)
@@ -119,7 +122,7 @@ def _draw_lines(axes: "Axes", estimate: MemoryEstimate, scale: Scale) -> None:
 
 def _mark_peak(axes: "Axes", estimate: MemoryEstimate, step: Step, scale: Scale) -> None:
     x, y = step.peak + 0.5, estimate.context_bytes + estimate.peak_bytes
-    is_left = step.peak < len(step.columns) / 2
+    is_left = _is_left(step)
     is_above = is_note_above(estimate, scale)
     axes.plot(x, y, "o", color=INK, markersize=7, markeredgecolor="white", markeredgewidth=1.5)
     axes.annotate(
@@ -134,6 +137,10 @@ def _mark_peak(axes: "Axes", estimate: MemoryEstimate, step: Step, scale: Scale)
         bbox={"boxstyle": "round,pad=0.4", "facecolor": "white", "edgecolor": FAINT, "linewidth": 0.8, "alpha": 0.94},
         arrowprops={"arrowstyle": "-", "color": INK, "linewidth": 1},
     )
+
+
+def _is_left(step: Step) -> bool:
+    return step.peak < len(step.columns) / 2
 
 
 def _draw_words(figure: "Figure", estimate: MemoryEstimate, step: Step) -> None:

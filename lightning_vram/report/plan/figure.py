@@ -69,7 +69,7 @@ def _draw_axes(axes: "Axes", plan: MemoryPlan, found: Sequence[Choice], unit_byt
     width, height = max(max(times) - min(times), 0.1), max(max(sizes) - min(sizes), 0.1 * max(sizes))
     axes.set_xlim(min(times) - _MARGIN * width, max(times) + _MARGIN * width)
     axes.set_ylim(max(min(sizes) - _MARGIN * height, 0), max(sizes) + _MARGIN * height)
-    axes.set_xlabel("step time, as a multiple of that of the step as it is (modelled)", color=FAINT)
+    axes.set_xlabel("step time relative to baseline (modelled)", color=FAINT)
     axes.tick_params(length=0, colors=INK)
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -91,7 +91,7 @@ def _draw_others(axes: "Axes", plan: MemoryPlan, unit_bytes: int) -> None:
     sizes = [one.needed_bytes / unit_bytes for one in plan.found.tried]
     axes.plot(times, sizes, "o", color=_DOT, markersize=5, zorder=2)
     place: dict[str, Any] = {"transform": axes.transAxes, "ha": "right", "va": "top", "fontsize": 10}
-    axes.text(0.99, 0.985, "dots: tried as well", color=FAINT, **place)
+    axes.text(0.99, 0.985, "dots: other configurations", color=FAINT, **place)
 
 
 def _draw_choices(axes: "Axes", found: Sequence[Choice], unit_bytes: int) -> None:

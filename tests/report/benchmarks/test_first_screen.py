@@ -1,53 +1,53 @@
-"""The picture at the top of README.md, in small."""
+"""The pictures of README.md and of the page of estimate_memory, of small models."""
 
 import sys
-from dataclasses import replace
 
 import pytest
-from support.parts import ROOT
-from support.result_files import SPEED, write
 
 pytest.importorskip("matplotlib", reason="the extra plots")
 from matplotlib import image
 from support.pictures import assert_no_text_meets_another
 
-from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.report.benchmarks.points import read_panels
-from lightning_vram.report.benchmarks.results import read_results
+from lightning_vram.report.before_after import draw_steps
 from tests.benchmarks import first_screen
 
-MOST_BYTES = 150 * 1024
-NAMES = [f"{type(part).__name__}()" for part in first_screen.packed_parts()]
+SMALL = ((2, 64, 2, 64), 16)
 
 
 @pytest.mark.slow
-def test_it_says_whether_both_fit_and_what_was_measured(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(first_screen, "SHAPE", (2, 64, 2, 64))
-    monkeypatch.setattr(first_screen, "BATCH_SIZE", 16)
-    plain, packed = (first_screen.estimate(parts) for parts in ([], first_screen.packed_parts()))
-    assert packed.needed_bytes < plain.needed_bytes
-    card = DeviceSpec("Card", (packed.needed_bytes + plain.needed_bytes) // 2)
-    plain, packed = replace(plain, device=card), replace(packed, device=card)
-    file = read_results(write(tmp_path / "speed.json", SPEED, device="AMD EPYC 9R14 " * 5))
-    figure = first_screen.draw(plain, packed, " + ".join(NAMES), read_panels(file)[0], file.caption)
-    left, middle, right = figure.axes
-    assert left.get_title(loc="left") == f"plain: {format_bytes(plain.needed_bytes)}\nout of memory"
-    assert middle.get_title(loc="left") == f"packed: {format_bytes(packed.needed_bytes)}\nfits, equal to the bit"
-    assert left.get_ylim() == middle.get_ylim()
-    assert all([card.memory_bytes] * 2 in [list(line.get_ydata()) for line in axes.lines] for axes in (left, middle))
-    assert sorted(text.xy[1] for text in right.texts) == [100, 120, 300, 400]
-    texts = [" ".join(text.get_text().split()) for text in figure.texts]
-    assert {"Measured: GPT", file.caption} <= set(texts)
-    assert any(text.startswith(f"packed: {' + '.join(NAMES)} The titles say") for text in texts)
+def test_both_are_drawn_by_one_command(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(first_screen, "LARGE", SMALL)
+    monkeypatch.setattr(first_screen, "MEDIUM", SMALL)
+    steps, notes = first_screen.before_after()
+    baseline, optimized = (step.estimate for step in steps)
+    assert optimized.needed_bytes < baseline.needed_bytes
+    assert (
+        notes[-1] == "With lightning_vram: callbacks=[ActivationCheckpointing(), ActivationOffload(), EarlyRelease()]"
+    )
+    figure = draw_steps(steps, notes)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        f"Baseline: {format_bytes(baseline.needed_bytes)}\nfits",
+        f"With lightning_vram: {format_bytes(optimized.needed_bytes)}\nfits, bit-exact",
+    ]
     assert_no_text_meets_another(figure)
-    output = tmp_path / "first_screen.png"
-    monkeypatch.setattr(sys, "argv", ["first_screen", str(file.path), "-o", str(output)])
+    paths = [tmp_path / "before_after.png", tmp_path / "step.png"]
+    monkeypatch.setattr(sys, "argv", ["first_screen", f"--before_after={paths[0]}", f"--step={paths[1]}"])
     first_screen.main()
-    assert output.stat().st_size < MOST_BYTES
-    assert capsys.readouterr().out.startswith(f"{output}: ")
-    assert image.imread(output).shape[:2] == (1080, 2400)
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == [str(path) for path in paths]
+    assert [image.imread(path).shape[:2] for path in paths] == [(750, 2000), (1200, 2400)]
 
 
-def test_the_picture_of_the_readme_is_small():
-    assert (ROOT / "lightning_vram" / "report" / "first_screen.png").stat().st_size < MOST_BYTES
+def test_a_picture_with_fewer_colors_keeps_the_frequent_ones(tmp_path):
+    from PIL import Image
+
+    path = tmp_path / "a.png"
+    picture = Image.new("RGB", (100, 10), (213, 94, 0))
+    for x in range(100):
+        for y in range(9):  # 900 colors, once each
+            picture.putpixel((x, y), (x, y, 200))
+    picture.save(path)
+    first_screen.shrink(path)
+    with Image.open(path) as small:
+        assert small.mode == "P"
+        assert {small.convert("RGB").getpixel((x, 9)) for x in range(100)} == {(213, 94, 0)}

@@ -34,15 +34,15 @@ def test_points_marks_names_and_the_front(tmp_path):
     (axes,) = figure.axes
     lines = {line.get_label(): line for line in axes.lines}
     marks = {name: (line.get_marker(), list(line.get_xdata()), list(line.get_ydata())) for name, line in lines.items()}
-    assert marks["plain"] == ("D", [1.0], [400.0])
+    assert marks["baseline"] == ("D", [1.0], [400.0])
     assert marks["lightning_vram"] == ("o", [1.25, 1.125], [100.0, 300.0])
     assert marks["others"] == ("s", [1.5], [120.0])
-    stairs = lines["unbeaten: none is both smaller and faster"]
+    stairs = lines["Pareto front: nothing is smaller and faster"]
     assert list(stairs.get_xdata()) == [1.0, 1.125, 1.125, 1.25, 1.25]
     assert list(stairs.get_ydata()) == [400, 400, 300, 300, 100]
     names = {text.get_text().replace("\n", " "): text.xy for text in axes.texts}
     assert names == {
-        "plain": (1.0, 400.0),
+        "baseline": (1.0, 400.0),
         "ActivationCheckpointing()": (1.25, 100.0),
         "InPlaceFusion()": (1.125, 300.0),
         "torch.utils.checkpoint (PyTorch)": (1.5, 120.0),
@@ -53,7 +53,7 @@ def test_axes_and_caption_say_what_was_measured(tmp_path):
     figure = scatter(tmp_path, SPEED)
     (axes,) = figure.axes
     assert axes.get_ylabel() == "tracked peak of the step, MiB"
-    assert axes.get_xlabel() == "step time, as a multiple of plain's (500.0 ms)"
+    assert axes.get_xlabel() == "step time relative to baseline (500.0 ms)"
     note = "Did not run: OffloadActivations() (torchtune): not installed: pip install torchtune."
     assert [text.get_text() for text in figure.texts] == [note, CAPTION]
     rows = [{**way("A()", "ours", 1, 1.0, max_memory_allocated_bytes=3 << 30), "seconds_of_first": None}]
@@ -86,7 +86,7 @@ def test_bars_are_as_long_as_what_trains(tmp_path):
     assert [text.get_text() for text in batches.texts] == ["4", "18  (4.50x)", "10  (2.50x)", "needs a GPU"]
     assert [text.get_text() for text in layers.texts] == ["OOM", "31"]
     names = [text.get_text() for text in batches.get_yticklabels()]
-    assert names == ["plain", "AutoVRAM()", "torch.utils.checkpoint (PyTorch)", "save_on_cpu (PyTorch)"]
+    assert names == ["baseline", "AutoVRAM()", "torch.utils.checkpoint (PyTorch)", "save_on_cpu (PyTorch)"]
     titles = ["Largest batch size in 300.00 MiB: GPT", "Most layers in 300.00 MiB: GPT", CAPTION]
     assert [text.get_text() for text in figure.texts] == titles
     assert_no_text_meets_another(figure)

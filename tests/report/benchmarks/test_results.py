@@ -82,9 +82,9 @@ def test_machines_that_differ_are_told_apart(tmp_path):
 
 def test_points_the_front_and_what_failed(tmp_path):
     (panel,) = read_panels(read_results(write(tmp_path / "a.json", SPEED)))
-    assert (panel.workload, panel.first, panel.first_seconds, panel.is_tracked) == ("GPT", "plain", 0.5, True)
+    assert (panel.workload, panel.first, panel.first_seconds, panel.is_tracked) == ("GPT", "baseline", 0.5, True)
     assert [(p.name, p.kind, p.peak_bytes >> 20, p.time) for p in panel.points] == [
-        ("plain", "plain", 400, 1.0),
+        ("baseline", "plain", 400, 1.0),
         ("ActivationCheckpointing()", "ours", 100, 1.25),
         ("InPlaceFusion()", "ours", 300, 1.125),
         ("torch.utils.checkpoint (PyTorch)", "peer", 120, 1.5),
@@ -118,9 +118,9 @@ def test_bars_and_why_there_is_none(tmp_path):
     batches, layers = read_bars(file)
     assert (batches.what, batches.budget_bytes, layers.what) == ("batch size", 300 * 2**20, "layers")
     assert batches.bars == [
-        Bar("plain", "plain", 4, "4"),
+        Bar("baseline", "plain", 4, "4"),
         Bar("AutoVRAM()", "ours", 18, "18  (4.50x)"),
         Bar("torch.utils.checkpoint (PyTorch)", "peer", 10, "10  (2.50x)"),
         Bar("save_on_cpu (PyTorch)", "peer", None, "needs a GPU"),
     ]
-    assert layers.bars == [Bar("plain", "plain", None, "OOM"), Bar("AutoVRAM()", "ours", 31, "31")]
+    assert layers.bars == [Bar("baseline", "plain", None, "OOM"), Bar("AutoVRAM()", "ours", 31, "31")]
