@@ -10,6 +10,7 @@ PAGES = sorted(
     path for folder in ("configs", "examples", "lightning_vram", "tests") for path in (ROOT / folder).rglob("*.md")
 )
 README = ROOT / "README.md"
+CONTEXTS_PAGE = ROOT / "lightning_vram" / "callbacks" / "README.md"
 MATRIX = ROOT / "lightning_vram" / "callbacks" / "README.md"
 _NO_PARTS = ("DeviceSpec", "SavePolicy")
 PARTS = [part.__name__ for part in PUBLIC if isinstance(part, type) and part.__name__ not in _NO_PARTS]
