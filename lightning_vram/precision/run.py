@@ -150,8 +150,9 @@ class PrecisionRun:
         self.has_warned = True
         if names := self.changes.idle_islands:
             rank_zero_warn(
-                f"LeanMixedPrecision(fp32_modules): {', '.join(names)} was not called in the first training step: a "
-                "module that reads its weights computes in 16 bits. Name the module that is called, for example "
+                f"LeanMixedPrecision(fp32_modules): the first training step did not call {', '.join(names)}. A module "
+                "that "
+                "reads their weights computes in 16 bits. Name the module that is called, for example "
                 "nn.MultiheadAttention instead of its out_proj."
             )
 

@@ -27,7 +27,7 @@ from lightning_vram.techniques.quantization_aware_training import (
 
 _REFUSED = {
     "QuantizeFrozenWeights": "weights are quantized already",
-    "TokenTiling": "tiles would each move the input range of a layer",
+    "TokenTiling": "tiles would each move the range of a layer's inputs",
 }
 
 

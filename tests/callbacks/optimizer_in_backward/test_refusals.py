@@ -39,8 +39,8 @@ def assert_refused(trainer: pl.Trainer, model: pl.LightningModule, message: str,
         (
             1.0,
             TypeError,
-            "OptimizerInBackward(max_norm) must be 'two-pass', 'previous' or None, got 1.0 of type float: the largest "
-            "norm is Trainer(gradient_clip_val=...).",
+            "OptimizerInBackward(max_norm) must be 'two-pass', 'previous' or None, got 1.0 of type float: set the "
+            "norm with Trainer(gradient_clip_val=...).",
         ),
         (
             "exact",
@@ -137,8 +137,8 @@ def test_manual_optimization_is_refused(make_trainer):
 @pytest.mark.parametrize("max_norm", [None, "previous"])
 def test_a_scaler_takes_two_passes(max_norm, plugin, make_trainer):
     message = (
-        f"OptimizerInBackward(max_norm={max_norm!r}) does not work with a GradScaler, which looks at all gradients "
-        "before it lets any be stepped with: use max_norm='two-pass' (exact; runs each backward twice) or "
+        f"OptimizerInBackward(max_norm={max_norm!r}) does not work with a GradScaler, which checks all gradients "
+        "before any step: use max_norm='two-pass' (exact; runs each backward twice) or "
         "precision='bf16-mixed'."
     )
     trainer = make_trainer(callbacks=[OptimizerInBackward(max_norm)], plugins=[plugin])
@@ -224,7 +224,7 @@ def test_what_steps_already_is_refused(make_trainer):
 def test_what_only_the_reducer_of_ddp_can_do_is_refused(option, reason, make_trainer):
     message = (
         f"OptimizerInBackward does not work with {reason}: it steps when DDP has reduced a bucket. Use "
-        "strategy='ddp' without it."
+        "strategy='ddp' without that option."
     )
     trainer = make_trainer(callbacks=[OptimizerInBackward()], strategy=DDPStrategy(**option), devices=1)
     assert_refused(trainer, Layers(num_batches=1), message)

@@ -272,14 +272,13 @@ SHARDS = ": a scale is that of a whole weight, and FSDP2 shards it. Use 'ddp' or
         (
             [QuantizeFrozenWeights],
             dict,
-            "QuantizationAwareTraining does not work with QuantizeFrozenWeights, whose weights are in few bits "
+            "QuantizationAwareTraining does not work with QuantizeFrozenWeights, whose weights are quantized "
             "already: leave one out.",
         ),
         (
             [TokenTiling],
             dict,
-            "QuantizationAwareTraining does not work with TokenTiling, whose tiles would each move the input range of "
-            "a "
+            "QuantizationAwareTraining does not work with TokenTiling, whose tiles would each move the range of a "
             "layer's inputs: leave one out.",
         ),
         (

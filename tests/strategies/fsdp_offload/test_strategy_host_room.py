@@ -53,8 +53,8 @@ def message(num_ranks: int, states: int, available: int, advice: str) -> str:
     ranks = f" for its {num_ranks} ranks" if num_ranks > 1 else ""
     return (
         f"ForkingOffload needs {format_bytes(needed)} of host memory on {socket.gethostname()}{ranks}: weights "
-        f"{format_bytes(WEIGHTS)}, gradients {format_bytes(WEIGHTS)}{states_text}. There are "
-        f"{format_bytes(available + num_ranks * WEIGHTS)}, with what the module has now, of which "
+        f"{format_bytes(WEIGHTS)}, gradients {format_bytes(WEIGHTS)}{states_text}. Available are "
+        f"{format_bytes(available + num_ranks * WEIGHTS)}, including the memory of the module, of which "
         f"{format_bytes(margin)} must stay free. {advice}"
     )
 
