@@ -351,7 +351,7 @@ class Growing(Callback):
 
 def test_a_module_that_has_grown_since_it_was_copied_is_refused(make_trainer):
     message = (
-        "EMAWeightAveraging has copied the module when it had 27 parameters, and now it has 29. Put callbacks that "
+        "EMAWeightAveraging copied the module when it had 27 parameters; now it has 29. Put callbacks that "
         "change the module before it in Trainer(callbacks=...)."
     )
     with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
