@@ -1,4 +1,4 @@
-"""Each feature in each context, as the table in ``lightning_vram/callbacks/README.md`` has it (``support.contexts``)."""
+"""Each feature in each context, as the table of ``lightning_vram/callbacks/README.md`` has it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,10 +24,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 WIDTH = 64
-MOST = {"exact": 0.0, "no effect": 0.0, "lossless": 1e-6, "approximate": 0.02}  # difference of a weight
+MOST = {"exact": 0.0, "no effect": 0.0, "lossless": 1e-6, "approximate": 0.1}  # difference of a weight
 MOST_IN_FP16 = {**MOST, "lossless": 1e-3}
-MOVED = 0.03  # what training moves some weight by, at least: an outcome is not that of a run that did nothing
-CELLS = [(name, context) for name in FEATURES for context in TRAINED if FEATURES[name].outcome_in(context) != "strategy"]
+MOVED = 0.02  # what training moves some weight by, at least: an outcome is not that of a run that did nothing
+CELLS = [
+    (name, context) for name in FEATURES for context in TRAINED if FEATURES[name].outcome_in(context) != "strategy"
+]
 
 
 class Block(nn.Module):

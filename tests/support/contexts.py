@@ -1,21 +1,21 @@
 """What becomes of a run with each feature in each context: the table of ``lightning_vram/callbacks/README.md``.
 
-``tests/callbacks/test_contexts.py`` trains with each feature in each context and compares the weights with those of a run
-without it. Print the table again with ``PYTHONPATH=.:tests python -m support.contexts``.
+``tests/callbacks/test_contexts.py`` trains with each feature in each context and compares the weights with those of a
+run without it. Print the table again with ``PYTHONPATH=.:tests python -m support.contexts``.
 """
 
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
+from support.pages import page_of, title
 
 import lightning_vram as vram
-from support.pages import page_of, title
 
 Arguments = dict[str, Any]
 HERE = "lightning_vram/callbacks/"
@@ -68,7 +68,9 @@ def _callback(kind: Callable[..., Any], *args: Any, outcome: str = "exact", **op
 
 
 def _lean(context: str) -> Arguments:
-    plugin = partial(vram.LeanMixedPrecision, "fp16", scaler=_scaler()) if context == "fp16" else vram.LeanMixedPrecision
+    plugin = (
+        partial(vram.LeanMixedPrecision, "fp16", scaler=_scaler()) if context == "fp16" else vram.LeanMixedPrecision
+    )
     return {"plugins": [plugin() if context == "fp16" else plugin("bf16")]}
 
 
@@ -161,7 +163,7 @@ FEATURES = {
         lambda context: {"strategy": vram.FSDPOffloadStrategy(min_params=100), "devices": 1},
         "lossless",
         {
-            **{context: ("strategy", "a Trainer has one strategy") for context in ("DDP", "FSDP2", NO_GPU)},
+            **dict.fromkeys(("DDP", "FSDP2", NO_GPU), ("strategy", "a Trainer has one strategy")),
             "torch.compile": ("no", "compile the layers instead of the LightningModule", "Using a compiled model"),
         },
     ),
@@ -188,9 +190,12 @@ def as_markdown() -> str:
     for name, feature in FEATURES.items():
         for context, (outcome, *why) in feature.other.items():
             reasons.setdefault((context, outcome, why[0]), []).append(f"`{name}`")
-    lines = [f"- **{context}: {outcome}** for {', '.join(names)}: {why}." for (context, outcome, why), names in reasons.items()]
+    lines = [
+        f"- **{context}: {outcome}** for {', '.join(names)}: {why}."
+        for (context, outcome, why), names in reasons.items()
+    ]
     return "\n".join([table, "", *sorted(lines)])
 
 
 if __name__ == "__main__":
-    print(as_markdown())
+    sys.stdout.write(as_markdown() + "\n")
