@@ -68,10 +68,9 @@ def _callback(kind: Callable[..., Any], *args: Any, outcome: str = "exact", **op
 
 
 def _lean(context: str) -> Arguments:
-    plugin = (
-        partial(vram.LeanMixedPrecision, "fp16", scaler=_scaler()) if context == "fp16" else vram.LeanMixedPrecision
-    )
-    return {"plugins": [plugin() if context == "fp16" else plugin("bf16")]}
+    is_fp16 = context == "fp16"
+    plugin = vram.LeanMixedPrecision("fp16", scaler=_scaler()) if is_fp16 else vram.LeanMixedPrecision("bf16")
+    return {"plugins": [plugin]}
 
 
 MOVED = {NO_GPU: ("no", MOVES, "it frees and moves parameters")}
