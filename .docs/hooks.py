@@ -27,6 +27,7 @@ LANGUAGES = {
     ".toml": "toml",
 }
 ASSETS = (".png", ".svg", ".json", ".html")  # a browser shows these itself
+_FEATURES: dict[str, str] = {}  # a page of the repository, and the public name that it is about
 HIDDEN = "---\nsearch: { exclude: true }\n---\n"
 _LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)\s#]+)(?=[)#])")
 _FENCED = re.compile(r"(^ *```.*?^ *```)", re.DOTALL | re.MULTILINE)
@@ -62,6 +63,15 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     if name := _FEATURES.get(page.file.src_uri):
         markdown = re.sub(r"(?<!\[)\bAPI reference\b", f"[API reference][{PACKAGE}.{name}]", markdown, count=1)
     return markdown
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, **_: Any) -> str:
+    """Let links to a public name find it where it is defined in another module."""
+    name = PurePosixPath(page.file.src_uri).stem
+    if page.file.src_uri.startswith("api/") and name in config.extra["defined_in"]:
+        path = config.extra["defined_in"][name]
+        config.plugins["autorefs"].register_anchor(page, f"{PACKAGE}.{name}", path, primary=True)
+    return html
 
 
 def pages_of_repository() -> list[Path]:
@@ -169,21 +179,12 @@ def _api_pages(config: MkDocsConfig) -> dict[str, str]:
 
 def _api_page(name: str, path: str, returned: list[str], source: Path) -> str:
     guide = next(folder / "README.md" for folder in source.parents if (folder / "README.md").exists())
-    alias = "" if path == f"{PACKAGE}.{name}" else f"[](){{#{PACKAGE}.{name}}}\n"  # links lead to the public name
-    lines = [f"---\ntitle: {name}\n---\n", alias, f"::: {path}\n    options:\n      heading: {name}\n"]
-    is_feature = _is_page_of(guide, name)
-    if is_feature:
+    lines = [f"---\ntitle: {name}\n---\n", f"::: {path}\n    options:\n      heading: {name}\n"]
+    if name in guide.read_text().partition("\n")[0]:
         _FEATURES[_name(guide)] = name
     lines.append(f"When to use it, limits and measurements: [guide](../{_name(guide)}).\n")
     lines += [f"::: {one}\n    options:\n      heading_level: 2\n" for one in returned]
     return "\n".join(lines)
-
-
-def _is_page_of(guide: Path, name: str) -> bool:
-    return name in guide.read_text().partition("\n")[0]
-
-
-_FEATURES: dict[str, str] = {}
 
 
 def _overview(nav: list[Any], summaries: dict[str, str]) -> str:
