@@ -19,26 +19,26 @@ from lightning_vram.techniques.token_tiling import TilingHandle, apply_token_til
 
 
 class TokenTiling(FitTechnique):
-    """Let modules that treat tokens alone run in tiles along the sequence, and once more in the backward.
+    """Run modules that treat each token independently in tiles along the sequence, such as MLPs and norms.
 
-    Of such a module only input and result are whole. Each is proven first: in its first call it is run on 64 tokens, in
-    another order, on half of them, and with one that is no number. Modules that mix tokens (attention, convolutions,
-    batch norms, positions), draw one mask for all tokens, write into inputs or buffers, keep something of a call, or
-    compute with weights of others are found out and left alone.
-    Results are those of the plain run to the bit where the kernels are the same for fewer rows, else up to rounding;
-    gradients of parameters are added up in float32, in another order. Dropout draws other masks than the plain run.
+    TiledMLP of ALST (Bekman et al. 2025, https://arxiv.org/abs/2506.13996). Only a module's input and output are whole;
+    the backward recomputes each tile. The first call of a module checks on 64 tokens that no token depends on another.
+    Modules that mix tokens (attention, convolutions, batch norms, positions), draw one mask for all tokens, write to
+    inputs or buffers, store something of a call, or use weights of other modules are not tiled.
+    Lossless: kernels may round differently for fewer rows, and weight gradients are accumulated in float32 in another
+    order. Dropout draws other masks than the baseline.
 
     Args:
-        layers: ``"auto"``: the outermost modules that are proven and compute in several operations. Otherwise class
-            names, module names, globs or classes, one or several, as for
-            :func:`~lightning_vram.core.layers.selection.select_layers`; one that mixes tokens is then refused.
-        tile: Tokens of each sequence at a time. ``"auto"``: the tokens of the batch in tiles of as many as the hidden
-            states have numbers, at least 1,024.
+        layers: ``"auto"``: the outermost modules that pass the check and run several operators. Or class names, module
+            names, globs or classes, one or a list, as for
+            :func:`~lightning_vram.core.layers.selection.select_layers`; one of them that mixes tokens raises an error.
+        tile: Number of tokens per sequence in a tile. ``"auto"``: as many tokens of the batch as the hidden size, at
+            least 1,024.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
+        TypeError: If an argument has the wrong type.
         ValueError: If ``tile`` is less than 1.
-        MisconfigurationException: If a layer that was named cannot run in tiles.
+        MisconfigurationException: If a named layer cannot be tiled.
 
     Example:
         >>> import lightning.pytorch as pl

@@ -17,18 +17,19 @@ INPUTS = "inputs"
 
 @dataclass(frozen=True)
 class SavePolicy:
-    """Keep the results of some operators in checkpointed layers, besides the layers' inputs.
+    """Save the results of some operators in checkpointed layers, in addition to the layers' inputs.
 
     Args:
         operators: ``"matmuls"``: matrix products, convolutions, recurrent kernels and fused attention: nearly all of
-            the time, about half of the memory. ``"attention"``: fused attention only. Or names of operators in
+            the time, about half of the memory. ``"attention"``: fused attention only. Or a list of operator names in
             ``torch.ops``, with or without overload: ``["aten.mm", "aten.addmm.default", "mylib.flash"]``.
-        every_n: Keep the first of them in a layer and every n-th after it.
-        numbers: Keep these only, counted from 0 in each call of a layer; a budget's plan does.
+        every_n: Save the first of their results in a layer and every n-th after it.
+        numbers: Save only results with these indices, counted from 0 in each call of a layer. Set by the plan of a
+            ``budget``. ``None``: all.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
-        ValueError: If there is no such operator or family, none is named, or ``every_n`` is smaller than 1.
+        TypeError: If an argument has the wrong type.
+        ValueError: If an operator or family is unknown, no operator is named, or ``every_n`` is smaller than 1.
 
     Example:
         >>> from lightning_vram import ActivationCheckpointing, SavePolicy
@@ -53,16 +54,16 @@ class SavePolicy:
         return SavePolicy, (self.operators, self.every_n, self.numbers)  # operators do not pickle, their names do
 
     def concerns(self, operator: Any) -> bool:
-        """Whether ``operator`` is one of those that are counted."""
+        """Whether ``operator`` belongs to the policy."""
         return operator in self._operators
 
     def keeps(self, number: int) -> bool:
-        """Whether the result of the counted operator of this number in a call, from 0, is kept."""
+        """Whether to save the result with this index, counted from 0 in each call of a layer."""
         return number % self.every_n == 0 and (self.numbers is None or number in self.numbers)
 
     @property
     def resolved(self) -> frozenset[Any]:
-        """The operators, as in ``torch.ops``."""
+        """Operators of the policy, as in ``torch.ops``."""
         return self._operators
 
 
