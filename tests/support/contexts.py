@@ -183,7 +183,8 @@ def as_markdown() -> str:
     rows = [["Feature", *CONTEXTS], ["---"] * (len(CONTEXTS) + 1)]
     for name, feature in FEATURES.items():
         page = title(page_of(name)).removeprefix(HERE).replace("lightning_vram/", "../")
-        rows.append([f"[{name}]({page})", *map(feature.outcome_in, CONTEXTS)])
+        cells = [feature.outcome_in(context).replace("approximate", "approx.") for context in CONTEXTS]
+        rows.append([f"[{name}]({page})", *cells])
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     reasons = {}  # contexts and features with the same reason share a line
     for name, feature in FEATURES.items():
