@@ -146,7 +146,7 @@ class RankAgreement:
 
     def _failed(self, timeout: timedelta) -> RankAgreementError:
         self._failure = (
-            f"Rank {dist.get_rank()} waited for a decision of all ranks, and one did not come within "
-            f"{timeout.total_seconds():g} s or is gone: its own output says why."
+            f"Rank {dist.get_rank()} waited {timeout.total_seconds():g} s for a decision of all ranks, and another "
+            "rank hangs or has died. The log of that rank shows the cause."
         )
         return RankAgreementError(self._failure)

@@ -201,4 +201,6 @@ def _host(items: Items) -> Iterator[str]:
     ):
         if rows := items.get(item):
             yield f"**`{item}`**"
-            yield _table([("case", lambda row, base: "PCIe copy" if row["name"] == "bus" else row["name"]), *columns], rows, {})
+            yield _table(
+                [("case", lambda row, base: "PCIe copy" if row["name"] == "bus" else row["name"]), *columns], rows, {}
+            )

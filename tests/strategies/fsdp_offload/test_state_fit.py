@@ -120,8 +120,8 @@ def test_what_is_no_state_at_all_is_refused(state: Any):
     with pytest.raises(ValueError, match="optimizer 1") as caught:
         check_form(state, 1)
     assert str(caught.value) == (
-        "The checkpoint's state of optimizer 1 is none: it lacks 'param_groups' or 'state'. The file is damaged, or "
-        "was changed: go on from another checkpoint."
+        "The checkpoint's state of optimizer 1 lacks 'param_groups' or 'state': the file is damaged. "
+        "Resume from another checkpoint."
     )
 
 

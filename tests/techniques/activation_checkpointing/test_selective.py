@@ -439,7 +439,7 @@ def test_noise_in_front_of_a_kept_product_is_an_error():
     model = Net(Noisy, 1)
     apply_activation_checkpointing(model, layers="blocks.*", save=SavePolicy("matmuls"))
     loss = (model(torch.randn(4, 8)) * model.blocks[0].up.bias.mean()).sin().sum()
-    with pytest.raises(RecomputationError, match=r"Tensor \d of those that autograd saves has other values"):
+    with pytest.raises(RecomputationError, match=r"Tensor \d has other values"):
         loss.backward()
 
 
