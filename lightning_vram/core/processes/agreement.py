@@ -146,7 +146,7 @@ class RankAgreement:
 
     def _failed(self, timeout: timedelta) -> RankAgreementError:
         self._failure = (
-            f"Rank {dist.get_rank()} waited {timeout.total_seconds():g} s for a decision of all ranks, and another "
-            "rank hangs or has died. The log of that rank shows the cause."
+            f"Rank {dist.get_rank()} waited for a decision of all ranks, but another rank did not answer within "
+            f"{timeout.total_seconds():g} s or has died. See the log of that rank."
         )
         return RankAgreementError(self._failure)

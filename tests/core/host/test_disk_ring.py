@@ -109,7 +109,7 @@ def test_a_disk_that_cannot_reserve_space_is_refused_or_believed(ring, monkeypat
 
     monkeypatch.setattr(disk_file.os, "posix_fallocate", refuse, raising=False)
     monkeypatch.setattr(disk_file.shutil, "disk_usage", lambda _: SimpleNamespace(free=GIB))
-    with pytest.raises(RuntimeError, match=r"but 1\.00 GiB are free there"):
+    with pytest.raises(RuntimeError, match=r"but 1\.00 GiB are free\."):
         write(ring, 1000)
     code = errno.EOPNOTSUPP
     block, source = write(ring, 1000)

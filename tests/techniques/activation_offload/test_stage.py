@@ -665,7 +665,10 @@ def test_training_in_bfloat16_stays_close() -> None:
 
 def test_it_does_not_nest() -> None:
     offloading = ActivationOffloading(min_offload_bytes=1)
-    with offloading, pytest.raises(RuntimeError, match=r"^this ActivationOffloading is entered already: it does not"):
+    with (
+        offloading,
+        pytest.raises(RuntimeError, match=r"^this ActivationOffloading is already active and cannot be nested"),
+    ):
         offloading.__enter__()
 
 

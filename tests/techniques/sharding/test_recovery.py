@@ -260,6 +260,6 @@ def test_a_part_of_a_model_is_refused(one_rank):
     discard_failed_iteration(model)  # it never ran
     run(model, batch=0)
     with pytest.raises(
-        RuntimeError, match=r"^discard_failed_iteration\(module\) needs the whole .* part of one: FSDPBlock\.$"
+        RuntimeError, match=r"^discard_failed_iteration\(module\) needs the whole .* submodule: FSDPBlock\.$"
     ):
         discard_failed_iteration(model[0])
