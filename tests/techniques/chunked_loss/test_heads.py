@@ -72,7 +72,7 @@ def test_what_does_not_compute_as_linear_layers_do_is_refused(heads, kind):
 def test_a_head_is_taken_once():
     net = Net()
     apply_chunked_loss(net)
-    with pytest.raises(ValueError, match=r"^module Linear cannot be changed: it has been already\.$"):
+    with pytest.raises(ValueError, match=r"^module Linear cannot be changed: it already was\.$"):
         apply_chunked_loss(net)
 
 
