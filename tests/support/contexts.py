@@ -22,7 +22,7 @@ HERE = "lightning_vram/callbacks/"
 NO_GPU = "FSDP1, DeepSpeed"  # Lightning has them on CUDA only: what we refuse is tested, the rest is not
 CONTEXTS = ["CPU", "DDP", "FSDP2", NO_GPU, "torch.compile", "manual optimization", "accumulation", "fp16", "MPS"]
 TRAINED = [context for context in CONTEXTS if context not in (NO_GPU, "MPS")]
-MOVES = "it moves parameters that the feature reads; use FSDP2 (`ModelParallelStrategy`)"
+MOVES = "both strategies free or move parameters that these features read; use FSDP2 (`ModelParallelStrategy`)"
 
 
 def _scaler() -> torch.amp.GradScaler:
@@ -121,7 +121,7 @@ FEATURES = {
             ),
             NO_GPU: (
                 "untested",
-                "DeepSpeed and `FSDPStrategy(cpu_offload=True)` are refused: they accumulate in their own way",
+                "DeepSpeed and `FSDPStrategy(cpu_offload=True)`, which accumulate by themselves, are refused; other FSDP1 runs are untested",
             ),
         },
         lambda context: {"accumulate_grad_batches": 2},
@@ -148,7 +148,7 @@ FEATURES = {
     "LeanMixedPrecision": Feature(
         _lean,
         "exact",
-        {NO_GPU: ("untested", "DeepSpeed is refused: it casts, scales and clips itself")},
+        {NO_GPU: ("untested", "DeepSpeed, which casts, scales and clips by itself, is refused; FSDP1 is untested")},
         lambda context: {} if context == "fp16" else {"precision": "bf16-mixed"},
     ),
     "QuantizeFrozenWeights": _callback(vram.QuantizeFrozenWeights, bits=8, outcome="approximate", other=MOVED),
@@ -156,7 +156,14 @@ FEATURES = {
         vram.QuantizationAwareTraining,
         "int8",
         outcome="approximate",
-        other=MOVED | {"FSDP2": ("no", "a scale needs the whole weight", "a scale is that of")},
+        other=MOVED
+        | {
+            "FSDP2": (
+                "no",
+                "the quantization scale needs the whole weight, and each rank has a shard",
+                "a scale is that of",
+            )
+        },
     ),
     "FSDPOffloadStrategy": Feature(
         lambda context: {"strategy": vram.FSDPOffloadStrategy(min_params=100), "devices": 1},
