@@ -59,7 +59,8 @@ def check_combination(precision: str | None, parameters: str, scaler: object) ->
         raise ValueError("LeanMixedPrecision(scaler) is for 'fp16', got one with 'bf16', which has none. Leave it out.")
     if precision == "16-mixed" and parameters != "fp32":
         raise ValueError(
-            f"LeanMixedPrecision(parameters={parameters!r}) keeps bfloat16 weights, which float16 cannot hold. Use "
+            f"LeanMixedPrecision(parameters={parameters!r}) stores bfloat16 weights, which do not work with float16. "
+            "Use "
             "precision='bf16', or parameters='fp32'."
         )
 
@@ -117,7 +118,7 @@ def refuse_second_run(running: pl.Trainer, other: pl.Trainer) -> None:
     """
     if running is not other and running.state.status == TrainerStatus.RUNNING:
         raise MisconfigurationException(
-            "This LeanMixedPrecision is that of a trainer that is running. Give the one inside of its run another."
+            "This LeanMixedPrecision belongs to a trainer that is running. Create another one for the inner trainer."
         )
 
 

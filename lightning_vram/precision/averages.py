@@ -33,8 +33,8 @@ def list_averages(trainer: pl.Trainer | None, module: nn.Module) -> list[tuple[W
         counts = [len(list(one.parameters())) for one in (average.module, module)]
         if counts[0] != counts[1]:
             raise MisconfigurationException(
-                f"{type(callback).__name__} has copied the module when it had {counts[0]} parameters, and now it "
-                f"has {counts[1]}. Put callbacks that change the module before it in Trainer(callbacks=...)."
+                f"{type(callback).__name__} copied the module when it had {counts[0]} parameters; now it has "
+                f"{counts[1]}. Put callbacks that change the module before it in Trainer(callbacks=...)."
             )
         found.append((callback, average))
     return found

@@ -34,12 +34,12 @@ def check_choice(precision: object) -> Precision16 | None:
     """
     if not isinstance(precision, str):
         raise TypeError(
-            f"LeanMixedPrecision(precision) must be text, got {precision!r} of type {type(precision).__name__}."
+            f"LeanMixedPrecision(precision) must be a string, got {precision!r} of type {type(precision).__name__}."
         )
     if precision not in _PRECISIONS:
         raise ValueError(
             f"LeanMixedPrecision(precision) must be 'auto', 'bf16' (or 'bf16-mixed') or 'fp16' (or '16-mixed'), got "
-            f"{precision!r}. For other precisions give Trainer(precision=...), without this plugin."
+            f"{precision!r}. For other precisions use Trainer(precision=...) without this plugin."
         )
     return _PRECISIONS[precision]
 
@@ -64,7 +64,7 @@ def resolve_precision(choice: Precision16 | None, device_type: str) -> Precision
     if choice == "bf16-mixed" and not has_native_bf16(device_type):
         rank_zero_warn(
             f"LeanMixedPrecision(precision='bf16'): this {device_type} device emulates bfloat16, which is slow. 'auto' "
-            "takes float16 with a loss scale here."
+            "would choose float16 with loss scaling."
         )
     return precision
 

@@ -46,7 +46,7 @@ class OverflowWatch:
             f"LeanMixedPrecision(precision='fp16'): gradients overflowed in {self.num_consecutive} optimizer steps in "
             f"a row, down to a loss scale of {scale:g}: the training has diverged, or the model leaves the range of "
             "float16. Lower the learning rate, name the layers that overflow in fp32_modules=[...], use "
-            "LeanMixedPrecision('bf16'), or give on_overflow_limit='bf16' to go on in bfloat16 from here."
+            "LeanMixedPrecision('bf16'), or on_overflow_limit='bf16' to continue in bfloat16."
         )
 
     def state_dict(self) -> dict[str, Any]:

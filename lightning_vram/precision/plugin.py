@@ -49,8 +49,8 @@ class LeanMixedPrecision(ScaledPrecision):
     - Gradients are unscaled before ``on_before_optimizer_step``, before automatic clipping, and before
       ``self.clip_gradients`` of manual optimization (https://github.com/Lightning-AI/pytorch-lightning/issues/18089).
     - ``fused=True`` optimizers may be clipped.
-    - Optimizers that step after one backward share one loss scale, which changes before the next backward. Gradients kept
-      for a later step are rescaled with it, also if your code calls the scaler itself.
+    - Optimizers that step after one backward share one loss scale, which changes before the next backward. Gradients
+      of a later step are rescaled with it, also if your code calls the scaler itself.
     - A step whose gradients overflow is skipped on all ranks and logged (``vram/overflow_steps``, ``vram/loss_scale``).
       Learning rate schedulers do not count it.
     - Neither the backward nor the optimizer runs under autocast, in manual optimization either.
@@ -65,19 +65,20 @@ class LeanMixedPrecision(ScaledPrecision):
         precision: ``"bf16"``, ``"fp16"`` with a dynamic loss scale, or ``"auto"``: bf16 if the hardware supports it,
             otherwise fp16.
         fp32_modules: Modules that run in float32: class names, module names, globs over module names, or classes, as in
-            ``ActivationCheckpointing(layers)``. Inputs are cast to float32, outputs back to 16 bits, except scalars such
-            as losses.
+            ``ActivationCheckpointing(layers)``. Inputs are cast to float32, outputs back to 16 bits, except scalars
+            such as losses.
         low_precision_norms: Store outputs of layer and RMS norms in 16 bits; autocast returns float32. They compute in
             float32 inside. Approximate.
         recast_in_backward: Save no 16-bit copies of weights for the backward; cast the weights again there. Exact. For
             linear layers, convolutions and ``nn.MultiheadAttention``.
-        parameters: How weights are stored; the optimizer always steps in float32. Total bytes per parameter with AdamW in
-            parentheses. ``"fp32"`` (16). ``"bf16+master"`` (16): bfloat16 plus float32 master weights. ``"bf16+split"``
-            (14): bfloat16 plus a 16-bit remainder, together the float32 weight; ties in the bfloat16 half round away from
-            zero, 1 in 131,072 weights. ``"bf16+kahan"`` (10): bfloat16 plus a bfloat16 remainder (Kahan summation).
-            ``"bf16+stochastic"`` (8): bfloat16 with stochastic rounding. The last two store optimizer state in bfloat16.
-        check_updates: Log ``vram/lost_updates``, the share of weight updates that rounding discards. For ``"bf16+kahan"``
-            and ``"bf16+stochastic"`` (which is right on average); the others lose none.
+        parameters: How weights are stored; the optimizer always steps in float32. Total bytes per parameter with AdamW
+            in parentheses. ``"fp32"`` (16). ``"bf16+master"`` (16): bfloat16 plus float32 master weights.
+            ``"bf16+split"`` (14): bfloat16 plus a 16-bit remainder, together the float32 weight; ties in the bfloat16
+            half round away from zero, 1 in 131,072 weights. ``"bf16+kahan"`` (10): bfloat16 plus a bfloat16 remainder
+            (Kahan summation). ``"bf16+stochastic"`` (8): bfloat16 with stochastic rounding. The last two store
+            optimizer state in bfloat16.
+        check_updates: Log ``vram/lost_updates``, the share of weight updates that rounding discards. For
+            ``"bf16+kahan"`` and ``"bf16+stochastic"`` (which is right on average); the others lose none.
         hold_lr_on_overflow: Learning rate schedulers with ``interval="step"`` do not count skipped steps. For automatic
             optimization.
         max_consecutive_overflows: Number of skipped steps in a row that ends the run. ``None``: no limit.
@@ -239,7 +240,7 @@ class LeanMixedPrecision(ScaledPrecision):
                 raise RuntimeError(
                     f"LeanMixedPrecision(parameters={self.settings.parameters!r}): if an optimizer has stepped since "
                     "this forward, it has overwritten the 16-bit weights that the backward needs. Step after all "
-                    f'backwards of a forward, or use parameters="fp32". PyTorch says: {error}'
+                    f'backwards of a forward, or use parameters="fp32". From PyTorch: {error}'
                 ) from error
 
     @override

@@ -150,9 +150,10 @@ class PrecisionRun:
         self.has_warned = True
         if names := self.changes.idle_islands:
             rank_zero_warn(
-                f"LeanMixedPrecision(fp32_modules): {', '.join(names)} did not run in the first training step, or not "
-                "by a call of the module: others that read its weights compute in 16 bit. Name the module that is "
-                "called, such as the whole nn.MultiheadAttention in the place of its out_proj."
+                f"LeanMixedPrecision(fp32_modules): the first training step did not call {', '.join(names)}. A module "
+                "that "
+                "reads their weights computes in 16 bits. Name the module that is called, for example "
+                "nn.MultiheadAttention instead of its out_proj."
             )
 
     def over_ranks(self) -> Callable[[Tensor], Tensor] | None:

@@ -76,7 +76,7 @@ class ScaledPrecision(MixedPrecision):
                 raise self._overflows.error(run.steps.scaling.scale_value)
             rank_zero_warn(
                 f"LeanMixedPrecision: gradients overflowed in {self._overflows.num_consecutive} optimizer steps in a "
-                f"row. The run goes on in {self._on_limit}."
+                f"row. Training continues in {self._on_limit}."
             )
             self._fall_back(run)
 

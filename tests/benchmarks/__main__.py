@@ -43,7 +43,7 @@ def main() -> None:
             print_tables(found)
             has_failed |= any(row.keys() <= {"error", "all_traceback"} for row in found)
         if not rows:
-            print(f"{suite}: nothing was measured: no workload has --only {arguments.only!r} in its name.")
+            print(f"{suite}: nothing was measured: no workload name contains --only {arguments.only!r}.")
         has_failed |= not rows
     sys.exit(int(has_failed))
 
@@ -56,17 +56,17 @@ def path_of(output: Path, suite: str, device: torch.device) -> Path:
 def parse() -> tuple[argparse.Namespace, dict[str, ModuleType], dict[str, Any]]:
     """Return the arguments, the modules that measure, and those of their settings that were given."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__, add_help=False)
-    parser.add_argument("--suite", nargs="+", default=[], metavar="NAME", help=f"all, {', '.join(SUITES)}, or a part")
-    parser.add_argument("--peers", action="store_true", help="others' ways in the same run, where they are installed")
+    parser.add_argument("--suite", nargs="+", default=[], metavar="NAME", help=f"all, {', '.join(SUITES)}, or a case")
+    parser.add_argument("--peers", action="store_true", help="also run variants of other libraries, where installed")
     parser.add_argument("--quick", action="store_true", help="small workloads, few repeats")
-    parser.add_argument("--only", default="", metavar="TEXT", help="part of the name of a workload or case")
-    parser.add_argument("--ways", default="", metavar="TEXT", help="part of a way's name; plain is always there")
-    parser.add_argument("-o", "--output", type=Path, help="JSON file, or a folder for a file of each suite")
+    parser.add_argument("--only", default="", metavar="TEXT", help="piece of the name of a workload or case")
+    parser.add_argument("--ways", default="", metavar="TEXT", help="piece of a variant's name; baseline always runs")
+    parser.add_argument("-o", "--output", type=Path, help="JSON file, or a folder for one file per suite")
     arguments, rest = parser.parse_known_args()
     wanted = list(SUITES) if arguments.suite == ["all"] else arguments.suite
     parts = {**{name: (name,) for name in MEASUREMENTS}, **SUITES}
     if unknown := [name for name in wanted if name not in parts]:
-        parser.error(f"--suite {' '.join(unknown)}: use all, {', '.join(SUITES)}, or a part of one: {', '.join(parts)}")
+        parser.error(f"--suite {' '.join(unknown)}: use all, {', '.join(SUITES)}, or a case of one: {', '.join(parts)}")
     arguments.suites = {name: parts[name] for name in wanted}
     if len(wanted) > 1 and arguments.output is not None and arguments.output.suffix == ".json":
         parser.error(f"-o {arguments.output}: several suites need a folder.")
@@ -83,7 +83,7 @@ def parse() -> tuple[argparse.Namespace, dict[str, ModuleType], dict[str, Any]]:
             known[key] = value
     given = own.parse_args(rest)
     if not wanted:
-        own.error("--suite is missing: what shall be measured?")
+        own.error("--suite is missing: name at least one.")
     check(own, given, arguments.output)
     return arguments, modules, {key: value for key, value in vars(given).items() if key in known}
 

@@ -1,6 +1,7 @@
 """Figures as a table, and as a file with device and versions."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
@@ -50,6 +51,8 @@ def make_table(rows: Sequence[Row], title: str | None) -> Table:
 def show(name: str, row: Row) -> str:
     """Return a figure as text: bytes with their unit, the ratio of times with its smallest and largest."""
     value = row.get(name, "")
+    if name == "variant":
+        return re.sub(r"\bplain\b", "baseline", value)
     if name == "seconds_of_first":
         return f"{value:.3f} ({row[_RANGE[0]]:.3f} to {row[_RANGE[1]]:.3f})" if name in row else ""
     if isinstance(value, int) and name.endswith("_bytes"):

@@ -252,7 +252,7 @@ class Growing(Callback):
 def test_a_module_that_has_grown_since_it_was_copied_is_refused(make_trainer):
     model = Net()
     message = (
-        "EMAWeightAveraging has copied the module when it had 10 parameters, and now it has 12. Put callbacks that "
+        "EMAWeightAveraging copied the module when it had 10 parameters; now it has 12. Put callbacks that "
         "change the module before it in Trainer(callbacks=...)."
     )
     trainer = make_trainer(plugins=[lean("bf16+split")], callbacks=[EMAWeightAveraging(), Growing()])

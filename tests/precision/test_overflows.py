@@ -208,7 +208,7 @@ def test_too_many_overflows_in_a_row_end_the_run(module, make_trainer):
 def test_a_run_goes_on_in_another_format_where_that_is_asked_for(module, target, precision, make_trainer):
     plugin = LeanMixedPrecision("fp16", scaler=scaler(), max_consecutive_overflows=2, on_overflow_limit=target)
     model = module([1.0, INF, INF, 2.0, 4.0])
-    with pytest.warns(UserWarning, match=f"overflowed in 2 optimizer steps in a row. The run goes on in {target}"):
+    with pytest.warns(UserWarning, match=f"overflowed in 2 optimizer steps in a row. Training continues in {target}"):
         trainer = train(model, make_trainer, plugin)
     assert trainer.precision == precision
     factors = (1, 0.5, 0.25) if module is Scripted else (1, 1, 1)
@@ -220,7 +220,7 @@ def test_a_run_that_went_on_in_another_format_stays_there_when_resumed(make_trai
         return LeanMixedPrecision("fp16", scaler=scaler(), max_consecutive_overflows=1, on_overflow_limit="bf16")
 
     path = tmp_path / "last.ckpt"
-    with pytest.warns(UserWarning, match="goes on in bf16"):
+    with pytest.warns(UserWarning, match="continues in bf16"):
         trainer = train(Scripted([INF, 1.0]), make_trainer, make())
     trainer.save_checkpoint(path)
     trainer = make_trainer(plugins=[make()], max_epochs=2, limit_val_batches=0)
@@ -409,7 +409,7 @@ class Looks(Scripted):
 def test_a_run_that_went_on_in_another_format_is_evaluated_in_it(make_trainer, tmp_path):
     plugin = LeanMixedPrecision("fp16", scaler=scaler(), max_consecutive_overflows=1, on_overflow_limit="bf16")
     model = Looks([INF, 1.0])
-    with pytest.warns(UserWarning, match="goes on in bf16"):
+    with pytest.warns(UserWarning, match="continues in bf16"):
         trainer = train(model, make_trainer, plugin)
     trainer.limit_val_batches = 1.0
     trainer.validate(model, verbose=False)
@@ -423,7 +423,7 @@ def test_a_run_that_went_on_in_another_format_is_evaluated_in_it(make_trainer, t
 def test_a_checkpoint_of_a_run_that_went_on_elsewhere_begins_a_new_count(make_trainer, tmp_path):
     options = {"max_consecutive_overflows": 2}
     plugin = LeanMixedPrecision("fp16", scaler=scaler(), on_overflow_limit="bf16", **options)
-    with pytest.warns(UserWarning, match="goes on in bf16"):
+    with pytest.warns(UserWarning, match="continues in bf16"):
         trainer = train(Scripted([INF, INF, 1.0]), make_trainer, plugin)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     trainer = make_trainer(plugins=[LeanMixedPrecision("fp16", **options)], max_epochs=2, limit_val_batches=0)
@@ -488,7 +488,7 @@ class Restores(pl.Callback):
             plugin.load_state_dict(self.state)
 
 
-@pytest.mark.filterwarnings("ignore:.*goes on in bf16")
+@pytest.mark.filterwarnings("ignore:.*continues in bf16")
 def test_a_state_from_before_a_fall_back_undoes_it(make_trainer):
     plugin = LeanMixedPrecision("fp16", scaler=scaler(), max_consecutive_overflows=2, on_overflow_limit="bf16")
     model = Scripted([1.0, INF, INF, 2.0, INF, 4.0])
@@ -506,5 +506,5 @@ class Inner(Scripted):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_run_inside_of_another_needs_a_plugin_of_its_own(make_trainer):
-    with pytest.raises(MisconfigurationException, match="is that of a trainer that is running"):
+    with pytest.raises(MisconfigurationException, match="belongs to a trainer that is running"):
         train(Inner([1.0]), make_trainer)

@@ -184,9 +184,9 @@ def test_named_modules_run_in_fp32(make_trainer):
 
 def test_modules_that_nobody_calls_are_warned_about_once(make_trainer):
     plugin = LeanMixedPrecision("bf16", fp32_modules=["**.out_proj", "net.head"])
-    with pytest.warns(UserWarning, match=r"net\.blocks\.0\.self_attn\.out_proj.* did not run") as caught:
+    with pytest.warns(UserWarning, match=r"did not call net\.blocks\.0\.self_attn\.out_proj") as caught:
         fit(build(TinyGPT), make_trainer(plugins=[plugin]))
-    assert len([warning for warning in caught if "did not run" in str(warning.message)]) == 1
+    assert len([warning for warning in caught if "did not call" in str(warning.message)]) == 1
     assert "net.head" not in str(caught[0].message)
 
 
@@ -251,7 +251,7 @@ def test_a_fit_that_fails_leaves_the_module_as_it_was(place, make_trainer):
     assert describe_module(model) == before
 
 
-@pytest.mark.filterwarnings("ignore:.*did not run in the first training step")  # the linear layers of attention
+@pytest.mark.filterwarnings("ignore:.*the first training step did not call")  # the linear layers of attention
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_the_module_is_what_it_was_after_each_run(precision, make_case, make_trainer):
     model = make_case()
@@ -410,7 +410,7 @@ def test_a_step_before_the_last_backward_of_a_forward_is_an_error_that_tells_why
     message = (
         f"LeanMixedPrecision(parameters={scheme!r}): if an optimizer has stepped since this forward, it has "
         "overwritten the 16-bit weights that the backward needs. Step after all backwards of a forward, or use "
-        'parameters="fp32". PyTorch says: one of the variables needed for gradient computation has been modified'
+        'parameters="fp32". From PyTorch: one of the variables needed for gradient computation has been modified'
     )
     with pytest.raises(RuntimeError, match=f"^{re.escape(message)}"):
         make_trainer(plugins=[LeanMixedPrecision("bf16", parameters=scheme)]).fit(model)
@@ -478,7 +478,7 @@ class PastThePlugin(LitManual):
 
 def test_steps_past_the_plugin_are_noticed(make_trainer):
     plugin = LeanMixedPrecision("bf16", recast_in_backward=True)
-    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*set recast_in_backward=False"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*use recast_in_backward=False"):
         fit(build(TinyCNN, PastThePlugin), make_trainer(plugins=[plugin]))
 
 
@@ -534,7 +534,7 @@ def test_200_small_steps_end_where_those_of_fp32_do(make_trainer):
     ("arguments", "message"),
     [
         ({"precision": "bf16-true"}, "must be 'auto', 'bf16' (or 'bf16-mixed') or 'fp16' (or '16-mixed'), got 'bf16-t"),
-        ({"precision": "fp32"}, "For other precisions give Trainer(precision=...), without this plugin"),
+        ({"precision": "fp32"}, "For other precisions use Trainer(precision=...) without this plugin"),
         ({"parameters": "bf16"}, "(parameters) must be one of 'fp32', 'bf16+master', 'bf16+split', 'bf16+kahan', "),
         ({"on_overflow_limit": "stop"}, "(on_overflow_limit) must be one of 'error', 'bf16', 'fp32', got 'stop'"),
         ({"max_consecutive_overflows": 0}, "(max_consecutive_overflows)"),
@@ -589,7 +589,7 @@ def test_formats_that_the_device_lacks_are_refused(make_trainer, monkeypatch):
 
 def test_auto_with_lean_parameters_is_refused_where_there_is_no_bf16(make_trainer, monkeypatch):
     monkeypatch.setattr("lightning_vram.precision.choice.has_native_bf16", lambda device_type: False)
-    with pytest.raises(ValueError, match="keeps bfloat16 weights, which float16 cannot hold"):
+    with pytest.raises(ValueError, match="stores bfloat16 weights, which do not work with float16"):
         make_trainer(plugins=[LeanMixedPrecision("auto", parameters="bf16+split")]).fit(build(TinyCNN))
 
 

@@ -42,53 +42,52 @@ _CHECKS = ("outputs", "operators", "none")
 
 
 class ActivationCheckpointing(FitTechnique):
-    """Checkpoint layers of any LightningModule while it is fitted; its code stays as it is.
+    """Save only the inputs of chosen layers, and recompute the rest in the backward.
 
-    Weights, gradients, random numbers and buffers are those of the plain run, to the bit: dropout draws the same mask,
-    BatchNorm moves its statistics once per step. Works the same on every rank, under any strategy, with accumulation
-    and manual optimization. The layers change their class for the time of the fit and change back after it, also if
-    it fails. Nothing is stored in checkpoints.
+    Activation checkpointing, also called gradient checkpointing or activation recomputation (Chen et al. 2016,
+    https://arxiv.org/abs/1604.06174). Weights, gradients, random numbers and buffers are bitwise identical to the
+    baseline: dropout draws the same mask, and BatchNorm updates its running statistics once per step. It works with
+    DDP and FSDP2, gradient accumulation and manual optimization. The layers change their class while ``fit`` runs and
+    change back afterwards, also if it fails. Checkpoints are unchanged.
 
-    Forward hooks on a layer fire once, those on modules inside of it in both runs, as with torch's checkpoint: they may
-    change what the second run has to make again. Put one that counts or collects on the layer itself.
+    Forward hooks on a layer fire once. Hooks on modules inside it fire again during recomputation, as with
+    ``torch.utils.checkpoint``: put hooks that count or collect on the layer itself.
 
     Args:
-        layers: ``"auto"`` finds the blocks the model repeats: the classes it names in ``_no_split_modules``, else the
-            children of its outermost ``ModuleList``, ``ModuleDict`` or ``Sequential`` with two or more of one class,
-            else the convolution-norm-activation stages of its ``Sequential``s. Otherwise class names
-            (``"TransformerEncoderLayer"``), module names, globs over module names (``"net.blocks.*"``; ``*`` stays
-            within one part of a name, ``**`` crosses dots), or classes; one or a list. Where matches are nested the
-            outermost is taken.
+        layers: ``"auto"`` finds the repeated blocks: the classes named in ``_no_split_modules`` of a Hugging Face
+            model, else the children of the outermost ``ModuleList``, ``ModuleDict`` or ``Sequential`` with two or more
+            of one class, else the convolution-norm-activation stages of each ``Sequential``. Or class names
+            (``"TransformerEncoderLayer"``), module names, globs over module names (``"net.blocks.*"``; ``*`` matches
+            one level, ``**`` any number), or classes; one or a list. Of nested matches the outermost is taken.
         every_n_layers: Checkpoint the first chosen layer and every n-th after it: less recomputation, more memory.
-        save: What a layer keeps. ``"inputs"``: nothing else. ``"matmuls"``: also the results of matrix products,
-            convolutions and attention, so that only the cheap rest runs again; ``"attention"``: those of attention;
-            a list of names of operators as in ``torch.ops`` (``["aten.mm", "aten.addmm.default"]``); or a
+        save: Results that a layer saves in addition to its inputs. ``"inputs"``: none. ``"matmuls"``: results of
+            matrix products, convolutions and attention, so that only cheap operators are recomputed; ``"attention"``:
+            results of attention; operator names in ``torch.ops`` (``["aten.mm", "aten.addmm.default"]``); or a
             :class:`~lightning_vram.techniques.activation_checkpointing.save_policy.SavePolicy`.
-        segments: Cut sequential bodies (``nn.Sequential``) into so many layers, or into ``"sqrt"`` of their number.
-            ``layers`` then names the bodies; ``"auto"`` takes the outermost.
-        skip_last: Leave the last layer, or the last segment, plain. The backward starts there and would recompute it
-            at once; it costs memory where a large loss head is alive at the same time.
-        budget: Bytes for activations, as ``"6GiB"``. The first step runs with all ``layers`` checkpointed and is
-            watched; then the cheapest choice that fits is made, by layer and by operator, and told in a table.
-            Excludes the arguments above but ``layers``. On a single process a step whose layers get larger inputs than
-            before runs checkpointed, and the plan is made anew; with several ranks it is made once, for the first
-            batch on the rank that needs most. Where the layers are compiled, the first steps try which share the
-            compiler may keep; see the README.
-        remedies: What keeps a ``budget``. ``("recompute", "offload")``: also
-            :class:`~lightning_vram.techniques.activation_offload.stage.ActivationOffloading`: of each forward what is
-            saved first travels to the host, as much as the bus carries in time; only the rest is recomputed.
-        offload_bytes: What the bus carries while one forward runs, at most, as ``"4GiB"``. ``"auto"``: the time of the
-            first step's forward, times the speed of a copy.
-        determinism_check: ``"outputs"`` compares samples of what autograd saves in the forward and in the
-            recomputation, in calls 1, 2, 4, 8, ... of a layer, and shapes always. ``"operators"`` compares every
-            operator and names the one that differs: slow, for debugging. ``"none"`` compares nothing.
+        segments: Split each ``nn.Sequential`` among ``layers`` into this many segments and checkpoint each;
+            ``"sqrt"``: the square root of its length. With ``layers="auto"`` the outermost are split.
+        skip_last: Do not checkpoint the last layer or segment. The backward would recompute it at once. It costs
+            memory if a large loss head is alive at the same time.
+        budget: Bytes for activations, such as ``"6GiB"``. The first step checkpoints all ``layers`` and is measured.
+            Then the least recomputation that fits is applied, by layer and by operator, and logged as a table.
+            Excludes the arguments above except ``layers``. On a single process, a batch with larger layer inputs is
+            checkpointed and planned again; with several ranks the plan is made once, for the first batch on the rank
+            that needs most. For compiled layers, the first steps try how much the compiler may save.
+        remedies: Means to meet a ``budget``. ``("recompute",)``: recomputation only. ``("recompute", "offload")``:
+            tensors saved first in a forward are offloaded to the host, as much as PCIe bandwidth allows, and only the
+            rest is recomputed.
+        offload_bytes: Most bytes to offload per forward, such as ``"4GiB"``. ``"auto"``: the time of the first step's
+            forward times the measured copy bandwidth.
+        determinism_check: ``"outputs"`` compares shapes in every call, and samples of the tensors that autograd saves
+            in calls 1, 2, 4, 8, ... of a layer. ``"operators"`` compares every operator and names the one that
+            differs: slow, for debugging. ``"none"`` compares nothing.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
+        TypeError: If an argument has the wrong type.
         ValueError: If an argument has a value that is not allowed, or contradicts another.
 
     Attributes:
-        layer_table: What each layer keeps and recomputes by the last plan of a ``budget``; empty without one.
+        layer_table: Saved bytes and recomputation per layer in the last plan of a ``budget``; empty without one.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -172,8 +171,8 @@ class ActivationCheckpointing(FitTechnique):
             if self._handle.num_kept_results():
                 return
             rank_zero_warn(
-                f"ActivationCheckpointing(save={self.save!r}) kept nothing: no layer ran one of these operators. "
-                "Attention with dropout runs as matrix products on the host; compiled layers show no operators."
+                f"ActivationCheckpointing(save={self.save!r}) saved nothing: no layer ran one of these operators. "
+                "On a CPU, attention with dropout runs as matrix products; compiled layers hide their operators."
             )
 
     def __getstate__(self) -> dict[str, object]:
@@ -241,7 +240,7 @@ class ActivationCheckpointing(FitTechnique):
         except ValueError as error:
             if is_first:
                 raise MisconfigurationException(f"ActivationCheckpointing: {error}") from None
-            rank_zero_warn(f"ActivationCheckpointing recomputes all layers from now on. A larger batch came: {error}")
+            rank_zero_warn(f"ActivationCheckpointing recomputes all layers from now on, for a larger batch: {error}")
             plan = SharedPlan({}, 0, "", "", offload_bytes)
         if plan is None:
             return  # no layer ran: the next step may show more
@@ -251,7 +250,7 @@ class ActivationCheckpointing(FitTechnique):
         if is_first:
             rank_zero_info(f"{title}:\n{plan.table}")
         elif plan.decisions:
-            rank_zero_info(f"{title} anew, for a batch of {format_bytes(_count_bytes(batch))}: {plan.summary}")
+            rank_zero_info(f"{title} again, for a batch of {format_bytes(_count_bytes(batch))}: {plan.summary}")
 
     @override
     def _undo(self) -> None:
@@ -278,8 +277,8 @@ class ActivationCheckpointing(FitTechnique):
         given = [f"{name}={value!r}" for name, (value, default) in others.items() if value != default]
         if given:
             raise ValueError(
-                f"ActivationCheckpointing(budget={self.budget!r}) chooses what is recomputed by itself and excludes "
-                f"{' and '.join(given)}. Leave out one or the other."
+                f"ActivationCheckpointing(budget={self.budget!r}) chooses what to recompute and excludes "
+                f"{' and '.join(given)}. Remove one of them."
             )
         if budget_bytes == 0:
             raise ValueError(f"ActivationCheckpointing(budget) must be at least 1 byte, got {self.budget!r}.")
@@ -295,5 +294,5 @@ def _describe(selection: LayerSelection) -> str:
     shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
     text = f"recomputes {len(names)} layer{'s' if len(names) > 1 else ''} in backward: {shown}."
     if selection.nested:
-        text += f" {len(selection.nested)} more matches lie inside them and are left out, {selection.nested[0]} first."
+        text += f" {len(selection.nested)} nested matches are skipped, such as {selection.nested[0]}."
     return text

@@ -27,28 +27,28 @@ METRIC = "vram/gradient_cosine"
 
 
 class ActivationCompression(FitTechnique):
-    """Store what training steps save for their backward in fewer bytes, for any LightningModule.
+    """Store saved activations in fewer bytes: exact by default, in low precision with ``lossy``.
 
-    Without ``lossy`` weights, gradients, buffers and random numbers are those of the plain run, to the bit: masks of
-    ReLU and dropout are kept as bits, indices of pooling and the like in the narrowest integer, and what is saved twice
-    once. Use ``InPlaceFusion`` where it can run: it drops what this packs, and more. With ``lossy`` the activations of
-    chosen layers lose precision for the backward only; the forward stays exact.
+    By default, masks of ReLU and dropout are stored as bits, indices of pooling and sorting as small integers, and
+    memory that is saved twice is stored once: weights, gradients, buffers and random numbers are bitwise identical to
+    the baseline. Prefer ``InPlaceFusion`` to this where it works: it saves more. With ``lossy``, activations of chosen
+    layers lose precision for the backward only; the forward stays exact, and gradients are approximate.
 
     Args:
-        lossless: Whether to do what changes no gradient.
-        lossy: How to store the other activations of ``layers``: ``"bf16"``, ``"fp8"`` (e4m3) or ``"int8"``, the last
-            two with a scale for each block. ``None``: as they are.
-        layers: Which: ``"auto"`` for the blocks the model repeats, class names, module names, globs or classes, as for
-            ``ActivationCheckpointing``. Only with ``lossy``.
-        block_size: Neighbours in memory that share a scale.
-        min_bytes: Smaller tensors are left as they are: an ``int``, or text such as ``"4KiB"``.
-        gradient_cosine_every_n_batches: Log ``vram/gradient_cosine`` every so many batches: the cosine between the
-            exact gradient of the batch and the one that is used. Costs two more backwards and, for that batch, the
-            memory of the exact activations. ``None``: never. Only with ``lossy``; not with FSDP2, nor with DDP's
-            ``static_graph=True``, which would take these backwards for the first of its own.
+        lossless: Whether to apply the exact encodings.
+        lossy: Format of the other activations of ``layers``: ``"bf16"``, ``"fp8"`` (e4m3) or ``"int8"``; ``"fp8"`` and
+            ``"int8"`` have one scale per block. ``None``: unchanged.
+        layers: Where ``lossy`` applies: ``"auto"`` for the repeated blocks of the model, class names, module names,
+            globs or classes, as in ``ActivationCheckpointing``. Only with ``lossy``.
+        block_size: Number of consecutive elements that share a scale.
+        min_bytes: Smaller tensors are stored unchanged: an ``int``, or text such as ``"4KiB"``.
+        gradient_cosine_every_n_batches: Log ``vram/gradient_cosine`` every n batches: the cosine similarity of the
+            exact gradient of the batch and the approximate one. Costs two extra backwards and the memory of the exact
+            activations, in that batch. ``None``: never. Only with ``lossy``; not with FSDP2, nor with
+            ``DDPStrategy(static_graph=True)``.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
+        TypeError: If an argument has the wrong type.
         ValueError: If an argument has a value that is not allowed, or contradicts another.
 
     Example:
@@ -180,7 +180,7 @@ def _refuse_counted_backwards(trainer: pl.Trainer) -> None:
     if isinstance(strategy, DDPStrategy) and ddp_arguments(strategy).get("static_graph"):
         raise MisconfigurationException(
             f"{name} does not work with DDPStrategy(static_graph=True): DDP learns the graph from the first backward "
-            "and would no longer average gradients. Leave static_graph out, or measure in a run of its own."
+            "and would no longer average gradients. Leave static_graph out, or measure in a separate run."
         )
 
 
@@ -192,6 +192,4 @@ def _refuse_without_loss(lossless: bool, layers: Any, every_n_batches: int | Non
         )
     if every_n_batches is not None or layers != "auto":
         name = "layers" if layers != "auto" else "gradient_cosine_every_n_batches"
-        raise ValueError(
-            f"ActivationCompression({name}) is for lossy='bf16', 'fp8' or 'int8', got lossy=None: nothing is lost."
-        )
+        raise ValueError(f"ActivationCompression({name}) needs lossy='bf16', 'fp8' or 'int8', got lossy=None.")

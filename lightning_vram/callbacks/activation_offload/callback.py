@@ -28,31 +28,31 @@ _NUM_STEPS_TO_KNOW = 2  # what stays on the device is known from the second step
 
 
 class ActivationOffload(FitTechnique):
-    """Move what training steps save for their backward to the host, for any LightningModule; its code stays as it is.
+    """Offload saved activations to host memory or disk until the backward needs them.
 
-    With the defaults weights, gradients, buffers and random numbers are those of the plain run, to the bit. Copies run
-    on a stream of their own, beside the computation; what the backward needs next is fetched ahead. Together with
-    :class:`ActivationCheckpointing` what the layers keep travels: their inputs, and results named by ``save``; together
-    with ``InPlaceFusion`` or ``ActivationCompression`` what is left by them. Parameters, buffers, batches and small
-    tensors never travel. Host memory is taken in the first step, used again in each, and given back after the fit.
+    Weights, gradients, buffers and random numbers are bitwise identical to the baseline, unless ``compress`` is set.
+    Copies run on a side stream; the backward prefetches. With :class:`ActivationCheckpointing`, only layer inputs and
+    the results named in its ``save`` are offloaded; with ``InPlaceFusion`` or ``ActivationCompression``, what these
+    leave. Parameters, buffers, batches and small tensors stay on the device. Host memory is allocated in the first
+    step, reused in each, and released after ``fit``.
 
     Args:
-        min_offload_bytes: Smaller tensors stay: an ``int``, or text such as ``"256KiB"``.
-        window_bytes: Bytes of the device for the traffic: what is saved last and is needed again at once, copies on
-            their way out, and what is fetched ahead. ``"auto"``: a sixteenth of what a step saves, at least its
-            largest tensor.
-        most_bytes: At most so many bytes of one forward travel, those that are saved first: an ``int``, or text such
-            as ``"3GiB"``. What is saved after them stays. ``None``: no limit; 0: nothing travels.
-        max_slowdown: How many times what it takes without waiting for copies a step may take, such as 1.05. The second
-            and the third batch are measured; then what cannot travel in that time stays on the device, and one line
-            says how much travels. Each rank decides for itself. ``None``: nothing is measured. Not with ``disk_path``.
-        compress: ``"bf16"``: float32 travels and waits in bfloat16; gradients are then approximate.
-        disk_path: Folder on a fast local disk that takes the place of host memory. The file has no name and is gone
-            when the process is, however it ends.
-        pin_memory: Whether host memory is pinned where there is a GPU. Without, the computation waits for copies.
+        min_offload_bytes: Smaller tensors stay on the device: an ``int``, or text such as ``"256KiB"``.
+        window_bytes: Device memory for transfers, in bytes: tensors saved last, which the backward needs first, copies
+            to the host in flight, and prefetched tensors. ``"auto"``: 1/16 of the bytes that a step saves, at least
+            its largest tensor.
+        most_bytes: Most bytes to offload per forward, those saved first: an ``int``, or text such as ``"3GiB"``. The
+            rest stays on the device. ``None``: no limit; 0: nothing is offloaded.
+        max_slowdown: Longest step time, relative to a step that never waits for copies, such as 1.05. The second and
+            third batch are measured; then ``most_bytes`` is set to what fits and logged. Each rank decides for
+            itself. ``None``: nothing is measured. Not with ``disk_path``.
+        compress: ``"bf16"``: float32 is copied and stored in bfloat16; gradients are then approximate. ``"none"``: off.
+        disk_path: Folder on a fast local disk, used instead of host memory. The file is unnamed and vanishes with the
+            process. ``None``: host memory.
+        pin_memory: Whether host memory is pinned if there is a GPU. Without, the computation waits for copies.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
+        TypeError: If an argument has the wrong type.
         ValueError: If an argument has a value that is not allowed.
 
     Example:
@@ -126,8 +126,8 @@ class ActivationOffload(FitTechnique):
             raise MisconfigurationException(f"ActivationOffload: {error}") from None
         if trainer.strategy.root_device.type == "cpu" and self.disk_path is None:
             rank_zero_warn(
-                "ActivationOffload moves activations from the device to the host, but the model is on the host: "
-                "nothing is gained. disk_path= moves them to disk."
+                "ActivationOffload offloads to host memory, but the model is on the CPU: nothing is saved. Set "
+                "disk_path to offload to disk."
             )
         self._context = AroundStep(trainer.strategy, "training_step", Depth.OFFLOAD, lambda *_, **__: self._step())
 
@@ -165,8 +165,8 @@ def _describe(report: OffloadReport) -> str:
         else f"{format_bytes(report.host_bytes)} of host memory"
     )
     return (
-        f"moves {format_bytes(report.offloaded_bytes)} per step off the device in {report.num_offloaded} tensors, "
-        f"keeps {format_bytes(report.kept_bytes)} there, and uses {place}."
+        f"offloads {format_bytes(report.offloaded_bytes)} per step in {report.num_offloaded} tensors, "
+        f"leaves {format_bytes(report.kept_bytes)} on the device, and uses {place}."
     )
 
 
@@ -174,6 +174,6 @@ def _describe_measures(measures: OffloadMeasures, limit: int | None) -> str:
     carried = round(measures.to_host_bytes_per_second * measures.forward_seconds / measures.travelling_share)
     travelling = measures.saved_bytes if limit is None else min(limit, measures.saved_bytes)
     return (
-        f"the bus carries {format_bytes(carried)} in the forward's {1e3 * measures.forward_seconds:.3g} ms: "
-        f"of {format_bytes(measures.saved_bytes)} saved, {format_bytes(travelling)} travel."
+        f"PCIe transfers {format_bytes(carried)} in the forward's {1e3 * measures.forward_seconds:.3g} ms: "
+        f"{format_bytes(travelling)} of {format_bytes(measures.saved_bytes)} are offloaded."
     )

@@ -23,24 +23,23 @@ _STEPS = ("training_step", "validation_step")
 
 
 class ChunkedLoss(FitTechnique):
-    """Let the head of a language model return logits that a loss computes some tokens at a time.
+    """Compute a language-model loss in chunks of tokens, without materializing the logits.
 
-    ``cross_entropy``, ``nll_loss``, ``kl_div``, and what is written with ``log_softmax``, ``softmax``, ``logsumexp``,
-    ``gather``, sums and largest ones along the classes (log-probabilities of DPO, entropy, distillation) run in chunks,
-    with their gradients; temperatures, soft caps, shifts and masks may come before. What looks at logits otherwise
-    gets all of them, is right, and is told of once. Losses are those of the plain run up to rounding: sums have another
-    order.
+    Also known as fused linear cross entropy. ``cross_entropy``, ``nll_loss``, ``kl_div``, and losses written with
+    ``log_softmax``, ``softmax``, ``logsumexp``, ``gather``, sums and ``max`` over classes (DPO, entropy, distillation)
+    run in chunks, forward and backward. Temperatures, soft caps, shifts and masks may precede them. Any other
+    operation receives whole logits; the first one is logged. Lossless: sums are accumulated in another order.
 
     Args:
-        heads: Which ``nn.Linear`` make logits: ``"auto"``, or class names, module names, globs or classes, one or
-            several. ``"auto"`` finds what models of transformers declare, else linear layers with as many results as an
-            embedding has entries.
-        chunk: Tokens whose logits are there at a time. ``"auto"``: as many as make logits of the size of the hidden
-            states, at least 256, or 128 on a CPU; fewer where the device has no room for as many, and sums then round
-            otherwise.
+        heads: ``nn.Linear`` layers that compute logits: ``"auto"``, or class names, module names, globs or classes; one
+            or a list. ``"auto"`` finds the output embeddings of Hugging Face models, else linear layers whose
+            ``out_features`` equals the number of entries of the largest embedding.
+        chunk: Number of tokens per chunk. ``"auto"``: as many as make a chunk of logits as large as the hidden states,
+            at least 256 (128 on a CPU). If the device has less memory free, chunks are smaller, and sums
+            round differently.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
+        TypeError: If an argument has the wrong type.
         ValueError: If ``chunk`` is less than 1.
         MisconfigurationException: Before training, if there is no head.
 
@@ -69,7 +68,7 @@ class ChunkedLoss(FitTechnique):
         refuse_moved_parameters("ChunkedLoss", trainer, "logits are computed with")
         others = [one for one in trainer.callbacks if isinstance(one, ChunkedLoss)]  # type: ignore[attr-defined]
         if len(others) > 1:
-            raise MisconfigurationException("Two ChunkedLoss in one Trainer: give one several heads=.")
+            raise MisconfigurationException("Two ChunkedLoss in one Trainer: pass all heads to one.")
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
@@ -78,7 +77,7 @@ class ChunkedLoss(FitTechnique):
         except ValueError as error:
             raise MisconfigurationException(f"ChunkedLoss: {error}") from None
         for step in _STEPS:
-            look = partial(settle, why=f"what {step} returns")
+            look = partial(settle, why=f"the result of {step}")
             around = AroundStep(trainer.strategy, step, Depth.OBSERVATION, lambda *_, **__: self._step(), look)
             self._contexts.append(around)
 
@@ -92,8 +91,8 @@ class ChunkedLoss(FitTechnique):
         if not self._has_told:
             self._has_told = True
             rank_zero_info(
-                f"ChunkedLoss: {function} needs all logits of {head} at once, which are made for it. They stay in "
-                "chunks for cross_entropy, nll_loss, kl_div, log_softmax with gather, logsumexp and sums along the "
+                f"ChunkedLoss: {function} needs the whole logits of {head}, which are computed for it. These "
+                "run in chunks: cross_entropy, nll_loss, kl_div, log_softmax with gather, logsumexp and sums over "
                 "classes."
             )
 

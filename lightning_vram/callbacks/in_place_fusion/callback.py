@@ -21,30 +21,30 @@ from lightning_vram.techniques.in_place_fusion import FrozenNormFolding, Fusion,
 
 
 class InPlaceFusion(FitTechnique):
-    """Drop what is cheap to make again, in every training step of any LightningModule; its code stays as it is.
+    """Drop activations that are cheap to recompute, such as the results of norms, activation functions and dropout.
 
-    With the defaults weights, gradients, buffers and random numbers are those of the plain run, to the bit. Works under
-    any code (functional calls, residual sums, custom functions), with autocast, accumulation, DDP, FSDP2, compiled
-    parts, manual optimization and gradient penalties. After the fit the module is what it was; nothing is stored in
-    checkpoints.
+    With the defaults, weights, gradients, buffers and random numbers are bitwise identical to the baseline; BatchNorm
+    updates its running statistics once per step. It works on any eager code (functional calls, residual sums, custom
+    functions), with autocast, gradient accumulation, DDP, FSDP2, manual optimization and gradient penalties. The
+    module is unchanged after ``fit``, and so are checkpoints.
 
     Args:
-        mode: ``"general"`` drops the results of all cheap operators in eager code. ``"auto"`` does that and, in
-            compiled code, lets the compiler recompute norms and activations. ``"modules"`` is deprecated: it is read
-            as ``"auto"``, and refused from version 0.3 on.
-        inplace: Let activations overwrite their input, in training steps, where one observed step has proven that
-            nobody else reads it. As the next two, only for models that take the same path in every step. In manual
-            optimization the observed step has other gradients of ``prod`` and ``cumprod``, equal up to rounding.
-        abn: ``"invert"`` keeps only the output of a batch norm and the LeakyReLU or ELU behind it, and inverts them
-            (InPlace-ABN, Rota Bulò et al. 2018, https://arxiv.org/abs/1712.02616). Gradients are then equal up to the
-            rounding of the inverse; norms for which that is too large are left out. No double backward. ``None``: off.
+        mode: ``"auto"`` drops the results of cheap operators in eager code, and lets ``torch.compile`` recompute norms
+            and activation functions. ``"general"`` leaves compiled code alone. ``"modules"`` is deprecated: it is read
+            as ``"auto"`` and refused from version 0.3 on.
+        inplace: Let activation functions overwrite their input in training steps, if one observed step proved that
+            no other operator reads it. This and the next two arguments need a model that takes the same path in every
+            step. In manual optimization, gradients of ``prod`` and ``cumprod`` differ by rounding in the observed step.
+        abn: ``"invert"`` saves only the output of a batch norm and the LeakyReLU or ELU behind it, and inverts it
+            (InPlace-ABN, Rota Bulò et al. 2018, https://arxiv.org/abs/1712.02616). Lossless: gradients differ by the
+            rounding of the inverse; norms for which that is too large are skipped. No double backward. ``None``: off.
         fold_frozen_bn: Fold batch norms in evaluation mode into the convolution before them, in fine-tuning and in
-            ``validate``, ``test`` and ``predict`` (https://arxiv.org/abs/2305.11624). Equal up to rounding.
-        min_bytes: Smaller tensors are kept: an ``int``, or text such as ``"4KiB"``.
-        dropout: ``"mask"`` keeps masks as bits; ``"replay"`` keeps the state of the generator and draws again.
+            ``validate``, ``test`` and ``predict`` (https://arxiv.org/abs/2305.11624). Lossless.
+        min_bytes: Smaller tensors stay saved: an ``int``, or text such as ``"4KiB"``.
+        dropout: ``"mask"`` saves masks as bits; ``"replay"`` saves the generator state and draws the mask again.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
+        TypeError: If an argument has the wrong type.
         ValueError: If an argument has a value that is not allowed.
 
     Example:
@@ -85,7 +85,7 @@ class InPlaceFusion(FitTechnique):
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
-        refuse_moved_parameters("InPlaceFusion", trainer, "activations are made again from")
+        refuse_moved_parameters("InPlaceFusion", trainer, "activations are recomputed from")
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -135,7 +135,7 @@ class InPlaceFusion(FitTechnique):
             self._signature_without_use = _signature(trainer.lightning_module)
             rank_zero_warn(
                 "InPlaceFusion found nothing to save in a training step and is off as long as the same parameters are "
-                "trained. What layers that are checkpointed or compiled keep is left to those."
+                "trained. It leaves checkpointed and compiled layers alone."
             )
 
     @override

@@ -1,7 +1,7 @@
-"""Optimizer steps in the backward: each parameter steps as soon as its gradient is complete, and the gradient is freed.
+"""Step each parameter in the backward as soon as its gradient is complete, and free the gradient.
 
-Only the largest gradient is in memory, instead of all of them. It costs one optimizer call per parameter. It saves little
-during gradient accumulation, which keeps gradients until the last micro-batch, unless ``keep_gradients=False``.
+Only the largest gradient is in memory, instead of all of them. It costs one optimizer call per parameter. It saves
+little during gradient accumulation, which keeps gradients until the last micro-batch, unless ``keep_gradients=False``.
 """
 
 from collections.abc import Callable
@@ -34,39 +34,40 @@ class OptimizerInBackward(FitTechnique):
     """Step each parameter during the backward, and free its gradient at once. Other name: fused backward.
 
     The optimizer is the object that ``configure_optimizers`` returned, with its parameter groups, schedulers, hooks and
-    state. Weights and checkpoints are bitwise identical to the run without this callback, and load with and without it. A
-    parameter that is used several times steps once, when its gradient is complete.
+    state. Weights and checkpoints are bitwise identical to the run without this callback, and load with and without it.
+    A parameter that is used several times steps once, when its gradient is complete.
 
-    Clipping by value is exact. Clipping by norm needs all gradients before the first step; ``max_norm`` chooses the norm.
-    Gradient accumulation is exact: gradients add up until the last micro-batch, whose backward steps, so they stay in
-    memory until then. Under DDP parameters step when their bucket is reduced, under FSDP2 (``ModelParallelStrategy``) when
-    their shard is.
+    Clipping by value is exact. Clipping by norm needs all gradients before the first step; ``max_norm`` chooses the
+    norm. Gradient accumulation is exact: gradients add up until the last micro-batch, whose backward steps, so they
+    stay in memory until then. Under DDP parameters step when their bucket is reduced, under FSDP2
+    (``ModelParallelStrategy``) when their shard is.
 
-    After a step parameters have no ``grad``. A backward that fails has already stepped some parameters. If another callback
-    declares ``uses_gradients = True``, as :class:`~lightning_vram.MicroBatching` does, parameters step after the backward,
-    one at a time, with a warning.
+    After a step parameters have no ``grad``. A backward that fails has already stepped some parameters. If another
+    callback declares ``uses_gradients = True``, as :class:`~lightning_vram.MicroBatching` does, parameters step after
+    the backward, one at a time, with a warning.
 
     Args:
-        max_norm: How to clip with ``Trainer(gradient_clip_val=...)`` by norm. ``"two-pass"`` runs each backward twice over
-            the same graph, first for the norm, then for the steps: exact. ``"previous"`` clips by the unclipped norm of the
-            previous step: approximate; the first step keeps all gradients and is exact. ``None`` refuses clipping by norm.
-            A ``GradScaler`` needs ``"two-pass"``, even without clipping: the first backward checks that all gradients are
-            finite, and the second runs only then. Without clipping by norm and ``GradScaler`` the argument has no effect.
-        keep_gradients: ``False`` frees gradients in each backward of a gradient accumulation: Adam or AdamW adds them to
-            its moments (Adam accumulation, arXiv 2305.19982). The first moment is exact; the second sums the squares of
-            micro-batches instead of squaring their sum, so training is approximate. One device only, without clipping,
-            ``GradScaler`` and callbacks that use gradients.
+        max_norm: How to clip with ``Trainer(gradient_clip_val=...)`` by norm. ``"two-pass"`` runs each backward twice
+            over the same graph, first for the norm, then for the steps: exact. ``"previous"`` clips by the unclipped
+            norm of the previous step: approximate; the first step keeps all gradients and is exact. ``None`` refuses
+            clipping by norm. A ``GradScaler`` needs ``"two-pass"``, even without clipping: the first backward checks
+            that all gradients are finite, and the second runs only then. Without clipping by norm and ``GradScaler``
+            the argument has no effect.
+        keep_gradients: ``False`` frees gradients in each backward of a gradient accumulation: Adam or AdamW adds them
+            to its moments (Adam accumulation, arXiv 2305.19982). The first moment is exact; the second sums the squares
+            of micro-batches instead of squaring their sum, so training is approximate. One device only, without
+            clipping, ``GradScaler`` and callbacks that use gradients.
 
     Raises:
         TypeError: If ``max_norm`` is not a string, or ``keep_gradients`` not a bool.
-        ValueError: If ``max_norm`` is unknown. Before training, if the optimizer cannot step one parameter at a time: it
-            must be one of ``torch.optim`` except LBFGS and SparseAdam; with ``keep_gradients=False`` Adam or AdamW.
-        MisconfigurationException: In ``setup``, with manual optimization, clipping by norm without ``max_norm``, hooks that
-            may use gradients, FSDP1, DeepSpeed or ``fsdp_offload``; with ``keep_gradients=False`` also with clipping,
-            several devices and callbacks that use gradients. Before training, with a ``GradScaler`` without
+        ValueError: If ``max_norm`` is unknown. Before training, if the optimizer cannot step one parameter at a time:
+            it must be one of ``torch.optim`` except LBFGS and SparseAdam; with ``keep_gradients=False`` Adam or AdamW.
+        MisconfigurationException: In ``setup``, with manual optimization, clipping by norm without ``max_norm``, hooks
+            that may use gradients, FSDP1, DeepSpeed or ``fsdp_offload``; with ``keep_gradients=False`` also with
+            clipping, several devices and callbacks that use gradients. Before training, with a ``GradScaler`` without
             ``"two-pass"`` or under FSDP2, and with DDP options that need its own reducer.
-        RuntimeError: In a backward, if a parameter gets a second gradient in one step, for example from a second backward
-            or from checkpointing with ``use_reentrant=True``.
+        RuntimeError: In a backward, if a parameter gets a second gradient in one step, for example from a second
+            backward or from checkpointing with ``use_reentrant=True``.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -78,7 +79,7 @@ class OptimizerInBackward(FitTechnique):
         if max_norm is not None and not isinstance(max_norm, str):
             raise TypeError(
                 "OptimizerInBackward(max_norm) must be 'two-pass', 'previous' or None, got "
-                f"{max_norm!r} of type {type(max_norm).__name__}: the largest norm is Trainer(gradient_clip_val=...)."
+                f"{max_norm!r} of type {type(max_norm).__name__}: set the norm with Trainer(gradient_clip_val=...)."
             )
         if max_norm is not None and max_norm not in get_args(MaxNorm):
             raise ValueError(f"OptimizerInBackward(max_norm) must be 'two-pass', 'previous' or None, got {max_norm!r}.")
@@ -120,8 +121,8 @@ class OptimizerInBackward(FitTechnique):
             self._tell_of(user)
         elif trainer.accumulate_grad_batches > 1 and self.keep_gradients:
             rank_zero_info(
-                "OptimizerInBackward keeps gradients until the last backward of each window of "
-                f"{trainer.accumulate_grad_batches} batches."
+                "OptimizerInBackward keeps gradients until the last micro-batch of each optimizer step: "
+                f"accumulate_grad_batches={trainer.accumulate_grad_batches}."
             )
         limit = trainer.gradient_clip_val or None
         is_by_norm = clips_by_norm(trainer)
@@ -163,7 +164,7 @@ class OptimizerInBackward(FitTechnique):
         self._has_told = True
         rank_zero_warn(
             "OptimizerInBackward steps after the backward, one parameter at a time, and all gradients are in memory at "
-            f"once: {user} may use them until then."
+            f"once, because {user} may use them."
         )
 
     def _backward(self, trainer: pl.Trainer, inner: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:

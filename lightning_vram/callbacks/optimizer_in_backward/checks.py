@@ -39,8 +39,8 @@ def check_run(trainer: pl.Trainer, max_norm: str | None, *, keep_gradients: bool
     refuse_moved_parameters(NAME, trainer, "it steps")
     if hasattr(trainer.strategy, "moments"):  # of fsdp_offload
         raise MisconfigurationException(
-            f"{NAME} does not work with {type(trainer.strategy).__name__}, which steps as gradients arrive itself: "
-            f"leave {NAME} out."
+            f"{NAME} does not work with {type(trainer.strategy).__name__}, which steps itself as gradients become "
+            f"ready: leave {NAME} out."
         )
     if not trainer.lightning_module.automatic_optimization:
         raise MisconfigurationException(
@@ -73,8 +73,8 @@ def check_training(trainer: pl.Trainer, max_norm: str | None, *, keep_gradients:
         raise MisconfigurationException(_TAKES_IN.format("a GradScaler", "precision='bf16-mixed'"))
     if is_scaled(trainer) and max_norm != "two-pass":
         raise MisconfigurationException(
-            f"{NAME}(max_norm={max_norm!r}) does not work with a GradScaler, which looks at all gradients before it "
-            "lets any be stepped with: use max_norm='two-pass' (exact; runs each backward twice) or "
+            f"{NAME}(max_norm={max_norm!r}) does not work with a GradScaler, which checks all gradients before any "
+            "step: use max_norm='two-pass' (exact; runs each backward twice) or "
             "precision='bf16-mixed'."
         )
     if is_scaled(trainer) and isinstance(trainer.strategy, ModelParallelStrategy):
@@ -88,8 +88,8 @@ def check_training(trainer: pl.Trainer, max_norm: str | None, *, keep_gradients:
     reason = "find_unused_parameters=True" if model.find_unused_parameters else why_reducer_is_needed(model)
     if reason is not None:
         raise MisconfigurationException(
-            f"{NAME} does not work with {reason}: it uses each bucket of DDP as that is reduced. Use strategy='ddp' "
-            "without it."
+            f"{NAME} does not work with {reason}: it steps when DDP has reduced a bucket. Use strategy='ddp' without "
+            "that option."
         )
 
 

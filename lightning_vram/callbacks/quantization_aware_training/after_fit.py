@@ -41,9 +41,9 @@ def quantize_after_fit(
 ) -> QuantizedMetrics:
     """Save a quantized copy of the module that ``trainer`` has fitted, and validate before and after.
 
-    After a fit with :class:`QuantizationAwareTraining`, layers and input ranges are those of training. Otherwise quantization
-    is dynamic: each input is quantized with its own range. With ``calibration`` it is static: the ranges come from one
-    validation of that data. The module itself does not change.
+    After a fit with :class:`QuantizationAwareTraining`, layers and input ranges are those of training. Otherwise
+    quantization is dynamic: each input is quantized with its own range. With ``calibration`` it is static: the ranges
+    come from one validation of that data. The module itself does not change.
 
     Args:
         trainer: After ``fit``.
@@ -102,8 +102,8 @@ def _check(trainer: pl.Trainer, scheme: object) -> pl.LightningModule:
     for one in trainer.callbacks:  # type: ignore[attr-defined]
         if type(one).__name__ == "QuantizeFrozenWeights" or isinstance(one, WeightAveraging):
             raise MisconfigurationException(
-                f"quantize_after_fit does not work with {type(one).__name__}, which changes the module in validation, "
-                "too: validate the module with a Trainer without it, and give quantize_after_fit that one."
+                f"quantize_after_fit does not work with {type(one).__name__}, which also changes the module in "
+                "validation: pass a Trainer without it that has validated the module."
             )
     if scheme is not None:
         check_scheme("quantize_after_fit", scheme)

@@ -1,8 +1,8 @@
 """Quantization-aware training (QAT): train with quantized weights and inputs, so that deployment loses less accuracy.
 
-For deployment with 8-bit or 4-bit weights. It costs memory and time in training: autograd saves quantized copies and masks
-of weights and inputs. It does not help if the model is not deployed quantized, or if quantization after the fit is
-accurate enough.
+For deployment with 8-bit or 4-bit weights. It costs memory and time in training: autograd saves quantized copies and
+masks of weights and inputs. It does not help if the model is not deployed quantized, or if quantization after the fit
+is accurate enough.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from lightning_vram.techniques.quantization_aware_training import (
 )
 
 _REFUSED = {
-    "QuantizeFrozenWeights": "weights are in few bits already",
+    "QuantizeFrozenWeights": "weights are quantized already",
     "TokenTiling": "tiles would each move the range of a layer's inputs",
 }
 
@@ -34,21 +34,22 @@ _REFUSED = {
 class QuantizationAwareTraining(FitTechnique):
     """Train with fake-quantized linear layers and convolutions, and save a quantized copy at the end.
 
-    Other names: QAT, fake quantization. Weights are quantized per output channel to 8 or 4 bits, inputs to 256 levels of a
-    range that follows the batches. Gradients pass straight through (Jacob et al. 2018, https://arxiv.org/abs/1712.05877).
-    All other layers stay in floating point. Validation during the fit shows the metrics of the quantized model.
+    Other names: QAT, fake quantization. Weights are quantized per output channel to 8 or 4 bits, inputs to 256 levels
+    of a range that follows the batches. Gradients pass straight through (Jacob et al. 2018,
+    https://arxiv.org/abs/1712.05877). All other layers stay in floating point. Validation during the fit shows the
+    metrics of the quantized model.
 
-    Runs on one device and under DDP, where the ranges of rank 0 are used. Checkpoints hold full-precision weights, and the
-    ranges in the state of this callback; a resumed run is exact. After the fit the module computes in full precision again.
-    Load the saved file with ``load_quantized``.
+    Runs on one device and under DDP, where the ranges of rank 0 are used. Checkpoints hold full-precision weights, and
+    the ranges in the state of this callback; a resumed run is exact. After the fit the module computes in full
+    precision again. Load the saved file with ``load_quantized``.
 
     Args:
         scheme: Bits of weights: ``"int8"`` or ``"int4"``.
         start_epoch: First epoch, counted from 0, with quantization. A later start takes less time, and its ranges are
             those of weights that have settled.
-        layers: ``"auto"``: all linear layers and convolutions, except those that share their weight with another module (a
-            head tied to an embedding). Otherwise class names, module names, globs or classes: these layers, and layers
-            inside them.
+        layers: ``"auto"``: all linear layers and convolutions, except those that share their weight with another module
+            (a head tied to an embedding). Otherwise class names, module names, globs or classes: these layers, and
+            layers inside them.
         save: File for the quantized copy, relative to ``trainer.default_root_dir``. ``None`` saves none. A run with
             ``fast_dev_run`` saves none either.
 

@@ -50,32 +50,34 @@ _NAME, _SEED = "QuantizeFrozenWeights", 0
 class QuantizeFrozenWeights(FitTechnique):
     """Store weights of frozen Linear, Conv, Embedding layers and transformers' ``Conv1D`` as int8 or NF4 during a run.
 
-    Other names: QLoRA (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314), 4-bit base weights, weight-only quantization.
-    Trainable weights, such as adapters of ``peft``, norms, biases and small weights are not quantized. Forward and backward
-    are bitwise those of a module with the dequantized weights. Runs on one device, under DDP, FSDP2 and ``fsdp_offload``.
+    Other names: QLoRA (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314), 4-bit base weights, weight-only
+    quantization. Trainable weights, such as adapters of ``peft``, norms, biases and small weights are not quantized.
+    Forward and backward are bitwise those of a module with the dequantized weights. Runs on one device, under DDP,
+    FSDP2 and ``fsdp_offload``.
 
-    Load the model in any floating-point dtype: bf16 halves the host memory of loading. Weights are quantized when the module
-    is complete (after ``configure_model``), one at a time, on the device, before the module moves there. Layers on the meta
-    device are materialized and quantized one after the other.
+    Load the model in any floating-point dtype: bf16 halves the host memory of loading. Weights are quantized when the
+    module is complete (after ``configure_model``), one at a time, on the device, before the module moves there. Layers
+    on the meta device are materialized and quantized one after the other.
 
-    Full-precision checkpoints can be loaded before and after quantization, layer by layer. Parameters keep their names; in
-    checkpoints of the run they are ``uint8`` tensors. A resumed run is exact.
+    Full-precision checkpoints can be loaded before and after quantization, layer by layer. Parameters keep their names;
+    in checkpoints of the run they are ``uint8`` tensors. A resumed run is exact.
 
-    Under ``ModelParallelStrategy`` weights are quantized before ``configure_model`` shards them, and stay quantized after the
-    run. If ``configure_model`` builds the layers, call ``quantize_frozen_weights`` there, before ``fully_shard``.
+    Under ``ModelParallelStrategy`` weights are quantized before ``configure_model`` shards them, and stay quantized
+    after the run. If ``configure_model`` builds the layers, call ``quantize_frozen_weights`` there, before
+    ``fully_shard``.
 
     Args:
         bits: 8 (evenly spaced levels) or 4 (NF4).
         layers: ``"auto"``: all frozen layers with 4096 weights or more. Otherwise class names, module names, globs or
             classes: these layers, and frozen layers inside them.
         block_size: Number of weights that share a float32 scale: a power of two from 16 to 4096.
-        save: ``"all"``, or ``"trainable"``: checkpoints without frozen parameters. A resumed run must then load the base
-            weights from the same source.
+        save: ``"all"``, or ``"trainable"``: checkpoints without frozen parameters. A resumed run must then load the
+            base weights from the same source.
         keep: ``True`` leaves the weights quantized after the run, until ``dequantize_frozen_weights(model)``. ``False``
             dequantizes them on the host, layer by layer, which takes their full memory there.
-        library: Whose kernels dequantize: ``"own"``; ``"bitsandbytes"`` (extra ``lowbit``, ``block_size`` of 32 or more);
-            ``"auto"``: bitsandbytes if installed, on CUDA and with 4 bits on the CPU. All share one storage format and
-            checkpoints; on the CPU their results are bitwise identical.
+        library: Whose kernels dequantize: ``"own"``; ``"bitsandbytes"`` (extra ``lowbit``, ``block_size`` of 32 or
+            more); ``"auto"``: bitsandbytes if installed, on CUDA and with 4 bits on the CPU. All share one storage
+            format and checkpoints; on the CPU their results are bitwise identical.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -83,8 +85,8 @@ class QuantizeFrozenWeights(FitTechnique):
         ValueError: If an argument has an invalid value. Before training, if ``layers`` matches a layer that cannot be
             quantized, or a checkpoint has weights with another ``bits`` or ``block_size``.
         MisconfigurationException: In ``setup``, if the Trainer comes from ``pytorch_lightning``, has a second
-            ``QuantizeFrozenWeights`` or a callback that unfreezes or averages weights, uses FSDP1 or DeepSpeed, or, with
-            ``save="trainable"``, a strategy that saves sharded checkpoints.
+            ``QuantizeFrozenWeights`` or a callback that unfreezes or averages weights, uses FSDP1 or DeepSpeed, or,
+            with ``save="trainable"``, a strategy that saves sharded checkpoints.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -209,7 +211,7 @@ def _tell(quantized: QuantizedLayers, module: nn.Module, *, is_fit: bool) -> Non
         now = sum(weight.packed.nbytes for weight in weights)
         rank_zero_info(
             f"QuantizeFrozenWeights keeps {len(weights)} frozen weights in {weights[0].form.packing.bits} bits: "
-            f"{format_bytes(now)} in place of {format_bytes(before)}."
+            f"{format_bytes(now)} instead of {format_bytes(before)}."
         )
     elif is_fit:
         rank_zero_warn(
@@ -247,7 +249,7 @@ def _check_run(callback: Callback, trainer: pl.Trainer, *, has_frozen: bool) -> 
     Raises:
         MisconfigurationException: With the reason and the way out.
     """
-    refuse_moved_parameters(_NAME, trainer, "quantized weights are decoded from")
+    refuse_moved_parameters(_NAME, trainer, "quantized weights belong to")
     strategy = type(trainer.strategy)
     if hasattr(strategy, "device_mesh") and not shards_integers:  # ModelParallelStrategy, fsdp_offload
         raise MisconfigurationException(
@@ -257,8 +259,8 @@ def _check_run(callback: Callback, trainer: pl.Trainer, *, has_frozen: bool) -> 
     whole_files = None if has_frozen else _how_to_save_whole(trainer.strategy)
     if whole_files is not None:
         raise MisconfigurationException(
-            f"{_NAME}(save='trainable') does not work with folders of shards, which load by the names that the module "
-            f"has: use {whole_files}, whose files are small without what is frozen, or save='all'."
+            f"{_NAME}(save='trainable') does not work with sharded checkpoints, which need all parameters: use "
+            f"{whole_files}, or save='all'."
         )
     for other in trainer.callbacks:  # type: ignore[attr-defined]
         if type(other) is type(callback) and other is not callback:
@@ -270,7 +272,7 @@ def _check_run(callback: Callback, trainer: pl.Trainer, *, has_frozen: bool) -> 
             )
         if isinstance(other, WeightAveraging | StochasticWeightAveraging):
             raise MisconfigurationException(
-                f"{_NAME} does not work with {type(other).__name__}, which averages all parameters, bytes too. Leave "
+                f"{_NAME} does not work with {type(other).__name__}, which cannot average quantized weights. Leave "
                 "one out."
             )
 

@@ -76,7 +76,7 @@ class Checkpoints:
         for name in _plain_names(given, own):
             raise ValueError(
                 f"the checkpoint has {name} in full precision, and {type(self._trainer.strategy).__name__} would load "
-                "it into shards of 8 or 4 bits: load it in __init__, or use strategy='fsdp_offload'."
+                "it into quantized shards: load it in __init__, or use strategy='fsdp_offload'."
             )
         if frozen.isdisjoint(given) and own.keys() - frozen == given.keys():  # it was saved without
             module.strict_loading = False

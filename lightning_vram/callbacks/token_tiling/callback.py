@@ -19,26 +19,26 @@ from lightning_vram.techniques.token_tiling import TilingHandle, apply_token_til
 
 
 class TokenTiling(FitTechnique):
-    """Let modules that treat tokens alone run in tiles along the sequence, and once more in the backward.
+    """Run modules that treat each token independently in tiles along the sequence, such as MLPs and norms.
 
-    Of such a module only input and result are whole. Each is proven first: in its first call it is run on 64 tokens, in
-    another order, on half of them, and with one that is no number. Modules that mix tokens (attention, convolutions,
-    batch norms, positions), draw one mask for all tokens, write into inputs or buffers, keep something of a call, or
-    compute with weights of others are found out and left alone.
-    Results are those of the plain run to the bit where the kernels are the same for fewer rows, else up to rounding;
-    gradients of parameters are added up in float32, in another order. Dropout draws other masks than the plain run.
+    TiledMLP of ALST (Bekman et al. 2025, https://arxiv.org/abs/2506.13996). Only a module's input and output are whole;
+    the backward recomputes each tile. The first call of a module checks on 64 tokens that no token depends on another.
+    Modules that mix tokens (attention, convolutions, batch norms, positions), draw one mask for all tokens, write to
+    inputs or buffers, store something of a call, or use weights of other modules are not tiled.
+    Lossless: kernels may round differently for fewer rows, and weight gradients are accumulated in float32 in another
+    order. Dropout draws other masks than the baseline.
 
     Args:
-        layers: ``"auto"``: the outermost modules that are proven and compute in several operations. Otherwise class
-            names, module names, globs or classes, one or several, as for
-            :func:`~lightning_vram.core.layers.selection.select_layers`; one that mixes tokens is then refused.
-        tile: Tokens of each sequence at a time. ``"auto"``: the tokens of the batch in tiles of as many as the hidden
-            states have numbers, at least 1,024.
+        layers: ``"auto"``: the outermost modules that pass the check and run several operators. Or class names, module
+            names, globs or classes, one or a list, as for
+            :func:`~lightning_vram.core.layers.selection.select_layers`; one of them that mixes tokens raises an error.
+        tile: Number of tokens per sequence in a tile. ``"auto"``: as many tokens of the batch as the hidden size, at
+            least 1,024.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
+        TypeError: If an argument has the wrong type.
         ValueError: If ``tile`` is less than 1.
-        MisconfigurationException: If a layer that was named cannot run in tiles.
+        MisconfigurationException: If a named layer cannot be tiled.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -64,7 +64,7 @@ class TokenTiling(FitTechnique):
         refuse_moved_parameters("TokenTiling", trainer, "tiles are computed with")
         others = [one for one in trainer.callbacks if isinstance(one, TokenTiling)]  # type: ignore[attr-defined]
         if len(others) > 1:
-            raise MisconfigurationException("Two TokenTiling in one Trainer: give one several layers=.")
+            raise MisconfigurationException("Two TokenTiling in one Trainer: pass all layers to one.")
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
@@ -84,14 +84,14 @@ class TokenTiling(FitTechnique):
         tiled = {name: how for name, (is_alone, how) in verdicts.items() if is_alone}
         if not tiled:
             rank_zero_info(
-                "TokenTiling: nothing runs in tiles: no module that treats tokens alone got more tokens than a tile "
-                "has. Name layers, or a smaller tile."
+                "TokenTiling has no effect: no module that treats each token independently got more tokens than one "
+                "tile. Name layers, or use a smaller tile."
             )
             return
-        how = "to the bit" if set(tiled.values()) == {"to the bit"} else "to rounding"
+        how = "exact" if set(tiled.values()) == {"exact"} else "lossless"
         rank_zero_info(
-            f"TokenTiling: in tiles run {show_names(list(tiled))}; on some tokens alone they agree {how}. "
-            f"{len(verdicts) - len(tiled)} modules that were asked are left alone."
+            f"TokenTiling runs {show_names(list(tiled))} in tiles; on a sample of tokens the results are {how}. "
+            f"{len(verdicts) - len(tiled)} other modules that were checked are not tiled."
         )
 
     @override
@@ -107,5 +107,5 @@ class TokenTiling(FitTechnique):
 
 def _refuse(layer: str, reason: str) -> None:
     raise MisconfigurationException(
-        f"TokenTiling(layers): {layer} cannot run in tiles: it {reason}. Leave it out, or use layers='auto'."
+        f"TokenTiling(layers): {layer} cannot be tiled: it {reason}. Leave it out, or use layers='auto'."
     )

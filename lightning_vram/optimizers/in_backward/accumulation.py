@@ -31,7 +31,7 @@ def refuse_accumulation(name: str, optimizer: Optimizer, *, is_stepped_here: boo
         raise ValueError(f"{name} is for Adam and AdamW of torch.optim, got {kind}: use one of these, {way_out}")
     if not is_stepped_here:
         raise ValueError(
-            f"{name} does not work with moments in fewer bytes, which would be rounded for each micro-batch: leave "
+            f"{name} does not work with low-precision moments, which would be rounded in each micro-batch: leave "
             f"MomentsInBF16 or LowBitOptimizer out, {way_out}"
         )
     betas = [tuple(map(float, group["betas"])) for group in optimizer.param_groups]

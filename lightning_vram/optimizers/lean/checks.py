@@ -34,19 +34,20 @@ def check_parameter(parameter: nn.Parameter) -> None:
     kind: Any = type(parameter)
     if issubclass(kind, DTensor) or isinstance(parameter.data, DTensor):
         raise ValueError(
-            "Sharded parameters (FSDP2) cannot be lean: the shards are the fp32 master weights already. Give "
+            "Sharded parameters (FSDP2) cannot be stored in bfloat16: the shards are the fp32 master weights already. "
+            "Give "
             "fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)) to compute in 16 bits."
         )
     data: Any = parameter.data
     if isinstance(parameter, UninitializedParameter) or parameter.is_meta or is_traceable_wrapper_subclass(data):
         raise ValueError(
-            f"A parameter of type {kind.__name__} on {parameter.device} cannot be lean: only plain tensors with values "
-            "can. Initialize lazy and meta parameters first, and leave quantized ones out."
+            f"A parameter of type {kind.__name__} on {parameter.device} cannot be stored in bfloat16: only plain "
+            "tensors with values can. Initialize lazy and meta parameters first, and leave quantized ones out."
         )
     if parameter.dtype not in _DTYPES:
         raise ValueError(
             f"A parameter of shape {tuple(parameter.shape)} is {parameter.dtype}: only float32, float16 and bfloat16 "
-            "parameters can be lean. Convert it first, or leave it out."
+            "parameters can be stored in bfloat16. Convert it first, or leave it out."
         )
 
 
@@ -66,8 +67,9 @@ def check_memory(parameters: Iterable[nn.Parameter]) -> None:
         for (_, end, one), (start, _, other) in pairwise(alike):
             if start < end:
                 raise ValueError(
-                    f"Two parameters of shapes {tuple(one)} and {tuple(other)} that share memory cannot be lean: each "
-                    "would get its own. Tie them as one parameter (head.weight = embedding.weight), not by their data."
+                    f"Two parameters of shapes {tuple(one)} and {tuple(other)} that share memory cannot be stored in "
+                    "bfloat16: each would get its own. Tie them as one parameter (head.weight = embedding.weight), not "
+                    "by their data."
                 )
 
 
@@ -79,10 +81,13 @@ def check_values(values: Mapping[nn.Parameter, Tensor], lean: Container[nn.Param
     """
     for parameter, value in values.items():
         if parameter not in lean:
-            raise ValueError(f"A parameter of shape {tuple(parameter.shape)} is not lean: copy its weights to itself.")
+            raise ValueError(
+                f"A parameter of shape {tuple(parameter.shape)} is not stored in bfloat16: copy its weights into it."
+            )
         if value.shape != parameter.shape:
             raise ValueError(
-                f"A lean parameter of shape {tuple(parameter.shape)} cannot take weights of shape {tuple(value.shape)}."
+                f"A bfloat16 parameter of shape {tuple(parameter.shape)} cannot take weights of shape "
+                f"{tuple(value.shape)}."
             )
 
 

@@ -151,8 +151,8 @@ class WeightChunk:
         for parameter in self.parameters:
             if parameter.dtype is not torch.bfloat16:
                 raise RuntimeError(
-                    f"A lean parameter of shape {tuple(parameter.shape)} is {parameter.dtype} and no longer "
-                    "torch.bfloat16: do not convert the module while its parameters are lean."
+                    f"A parameter of shape {tuple(parameter.shape)} is {parameter.dtype} and no longer "
+                    "torch.bfloat16: do not convert the module during the fit."
                 )
 
     def read_for_step(self) -> Tensor:

@@ -106,6 +106,6 @@ def find_layout(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dty
 def _refusal(kind: type[Optimizer], why: str) -> ValueError:
     able = ", ".join(known.__name__ for known in _ELEMENTWISE)
     return ValueError(
-        f"nvme_path cannot hold the states of {kind.__name__}: {why}; use one of torch.optim's {able}, "
+        f"nvme_path cannot hold the optimizer state of {kind.__name__}: {why}; use one of torch.optim's {able}, "
         "or leave nvme_path out."
     )

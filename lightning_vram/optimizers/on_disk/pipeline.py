@@ -83,8 +83,8 @@ class DiskPipeline:
             turn.result()
         except Exception as error:
             raise OffloadError(
-                f"{self._file.name}: optimizer states could not be written or read ({error}). They are "
-                "lost: go on from a checkpoint, with nvme_path on another disk or without."
+                f"{self._file.name}: optimizer state could not be written or read ({error}). It is lost: "
+                "resume from a checkpoint, with nvme_path on another disk or without it."
             ) from error
 
 

@@ -94,7 +94,7 @@ class DiskStates:
         places = StatePlaces([*self._places.sizes, *sizes], layouts)
         num_bytes = max(places.total_bytes, 1) - self._file.num_bytes  # an empty file cannot be mapped
         if num_bytes > 0:
-            self._file.grow(num_bytes, "for the states of the optimizer", "or leave nvme_path out")
+            self._file.grow(num_bytes, "for the optimizer state", "or leave nvme_path out")
         self._layouts, self._places, self._planned = layouts, places, ((), [])
         self._pipeline.make_room(places.buffer_bytes(self._chunk_elements))
 
@@ -224,6 +224,7 @@ def _lengths(span: Span, layout: StateLayout) -> list[int]:
 def _mismatch(piece: Piece, key: str, value: object) -> ValueError:
     left = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
     return ValueError(
-        f"nvme_path: the optimizer left {key} = {left} as a state of parameter {piece.index}, which there was no room "
-        "made for; set its options (amsgrad, momentum, ...) before training and leave them."
+        f"nvme_path: no space is reserved for the optimizer state {key} = {left} of parameter {piece.index}. Set the "
+        "options "
+        "of the optimizer (amsgrad, momentum, ...) before training and do not change them."
     )

@@ -80,7 +80,8 @@ class HostRoom:
                 fitting = machine.list_fitting(has_disk=has_disk, num_machines=len(machines) if is_spread else None)
                 raise OffloadError(
                     f"{name} needs {format_bytes(needed.total)} of host memory on {host}{machine.ranks}: "
-                    f"{_list_kinds(needed)}. There are {format_bytes(machine.room)}, with what the module has now, of "
+                    f"{_list_kinds(needed)}. Available are {format_bytes(machine.room)}, including the memory of the "
+                    "module, of "
                     f"which {format_bytes(machine.margin(needed))} must stay free. {_advise(fitting)}"
                 )
 
@@ -163,7 +164,7 @@ def _list_kinds(needs: HostNeeds) -> str:
         "weights": needs.weights,
         "16-bit copies": needs.narrow_copies,
         "gradients": needs.gradients,
-        "states of optimizers": needs.states,
+        "optimizer state": needs.states,
         "averages of weights": needs.averages,
     }
     return ", ".join(f"{kind} {format_bytes(num_bytes)}" for kind, num_bytes in kinds.items() if num_bytes)

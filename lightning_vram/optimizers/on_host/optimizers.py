@@ -139,8 +139,8 @@ class HostOptimizers(StepTakeOver):
         """Let one whose step nobody has read do it at once, on plain tensors where they are whole."""
         is_whole = not self._is_split and can_step_wholes(optimizer)
         warnings.warn(
-            f"{type(optimizer).__name__} is none of torch.optim's optimizers that step each element by itself: "
-            f"it steps on {'whole' if is_whole else 'sharded'} tensors, while everything else waits.",
+            f"{type(optimizer).__name__} is not one of torch.optim's elementwise optimizers: it steps on "
+            f"{'whole' if is_whole else 'sharded'} tensors, and training waits for it.",
             stacklevel=3,
         )
         self._handles += [

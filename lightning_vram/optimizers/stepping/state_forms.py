@@ -303,7 +303,7 @@ def find_unheld(
 def describe_unheld(name: str, unheld: Container[object], module: nn.Module) -> str:
     """Say which parameters of a module those are."""
     named = [f"{key} ({_describe(one)})" for key, one in module.named_parameters() if one in unheld]
-    return f"{name} leaves moments as they are, exact, of parameters that are not dense float32: {', '.join(named)}."
+    return f"{name} does not change the moments of parameters that are not dense float32: {', '.join(named)}."
 
 
 def _describe(parameter: nn.Parameter) -> str:

@@ -176,7 +176,7 @@ def check_state(optimizer: Optimizer, parameter: nn.Parameter, key: str, value: 
     found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
     raise ValueError(
         f"{type(optimizer).__name__}.state[parameter {number}][{key!r}] must be a tensor of shape "
-        f"{list(parameter.shape)}, got {found}: write torch.zeros_like(parameter), or let it begin anew with "
+        f"{list(parameter.shape)}, got {found}: write torch.zeros_like(parameter), or reset it with "
         "optimizer.state.pop(parameter)."
     )
 

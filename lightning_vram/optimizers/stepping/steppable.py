@@ -94,7 +94,7 @@ def make_twin(kind: type[Optimizer], attributes: Mapping[str, Any], groups: list
 
 
 def why_not_steppable(
-    optimizer: Optimizer, action: str = "Lean parameters cannot be stepped by", way_out: str = 'parameters="fp32"'
+    optimizer: Optimizer, action: str = "bfloat16 parameters cannot be stepped by", way_out: str = 'parameters="fp32"'
 ) -> str | None:
     """Say why an optimizer cannot step in portions, and the way out; ``None`` if it can.
 

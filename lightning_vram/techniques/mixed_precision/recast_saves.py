@@ -24,6 +24,6 @@ def _recast(weight: Tensor, version: int, dtype: torch.dtype) -> Tensor:
     except RuntimeError as error:
         raise RuntimeError(
             f"{error} It is a weight, which the backward casts to {str(dtype).removeprefix('torch.')} again: "
-            "set recast_in_backward=False (plain autocast keeps a copy and would not notice)."
+            "use recast_in_backward=False, which saves a copy."
         ) from None
     return weight.to(dtype)

@@ -51,14 +51,14 @@ def save_quantized(module: nn.Module, quantization: FakeQuantization, path: str 
 def load_quantized(module: nn.Module, path: str | PathLike[str], *, as_float: bool = False) -> nn.Module:
     """Load a file of ``QuantizationAwareTraining`` or ``quantize_after_fit`` into a module, for evaluation.
 
-    Weights stay in 8 or 4 bits and are dequantized in each call, which saves memory but no time. Inputs are quantized as in
-    training. Weights are not parameters any more. Copies and pickles of the module work.
+    Weights stay in 8 or 4 bits and are dequantized in each call, which saves memory but no time. Inputs are quantized
+    as in training. Weights are not parameters any more. Copies and pickles of the module work.
 
     Args:
         module: Instance of the class that was trained; changed in place.
         path: Path of the file.
-        as_float: Load the quantized weights as ordinary float parameters, and leave layers unchanged: for exporters, and for
-            ``torchao``, which quantize inputs themselves.
+        as_float: Load the quantized weights as ordinary float parameters, and leave layers unchanged: for exporters,
+            and for ``torchao``, which quantize inputs themselves.
 
     Returns:
         ``module``, in evaluation mode.

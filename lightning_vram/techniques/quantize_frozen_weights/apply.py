@@ -76,7 +76,7 @@ def quantize_frozen_weights(  # noqa: PLR0913 - by name
     for name, layer in chosen.items():
         known = quantized_weight(layer)
         if known is not None and known.form.packing != packing:
-            raise ValueError(f"{name!r} is kept in {known.form.packing} already, which is not {packing}.")
+            raise ValueError(f"{name!r} is quantized in {known.form.packing} already, got {packing}.")
     quantized = QuantizedLayers()
     done: dict[int, nn.Parameter] = {}
     try:
@@ -92,9 +92,10 @@ def quantize_frozen_weights(  # noqa: PLR0913 - by name
 
 
 def dequantize_frozen_weights(model: nn.Module) -> list[str]:
-    """Dequantize frozen weights of ``model`` in place: full-precision weights with the values that the layers computed with.
+    """Dequantize frozen weights of ``model`` in place; the values are those that the layers computed with.
 
-    Use it after ``QuantizeFrozenWeights(keep=True)``, before code that writes to weights, such as ``merge_and_unload`` of peft.
+    Use it after ``QuantizeFrozenWeights(keep=True)``, before code that writes to weights, such as ``merge_and_unload``
+    of peft.
 
     Args:
         model: Any module.
@@ -220,7 +221,7 @@ def _load_packed(
         found = Packing.of(given.shape, form.shape.numel()) if given.dtype == packed.dtype else None
         if found is not None:
             raise ValueError(
-                f"the checkpoint has {prefix}weight in {_describe(found)}, and this run keeps it in "
+                f"the checkpoint has {prefix}weight in {_describe(found)}, and this run uses "
                 f"{_describe(form.packing)}: set bits={found.bits}, block_size={found.block_size}."
             )
         lists[-1].append(

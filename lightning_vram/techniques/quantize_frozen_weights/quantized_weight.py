@@ -177,8 +177,9 @@ class QuantizedWeight(nn.Parameter):
     def refuse(self, writer: str) -> NoReturn:
         """Raise the error of a weight that ``writer`` changes."""
         raise RuntimeError(
-            f"the weight of {self.form.name!r} is kept in {self.form.packing.bits} bits, and {writer!r} would change "
-            "it: call dequantize_frozen_weights(model) first, or name other layers in layers=."
+            f"the weight of {self.form.name!r} is quantized to {self.form.packing.bits} bits, and {writer!r} would "
+            "change "
+            "it: call dequantize_frozen_weights(model) first, or exclude the layer with layers=."
         )
 
     def _compute(self, func: Callable[..., Any], input: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Any:

@@ -88,7 +88,7 @@ def why_not(layer: nn.Module) -> str | None:
         return f"it is a {type(layer).__name__}, not a linear layer, a convolution or an embedding"
     weight = own_parameters(layer).get("weight")
     if weight is None:
-        return "its weight is parametrized, which means computed from others"
+        return "its weight is parametrized, so it is computed from others"
     return _why_not_weight(weight) or _why_read_elsewhere(layer)
 
 
@@ -104,7 +104,7 @@ def _why_not_weight(weight: Tensor) -> str | None:
 
 def _why_read_elsewhere(layer: nn.Module) -> str | None:
     if isinstance(layer, _READ_FROM_OUTSIDE):
-        return "nn.MultiheadAttention reads its weight past its forward"
+        return "nn.MultiheadAttention reads its weight without calling it"
     if isinstance(layer, nn.Embedding) and layer.max_norm is not None:
         return "its max_norm writes to its weight"
     return None

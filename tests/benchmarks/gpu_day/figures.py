@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from lightning_vram.memory.units import format_bytes
+from lightning_vram.memory.units import GIB, MIB, format_bytes
 from tests.benchmarks.gpu_day import results
 from tests.benchmarks.measure import Row
 
@@ -71,28 +71,35 @@ def _name(row: Row, base: Row) -> str:
 
 
 def _size(heading: str, key: str) -> Column:
-    return heading, lambda row, base: format_bytes(row[key]) if key in row else ""
+    return _number(f"{heading}, GiB", key, ",.2f", 1 / GIB)
 
 
 def _number(heading: str, key: str, form: str, scale: float = 1.0) -> Column:
     return heading, lambda row, base: format(row[key] * scale, form) if key in row else ""
 
 
-def _of(key: str) -> Column:
-    return "of baseline", lambda row, base: f"{row[key] / base[key]:.2f}" if key in row and base.get(key) else ""
+def _next_to_baseline(column: Column, key: str) -> Column:
+    """Return the column with the ratio to the baseline in parentheses."""
+    heading, cell = column
+
+    def cell_with_ratio(row: Row, base: Row) -> str:
+        return f"{cell(row, base)} ({row[key] / base[key]:.2f})" if key in row and base.get(key) else cell(row, base)
+
+    return f"{heading} (of baseline)", cell_with_ratio
 
 
 _VARIANT: Column = ("variant", _name)
 _PEAK, _RESERVED = _size("peak allocated", PEAK), _size("peak reserved", RESERVED)
 _MS = _number("step, ms", "seconds_per_step", ".0f", 1000)
-_STEPS = (_VARIANT, _size("saved for backward", KEPT), _of(KEPT), _PEAK, _of(PEAK), _RESERVED, _MS)
+_SAVED = _next_to_baseline(_size("saved for backward", KEPT), KEPT)
+_PEAK_OF, _MS_OF = _next_to_baseline(_PEAK, PEAK), _next_to_baseline(_MS, "seconds_per_step")
 
 
 def _variants(group: str, items: Items) -> Iterator[str]:
     for item, rows in _group(items, group):
         base, again = _find(rows, BASELINE), _find(rows, AGAIN)
         yield f"**`{item}`**: {base.get('workload', '')}"
-        yield _table([*_STEPS, _of("seconds_per_step")], [row for row in rows if row is not again], base)
+        yield _table([_VARIANT, _SAVED, _PEAK_OF, _MS_OF], [row for row in rows if row is not again], base)
         if base.get("seconds_per_step") and "seconds_per_step" in again:
             ratio = again["seconds_per_step"] / base["seconds_per_step"]
             yield f"The baseline, run again after all variants, took {ratio:.3f} of its first time."
@@ -102,11 +109,12 @@ def _sharded(items: Items) -> Iterator[str]:
     """One table for all items of a shape."""
     rows = [row for _, found in _group(items, "sharded") for row in found]
     columns = [_VARIANT, _PEAK, _RESERVED, _size("host memory", "host_peak_bytes")]
-    columns += [_number("step, s", "seconds_per_step", ".2f"), _number("tokens/s", "tokens_per_second", ",.0f")]
+    throughput = _number("tokens/s", "tokens_per_second", ",.0f")
+    columns += [_number("step, s", "seconds_per_step", ".2f"), _next_to_baseline(throughput, "tokens_per_second")]
     for shape in dict.fromkeys(row.get("shape", "") for row in rows):
         chosen = sorted((row for row in rows if row.get("shape", "") == shape), key=lambda row: row["name"] != BASELINE)
-        yield f"**`sharded`**: {shape}; the last column is throughput"
-        yield _table([*columns, _of("tokens_per_second")], chosen, _find(chosen, BASELINE))
+        yield f"**`sharded`**: {shape}"
+        yield _table(columns, chosen, _find(chosen, BASELINE))
 
 
 def _optimizers(items: Items) -> Iterator[str]:
@@ -114,7 +122,7 @@ def _optimizers(items: Items) -> Iterator[str]:
     for item, rows in _group(items, "optimizers"):
         loop, trainer = _find(rows, BASELINE), _find(rows, MIXED)
         yield f"**`{item}`**: {loop.get('workload', '')}"
-        columns = [_VARIANT, _PEAK, _of(PEAK), _RESERVED, _MS, _of("seconds_per_step")]
+        columns = [_VARIANT, _PEAK_OF, _MS_OF]
         yield _table(columns, rows, lambda row: trainer if row.get("by") == "ours" or row is trainer else loop)  # noqa: B023
 
 
@@ -125,13 +133,13 @@ def _auto(items: Items) -> Iterator[str]:
             _size("limit", "limit_bytes"),
             ("plan", lambda row, base: row.get("scheme", "")),
             *(_size(*pair) for pair in (("predicted", "predicted_bytes"), ("allocated", PEAK), ("reserved", RESERVED))),
-            ("planning", lambda row, base: f"{row['seconds_with_plan'] - base.get('row_seconds', 0):.0f} s, about"),
+            ("planning, s", lambda row, base: f"{row['seconds_with_plan'] - base.get('row_seconds', 0):.0f}"),
             ("step, ms", lambda row, base: f"{median(row['seconds']) * 1000:.0f}" if row.get("seconds") else ""),
         ]
         planned = [row for row in rows if "seconds_with_plan" in row]
         if planned:
             is_out = baseline.get("is_out_of_memory")
-            yield f"**`{item}`**" + (": the baseline ran out of memory at this limit" if is_out else "")
+            yield f"**`{item}`**" + (": OOM of the baseline at this limit" if is_out else "")
             yield _table(columns, planned, baseline)
 
 
@@ -139,8 +147,9 @@ def _peaks(items: Items) -> Iterator[str]:
     rows = [row for _, found in _group(items, "peaks") for row in found if "allocated_error" in row]
     if not rows:
         return
-    yield "**`peaks`**: what the allocator had at most in a step, next to `estimate_memory`"
-    sizes = [_size("allocated", "allocated_bytes"), _size("estimated", "estimated_allocated_bytes")]
+    yield "**`peaks`**: peak memory of CUDA's caching allocator, compared with `estimate_memory`"
+    keys = (("allocated, MiB", "allocated_bytes"), ("estimated, MiB", "estimated_allocated_bytes"))
+    sizes = [_number(heading, key, ",.2f", 1 / MIB) for heading, key in keys]
     errors_of = [_number("error", "allocated_error", "+.2%"), _number("reserved error", "reserved_error", "+.2%")]
     yield _table([("case", _name), *sizes, *errors_of], rows, {})
     counted = [row for row in rows if row["name"] != UNINITIALIZED]
@@ -178,7 +187,7 @@ def _smoke(items: Items) -> Iterator[str]:
                 difference = f"{row['relative_difference']:.1e} of what training changed"
                 notes.append(f"{item}, {row['name']}: differs by {difference}; {limit}")
     if lines:
-        columns = ("item", "features run", "promise equal bits", "bitwise equal", "others, within tolerance")
+        columns = ("item", "runs", "promise exact results", "bitwise identical", "others, within tolerance")
         yield "**`smoke`**: weights after four steps, compared with the baseline on this GPU"
         yield _markdown(columns, lines)
         yield "\n".join(f"- {note}" for note in notes)
@@ -187,9 +196,10 @@ def _smoke(items: Items) -> Iterator[str]:
 def _host(items: Items) -> Iterator[str]:
     rate = _number("GB/s", "bytes_per_s", ".1f", 1e-9)
     for item, columns in (
-        ("probe", (rate, _number("fork, s", "fork_seconds", ".3f"), _size("copied by the fork", "fork_bytes"))),
+        ("probe", (rate, _number("fork, s", "fork_seconds", ".3f"))),
         ("host_adamw", (_MS, _number("GB/s", "gb_per_second", ".0f"), _number("of `add_`", "rate_of_add", ".2f"))),
     ):
         if rows := items.get(item):
             yield f"**`{item}`**"
-            yield _table([("what", lambda row, base: row["name"]), *columns], rows, {})
+            case = ("case", lambda row, base: "PCIe copy" if row["name"] == "bus" else row["name"])
+            yield _table([case, *columns], rows, {})

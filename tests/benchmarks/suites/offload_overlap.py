@@ -228,7 +228,7 @@ def fit(shape: Shape, case: Case, forward_seconds: float, *callbacks: Callback, 
         callbacks=[clock, *callbacks],
     )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Idle is none of|The '.*_dataloader' does not have many workers")
+        warnings.filterwarnings("ignore", "Idle is not one of|The '.*_dataloader' does not have many workers")
         trainer.fit(module)
     del trainer, module
     gc.collect()  # a trainer and its module refer to each other: the states of all fits would fill the memory

@@ -241,12 +241,12 @@ def test_the_share_of_lost_updates_is_logged_and_results_are_the_same(optimizer,
 
 
 def test_where_lost_updates_cannot_be_counted_is_refused(make_trainer):
-    message = "LowBitOptimizer(check_updates=True) counts in our own steps only, got library='auto': use library='own'."
+    message = "LowBitOptimizer(check_updates=True) needs our own kernels, got library='auto': use library='own'."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         LowBitOptimizer(library="auto", check_updates=True)
     message = (
         "LowBitOptimizer(check_updates=True) does not work with ForkingOffload, whose steps may end after the batch: "
-        "leave check_updates out."
+        "use check_updates=False."
     )
     trainer = make_trainer(callbacks=[LowBitOptimizer(check_updates=True)], strategy=ForkingOffload())
     with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):

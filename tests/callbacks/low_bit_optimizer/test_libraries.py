@@ -93,7 +93,7 @@ def test_auto_is_our_own_on_a_host(fit):
         ((8, "bnb"), "LowBitOptimizer(library) must be one of 'auto', 'own', 'torchao', 'bitsandbytes', got 'bnb'."),
         (
             (4, "bitsandbytes"),
-            "LowBitOptimizer(library='bitsandbytes') has states of 8 bits only, got bits=4: use bits=8, or "
+            "LowBitOptimizer(library='bitsandbytes') supports 8 bits only, got bits=4: use bits=8, or "
             "library='own' or 'torchao'.",
         ),
     ],

@@ -168,7 +168,7 @@ NAME = "OptimizerInBackward(keep_gradients=False)"
         (
             AdamW,
             [MomentsInBF16()],
-            f"{NAME} does not work with moments in fewer bytes, which would be rounded for each micro-batch: leave "
+            f"{NAME} does not work with low-precision moments, which would be rounded in each micro-batch: leave "
             "MomentsInBF16 or LowBitOptimizer out, or keep_gradients=True.",
         ),
     ],

@@ -39,8 +39,8 @@ def assert_refused(trainer: pl.Trainer, model: pl.LightningModule, message: str,
         (
             1.0,
             TypeError,
-            "OptimizerInBackward(max_norm) must be 'two-pass', 'previous' or None, got 1.0 of type float: the largest "
-            "norm is Trainer(gradient_clip_val=...).",
+            "OptimizerInBackward(max_norm) must be 'two-pass', 'previous' or None, got 1.0 of type float: set the "
+            "norm with Trainer(gradient_clip_val=...).",
         ),
         (
             "exact",
@@ -137,8 +137,8 @@ def test_manual_optimization_is_refused(make_trainer):
 @pytest.mark.parametrize("max_norm", [None, "previous"])
 def test_a_scaler_takes_two_passes(max_norm, plugin, make_trainer):
     message = (
-        f"OptimizerInBackward(max_norm={max_norm!r}) does not work with a GradScaler, which looks at all gradients "
-        "before it lets any be stepped with: use max_norm='two-pass' (exact; runs each backward twice) or "
+        f"OptimizerInBackward(max_norm={max_norm!r}) does not work with a GradScaler, which checks all gradients "
+        "before any step: use max_norm='two-pass' (exact; runs each backward twice) or "
         "precision='bf16-mixed'."
     )
     trainer = make_trainer(callbacks=[OptimizerInBackward(max_norm)], plugins=[plugin])
@@ -168,7 +168,8 @@ def test_clipping_by_norm_is_asked_for_by_name(make_trainer):
 
 def test_fsdp_offload_is_refused(make_trainer):
     message = (
-        "OptimizerInBackward does not work with FSDPOffloadStrategy, which steps as gradients arrive itself: leave "
+        "OptimizerInBackward does not work with FSDPOffloadStrategy, which steps itself as gradients become ready: "
+        "leave "
         "OptimizerInBackward out."
     )
     trainer = make_trainer(callbacks=[OptimizerInBackward()], strategy="fsdp_offload", devices=1)
@@ -222,8 +223,8 @@ def test_what_steps_already_is_refused(make_trainer):
 )
 def test_what_only_the_reducer_of_ddp_can_do_is_refused(option, reason, make_trainer):
     message = (
-        f"OptimizerInBackward does not work with {reason}: it uses each bucket of DDP as that is reduced. Use "
-        "strategy='ddp' without it."
+        f"OptimizerInBackward does not work with {reason}: it steps when DDP has reduced a bucket. Use "
+        "strategy='ddp' without that option."
     )
     trainer = make_trainer(callbacks=[OptimizerInBackward()], strategy=DDPStrategy(**option), devices=1)
     assert_refused(trainer, Layers(num_batches=1), message)
@@ -296,7 +297,7 @@ def test_what_an_optimizer_step_does_around_its_closure_is_heard_and_told(name, 
     assert_equal_weights(*models)
     assert [str(one.message) for one in warned if "after the backward" in str(one.message)] == [
         "OptimizerInBackward steps after the backward, one parameter at a time, and all gradients are in memory at "
-        "once: the module's optimizer_step may use them until then."
+        "once, because the module's optimizer_step may use them."
     ]
 
 
@@ -314,7 +315,7 @@ def test_gradients_that_are_taken_in_are_refused_to_what_is_around_a_closure(mak
 
 def test_a_plugin_of_your_own_has_all_gradients(make_trainer):
     trainer = make_trainer(callbacks=[OptimizerInBackward()], plugins=[Scaled()], max_epochs=1)
-    with pytest.warns(UserWarning, match="in memory at once: Scaled may use them until then"):
+    with pytest.warns(UserWarning, match="in memory at once, because Scaled may use them"):
         trainer.fit(Layers(num_batches=1))
 
 
@@ -322,7 +323,7 @@ def test_a_plugin_of_your_own_has_all_gradients(make_trainer):
 def test_it_tells_of_callbacks_that_use_gradients(other, make_trainer):
     message = (
         "OptimizerInBackward steps after the backward, one parameter at a time, and all gradients are in memory at "
-        f"once: {type(other).__name__} may use them until then."
+        f"once, because {type(other).__name__} may use them."
     )
     trainer = make_trainer(callbacks=[other, OptimizerInBackward()], max_epochs=1)
     with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
@@ -330,7 +331,10 @@ def test_it_tells_of_callbacks_that_use_gradients(other, make_trainer):
 
 
 def test_it_tells_that_gradients_are_kept_in_an_accumulation(make_trainer, caplog):
-    message = "OptimizerInBackward keeps gradients until the last backward of each window of 4 batches."
+    message = (
+        "OptimizerInBackward keeps gradients until the last micro-batch of each optimizer step: "
+        "accumulate_grad_batches=4."
+    )
     with caplog.at_level("INFO"):
         make_trainer(callbacks=[OptimizerInBackward()], max_epochs=1, accumulate_grad_batches=4).fit(
             Layers(num_batches=2)

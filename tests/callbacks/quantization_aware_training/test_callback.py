@@ -272,7 +272,7 @@ SHARDS = ": a scale is that of a whole weight, and FSDP2 shards it. Use 'ddp' or
         (
             [QuantizeFrozenWeights],
             dict,
-            "QuantizationAwareTraining does not work with QuantizeFrozenWeights, whose weights are in few bits "
+            "QuantizationAwareTraining does not work with QuantizeFrozenWeights, whose weights are quantized "
             "already: leave one out.",
         ),
         (
@@ -317,8 +317,8 @@ def test_a_model_without_layers_and_files_of_others_are_named(fit, tmp_path):
         quantize_after_fit(pl.Trainer(logger=False, accelerator="cpu"), tmp_path / "q.pt")
     for other in (QuantizeFrozenWeights(), EMAWeightAveraging()):
         message = (
-            f"quantize_after_fit does not work with {type(other).__name__}, which changes the module in validation, "
-            "too: validate the module with a Trainer without it, and give quantize_after_fit that one."
+            f"quantize_after_fit does not work with {type(other).__name__}, which also changes the module in "
+            "validation: pass a Trainer without it that has validated the module."
         )
         with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
             quantize_after_fit(pl.Trainer(callbacks=[other], logger=False, accelerator="cpu"), tmp_path / "q.pt")

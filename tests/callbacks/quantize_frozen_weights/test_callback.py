@@ -308,7 +308,7 @@ def test_a_model_without_memory_is_never_whole_in_full_precision(bits, make_trai
 def test_it_says_what_it_saves_and_that_it_does_nothing(make_trainer, caplog):
     with caplog.at_level("INFO"):
         make_trainer(callbacks=[QuantizeFrozenWeights(4)], max_steps=1).fit(LitLoRA())
-    assert "QuantizeFrozenWeights keeps 5 frozen weights in 4 bits: 31.50 KiB in place of 224.00 KiB." in caplog.text
+    assert "QuantizeFrozenWeights keeps 5 frozen weights in 4 bits: 31.50 KiB instead of 224.00 KiB." in caplog.text
     message = (
         "QuantizeFrozenWeights does nothing: LitTiny has no frozen Linear, Conv or Embedding with 4096 weights or "
         "more. Freeze with requires_grad_(False) in __init__, setup or configure_model."
@@ -404,8 +404,8 @@ class Writing(LitLoRA):
 def test_code_of_the_module_reads_decoded_weights_and_cannot_change_them(fit):
     assert_equal_weights(fit(QuantizeFrozenWeights(), make=Reading), fit(make=partial(rounded, 8, Reading)))
     message = (
-        "the weight of 'net.embed' is kept in 8 bits, and 'clamp_' would change it: call "
-        "dequantize_frozen_weights(model) first, or name other layers in layers=."
+        "the weight of 'net.embed' is quantized to 8 bits, and 'clamp_' would change it: call "
+        "dequantize_frozen_weights(model) first, or exclude the layer with layers=."
     )
     with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
         fit(QuantizeFrozenWeights(), make=Writing)
@@ -427,7 +427,7 @@ def test_a_summary_counts_what_it_counts_without(fit):
 def test_checkpoints_that_do_not_fit_are_named(fit, tmp_path):
     fit(QuantizeFrozenWeights(4, block_size=32), Saving(tmp_path / "last.ckpt"))
     message = (
-        "the checkpoint has net.embed.weight in 4 bits with block_size=32, and this run keeps it in 8 bits with "
+        "the checkpoint has net.embed.weight in 4 bits with block_size=32, and this run uses 8 bits with "
         "block_size=64: set bits=4, block_size=32."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
@@ -488,7 +488,7 @@ def test_a_library_that_is_missing_is_named(monkeypatch, make_trainer):
         ),
         (
             {"callbacks": [QuantizeFrozenWeights(), EMAWeightAveraging()]},
-            "QuantizeFrozenWeights does not work with EMAWeightAveraging, which averages all parameters, bytes too. "
+            "QuantizeFrozenWeights does not work with EMAWeightAveraging, which cannot average quantized weights. "
             "Leave one out.",
         ),
     ],

@@ -144,7 +144,7 @@ def check_casts_and_plain_files(folder: Any, run: Any) -> None:
     run(Saving(folder / "plain.ckpt"), make=Sharded, strategy=Inside("full"), max_epochs=1)
     dist.barrier()
     message = (
-        "the checkpoint has net.embed.weight in full precision, and Inside would load it into shards of 8 or 4 bits: "
+        "the checkpoint has net.embed.weight in full precision, and Inside would load it into quantized shards: "
         "load it in __init__, or use strategy='fsdp_offload'."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
@@ -223,7 +223,9 @@ class Writing(Sharded):
         for name, parameter in (("head", self.net.head.weight), *self.net.named_parameters()):
             for write in (lambda p: p.data.mul_(2), lambda p: p.zero_(), lambda p: setattr(p, "data", p + 1)):
                 if name.startswith(("head", "up.base_layer.weight")):
-                    with pytest.raises(RuntimeError, match=r"^the weight of 'net\.(head|up\.base_layer)' is kept in 4"):
+                    with pytest.raises(
+                        RuntimeError, match=r"^the weight of 'net\.(head|up\.base_layer)' is quantized to 4"
+                    ):
                         write(parameter)
 
 
@@ -281,8 +283,8 @@ def test_a_module_is_what_it_was_when_a_run_fails(make_trainer):
 def test_folders_without_frozen_weights_are_refused(strategy, instead, make_trainer):
     trainer = make_trainer(callbacks=[QuantizeFrozenWeights(save="trainable")], strategy=strategy("sharded"))
     message = (
-        "QuantizeFrozenWeights(save='trainable') does not work with folders of shards, which load by the names that "
-        f"the module has: use {instead}, whose files are small without what is frozen, or save='all'."
+        "QuantizeFrozenWeights(save='trainable') does not work with sharded checkpoints, which need all parameters: "
+        f"use {instead}, or save='all'."
     )
     with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
         trainer.callbacks[0].setup(trainer, LitLoRA(), "fit")

@@ -94,7 +94,7 @@ def test_tuners_of_peft_train_and_merge_as_on_the_decoded_weights(tuner):
     quantize_frozen_weights(model, 8)
     quantize_frozen_weights(plain, 8).remove()
     assert torch.equal(gradients(model, batch), gradients(plain, batch))
-    with pytest.raises(RuntimeError, match=r" is kept in 8 bits, .*: call dequantize_frozen_weights\(model\) first"):
+    with pytest.raises(RuntimeError, match=r" is quantized to 8 bits.*: call dequantize_frozen_weights\(model\)"):
         copy.deepcopy(model).merge_and_unload()
     quantize_frozen_weights(loaded, 8)
     loaded.load_state_dict(model.state_dict())
@@ -111,7 +111,7 @@ def test_a_tuner_that_parametrizes_weights_is_refused():
     config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["q_proj.weight"])
     model = peft.get_peft_model(llama(), config)
     quantize_frozen_weights(model, 8)
-    message = "q_proj.base_layer' is kept in 8 bits, and 'torch.nn.utils.parametrize' would change it: call "
+    message = "q_proj.base_layer' is quantized to 8 bits, and 'torch.nn.utils.parametrize' would change it: call "
     with pytest.raises(RuntimeError, match=re.escape(message)):
         model(**text(2))
     left_out = peft.get_peft_model(llama(), config)

@@ -257,8 +257,8 @@ def test_a_module_that_was_converted_meanwhile_is_refused():
     net[0].weight.data = net[0].weight.data.float()
     net[0].weight.grad = gradient.float()
     message = (
-        "A lean parameter of shape (17, 33) is torch.float32 and no longer torch.bfloat16: do not convert the module "
-        "while its parameters are lean."
+        "A parameter of shape (17, 33) is torch.float32 and no longer torch.bfloat16: do not convert the module "
+        "during the fit."
     )
     with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
         optimizer.step()
@@ -338,7 +338,8 @@ def test_parameters_that_share_memory_are_refused_and_those_side_by_side_are_not
     memory = torch.zeros(12)
     tied = [nn.Parameter(memory[:6].view(2, 3)), nn.Parameter(memory[4:8])]
     message = (
-        "Two parameters of shapes (2, 3) and (4,) that share memory cannot be lean: each would get its own. Tie them "
+        "Two parameters of shapes (2, 3) and (4,) that share memory cannot be stored in bfloat16: each would get its "
+        "own. Tie them "
         "as one parameter (head.weight = embedding.weight), not by their data."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
@@ -388,10 +389,10 @@ def test_weights_that_cannot_be_taken_are_refused_and_none_is():
     lean = LeanParameters(net.parameters(), "bf16+split")
     before = net[0].bias.detach().clone()
     good = {net[0].bias: torch.ones(17)}
-    message = "A parameter of shape (2,) is not lean: copy its weights to itself."
+    message = "A parameter of shape (2,) is not stored in bfloat16: copy its weights into it."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         lean.take({**good, stranger: torch.ones(2)})
-    message = "A lean parameter of shape (5,) cannot take weights of shape (1,)."
+    message = "A bfloat16 parameter of shape (5,) cannot take weights of shape (1,)."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         lean.take({**good, net[1].bias: torch.ones(1)})
     net[1].float()

@@ -36,7 +36,8 @@ def test_an_unknown_scheme_is_refused():
 def test_a_parameter_of_another_precision_is_refused_and_no_other_is_converted():
     parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3, 2, dtype=torch.float64))]
     message = (
-        "A parameter of shape (3, 2) is torch.float64: only float32, float16 and bfloat16 parameters can be lean. "
+        "A parameter of shape (3, 2) is torch.float64: only float32, float16 and bfloat16 parameters can be stored in "
+        "bfloat16. "
         "Convert it first, or leave it out."
     )
     with refusal(message):
@@ -48,7 +49,8 @@ def test_a_parameter_of_another_precision_is_refused_and_no_other_is_converted()
 def test_a_parameter_without_values_is_refused(make):
     parameter = make()
     message = (
-        f"A parameter of type {type(parameter).__name__} on {parameter.device} cannot be lean: only plain tensors with "
+        f"A parameter of type {type(parameter).__name__} on {parameter.device} cannot be stored in bfloat16: only "
+        "plain tensors with "
         "values can. Initialize lazy and meta parameters first, and leave quantized ones out."
     )
     with refusal(message):
@@ -58,7 +60,7 @@ def test_a_parameter_without_values_is_refused(make):
 def test_a_sharded_parameter_is_refused_with_the_way_out(mesh):
     layer = fully_shard(nn.Linear(2, 2), mesh=mesh)
     message = (
-        "Sharded parameters (FSDP2) cannot be lean: the shards are the fp32 master weights already. Give "
+        "Sharded parameters (FSDP2) cannot be stored in bfloat16: the shards are the fp32 master weights already. Give "
         "fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)) to compute in 16 bits."
     )
     with refusal(message):
@@ -77,7 +79,8 @@ def test_other_optimizers_are_refused_before_any_is_changed(kind):
     lean = LeanParameters(net.parameters(), "bf16+split")
     optimizers = [optim.AdamW(net[0].parameters()), kind(list(net.parameters()))]
     message = (
-        f"Lean parameters cannot be stepped by {kind.__name__}: use one of torch.optim's Adadelta, Adafactor, Adagrad, "
+        f"bfloat16 parameters cannot be stepped by {kind.__name__}: use one of torch.optim's Adadelta, Adafactor, "
+        "Adagrad, "
         "Adam, AdamW, Adamax, ASGD, Muon, NAdam, RAdam, RMSprop, Rprop, SGD, a subclass with the same step, or "
         'parameters="fp32".'
     )
@@ -97,7 +100,7 @@ def test_other_optimizers_without_lean_parameters_are_left_alone():
 def test_a_differentiable_step_is_refused():
     net = make_net()
     lean = LeanParameters(net.parameters(), "bf16+split")
-    with refusal("Lean parameters cannot be stepped by SGD(differentiable=True): leave that off."):
+    with refusal("bfloat16 parameters cannot be stepped by SGD(differentiable=True): leave that off."):
         lean.attach([optim.SGD(net.parameters(), differentiable=True)])
 
 

@@ -213,7 +213,7 @@ def test_a_replaced_step_below_is_refused_and_one_above_still_works():
     optimizer = optim.SGD(net.parameters())
     optimizer.step = lambda closure=None: None
     message = (
-        "Lean parameters cannot be stepped by this SGD, because its step was replaced on the instance (by "
+        "bfloat16 parameters cannot be stepped by this SGD, because its step was replaced on the instance (by "
         "torch.compile?): replace it afterwards or not at all."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

@@ -105,7 +105,8 @@ def test_others_are_refused(kind, why) -> None:
     with pytest.raises(ValueError, match="nvme_path cannot hold") as error:
         find_layout(optimizer, optimizer.param_groups[0], FLOAT)
     assert str(error.value) == (
-        f"nvme_path cannot hold the states of {kind.__name__}: {why}; use one of torch.optim's Adadelta, Adagrad, "
+        f"nvme_path cannot hold the optimizer state of {kind.__name__}: {why}; use one of torch.optim's Adadelta, "
+        "Adagrad, "
         "Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD, or leave nvme_path out."
     )
 

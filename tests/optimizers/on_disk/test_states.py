@@ -244,13 +244,13 @@ def test_states_without_room_are_refused(tmp_path) -> None:
     def step(pieces: Sequence[Piece]) -> None:
         pieces[0].states.update(exp_avg=torch.zeros(5), exp_avg_sq=torch.zeros(5), max_exp_avg_sq=torch.zeros(5))
 
-    with pytest.raises(ValueError, match="no room") as error:
+    with pytest.raises(ValueError, match="no space") as error:
         disk.stream([0], step, {})
     assert str(error.value) == (
-        "nvme_path: the optimizer left max_exp_avg_sq = torch.float32 (5,) as a state of parameter 0, which there was "
-        "no room made for; set its options (amsgrad, momentum, ...) before training and leave them."
+        "nvme_path: no space is reserved for the optimizer state max_exp_avg_sq = torch.float32 (5,) of parameter 0. "
+        "Set the options of the optimizer (amsgrad, momentum, ...) before training and do not change them."
     )
-    with pytest.raises(ValueError, match="left exp_avg = None as"):
+    with pytest.raises(ValueError, match="exp_avg = None of"):
         disk.stream([0], lambda pieces: None, {})
     with pytest.raises(ValueError, match=r"^work must not name a parameter twice\.$"):
         disk.stream([0, 0], step, {})
@@ -300,7 +300,7 @@ def test_forgotten_it_closes_itself_and_waits_for_no_thread(tmp_path, monkeypatc
     gc.collect()  # what other tests left
     num_files, before = len(os.listdir("/proc/self/fd")), threading.enumerate()
     disk = make_disk(tmp_path, [5], [ADAM])
-    with pytest.raises(ValueError, match="left exp_avg = None"):
+    with pytest.raises(ValueError, match="exp_avg = None"):
         disk.stream([0], lambda pieces: None, {})
     threads, joined = [one for one in threading.enumerate() if one not in before and "nvme_path" in one.name], []
     monkeypatch.setattr(threading.Thread, "join", lambda thread, timeout=None: joined.append(thread))
@@ -318,7 +318,7 @@ def test_forgotten_it_closes_itself_and_waits_for_no_thread(tmp_path, monkeypatc
 def test_a_folder_that_is_none_is_refused(tmp_path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "missing", tmp_path / "file"):
-        with pytest.raises(ValueError, match=r"^nvme_path must be a folder that exists, got '.*'\.$"):
+        with pytest.raises(ValueError, match=r"^nvme_path must be an existing folder, got '.*'\.$"):
             DiskStates(path)
 
 
@@ -330,8 +330,8 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch) ->
     with pytest.raises(RuntimeError) as error:
         DiskStates(tmp_path)
     assert str(error.value) == (
-        f"nvme_path='{tmp_path}': no file can be made there ([Errno 30] Read-only file system). "
-        "Name a folder that can be written to."
+        f"nvme_path='{tmp_path}': cannot create a file there ([Errno 30] Read-only file system). Name a "
+        f"writable folder."
     )
 
 
@@ -347,8 +347,8 @@ def test_a_full_disk_is_refused_before_training(tmp_path, monkeypatch, free: int
     with pytest.raises(RuntimeError) as error:
         make_disk(tmp_path, [2**20], [ADAM])
     assert str(error.value) == (
-        f"nvme_path='{tmp_path}' needs 8.00 MiB for the states of the optimizer, but "
-        f"{format_bytes(free)} are free there. Free some, name a folder on another disk, or leave nvme_path out."
+        f"nvme_path='{tmp_path}' needs 8.00 MiB for the optimizer state, but {format_bytes(free)} "
+        f"are free. Free some space, name a folder on another disk, or leave nvme_path out."
     )
     del error
     gc.collect()  # its frames knew the file
@@ -377,8 +377,8 @@ def test_what_goes_wrong_in_a_thread_is_raised_here_and_again(tmp_path, monkeypa
         with pytest.raises(RuntimeError) as error:
             streamed.step()
         assert str(error.value) == (
-            f"nvme_path='{tmp_path}': optimizer states could not be written or read ([Errno 5] Input/output error). "
-            "They are lost: go on from a checkpoint, with nvme_path on another disk or without."
+            f"nvme_path='{tmp_path}': optimizer state could not be written or read ([Errno 5] Input/output error). "
+            "It is lost: resume from a checkpoint, with nvme_path on another disk or without it."
         )
         monkeypatch.undo()
 
@@ -450,7 +450,7 @@ def test_a_disk_that_moves_nothing_is_broken(tmp_path, monkeypatch, call: str) -
     streamed, reference = make_pair(tmp_path, "AdamW")
     step_both(streamed, reference, [0])
     monkeypatch.setattr(disk_file.os, call, lambda *_: 0)
-    with pytest.raises(RuntimeError, match=r"\(nothing can be read or written at byte 0\)"):
+    with pytest.raises(RuntimeError, match=r"\(cannot read or write at byte 0\)"):
         streamed.step()
 
 

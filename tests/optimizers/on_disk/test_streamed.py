@@ -92,7 +92,7 @@ def _check_two_ranks():
     ("make_optimizer", "folder", "error", "text"),
     [
         (OPTIMIZERS["AdamW"], "missing", ValueError, "nvme_path must be a folder that exists"),
-        (torch.optim.Adafactor, ".", ValueError, "nvme_path cannot hold the states of Adafactor"),
+        (torch.optim.Adafactor, ".", ValueError, "nvme_path cannot hold the optimizer state of Adafactor"),
     ],
 )
 def test_what_cannot_be_streamed_is_refused_and_nothing_is_attached(

@@ -271,7 +271,7 @@ def test_a_moment_of_another_shape_is_refused(mesh, tmp_path, place, value, foun
         optimizer.state[net.blocks[0].down.weight]["exp_avg"] = value
         text = (
             rf"^AdamW\.state\[parameter 2\]\['exp_avg'\] must be a tensor of shape \[6, 9\], got {found}: write "
-            r"torch\.zeros_like\(parameter\), or let it begin anew with optimizer\.state\.pop\(parameter\)\.$"
+            r"torch\.zeros_like\(parameter\), or reset it with optimizer\.state\.pop\(parameter\)\.$"
         )
         with pytest.raises(ValueError, match=text):
             step(net, optimizer, 1)

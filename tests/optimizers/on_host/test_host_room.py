@@ -59,8 +59,8 @@ def refused(needs: HostNeeds, message: str, module: nn.Module | None = None, **o
 
 def weights_alone(needed: str, there: str, margin: str, where: str = "node1") -> str:
     return (
-        f"{NAME} needs {needed} of host memory on {where}: weights {needed}. There are {there}, with what the module "
-        f"has now, of which {margin} must stay free. "
+        f"{NAME} needs {needed} of host memory on {where}: weights {needed}. Available are {there}, including the "
+        f"memory of the module, of which {margin} must stay free. "
     )
 
 
@@ -139,9 +139,9 @@ def test_what_fits_beside_a_gibibyte_is_accepted_and_a_byte_more_refused(host: A
     host(5 * GIB - 1)
     refused(
         needs,
-        f"{NAME} needs 4.00 GiB of host memory on node1: weights 1.00 GiB, gradients 1.00 GiB, states of optimizers "
-        "2.00 GiB. There are 5.00 GiB, with what the module has now, of which 1.00 GiB must stay free. It would fit "
-        "with nvme_path='/a/fast/disk' (2.00 GiB), or with precision='bf16-true' (2.00 GiB), or with "
+        f"{NAME} needs 4.00 GiB of host memory on node1: weights 1.00 GiB, gradients 1.00 GiB, optimizer state "
+        "2.00 GiB. Available are 5.00 GiB, including the memory of the module, of which 1.00 GiB must stay free. It "
+        "would fit with nvme_path='/a/fast/disk' (2.00 GiB), or with precision='bf16-true' (2.00 GiB), or with "
         "nvme_path='/a/fast/disk' and precision='bf16-true' (1.00 GiB).",
     )
 
@@ -151,8 +151,8 @@ def test_only_what_would_fit_is_named(host: Any) -> None:
     needs = HostNeeds(weights=GIB, narrow_copies=512 * MIB, gradients=GIB, states=2 * GIB)
     start = (
         f"{NAME} needs 4.50 GiB of host memory on node1: weights 1.00 GiB, 16-bit copies 512.00 MiB, gradients 1.00 "
-        "GiB, states of optimizers 2.00 GiB. There are 2.00 GiB, with what the module has now, of which 1.00 GiB must "
-        "stay free. "
+        "GiB, optimizer state 2.00 GiB. Available are 2.00 GiB, including the memory of the module, of which 1.00 GiB "
+        "must stay free. "
     )
     refused(needs, start + "It would fit with nvme_path='/a/fast/disk' and precision='bf16-true' (1.00 GiB).")
     refused(
@@ -169,8 +169,8 @@ def test_averages_are_named_and_given_back_and_stay_wide(host: Any) -> None:
     refused(
         needs,
         f"{NAME} needs 3.00 MiB of host memory on node1: weights 1.00 MiB, gradients 1.00 MiB, averages of weights "
-        "1.00 MiB. There are 4.00 MiB, with what the module has now, of which 2.00 MiB must stay free. It would fit "
-        "with precision='bf16-true' (2.00 MiB).",
+        "1.00 MiB. Available are 4.00 MiB, including the memory of the module, of which 2.00 MiB must stay free. It "
+        "would fit with precision='bf16-true' (2.00 MiB).",
         net,
     )
 
@@ -181,9 +181,9 @@ def test_weights_that_can_be_split_and_moments_in_fewer_bytes_are_named(host: An
         HostNeeds(
             GIB, GIB // 2, states=2 * GIB, can_be_narrow=False, can_be_split=True, narrow_states=(GIB, GIB // 2, 0)
         ),
-        f"{NAME} needs 3.50 GiB of host memory on node1: weights 1.00 GiB, 16-bit copies 512.00 MiB, states of "
-        "optimizers 2.00 GiB. There are 4.00 GiB, with what the module has now, of which 1.00 GiB must stay free. It "
-        "would fit with nvme_path='/a/fast/disk' (1.50 GiB), or with master='split' (3.00 GiB), or with "
+        f"{NAME} needs 3.50 GiB of host memory on node1: weights 1.00 GiB, 16-bit copies 512.00 MiB, optimizer "
+        "state 2.00 GiB. Available are 4.00 GiB, including the memory of the module, of which 1.00 GiB must stay "
+        "free. It would fit with nvme_path='/a/fast/disk' (1.50 GiB), or with master='split' (3.00 GiB), or with "
         "host_state='bf16' (2.50 GiB), or with master='split' and host_state='bf16' (2.00 GiB), or with "
         "host_state='8bit' (2.00 GiB), or with master='split' and host_state='8bit' (1.50 GiB).",
     )
@@ -193,8 +193,9 @@ def test_a_disk_that_is_used_is_not_named(host: Any) -> None:
     host(2 * GIB)
     refused(
         HostNeeds(weights=GIB, gradients=GIB),
-        f"{NAME} needs 2.00 GiB of host memory on node1: weights 1.00 GiB, gradients 1.00 GiB. There are 2.00 GiB, "
-        "with what the module has now, of which 1.00 GiB must stay free. It would fit with precision='bf16-true' (1.00 "
+        f"{NAME} needs 2.00 GiB of host memory on node1: weights 1.00 GiB, gradients 1.00 GiB. Available are "
+        "2.00 GiB, including the memory of the module, of which 1.00 GiB must stay free. It would fit with "
+        "precision='bf16-true' (1.00 "
         "GiB).",
         has_disk=True,
     )

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
-pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore:.* is none of torch.optim's")]
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore:.* is not one of torch.optim's")]
 
 
 class Factored(Optimizer):

@@ -336,7 +336,7 @@ def test_a_checkpoint_without_an_average_is_where_one_begins(fit, make_trainer, 
     trainer.fit(Net())
     trainer.save_checkpoint(tmp_path / "first.ckpt")
     leave_group()
-    message = "The checkpoint has no average of weights: WeightAveraging begins with its weights."
+    message = "The checkpoint has no averaged weights: WeightAveraging starts from its weights."
     with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
         ours = fit(Net, ForkingOffload(), AVERAGES["EMA"], ckpt_path=tmp_path / "first.ckpt")
     check_weights(ours, fit(Net, "auto", AVERAGES["EMA"], ckpt_path=tmp_path / "first.ckpt"))
@@ -351,7 +351,7 @@ class Growing(Callback):
 
 def test_a_module_that_has_grown_since_it_was_copied_is_refused(make_trainer):
     message = (
-        "EMAWeightAveraging has copied the module when it had 27 parameters, and now it has 29. Put callbacks that "
+        "EMAWeightAveraging copied the module when it had 27 parameters; now it has 29. Put callbacks that "
         "change the module before it in Trainer(callbacks=...)."
     )
     with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):

@@ -49,12 +49,12 @@ def in_blocks(bits: int = 8) -> int:
 
 def message(num_ranks: int, states: int, available: int, advice: str) -> str:
     needed, margin = 2 * WEIGHTS + states, WEIGHTS + states - (num_ranks - 1) * WEIGHTS
-    states_text = f", states of optimizers {format_bytes(states)}" if states else ""
+    states_text = f", optimizer state {format_bytes(states)}" if states else ""
     ranks = f" for its {num_ranks} ranks" if num_ranks > 1 else ""
     return (
         f"ForkingOffload needs {format_bytes(needed)} of host memory on {socket.gethostname()}{ranks}: weights "
-        f"{format_bytes(WEIGHTS)}, gradients {format_bytes(WEIGHTS)}{states_text}. There are "
-        f"{format_bytes(available + num_ranks * WEIGHTS)}, with what the module has now, of which "
+        f"{format_bytes(WEIGHTS)}, gradients {format_bytes(WEIGHTS)}{states_text}. Available are "
+        f"{format_bytes(available + num_ranks * WEIGHTS)}, including the memory of the module, of which "
         f"{format_bytes(margin)} must stay free. {advice}"
     )
 
@@ -104,7 +104,7 @@ def test_moments_in_fewer_bytes_need_less(host: Any, make_trainer: Any, host_sta
     host(needed + (needed - WEIGHTS) - WEIGHTS - 1)  # a byte less than that and what must stay free
     with pytest.raises(OffloadError) as raised:
         make_trainer(strategy=ForkingOffload(host_state=host_state), max_steps=1).fit(Untrained())
-    assert f", states of optimizers {format_bytes(states)}. " in str(raised.value)
+    assert f", optimizer state {format_bytes(states)}. " in str(raised.value)
     assert ("host_state='8bit'" in str(raised.value)) == (host_state == "bf16")
     assert "bf16-true" not in str(raised.value)  # has no such form
     host(needed + (needed - WEIGHTS) - WEIGHTS)
@@ -119,7 +119,7 @@ def test_an_average_of_weights_is_counted(host: Any, make_trainer: Any) -> None:
     needed, given_back = 5 * WEIGHTS, 2 * WEIGHTS
     with pytest.raises(OffloadError) as raised:
         fit(needed + (needed - given_back) - given_back - 1, Untrained())
-    assert f"states of optimizers {format_bytes(2 * WEIGHTS)}, averages of weights {format_bytes(WEIGHTS)}. " in str(
+    assert f"optimizer state {format_bytes(2 * WEIGHTS)}, averages of weights {format_bytes(WEIGHTS)}. " in str(
         raised.value
     )
     fit(needed + (needed - given_back) - given_back, Fused())

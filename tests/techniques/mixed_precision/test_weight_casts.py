@@ -348,7 +348,7 @@ def test_a_fused_optimizer_leaves_no_trace_but_after_step_tells() -> None:
 WRITTEN = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: "
     "[torch.FloatTensor [8, 8]] is at version {now}; expected version {before} instead. It is a weight, which the "
-    "backward casts to bfloat16 again: set recast_in_backward=False (plain autocast keeps a copy and would not notice)."
+    "backward casts to bfloat16 again: use recast_in_backward=False, which saves a copy."
 )
 
 

@@ -339,8 +339,9 @@ WRITES = {
 @pytest.mark.parametrize("name", WRITES)
 def test_what_would_change_a_weight_is_refused(name, pair):
     message = (
-        f"the weight of 'head' is kept in {pair[0].head.weight.form.packing.bits} bits, and {name!r} would change it: "
-        "call dequantize_frozen_weights(model) first, or name other layers in layers=."
+        f"the weight of 'head' is quantized to {pair[0].head.weight.form.packing.bits} bits, and {name!r} would change "
+        "it: "
+        "call dequantize_frozen_weights(model) first, or exclude the layer with layers=."
     )
     for weight in (pair[0].head.weight, dict(pair[0].named_parameters())["head.weight"]):
         with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
@@ -352,7 +353,7 @@ def test_what_would_change_a_weight_is_refused(name, pair):
 def test_layers_cannot_be_unfrozen_and_may_be_frozen_again(pair):
     model, _ = pair
     with pytest.raises(
-        RuntimeError, match=r"^the weight of 'head' is kept in . bits, and 'requires_grad_' would change"
+        RuntimeError, match=r"^the weight of 'head' is quantized to . bits, and 'requires_grad_' would change"
     ):
         model.head.requires_grad_(True)
     assert model.head.requires_grad_(False) is model.head
@@ -370,7 +371,7 @@ REPLACE = {
 @pytest.mark.parametrize("module", REPLACE)
 def test_what_would_replace_a_weight_is_refused(module, pair):
     with pytest.raises(
-        RuntimeError, match=rf"^the weight of 'head' is kept in . bits, and 'torch\.nn\.utils\.{module}'"
+        RuntimeError, match=rf"^the weight of 'head' is quantized to . bits, and 'torch\.nn\.utils\.{module}'"
     ):
         REPLACE[module](pair[0].head)
 
@@ -409,8 +410,8 @@ class Odd(nn.Module):
 
 WHY_NOT = {
     "trained": "its weight is trained: freeze it with requires_grad_(False), or name other layers",
-    "drawn": "its weight is parametrized, which means computed from others",
-    "attention.out_proj": "nn.MultiheadAttention reads its weight past its forward",
+    "drawn": "its weight is parametrized, so it is computed from others",
+    "attention.out_proj": "nn.MultiheadAttention reads its weight without calling it",
     "renormed": "its max_norm writes to its weight",
     "small": "its weight has fewer than 4096 numbers",
     "norm": "it is a LayerNorm, not a linear layer, a convolution or an embedding",
@@ -477,7 +478,7 @@ def test_a_checkpoint_of_other_blocks_is_refused(other):
     quantize_frozen_weights(model, 8)
     quantize_frozen_weights(saved, *other)
     message = (
-        f"the checkpoint has embed.weight in {other[0]} bits with block_size={other[1]}, and this run keeps it in 8 "
+        f"the checkpoint has embed.weight in {other[0]} bits with block_size={other[1]}, and this run uses 8 "
         f"bits with block_size=64: set bits={other[0]}, block_size={other[1]}."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
