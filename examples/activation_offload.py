@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from lightning_vram import ActivationCheckpointing, ActivationOffload, VRAMMonitor
 from lightning_vram.demos import ByteGPT, SourceText
 
-warnings.filterwarnings("ignore", "ActivationOffload moves", UserWarning)  # without a GPU
+warnings.filterwarnings("ignore", "ActivationOffload offloads", UserWarning)  # without a GPU
 monitor = VRAMMonitor(path=None)
 trainer = pl.Trainer(
     max_steps=50,

@@ -109,7 +109,7 @@ def test_whole_runs_of_a_trainer_are_compared_with_plain_ones(suite, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:ActivationOffload moves")
+@pytest.mark.filterwarnings("ignore:ActivationOffload offloads")
 @pytest.mark.parametrize("suite", ["plan", "python_price", "leak_detector", "host_adamw", "disk_states", "errors"])
 def test_a_quick_run_ends_without_an_error(suite, monkeypatch, tmp_path, alone):
     only = ["--only", "Digits"] if suite == "plan" else []  # a dry run of gpu_day plans for the others

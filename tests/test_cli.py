@@ -349,7 +349,7 @@ def test_a_broken_checkpoint_is_one_line(capsys):
         (["fit"], "the following arguments are required: fit.model"),
         (["report", "nope.jsonl"], "[Errno 2] No such file or directory: 'nope.jsonl'"),
         (["report", "--benchmarks", "nope.json"], "[Errno 2] No such file or directory: 'nope.json'"),
-        (["consolidate", "nope", "a.ckpt"], "nope is no sharded checkpoint: a folder with .metadata and meta.pt."),
+        (["consolidate", "nope", "a.ckpt"], "nope is not a sharded checkpoint: a folder with .metadata and meta.pt."),
     ],
 )
 def test_a_wrong_subcommand_is_one_line(arguments, message, capsys):
@@ -425,7 +425,7 @@ def test_what_is_not_consolidated_is_one_line(capsys):
     save_sharded(Evil(Path("was_run")))
     assert "meta.pt contains posix.mkdir, and" in fail(["consolidate", "sharded", "plain.ckpt"], capsys)
     assert not Path("was_run").exists()
-    assert fail(["consolidate", "sharded", "sharded"], capsys) == "sharded is a folder: name the file to make."
+    assert fail(["consolidate", "sharded", "sharded"], capsys) == "sharded is a folder: name a file to write."
     main(["consolidate", "sharded", "plain.ckpt", "--weights_only", "false"])
     assert Path("was_run").exists()
     Path("was_run").rmdir()

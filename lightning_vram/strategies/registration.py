@@ -11,5 +11,5 @@ def register_strategies() -> None:
     """Register the names with Lightning. Called again, it does nothing."""
     for name, offload in STRATEGY_NAMES.items():
         if name not in StrategyRegistry:
-            description = f"FSDP2 on any module, on the host: {offload}"
+            description = f"FSDP2 for any module, with host offload: {offload}"
             StrategyRegistry.register(name, FSDPOffloadStrategy, description, offload=offload)

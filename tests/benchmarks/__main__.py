@@ -56,11 +56,11 @@ def path_of(output: Path, suite: str, device: torch.device) -> Path:
 def parse() -> tuple[argparse.Namespace, dict[str, ModuleType], dict[str, Any]]:
     """Return the arguments, the modules that measure, and those of their settings that were given."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__, add_help=False)
-    parser.add_argument("--suite", nargs="+", default=[], metavar="NAME", help=f"all, {', '.join(SUITES)}, or a case of one")
-    parser.add_argument("--peers", action="store_true", help="run the variants of other libraries as well, where installed")
+    parser.add_argument("--suite", nargs="+", default=[], metavar="NAME", help=f"all, {', '.join(SUITES)}, or a case")
+    parser.add_argument("--peers", action="store_true", help="also run variants of other libraries, where installed")
     parser.add_argument("--quick", action="store_true", help="small workloads, few repeats")
     parser.add_argument("--only", default="", metavar="TEXT", help="piece of the name of a workload or case")
-    parser.add_argument("--ways", default="", metavar="TEXT", help="piece of the name of a variant; the baseline always runs")
+    parser.add_argument("--ways", default="", metavar="TEXT", help="piece of a variant's name; baseline always runs")
     parser.add_argument("-o", "--output", type=Path, help="JSON file, or a folder for one file per suite")
     arguments, rest = parser.parse_known_args()
     wanted = list(SUITES) if arguments.suite == ["all"] else arguments.suite

@@ -206,10 +206,8 @@ def test_strategies_that_move_parameters_are_refused(name, kind, make_trainer, m
 def test_the_table_has_every_feature_and_outcomes_that_are_explained():
     assert sorted(FEATURES) == sorted(PARTS)
     outcomes = {feature.outcome_in(context) for feature in FEATURES.values() for context in CONTEXTS}
-    explained = CONTEXTS_PAGE.read_text().partition("\n- **")[2]
     assert outcomes <= {"strategy", *MOST, "no", "untested"}
     assert [outcome for outcome in outcomes if f"*{outcome}*" not in CONTEXTS_PAGE.read_text()] == []
-    assert explained
 
 
 def test_the_page_has_the_table():

@@ -38,7 +38,7 @@ from lightning_vram.memory.estimate.known_devices import find_device
 from lightning_vram.memory.tracking.timeline import MemoryTimeline
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:ActivationOffload moves activations from the device to the host"),
+    pytest.mark.filterwarnings("ignore:ActivationOffload offloads to host memory"),
     pytest.mark.filterwarnings("ignore:AccumulationScheduler. batch norm normalizes each micro-batch"),
 ]
 

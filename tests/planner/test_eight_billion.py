@@ -60,9 +60,20 @@ def setup() -> Any:
     return make
 
 
-@pytest.mark.parametrize(("num_callbacks", "gib"), [(0, 28.20), (1, 17.64), (3, 7.12)])
-def test_an_estimate_takes_less_than_a_minute(num_callbacks, gib, setup):
+@pytest.mark.parametrize(
+    ("precision", "num_callbacks", "gib"),
+    [
+        ("bf16-true", 0, 28.20),
+        ("bf16-true", 1, 17.64),
+        ("bf16-true", 3, 7.12),
+        ("bf16-mixed", 0, 29.85),
+        ("bf16-mixed", 1, 19.31),
+        ("bf16-mixed", 3, 7.25),
+    ],
+)
+def test_an_estimate_takes_less_than_a_minute(precision, num_callbacks, gib, setup):
     module, trainer = setup(num_callbacks)
+    trainer["precision"] = precision
     start = time.process_time()
     estimate = estimate_memory(module, BATCH, device="rtx4090", trainer=trainer, find_limits=False)
     assert time.process_time() - start <= MOST_SECONDS_OF_ESTIMATE

@@ -49,4 +49,4 @@ def test_one_core_for_a_task_is_warned_of(cluster: Cluster, tmp_path: Path) -> N
     options = ("--cpus-per-task=1", "--export=ALL,SLURM_CPUS_PER_TASK=1")
     training = Training(cluster, tmp_path / "run", "--strategy", "sharded", "--max_steps", 2, sbatch_options=options)
     assert training.end() == "COMPLETED", training.output
-    assert "SLURM gave this task one core. Ask for more, '#SBATCH --cpus-per-task=8'" in training.output
+    assert "SLURM gave this task one core. Request more with '#SBATCH --cpus-per-task=8'" in training.output

@@ -23,7 +23,7 @@ NO_GPU = "FSDP1, DeepSpeed"  # Lightning has them on CUDA only: what we refuse i
 ACCUMULATION = "gradient accumulation"
 CONTEXTS = ["DDP", "FSDP2", NO_GPU, "torch.compile", "manual optimization", ACCUMULATION, "fp16", "CPU", "MPS"]
 TRAINED = [context for context in CONTEXTS if context not in (NO_GPU, "MPS")]
-MOVES = "both move parameters that the feature reads; use FSDP2"
+MOVES = "both free or move parameters that these features read; use FSDP2"
 
 
 def _scaler() -> torch.amp.GradScaler:
@@ -108,7 +108,7 @@ FEATURES = {
         vram.ChunkedLoss,
         chunk=16,
         outcome="lossless",
-        other=MOVED | {"torch.compile": ("no effect", "the compiler hides the head, so logits are computed in full")},
+        other=MOVED | {"torch.compile": ("no effect", "the logits are computed in full")},
     ),
     "TokenTiling": _callback(
         vram.TokenTiling,
@@ -145,7 +145,7 @@ FEATURES = {
             ),
             NO_GPU: (
                 "untested",
-                "DeepSpeed and `FSDPStrategy(cpu_offload=True)` are refused, because they accumulate differently",
+                "DeepSpeed and `FSDPStrategy(cpu_offload=True)` are refused",
             ),
         },
         lambda context: {"accumulate_grad_batches": 2},
@@ -154,7 +154,7 @@ FEATURES = {
         vram.EarlyRelease,
         other={
             "manual optimization": ("no effect", "call `zero_grad()` before the forward yourself"),
-            NO_GPU: ("untested", "DeepSpeed zeroes gradients itself, so it has no effect there"),
+            NO_GPU: ("untested", "no effect under DeepSpeed, which zeroes gradients itself"),
         },
     ),
     "OptimizerInBackward": _callback(
@@ -186,7 +186,7 @@ FEATURES = {
         vram.QuantizationAwareTraining,
         "int8",
         outcome="approximate",
-        other=MOVED | {"FSDP2": ("no", "a scale needs the whole weight", "a scale is that of")},
+        other=MOVED | {"FSDP2": ("no", "the quantization scale needs the whole weight", "a scale is that of")},
     ),
     "FSDPOffloadStrategy": Feature(
         lambda context: {"strategy": vram.FSDPOffloadStrategy(min_params=100), "devices": 1},
@@ -218,7 +218,8 @@ def as_markdown() -> str:
     rows = [["Feature", *CONTEXTS], ["---"] * (len(CONTEXTS) + 1)]
     for name, feature in FEATURES.items():
         page = title(page_of(name)).removeprefix(HERE).replace("lightning_vram/", "../")
-        rows.append([f"[{name}]({page})", *map(feature.outcome_in, CONTEXTS)])
+        cells = [feature.outcome_in(context).replace("approximate", "approx.") for context in CONTEXTS]
+        rows.append([f"[{name}]({page})", *cells])
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     reasons = {}  # contexts and features with the same reason share a line
     for name, feature in FEATURES.items():

@@ -324,7 +324,7 @@ class Row:
 
 
 WRITTEN = "modified by an inplace operation"
-DIFFERS = "did not do the same when it was recomputed: .* Gradients would be wrong"
+DIFFERS = "diverged from the forward: .* Gradients would be wrong"
 ROWS = {
     "nothing": Row(Block),
     "training mode": Row(Modes, nn.Module.train, nn.Module.eval),

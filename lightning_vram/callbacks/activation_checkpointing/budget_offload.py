@@ -41,12 +41,12 @@ def check_remedies(remedies: object, offload_bytes: object, budget: object) -> i
         num_bytes = parse_bytes(offload_bytes, "ActivationCheckpointing(offload_bytes)")  # type: ignore[arg-type]
     if "offload" in remedies:
         if budget is None:
-            raise ValueError(f"{name} says how a budget is kept, got {remedies!r} without budget. Give budget=.")
+            raise ValueError(f"{name} needs a budget to meet, got {remedies!r} without one. Set budget='6GiB'.")
         return num_bytes
     if num_bytes != "auto":
         raise ValueError(
-            f"ActivationCheckpointing(offload_bytes={offload_bytes!r}) limits what is offloaded, and nothing is. "
-            "Give remedies=('recompute', 'offload')."
+            f"ActivationCheckpointing(offload_bytes={offload_bytes!r}) limits offload, which is off. "
+            "Set remedies=('recompute', 'offload')."
         )
     return None
 
@@ -82,13 +82,13 @@ class BudgetOffload:
         others = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
         if "ActivationOffload" in others:
             raise MisconfigurationException(
-                "ActivationCheckpointing(remedies=('recompute', 'offload')) offloads by itself and does not work with "
-                "ActivationOffload. Leave out one or the other."
+                "ActivationCheckpointing(remedies=('recompute', 'offload')) does not work with ActivationOffload. "
+                "Remove one of them."
             )
         if offload_bytes == "auto" and trainer.strategy.root_device.type == "cpu":
             raise MisconfigurationException(
-                "ActivationCheckpointing(remedies=('recompute', 'offload')) moves activations from the device to the "
-                "host, but the model is on the host: nothing is gained. Leave 'offload' out, or give offload_bytes."
+                "ActivationCheckpointing(remedies=('recompute', 'offload')) offloads to host memory, but the model "
+                "is on the CPU: nothing is saved. Leave out 'offload', or set offload_bytes."
             )
 
     @contextmanager

@@ -62,7 +62,7 @@ class ActivationCheckpointing(FitTechnique):
         every_n_layers: Checkpoint the first chosen layer and every n-th after it: less recomputation, more memory.
         save: Results that a layer saves in addition to its inputs. ``"inputs"``: none. ``"matmuls"``: results of
             matrix products, convolutions and attention, so that only cheap operators are recomputed; ``"attention"``:
-            results of attention; a list of operator names as in ``torch.ops`` (``["aten.mm", "aten.addmm.default"]``); or a
+            results of attention; operator names in ``torch.ops`` (``["aten.mm", "aten.addmm.default"]``); or a
             :class:`~lightning_vram.techniques.activation_checkpointing.save_policy.SavePolicy`.
         segments: Split each ``nn.Sequential`` among ``layers`` into this many segments and checkpoint each;
             ``"sqrt"``: the square root of its length. With ``layers="auto"`` the outermost are split.
@@ -171,8 +171,8 @@ class ActivationCheckpointing(FitTechnique):
             if self._handle.num_kept_results():
                 return
             rank_zero_warn(
-                f"ActivationCheckpointing(save={self.save!r}) kept nothing: no layer ran one of these operators. "
-                "Attention with dropout runs as matrix products on the host; compiled layers show no operators."
+                f"ActivationCheckpointing(save={self.save!r}) saved nothing: no layer ran one of these operators. "
+                "On a CPU, attention with dropout runs as matrix products; compiled layers hide their operators."
             )
 
     def __getstate__(self) -> dict[str, object]:
@@ -240,7 +240,7 @@ class ActivationCheckpointing(FitTechnique):
         except ValueError as error:
             if is_first:
                 raise MisconfigurationException(f"ActivationCheckpointing: {error}") from None
-            rank_zero_warn(f"ActivationCheckpointing recomputes all layers from now on. A larger batch came: {error}")
+            rank_zero_warn(f"ActivationCheckpointing recomputes all layers from now on, for a larger batch: {error}")
             plan = SharedPlan({}, 0, "", "", offload_bytes)
         if plan is None:
             return  # no layer ran: the next step may show more
@@ -250,7 +250,7 @@ class ActivationCheckpointing(FitTechnique):
         if is_first:
             rank_zero_info(f"{title}:\n{plan.table}")
         elif plan.decisions:
-            rank_zero_info(f"{title} anew, for a batch of {format_bytes(_count_bytes(batch))}: {plan.summary}")
+            rank_zero_info(f"{title} again, for a batch of {format_bytes(_count_bytes(batch))}: {plan.summary}")
 
     @override
     def _undo(self) -> None:
@@ -277,8 +277,8 @@ class ActivationCheckpointing(FitTechnique):
         given = [f"{name}={value!r}" for name, (value, default) in others.items() if value != default]
         if given:
             raise ValueError(
-                f"ActivationCheckpointing(budget={self.budget!r}) chooses what is recomputed by itself and excludes "
-                f"{' and '.join(given)}. Leave out one or the other."
+                f"ActivationCheckpointing(budget={self.budget!r}) chooses what to recompute and excludes "
+                f"{' and '.join(given)}. Remove one of them."
             )
         if budget_bytes == 0:
             raise ValueError(f"ActivationCheckpointing(budget) must be at least 1 byte, got {self.budget!r}.")
@@ -294,5 +294,5 @@ def _describe(selection: LayerSelection) -> str:
     shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
     text = f"recomputes {len(names)} layer{'s' if len(names) > 1 else ''} in backward: {shown}."
     if selection.nested:
-        text += f" {len(selection.nested)} more matches lie inside them and are left out, {selection.nested[0]} first."
+        text += f" {len(selection.nested)} nested matches are skipped, such as {selection.nested[0]}."
     return text

@@ -24,9 +24,9 @@ def are_compiled(model: pl.LightningModule, layers: Sequence[Layer]) -> bool:
     eager = [layer.name for layer in layers if layer.module not in compiled]
     if eager and len(eager) < len(layers):
         raise MisconfigurationException(
-            "ActivationCheckpointing(budget) chooses among compiled layers or among layers that are not compiled, not "
-            f"among both: {', '.join(eager)} {'is' if len(eager) == 1 else 'are'} not compiled. Compile all, or name "
-            "only one kind in layers."
+            "ActivationCheckpointing(budget) cannot mix compiled and uncompiled layers: "
+            f"{', '.join(eager)} {'is' if len(eager) == 1 else 'are'} not compiled. Compile all, or name only one kind "
+            "in layers."
         )
     return not eager
 
@@ -47,8 +47,8 @@ class CompiledLayersBudget:
     def __init__(self, trainer: pl.Trainer, budget: str, budget_bytes: int, *, offloads: bool) -> None:
         if offloads:
             raise MisconfigurationException(
-                "ActivationCheckpointing(remedies=('recompute', 'offload')) does not see inside of compiled layers, "
-                "where the compiler chooses what to keep. Leave out 'offload', or the compilation."
+                "ActivationCheckpointing(remedies=('recompute', 'offload')) does not work with compiled layers, where "
+                "the compiler chooses what to save. Leave out 'offload' or torch.compile."
             )
         self._title = f"ActivationCheckpointing(budget={budget})"
         self._budget_bytes = budget_bytes
@@ -73,21 +73,21 @@ class CompiledLayersBudget:
         best = self._technique.best
         points = ", ".join(f"{share:.3f}: {format_bytes(kept[share])}" for share in sorted(kept))
         rank_zero_info(
-            f"{self._title} lets compiled code keep {best:.3f} of what the compiler would keep: "
-            f"{format_bytes(kept[best])} for the backward, {kept[best] / self._budget_bytes:.0%} of the budget. "
+            f"{self._title} sets the compiler's activation memory budget to {best:.3f}: "
+            f"{format_bytes(kept[best])} saved for backward, {kept[best] / self._budget_bytes:.0%} of the budget. "
             f"Tried: {points}."
         )
         if not self._technique.is_close:
-            rank_zero_warn(f"{self._title} is not met within 3 %: {self._gap()}")
+            rank_zero_warn(f"{self._title} is missed by more than 3 %: {self._gap()}")
 
     def _gap(self) -> str:
         kept, best, above = self._technique.kept_bytes, self._technique.best, self._technique.next_above
-        below = f"a share of {best:.3f} keeps {format_bytes(kept[best])}, and is taken"
+        below = f"a share of {best:.3f} saves {format_bytes(kept[best])} and is used"
         if above is None:
-            return f"{below}; no larger one was tried."
+            return f"{below}; no larger share was tried."
         return (
-            f"{below}; one of {above:.3f} keeps {format_bytes(kept[above])}. The compiler keeps whole tensors, and "
-            "groups of them: those budgets can be met, and those of a model with more layers."
+            f"{below}; a share of {above:.3f} saves {format_bytes(kept[above])}. The compiler saves whole tensors or "
+            "groups of them: models with more layers come closer to a budget."
         )
 
     def remove(self) -> None:

@@ -18,5 +18,5 @@ def check_segments(segments: object) -> None:
     if segments < 2:
         raise ValueError(
             f"ActivationCheckpointing(segments) must be at least 2, got {segments}: one segment recomputes the whole "
-            "body at once and saves nothing. 'sqrt' needs least memory."
+            "body at once and saves nothing. 'sqrt' needs the least memory."
         )

@@ -180,7 +180,7 @@ def _refuse_counted_backwards(trainer: pl.Trainer) -> None:
     if isinstance(strategy, DDPStrategy) and ddp_arguments(strategy).get("static_graph"):
         raise MisconfigurationException(
             f"{name} does not work with DDPStrategy(static_graph=True): DDP learns the graph from the first backward "
-            "and would no longer average gradients. Leave static_graph out, or measure in a run of its own."
+            "and would no longer average gradients. Leave static_graph out, or measure in a separate run."
         )
 
 
@@ -192,6 +192,4 @@ def _refuse_without_loss(lossless: bool, layers: Any, every_n_batches: int | Non
         )
     if every_n_batches is not None or layers != "auto":
         name = "layers" if layers != "auto" else "gradient_cosine_every_n_batches"
-        raise ValueError(
-            f"ActivationCompression({name}) is for lossy='bf16', 'fp8' or 'int8', got lossy=None: nothing is lost."
-        )
+        raise ValueError(f"ActivationCompression({name}) needs lossy='bf16', 'fp8' or 'int8', got lossy=None.")

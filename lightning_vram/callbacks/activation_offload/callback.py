@@ -126,8 +126,8 @@ class ActivationOffload(FitTechnique):
             raise MisconfigurationException(f"ActivationOffload: {error}") from None
         if trainer.strategy.root_device.type == "cpu" and self.disk_path is None:
             rank_zero_warn(
-                "ActivationOffload moves activations from the device to the host, but the model is on the host: "
-                "nothing is gained. disk_path= moves them to disk."
+                "ActivationOffload offloads to host memory, but the model is on the CPU: nothing is saved. Set "
+                "disk_path to offload to disk."
             )
         self._context = AroundStep(trainer.strategy, "training_step", Depth.OFFLOAD, lambda *_, **__: self._step())
 
@@ -165,8 +165,8 @@ def _describe(report: OffloadReport) -> str:
         else f"{format_bytes(report.host_bytes)} of host memory"
     )
     return (
-        f"moves {format_bytes(report.offloaded_bytes)} per step off the device in {report.num_offloaded} tensors, "
-        f"keeps {format_bytes(report.kept_bytes)} there, and uses {place}."
+        f"offloads {format_bytes(report.offloaded_bytes)} per step in {report.num_offloaded} tensors, "
+        f"leaves {format_bytes(report.kept_bytes)} on the device, and uses {place}."
     )
 
 
@@ -174,6 +174,6 @@ def _describe_measures(measures: OffloadMeasures, limit: int | None) -> str:
     carried = round(measures.to_host_bytes_per_second * measures.forward_seconds / measures.travelling_share)
     travelling = measures.saved_bytes if limit is None else min(limit, measures.saved_bytes)
     return (
-        f"the bus carries {format_bytes(carried)} in the forward's {1e3 * measures.forward_seconds:.3g} ms: "
-        f"of {format_bytes(measures.saved_bytes)} saved, {format_bytes(travelling)} travel."
+        f"PCIe transfers {format_bytes(carried)} in the forward's {1e3 * measures.forward_seconds:.3g} ms: "
+        f"{format_bytes(travelling)} of {format_bytes(measures.saved_bytes)} are offloaded."
     )

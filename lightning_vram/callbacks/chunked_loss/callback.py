@@ -68,7 +68,7 @@ class ChunkedLoss(FitTechnique):
         refuse_moved_parameters("ChunkedLoss", trainer, "logits are computed with")
         others = [one for one in trainer.callbacks if isinstance(one, ChunkedLoss)]  # type: ignore[attr-defined]
         if len(others) > 1:
-            raise MisconfigurationException("Two ChunkedLoss in one Trainer: give one several heads=.")
+            raise MisconfigurationException("Two ChunkedLoss in one Trainer: pass all heads to one.")
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
@@ -77,7 +77,7 @@ class ChunkedLoss(FitTechnique):
         except ValueError as error:
             raise MisconfigurationException(f"ChunkedLoss: {error}") from None
         for step in _STEPS:
-            look = partial(settle, why=f"what {step} returns")
+            look = partial(settle, why=f"the result of {step}")
             around = AroundStep(trainer.strategy, step, Depth.OBSERVATION, lambda *_, **__: self._step(), look)
             self._contexts.append(around)
 
@@ -91,8 +91,8 @@ class ChunkedLoss(FitTechnique):
         if not self._has_told:
             self._has_told = True
             rank_zero_info(
-                f"ChunkedLoss: {function} needs all logits of {head} at once, which are made for it. They stay in "
-                "chunks for cross_entropy, nll_loss, kl_div, log_softmax with gather, logsumexp and sums along the "
+                f"ChunkedLoss: {function} needs the whole logits of {head}, which are computed for it. These "
+                "run in chunks: cross_entropy, nll_loss, kl_div, log_softmax with gather, logsumexp and sums over "
                 "classes."
             )
 

@@ -48,7 +48,7 @@ def why_not_early(trainer: pl.Trainer, closure: Callable[[], Any] | None) -> str
     user = next(gradient_users(trainer), None)
     if user is None and not is_loops_closure(closure, is_bare=is_scaled(trainer)):
         is_modules = is_overridden("optimizer_step", trainer.lightning_module)
-        return "the module's optimizer_step" if is_modules else "what wraps the closure of the step"
+        return "the module's optimizer_step" if is_modules else "a wrapper of the optimizer's closure"
     return user
 
 

@@ -85,7 +85,7 @@ class InPlaceFusion(FitTechnique):
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
-        refuse_moved_parameters("InPlaceFusion", trainer, "activations are made again from")
+        refuse_moved_parameters("InPlaceFusion", trainer, "activations are recomputed from")
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -135,7 +135,7 @@ class InPlaceFusion(FitTechnique):
             self._signature_without_use = _signature(trainer.lightning_module)
             rank_zero_warn(
                 "InPlaceFusion found nothing to save in a training step and is off as long as the same parameters are "
-                "trained. What layers that are checkpointed or compiled keep is left to those."
+                "trained. It leaves checkpointed and compiled layers alone."
             )
 
     @override

@@ -64,7 +64,7 @@ class TokenTiling(FitTechnique):
         refuse_moved_parameters("TokenTiling", trainer, "tiles are computed with")
         others = [one for one in trainer.callbacks if isinstance(one, TokenTiling)]  # type: ignore[attr-defined]
         if len(others) > 1:
-            raise MisconfigurationException("Two TokenTiling in one Trainer: give one several layers=.")
+            raise MisconfigurationException("Two TokenTiling in one Trainer: pass all layers to one.")
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
@@ -84,14 +84,14 @@ class TokenTiling(FitTechnique):
         tiled = {name: how for name, (is_alone, how) in verdicts.items() if is_alone}
         if not tiled:
             rank_zero_info(
-                "TokenTiling: nothing runs in tiles: no module that treats tokens alone got more tokens than a tile "
-                "has. Name layers, or a smaller tile."
+                "TokenTiling has no effect: no module that treats each token independently got more tokens than one "
+                "tile. Name layers, or use a smaller tile."
             )
             return
-        how = "to the bit" if set(tiled.values()) == {"to the bit"} else "to rounding"
+        how = "exact" if set(tiled.values()) == {"exact"} else "lossless"
         rank_zero_info(
-            f"TokenTiling: in tiles run {show_names(list(tiled))}; on some tokens alone they agree {how}. "
-            f"{len(verdicts) - len(tiled)} modules that were asked are left alone."
+            f"TokenTiling runs {show_names(list(tiled))} in tiles; on a sample of tokens the results are {how}. "
+            f"{len(verdicts) - len(tiled)} other modules that were checked are not tiled."
         )
 
     @override
@@ -107,5 +107,5 @@ class TokenTiling(FitTechnique):
 
 def _refuse(layer: str, reason: str) -> None:
     raise MisconfigurationException(
-        f"TokenTiling(layers): {layer} cannot run in tiles: it {reason}. Leave it out, or use layers='auto'."
+        f"TokenTiling(layers): {layer} cannot be tiled: it {reason}. Leave it out, or use layers='auto'."
     )

@@ -105,9 +105,7 @@ class RecomputedSaves(OwnHooks):
         if backward not in self._filled:
             self._fill(backward)
         if backward not in packed:
-            raise CheckpointError(
-                "a tensor that is made again for the backward was asked for twice in it. Read ctx.saved_tensors once."
-            )
+            raise CheckpointError("a recomputed tensor was read twice in the backward. Read ctx.saved_tensors once.")
         return packed.pop(backward)
 
     def _fill(self, backward: Any) -> None:
@@ -185,8 +183,8 @@ class SecondRun(OwnHooks):
             is_sampled = self._difference is None and self._samples is not None
             return self._samples.difference() if is_sampled else self._difference  # type: ignore[union-attr]
         return (
-            f"A different number of tensors was saved: {expected} in the first run, "
-            f"{'more' if self._number > expected else self._number} in the second."
+            f"A different number of tensors was saved: {expected} in the forward, "
+            f"{'more' if self._number > expected else self._number} in the recomputation."
         )
 
     def _pack_more(self, tensor: Tensor) -> Tensor:
@@ -202,7 +200,7 @@ class SecondRun(OwnHooks):
         text = f"was {_describe(*was)} and is {_describe(*now)}"
         if was[:-1] == now[:-1]:
             text = "is a parameter that was modified by an inplace operation: write it after the backward"
-        self._difference = self._difference or f"Tensor {number + 1} of those that autograd saves {text}."
+        self._difference = self._difference or f"Saved tensor {number + 1} {text}."
 
 
 def _describe(shape: torch.Size, dtype: torch.dtype, device: torch.device, num_written: int) -> str:

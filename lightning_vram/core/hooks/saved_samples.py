@@ -41,9 +41,9 @@ def differed(name: str, reason: str, way_out: str) -> RecomputationError:
         way_out: What else the user can do, as sentences.
     """
     return RecomputationError(
-        f"layer {name} did not do the same when it was recomputed: {reason} Gradients would be wrong. Does it draw "
-        "random numbers from elsewhere than torch, Python or NumPy's global generator, or depend on something that "
-        f"changes between forward and backward? {way_out}"
+        f"recomputation of layer {name} diverged from the forward: {reason} Gradients would be wrong. Does the layer "
+        "use a random number generator other than the global ones of torch, Python and NumPy, or a value that changes "
+        f"between forward and backward? {way_out}"
     )
 
 
@@ -96,7 +96,7 @@ class SavedSamples:
             if _are_equal([(one, other) for _, one, other in pairs]):
                 return None
             number = next((number for number, one, other in pairs if not is_close(one, other)), None)
-        return None if number is None else f"Tensor {number} of those that autograd saves has other values."
+        return None if number is None else f"Saved tensor {number} has other values."
 
     def _sample(self, tensor: Tensor) -> Tensor | None:
         base = base_of(tensor) if is_view(tensor) else tensor

@@ -122,7 +122,7 @@ class SavedTensorStage(ABC):
 
     def __enter__(self) -> Self:
         if self._exit is not None:
-            raise RuntimeError(f"this {type(self).__name__} is entered already: it does not nest.")
+            raise RuntimeError(f"this {type(self).__name__} is already active and cannot be nested.")
         module = self._module
         self._buffers = {storage_address(buffer) for buffer in module.buffers()} - {0} if module is not None else set()
         self._next = innermost_stage()

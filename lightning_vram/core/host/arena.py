@@ -108,11 +108,11 @@ def check_host_bytes(needed_bytes: int, taken_bytes: int = 0) -> None:
     available = available_host_bytes()
     if available is None or needed_bytes <= available - MARGIN_BYTES:
         return
-    taken = f" beside the {format_bytes(taken_bytes)} it has" if taken_bytes else ""
+    taken = f" in addition to {format_bytes(taken_bytes)}" if taken_bytes else ""
     raise OffloadError(
         f"activation offload needs {format_bytes(needed_bytes)} of host memory{taken}, but "
         f"{format_bytes(available)} are available, of which {format_bytes(MARGIN_BYTES)} must stay free. Set disk_path "
-        'to a folder on a fast disk, set compress="bf16", use a smaller batch, or checkpoint layers as well.'
+        'to a folder on a fast disk, set compress="bf16", use a smaller batch, or add ActivationCheckpointing.'
     )
 
 
@@ -171,8 +171,8 @@ def _warn_unpinned(num_bytes: int) -> None:
         return
     _warned.append(num_bytes)
     warnings.warn(
-        f"CUDA could not pin {format_bytes(num_bytes)} of host memory (cudaHostRegister): it stays unpinned, and so "
-        "may what is taken after it. Copies from and to it do not go on beside the computation.",
+        f"CUDA could not pin {format_bytes(num_bytes)} of host memory (cudaHostRegister): it stays unpinned, so "
+        "its copies do not overlap with computation. Later allocations may stay unpinned, too.",
         stacklevel=2,
     )
 

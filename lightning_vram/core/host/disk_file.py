@@ -46,15 +46,13 @@ class DiskFile:
         self.num_bytes = 0
         self._folder = folder
         if not Path(folder).is_dir():
-            raise ValueError(f"{argument} must be a folder that exists, got {str(folder)!r}.")
+            raise ValueError(f"{argument} must be an existing folder, got {str(folder)!r}.")
         if not hasattr(os, "preadv"):
             raise OffloadError(f"{argument} needs a system with preadv and pwritev: Linux or macOS. Leave it out.")
         try:
             self._file = cast(BinaryIO, tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115 - close()
         except OSError as error:
-            raise OffloadError(
-                f"{self.name}: no file can be made there ({error}). Name a folder that can be written to."
-            ) from error
+            raise OffloadError(f"{self.name}: cannot create a file there ({error}). Name a writable folder.") from error
         self._mappings: list[mmap.mmap] = []  # one for each size that was mapped: tensors are over all of them
         self._direct = _open_direct(self._file.fileno()) if is_direct else None
         self._is_direct = self._direct is not None
@@ -74,8 +72,8 @@ class DiskFile:
         error = _reserve(self._file.fileno(), self.num_bytes, num_bytes) if num_bytes <= free else None
         if num_bytes > free or error is not None:
             raise OffloadError(
-                f"{self.name} needs {format_bytes(num_bytes)} {purpose}, but {format_bytes(free)} are free there. Free "
-                f"some, name a folder on another disk, {way_out}."
+                f"{self.name} needs {format_bytes(num_bytes)} {purpose}, but {format_bytes(free)} are free. Free some "
+                f"space, name a folder on another disk, {way_out}."
             ) from error
         self.num_bytes += num_bytes
 
@@ -120,7 +118,7 @@ class DiskFile:
                 self._is_direct = False  # the file system says so only now
                 continue
             if moved == 0:
-                raise OSError(f"nothing can be read or written at byte {position}")
+                raise OSError(f"cannot read or write at byte {position}")
             buffer, position = buffer[moved:], position + moved
 
     def _choose(self, position: int, length: int) -> tuple[int, int]:

@@ -123,7 +123,7 @@ class DiskRing:
     def _make_chunks(self, sizes: list[int]) -> list[int]:
         end = self._file.num_bytes
         way_out = 'set compress="bf16", or use a smaller batch'
-        self._file.grow(sum(sizes), f"beside the {format_bytes(end)} it has", way_out)
+        self._file.grow(sum(sizes), f"in addition to {format_bytes(end)}", way_out)
         return [end + sum(sizes[:index]) for index in range(len(sizes))]
 
 

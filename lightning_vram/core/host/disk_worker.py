@@ -49,14 +49,14 @@ class DiskWorker(HostWorker):
         if self._errors:
             raise OffloadError(
                 f"{self._file.name}: offloaded activations could not be written or read ({self._errors[0]}). "
-                "This step is lost, and so is each further one until it is closed; name a folder on another disk."
+                "This step and all further steps of the run fail; name a folder on another disk."
             ) from self._errors[0]
 
     def check_alive(self) -> None:
         """Raise what went wrong in the thread, or that it is gone."""
         self.check()
         if self._is_stopped or (self._thread.ident is not None and not self._thread.is_alive()):
-            raise OffloadError(f"{self._file.name}: closed already, what was offloaded there is gone.")
+            raise OffloadError(f"{self._file.name}: already closed; the offloaded activations are gone.")
 
     def stop(self, *, wait: bool = True) -> None:
         """As any, but what is not written yet will not be."""

@@ -101,7 +101,7 @@ class HostWorker:
     def check_alive(self) -> None:
         """Raise if nobody does the jobs, as in a forked process."""
         if not self._thread.is_alive():
-            raise RuntimeError(f"The thread {self._thread.name!r} has ended with jobs to do: was the process forked?")
+            raise RuntimeError(f"The thread {self._thread.name!r} ended with unfinished jobs: was the process forked?")
 
     def drain(self) -> None:
         """Return when all jobs have ended, or were dropped. Raises nothing."""

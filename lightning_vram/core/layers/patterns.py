@@ -45,7 +45,9 @@ def match_layers(pattern: LayerPattern, names: dict[str, nn.Module], model: str)
     try:
         glob = re.compile(_translate(pattern))
     except re.error as error:
-        raise ValueError(f"layers={pattern!r} is no pattern: {error}. Globs know *, **, ? and [abc].") from None
+        raise ValueError(
+            f"layers={pattern!r} is not a valid pattern: {error}. Globs support *, **, ? and [abc]."
+        ) from None
     found = [n for n, module in names.items() if glob.fullmatch(n) or pattern in _class_names(type(module))]
     if not found:
         raise ValueError(f"layers={pattern!r} matches no module or class of {model}. {_suggest(pattern, names)}")

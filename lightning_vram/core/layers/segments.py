@@ -68,7 +68,7 @@ def _find_bodies(model: nn.Module, layers: LayerPattern | Sequence[LayerPattern]
         if not found:
             raise ValueError(
                 f"segments finds no nn.Sequential with {_MIN_BODY} or more layers in {type(model).__name__}: the "
-                "layers of a ModuleList are called by the model's own code. Use every_n_layers, or name a shorter body."
+                "model's own code calls the layers of a ModuleList. Use every_n_layers, or name a shorter body."
             )
         return found
     selection = select_layers(model, layers)

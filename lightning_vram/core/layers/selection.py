@@ -93,7 +93,7 @@ def thin_out(selection: LayerSelection, every_n_layers: int = 1, *, skip_last: b
     last_of = {_body_of(layer): layer for layer in selection.layers} if skip_last else {}
     kept = [layer for layer in selection.layers[::every_n_layers] if layer is not last_of.get(_body_of(layer))]
     if not kept:
-        raise ValueError(f"skip_last=True leaves no layer: there is only {selection.layers[0].name!r}.")
+        raise ValueError(f"skip_last=True leaves no layer: the only one is {selection.layers[0].name!r}.")
     return LayerSelection(tuple(kept), selection.nested)
 
 

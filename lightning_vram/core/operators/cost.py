@@ -180,7 +180,7 @@ def _resolve(name: object) -> list[Any]:
         return [getattr(found, overload) for overload in _overloads(found)]
     if isinstance(found, OpOverload | HigherOrderOperator):
         return [found]
-    raise ValueError(f"operators={name!r} is no operator of torch.ops. {_suggest(name)}")
+    raise ValueError(f"operators={name!r} is not an operator of torch.ops. {_suggest(name)}")
 
 
 def _suggest(name: str) -> str:

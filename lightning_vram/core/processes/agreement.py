@@ -146,7 +146,7 @@ class RankAgreement:
 
     def _failed(self, timeout: timedelta) -> RankAgreementError:
         self._failure = (
-            f"Rank {dist.get_rank()} waited for a decision of all ranks, and one did not come within "
-            f"{timeout.total_seconds():g} s or is gone: its own output says why."
+            f"Rank {dist.get_rank()} waited for a decision of all ranks, but another rank did not answer within "
+            f"{timeout.total_seconds():g} s or has died. See the log of that rank."
         )
         return RankAgreementError(self._failure)

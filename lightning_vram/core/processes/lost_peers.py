@@ -43,7 +43,7 @@ _BROKEN = re.compile(
 )
 _ADDRESS = re.compile(r"\[([0-9a-f.:]+)\]:\d+|\b(\d+\.\d+\.\d+\.\d+)<\d+>", re.IGNORECASE)  # gloo; NCCL
 _log = logging.getLogger(__name__)
-_LOOK = "The log of the rank that failed first says why"
+_LOOK = "See the log of the rank that failed first"
 
 
 class LostPeerError(RuntimeError):
@@ -82,15 +82,15 @@ class LostPeerNaming:
     def _silent(self) -> str:
         return (
             f"{self._here()} waited {self._timeout.total_seconds():g} s for another rank, which did not answer: "
-            f"it hangs, has died, or runs other collectives. {_LOOK}; if it is only slow, set a longer `timeout=`."
+            f"it hangs, has died, or runs other collectives. {_LOOK}; if it is only slow, increase `timeout=`."
         )
 
     def _broken(self, text: str) -> str:
         found = _ADDRESS.search(text)
         peer = f"a process on {found[1] or found[2]}" if found else "another rank"
         return (
-            f"{self._here()} lost {peer}: the connection broke, so it has died, of an error of its own or killed, "
-            f"as when its host runs out of memory. {_LOOK}."
+            f"{self._here()} lost {peer}: the connection broke. It failed with an error, or was killed, for example "
+            f"for lack of host memory. {_LOOK}."
         )
 
     def _here(self) -> str:

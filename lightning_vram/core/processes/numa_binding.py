@@ -92,4 +92,4 @@ def _describe(on_machine: list[tuple[int, _Claim]]) -> str:
         if claim.node is not None:
             ranks.setdefault(claim.node, []).append(rank)
     nodes = "; ".join(f"{', '.join(map(str, ranks[node]))} on node {node}" for node in sorted(ranks))
-    return f"Threads and host memory of each rank are on the NUMA node of its device: rank {nodes}."
+    return f"Threads and host memory of each rank are bound to the NUMA node of its device: rank {nodes}."

@@ -79,6 +79,6 @@ def _ask(store: Store, rank: int, timeout: timedelta) -> str:
 
 def _too_late(rank: int, timeout: timedelta, who: str) -> str:
     return (
-        f"Rank {rank} waited {timeout.total_seconds():g} s to make the process group, and {who} did not come: "
-        f"the log of that rank says why; if it only starts slowly, set a longer `timeout=`."
+        f"Rank {rank} waited {timeout.total_seconds():g} s to create the process group, but {who} did not connect. See "
+        "the log of that rank; if it only starts slowly, increase `timeout=`."
     )

@@ -69,7 +69,7 @@ def spread_values(module: nn.Module, group: "dist.ProcessGroup | None" = None) -
     if any(lacking):
         name = next(name for (name, _), is_lacking in zip(named, lacking, strict=True) if is_lacking)
         raise ValueError(
-            f"{name!r} is a plain tensor on the host on some ranks only: build the model alike on all ranks."
+            f"{name!r} is an ordinary tensor on the host on some ranks only: build the same model on all ranks."
         )
     for (_, tensor), differs in zip(named, differing, strict=True):
         if differs:

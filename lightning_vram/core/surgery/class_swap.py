@@ -92,7 +92,7 @@ def swap_class(
     if isinstance(module, torch.jit.ScriptModule):  # traced ones too
         raise ValueError(f"module {name} cannot be changed: it is scripted or traced.")
     if key in vars(module):
-        raise ValueError(f"module {name} cannot be changed: it has been already.")
+        raise ValueError(f"module {name} cannot be changed: it already was.")
     if all(_key_of(kind) != key for kind in type(module).__mro__):  # else it is idle below another class, and wakes
         technique = _Technique(key, run, in_copies)
         try:

@@ -212,14 +212,17 @@ def native_codecs(numbers: Tensor, *others: Tensor) -> NativeCodecs | None:
 def compile_codecs() -> NativeCodecs | None:
     """Compile the codecs. Without a compiler that can, say so in the log, and return ``None``."""
     compiler = os.environ.get("CC", "cc")
-    reason = "there is no such compiler; the environment variable CC names another one"
+    reason = "no such compiler; set the environment variable CC to another one"
     with tempfile.TemporaryDirectory(prefix="lightning_vram_") as folder:
         for options in _OPTIONS if shutil.which(compiler) else ():
             try:
                 return NativeCodecs(_compile(compiler, options, Path(folder, f"codecs{len(options)}")))
             except (OSError, subprocess.SubprocessError) as error:
                 reason = str(getattr(error, "stderr", None) or error).strip().splitlines()[-1]
-    _log.warning(f"Steps with narrow moments on the host are slow: {compiler} compiles no codecs for them ({reason}).")
+    _log.warning(
+        f"Optimizer steps with low-precision moments on the host are slow: {compiler} cannot compile their codecs "
+        f"({reason})."
+    )
     return None
 
 

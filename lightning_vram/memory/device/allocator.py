@@ -125,6 +125,6 @@ def empty_cache(device: torch.device) -> int:
 
 def _module(device: torch.device) -> ModuleType:
     if not has_cache(device):
-        raise ValueError(f"device '{device}' has no caching allocator that tells what it holds.")
+        raise ValueError(f"device '{device}' has no caching allocator with statistics.")
     module: ModuleType = torch.get_device_module(device)
     return module

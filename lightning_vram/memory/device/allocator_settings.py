@@ -22,21 +22,22 @@ _WORTH_SAYING = 1.1, 256 * MIB  # reserved of allocated, and beyond it
 
 
 def configure_allocator(environment: MutableMapping[str, str] = os.environ) -> bool:
-    """Ask for expandable segments, in the environment of this process and of those that it starts.
+    """Enable expandable segments of CUDA's caching allocator, to avoid fragmentation.
 
-    Call it before anything is on the GPU. ``lightning-vram fit`` does. A setting of the user's own wins, whatever is in
-    it: export ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False`` for programs that share CUDA tensors between
-    processes, or whose CUDA graphs do not work with them. Where
-    PyTorch has no such segments (without CUDA, on Windows, on ROCm) it does nothing.
+    Use it if reserved memory is much larger than allocated memory. It sets the environment of this process and of those
+    that it starts. Call it before the first tensor is on the GPU; ``lightning-vram fit`` does. A setting of your own
+    wins: export ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False`` for programs that share CUDA tensors between
+    processes, or whose CUDA graphs do not work with expandable segments. Without CUDA, on ROCm and under ``win32`` it
+    does nothing.
 
     Args:
-        environment: Where the setting goes.
+        environment: Mapping that receives the setting.
 
     Returns:
-        Whether segments expand: ``False`` if the user has set something else, or there are none.
+        Whether expandable segments are enabled: ``False`` if you have set something else, or they are not available.
 
     Raises:
-        RuntimeError: If CUDA's allocator is in use already, which has read its settings.
+        RuntimeError: If CUDA's allocator is already in use and has read its settings.
 
     Example:
         >>> configure_allocator({"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"})
@@ -49,8 +50,8 @@ def configure_allocator(environment: MutableMapping[str, str] = os.environ) -> b
         return False
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RuntimeError(
-            "configure_allocator() came too late: CUDA is in use and has read its settings. Call it before the first "
-            f"tensor is on the GPU, or start the program with {VARIABLES[1]}={SETTING}."
+            "configure_allocator() came too late: CUDA has already read its settings. Call it before the first tensor "
+            f"is on the GPU, or start the program with {VARIABLES[1]}={SETTING}."
         )
     environment.update(dict.fromkeys(VARIABLES, SETTING))
     return True
@@ -73,7 +74,7 @@ def advise(allocated_bytes: int, reserved_bytes: int) -> str | None:
     if is_little or torch.version.cuda is None or expands():
         return None
     return (
-        f"{format_bytes(reserved_bytes)} were reserved, and at most {format_bytes(allocated_bytes)} in use at once. "
-        f"Call lightning_vram.configure_allocator() first in the program, or start it with {VARIABLES[1]}={SETTING}: "
-        "memory that was freed in one size serves another then."
+        f"{format_bytes(reserved_bytes)} were reserved, but at most {format_bytes(allocated_bytes)} allocated: "
+        "fragmentation. Call lightning_vram.configure_allocator() first in the program, or start it with "
+        f"{VARIABLES[1]}={SETTING}."
     )

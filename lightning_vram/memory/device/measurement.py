@@ -108,7 +108,7 @@ def read_measurements(path: str | Path) -> list[Measurement]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no file of VRAMMonitor: {error}") from None
+        raise ValueError(f"{path} is not a VRAMMonitor file: {error}") from None
     # not splitlines(), for which a line ends at characters that may stand in a name
     for number, line in enumerate(text.removesuffix("\n").split("\n") if text else [], start=1):
         try:
@@ -116,16 +116,16 @@ def read_measurements(path: str | Path) -> list[Measurement]:
             _check_values(values)
             measurements.append(Measurement(**values))
         except (TypeError, ValueError, RecursionError) as error:  # JSONDecodeError is a ValueError
-            raise ValueError(f"{path}, line {number} is no measurement of VRAMMonitor: {error}") from None
+            raise ValueError(f"{path}, line {number} is not a VRAMMonitor measurement: {error}") from None
     if not measurements:
-        raise ValueError(f"{path} holds no measurement.")
+        raise ValueError(f"{path} contains no measurements.")
     return measurements
 
 
 def _check_values(values: Any) -> None:
     """Raise ``ValueError`` for a value of a wrong type or range, before anything computes with it."""
     if not isinstance(values, dict):
-        raise ValueError(f"it is no object with names and values, got {type(values).__name__}")
+        raise ValueError(f"it must be a JSON object, got {type(values).__name__}")
     for name, value in values.items():
         what, is_right = _KINDS.get(name, ("", lambda _: True))  # unknown names are refused by the class
         if not is_right(value):

@@ -20,7 +20,7 @@ class ProcessLimit:
 
     def __init__(self, device: torch.device, limit_bytes: int) -> None:
         if not can_limit(device):
-            raise ValueError(f"device '{device}' has no limit for a process.")
+            raise ValueError(f"device '{device}' does not support a memory limit per process.")
         self._device = device
         memory = torch.get_device_module(device)
         self._before: float | None = limited_share(device)

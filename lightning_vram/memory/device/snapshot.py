@@ -44,6 +44,6 @@ def annotate(snapshot: dict[str, Any], names: Mapping[int, str]) -> None:
         for block in segment["blocks"]:
             start = block.get("address", address)
             if block["state"] == "active_allocated":
-                said = names.get(start, "activations, temporaries, and all else")
+                said = names.get(start, "activations, temporaries and other tensors")
                 block["frames"] = [{"filename": "", "line": 0, "name": said}, *block.get("frames", ())]
             address = start + block["size"]

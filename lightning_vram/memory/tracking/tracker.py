@@ -62,22 +62,24 @@ from lightning_vram.private_names.torch.trees import tensors_in
 def track_memory(
     module: nn.Module | None = None, *, optimizers: Iterable[Optimizer] = (), inputs: Any = None
 ) -> "MemoryTracker":
-    """Track live tensor bytes inside a ``with`` block.
+    """Track live tensor bytes inside a ``with`` block, by category, phase and module.
 
-    What is born inside is always counted. What was there before is counted only if it is named here, so that a small
-    program can be worked out by hand. Python's cyclic garbage collector is held off inside: it runs at moments that
-    differ from run to run, and what only a cycle keeps alive is alive.
+    Tensors created inside the block always count. Earlier tensors count only if they are named here. Python's cyclic
+    garbage collector is paused inside the block, so that the numbers are the same in each run; tensors that only a
+    reference cycle keeps alive count as alive.
 
     Args:
-        module: Counts its parameters, buffers and gradients, and names where bytes were made. ``None``: none of it.
-        optimizers: Counts their state. Those not named are found when they step, and their state counts from then on.
-        inputs: Any nest of tensors, such as a batch.
+        module: Module whose parameters, buffers and gradients count, and whose submodules label allocations. ``None``:
+            no module.
+        optimizers: Optimizers whose state counts. Other optimizers are found at their first step, and count from then
+            on.
+        inputs: Tensors in any nesting, such as a batch.
 
     Returns:
-        The tracker; its :attr:`~MemoryTracker.timeline` can be read inside the block and after it.
+        The tracker. Its :attr:`~MemoryTracker.timeline` can be read inside and after the block.
 
     Raises:
-        TypeError: If ``optimizers`` is one optimizer that is not in a list.
+        TypeError: If ``optimizers`` is a single optimizer instead of a list.
         RuntimeError: If the returned tracker is entered a second time.
 
     Example:
@@ -140,7 +142,7 @@ class MemoryTracker:
 
     def __enter__(self) -> Self:
         if not self._is_fresh:
-            raise RuntimeError("a memory tracker can be entered once; call track_memory() again for a new one.")
+            raise RuntimeError("a memory tracker can be entered only once; call track_memory() again.")
         self._is_fresh = False
         if self._module is not None:
             parameter = next(self._module.parameters(), None)

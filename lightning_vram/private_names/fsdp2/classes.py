@@ -91,7 +91,9 @@ class _InGraph:
     def __self__(self) -> Any:
         owner = self._owner()
         if owner is None:
-            raise RuntimeError("backward() came after the fit whose sharded weights it needs. Call it within the fit.")
+            raise RuntimeError(
+                "backward() was called after the fit whose sharded weights it needs. Call it during the fit."
+            )
         return owner
 
     def __call__(self, gradient: Tensor) -> Tensor:

@@ -103,8 +103,8 @@ def _read_offload(offload: Any) -> Any:
     if mode is None:
         known = ", ".join(f"[{', '.join(map(repr, parts))}]" for parts in (sorted(one) for one in _PARTS))
         raise ValueError(
-            f"{NAME}(offload) as a list must be one of {known}, in any order, got {offload!r}: what is offloaded comes "
-            "with all that is made of it."
+            f"{NAME}(offload) as a list must be one of {known}, in any order, got {offload!r}: offloading "
+            "parameters offloads gradients, and offloading gradients offloads the optimizer."
         )
     return mode
 
@@ -114,13 +114,13 @@ def _read_device_bytes(device_bytes: Any, offload: str) -> Any:
         return None
     if offload != "params":
         raise ValueError(
-            f"{NAME}(device_bytes={device_bytes!r}) chooses by itself what stays on the device: leave offload out, got "
-            f"offload={offload!r}."
+            f"{NAME}(device_bytes={device_bytes!r}) chooses what stays on the device: it needs the default "
+            f"offload='params', got offload={offload!r}."
         )
     if isinstance(device_bytes, float):
         if not 0 <= device_bytes <= 1:
             raise ValueError(
-                f"{NAME}(device_bytes) as a float is a share of the state, from 0.0 to 1.0, got {device_bytes}."
+                f"{NAME}(device_bytes) as a float is a share of the model state, from 0.0 to 1.0, got {device_bytes}."
             )
         return device_bytes
     return "auto" if device_bytes == "auto" else parse_bytes(device_bytes, f"{NAME}(device_bytes)")
@@ -130,40 +130,44 @@ def _check_wrap(wrap: Any) -> None:
     is_list = isinstance(wrap, list | tuple) and all(isinstance(one, str | type) for one in wrap) and len(wrap) > 0
     if wrap != "auto" and not is_list and not (callable(wrap) and not isinstance(wrap, type)):
         raise TypeError(
-            f"{NAME}(wrap) must be 'auto', a list of classes or names of classes, or a function of a module's name and "
-            f"the module, got {wrap!r}."
+            f"{NAME}(wrap) must be 'auto', a list of classes or class names, or a function of a module's name and the "
+            f"module, got {wrap!r}."
         )
 
 
 def _check_together(given: dict[str, Any]) -> None:
     if given["data_parallel_replicate_size"] is not None and given["shard"] != "hybrid":
         raise ValueError(
-            f"{NAME}(data_parallel_replicate_size={given['data_parallel_replicate_size']}) is for shard='hybrid', got "
+            f"{NAME}(data_parallel_replicate_size={given['data_parallel_replicate_size']}) needs shard='hybrid', got "
             f"shard={given['shard']!r}."
         )
     if given["pin_memory"] and given["offload"] == "none":
-        raise ValueError(f"{NAME}(pin_memory=True) pins what is offloaded, got offload='none'.")
+        raise ValueError(f"{NAME}(pin_memory=True) pins offloaded tensors, but offload='none' offloads none.")
     if given["bind_to_numa_node"] and given["offload"] == "none":
-        raise ValueError(f"{NAME}(bind_to_numa_node=True) binds threads that step on the host, got offload='none'.")
+        raise ValueError(
+            f"{NAME}(bind_to_numa_node=True) binds the threads of optimizer steps on the host, but offload='none' has "
+            "none."
+        )
     if given["master"] == "split" and given["offload"] == "none":
-        raise ValueError(f"{NAME}(master='split') is how weights are kept on the host, got offload='none'.")
+        raise ValueError(
+            f"{NAME}(master='split') is a format of weights on the host, but offload='none' keeps them on the device."
+        )
     if given["host_state"] != "fp32" and given["offload"] == "none":
         raise ValueError(
-            f"{NAME}(host_state={given['host_state']!r}) is how moments are kept on the host, got offload='none'. "
-            "MomentsInBF16 and LowBitOptimizer have them in fewer bytes on the device."
+            f"{NAME}(host_state={given['host_state']!r}) is a format of moments on the host, but offload='none' keeps "
+            "them on the device. Use MomentsInBF16 or LowBitOptimizer there."
         )
     if given["master"] == "split" and not given["narrow_transfers"]:
         raise ValueError(
-            f"{NAME}(master='split') keeps weights as the 16 bit that travel and those they lack, got "
-            "narrow_transfers=False."
+            f"{NAME}(master='split') needs 16-bit transfers, got narrow_transfers=False. Leave one of them out."
         )
 
 
 def _choose_reshard(shard: str, reshard_after_forward: Any) -> bool:
     if shard == "grad_op" and reshard_after_forward:
         raise ValueError(
-            f"{NAME}(shard='grad_op') keeps layers whole between forward and backward, got reshard_after_forward=True. "
-            "Leave one of them out."
+            f"{NAME}(shard='grad_op') keeps layers whole after the forward, but reshard_after_forward=True shards "
+            "them. Leave one of them out."
         )
     return shard != "grad_op" if reshard_after_forward is None else bool(reshard_after_forward)
 
@@ -172,7 +176,7 @@ def _check_path(path: Any, offload: str) -> Path | None:
     if path is None:
         return None
     if offload == "none":
-        raise ValueError(f"{NAME}(nvme_path) holds states of optimizers that step on the host, got offload='none'.")
+        raise ValueError(f"{NAME}(nvme_path) stores optimizer state of steps on the host, but offload='none' has none.")
     if not isinstance(path, str | Path):
         raise TypeError(f"{NAME}(nvme_path) must be a path or None, got {path!r} of type {type(path).__name__}.")
     return Path(path)

@@ -79,7 +79,7 @@ class RunAverages:
             if has_average:
                 average.average.load_state_dict(checkpoint[_REST], strict=False)
             else:
-                rank_zero_warn("The checkpoint has no average of weights: WeightAveraging begins with its weights.")
+                rank_zero_warn("The checkpoint has no averaged weights: WeightAveraging starts from its weights.")
 
     def remove(self, *, make_whole: bool) -> None:
         """Let the averages be plain modules again.

@@ -141,7 +141,7 @@ class CheckpointStore:
         elif isinstance(checkpoint.get(key), Mapping):
             load_module_state(module, checkpoint[key], strict=strict)
         else:
-            raise ValueError("The file is no checkpoint of a Trainer: it has no state_dict.")
+            raise ValueError("The file is not a Trainer checkpoint: it has no state_dict.")
 
     def load_optimizers(
         self, checkpoint: Mapping[str, Any], module: nn.Module, optimizers: Sequence[Optimizer]
@@ -158,7 +158,7 @@ class CheckpointStore:
         states = checkpoint.get("optimizer_states") or []
         if len(states) != len(optimizers):
             raise ValueError(
-                f"The checkpoint has the states of {len(states)} optimizers, configure_optimizers has returned "
+                f"The checkpoint has the state of {len(states)} optimizers, but configure_optimizers returned "
                 f"{len(optimizers)}; save_weights_only=True saves none."
             )
         for index, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
@@ -210,15 +210,15 @@ def _load_remote(location: str, *, weights_only: bool | None) -> Any:
 
 def _check_kind(checkpoint: Any, location: str) -> dict[str, Any]:
     if not isinstance(checkpoint, dict):
-        raise ValueError(f"{location} is no checkpoint of a Trainer: it holds a {type(checkpoint).__name__}.")
+        raise ValueError(f"{location} is not a Trainer checkpoint: it contains a {type(checkpoint).__name__}.")
     return checkpoint
 
 
 def _check_exists(path: Path) -> None:
     if not (path.is_file() or is_sharded_folder(path)):
         raise FileNotFoundError(
-            f"{path} is no checkpoint: neither a file nor a folder with .metadata and {REST_FILE}, which a sharded one "
-            "has when it is complete."
+            f"{path} is not a checkpoint: neither a file nor a folder with .metadata and {REST_FILE}, which a complete "
+            "sharded checkpoint has."
         )
 
 

@@ -100,7 +100,7 @@ def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 def _prepare(path: Path, folder: Path | None) -> None:
     if path.is_dir() and not is_sharded_folder(path) and any(path.iterdir()):
         raise IsADirectoryError(
-            f"{path} is a folder that is no checkpoint; it is not overwritten. Choose another name."
+            f"{path} is a folder, but not a checkpoint, and is not overwritten. Choose another name."
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     delete_leftovers(path)

@@ -81,8 +81,8 @@ class CheckpointedStrategy(ConnectedStrategy):
             raise TypeError("FSDPOffloadStrategy.save_checkpoint(storage_options=...) is not supported: leave it out.")
         if self._store is None and self.world_size > 1:
             raise MisconfigurationException(
-                f"Trainer.save_checkpoint: the {self.world_size} processes, which save together, are not connected "
-                "before the first fit, validate, test or predict. Save after one, or save module.state_dict()."
+                f"Trainer.save_checkpoint: the {self.world_size} processes connect in the first fit, validate, test or "
+                "predict. Save after that, or save module.state_dict()."
             )
         with self._named("saving a checkpoint"):
             # before any run there is nothing to save beside

@@ -25,13 +25,13 @@ def check_run(trainer: pl.Trainer, name: str) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging):
             raise MisconfigurationException(
-                f"{type(callback).__name__} does not work with {name}: it copies the module, and a sharded one cannot "
-                "be copied. Use WeightAveraging, or train with 'ddp' or a single device."
+                f"{type(callback).__name__} does not work with {name}: it copies the module, and a sharded module "
+                "cannot be copied. Use WeightAveraging, or train with 'ddp' or a single device."
             )
         if isinstance(callback, ModelPruning):
             raise MisconfigurationException(
-                f"{type(callback).__name__} does not work with {name}: it puts other parameters and masks into the "
-                "module, which a sharded one does not take. Prune with 'ddp' or a single device."
+                f"{type(callback).__name__} does not work with {name}: it replaces parameters, which a sharded module "
+                "does not support. Prune with 'ddp' or a single device."
             )
 
 
@@ -43,8 +43,8 @@ def check_room(device_bytes: Any, device: torch.device, name: str) -> None:
     """
     if device_bytes == "auto" and not has_cache(device):
         raise MisconfigurationException(
-            f"{name}(device_bytes='auto') measures what a step leaves free, and no allocator tells that of {device}. "
-            "Give a number of bytes, such as '8GiB', or a share of the state, such as 0.5."
+            f"{name}(device_bytes='auto') measures free device memory, and {device} has no allocator statistics. Give "
+            "bytes, such as device_bytes='8GiB', or a share of the model state, such as 0.5."
         )
 
 
@@ -56,7 +56,7 @@ def check_module(module: pl.LightningModule, name: str) -> None:
     """
     if next(module.parameters(), None) is None:
         raise ValueError(
-            f"{name}: {type(module).__name__} has no parameters to shard. Make its layers in __init__ or "
+            f"{name}: {type(module).__name__} has no parameters to shard. Create its layers in __init__ or "
             "configure_model, or use a single device."
         )
 
@@ -70,8 +70,8 @@ def check_gradients(module: nn.Module, name: str) -> None:
     for path, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             raise ValueError(
-                f"{name}: {path} is {type(part).__name__}(sparse=True), whose gradients FSDP2 does not reduce. Leave "
-                "sparse out."
+                f"{name}: {path} is {type(part).__name__}(sparse=True), and FSDP2 does not reduce sparse gradients. "
+                "Leave sparse out."
             )
 
 
@@ -81,8 +81,8 @@ def check_layer_drop(module: nn.Module, num_ranks: int, name: str) -> None:
     for key, value in (item for config in configs for item in getattr(config, "__dict__", {}).items()):
         if key.endswith("layerdrop") and isinstance(value, float) and value > 0:
             rank_zero_warn(
-                f"{name}: config.{key} is {value}, but all ranks have to run the same layers, and models of "
-                "transformers then leave none out, unlike on a single device. Set it to 0."
+                f"{name}: config.{key} is {value}, but all ranks must run the same layers, so models of "
+                "transformers drop no layer, unlike on a single device. Set it to 0."
             )
             return
 
@@ -94,18 +94,15 @@ def check_master(master: str, narrow_dtype: torch.dtype | None, precision: str, 
         ValueError: If they do not, and are to be.
     """
     if master == "split" and narrow_dtype != torch.bfloat16:
-        raise ValueError(
-            f"{name}(master='split') is for weights that travel as bf16, which needs precision='bf16-mixed', got "
-            f"{precision!r}."
-        )
+        raise ValueError(f"{name}(master='split') needs precision='bf16-mixed', got {precision!r}.")
 
 
 def check_cores(num_threads: int, name: str) -> None:
     """Warn of a SLURM job that gives its tasks one core, as it does unless asked for more."""
     if num_threads == 1 and "SLURM_JOB_ID" in os.environ:
         rank_zero_warn(
-            f"{name} steps optimizers on the host, and SLURM gave this task one core. Ask for more, "
-            "'#SBATCH --cpus-per-task=8', and hand them on to srun: 'export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK'."
+            f"{name} steps optimizers on the host, and SLURM gave this task one core. Request more with "
+            "'#SBATCH --cpus-per-task=8' and 'export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK'."
         )
 
 
@@ -117,9 +114,9 @@ def check_loss(loss: Tensor, name: str) -> None:
     """
     if isinstance(loss, DTensor):
         raise RuntimeError(
-            f"{name}: the loss was computed with parameters of a layer outside of its forward, where they are sharded. "
-            "Compute that within the layer, such as a penalty of its weights, or let `wrap` name other layers only: "
-            "those that it leaves out are whole in the whole step."
+            f"{name}: the loss uses parameters of a layer outside its forward, where they are sharded. Compute this "
+            "term, such as a weight penalty, inside the layer, or exclude the layer with `wrap`: excluded layers are "
+            "whole during the whole step."
         )
 
 
@@ -134,7 +131,7 @@ def fitting_precision(plugin: Precision, name: str) -> Precision:
         if plugin.settings.is_lean:
             raise ValueError(
                 f"LeanMixedPrecision(parameters={plugin.settings.parameters!r}) does not work with {name}, which "
-                "keeps float32 weights where they are sharded and sends 16 bit by itself: leave parameters out."
+                "keeps fp32 shards and transfers 16 bit by itself: leave parameters out."
             )
         return plugin
     if type(plugin) is MixedPrecision:

@@ -48,7 +48,7 @@ def default_backend(device: torch.device) -> str:
         return "gloo"
     own = dist.Backend.default_device_backend_map.get(device.type)
     if own is None:
-        raise ValueError(f"default_backend(device) knows no backend for {device.type!r}; pass one by name.")
+        raise ValueError(f"default_backend(device) does not know a backend for {device.type!r}; pass one by name.")
     return f"cpu:gloo,{device.type}:{own}"
 
 
@@ -65,7 +65,7 @@ def connect(cluster_environment: ClusterEnvironment, backend: str, *, timeout: t
     if not dist.is_available():
         raise RuntimeError("This torch was built without torch.distributed: use one that has it, or a single device.")
     if dist.is_initialized():
-        _log.debug("There is a process group already: it is used as it is.")
+        _log.debug("Using the existing process group.")
         return
     rank, world_size = cluster_environment.global_rank(), cluster_environment.world_size()
     os.environ["MASTER_ADDR"] = cluster_environment.main_address
@@ -131,7 +131,7 @@ class ConnectedStrategy(PlainStrategy):
     def device_mesh(self) -> DeviceMesh:
         """Of all ranks: ``shard``, or ``replicate`` and ``shard``."""
         if self._mesh is None:
-            raise RuntimeError("FSDPOffloadStrategy.device_mesh is there once the processes have connected.")
+            raise RuntimeError("FSDPOffloadStrategy.device_mesh exists once the processes have connected.")
         return self._mesh
 
     @property
@@ -166,7 +166,7 @@ class ConnectedStrategy(PlainStrategy):
     def _check_backend(self, backend: str) -> None:
         if self.arguments.offload != "none" and "gloo" not in backend:
             raise ValueError(
-                f"FSDPOffloadStrategy(process_group_backend={backend!r}) has nothing for what is on the host: use "
+                f"FSDPOffloadStrategy(process_group_backend={backend!r}) has no backend for host tensors: use "
                 "'cpu:gloo,cuda:nccl', or leave it out."
             )
 
@@ -181,8 +181,8 @@ class ConnectedStrategy(PlainStrategy):
         kind, size = self.root_device.type, self.world_size
         if dist.get_world_size() != size:
             raise RuntimeError(
-                f"This process is connected to {dist.get_world_size()} ranks from before, and is to train on {size}. "
-                "Train in a process of its own, or call torch.distributed.destroy_process_group() between."
+                f"This process is still connected to {dist.get_world_size()} ranks, but trains on {size}. Train in a "
+                "new process, or call torch.distributed.destroy_process_group() first."
             )
         if self.arguments.shard != "hybrid":
             return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))

@@ -27,9 +27,9 @@ def consolidate(folder: Path, output: Path, *, weights_only: bool | None = None,
         pickle.UnpicklingError: If it holds what ``weights_only`` does not allow.
     """
     if not is_sharded_folder(folder):
-        raise FileNotFoundError(f"{folder} is no sharded checkpoint: a folder with .metadata and meta.pt.")
+        raise FileNotFoundError(f"{folder} is not a sharded checkpoint: a folder with .metadata and meta.pt.")
     if output.is_dir():
-        raise IsADirectoryError(f"{output} is a folder: name the file to make.")
+        raise IsADirectoryError(f"{output} is a folder: name a file to write.")
     source = ShardedFolder(folder, weights_only=weights_only, verify=verify)
     checkpoint = {**source.read_states(), **source.read_rest()}
     roots = sorted((key for key in checkpoint if re.fullmatch(r"optimizer_\d+", key)), key=lambda key: int(key[10:]))

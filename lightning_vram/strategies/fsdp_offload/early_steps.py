@@ -28,8 +28,8 @@ class EarlySteps:
         if why is not None and not self._has_told:
             self._has_told = True
             rank_zero_info(
-                f"fsdp_offload steps the optimizer after the backward, not layer by layer within it, because of {why}: "
-                "only the next forward hides the time of the step."
+                "fsdp_offload steps the optimizer after the backward instead of layer by layer within it, because of "
+                f"{why}: the step overlaps only with the next forward."
             )
         return why is None
 

@@ -76,8 +76,8 @@ class ShardedStrategy(CheckpointedStrategy):
         strided = [name for name, parameter in module.named_parameters() if not parameter.is_contiguous()]
         if strided:
             rank_zero_info(
-                f"fsdp_offload keeps {len(strided)} parameters contiguous until the run ends, {strided[0]} among them; "
-                "convolution layers compute in channels_last if their weights were."
+                f"fsdp_offload stores {len(strided)} parameters contiguously until the run ends, for example "
+                f"{strided[0]}; channels_last convolutions still compute in channels_last."
             )
         if is_stepping_here:
             self._check_room(module, names, narrow_dtype)

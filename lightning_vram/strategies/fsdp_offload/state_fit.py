@@ -56,7 +56,7 @@ def check_states(
                 for complaint in _compare(state, parameter, layouts[dtype]):
                     kind = type(optimizer).__name__
                     raise ValueError(
-                        f"The checkpoint's state of {name} in optimizer {index} is none of {kind} for it: {complaint}. "
+                        f"The checkpoint's state of {name} in optimizer {index} does not suit {kind}: {complaint}. "
                         f"{_WAY_OUT}"
                     )
 
@@ -75,8 +75,8 @@ def check_form(state_dict: Any, index: int) -> None:
     """
     if not (_is_dict(state_dict) and _are_groups(state_dict.get("param_groups")) and _is_dict(state_dict.get("state"))):
         raise ValueError(
-            f"The checkpoint's state of optimizer {index} is none: it lacks 'param_groups' or 'state'. The "
-            "file is damaged, or was changed: go on from another checkpoint."
+            f"The checkpoint's state of optimizer {index} lacks 'param_groups' or 'state': the file is damaged. Resume "
+            "from another checkpoint."
         )
 
 
@@ -95,7 +95,7 @@ def _check_names(group: Mapping[str, Any], saved: Mapping[str, Any], where: str)
 
 def _compare(state: Any, parameter: Tensor, layout: StateLayout) -> Iterator[str]:
     if not _is_dict(state):
-        yield "it has no names"
+        yield "it is not a dict"
         return
     for name in (*(name for name, _ in layout.elementwise), *layout.others):
         if name not in state:
@@ -105,13 +105,13 @@ def _compare(state: Any, parameter: Tensor, layout: StateLayout) -> Iterator[str
             yield from _compare_elements(name, state[name], parameter)
     for name in layout.others:
         if state.get(name) is not None and not _is_number(state[name]):
-            yield f"its {name} is no number"
+            yield f"its {name} is not a number"
 
 
 def _compare_elements(name: str, value: Any, parameter: Tensor) -> Iterator[str]:
     found = _shape_and_dtype(value)
     if found is None:
-        yield f"its {name} is no tensor"
+        yield f"its {name} is not a tensor"
         return
     shape, dtype = found
     if shape != tuple(parameter.shape):

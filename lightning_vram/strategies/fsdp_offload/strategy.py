@@ -41,80 +41,80 @@ from lightning_vram.strategies.fsdp_offload.sharded import ShardedStrategy
 
 
 class FSDPOffloadStrategy(ShardedStrategy):
-    """Trains any LightningModule sharded over its devices (FSDP2), and keeps on the host what is not computed with.
+    """Train models larger than GPU memory: weights, gradients and optimizer state stay on the host (FSDP2).
 
-    Registered as ``"fsdp_offload"``, and with ``offload="optimizer"`` as ``"fsdp_offload_optimizer"``, on any number of
-    devices and nodes. Nothing in the module has to change: layers are grouped automatically, a ``configure_model`` is
-    honoured, also one that shards layers itself. With one device the weights are to the bit those of a plain run whose
-    optimizer uses the same kernel, in float32 and with ``precision="bf16-mixed"``; with several they are so up to the
-    order in which gradients are summed.
+    Also known as CPU offload, ZeRO-Offload (Ren et al., 2021) or ZeRO-3 with offload; with ``nvme_path`` as
+    ZeRO-Infinity (Rajbhandari et al., 2021). Registered as ``"fsdp_offload"``, and with ``offload="optimizer"`` as
+    ``"fsdp_offload_optimizer"``, for any number of devices and nodes. The module stays unchanged: the strategy wraps
+    its layers by itself. A ``configure_model`` that shards layers is honoured. After ``fit`` the module is whole on
+    every rank, unless it was on the meta device or the run failed on several ranks.
 
-    Optimizers step on the host, on the shards of each rank, in a thread of their own: in the backward, layer by layer,
-    where nothing looks at gradients afterwards; otherwise beside the next forward. A callback with hooks after the
-    backward that leave gradients alone says so by its attribute ``uses_gradients = False``; one that needs them without
-    such hooks says ``True``. Reading a parameter, a gradient or a state waits for the step that writes it. What
-    ``optimizer.state`` shows is what the next step uses, wherever states are kept and also if your code wrote it.
+    Results on one device are exact, in fp32 and with ``precision="bf16-mixed"``, if the baseline's optimizer runs the
+    same kernel on the same kind of device. Results on several devices are lossless: gradients are summed in another
+    order.
 
-    Optimizers of ``torch.optim`` that step each element by itself use the kernel that you name: with ``fused=True``,
-    ``foreach=True`` or ``foreach=False`` on the CPU the weights are to the bit the plain ones. Where you name none, as
-    in ``AdamW(parameters)``, they use the fused one, which is the fastest on the host, and a plain run another: both
-    differ by roundings. Others step on whole tensors on one device, on sharded ones on several; everything waits then.
+    Optimizers step on the host, on the shards of each rank, in a thread of their own: layer by layer in the backward if
+    no code reads gradients afterwards, otherwise during the next forward. A callback with hooks after the backward that
+    leaves gradients alone can declare it with the attribute ``uses_gradients = False``; one that reads gradients
+    without such hooks needs ``True``. Reading a parameter, gradient or optimizer state blocks until the pending step
+    has finished. Writes to ``optimizer.state`` and to weights take effect as in the baseline; all ranks must write the
+    same weights.
 
-    Mixed precision is :class:`~lightning_vram.LeanMixedPrecision`'s, whether given as ``precision="bf16-mixed"`` or as
-    a plugin. Weights that autocast casts at every use, of linear layers, convolutions and attention, are then sent to
-    the device in 16 bit, and their gradients back: 6 bytes per weight and step, where FSDP2 sends 12. The first batches
-    prove which: weights that are used several times before a backward, or read in another way, stay in 32 bit. Master
-    weights, states and checkpoints are float32.
+    Element-wise optimizers of ``torch.optim`` use the kernel that you name: ``fused=True``, ``foreach=True`` or
+    ``foreach=False``. If you name none, they use the fused kernel, the fastest on the host; the baseline then uses
+    another one, which rounds differently. Other optimizers step while everything else waits, on whole tensors on one
+    device and on sharded tensors on several.
 
-    What code writes to weights by hand counts as in a plain run; on several ranks each has to write the same.
+    Mixed precision is that of :class:`~lightning_vram.LeanMixedPrecision`, also for ``precision="bf16-mixed"``. Weights
+    that autocast casts at every use (linear layers, convolutions, attention) are copied to the device in 16 bit, and
+    their gradients back: 6 bytes per weight and step instead of 12. The first batches determine these weights: those
+    used several times before a backward, or read in another way, stay in 32 bit. Master weights, optimizer state and
+    checkpoints are fp32.
 
-    After ``fit`` the module is what it was, whole on every rank, unless it was on the meta device or the run failed on
-    several ranks. The average of Lightning's ``WeightAveraging`` is a shard on the host, moved in the thread of the
-    steps. Not for ``StochasticWeightAveraging``, which copies the module, nor for ``ModelPruning``.
+    ``WeightAveraging`` keeps its average as a shard on the host. ``StochasticWeightAveraging``, which copies the
+    module, and ``ModelPruning`` are not supported.
 
     Args:
-        offload: What is on the host. ``"params"``: parameters, gradients and states of optimizers, least memory of the
-            device. ``"optimizer"``: the same, but a copy of the shards stays on the device, in 16 bit where they are
-            sent so: fastest. ``"none"``: nothing, FSDP2 alone. Or a list of what is: ``"parameters"``, ``"gradients"``
-            and ``"optimizer"``, the last two, or nothing.
-        device_bytes: Of each rank's device, for what ``"params"`` has on the host: as much as fits stays there, copies
-            of weights first, then weights with gradients and states, counted as AdamW's. What is gathered and computed
-            comes on top. Bytes, text such as ``"8GiB"``, or a share of all of it, ``0.0`` to ``1.0``. ``"auto"``:
-            copies, as far as the first step leaves room. ``None``: as ``offload`` says.
-        master: What float32 weights that are sent as bf16 are on the host, to the same bits. ``"fp32"``: themselves and
-            a copy to send, 18 bytes per weight with gradients and AdamW's states. ``"split"``: the bf16 weights and
-            the 16 bit that those lack, and gradients in 16 bit where one comes for each step: 14. They are joined
-            where somebody reads them, and a part at a time for a step.
-        host_state: Moments of Adam, AdamW, Adamax, NAdam and RAdam on the host, float32 in each step. ``"bf16"``:
-            rounded at random, 4 bytes per weight less, as the same seed and step round alike. ``"8bit"``, ``"4bit"``:
-            with a scale for each 128, 6 or 7 less, of SGD and Lion, too. ``"fp32"``: themselves. Checkpoints load
-            whatever this is.
-        shard: ``"full"``: layers are gathered when they are computed. ``"grad_op"``: they stay whole between forward
-            and backward. ``"hybrid"``: sharded within groups of ranks, the same in each group.
-        wrap: Which layers are gathered together. ``"auto"``: the blocks a model repeats or declares, small ones put
-            together. Or classes or names of classes. Or a function of a module's name and the module.
-        min_params: Parameters that ``"auto"`` wants in a group.
-        data_parallel_replicate_size: Number of groups for ``shard="hybrid"``; as many as nodes by default.
-        reshard_after_forward: Whether layers are given up between forward and backward. Follows ``shard`` by default.
-        pin_memory: Whether the host memory is pinned, so that copies go on beside the computation. By default it is,
-            with a GPU.
-        nvme_path: Folder on a fast local disk, where states of optimizers are kept instead of in host memory; they are
-            streamed through a few buffers in each step.
-        cpu_threads: Threads of a step. By default the cores of this rank, however ``OMP_NUM_THREADS`` is set.
-        bind_to_numa_node: Whether the threads of a rank, and so the host memory they make, are on the NUMA node of its
-            device during a fit. By default they are where each node of the machine has a rank.
-        narrow_transfers: Whether mixed precision sends 16 bit where it can. What only later batches do with a weight is
-            not seen.
-        state_dict_type: ``"full"``: checkpoints are single files, those of a plain run. ``"sharded"``: folders to which
-            each rank writes its part. Both are loaded, whatever this is, on any number of ranks.
-        async_save: Whether checkpoints are written beside the training, from a copy on the host.
-        verify: Whether checkpoints are compared with their checksums before they are loaded, which reads them once
-            more; the ranks share that.
-        init_on_meta: Whether ``configure_model`` makes layers without memory, which get their values group by group, by
-            their ``reset_parameters`` or transformers' ``_init_weights``, or from the checkpoint.
-        timeout: How long ranks wait for each other: seconds, or a ``timedelta``. Then the error says who waited where.
-        process_group_backend: As for ``torch.distributed``; by default gloo on the host and NCCL between GPUs.
-        accelerator: Set by the Trainer, and so are those that follow.
+        offload: Tensors on the host. ``"params"``: parameters, gradients and optimizer state; needs the least device
+            memory. ``"optimizer"``: these, and a weight copy on the device (16 bit where possible). ``"none"``:
+            sharding only. Or a list: ``["parameters", "gradients", "optimizer"]``, its last two, or ``[]``.
+        device_bytes: Device memory of each rank that may hold what ``"params"`` would offload: copies of weights first,
+            then weights with gradients and optimizer state, counted as for AdamW. All-gathered layers and activations
+            are extra. Bytes, text such as ``"8GiB"``, or a share of the total from ``0.0`` to ``1.0``. ``"auto"``:
+            copies, in the memory that the first step leaves free. ``None``: as ``offload`` defines.
+        master: Form of fp32 weights on the host if they are copied as bf16; both forms give the same results.
+            ``"fp32"``: fp32 and a bf16 copy, 18 bytes per weight with gradients and AdamW's state. ``"split"``: a bf16
+            half and a 16-bit remainder, and 16-bit gradients without gradient accumulation: 14 bytes. Reading a weight
+            joins its halves.
+        host_state: Form of the moments of Adam, AdamW, Adamax, NAdam and RAdam on the host; each step computes in fp32.
+            ``"bf16"``: stochastic rounding, reproducible from seed and step; saves 4 bytes per weight. ``"8bit"``,
+            ``"4bit"``: quantized in blocks of 128; save 6 and 7 bytes, also for SGD and Lion. ``"fp32"``: unchanged.
+            Checkpoints load into every form.
+        shard: ``"full"``: all-gather each layer for its computation (ZeRO-3). ``"grad_op"``: layers stay whole between
+            forward and backward (ZeRO-2). ``"hybrid"``: shard within groups of ranks, replicate across groups.
+        wrap: Layers that are all-gathered together. ``"auto"``: the blocks that a model repeats or declares; small
+            blocks are merged. Or classes, class names, or a function of a module's name and the module.
+        min_params: Smallest number of parameters in a group of ``wrap="auto"``.
+        data_parallel_replicate_size: Number of groups for ``shard="hybrid"``. ``None``: the number of nodes.
+        reshard_after_forward: Whether layers are freed between forward and backward. ``None``: as ``shard`` defines.
+        pin_memory: Whether host memory is pinned, so that copies overlap with computation. ``None``: if there is a GPU.
+        nvme_path: Folder on a fast local disk for optimizer state, streamed through a few buffers. ``None``: host
+            memory.
+        cpu_threads: Threads of an optimizer step. ``None``: the cores of this rank, independent of ``OMP_NUM_THREADS``.
+        bind_to_numa_node: Whether threads and host memory of a rank are bound to the NUMA node of its device during
+            ``fit``. ``None``: if every node of the machine has a rank.
+        narrow_transfers: Whether mixed precision copies weights in 16 bit. A use of a weight that begins only in later
+            batches is not detected; ``False`` copies 32 bit.
+        state_dict_type: ``"full"``: checkpoints are single files, as in the baseline. ``"sharded"``: folders that all
+            ranks write. Both load with either setting, on any number of ranks.
+        async_save: Whether checkpoints are written in the background, from a copy on the host.
+        verify: Whether checksums of a checkpoint are verified before it is loaded. Reads it once more; ranks share
+            that.
+        init_on_meta: Whether ``configure_model`` creates layers on the meta device. They are materialized group by
+            group, by ``reset_parameters``, transformers' ``_init_weights``, or from the checkpoint.
+        timeout: Seconds, or a ``timedelta``, that ranks wait for each other before :exc:`LostPeerError`.
+        process_group_backend: As for ``torch.distributed``. ``None``: gloo on the host and NCCL between GPUs.
+        accelerator: Set by the Trainer, as are the arguments below.
         parallel_devices: See ``accelerator``.
         cluster_environment: See ``accelerator``.
         checkpoint_io: Not used: this strategy writes its checkpoints itself.
@@ -123,14 +123,15 @@ class FSDPOffloadStrategy(ShardedStrategy):
     Raises:
         TypeError: If an argument has a wrong type, or the precision plugin cannot work on shards.
         ValueError: If arguments are out of range or contradict each other. Before training: if the module has no
-            parameters, or others on another rank, ``wrap`` matches nothing, an optimizer cannot step on shards, the
-            ranks cannot be divided as ``shard="hybrid"`` wants it, ``nvme_path`` is no folder, the backend has nothing
-            for the host, weights that are to be split do not travel as bf16, moments have no such form as
-            ``host_state``, or a checkpoint does not fit.
-        MisconfigurationException: Before training, if a callback prunes weights, or averages them in another way.
-        OffloadError: Before training, if there is no room at ``nvme_path``, or the host has less memory than weights,
-            gradients and states need: with the bytes by kind, and what would fit.
-        LostPeerError: In training, if another rank died or hangs.
+            parameters, or differs between ranks; if ``wrap`` matches nothing; if an optimizer cannot step on shards; if
+            the number of ranks does not suit ``shard="hybrid"``; if ``nvme_path`` is not a folder; if the backend does
+            not cover the host; if ``master="split"`` or ``host_state`` does not suit precision or optimizer; or if a
+            checkpoint does not match.
+        MisconfigurationException: Before training, if a callback prunes weights, or averages them in an unsupported
+            way.
+        OffloadError: Before training, if host memory or the disk at ``nvme_path`` is too small, with the bytes needed
+            and alternatives.
+        LostPeerError: During training, if another rank died or hangs.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -193,7 +194,7 @@ class FSDPOffloadStrategy(ShardedStrategy):
         super().__init__(arguments, process_group_backend, *given)
 
     def make_again(self) -> "FSDPOffloadStrategy":
-        """Return another one of the same arguments, which no Trainer has set anything of."""
+        """Return a new strategy with the same arguments, not attached to a Trainer."""
         return FSDPOffloadStrategy(**vars(self.arguments))
 
     @override

@@ -73,7 +73,7 @@ class OperatorTrace(QuietMode):
         assert self._expected is not None
         function, shapes, sample = record
         if number >= len(self._expected):
-            raise RecomputationError(f"ran {function} after the last operator of its first run")
+            raise RecomputationError(f"it ran {function} after the last operator of the forward")
         (expected, expected_shapes, expected_sample), place = self._expected[number], f"operator {number + 1}"
         if function is not expected:
             raise RecomputationError(f"{place} was {expected} and is {function}")

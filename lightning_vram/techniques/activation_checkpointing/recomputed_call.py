@@ -125,8 +125,8 @@ def _settle(kept: KeptArguments, observation: Observation, name: str) -> None:
     """Learn whether the layer overwrote its inputs, and keep what the second run needs of them."""
     if kept.overwrites_inside():
         raise RuntimeError(
-            f"layer {name} overwrites a tensor inside of an object that it is given, and cannot be recomputed. Let it "
-            "assign a new tensor, or choose other layers to checkpoint."
+            f"layer {name} overwrites a tensor inside an input object, and cannot be recomputed. Let it assign a new "
+            "tensor, or choose other layers to checkpoint."
         )
     is_overwritten = kept.are_overwritten()
     if is_overwritten and kept.share_memory():

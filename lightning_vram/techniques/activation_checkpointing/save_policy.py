@@ -85,7 +85,7 @@ def parse_save(save: object, argument: str) -> SavePolicy | None:
     is_names = isinstance(save, Sequence) and all(isinstance(name, str) for name in save)
     if not is_names:
         raise TypeError(
-            f"{argument} must be 'inputs', 'matmuls', 'attention', a list of names of operators or a SavePolicy, "
+            f"{argument} must be 'inputs', 'matmuls', 'attention', a list of operator names or a SavePolicy, "
             f"got {save!r} of type {type(save).__name__}."
         )
     try:
@@ -98,21 +98,21 @@ def _resolve(operators: str | Sequence[str]) -> frozenset[Any]:
     if isinstance(operators, str):
         if operators not in _FAMILIES:
             raise ValueError(
-                f"{operators!r} is no family of operators. There are 'inputs' (none), 'matmuls' and 'attention'; "
-                "operators themselves are given as a list: ['aten.mm']."
+                f"{operators!r} is not a family of operators. Use 'inputs' (none), 'matmuls' or 'attention', or a list "
+                "of operators, such as ['aten.mm']."
             )
         members = [overload for name in _FAMILIES[operators] for overload in _find_overloads(name)]
         return frozenset(filter(_gives_new_memory, members))
     if not operators:
-        raise ValueError("an empty list of operators. 'inputs' keeps none.")
+        raise ValueError("the list of operators is empty. Use 'inputs' to save inputs only.")
     for name in operators:
         found = resolve_operators([name])
         if not any(map(_gives_new_memory, found)):
-            raise ValueError(f"operator {name!r} returns what it was given or a view of it; there is nothing to keep.")
+            raise ValueError(f"operator {name!r} returns its input or a view of it: there is nothing to save.")
         if all(map(_is_composed, found)):
             raise ValueError(
-                f"operator {name!r} is made of others, which are what runs. Name those: aten.mm, aten.addmm and "
-                "aten.bmm for products."
+                f"operator {name!r} is composed of other operators. Name those: aten.mm, aten.addmm and aten.bmm "
+                "for matrix products."
             )
     return frozenset(filter(_gives_new_memory, resolve_operators(operators)))
 
@@ -120,12 +120,12 @@ def _resolve(operators: str | Sequence[str]) -> frozenset[Any]:
 def _check_names(operators: object) -> None:
     if not isinstance(operators, Sequence) or not all(isinstance(name, str) for name in operators):
         raise TypeError(
-            "SavePolicy(operators) must be 'matmuls', 'attention' or a list of names of operators, "
+            "SavePolicy(operators) must be 'matmuls', 'attention' or a list of operator names, "
             f"got {operators!r} of type {type(operators).__name__}."
         )
     families = [name for name in operators if name in (INPUTS, *_FAMILIES)]
     if families:
-        raise ValueError(f"{families[0]!r} is a family of operators and stands alone: {families[0]!r}, without a list.")
+        raise ValueError(f"{families[0]!r} is a family of operators: pass it without a list.")
 
 
 def _find_overloads(name: str) -> list[Any]:

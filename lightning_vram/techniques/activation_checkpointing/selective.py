@@ -155,11 +155,11 @@ class _Replaying(_Mode):
         number, self._number = self._number, self._number + 1
         results = self._kept.results
         if number >= len(results):
-            raise RecomputationError(f"ran {func} once more than its first run did")
+            raise RecomputationError(f"it ran {func} once more than the forward")
         result = results[number]
         if result.function is not func or result.signature != sign(leaves):
             first = f"{result.function}{describe(result.signature)}"
-            raise RecomputationError(f"ran {func}{describe(sign(leaves))} where its first run had {first}")
+            raise RecomputationError(f"it ran {func}{describe(sign(leaves))} where the forward ran {first}")
         return result
 
 

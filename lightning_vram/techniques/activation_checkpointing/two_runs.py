@@ -126,7 +126,9 @@ class LayerRuns:
 
     def _error(self, reason: str, *, is_named: bool = False) -> RecomputationError:
         tip = "" if is_named else "determinism_check='operators' names the operator that differs. "
-        way_out = "Leave the layer out of checkpointing, or pass determinism_check='none' if the difference is meant."
+        way_out = (
+            "Leave the layer out of checkpointing, or pass determinism_check='none' if the difference is intended."
+        )
         return differed(self._name, reason, tip + way_out)
 
 

@@ -36,7 +36,7 @@ def gradient_cosine(stage: CompressionStage, loss: Tensor, parameters: Iterable[
     """
     if not stage.has_exact:
         raise RuntimeError(
-            "gradient_cosine(stage) has no exact numbers to compare with: enter the stage inside of "
+            "gradient_cosine(stage) has no exact gradient to compare with: enter the stage inside "
             "stage.keeping_exact_too()."
         )
     wanted = [parameter for parameter in parameters if parameter.requires_grad]

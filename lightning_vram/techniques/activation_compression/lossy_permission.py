@@ -23,7 +23,7 @@ def check_compression(lossy: object, layers: object, block_size: object, min_byt
         raise ValueError(f"CompressionStage(lossy) must be 'bf16', 'fp8', 'int8' or None, got {lossy!r}.")
     if layers is not None and lossy is None:
         raise ValueError(
-            "CompressionStage(layers) says where to store with a loss, and lossy=None says not to. "
+            "CompressionStage(layers) needs a lossy format, got lossy=None. "
             "Set lossy to 'bf16', 'fp8' or 'int8', or leave layers out."
         )
     if not isinstance(layers, LayerSelection | None):

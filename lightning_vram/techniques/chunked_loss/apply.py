@@ -125,7 +125,7 @@ def _run(module: nn.Module, state: _State, plain: Callable[..., Any], /, *args: 
         weight = weight.dequantize(dtype)
     if not (is_strided(hidden) and {type(hidden), type(weight)} <= PLAIN_TYPES):
         if not isinstance(hidden, LazyLogits):
-            state.settings.tell("another class of tensors (tensor parallelism, torchao, nested tensors)")
+            state.settings.tell("a tensor subclass (tensor parallelism, torchao, nested tensors)")
         return plain(*args, **kwargs)
     if is_sharded(module):  # its weights go when its forward ends
         weight, bias = weight.clone(), None if bias is None else bias.clone()

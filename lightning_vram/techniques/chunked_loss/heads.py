@@ -27,7 +27,7 @@ def find_heads(model: nn.Module, heads: LayerPattern | Sequence[LayerPattern] = 
         found = _declared(model) or _as_large_as_embeddings(model)
         if not found:
             raise ValueError(
-                f"No head found: no nn.Linear has as many results as an nn.Embedding has entries. {WAY_OUT}."
+                f"No head found: no nn.Linear has as many outputs as an nn.Embedding has entries. {WAY_OUT}."
             )
         return _only_linear(found)
     try:
@@ -46,8 +46,8 @@ def _only_linear(heads: dict[str, nn.Linear]) -> dict[str, nn.Linear]:
     for name, module in heads.items():
         if has_own_forward(module) or plain_class_forward(module) is not nn.Linear.forward:
             raise ValueError(
-                f"{name} ({type(module).__name__}) cannot be a head: it has a forward of its own, and chunks are "
-                "computed as nn.Linear does. Leave ChunkedLoss out, or name others by heads=."
+                f"{name} ({type(module).__name__}) cannot be a head: it has its own forward, and chunks are computed "
+                "as in nn.Linear. Leave out ChunkedLoss, or name other heads."
             )
     return heads
 

@@ -154,15 +154,15 @@ class LazyLogits(Tensor):
         name, written = self.memory.settings.name, self.memory.written
         if written is not None and written is not self:
             raise RuntimeError(
-                f"ChunkedLoss: logits of {name} were written to in place, and then read by another view of "
+                f"ChunkedLoss: logits of {name} were written to in place, and then read through another view of "
                 "them. Write logits = logits.masked_fill(...) or the like, or leave ChunkedLoss out."
             )
         for tensor, version in self.versions:
             if version_of(tensor) != version or (tensor.numel() and not tensor.untyped_storage().nbytes()):
                 raise RuntimeError(
-                    f"ChunkedLoss: logits of {name} are read after what they are made of (input, weights, masks) has "
-                    "changed, or is gone. Compute the loss before the optimizer's step, and keep for later what is "
-                    "needed of them: logits.argmax(-1), logits.cpu()."
+                    f"ChunkedLoss: logits of {name} are read after their input, weights or masks have changed or "
+                    "were freed. Compute the loss before the optimizer step, and store results instead of logits: "
+                    "logits.argmax(-1), logits.cpu()."
                 )
 
     @classmethod

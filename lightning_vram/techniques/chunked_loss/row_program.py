@@ -56,10 +56,7 @@ class RowProgram:
             RuntimeError: If gradients are asked for that have gradients themselves.
         """
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "ChunkedLoss: gradients of gradients (create_graph=True) are not computed in chunks. Leave "
-                "ChunkedLoss out."
-            )
+            raise RuntimeError("ChunkedLoss does not support gradients of gradients (create_graph=True). Leave it out.")
         for head in self.heads:
             for hook in list(head.hooks.values()):
                 hook(head.hidden.detach())

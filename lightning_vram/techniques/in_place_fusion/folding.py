@@ -191,8 +191,8 @@ def _run_norm(module: nn.Module, folding: _Folding, plain: Callable[..., Any], /
 def _pass_through(folding: _Folding, /, input: Tensor) -> Tensor:
     if not torch.compiler.is_compiling() and folding.is_other(input):
         raise RuntimeError(
-            "a batch norm that is folded into its convolution was given another tensor than the convolution's output. "
-            "The model took another path than when it was observed: do not fold this pair."
+            "a batch norm that is folded into its convolution got another tensor than the convolution's output: the "
+            "model took another path than in the observed step. Do not fold this pair."
         )
     folding.output = None
     if can_check_dimensions(folding.norm):

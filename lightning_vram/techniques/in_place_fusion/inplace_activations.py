@@ -183,7 +183,7 @@ class InplaceObserver:
     def _why_not(self, args: tuple[Any, ...], memory: Memory | None) -> str | None:
         """Return what is known before the call."""
         if not args or not is_plain(args[0]):
-            return "its input is not a tensor of a plain forward"
+            return "its input is not an ordinary tensor"
         tensor = args[0]
         if memory is None or (tensor.is_leaf and tensor.requires_grad):
             return "its input is the batch or a parameter"

@@ -109,8 +109,8 @@ class Fusion:
             yield
         if self._end_step():
             raise FusionError(
-                "the output of a module that is folded or inverted did not go where it went in the first step. Models "
-                "whose path changes from step to step cannot use fold_frozen_bn or abn."
+                "the output of a folded or inverted module went elsewhere than in the first step. fold_frozen_bn and "
+                "abn need a model that takes the same path in every step."
             )
         if self._stage is _Stage.OBSERVING:
             self._summarise()
@@ -143,7 +143,7 @@ class Fusion:
             num_functions, hidden_bytes = count_hidden_bytes(outputs)
             if hidden_bytes:
                 self._tell(
-                    f"leaves {format_bytes(hidden_bytes)} alone that {num_functions} custom autograd functions hold in "
+                    f"cannot drop {format_bytes(hidden_bytes)} that {num_functions} custom autograd functions hold in "
                     "attributes of ctx instead of ctx.save_for_backward()."
                 )
 
@@ -165,7 +165,7 @@ class Fusion:
             self._safe_names = self._places.safe
             if self._safe_names:
                 saved = format_bytes(sum(self._places.saved_bytes.values()))
-                self._tell(f"runs {len(self._safe_names)} activations in place: {saved} less to allocate on the way.")
+                self._tell(f"runs {len(self._safe_names)} activations in place, which allocates {saved} less.")
         self._links = self._places = None
 
     def _fold(self) -> list[nn.Module]:
@@ -175,9 +175,9 @@ class Fusion:
         if not frozen:
             first = f", the first is {self._name(links[0].consumer)!r}" if links else ""
             raise ValueError(
-                f"fold_frozen_bn=True, but of {len(links)} batch norms that read a convolution alone none is in "
-                f"evaluation mode{first}. Call .eval() on them before the fit or in on_train_epoch_start, or leave "
-                "fold_frozen_bn out."
+                f"fold_frozen_bn=True, but none of {len(links)} batch norms behind a convolution is in evaluation "
+                f"mode{first}. Call .eval() on them before the fit or in on_train_epoch_start, or leave out "
+                "fold_frozen_bn."
             )
         handle = fold_frozen_batch_norm(frozen)
         self._undos.append(handle.remove)
@@ -194,8 +194,8 @@ class Fusion:
             others = ", ".join(sorted({type(link.consumer).__name__ for link in links})) or "none"
             raise ValueError(
                 "abn='invert' needs batch norms whose only reader is a LeakyReLU, ELU or Identity; activations found "
-                f"behind batch norms: {others}. Others cannot be inverted: ReLU drops what is below zero. Leave abn "
-                "out: recomputation saves the same and needs no inverse."
+                f"behind batch norms: {others}. Others cannot be inverted: ReLU drops negative values. Leave out abn: "
+                "recomputation saves the same and needs no inverse."
             )
         handle, refused = apply_inplace_abn_where_safe(chosen)
         if not handle.num_links:
@@ -203,7 +203,7 @@ class Fusion:
             raise ValueError(f"abn='invert': {name!r} cannot be inverted: {refused[0]}")
         self._undos.append(handle.remove)
         self._checked.append(handle)
-        left = f"; {len(refused)} are left as they are, the first because {refused[0]}" if refused else "."
+        left = f"; {len(refused)} are skipped, the first because {refused[0]}" if refused else "."
         self._tell(f"inverts {handle.num_links} activations behind batch norms{left}")
 
     def _summarise(self) -> None:
@@ -217,11 +217,11 @@ class Fusion:
             return
         whole = format_bytes(report.dropped_bytes + report.kept_bytes)
         self._tell(
-            f"keeps {format_bytes(report.kept_bytes)} of {whole} for the backward: {report.num_dropped} tensors "
-            "are made again."
+            f"saves {format_bytes(report.kept_bytes)} instead of {whole} for backward: {report.num_dropped} tensors "
+            "are recomputed."
         )
         for operator, count in report.differing.items():
-            self._tell(f"keeps {count} results of {operator}: a second run gave other bits.")
+            self._tell(f"saves {count} results of {operator}: their recomputation is not exact.")
 
     def _name(self, module: nn.Module) -> str:
         names: dict[nn.Module, str] = {member: name for name, member in self._module.named_modules()}

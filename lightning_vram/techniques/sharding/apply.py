@@ -343,9 +343,9 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 
 
 _OTHER_ORDER = (
-    "Another rank has called other sharded layers than this one, or in another order: FSDP2 gathers a layer on all "
-    "ranks at once, and has mixed them up. Let every rank call the same layers (LayerDrop: from the same seed), or let "
-    "`wrap` name the class of what holds the layers that ranks choose from."
+    "Another rank called other sharded layers than this one, or in another order: FSDP2 all-gathers each layer on all "
+    "ranks at once, and mixed them up. Make all ranks call the same layers (LayerDrop: use the same seed), or pass the "
+    "class of the module that contains these layers as `wrap`."
 )
 
 
@@ -461,9 +461,9 @@ class NarrowTrial:
             if needs_width:
                 if not lane.is_on_trial:
                     warnings.warn(
-                        f"The layer of the weight {lane.parameters[0].name!r} was called more often before a backward "
-                        "than in the batches before, and the gradients of its calls were added in 16 bit, this once. "
-                        "From now on its weights travel in 32 bit.",
+                        f"The layer of weight {lane.parameters[0].name!r} was called more often before a backward "
+                        "than in earlier batches: in this step its gradients were added in 16 bit. From now on its "
+                        "weights are transferred in 32 bit. FSDPOffloadStrategy(narrow_transfers=False) avoids this.",
                         stacklevel=2,
                     )
                 self._end(lane)

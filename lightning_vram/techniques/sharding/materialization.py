@@ -114,8 +114,8 @@ def _settle(owners: set[nn.Module], fresh: list[Tensor], *, uninitialized_ok: bo
     if missed and not uninitialized_ok:
         shown = ", ".join(f"{kind} ({name})" for kind, name in sorted(missed.items())[:_SHOWN_CLASSES])
         raise TypeError(
-            f"Parameters or buffers on the meta device have no first values: {shown}. "
-            "Define reset_parameters() in these classes so that it fills all of them, or build them on the CPU."
+            f"Parameters or buffers on the meta device have no initial values: {shown}. "
+            "Define reset_parameters() in these classes, or build them on the CPU."
         )
 
 

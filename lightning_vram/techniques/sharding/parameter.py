@@ -251,8 +251,8 @@ class ShardedParameter(ParameterBase):
         if is_mutable(function):
             if shard.device_mesh.size() > 1:
                 raise RuntimeError(
-                    f"Parameter {self.name!r} was written by way of an optimizer's param_groups within a step, in "
-                    "which the ranks compute with a copy of it. Write to the parameters of the module instead."
+                    f"Parameter {self.name!r} was written through optimizer.param_groups during a step, in which the "
+                    "ranks compute with a copy of it. Write to the parameters of the module instead."
                 )
             whole.copy_(local_part_of(shard))
             self._version = count_writes(whole)
@@ -269,8 +269,8 @@ class ShardedParameter(ParameterBase):
         shard: Any = self.sharded_param
         if shard.device_mesh.size() > 1 and getattr(self.module, "max_norm", None) is not None:
             raise RuntimeError(
-                f"The embedding of parameter {self.name!r} has a max_norm, by which each rank scales the rows of its "
-                "own batch: the ranks would no longer agree. Train on one device, or leave max_norm out."
+                f"The embedding of parameter {self.name!r} has max_norm, with which each rank scales the rows of its "
+                "own batch: the ranks would diverge. Train on one device, or leave max_norm out."
             )
         self.lane.open()
         local = local_part_of(shard)
@@ -283,9 +283,8 @@ class ShardedParameter(ParameterBase):
         """Refuse a parameter that was put in place of the shard, which FSDP2 would drop."""
         if self.is_shard and own_parameters(self.module).get(self.key) is not self.sharded_param:
             raise RuntimeError(
-                f"Parameter {self.name!r} was replaced by another one while it is sharded, "
-                "which would not be used. Copy values into it under torch.no_grad() instead; not with functional_call "
-                "or assign=True."
+                f"Parameter {self.name!r} was replaced while it is sharded, so the new parameter would be ignored. "
+                "Copy values into it under torch.no_grad() instead; functional_call and assign=True replace it."
             )
 
     def _send(self, gradient: Tensor) -> Tensor:

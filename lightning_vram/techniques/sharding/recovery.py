@@ -34,13 +34,13 @@ def discard_failed_iteration(module: nn.Module) -> None:
         return
     if not can_recover():
         raise RuntimeError(
-            "An FSDP2 model cannot go on after a failed forward or backward before PyTorch 2.13: "
+            "An FSDP2 model cannot continue after a failed forward or backward before PyTorch 2.13: "
             "upgrade, or choose a size that fits from the start."
         )
     roots = [part for part in parts if is_root(part)]
     if not roots and any(is_root(part) is False for part in parts):
         raise RuntimeError(
-            f"discard_failed_iteration(module) needs the whole FSDP2 model, got a part of one: {type(module).__name__}."
+            f"discard_failed_iteration(module) needs the whole FSDP2 model, got a submodule: {type(module).__name__}."
         )
     for root in roots:
         root.reset_iter_state()

@@ -26,8 +26,8 @@ class ReleasedParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse: an empty tensor would go through most computations without a word."""
         raise RuntimeError(
-            "A parameter is used that was taken from the module before it was sharded, and is empty while it is. Take "
-            "it from the module where you need it, such as self.layer.weight, rather than from a list made earlier."
+            "A parameter stored before the module was sharded is empty now. Read it from the module when you need "
+            "it, for example self.layer.weight, instead of from a list made earlier."
         )
 
 

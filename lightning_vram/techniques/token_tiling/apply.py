@@ -164,5 +164,5 @@ def _structural_reason(module: nn.Module) -> str:
         if isinstance(part, _MIXING):
             return f"has a {type(part).__name__}"
         if name and has_hooks(part, SEE_INPUT):
-            return f"has a hook on {name}, as of FSDP2 or yours, which would see tiles"
+            return f"has a hook on {name} (of FSDP2, or yours), which would see tiles"
     return ""

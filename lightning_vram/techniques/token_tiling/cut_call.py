@@ -90,12 +90,12 @@ def cut_call(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[CutCall
     tensors = [leaves[place] for place in places]
     others = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_VALUES))]
     if others:
-        return f"is given a {type(others[0]).__name__}"
+        return f"gets a {type(others[0]).__name__}"
     if any(type(tensor) not in PLAIN_TYPES or not is_strided(tensor) for tensor in tensors):
-        return "is given tensors of another class"
+        return "gets a tensor subclass or sparse tensor"
     first = next((one for one in tensors if one.is_floating_point() and one.dim() >= MIN_DIMS), None)
     if first is None or not first.numel():
-        return "is given no floating tensor with tokens"
+        return "gets no floating-point tensor with tokens"
     dim = first.dim() - 2
     begin = first.shape[: dim + 1]
     values = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)

@@ -59,12 +59,12 @@ def ask_operators(body: Body, call: CutCall, tensors: list[Tensor]) -> str:
         with detect_fake_mode(parts) or nullcontext(), _Watch(prime, parts) as watch:
             results, _ = body.having(parameters, lambda parts=parts: body.run(call.arguments(parts)))  # type: ignore[misc]
         if not results or not all(isinstance(one, Tensor) for one in results):
-            raise NotAlone("returns something else than tensors")
+            raise NotAlone("returns values other than tensors")
         if any(one.dim() <= call.dim or one.shape[call.dim] != prime for one in results):
-            raise NotAlone("returns a tensor that has not as many tokens as its input")
+            raise NotAlone("returns a tensor with another number of tokens than its input")
         traces.append(watch.trace)
     if len(traces) != 2 or traces[0] != traces[1]:
-        raise NotAlone("computes with how many tokens there are")
+        raise NotAlone("depends on the number of tokens")
     return "by its operators"
 
 
@@ -89,16 +89,16 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = {self._tokens(one, has_suffix=is_view) for one in iterate_tensors((*args, *kwargs.values()))} - {None}
         for one in iterate_written(func, args, kwargs):
             if self._tokens(one) is None or storage_address(one) in self._inputs:
-                raise NotAlone(f"writes by {name} into what it is given")
+                raise NotAlone(f"writes to its input in {name}")
         is_drawn = torch.Tag.nondeterministic_seeded in func.tags
         if not before and (is_drawn or name == "lift_fresh"):
-            raise NotAlone(f"makes numbers by {name}")
+            raise NotAlone(f"creates values in {name}")
         if before and not (self._keeps_rows(func, args, kwargs) or (is_drawn and name in DRAWS)):
             raise NotAlone(f"has {name}")
         result = func(*args, **kwargs)
         made = list(iterate_tensors((result,)))
         if len(before) > 1 or {self._tokens(one, has_suffix=is_view) for one in made} != (before or {None}):
-            raise NotAlone(f"mixes tokens by {name}")
+            raise NotAlone(f"mixes tokens in {name}")
         leaves = () if is_view or name in _NAMING_SIZES else flatten_arguments((args, kwargs))[0]
         values = [repr(leaf) for leaf in leaves if not isinstance(leaf, Tensor)]
         sizes = [[-(size // self._prime) if size % self._prime == 0 else size for size in one.shape] for one in made]

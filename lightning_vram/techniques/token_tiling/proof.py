@@ -64,7 +64,7 @@ def prove(module: nn.Module, body: Body, call: CutCall, tensors: list[Tensor]) -
     except NotAlone as why:
         return False, str(why)
     except Exception as error:  # code of others, on fewer tokens than it may know
-        return False, f"does not run on some of its tokens alone ({type(error).__name__})"
+        return False, f"fails on a sample of its tokens ({type(error).__name__})"
 
 
 def _watch(module: nn.Module, state: ForwardState, has_values: bool, ask: Callable[[], str]) -> str:  # noqa: FBT001
@@ -77,9 +77,9 @@ def _watch(module: nn.Module, state: ForwardState, has_values: bool, ask: Callab
     changed = [name for (name, one), copy in zip(tensors, before, strict=True) if not is_same(one, copy)]
     changed += [name for one, then in parts for name in _changed(then, _contents(one))]
     if changed:
-        raise NotAlone(f"keeps something of its call, {changed[0]!r}")
+        raise NotAlone(f"stores something of its call in {changed[0]!r}")
     if state.settle():
-        raise NotAlone("draws random numbers of Python or NumPy")
+        raise NotAlone("draws random numbers from Python or NumPy")
     return reason
 
 
@@ -105,7 +105,7 @@ def _compare(runs: Runs) -> str:
     for one, other in zip(runs.run(every, place)[0], whole, strict=True):
         if one.is_floating_point() and not torch.equal(one[others].isnan(), other[others].isnan()):
             raise NotAlone("mixes tokens")
-    return "to the bit" if is_exact else "to rounding"
+    return "exact" if is_exact else "lossless"
 
 
 def _compare_gradients(runs: Runs) -> None:
@@ -117,7 +117,7 @@ def _compare_gradients(runs: Runs) -> None:
 
 
 def _agree(
-    ones: list[Tensor], others: list[Tensor], why: str = "mixes tokens, or reads their places", slack: int = 1
+    ones: list[Tensor], others: list[Tensor], why: str = "mixes tokens, or depends on their positions", slack: int = 1
 ) -> bool:
     """Whether they are the same to the bit."""
     is_exact = True

@@ -42,14 +42,14 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if "attention" in name:  # of which some say that they draw
             raise NotAlone("has attention inside")
         if (name in _CONVOLUTIONS or name == "roll") and 2 * _reach(name, args) > self._num_tokens:
-            raise NotAlone(f"mixes tokens that are far from one another, by {name}")
+            raise NotAlone(f"mixes distant tokens in {name}")
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         if func is _DROPOUT:
             self.num_drawn.append(args[0].numel())
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         if name not in DRAWS:
-            raise NotAlone(f"draws random numbers by {name}")
+            raise NotAlone(f"draws random numbers in {name}")
         result = func(*args, **kwargs)
         self.num_drawn.append(result.numel())
         return result.fill_(1)
@@ -84,11 +84,11 @@ class Runs:
         if not all(
             version_of(one) == then and is_same(one, copy) for one, (copy, then) in zip(tensors, before, strict=True)
         ):
-            raise NotAlone("writes into its input")
+            raise NotAlone("writes to its input")
         if not results or not all(isinstance(one, Tensor) for one in results):
-            raise NotAlone("returns something else than tensors")
+            raise NotAlone("returns values other than tensors")
         if any(one.dim() <= dim or one.shape[dim] != num for one in results):
-            raise NotAlone("returns a tensor that has not as many tokens as its input")
+            raise NotAlone("returns a tensor with another number of tokens than its input")
         return [one.movedim(dim, 0) for one in results], watch.num_drawn
 
     def _run(self, arguments: Any) -> Any:
@@ -121,9 +121,9 @@ class Runs:
         if is_kept() is not None:
             gc.collect()  # it may be no more than a cycle
         if is_kept() is not None:
-            raise NotAlone("keeps something of its call outside of itself, such as a loss")
+            raise NotAlone("stores something of its call outside itself, such as a loss")
         if state.run(self._needs_gradient):
-            raise NotAlone("computes with a tensor that needs a gradient and is no parameter or input of it")
+            raise NotAlone("uses a tensor that requires a gradient and is neither its parameter nor its input")
 
     def _needs_gradient(self) -> bool:
         results: list[Any] = []

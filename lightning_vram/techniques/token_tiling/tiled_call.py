@@ -253,10 +253,7 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "TokenTiling: gradients of gradients (create_graph=True) are not computed in tiles. Leave TokenTiling "
-                "out."
-            )
+            raise RuntimeError("TokenTiling does not support gradients of gradients (create_graph=True). Leave it out.")
         tensors, call = ctx.saved_tensors, ctx.call
         if not retains_graph():
             ctx.call = None  # its state holds what the module held

@@ -201,4 +201,5 @@ def _host(items: Items) -> Iterator[str]:
     ):
         if rows := items.get(item):
             yield f"**`{item}`**"
-            yield _table([("case", lambda row, base: "PCIe copy" if row["name"] == "bus" else row["name"]), *columns], rows, {})
+            case = ("case", lambda row, base: "PCIe copy" if row["name"] == "bus" else row["name"])
+            yield _table([case, *columns], rows, {})

@@ -34,13 +34,13 @@ CALLBACK = "ActivationCheckpointing"
         ),
         pytest.param(
             {"remedies": BOTH}, ValueError,
-            f"{CALLBACK}(remedies) says how a budget is kept, got ('recompute', 'offload') without budget. "
-            "Give budget=.", id="no budget",
+            f"{CALLBACK}(remedies) needs a budget to meet, got ('recompute', 'offload') without one. "
+            "Set budget='6GiB'.", id="no budget",
         ),
         pytest.param(
             {"budget": "1GiB", "offload_bytes": "1GiB"}, ValueError,
-            f"{CALLBACK}(offload_bytes='1GiB') limits what is offloaded, and nothing is. "
-            "Give remedies=('recompute', 'offload').", id="no offload",
+            f"{CALLBACK}(offload_bytes='1GiB') limits offload, which is off. "
+            "Set remedies=('recompute', 'offload').", id="no offload",
         ),
     ],
 )  # fmt: skip
@@ -106,13 +106,13 @@ def test_weights_are_those_of_the_plain_run_to_the_bit():
 
 def test_on_the_host_nothing_is_gained():
     callback = ActivationCheckpointing(layers="layers.*", budget="24MiB", remedies=BOTH)
-    with pytest.raises(MisconfigurationException, match=r"but the model is on the host: nothing is gained\. Leave"):
+    with pytest.raises(MisconfigurationException, match=r"but the model is on the CPU: nothing is saved\. Leave"):
         fit(Model(), callback)
 
 
 def test_two_that_offload_are_refused():
     callback = ActivationCheckpointing(layers="layers.*", budget="24MiB", remedies=BOTH, offload_bytes="16MiB")
-    with pytest.raises(MisconfigurationException, match=r"and does not work with ActivationOffload\. Leave out one"):
+    with pytest.raises(MisconfigurationException, match=r"does not work with ActivationOffload\. Remove one"):
         fit(Model(), callback, ActivationOffload())
 
 

@@ -137,7 +137,7 @@ def test_refuses_to_measure_where_ddp_counts_backwards(make_trainer, monkeypatch
     message = (
         "ActivationCompression(gradient_cosine_every_n_batches) does not work with DDPStrategy(static_graph=True): "
         "DDP learns the graph from the first backward and would no longer average gradients. Leave static_graph out, "
-        "or measure in a run of its own."
+        "or measure in a separate run."
     )
     with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
         ActivationCompression(lossy="int8", gradient_cosine_every_n_batches=1).setup(trainer, LitTiny(TinyCNN()), "fit")
@@ -200,14 +200,14 @@ def test_the_loss_is_scaled_as_for_the_backward(make_trainer, monkeypatch):
         ({"lossless": 1}, TypeError, r"^ActivationCompression\(lossless\) must be True or False, got 1"),
         ({"lossless": False}, ValueError, r"^ActivationCompression\(lossless=False, lossy=None\) does nothing"),
         ({"lossy": "int4"}, ValueError, r"^ActivationCompression\(lossy\) must be one of .* got 'int4'"),
-        ({"layers": "net"}, ValueError, r"^ActivationCompression\(layers\) is for lossy='bf16', 'fp8' or 'int8'"),
+        ({"layers": "net"}, ValueError, r"^ActivationCompression\(layers\) needs lossy='bf16', 'fp8' or 'int8'"),
         ({"lossy": "int8", "layers": []}, ValueError, r"^ActivationCompression\(layers\) must name at least one"),
         ({"lossy": "int8", "block_size": 0}, ValueError, r"^ActivationCompression\(block_size\) must be at least 1"),
         ({"min_bytes": "much"}, ValueError, r"^ActivationCompression\(min_bytes\) must be a number and one of"),
         (
             {"gradient_cosine_every_n_batches": 5},
             ValueError,
-            r"^ActivationCompression\(gradient_cosine_every_n_batches\) is for lossy=",
+            r"^ActivationCompression\(gradient_cosine_every_n_batches\) needs lossy=",
         ),
         (
             {"lossy": "int8", "gradient_cosine_every_n_batches": 0},

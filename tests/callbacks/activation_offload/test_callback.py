@@ -15,7 +15,7 @@ from support.helpers import CASES, LitManual, LitTiny, TinyCNN, TinyGPT, assert_
 from lightning_vram import ActivationCheckpointing, ActivationCompression, ActivationOffload, InPlaceFusion
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:ActivationOffload moves activations:UserWarning"),
+    pytest.mark.filterwarnings("ignore:ActivationOffload offloads to host memory:UserWarning"),
     pytest.mark.filterwarnings("ignore:InPlaceFusion found nothing to save:UserWarning"),  # in checkpointed layers
 ]
 
@@ -161,8 +161,8 @@ def test_says_what_travels(make_trainer, monkeypatch):
     monkeypatch.setattr("lightning_vram.callbacks.activation_offload.callback.rank_zero_info", said.append)
     make_trainer(callbacks=[offload()]).fit(LitTiny(TinyGPT()))
     (sentence,) = said
-    assert sentence.startswith("ActivationOffload moves ")
-    assert " per step off the device in " in sentence
+    assert sentence.startswith("ActivationOffload offloads ")
+    assert " per step in " in sentence
     assert "1.00 MiB of host memory" in sentence
 
 
@@ -174,8 +174,8 @@ def test_says_what_the_bus_carries_once(make_trainer, monkeypatch):
     _, sentence = said
     number = r"[\d.e+]+"
     assert re.fullmatch(
-        rf"ActivationOffload: the bus carries {number} [KMG]iB in the forward's {number} ms: "
-        rf"of ({number} KiB) saved, \1 travel\.",
+        rf"ActivationOffload: PCIe transfers {number} [KMG]iB in the forward's {number} ms: "
+        rf"({number} KiB) of \1 are offloaded\.",
         sentence,
     )
 
@@ -189,7 +189,7 @@ def test_on_the_host_nothing_travels_without_a_slowdown(make_trainer):
 
 
 def test_warns_on_the_host(make_trainer):
-    with pytest.warns(UserWarning, match="ActivationOffload moves activations from the device to the host, but"):
+    with pytest.warns(UserWarning, match="ActivationOffload offloads to host memory, but the model is on the CPU"):
         make_trainer(callbacks=[offload()], max_steps=1).fit(LitTiny(TinyCNN()))
 
 

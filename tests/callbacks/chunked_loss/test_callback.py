@@ -166,8 +166,8 @@ def test_a_loss_that_needs_whole_logits_runs_plainly_and_is_told_of_once(fit, ca
     found = fit(Summing, is_chunked=True)
     (message,) = [one.getMessage() for one in caplog.records if one.getMessage().startswith("ChunkedLoss")]
     assert message == (
-        "ChunkedLoss: cumsum needs all logits of net.head at once, which are made for it. They stay in chunks for "
-        "cross_entropy, nll_loss, kl_div, log_softmax with gather, logsumexp and sums along the classes."
+        "ChunkedLoss: cumsum needs the whole logits of net.head, which are computed for it. These run in chunks: "
+        "cross_entropy, nll_loss, kl_div, log_softmax with gather, logsumexp and sums over classes."
     )
     assert_near(found, fit(Summing, is_chunked=False), 0)
 
@@ -175,14 +175,14 @@ def test_a_loss_that_needs_whole_logits_runs_plainly_and_is_told_of_once(fit, ca
 def test_a_model_without_a_head_is_refused(make_trainer):
     with pytest.raises(
         MisconfigurationException,
-        match=r"^ChunkedLoss: No head found: no nn\.Linear has as many results as an nn\.Embedding has entries\. "
+        match=r"^ChunkedLoss: No head found: no nn\.Linear has as many outputs as an nn\.Embedding has entries\. "
         r"Name it: ChunkedLoss\(heads='net\.head'\), as in named_modules\(\)\.$",
     ):
         make_trainer(callbacks=[ChunkedLoss()]).fit(LitTiny(TinyCNN()))
 
 
 def test_two_are_refused(make_trainer):
-    with pytest.raises(MisconfigurationException, match=r"^Two ChunkedLoss in one Trainer: give one several heads=\.$"):
+    with pytest.raises(MisconfigurationException, match=r"^Two ChunkedLoss in one Trainer: pass all heads to one\.$"):
         make_trainer(callbacks=[ChunkedLoss(), ChunkedLoss()]).fit(LitTiny(TinyGPT()))
 
 

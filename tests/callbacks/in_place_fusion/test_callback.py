@@ -113,8 +113,8 @@ def test_it_tells_once_what_it_keeps(make_trainer, messages):
     activation is read by mean alone. Ours keeps norm inputs, the images (3 KiB) and the features (128 bytes)."""
     fit(LitStack(), make_trainer, InPlaceFusion(min_bytes=256))
     (message,) = messages()
-    assert message.startswith("InPlaceFusion keeps 27.")
-    assert message.endswith("5 tensors are made again.")
+    assert message.startswith("InPlaceFusion saves 27.")
+    assert message.endswith("5 tensors are recomputed.")
 
 
 @pytest.mark.quick_sample(3)
@@ -143,7 +143,9 @@ def test_activations_are_in_place_during_the_fit_and_not_after_it(make_trainer, 
     fit(model, make_trainer, InPlaceFusion(inplace=True))
     assert seen == [False, True, True, True, True, True]
     assert not model.net.body[0][2].inplace
-    assert any(message.startswith("InPlaceFusion runs 3 activations in place: ") for message in messages())
+    assert any(
+        message.startswith("InPlaceFusion runs 3 activations in place, which allocates ") for message in messages()
+    )
 
 
 def test_the_mode_that_is_gone_warns_and_does_what_auto_does():
@@ -183,9 +185,9 @@ def test_folding_norms_in_training_mode_is_refused(make_trainer):
     with pytest.raises(MisconfigurationException) as raised:
         fit(LitStack(), make_trainer, InPlaceFusion(fold_frozen_bn=True))
     assert str(raised.value) == (
-        "InPlaceFusion: fold_frozen_bn=True, but of 3 batch norms that read a convolution alone none is in evaluation "
-        "mode, the first is 'net.body.0.1'. Call .eval() on them before the fit or in on_train_epoch_start, or leave "
-        "fold_frozen_bn out."
+        "InPlaceFusion: fold_frozen_bn=True, but none of 3 batch norms behind a convolution is in evaluation mode, "
+        "the first is 'net.body.0.1'. Call .eval() on them before the fit or in on_train_epoch_start, or leave out "
+        "fold_frozen_bn."
     )
 
 
@@ -195,7 +197,7 @@ def test_inverting_relu_is_refused(make_trainer):
         fit(model, make_trainer, InPlaceFusion(abn="invert"))
     assert str(raised.value) == (
         "InPlaceFusion: abn='invert' needs batch norms whose only reader is a LeakyReLU, ELU or Identity; activations "
-        "found behind batch norms: ReLU. Others cannot be inverted: ReLU drops what is below zero. Leave abn out: "
+        "found behind batch norms: ReLU. Others cannot be inverted: ReLU drops negative values. Leave out abn: "
         "recomputation saves the same and needs no inverse."
     )
     assert type(model.net.body[0][1]) is nn.BatchNorm2d
@@ -334,7 +336,7 @@ def test_what_custom_functions_hide_is_counted_and_left_alone(make_trainer, mess
     ours = fit(Hiding(), make_trainer, InPlaceFusion(min_bytes=0))
     assert_equal_weights(ours, fit(Hiding(), make_trainer))
     assert messages()[0] == (
-        "InPlaceFusion leaves 64 B alone that 1 custom autograd functions hold in attributes of ctx instead of "
+        "InPlaceFusion cannot drop 64 B that 1 custom autograd functions hold in attributes of ctx instead of "
         "ctx.save_for_backward()."
     )
 
@@ -413,7 +415,7 @@ def test_a_path_that_changes_is_refused_where_it_would_be_wrong(make_trainer, op
                 return (y if self.frozen else stage[1](y)).square().mean()
             return stage[2](stage[1](y)).square().mean()
 
-    with pytest.raises(MisconfigurationException, match="did not go where it went in the first step"):
+    with pytest.raises(MisconfigurationException, match="went elsewhere than in the first step"):
         fit(Changing(nn.LeakyReLU, frozen="fold_frozen_bn" in options), make_trainer, InPlaceFusion(**options))
 
 
@@ -436,7 +438,7 @@ def test_it_looks_again_when_other_parameters_are_trained(make_trainer, messages
     with pytest.warns(UserWarning, match="InPlaceFusion found nothing"):
         ours = fit(Thawing(), make_trainer, InPlaceFusion(min_bytes=512))
     assert_equal_weights(ours, plain)
-    assert any("InPlaceFusion keeps" in message for message in messages())
+    assert any("InPlaceFusion saves" in message for message in messages())
 
 
 def test_inverted_activations_may_be_in_place_already(make_trainer, messages):
@@ -459,9 +461,7 @@ def test_norms_that_cannot_be_inverted_are_left_as_they_are(make_trainer, messag
 
     fit(Small(), make_trainer, InPlaceFusion(abn="invert"))
     (message,) = (message for message in messages() if message.startswith("InPlaceFusion inverts"))
-    assert message.startswith(
-        "InPlaceFusion inverts 2 activations behind batch norms; 1 are left as they are, the first"
-    )
+    assert message.startswith("InPlaceFusion inverts 2 activations behind batch norms; 1 are skipped, the first")
 
 
 def test_a_second_fit_of_the_same_callback_starts_anew(make_trainer):

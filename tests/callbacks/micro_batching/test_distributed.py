@@ -177,7 +177,8 @@ def test_a_rank_that_hangs_ends_the_others_after_the_timeout_of_the_strategy(mak
     with pytest.raises(ProcessRaisedException, match="Process 1 terminated") as caught:
         make_trainer(callbacks=[MicroBatching("auto")], strategy=strategy, devices=2).fit(Hanging())
     assert (
-        "RankAgreementError: Rank 1 waited for a decision of all ranks, and one did not come within 2 s or is gone"
+        "RankAgreementError: Rank 1 waited for a decision of all ranks, but another rank did not answer within 2 s or "
+        "has died"
     ) in str(caught.value)
 
 

@@ -181,18 +181,18 @@ def test_what_runs_in_tiles_is_told(make_trainer, caplog):
         make_trainer(callbacks=[callback]).fit(Lit(Net()))
     told = [one.getMessage() for one in caplog.records if one.getMessage().startswith("TokenTiling")]
     assert told == [
-        "TokenTiling: in tiles run 'net.blocks.0.mlp', 'net.blocks.1.mlp'; on some tokens alone they agree to "
-        f"{'the bit' if 'the bit' in told[0] else 'rounding'}. 2 modules that were asked are left alone.",
-        "TokenTiling: nothing runs in tiles: no module that treats tokens alone got more tokens than a tile has. "
-        "Name layers, or a smaller tile.",
+        "TokenTiling runs 'net.blocks.0.mlp', 'net.blocks.1.mlp' in tiles; on a sample of tokens the results are "
+        f"{'exact' if 'exact' in told[0] else 'lossless'}. 2 other modules that were checked are not tiled.",
+        "TokenTiling has no effect: no module that treats each token independently got more tokens than one tile. "
+        "Name layers, or use a smaller tile.",
     ]
 
 
 def test_a_named_layer_that_mixes_tokens_is_refused(make_trainer):
     with pytest.raises(
         MisconfigurationException,
-        match=r"^TokenTiling\(layers\): net\.blocks\.0 cannot run in tiles: it "
-        r"(mixes tokens, or reads their places|has attention inside)\. "
+        match=r"^TokenTiling\(layers\): net\.blocks\.0 cannot be tiled: it "
+        r"(mixes tokens, or depends on their positions|has attention inside)\. "
         r"Leave it out, or use layers='auto'\.$",
     ):
         make_trainer(callbacks=[TokenTiling("net.blocks.*", tile=5)]).fit(Lit(Net()))
@@ -201,9 +201,7 @@ def test_a_named_layer_that_mixes_tokens_is_refused(make_trainer):
 def test_bad_arguments_are_refused(make_trainer):
     with pytest.raises(ValueError, match=r"^TokenTiling\(tile\) must be at least 1, got 0\.$"):
         TokenTiling(tile=0)
-    with pytest.raises(
-        MisconfigurationException, match=r"^Two TokenTiling in one Trainer: give one several layers=\.$"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"^Two TokenTiling in one Trainer: pass all layers to one\.$"):
         make_trainer(callbacks=[TokenTiling(), TokenTiling()]).fit(Lit(Net()))
     with pytest.raises(MisconfigurationException, match=r"^TokenTiling: layers='none' matches no module or class of "):
         make_trainer(callbacks=[TokenTiling("none")]).fit(Lit(Net()))

@@ -112,9 +112,9 @@ def test_a_host_that_is_too_small_is_refused_and_nothing_is_taken(arena, monkeyp
     held = arena.take(10)
     monkeypatch.setattr(host_arena, "available_host_bytes", lambda: GIB + 5 * MIB)
     message = (
-        "activation offload needs 6.00 MiB of host memory beside the 1.00 MiB it has, but 1.00 GiB are available, of "
-        'which 1.00 GiB must stay free. Set disk_path to a folder on a fast disk, set compress="bf16", use a smaller '
-        "batch, or checkpoint layers as well."
+        "activation offload needs 6.00 MiB of host memory in addition to 1.00 MiB, but 1.00 GiB are available, of "
+        "which 1.00 GiB must stay free. Set disk_path to a folder on a fast disk, set "
+        'compress="bf16", use a smaller batch, or add ActivationCheckpointing.'
     )
     with pytest.raises(RuntimeError) as error:
         arena.take(6 * MIB)

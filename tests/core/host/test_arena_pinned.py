@@ -75,8 +75,8 @@ def test_what_cuda_does_not_take_stays_unpinned_with_one_warning(runtime, pinned
     monkeypatch.setattr(torch, "ones", lambda *shape, device: None)
     with pytest.warns(
         UserWarning,
-        match=r"^CUDA could not pin 1\.00 MiB of host memory \(cudaHostRegister\): it stays unpinned, and so may what "
-        r"is taken after it\. Copies from and to it do not go on beside the computation\.$",
+        match=r"^CUDA could not pin 1\.00 MiB of host memory \(cudaHostRegister\): it stays unpinned, so its "
+        r"copies do not overlap with computation\. Later allocations may stay unpinned, too\.$",
     ):
         tensor = make_host_tensor(2**18, torch.float32, pin_memory=True)
     assert tensor.shape == (2**18,)

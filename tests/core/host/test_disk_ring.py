@@ -70,7 +70,7 @@ def test_space_is_used_again_and_staging_is_bounded(ring) -> None:
 def test_a_folder_that_is_none_is_refused(tmp_path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "missing", tmp_path / "file"):
-        with pytest.raises(ValueError, match=r"^disk_path must be a folder that exists, got '.*'\.$"):
+        with pytest.raises(ValueError, match=r"^disk_path must be an existing folder, got '.*'\.$"):
             DiskRing(path, pin_memory=False)
 
 
@@ -82,8 +82,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch) ->
     with pytest.raises(RuntimeError) as error:
         DiskRing(tmp_path, pin_memory=False)
     assert str(error.value) == (
-        f"disk_path='{tmp_path}': no file can be made there ([Errno 13] Permission denied). "
-        "Name a folder that can be written to."
+        f"disk_path='{tmp_path}': cannot create a file there ([Errno 13] Permission denied). Name a writable folder."
     )
 
 
@@ -93,8 +92,8 @@ def test_a_full_disk_is_refused_before_anything_is_written(ring, tmp_path, monke
     with pytest.raises(RuntimeError) as error:
         write(ring, 2 * MIB)
     assert str(error.value) == (
-        f"disk_path='{tmp_path}' needs 2.00 MiB beside the 1.00 MiB it has, but 1.00 MiB are free there. Free some, "
-        'name a folder on another disk, set compress="bf16", or use a smaller batch.'
+        f"disk_path='{tmp_path}' needs 2.00 MiB in addition to 1.00 MiB, but 1.00 MiB are free. Free some "
+        'space, name a folder on another disk, set compress="bf16", or use a smaller batch.'
     )
     monkeypatch.undo()
     assert torch.equal(read(block, 1000), source)
@@ -110,7 +109,7 @@ def test_a_disk_that_cannot_reserve_space_is_refused_or_believed(ring, monkeypat
 
     monkeypatch.setattr(disk_file.os, "posix_fallocate", refuse, raising=False)
     monkeypatch.setattr(disk_file.shutil, "disk_usage", lambda _: SimpleNamespace(free=GIB))
-    with pytest.raises(RuntimeError, match=r"but 1\.00 GiB are free there"):
+    with pytest.raises(RuntimeError, match=r"but 1\.00 GiB are free\."):
         write(ring, 1000)
     code = errno.EOPNOTSUPP
     block, source = write(ring, 1000)
@@ -133,8 +132,9 @@ def test_what_goes_wrong_in_the_thread_is_raised_at_the_next_call(ring, tmp_path
     with pytest.raises(RuntimeError) as error:
         use()
     assert str(error.value) == (
-        f"disk_path='{tmp_path}': offloaded activations could not be written or read ([Errno 5] Input/output error). "
-        "This step is lost, and so is each further one until it is closed; name a folder on another disk."
+        f"disk_path='{tmp_path}': offloaded activations could not be written or read ([Errno 5] "
+        f"Input/output error). This step and all further steps of the run fail; name a folder on another "
+        f"disk."
     )
     with pytest.raises(RuntimeError, match="could not be written or read"):
         write(ring, 1)
@@ -159,7 +159,7 @@ def test_closed_it_says_so_and_its_thread_is_gone(ring, tmp_path) -> None:
     for call in (lambda: write(ring, 1), lambda: read(block, 1000)):
         with pytest.raises(RuntimeError) as error:
             call()
-        assert str(error.value) == f"disk_path='{tmp_path}': closed already, what was offloaded there is gone."
+        assert str(error.value) == f"disk_path='{tmp_path}': already closed; the offloaded activations are gone."
     assert not thread.is_alive()
 
 
@@ -234,5 +234,5 @@ def test_staging_buffers_are_not_lost(ring, monkeypatch, error: type[BaseExcepti
 def test_a_disk_that_writes_nothing_is_broken(ring, monkeypatch) -> None:
     monkeypatch.setattr(disk_file.os, "pwritev", lambda *_: 0)
     block, _ = write(ring, 1000)
-    with pytest.raises(OffloadError, match="nothing can be read or written at byte 0"):
+    with pytest.raises(OffloadError, match="cannot read or write at byte 0"):
         read(block, 1000)

@@ -96,7 +96,7 @@ def test_stop_ends_the_thread_after_what_was_given(worker):
     assert not worker._thread.is_alive()
     worker.stop()
     worker.drain()
-    with pytest.raises(RuntimeError, match=r"^The thread 'a worker' has ended with jobs to do: was the process "):
+    with pytest.raises(RuntimeError, match=r"^The thread 'a worker' ended with unfinished jobs: was the process "):
         worker.check_alive()
 
 
@@ -104,7 +104,7 @@ def test_a_ticket_of_a_thread_that_is_gone_does_not_wait_for_ever(worker, monkey
     monkeypatch.setattr(host_worker, "PATIENCE_SECONDS", 0.01)
     worker.stop()
     ticket = worker.submit(nothing)
-    with pytest.raises(RuntimeError, match="has ended with jobs to do"):
+    with pytest.raises(RuntimeError, match="ended with unfinished jobs"):
         ticket.wait()
 
 

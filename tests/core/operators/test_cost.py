@@ -227,28 +227,28 @@ def test_a_name_with_overload_means_that_one(name: str) -> None:
     [
         (
             "aten.mmm",
-            "operators='aten.mmm' is no operator of torch.ops. Close names: {close}. "
-            "Write 'namespace.name' as under torch.ops, and import the library that defines it first.",
+            "operators='aten.mmm' is not an operator of torch.ops. Close names: {close}. Write "
+            "'namespace.name' as under torch.ops, and import the library that defines it first.",
         ),
         (
             "nowhere_xyzzy.flash",
-            "operators='nowhere_xyzzy.flash' is no operator of torch.ops. "
-            "Write 'namespace.name' as under torch.ops, and import the library that defines it first.",
+            "operators='nowhere_xyzzy.flash' is not an operator of torch.ops. Write 'namespace.name' as "
+            "under torch.ops, and import the library that defines it first.",
         ),
         (
             "aten.dot.other",
-            "operators='aten.dot.other' is no operator of torch.ops. "
-            "aten.dot has the overloads 'default', 'out'; write 'aten.dot' for all of them.",
+            "operators='aten.dot.other' is not an operator of torch.ops. aten.dot has the overloads "
+            "'default', 'out'; write 'aten.dot' for all of them.",
         ),
         (
             "addmm",
-            "operators='addmm' is no operator of torch.ops. Close names: {close}. "
-            "Write 'namespace.name' as under torch.ops, and import the library that defines it first.",
+            "operators='addmm' is not an operator of torch.ops. Close names: {close}. Write "
+            "'namespace.name' as under torch.ops, and import the library that defines it first.",
         ),
     ],
 )
 def test_an_unknown_name_is_refused_with_close_ones(name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=r"is no operator of torch\.ops") as caught:
+    with pytest.raises(ValueError, match=r"is not an operator of torch\.ops") as caught:
         resolve_operators([name])
 
     text = str(caught.value)
@@ -263,7 +263,7 @@ def test_an_unknown_name_is_refused_with_close_ones(name: str, message: str) -> 
 
 @pytest.mark.parametrize("name", ["", "aten", "aten.", "aten.mm.default.x", "load_library.x", "aten.__class__"])
 def test_what_is_no_name_of_an_operator_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"is no operator of torch\.ops"):
+    with pytest.raises(ValueError, match=r"is not an operator of torch\.ops"):
         resolve_operators([name])
 
 

@@ -18,15 +18,15 @@ from lightning_vram.core.processes.lost_peers import LostPeerError, naming_lost_
 TIMEOUT = timedelta(seconds=3)
 HERE = f"Rank 0 of 2 on {socket.gethostname()}, step 12, backward,"
 SILENT = (
-    f"{HERE} waited 3 s for another rank, which did not answer: it hangs, has died, or runs other collectives. "
-    "The log of the rank that failed first says why; if it is only slow, set a longer `timeout=`."
+    f"{HERE} waited 3 s for another rank, which did not answer: it hangs, has died, or runs other "
+    f"collectives. See the log of the rank that failed first; if it is only slow, increase `timeout=`."
 )
 
 
 def broken(peer: str) -> str:
     return (
-        f"{HERE} lost {peer}: the connection broke, so it has died, of an error of its own or killed, "
-        "as when its host runs out of memory. The log of the rank that failed first says why."
+        f"{HERE} lost {peer}: the connection broke. It failed with an error, or was killed, for example for "
+        f"lack of host memory. See the log of the rank that failed first."
     )
 
 

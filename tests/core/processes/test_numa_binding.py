@@ -52,7 +52,10 @@ def test_ranks_on_both_nodes_share_theirs(bind: Any) -> None:
     assert bound == [{0, 1, 2, 3}]
     assert binding.num_threads == 2  # as without: 8 cores of 4 ranks
     where = "rank 0, 1 on node 0; 2, 3 on node 1"
-    assert binding.description == f"Threads and host memory of each rank are on the NUMA node of its device: {where}."
+    assert (
+        binding.description
+        == f"Threads and host memory of each rank are bound to the NUMA node of its device: {where}."
+    )
     binding.undo()
     assert bound == []
 

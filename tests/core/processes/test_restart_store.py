@@ -55,15 +55,15 @@ def test_rank_0_does_not_go_on_before_a_rank_that_is_alive_confirms(store: HashS
     PrefixStore(MEETING, store).set("hello/1", "dead")
     with pytest.raises(
         LostPeerError,
-        match=r"^Rank 0 waited 0\.1 s to make the process group, and rank\(s\) 1, 2 of 3 did not come: the log of "
-        r"that rank says why; if it only starts slowly, set a longer `timeout=`\.$",
+        match=r"^Rank 0 waited 0\.1 s to create the process group, but rank\(s\) 1, 2 of 3 did not connect\. See "
+        r"the log of that rank; if it only starts slowly, increase `timeout=`\.$",
     ):
         attempt_store(store, 0, 3, SHORT)
 
 
 def test_a_rank_does_not_wait_for_rank_0_for_ever(store: HashStore):
     meet(store, 2)
-    with pytest.raises(LostPeerError, match=r"^Rank 1 waited 0\.1 s to make the process group, and rank 0 did"):
+    with pytest.raises(LostPeerError, match=r"^Rank 1 waited 0\.1 s to create the process group, but rank 0 did"):
         attempt_store(store, 1, 2, SHORT)
 
 

@@ -357,7 +357,7 @@ def test_names_of_the_users_classes_are_not_taken() -> None:
 def test_the_same_key_twice_is_refused(keys: tuple[str, ...]) -> None:
     module = swap(nn.ReLU(), *keys)
     kind = type(module)
-    message = "^module ReLU cannot be changed: it has been already.$"
+    message = r"^module ReLU cannot be changed: it already was\.$"
     with pytest.raises(ValueError, match=message):
         swap(module, DOUBLE, state=5.0)
     assert type(module) is kind

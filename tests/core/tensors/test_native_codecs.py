@@ -124,8 +124,8 @@ def test_without_a_compiler_one_line_says_so(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         assert native_codecs.compile_codecs() is None
     assert caplog.messages == [
-        "Steps with narrow moments on the host are slow: none compiles no codecs for them (there is no such compiler; "
-        "the environment variable CC names another one)."
+        "Optimizer steps with low-precision moments on the host are slow: none cannot compile their codecs "
+        "(no such compiler; set the environment variable CC to another one)."
     ]
 
 
@@ -134,7 +134,9 @@ def test_a_compiler_that_fails_is_named(monkeypatch, caplog):
     monkeypatch.setenv("CC", "false")
     with caplog.at_level(logging.WARNING):
         assert native_codecs.compile_codecs() is None
-    assert caplog.messages[0].startswith("Steps with narrow moments on the host are slow: false compiles no codecs")
+    assert caplog.messages[0].startswith(
+        "Optimizer steps with low-precision moments on the host are slow: false cannot compile"
+    )
     assert len(caplog.messages) == 1
 
 

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 def test_no_cache_on_cpu():
     assert not has_cache(CPU)
     assert empty_cache(CPU) == 0
-    with pytest.raises(ValueError, match=r"^device 'cpu' has no caching allocator that tells"):
+    with pytest.raises(ValueError, match=r"^device 'cpu' has no caching allocator with statistics"):
         read_allocator(CPU)
 
 

@@ -68,7 +68,7 @@ def test_a_broken_line_is_named(tmp_path, line):
     path = tmp_path / "vram.jsonl"
     write_measurement(path, READING)
     path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(ValueError, match=r"vram\.jsonl, line 2 is no measurement of VRAMMonitor: "):
+    with pytest.raises(ValueError, match=r"vram\.jsonl, line 2 is not a VRAMMonitor measurement: "):
         read_measurements(path)
 
 
@@ -92,16 +92,16 @@ def test_a_value_that_none_can_compute_with_is_named(tmp_path, change, complaint
     path.write_text(json.dumps(asdict(READING) | change))
     with pytest.raises(ValueError, match="line 1") as caught:
         read_measurements(path)
-    assert str(caught.value) == f"{path}, line 1 is no measurement of VRAMMonitor: {complaint}"
+    assert str(caught.value) == f"{path}, line 1 is not a VRAMMonitor measurement: {complaint}"
 
 
 def test_what_is_nested_too_deep_or_no_text_is_named(tmp_path):
     path = tmp_path / "vram.jsonl"
     path.write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"vram\.jsonl, line 1 is no measurement of VRAMMonitor: maximum recursion"):
+    with pytest.raises(ValueError, match=r"vram\.jsonl, line 1 is not a VRAMMonitor measurement: maximum recursion"):
         read_measurements(path)
     path.write_bytes(b"\xff")
-    with pytest.raises(ValueError, match=r"vram\.jsonl is no file of VRAMMonitor: 'utf-8' codec can't decode byte"):
+    with pytest.raises(ValueError, match=r"vram\.jsonl is not a VRAMMonitor file: 'utf-8' codec can't decode byte"):
         read_measurements(path)
 
 
@@ -114,7 +114,7 @@ def test_a_line_separator_of_unicode_ends_no_line(tmp_path):
 def test_an_empty_file_is_named(tmp_path):
     path = tmp_path / "vram.jsonl"
     path.write_text("")
-    with pytest.raises(ValueError, match=r"vram\.jsonl holds no measurement\.$"):
+    with pytest.raises(ValueError, match=r"vram\.jsonl contains no measurements\.$"):
         read_measurements(path)
 
 

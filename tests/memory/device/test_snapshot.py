@@ -20,7 +20,7 @@ def test_blocks_are_named():
     first, free, other = taken["segments"][0]["blocks"]
     assert first["frames"][0]["name"] == "parameters: head.weight"
     assert free["frames"] == []
-    assert other["frames"][0]["name"] == "activations, temporaries, and all else"
+    assert other["frames"][0]["name"] == "activations, temporaries and other tensors"
 
 
 def test_it_is_written_by_the_address_of_storages(tmp_path, monkeypatch):

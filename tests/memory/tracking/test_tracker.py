@@ -382,7 +382,7 @@ def test_can_be_entered_once():
     with tracker:
         pass
     with (
-        pytest.raises(RuntimeError, match=r"^a memory tracker can be entered once; call track_memory\(\) again"),
+        pytest.raises(RuntimeError, match=r"^a memory tracker can be entered only once; call track_memory\(\) again"),
         tracker,
     ):
         pass

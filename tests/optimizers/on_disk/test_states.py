@@ -318,7 +318,7 @@ def test_forgotten_it_closes_itself_and_waits_for_no_thread(tmp_path, monkeypatc
 def test_a_folder_that_is_none_is_refused(tmp_path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "missing", tmp_path / "file"):
-        with pytest.raises(ValueError, match=r"^nvme_path must be a folder that exists, got '.*'\.$"):
+        with pytest.raises(ValueError, match=r"^nvme_path must be an existing folder, got '.*'\.$"):
             DiskStates(path)
 
 
@@ -330,8 +330,8 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch) ->
     with pytest.raises(RuntimeError) as error:
         DiskStates(tmp_path)
     assert str(error.value) == (
-        f"nvme_path='{tmp_path}': no file can be made there ([Errno 30] Read-only file system). "
-        "Name a folder that can be written to."
+        f"nvme_path='{tmp_path}': cannot create a file there ([Errno 30] Read-only file system). Name a "
+        f"writable folder."
     )
 
 
@@ -347,8 +347,8 @@ def test_a_full_disk_is_refused_before_training(tmp_path, monkeypatch, free: int
     with pytest.raises(RuntimeError) as error:
         make_disk(tmp_path, [2**20], [ADAM])
     assert str(error.value) == (
-        f"nvme_path='{tmp_path}' needs 8.00 MiB for the optimizer state, but "
-        f"{format_bytes(free)} are free there. Free some, name a folder on another disk, or leave nvme_path out."
+        f"nvme_path='{tmp_path}' needs 8.00 MiB for the optimizer state, but {format_bytes(free)} "
+        f"are free. Free some space, name a folder on another disk, or leave nvme_path out."
     )
     del error
     gc.collect()  # its frames knew the file
@@ -450,7 +450,7 @@ def test_a_disk_that_moves_nothing_is_broken(tmp_path, monkeypatch, call: str) -
     streamed, reference = make_pair(tmp_path, "AdamW")
     step_both(streamed, reference, [0])
     monkeypatch.setattr(disk_file.os, call, lambda *_: 0)
-    with pytest.raises(RuntimeError, match=r"\(nothing can be read or written at byte 0\)"):
+    with pytest.raises(RuntimeError, match=r"\(cannot read or write at byte 0\)"):
         streamed.step()
 
 

@@ -14,29 +14,33 @@ WRONG = [
     (
         {"offload": ["optimizer"]},
         ValueError,
-        "(offload) as a list must be one of ['gradients', 'optimizer', 'parameters'], ['gradients', 'optimizer'], [], "
-        "in any order, got ['optimizer']: what is offloaded comes with all that is made of it.",
+        "(offload) as a list must be one of ['gradients', 'optimizer', 'parameters'], ['gradients', "
+        "'optimizer'], [], in any order, got ['optimizer']: offloading parameters offloads gradients, and "
+        "offloading gradients offloads the optimizer.",
     ),
     (
         {"offload": [3]},
         ValueError,
-        "(offload) as a list must be one of ['gradients', 'optimizer', 'parameters'], ['gradients', 'optimizer'], [], "
-        "in any order, got [3]: what is offloaded comes with all that is made of it.",
+        "(offload) as a list must be one of ['gradients', 'optimizer', 'parameters'], ['gradients', "
+        "'optimizer'], [], in any order, got [3]: offloading parameters offloads gradients, and offloading "
+        "gradients offloads the optimizer.",
     ),
     (
         {"device_bytes": "8GiB", "offload": "none"},
         ValueError,
-        "(device_bytes='8GiB') chooses by itself what stays on the device: leave offload out, got offload='none'.",
+        "(device_bytes='8GiB') chooses what stays on the device: it needs the default offload='params', "
+        "got offload='none'.",
     ),
     (
         {"device_bytes": 0, "offload": ["gradients", "optimizer"]},
         ValueError,
-        "(device_bytes=0) chooses by itself what stays on the device: leave offload out, got offload='optimizer'.",
+        "(device_bytes=0) chooses what stays on the device: it needs the default offload='params', got "
+        "offload='optimizer'.",
     ),
     (
         {"device_bytes": 1.5},
         ValueError,
-        "(device_bytes) as a float is a share of the state, from 0.0 to 1.0, got 1.5.",
+        "(device_bytes) as a float is a share of the model state, from 0.0 to 1.0, got 1.5.",
     ),
     ({"device_bytes": -1}, ValueError, "(device_bytes) must not be negative, got -1."),
     (
@@ -57,32 +61,32 @@ WRONG = [
     (
         {"host_state": "8bit", "offload": "none"},
         ValueError,
-        "(host_state='8bit') is how moments are kept on the host, got offload='none'. MomentsInBF16 and "
-        "LowBitOptimizer have them in fewer bytes on the device.",
+        "(host_state='8bit') is a format of moments on the host, but offload='none' keeps them on the "
+        "device. Use MomentsInBF16 or LowBitOptimizer there.",
     ),
     ({"master": "bf16"}, ValueError, "(master) must be one of 'fp32', 'split', got 'bf16'."),
     (
         {"master": "split", "offload": "none"},
         ValueError,
-        "(master='split') is how weights are kept on the host, got offload='none'.",
+        "(master='split') is a format of weights on the host, but offload='none' keeps them on the device.",
     ),
     (
         {"master": "split", "narrow_transfers": False},
         ValueError,
-        "(master='split') keeps weights as the 16 bit that travel and those they lack, got narrow_transfers=False.",
+        "(master='split') needs 16-bit transfers, got narrow_transfers=False. Leave one of them out.",
     ),
     ({"shard": "half"}, ValueError, "(shard) must be one of 'full', 'grad_op', 'hybrid', got 'half'."),
     ({"state_dict_type": "local"}, ValueError, "(state_dict_type) must be one of 'full', 'sharded', got 'local'."),
     (
         {"wrap": 3},
         TypeError,
-        "(wrap) must be 'auto', a list of classes or names of classes, or a function of a module's name and the "
+        "(wrap) must be 'auto', a list of classes or class names, or a function of a module's name and the "
         "module, got 3.",
     ),
     (
         {"wrap": []},
         TypeError,
-        "(wrap) must be 'auto', a list of classes or names of classes, or a function of a module's name and the "
+        "(wrap) must be 'auto', a list of classes or class names, or a function of a module's name and the "
         "module, got [].",
     ),
     ({"min_params": 0}, ValueError, "(min_params) must be at least 1, got 0."),
@@ -95,28 +99,28 @@ WRONG = [
     (
         {"data_parallel_replicate_size": 2},
         ValueError,
-        "(data_parallel_replicate_size=2) is for shard='hybrid', got shard='full'.",
+        "(data_parallel_replicate_size=2) needs shard='hybrid', got shard='full'.",
     ),
     (
         {"shard": "grad_op", "reshard_after_forward": True},
         ValueError,
-        "(shard='grad_op') keeps layers whole between forward and backward, got reshard_after_forward=True. Leave one "
-        "of them out.",
+        "(shard='grad_op') keeps layers whole after the forward, but reshard_after_forward=True shards "
+        "them. Leave one of them out.",
     ),
     (
         {"pin_memory": True, "offload": "none"},
         ValueError,
-        "(pin_memory=True) pins what is offloaded, got offload='none'.",
+        "(pin_memory=True) pins offloaded tensors, but offload='none' offloads none.",
     ),
     (
         {"bind_to_numa_node": True, "offload": "none"},
         ValueError,
-        "(bind_to_numa_node=True) binds threads that step on the host, got offload='none'.",
+        "(bind_to_numa_node=True) binds the threads of optimizer steps on the host, but offload='none' has none.",
     ),
     (
         {"nvme_path": "/scratch", "offload": "none"},
         ValueError,
-        "(nvme_path) holds states of optimizers that step on the host, got offload='none'.",
+        "(nvme_path) stores optimizer state of steps on the host, but offload='none' has none.",
     ),
     ({"nvme_path": 3}, TypeError, "(nvme_path) must be a path or None, got 3 of type int."),
     ({"timeout": 0}, ValueError, "(timeout) must be a positive number of seconds or a timedelta, got 0."),

@@ -336,7 +336,7 @@ def test_a_checkpoint_without_an_average_is_where_one_begins(fit, make_trainer, 
     trainer.fit(Net())
     trainer.save_checkpoint(tmp_path / "first.ckpt")
     leave_group()
-    message = "The checkpoint has no average of weights: WeightAveraging begins with its weights."
+    message = "The checkpoint has no averaged weights: WeightAveraging starts from its weights."
     with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
         ours = fit(Net, ForkingOffload(), AVERAGES["EMA"], ckpt_path=tmp_path / "first.ckpt")
     check_weights(ours, fit(Net, "auto", AVERAGES["EMA"], ckpt_path=tmp_path / "first.ckpt"))

@@ -110,13 +110,13 @@ def meet_errors(folder: Path, sharded: bool) -> None:
     with pytest.raises(FileNotFoundError) as not_found:
         store.open(folder / "none.ckpt")
     assert str(not_found.value) == (
-        f"{folder / 'none.ckpt'} is no checkpoint: neither a file nor a folder with .metadata and meta.pt, which a "
-        "sharded one has when it is complete."
+        f"{folder / 'none.ckpt'} is not a checkpoint: neither a file nor a folder with .metadata and "
+        f"meta.pt, which a complete sharded checkpoint has."
     )
     with pytest.raises(IsADirectoryError) as no_checkpoint:
         store.save(dump(net, optimizer, sharded), folder)
     assert str(no_checkpoint.value) == (
-        f"{folder} is a folder that is no checkpoint; it is not overwritten. Choose another name."
+        f"{folder} is a folder, but not a checkpoint, and is not overwritten. Choose another name."
     )
     other, other_path = dump(net, optimizer, sharded), folder / "other.ckpt"
     other["state_dict"].pop("scale", None)
@@ -274,8 +274,8 @@ def test_a_full_checkpoint_without_optimizers_is_refused_for_training(one_rank: 
     with pytest.raises(ValueError, match="save_weights_only") as caught:
         load(store, tmp_path / "weights.ckpt", net, [make_adamw(net)])
     assert str(caught.value) == (
-        "The checkpoint has the states of 0 optimizers, configure_optimizers has returned 1; save_weights_only=True "
-        "saves none."
+        "The checkpoint has the state of 0 optimizers, but configure_optimizers returned 1; "
+        "save_weights_only=True saves none."
     )
 
 
@@ -284,7 +284,7 @@ def test_a_file_of_bare_weights_is_no_checkpoint(one_rank: None, tmp_path: Path)
     torch.save(gather_module_state(net), tmp_path / "bare.pt")
     with pytest.raises(ValueError, match="no state_dict") as caught:
         load(store, tmp_path / "bare.pt", net)
-    assert str(caught.value) == "The file is no checkpoint of a Trainer: it has no state_dict."
+    assert str(caught.value) == "The file is not a Trainer checkpoint: it has no state_dict."
 
 
 def test_an_opened_folder_says_whether_it_has_states_of_optimizers(one_rank: None, tmp_path: Path):

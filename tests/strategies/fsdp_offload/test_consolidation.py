@@ -55,7 +55,7 @@ def test_one_file_is_made_of_a_folder_for_a_plain_module(tmp_path: Path):
 def test_what_is_no_folder_is_not_consolidated(tmp_path: Path):
     with pytest.raises(FileNotFoundError) as caught:
         consolidate(tmp_path, tmp_path / "out")
-    assert str(caught.value) == f"{tmp_path} is no sharded checkpoint: a folder with .metadata and meta.pt."
+    assert str(caught.value) == f"{tmp_path} is not a sharded checkpoint: a folder with .metadata and meta.pt."
 
 
 def test_a_trainer_a_sharded_run_and_a_trainer_take_turns(

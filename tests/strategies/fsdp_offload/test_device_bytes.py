@@ -133,8 +133,9 @@ def test_sizes_are_bytes(precision, train):
 
 def test_what_a_host_has_left_is_not_measured(train):
     message = (
-        r"^FSDPOffloadStrategy\(device_bytes='auto'\) measures what a step leaves free, and no allocator tells that of "
-        r"cpu\. Give a number of bytes, such as '8GiB', or a share of the state, such as 0\.5\.$"
+        r"^FSDPOffloadStrategy\(device_bytes='auto'\) measures free device memory, and cpu has no allocator "
+        r"statistics\. Give bytes, such as device_bytes='8GiB', or a share of the model state, such as "
+        r"0\.5\.$"
     )
     with pytest.raises(MisconfigurationException, match=message.replace("FSDPOffloadStrategy", "ForkingOffload")):
         train("auto")

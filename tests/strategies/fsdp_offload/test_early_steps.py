@@ -185,8 +185,8 @@ def test_it_tells_once_why_steps_wait_for_the_backward(make_trainer, caplog):
     with caplog.at_level("INFO"):
         make_trainer(strategy=ForkingOffload(), max_epochs=1, limit_val_batches=0).fit(Wraps())
     assert [message for message in caplog.messages if "after the backward" in message] == [
-        "fsdp_offload steps the optimizer after the backward, not layer by layer within it, because of the "
-        "module's optimizer_step: only the next forward hides the time of the step."
+        "fsdp_offload steps the optimizer after the backward instead of layer by layer within it, because "
+        "of the module's optimizer_step: the step overlaps only with the next forward."
     ]
 
 

@@ -67,7 +67,7 @@ def test_the_host_is_always_reached_over_gloo(device: str, backend: str):
 
 def test_a_device_without_a_backend_is_refused():
     with pytest.raises(
-        ValueError, match=r"^default_backend\(device\) knows no backend for 'meta'; pass one by name\.$"
+        ValueError, match=r"^default_backend\(device\) does not know a backend for 'meta'; pass one by name\.$"
     ):
         default_backend(torch.device("meta"))
 

@@ -61,7 +61,7 @@ def test_another_order_of_parameters_is_refused():
     module, _, state = make_states()
     turned = AdamW(reversed(list(module.parameters())))
     assert refusal(module, turned, state) == (
-        "The checkpoint's state of 1.bias in optimizer 0 is none of AdamW for it: its exp_avg has shape [3, 4], the "
+        "The checkpoint's state of 1.bias in optimizer 0 does not suit AdamW: its exp_avg has shape [3, 4], the "
         f"parameter [2]. {WAY_OUT}"
     )
 
@@ -84,23 +84,23 @@ def test_names_are_compared_where_both_have_them():
             {"exp_avg": torch.zeros(3, 4, dtype=torch.int64)},
             "its exp_avg has dtype torch.int64, the parameter torch.float32",
         ),
-        ({"exp_avg_sq": "x"}, "its exp_avg_sq is no tensor"),
-        ({"step": "x"}, "its step is no number"),
-        ({"step": torch.ones(2)}, "its step is no number"),
+        ({"exp_avg_sq": "x"}, "its exp_avg_sq is not a tensor"),
+        ({"step": "x"}, "its step is not a number"),
+        ({"step": torch.ones(2)}, "its step is not a number"),
     ],
 )
 def test_a_state_that_no_step_leaves_is_refused(change: dict[str, Any], complaint: str):
     module, optimizer, state = make_states()
     state["state"][0].update(change)
     assert refusal(module, optimizer, state) == (
-        f"The checkpoint's state of 0.weight in optimizer 0 is none of AdamW for it: {complaint}. {WAY_OUT}"
+        f"The checkpoint's state of 0.weight in optimizer 0 does not suit AdamW: {complaint}. {WAY_OUT}"
     )
 
 
 def test_a_state_of_another_optimizer_is_refused():
     module, _, state = make_states(lambda parameters: SGD(parameters, 0.1, momentum=0.9))
     assert refusal(module, AdamW(module.parameters()), state) == (
-        f"The checkpoint's state of 0.weight in optimizer 0 is none of AdamW for it: it has no exp_avg. {WAY_OUT}"
+        f"The checkpoint's state of 0.weight in optimizer 0 does not suit AdamW: it has no exp_avg. {WAY_OUT}"
     )
 
 
@@ -120,8 +120,8 @@ def test_what_is_no_state_at_all_is_refused(state: Any):
     with pytest.raises(ValueError, match="optimizer 1") as caught:
         check_form(state, 1)
     assert str(caught.value) == (
-        "The checkpoint's state of optimizer 1 is none: it lacks 'param_groups' or 'state'. The file is damaged, or "
-        "was changed: go on from another checkpoint."
+        "The checkpoint's state of optimizer 1 lacks 'param_groups' or 'state': the file is damaged. "
+        "Resume from another checkpoint."
     )
 
 
@@ -146,8 +146,6 @@ def test_nothing_is_loaded_if_one_optimizer_does_not_fit(one_rank: None, tmp_pat
     store.save({"state_dict": module_state, "optimizer_states": states}, tmp_path / "a.ckpt")
     fresh = [AdamW(weights[:3]), AdamW(weights[3:])]
     checkpoint = store.open(tmp_path / "a.ckpt")
-    with pytest.raises(
-        ValueError, match=r"in optimizer 1 is none of AdamW for it: its exp_avg has shape \[3, 7\], the"
-    ):
+    with pytest.raises(ValueError, match=r"in optimizer 1 does not suit AdamW: its exp_avg has shape \[3, 7\], the"):
         store.load_optimizers(checkpoint, net, fresh)
     assert not fresh[0].state

@@ -357,7 +357,9 @@ def test_a_module_that_keeps_its_losses_keeps_nothing_else_of_its_fit(fails_afte
     assert [part() for part in parts] == [None, None]
     assert not any(type(one) is FullSharding for one in gc.get_objects())
     if fails_after:  # after a backward torch says that the graph is gone
-        with pytest.raises(RuntimeError, match=r"^backward\(\) came after the fit whose sharded weights it needs"):
+        with pytest.raises(
+            RuntimeError, match=r"^backward\(\) was called after the fit whose sharded weights it needs"
+        ):
             model.seen[-1].backward()
 
 
@@ -426,9 +428,9 @@ class Replaced(Fused):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Listed, "was taken from the module before it was sharded"),
-        (Penalized, "outside of its forward"),
-        (Replaced, "replaced by another one"),
+        (Listed, "stored before the module was sharded"),
+        (Penalized, "outside its forward"),
+        (Replaced, "was replaced while it is sharded"),
     ],
 )
 def test_what_would_be_lost_without_a_word_is_refused(make, message, make_trainer):

@@ -197,8 +197,8 @@ def test_processes_that_have_not_met_save_nothing_together(make_trainer, tmp_pat
     with pytest.raises(MisconfigurationException) as caught:
         trainer.save_checkpoint(tmp_path / "first.ckpt")
     assert str(caught.value) == (
-        "Trainer.save_checkpoint: the 2 processes, which save together, are not connected before the first fit, "
-        "validate, test or predict. Save after one, or save module.state_dict()."
+        "Trainer.save_checkpoint: the 2 processes connect in the first fit, validate, test or predict. "
+        "Save after that, or save module.state_dict()."
     )
 
 

@@ -173,7 +173,7 @@ def test_a_checkpoint_fills_layers_that_nothing_initializes(make_trainer, tmp_pa
     trainer = make_trainer(max_epochs=1)
     trainer.fit(saved)
     trainer.save_checkpoint(tmp_path / "plain.ckpt")
-    with pytest.raises(TypeError, match=r"^Parameters or buffers on the meta device have no first values: _Scale"):
+    with pytest.raises(TypeError, match=r"^Parameters or buffers on the meta device have no initial values: _Scale"):
         make_trainer(strategy=ForkingOffload(init_on_meta=True)).validate(WithoutInitializer())
     leave_group()
     model = WithoutInitializer()

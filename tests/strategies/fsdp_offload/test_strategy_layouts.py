@@ -95,8 +95,8 @@ def test_weights_layouts_and_what_layers_compute_in_are_those_of_a_plain_run(dim
     assert ours.strides == plain.strides
     assert not any(part._forward_pre_hooks for part in ours.modules())
     message = (
-        "fsdp_offload keeps 4 parameters contiguous until the run ends, turned among them; convolution layers compute "
-        "in channels_last if their weights were."
+        "fsdp_offload stores 4 parameters contiguously until the run ends, for example turned; "
+        "channels_last convolutions still compute in channels_last."
     )
     assert caplog.messages.count(message) == 1
     ours.saved_by.fit(ours)  # once more
@@ -160,8 +160,8 @@ def test_an_expanded_parameter_is_refused(fit):
             self.scale = nn.Parameter(torch.ones(1).expand(4))
 
     message = (
-        r"^Parameter 'scale' is an expanded tensor \(strides \(0,\)\), whose numbers share memory: make it of a copy, "
-        r"nn\.Parameter\(values\.clone\(\)\)\.$"
+        r"^Parameter 'scale' is an expanded tensor \(strides \(0,\)\), whose elements share memory: use a "
+        r"copy, nn\.Parameter\(values\.clone\(\)\)\.$"
     )
     with pytest.raises(ValueError, match=message):
         fit("fsdp_offload", Expanded)

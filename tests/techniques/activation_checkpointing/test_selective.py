@@ -400,7 +400,8 @@ def test_a_second_run_with_other_operators_is_an_error():
     apply_activation_checkpointing(model, layers="blocks.*", save=SavePolicy("matmuls"))
     loss = model(torch.randn(4, 8)).sum()
     with pytest.raises(
-        RecomputationError, match=r"^layer blocks\.0 \(Moody\) did not .* ran aten\.mm\.default\(.* where"
+        RecomputationError,
+        match=r"^recomputation of layer blocks\.0 \(Moody\) diverged .* ran aten\.mm\.default\(.* where",
     ):
         loss.backward()
 
@@ -424,7 +425,7 @@ def test_a_product_that_is_missing_in_the_second_run_is_an_error():
     apply_activation_checkpointing(model, layers="blocks.*", save=SavePolicy("matmuls"))
     model(torch.randn(4, 8)).sum().backward() if TABLES else None
     loss = model(torch.randn(5, 8)).sum()
-    with pytest.raises(RecomputationError, match=r"ran aten\..*mm\.default\(.* where its first run had"):
+    with pytest.raises(RecomputationError, match=r"ran aten\..*mm\.default\(.* where the forward ran"):
         loss.backward()
 
 
@@ -439,7 +440,7 @@ def test_noise_in_front_of_a_kept_product_is_an_error():
     model = Net(Noisy, 1)
     apply_activation_checkpointing(model, layers="blocks.*", save=SavePolicy("matmuls"))
     loss = (model(torch.randn(4, 8)) * model.blocks[0].up.bias.mean()).sin().sum()
-    with pytest.raises(RecomputationError, match=r"Tensor \d of those that autograd saves has other values"):
+    with pytest.raises(RecomputationError, match=r"Saved tensor \d has other values"):
         loss.backward()
 
 

@@ -108,7 +108,7 @@ def test_exact_numbers_are_kept_for_no_longer_than_asked() -> None:
     with stage:
         loss = (x * 1).exp().sum()
     message = (
-        "gradient_cosine(stage) has no exact numbers to compare with: enter the stage inside of "
+        "gradient_cosine(stage) has no exact gradient to compare with: enter the stage inside "
         "stage.keeping_exact_too()."
     )
     with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):

@@ -1144,7 +1144,7 @@ def test_signs_given_up_for_a_tensor_that_was_taken_come_from_there() -> None:
         (
             {"layers": [nn.ReLU()]},
             ValueError,
-            "CompressionStage(layers) says where to store with a loss, and lossy=None says not to. "
+            "CompressionStage(layers) needs a lossy format, got lossy=None. "
             "Set lossy to 'bf16', 'fp8' or 'int8', or leave layers out.",
         ),
         (

@@ -665,7 +665,10 @@ def test_training_in_bfloat16_stays_close() -> None:
 
 def test_it_does_not_nest() -> None:
     offloading = ActivationOffloading(min_offload_bytes=1)
-    with offloading, pytest.raises(RuntimeError, match=r"^this ActivationOffloading is entered already: it does not"):
+    with (
+        offloading,
+        pytest.raises(RuntimeError, match=r"^this ActivationOffloading is already active and cannot be nested"),
+    ):
         offloading.__enter__()
 
 
@@ -682,7 +685,7 @@ def test_it_does_not_nest() -> None:
         ({"window_bytes": -5}, ValueError, "window_bytes must not be negative, got -5."),
         ({"compress": "fp8"}, ValueError, 'compress must be "none" or "bf16", got \'fp8\'.'),
         ({"disk_path": 3}, TypeError, "disk_path must be a path or None, got 3 of type int."),
-        ({"disk_path": "/nowhere"}, ValueError, "disk_path must be a folder that exists, got '/nowhere'."),
+        ({"disk_path": "/nowhere"}, ValueError, "disk_path must be an existing folder, got '/nowhere'."),
         ({"pin_memory": 1}, TypeError, "pin_memory must be True or False, got 1 of type int."),
     ],
 )

@@ -30,7 +30,7 @@ def test_a_head_can_be_named():
 def test_a_model_without_a_head_is_refused():
     with pytest.raises(
         ValueError,
-        match=r"^No head found: no nn\.Linear has as many results as an nn\.Embedding has entries\. Name it: "
+        match=r"^No head found: no nn\.Linear has as many outputs as an nn\.Embedding has entries\. Name it: "
         r"ChunkedLoss\(heads='net\.head'\), as in named_modules\(\)\.$",
     ):
         find_heads(DigitsResNet((1,), 4))
@@ -61,8 +61,8 @@ def test_what_does_not_compute_as_linear_layers_do_is_refused(heads, kind):
         net.head.forward = lambda hidden: nn.Linear.forward(net.head, hidden) * 2
     with pytest.raises(
         ValueError,
-        match=rf"^head \({kind.__name__}\) cannot be a head: it has a forward of its own, and chunks are computed as "
-        r"nn\.Linear does\. Leave ChunkedLoss out, or name others by heads=\.$",
+        match=rf"^head \({kind.__name__}\) cannot be a head: it has its own forward, and chunks are computed as "
+        r"in nn\.Linear\. Leave out ChunkedLoss, or name other heads\.$",
     ):
         find_heads(net, heads)
     with pytest.raises(ValueError, match=r"^heads='none' matches no module or class of Net\."):
@@ -72,7 +72,7 @@ def test_what_does_not_compute_as_linear_layers_do_is_refused(heads, kind):
 def test_a_head_is_taken_once():
     net = Net()
     apply_chunked_loss(net)
-    with pytest.raises(ValueError, match=r"^module Linear cannot be changed: it has been already\.$"):
+    with pytest.raises(ValueError, match=r"^module Linear cannot be changed: it already was\.$"):
         apply_chunked_loss(net)
 
 

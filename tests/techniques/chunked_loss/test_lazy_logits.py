@@ -118,8 +118,8 @@ def test_a_view_of_logits_that_were_written_to_is_refused(lazy):
     logits[..., 0] = 0
     with pytest.raises(
         RuntimeError,
-        match=r"^ChunkedLoss: logits of head were written to in place, and then read by another view of them\. Write "
-        r"logits = logits\.masked_fill\(\.\.\.\) or the like, or leave ChunkedLoss out\.$",
+        match=r"^ChunkedLoss: logits of head were written to in place, and then read through another view of "
+        r"them\. Write logits = logits\.masked_fill\(\.\.\.\) or the like, or leave ChunkedLoss out\.$",
     ):
         flat.logsumexp(-1)
 
@@ -132,9 +132,9 @@ def test_logits_of_other_weights_are_refused(lazy, what):
         mask.fill_(value=True) if what == "mask" else getattr(lazy.net.head, what).add_(1)
     with pytest.raises(
         RuntimeError,
-        match=r"^ChunkedLoss: logits of head are read after what they are made of \(input, weights, masks\) has "
-        r"changed, or is gone\. Compute the loss before the optimizer's step, and keep for later what is needed of "
-        r"them: logits\.argmax\(-1\), logits\.cpu\(\)\.$",
+        match=r"^ChunkedLoss: logits of head are read after their input, weights or masks have changed or "
+        r"were freed\. Compute the loss before the optimizer step, and store results instead of logits: "
+        r"logits\.argmax\(-1\), logits\.cpu\(\)\.$",
     ):
         logits.logsumexp(-1)
 
@@ -144,8 +144,7 @@ def test_gradients_of_gradients_are_refused(lazy):
     for loss in (F.cross_entropy(logits.flatten(0, 1), TARGET.flatten()), logits.logsumexp(-1).mean()):
         with pytest.raises(
             RuntimeError,
-            match=r"^ChunkedLoss: gradients of gradients \(create_graph=True\) are not computed in chunks\. Leave "
-            r"ChunkedLoss out\.$",
+            match=r"^ChunkedLoss does not support gradients of gradients \(create_graph=True\)\. Leave it out\.$",
         ):
             torch.autograd.grad(loss, lazy.net.head.weight, create_graph=True)
 
@@ -167,7 +166,7 @@ def test_a_head_of_another_class_of_tensors_is_plain(lazy):
     with lazy.handle.active():
         logits = lazy.net.head(torch.nested.nested_tensor_from_jagged(torch.ones(5, 8), torch.tensor([0, 2, 5])))
     assert logits.is_nested
-    assert lazy.told == [("head", "another class of tensors (tensor parallelism, torchao, nested tensors)")]
+    assert lazy.told == [("head", "a tensor subclass (tensor parallelism, torchao, nested tensors)")]
 
 
 def test_a_compiled_loss_runs_as_it_is(lazy):

@@ -301,8 +301,8 @@ def test_another_path_than_the_observed_one_is_an_error() -> None:
     net = pair(nn.Conv2d(4, 6, 3))
     fold(net)
     message = (
-        "^a batch norm that is folded into its convolution was given another tensor than the convolution's output. "
-        "The model took another path than when it was observed: do not fold this pair.$"
+        "^a batch norm that is folded into its convolution got another tensor than the convolution's output: the "
+        "model took another path than in the observed step. Do not fold this pair.$"
     )
     for change in (lambda x: x * 2, lambda x: x.mul_(2)):
         with pytest.raises(RuntimeError, match=message):

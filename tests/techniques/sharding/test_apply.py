@@ -579,7 +579,7 @@ def test_what_was_sharded_is_freed_while_its_module_is_sharded(mesh):
     with sharded(net):
         with torch._C.DisableTorchFunctionSubclass():
             assert weight.numel() == 0
-        with pytest.raises(RuntimeError, match="before it was sharded"):
+        with pytest.raises(RuntimeError, match="before the module was sharded"):
             weight.sum()
     assert weight is net.head.weight
     assert weight.shape == (20, WIDTH)
@@ -747,5 +747,5 @@ def test_a_state_dict_that_is_assigned_is_refused(mesh):
     net = make()
     with sharded(net):
         state = {name: value.clone() for name, value in net.state_dict().items()}
-        with pytest.raises(RuntimeError, match="was replaced by another one while it is sharded"):
+        with pytest.raises(RuntimeError, match="was replaced while it is sharded"):
             net.load_state_dict(state, assign=True)

@@ -173,7 +173,7 @@ def test_what_nobody_initializes_is_told(kind, num_missed):
     model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), kind(), kind()))
     other = copy.deepcopy(model)
     message = (
-        rf"^Parameters .* have no first values: {kind.__name__} \(factor\)\. Define reset_parameters\(\) in these "
+        rf"^Parameters .* have no initial values: {kind.__name__} \(factor\)\. Define reset_parameters\(\) in these "
     )
     with pytest.raises(TypeError, match=message):
         materialize(model, seed=0)

@@ -197,7 +197,7 @@ def test_layers_that_are_called_more_often_later_are_told_of_and_widened(mesh):
     net, plain = make(Late), make(Late)
     with sharded(net, **narrow(net)):
         for is_told, is_equal in [(False, True), (False, True), (True, False), (False, True)]:
-            message = "was called more often before a backward than in the batches before"
+            message = "was called more often before a backward than in earlier batches"
             if is_told:
                 with pytest.warns(UserWarning, match=message):
                     (ours,) = train(net, 1)

@@ -249,7 +249,7 @@ def test_an_older_pytorch_is_refused(one_rank, monkeypatch):
     monkeypatch.delattr(FSDPModule, "reset_iter_state", raising=False)
     assert not can_recover()
     with pytest.raises(
-        RuntimeError, match=r"^An FSDP2 model cannot go on .* before PyTorch 2\.13: upgrade, or choose "
+        RuntimeError, match=r"^An FSDP2 model cannot continue .* before PyTorch 2\.13: upgrade, or choose "
     ):
         discard_failed_iteration(model)
 
@@ -260,6 +260,6 @@ def test_a_part_of_a_model_is_refused(one_rank):
     discard_failed_iteration(model)  # it never ran
     run(model, batch=0)
     with pytest.raises(
-        RuntimeError, match=r"^discard_failed_iteration\(module\) needs the whole .* part of one: FSDPBlock\.$"
+        RuntimeError, match=r"^discard_failed_iteration\(module\) needs the whole .* submodule: FSDPBlock\.$"
     ):
         discard_failed_iteration(model[0])

@@ -17,7 +17,7 @@ WIDTH = 16
 ONLY_VALUES_TELL = {"one mask for all", "a loss kept elsewhere", "weights of others", "norm of the gradient"}
 KEPT: list[Tensor] = []
 OTHER = nn.Parameter(torch.ones(16))
-MIXES, READS = "mixes tokens", "mixes tokens, or reads their places"
+MIXES, READS = "mixes tokens", "mixes tokens, or depends on their positions"
 
 
 class Function(nn.Module):
@@ -112,28 +112,28 @@ MIXING = {
         lambda: Function(lambda s, h: s.scale * h * torch.bernoulli(torch.full((1, 1, WIDTH), 0.5))),
         "draws random numbers for all tokens at once",
     ),
-    "in place": (lambda: Function(lambda s, h: h.mul_(s.scale)), "writes into its input"),
-    "something kept": (lambda: Function(keep_aside), "keeps something of its call, 'aside'"),
-    "something in a list": (lambda: Function(keep_in_list), "keeps something of its call, 'losses'"),
+    "in place": (lambda: Function(lambda s, h: h.mul_(s.scale)), "writes to its input"),
+    "something kept": (lambda: Function(keep_aside), "stores something of its call in 'aside'"),
+    "something in a list": (lambda: Function(keep_in_list), "stores something of its call in 'losses'"),
     "a loss kept elsewhere": (
         lambda: Function(lambda s, h: KEPT.append((h * s.scale).mean()) or h * s.scale),
-        "keeps something of its call outside of itself, such as a loss",
+        "stores something of its call outside itself, such as a loss",
     ),
     "weights of others": (
         lambda: Function(lambda s, h: h * s.scale * OTHER),
-        "computes with a tensor that needs a gradient and is no parameter or input of it",
+        "uses a tensor that requires a gradient and is neither its parameter nor its input",
     ),
     "far convolution": (
         lambda: Function(over_tokens, nn.Conv1d(WIDTH, WIDTH, 3, padding=64, dilation=64)),
-        "mixes tokens that are far from one another, by convolution",
+        "mixes distant tokens in convolution",
     ),
     "far roll": (
         lambda: Function(lambda s, h: s.scale * h.roll(64, 1)),
-        "mixes tokens that are far from one another, by roll",
+        "mixes distant tokens in roll",
     ),
     "Python's random numbers": (
         lambda: Function(lambda s, h: s.scale * h + random.randint(1, 1)),
-        "draws random numbers of Python or NumPy",
+        "draws random numbers from Python or NumPy",
     ),
     "norm of the gradient": (
         lambda: Function(lambda s, h: Normalised.apply(h) * s.scale),
@@ -145,16 +145,16 @@ MIXING = {
     ),
     "pooled": (
         lambda: Function(lambda s, h: (s.scale * h).mean(1)),
-        "returns a tensor that has not as many tokens as its input",
+        "returns a tensor with another number of tokens than its input",
     ),
-    "other object": (lambda: Function(lambda s, h: (s.scale * h, "text")), "returns something else than tensors"),
+    "other object": (lambda: Function(lambda s, h: (s.scale * h, "text")), "returns values other than tensors"),
     "hook of gradients": (
         lambda: with_hook(Function(lambda s, h: s.parts[0](h), nn.Linear(WIDTH, WIDTH)), "register_full_backward_hook"),
-        "has a hook on parts.0, as of FSDP2 or yours, which would see tiles",
+        "has a hook on parts.0 (of FSDP2, or yours), which would see tiles",
     ),
     "hook": (
         lambda: with_hook(Function(over_tokens, nn.Conv1d(WIDTH, WIDTH, 1))),
-        "has a hook on parts.0, as of FSDP2 or yours, which would see tiles",
+        "has a hook on parts.0 (of FSDP2, or yours), which would see tiles",
     ),
 }
 
@@ -221,7 +221,7 @@ def test_dropout_draws_in_the_backward_what_it_drew():
     torch.rand(3)
     now = torch.get_rng_state()
     result.sum().backward()
-    assert handle.verdicts()["0"] == (True, "to the bit")
+    assert handle.verdicts()["0"] == (True, "exact")
     assert torch.equal(hidden.grad, result)
     assert torch.equal(torch.get_rng_state(), now)
     assert 0.4 < (result == 0).float().mean() < 0.6
@@ -271,8 +271,7 @@ def test_gradients_of_gradients_are_refused():
     apply_token_tiling(net, tile=16)
     with pytest.raises(
         RuntimeError,
-        match=r"^TokenTiling: gradients of gradients \(create_graph=True\) are not computed in tiles\. Leave "
-        r"TokenTiling out\.$",
+        match=r"^TokenTiling does not support gradients of gradients \(create_graph=True\)\. Leave it out\.$",
     ):
         torch.autograd.grad(net[0](hidden).sum(), hidden, create_graph=True)
 

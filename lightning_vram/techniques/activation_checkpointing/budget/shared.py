@@ -64,7 +64,9 @@ def _make(make_plan: Callable[[], CheckpointPlan | None]) -> SharedPlan | str | 
         return str(error)
     if plan is None:
         return None
-    summary = f"{format_bytes(plan.peak_bytes)} of activations, {plan.recompute_share:.0%} of the forward runs again."
+    summary = (
+        f"{format_bytes(plan.peak_bytes)} of activations, {plan.recompute_share:.0%} of the forward is recomputed."
+    )
     return SharedPlan(
         decisions_of(plan),
         plan.plain_peak_bytes,

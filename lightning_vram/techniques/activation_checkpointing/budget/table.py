@@ -14,7 +14,7 @@ def format_table(plan: CheckpointPlan) -> str:
 
     Equal neighbours share a line. Bytes are of one layer, recomputation is a share of its forward.
     """
-    rows = [("layers", "keeps", "bytes each", "recomputes"), *_rows(plan)]
+    rows = [("layers", "saves", "bytes each", "recomputes"), *_rows(plan)]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines = [
         f"{name:<{widths[0]}}  {keeps:<{widths[1]}}  {size:>{widths[2]}}  {again:>{widths[3]}}".rstrip()
@@ -42,10 +42,10 @@ def _totals(plan: CheckpointPlan) -> Iterator[str]:
     yield f"budget          {format_bytes(plan.budget_bytes)}"
     used = f" ({_share(plan.peak_bytes, plan.budget_bytes):.1%} of the budget)"
     yield f"predicted peak  {format_bytes(plan.peak_bytes)}{used}"
-    yield f"plain peak      {format_bytes(plan.plain_peak_bytes)}"
-    yield f"least possible  {format_bytes(plan.minimum_bytes)}"
+    yield f"baseline peak   {format_bytes(plan.plain_peak_bytes)}"
+    yield f"minimum         {format_bytes(plan.minimum_bytes)}"
     if plan.offloaded_bytes:
-        yield f"offloaded       {format_bytes(plan.offloaded_bytes)} of each forward, what is saved first"
+        yield f"offloaded       {format_bytes(plan.offloaded_bytes)} of each forward"
     again = f"extra compute   {_format_share(plan.recompute_share)} of the forward"
     if not plan.is_proven_best:
         least = _share(plan.least_recompute_cost, plan.profile.cost)
@@ -56,9 +56,9 @@ def _totals(plan: CheckpointPlan) -> Iterator[str]:
 def _cells(choice: LayerChoice, cost: float) -> tuple[str, str, str]:
     size = format_bytes(choice.kept_bytes)
     if choice.kind == "plain":
-        return "everything (plain)", size, "-"
+        return "everything", size, "-"
     names = [f"{count} x {name}" if count > 1 else name for name, count in choice.operators]
-    return _shorten_list(names) or "nothing", size, _format_share(_share(choice.recompute_cost, cost))
+    return _shorten_list(names) or "inputs only", size, _format_share(_share(choice.recompute_cost, cost))
 
 
 def _shorten_list(names: list[str]) -> str:
@@ -66,7 +66,9 @@ def _shorten_list(names: list[str]) -> str:
         text = ", ".join(names[:shown]) + (f", {len(names) - shown} more" if shown < len(names) else "")
         if len(text) <= _KEPT_WIDTH:
             return text
-    return f"{len(names)} kinds" if len(names) > 1 else "".join(_shorten(name, _KEPT_WIDTH) for name in names)
+    return (
+        f"{len(names)} kinds of results" if len(names) > 1 else "".join(_shorten(name, _KEPT_WIDTH) for name in names)
+    )
 
 
 def _name_run(names: list[str]) -> str:

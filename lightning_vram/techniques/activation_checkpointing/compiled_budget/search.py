@@ -58,7 +58,7 @@ class ShareSearch:
         if share == LEAST_SHARE and kept_bytes > self._budget_bytes:
             raise CompiledBudgetError(
                 f"budget={format_bytes(self._budget_bytes)} is below the minimum of {format_bytes(kept_bytes)}, which "
-                "is kept for the backward when the compiler recomputes all it can. Give more, or use smaller batches."
+                "is saved for backward when the compiler recomputes all it can. Increase it, or use smaller batches."
             )
 
     def next_share(self) -> float | None:

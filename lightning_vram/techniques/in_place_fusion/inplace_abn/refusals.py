@@ -66,8 +66,8 @@ def _check_activation(name: str, consumer: nn.Module) -> None:
     forward = type(consumer).forward
     if forward not in (nn.LeakyReLU.forward, nn.ELU.forward, nn.Identity.forward):
         is_cut = isinstance(consumer, (nn.ReLU, nn.ReLU6))
-        reason = "what was below zero is gone" if is_cut else "its output does not tell its input"
-        raise ValueError(f"{name}: {type(consumer).__name__} cannot be inverted, {reason}. {way_out}")
+        reason = "it drops negative values" if is_cut else "its output does not determine its input"
+        raise ValueError(f"{name}: {type(consumer).__name__} cannot be inverted: {reason}. {way_out}")
     for argument in ("negative_slope", "alpha"):
         value = getattr(consumer, argument, 1.0) if forward is not nn.Identity.forward else 1.0
         if not 0 < value < float("inf"):

@@ -47,7 +47,7 @@ class Kept:
         if num_writes(self.tensor) != self.version:
             raise RuntimeError(
                 f"a tensor of shape {list(self.tensor.shape)} was overwritten between the training step and its "
-                "backward, and activations that were dropped to save memory are made again from it. "
+                "backward, and dropped activations are recomputed from it. "
                 "Overwrite it in the training step, or after the backward."
             )
         return self.tensor

@@ -132,7 +132,7 @@ class _Rebuilding:
 
     def _run(self, value: Value) -> Tensor:
         recipe = value.recipe
-        assert recipe is not None, "a recipe ended on a value that nobody kept"
+        assert recipe is not None, "a recipe ended on a value that was not saved"
         function = in_place_form(recipe.function) if self._is_made_for(recipe) else None
         args = [self._fill(arg) for arg in recipe.args]
         if function is not None:  # an activation, in the memory of its input

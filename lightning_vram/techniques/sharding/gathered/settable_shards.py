@@ -85,9 +85,9 @@ def set_values(parameter: Tensor, values: Tensor) -> None:
     """
     if values.shape != parameter.shape or values.dtype != parameter.dtype:
         raise RuntimeError(
-            "While fsdp_offload shards a model, `parameter.data = values` takes values of the same shape and dtype: "
-            f"the parameter has {tuple(parameter.shape)} and {parameter.dtype}, the values have "
-            f"{tuple(values.shape)} and {values.dtype}."
+            "While fsdp_offload shards a model, `parameter.data = values` needs the same shape and dtype: the "
+            f"parameter has {tuple(parameter.shape)} and {parameter.dtype}, the values have {tuple(values.shape)} and "
+            f"{values.dtype}."
         )
     if isinstance(parameter, DTensor) and not isinstance(values, DTensor):
         values = values.to(parameter.device)

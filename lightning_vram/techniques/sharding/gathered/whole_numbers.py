@@ -56,7 +56,7 @@ class WholeNumbers:
         except RankAgreementError as error:
             cause = error
         raise RuntimeError(
-            f"A number of a sharded tensor is read in {frame.f_code.co_filename}:{line} by this rank and not by all: "
-            "each has a part of it. Read it on every rank, such as by norm = float(gradient.norm()), before what only "
-            "rank 0 does, such as logger.log_metrics({'norm': norm})."
+            f"Only some ranks read a value of a sharded tensor in {frame.f_code.co_filename}:{line}, but each rank "
+            "holds a shard of it. Read it on every rank, for example norm = float(gradient.norm()), before code that "
+            "only rank 0 runs, for example logger.log_metrics({'norm': norm})."
         ) from cause

@@ -119,7 +119,7 @@ def _choose(
         if unfit:
             raise ValueError(
                 f"wrap={kind!r} matches {unfit[0]!r}, whose parameters are used without calling it: "
-                "name the class of a module around it, or of those in it."
+                "name the class of its parent or of its children."
             )
         wanted.update(dict.fromkeys(matched))
     return [part for part in inner if part in wanted]
@@ -148,7 +148,7 @@ def _check(module: nn.Module, wrap: object, min_params: int) -> None:
             f"wrap must be 'auto', a list of classes or their names, or a function, got {wrap!r}: write a list."
         )
     if not isinstance(wrap, str) and is_classes and not wrap:
-        raise ValueError("wrap must name a class at least, got an empty list.")
+        raise ValueError("wrap must name at least one class, got an empty list.")
     if min_params < 1:
         raise ValueError(f"min_params must be at least 1, got {min_params}.")
     for name, parameter in module.named_parameters():
@@ -156,8 +156,8 @@ def _check(module: nn.Module, wrap: object, min_params: int) -> None:
             raise ValueError(f"Parameter {name!r} has no shape yet: run the model on a batch before it is sharded.")
         if any(size > 1 and not stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
             raise ValueError(
-                f"Parameter {name!r} is an expanded tensor (strides {parameter.stride()}), whose numbers share memory: "
-                "make it of a copy, nn.Parameter(values.clone())."
+                f"Parameter {name!r} is an expanded tensor (strides {parameter.stride()}), whose elements share "
+                "memory: use a copy, nn.Parameter(values.clone())."
             )
 
 

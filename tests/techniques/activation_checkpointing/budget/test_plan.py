@@ -74,16 +74,16 @@ def test_the_table_merges_equal_neighbours() -> None:
     plan = plan_for(blocks(5), [frozenset(), frozenset(), frozenset({0, 1}), None, None])
 
     assert format_table(plan).splitlines() == [
-        "layers                             keeps                bytes each  recomputes",
+        "layers                             saves                bytes each  recomputes",
         "------------------------------------------------------------------------------",
-        "net.blocks.0 ... net.blocks.1 (2)  nothing                     0 B      100.0%",
+        "net.blocks.0 ... net.blocks.1 (2)  inputs only                 0 B      100.0%",
         "net.blocks.2                       aten.addmm, aten.mm    5.00 MiB       12.5%",
-        "net.blocks.3 ... net.blocks.4 (2)  everything (plain)    10.00 MiB           -",
+        "net.blocks.3 ... net.blocks.4 (2)  everything            10.00 MiB           -",
         "------------------------------------------------------------------------------",
         "budget          40.00 MiB",
         "predicted peak  38.00 MiB (95.0% of the budget)",
-        "plain peak      60.00 MiB",
-        "least possible  9.00 MiB",
+        "baseline peak   60.00 MiB",
+        "minimum         9.00 MiB",
         "extra compute   35.4% of the forward",
     ]
 

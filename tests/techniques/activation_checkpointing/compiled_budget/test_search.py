@@ -82,8 +82,8 @@ def test_of_a_curve_that_falls_again_only_measured_points_are_believed():
 def test_refuses_what_the_least_share_exceeds():
     search = ShareSearch(1023)
     message = (
-        "budget=1023 B is below the minimum of 1.00 KiB, which is kept for the backward when the compiler recomputes "
-        "all it can. Give more, or use smaller batches."
+        "budget=1023 B is below the minimum of 1.00 KiB, which is saved for backward when the compiler recomputes "
+        "all it can. Increase it, or use smaller batches."
     )
     with pytest.raises(CompiledBudgetError, match=f"^{re.escape(message)}$"):
         search.note(LEAST_SHARE, 1024)

@@ -347,10 +347,10 @@ def test_the_first_forward_checks_for_the_dtype_it_finds():
 
 NAME = "link 0, BatchNorm2d(8) followed by "
 REFUSED = {
-    "relu": (nn.ReLU(), "ReLU(): ReLU cannot be inverted, what was below zero is gone."),
-    "relu6": (nn.ReLU6(), "ReLU6(): ReLU6 cannot be inverted, what was below zero is gone."),
-    "silu": (nn.SiLU(), "SiLU(): SiLU cannot be inverted, its output does not tell its input."),
-    "gelu": (nn.GELU(), "GELU(approximate='none'): GELU cannot be inverted, its output does not tell its input."),
+    "relu": (nn.ReLU(), "ReLU(): ReLU cannot be inverted: it drops negative values."),
+    "relu6": (nn.ReLU6(), "ReLU6(): ReLU6 cannot be inverted: it drops negative values."),
+    "silu": (nn.SiLU(), "SiLU(): SiLU cannot be inverted: its output does not determine its input."),
+    "gelu": (nn.GELU(), "GELU(approximate='none'): GELU cannot be inverted: its output does not determine its input."),
     "zero": (
         nn.LeakyReLU(0.0),
         "LeakyReLU(negative_slope=0.0): with negative_slope=0.0 it cannot be inverted; it must be above 0.",

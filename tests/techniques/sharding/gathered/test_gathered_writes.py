@@ -117,8 +117,8 @@ def test_an_embedding_with_a_largest_norm_is_right_on_one_rank(mesh):
 def refuse_largest_norm():
     net = make(Renormed)
     message = (
-        r"^The embedding of parameter 'embed\.weight' has a max_norm, by which each rank scales the rows of its own "
-        r"batch: the ranks would no longer agree\. Train on one device, or leave max_norm out\.$"
+        r"^The embedding of parameter 'embed\.weight' has max_norm, with which each rank scales the rows of "
+        r"its own batch: the ranks would diverge\. Train on one device, or leave max_norm out\.$"
     )
     optimizer = SGD(net.parameters(), 0.1)
     with hosted(net) as host:
@@ -170,7 +170,7 @@ def test_a_shard_that_is_written_beside_what_is_gathered_counts_at_once(mesh):
 def refuse_write_by_optimizer():
     net = make(ByOptimizer)
     message = (
-        r"^Parameter 'norm\.weight' was written by way of an optimizer's param_groups within a step, in which the "
+        r"^Parameter 'norm\.weight' was written through optimizer\.param_groups during a step, in which the "
         r"ranks compute with a copy of it\. Write to the parameters of the module instead\.$"
     )
     with hosted(net):

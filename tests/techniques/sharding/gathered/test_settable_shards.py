@@ -38,9 +38,9 @@ def test_sharded_values_are_taken(shard, mesh):
 @pytest.mark.parametrize("values", [torch.zeros(2, 3), torch.zeros(3, 2, dtype=torch.bfloat16)])
 def test_other_shapes_and_dtypes_are_refused(shard, values):
     message = (
-        r"^While fsdp_offload shards a model, `parameter.data = values` takes values of the same shape and dtype: "
-        rf"the parameter has \(3, 2\) and torch.float32, the values have \({values.shape[0]}, {values.shape[1]}\) and "
-        rf"{values.dtype}\.$"
+        rf"^While fsdp_offload shards a model, `parameter\.data = values` needs the same shape and dtype: "
+        rf"the parameter has \(3, 2\) and torch.float32, the values have \({values.shape[0]}, "
+        rf"{values.shape[1]}\) and {values.dtype}\.$"
     )
     with pytest.raises(RuntimeError, match=message):
         shard.data = values

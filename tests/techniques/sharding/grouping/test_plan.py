@@ -261,7 +261,7 @@ def test_a_function_is_not_asked_for_what_cannot_be_a_group():
             r"^wrap='ModuleList' matches 'layers', whose parameters are used without calling ",
         ),
         ("Block", ValueError, r"^wrap must be 'auto', .*, got 'Block': write a list\.$"),
-        ([], ValueError, r"^wrap must name a class at least, got an empty list\.$"),
+        ([], ValueError, r"^wrap must name at least one class, got an empty list\.$"),
         (None, TypeError, r"^wrap must be 'auto', a list of classes or their names, or a function, got None\.$"),
         (Block, TypeError, r"^wrap must be 'auto', a list of classes or their names, or a function, got <class "),
         ([3], TypeError, r"^wrap must be 'auto', a list of classes or their names, or a function, got \[3\]\.$"),
