@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import ModelParallelStrategy
+from support.helpers import Forking
 from support.pages import page_of, title
 
 import lightning_vram as vram
@@ -20,9 +20,10 @@ import lightning_vram as vram
 Arguments = dict[str, Any]
 HERE = "lightning_vram/callbacks/"
 NO_GPU = "FSDP1, DeepSpeed"  # Lightning has them on CUDA only: what we refuse is tested, the rest is not
-CONTEXTS = ["CPU", "DDP", "FSDP2", NO_GPU, "torch.compile", "manual optimization", "accumulation", "fp16", "MPS"]
+ACCUMULATION = "gradient accumulation"
+CONTEXTS = ["DDP", "FSDP2", NO_GPU, "torch.compile", "manual optimization", ACCUMULATION, "fp16", "CPU", "MPS"]
 TRAINED = [context for context in CONTEXTS if context not in (NO_GPU, "MPS")]
-MOVES = "both strategies free or move parameters that these features read; use FSDP2 (`ModelParallelStrategy`)"
+MOVES = "both free or move parameters that these features read; use FSDP2"
 
 
 def _scaler() -> torch.amp.GradScaler:
@@ -34,8 +35,8 @@ def context_arguments(context: str) -> Arguments:
     if context == "DDP":
         return {"strategy": "ddp_fork", "devices": 2}
     if context == "FSDP2":
-        return {"strategy": ModelParallelStrategy(1, 1), "devices": 1}
-    if context == "accumulation":
+        return {"strategy": Forking(), "devices": 2}
+    if context == ACCUMULATION:
         return {"accumulate_grad_batches": 2}
     return {"plugins": [MixedPrecision("16-mixed", "cpu", _scaler())]} if context == "fp16" else {}
 
@@ -47,7 +48,8 @@ class Feature:
     Args:
         make: Returns the Trainer's arguments that switch it on.
         outcome: In all contexts but those of ``other``.
-        other: Outcome and reason, by context; a refusal also has what its message says.
+        other: Outcome and reason, by context; a refusal also has what its message says. Without a reason the outcome
+            explains itself.
         baseline: Returns arguments of the run that it is compared with, by context.
     """
 
@@ -73,18 +75,40 @@ def _lean(context: str) -> Arguments:
     return {"plugins": [plugin]}
 
 
+def _auto(context: str) -> Arguments:
+    """Give a budget below what the step needs, so that there is a plan."""
+    budget = "2300KiB" if context == "fp16" else "2700KiB"
+    return {"callbacks": [vram.AutoVRAM(budget, cache=False)]}
+
+
+def _offload(context: str) -> Arguments:
+    options = {} if context == "CPU" else {"disk_path": tempfile.gettempdir()}
+    return {"callbacks": [vram.ActivationOffload("64B", **options)]}
+
+
+def _compression(context: str) -> Arguments:
+    lossy = "int8" if context == "torch.compile" else None
+    return {"callbacks": [vram.ActivationCompression(lossy=lossy, min_bytes=1)]}
+
+
 MOVED = {NO_GPU: ("no", MOVES, "it frees and moves parameters")}
 FEATURES = {
-    "AutoVRAM": _callback(vram.AutoVRAM),
+    "AutoVRAM": Feature(_auto),
     "ActivationCheckpointing": _callback(vram.ActivationCheckpointing),
-    "ActivationOffload": _callback(vram.ActivationOffload, "64B", disk_path=tempfile.gettempdir(), other=MOVED),
-    "ActivationCompression": _callback(vram.ActivationCompression, min_bytes=0, other=MOVED),
+    "ActivationOffload": Feature(
+        _offload,
+        other=MOVED | {"CPU": ("no effect", "activations are in host memory already; `disk_path=` moves them to disk")},
+    ),
+    "ActivationCompression": Feature(
+        _compression,
+        other=MOVED | {"torch.compile": ("exact", "it compresses only boolean masks, and `lossy=` has no effect")},
+    ),
     "InPlaceFusion": _callback(vram.InPlaceFusion, min_bytes=0, other=MOVED),
     "ChunkedLoss": _callback(
         vram.ChunkedLoss,
         chunk=16,
         outcome="lossless",
-        other=MOVED | {"torch.compile": ("no effect", "the compiler hides the head, so logits are computed in full")},
+        other=MOVED | {"torch.compile": ("no effect", "the logits are computed in full")},
     ),
     "TokenTiling": _callback(
         vram.TokenTiling,
@@ -100,7 +124,7 @@ FEATURES = {
         | {
             "manual optimization": (
                 "no",
-                "your code runs forward and backward, so they cannot be repeated per micro-batch",
+                "your code runs the backward, which cannot be repeated per micro-batch",
                 "does not work with manual optimization",
             )
         },
@@ -114,19 +138,25 @@ FEATURES = {
                 "your code decides when to step",
                 "does not work with manual optimization",
             ),
-            "accumulation": (
+            ACCUMULATION: (
                 "no",
-                "give the number to the callback, not to `accumulate_grad_batches`",
+                "both set the number; remove `accumulate_grad_batches`",
                 "does not work with Trainer(accumulate_grad_batches=2)",
             ),
             NO_GPU: (
                 "untested",
-                "DeepSpeed and `FSDPStrategy(cpu_offload=True)` accumulate by themselves and are refused",
+                "DeepSpeed and `FSDPStrategy(cpu_offload=True)` are refused",
             ),
         },
         lambda context: {"accumulate_grad_batches": 2},
     ),
-    "EarlyRelease": _callback(vram.EarlyRelease),
+    "EarlyRelease": _callback(
+        vram.EarlyRelease,
+        other={
+            "manual optimization": ("no effect", "call `zero_grad()` before the forward yourself"),
+            NO_GPU: ("untested", "no effect under DeepSpeed, which zeroes gradients itself"),
+        },
+    ),
     "OptimizerInBackward": _callback(
         vram.OptimizerInBackward,
         other=MOVED
@@ -138,7 +168,7 @@ FEATURES = {
             ),
             "fp16": (
                 "no",
-                'a GradScaler checks all gradients before the step; `max_norm="two-pass"` is exact with fp16',
+                'a GradScaler checks all gradients before the step; `max_norm="two-pass"` is exact',
                 "does not work with a GradScaler",
             ),
         },
@@ -148,7 +178,7 @@ FEATURES = {
     "LeanMixedPrecision": Feature(
         _lean,
         "exact",
-        {NO_GPU: ("untested", "DeepSpeed, which casts, scales and clips by itself, is refused; FSDP1 is untested")},
+        {NO_GPU: ("no", "both need their own precision plugin; use `Trainer(precision=...)`")},
         lambda context: {} if context == "fp16" else {"precision": "bf16-mixed"},
     ),
     "QuantizeFrozenWeights": _callback(vram.QuantizeFrozenWeights, bits=8, outcome="approximate", other=MOVED),
@@ -156,37 +186,35 @@ FEATURES = {
         vram.QuantizationAwareTraining,
         "int8",
         outcome="approximate",
-        other=MOVED
-        | {
-            "FSDP2": (
-                "no",
-                "the quantization scale needs the whole weight, and each rank has a shard",
-                "a scale is that of",
-            )
-        },
+        other=MOVED | {"FSDP2": ("no", "the quantization scale needs the whole weight", "a scale is that of")},
     ),
     "FSDPOffloadStrategy": Feature(
         lambda context: {"strategy": vram.FSDPOffloadStrategy(min_params=100), "devices": 1},
         "lossless",
         {
-            **dict.fromkeys(("DDP", "FSDP2", NO_GPU), ("strategy", "a Trainer has one strategy")),
+            **dict.fromkeys(("DDP", "FSDP2", NO_GPU), ("strategy",)),
             "torch.compile": ("no", "compile the layers instead of the LightningModule", "Using a compiled model"),
         },
     ),
     "StreamedCheckpointIO": Feature(
-        lambda context: {"plugins": [vram.StreamedCheckpointIO(), *context_arguments(context).get("plugins", [])]}
+        lambda context: {"plugins": [vram.StreamedCheckpointIO(), *context_arguments(context).get("plugins", [])]},
+        other={"FSDP2": ("no effect", "Lightning writes folders without the plugin")},
     ),
     "MemoryBudget": _callback(vram.MemoryBudget),
-    "VRAMMonitor": _callback(vram.VRAMMonitor, track=True),
+    "VRAMMonitor": _callback(
+        vram.VRAMMonitor,
+        track=True,
+        other={"torch.compile": ("exact", "`track=True` does not see inside compiled code")},
+    ),
     "LeakDetector": _callback(vram.LeakDetector),
-    "MetricOffload": _callback(vram.MetricOffload),
-    "EmptyCache": _callback(vram.EmptyCache),
+    "MetricOffload": _callback(vram.MetricOffload, other={"CPU": ("no effect", "metrics are in host memory already")}),
+    "EmptyCache": _callback(vram.EmptyCache, other={"CPU": ("no effect", "the CPU allocator has no cache")}),
     "SlurmRequeue": _callback(vram.SlurmRequeue),
 }
 
 
 def as_markdown() -> str:
-    """Return the table, and the reasons under it."""
+    """Return the table, and the reasons under it by feature."""
     rows = [["Feature", *CONTEXTS], ["---"] * (len(CONTEXTS) + 1)]
     for name, feature in FEATURES.items():
         page = title(page_of(name)).removeprefix(HERE).replace("lightning_vram/", "../")
@@ -196,12 +224,12 @@ def as_markdown() -> str:
     reasons = {}  # contexts and features with the same reason share a line
     for name, feature in FEATURES.items():
         for context, (outcome, *why) in feature.other.items():
-            reasons.setdefault((context, outcome, why[0]), []).append(f"`{name}`")
+            if why:
+                reasons.setdefault((context, outcome, why[0]), []).append(f"`{name}`")
     lines = [
-        f"- **{context}: {outcome}** for {', '.join(names)}: {why}."
-        for (context, outcome, why), names in reasons.items()
+        f"- {', '.join(names)}, {context}, *{outcome}*: {why}." for (context, outcome, why), names in reasons.items()
     ]
-    return "\n".join([table, "", *sorted(lines)])
+    return "\n".join([table, "", *lines])
 
 
 if __name__ == "__main__":
