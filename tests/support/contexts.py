@@ -121,7 +121,7 @@ FEATURES = {
             ),
             NO_GPU: (
                 "untested",
-                "DeepSpeed and `FSDPStrategy(cpu_offload=True)`, which accumulate by themselves, are refused; other FSDP1 runs are untested",
+                "DeepSpeed and `FSDPStrategy(cpu_offload=True)` accumulate by themselves and are refused",
             ),
         },
         lambda context: {"accumulate_grad_batches": 2},
