@@ -26,9 +26,7 @@ def test_classifiers_name_the_tested_versions_of_python():
     named = {name.rpartition(" ")[2] for name in project["classifiers"] if "Python :: 3." in name}
     assert named == tested
     assert (ROOT / "lightning_vram" / "py.typed").exists()
-    assert {"Typing :: Typed", "Topic :: Scientific/Engineering :: Artificial Intelligence"} <= {
-        *project["classifiers"]
-    }
+    assert "Typing :: Typed" in project["classifiers"]
     assert {"gpu memory", "gradient checkpointing", "cuda out of memory"} <= {*project["keywords"]}
 
 
