@@ -1,4 +1,4 @@
-"""Optimizer steps of 64 samples out of batches of 8, exactly. Run: python examples/accumulation_scheduler.py."""
+"""Accumulate gradients: 64 samples from batches of 8. Run: python examples/accumulation_scheduler.py."""
 
 import sys
 

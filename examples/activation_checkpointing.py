@@ -1,4 +1,4 @@
-"""Train any LightningModule with its layers recomputed. Run: python examples/activation_checkpointing.py."""
+"""Recompute layers in the backward (gradient checkpointing). Run: python examples/activation_checkpointing.py."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Store activations in int8 and measure the gradient's error. Run: python examples/activation_compression.py."""
+"""Store activations in int8 and measure the error of the gradient. Run: python examples/activation_compression.py."""
 
 import sys
 

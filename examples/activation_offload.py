@@ -1,4 +1,4 @@
-"""Move what layers keep for the backward to the host. Run: python examples/activation_offload.py."""
+"""Move saved activations to host memory until the backward. Run: python examples/activation_offload.py."""
 
 import sys
 import warnings

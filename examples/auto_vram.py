@@ -1,4 +1,4 @@
-"""Let the run fit by itself, in half of what it would take. Run: python examples/auto_vram.py [--fast_dev_run]."""
+"""Make a run fit half of the memory it needs, automatically. Run: python examples/auto_vram.py [--fast_dev_run]."""
 
 import sys
 

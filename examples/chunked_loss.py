@@ -1,4 +1,4 @@
-"""Train a language model whose logits are never whole. Run: python examples/chunked_loss.py [--fast_dev_run]."""
+"""Train a language model without storing its full logits. Run: python examples/chunked_loss.py [--fast_dev_run]."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Train with gradients freed before each forward. Run: python examples/early_release.py [--fast_dev_run]."""
+"""Free gradients before each forward. Run: python examples/early_release.py [--fast_dev_run]."""
 
 import sys
 

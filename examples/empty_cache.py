@@ -1,4 +1,4 @@
-"""Train with the cache emptied where it is fragmented. Run: python examples/empty_cache.py [--fast_dev_run]."""
+"""Empty a fragmented CUDA cache around validation. Run: python examples/empty_cache.py [--fast_dev_run]."""
 
 import sys
 

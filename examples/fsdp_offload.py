@@ -1,4 +1,4 @@
-"""Train with parameters, gradients and optimizer on the host. Run: python examples/fsdp_offload.py.
+"""Train with parameters, gradients and optimizer state on the host. Run: python examples/fsdp_offload.py.
 
 On several GPUs nothing changes but ``devices``; with ``torchrun`` or under SLURM neither does.
 """

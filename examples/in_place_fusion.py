@@ -1,4 +1,4 @@
-"""Train any LightningModule with its cheap activations made again. Run: python examples/in_place_fusion.py."""
+"""Recompute cheap activations in the backward, for any LightningModule. Run: python examples/in_place_fusion.py."""
 
 import sys
 

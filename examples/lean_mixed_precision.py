@@ -1,4 +1,4 @@
-"""Train with 14 instead of 16 bytes per parameter, the result exact. Run: python examples/lean_mixed_precision.py."""
+"""Train with 14 instead of 16 bytes per parameter, exact. Run: python examples/lean_mixed_precision.py."""
 
 import sys
 
@@ -10,7 +10,7 @@ from lightning_vram.demos import ByteGPT, SourceText
 monitor = VRAMMonitor(path=None)
 precision = LeanMixedPrecision(
     "bf16",
-    parameters="bf16+split",  # bfloat16 weights, and beside them the 16 bits they lack
+    parameters="bf16+split",  # bf16 weights plus the 16-bit remainder of fp32
     low_precision_norms=True,
     fp32_modules=["net.head"],  # the logits
 )

@@ -1,4 +1,4 @@
-"""Train with Adam's moments in 8 bits. Run: python examples/low_bit_optimizer.py [--fast_dev_run]."""
+"""Train with 8-bit Adam. Run: python examples/low_bit_optimizer.py [--fast_dev_run]."""
 
 import sys
 

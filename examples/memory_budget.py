@@ -1,4 +1,4 @@
-"""Look whether a run fits before it begins. Run: python examples/memory_budget.py [--fast_dev_run]."""
+"""Check whether a run fits before it starts. Run: python examples/memory_budget.py [--fast_dev_run]."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Hold what a metric collects on the host. Run: python examples/metric_offload.py [--fast_dev_run]."""
+"""Keep what a metric collects in host memory. Run: python examples/metric_offload.py [--fast_dev_run]."""
 
 import sys
 

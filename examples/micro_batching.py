@@ -1,4 +1,4 @@
-"""Train with a batch that does not fit: it is split inside its step. Run: python examples/micro_batching.py."""
+"""Split a batch that does not fit inside the training step. Run: python examples/micro_batching.py."""
 
 import sys
 
