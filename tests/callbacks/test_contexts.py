@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_vram import StreamedCheckpointIO
+from lightning_vram.estimation.running_trainer import decision
 from lightning_vram.private_names.fsdp2.states import shards_integers
 
 pytestmark = [
@@ -212,3 +213,9 @@ def test_the_table_has_every_feature_and_outcomes_that_are_explained():
 
 def test_the_page_has_the_table():
     assert as_markdown() in CONTEXTS_PAGE.read_text()
+
+
+@pytest.mark.parametrize("kind", [FSDPStrategy, DeepSpeedStrategy])
+def test_strategies_that_cannot_be_estimated_are_named(kind):
+    with pytest.raises(ValueError, match=f"^{kind.__name__} is not supported$"):
+        decision._another(object.__new__(kind))

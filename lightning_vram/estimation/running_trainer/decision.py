@@ -9,7 +9,13 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
 from torch.nn.parameter import is_lazy
 
 from lightning_vram.core.processes.agreement import RankAgreement
@@ -164,7 +170,7 @@ def _another(strategy: Strategy) -> Strategy | str:
         return make_again()
     if isinstance(strategy, SingleDeviceStrategy):
         return "auto"
-    if isinstance(strategy, DDPStrategy):
+    if isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy):  # a subclass
         return DDPStrategy(**copy.deepcopy(ddp_arguments(strategy)))
     if isinstance(strategy, ModelParallelStrategy):
         return ModelParallelStrategy(**mesh_sizes(strategy))
