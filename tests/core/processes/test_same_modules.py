@@ -127,7 +127,7 @@ def test_values_that_differ_become_those_of_the_first_rank(tmp_path):
 def check_meta(rank: int) -> None:
     model = build() if rank == 0 else build().to("meta")
     with pytest.raises(
-        ValueError, match=r"^'one\.weight' is a plain tensor on the host on some ranks only: build the "
+        ValueError, match=r"^'one\.weight' is an ordinary tensor on the host on some ranks only: build the "
     ):
         spread_values(model)
     pair = dist.new_group([1, 2])  # its first rank is not the first of all

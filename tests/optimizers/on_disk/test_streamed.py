@@ -91,7 +91,7 @@ def _check_two_ranks():
 @pytest.mark.parametrize(
     ("make_optimizer", "folder", "error", "text"),
     [
-        (OPTIMIZERS["AdamW"], "missing", ValueError, "nvme_path must be a folder that exists"),
+        (OPTIMIZERS["AdamW"], "missing", ValueError, "nvme_path must be an existing folder"),
         (torch.optim.Adafactor, ".", ValueError, "nvme_path cannot hold the optimizer state of Adafactor"),
     ],
 )
