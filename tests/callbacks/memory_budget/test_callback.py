@@ -184,7 +184,7 @@ def test_a_run_that_does_not_fit_ends_before_it_begins(make_trainer):
         trainer.fit(Begins(TinyGPT()))
     assert re.fullmatch(
         r"MemoryBudget: the run does not fit. A step needs 2\d\d.\d\d KiB, but only 195.31 KiB are available on cpu: "
-        r"\d+.\d\d KiB too few. The largest part, \d+.\d\d KiB, is activations; the largest module is "
+        r"\d+.\d\d KiB too few. Largest category: activations, \d+.\d\d KiB; the largest module is "
         r"net.blocks.0.self_attn with \d+.\d\d KiB. The batch has 4 samples, 2 would fit. What helps: a smaller batch "
         r"with accumulate_grad_batches, MicroBatching\('auto'\), ActivationCheckpointing\(\) or ActivationOffload\(\).",
         str(caught.value),
