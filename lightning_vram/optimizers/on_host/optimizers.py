@@ -6,6 +6,7 @@ backward that a step will follow, and that nothing will change the gradients, it
 """
 
 import os
+import threading
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -80,6 +81,7 @@ class HostOptimizers(StepTakeOver):
         self._handles: list[RemovableHandle] = []
         self._early: Callable[[], StepRound] | None = None
         self._round: StepRound | None = None  # that was begun in the backward
+        self._landing = threading.Lock()  # gradients of groups on the device land in another thread than the others
         self._submitted: list[tuple[bool, ShardedGroup, Ticket]] = []  # jobs of the step; whether a forward passes them
         self._nvme_path, self._form, self._is_form_everywhere = nvme_path, form, is_form_everywhere
         self.unheld: set[nn.Parameter] = set()
@@ -239,7 +241,9 @@ class HostOptimizers(StepTakeOver):
 
     def _landed(self, group: ShardedGroup) -> None:
         """Step a group in the backward, as soon as its gradients are there."""
-        if self._early is not None and group.is_complete:
+        with self._landing:
+            if self._early is None or not group.is_complete:
+                return
             self._round = self._round or self._early()  # with the settings that the forward has left
             doubtful = {parameter for parameter, _ in group.doubtful}
             self._submit(self._round, group, [p.sharded_param for p in group.fsdp_params if p not in doubtful])

@@ -1,6 +1,8 @@
 """``device_bytes`` on an accelerator: what stays there is within it, and grows with it."""
 
 import gc
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_vram import LeanMixedPrecision
 from lightning_vram.core.processes.clean_exit import leave_group
+from lightning_vram.optimizers.on_host import optimizers
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 
 pytestmark = [
@@ -107,6 +110,29 @@ def test_the_modes_are_its_corners(precision, fit):
         mode, ours = fit(offload=offload, precision=precision), fit(device_bytes=device_bytes, precision=precision)
         assert_equal_weights(ours, mode)
         assert ours.sizes == mode.sizes
+
+
+def test_gradients_that_come_in_two_threads_begin_one_step(fit, monkeypatch):
+    expected, is_begun, rounds = fit(device_bytes=0.3, gradient_clip_val=None), threading.Semaphore(0), []
+    landed = optimizers.HostOptimizers._landed
+
+    class SlowRound(optimizers.StepRound):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            rounds.append(threading.get_ident())
+            is_begun.release()
+            time.sleep(0.1)
+            super().__init__(*args, **kwargs)
+
+    def land(self, group):
+        if group.landing is None:  # in the thread of the backward, while that of the transfers is beginning the step
+            is_begun.acquire(timeout=10)
+        landed(self, group)
+
+    monkeypatch.setattr(optimizers, "StepRound", SlowRound)
+    monkeypatch.setattr(optimizers.HostOptimizers, "_landed", land)
+    ours = fit(device_bytes=0.3, gradient_clip_val=None)
+    assert len(rounds) == STEPS
+    assert_equal_weights(ours, expected)
 
 
 def test_gradients_that_are_scaled_are_where_their_shards_are(fit):
