@@ -23,7 +23,7 @@ NO_GPU = "FSDP1, DeepSpeed"  # Lightning has them on CUDA only: what we refuse i
 ACCUMULATION = "gradient accumulation"
 CONTEXTS = ["DDP", "FSDP2", NO_GPU, "torch.compile", "manual optimization", ACCUMULATION, "fp16", "CPU", "MPS"]
 TRAINED = [context for context in CONTEXTS if context not in (NO_GPU, "MPS")]
-MOVES = "both free or move parameters that these features read; use FSDP2"
+MOVES = "both strategies move parameters that these features read; use FSDP2"
 
 
 def _scaler() -> torch.amp.GradScaler:
@@ -94,7 +94,9 @@ def _compression(context: str) -> Arguments:
 MOVED = {NO_GPU: ("no", MOVES, "it frees and moves parameters")}
 FEATURES = {
     "AutoVRAM": Feature(_auto),
-    "ActivationCheckpointing": _callback(vram.ActivationCheckpointing),
+    "ActivationCheckpointing": _callback(
+        vram.ActivationCheckpointing, other={"torch.compile": ("exact", "lossless with `budget=` and inductor")}
+    ),
     "ActivationOffload": Feature(
         _offload,
         other=MOVED | {"CPU": ("no effect", "activations are in host memory already; `disk_path=` moves them to disk")},
