@@ -155,7 +155,7 @@ FEATURES = {
     "EarlyRelease": _callback(
         vram.EarlyRelease,
         other={
-            "manual optimization": ("no effect", "call `zero_grad()` before the forward yourself"),
+            "manual optimization": ("no effect", "call `zero_grad()` right after `step()` yourself"),
             NO_GPU: ("untested", "no effect under DeepSpeed, which zeroes gradients itself"),
         },
     ),
