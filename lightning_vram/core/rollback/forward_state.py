@@ -31,7 +31,7 @@ from lightning_vram.core.tensors.versions import num_bytes_of, version_of
 from lightning_vram.private_names.torch.compiled import OptimizedModule
 from lightning_vram.private_names.torch.distributed import is_part_of_flat_parameter
 from lightning_vram.private_names.torch.modules import BUFFERS, PARAMETERS, InstanceNormBase, NormBase, own_buffers
-from lightning_vram.private_names.torch.tensors import num_writes, storage_identity
+from lightning_vram.private_names.torch.tensors import num_writes, storage_identity, without_torch_function
 
 _T = TypeVar("_T")
 KEPT_BYTES = 64 * 1024
@@ -144,18 +144,20 @@ class ForwardState:
 
     def _run(self, work: Callable[[], _T]) -> _T:
         now = take_states(self._members, self._learned.layouts)
-        parameters = [(one, one.data, one.requires_grad) for one in self._iterate_parameters()]
+        with without_torch_function():  # who observes a weight hears only of what the layer does with it
+            parameters = [(one, one.data, one.requires_grad) for one in self._iterate_parameters()]
         try:
             self._put_back(now)
             return work()
         finally:
             for state in now:
                 state.restore()
-            for parameter, data, requires_grad in parameters:
-                if _is_moved(parameter, data):
-                    parameter.data = data
-                if parameter.requires_grad != requires_grad:
-                    parameter.requires_grad_(requires_grad)
+            with without_torch_function():
+                for parameter, data, requires_grad in parameters:
+                    if _is_moved(parameter, data):
+                        parameter.data = data
+                    if parameter.requires_grad != requires_grad:
+                        parameter.requires_grad_(requires_grad)
 
     def _put_back(self, now: list[AttributeState]) -> None:
         for state, present in zip(self._states, now, strict=True):

@@ -2,6 +2,7 @@
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from support.helpers import ForkingOffload, assert_equal_weights, describe_module
 from support.offload_nets import GAN, MODES, Fused, FusedCNN, Split, leave_group
 from support.parts import CALLBACKS as ALL_CALLBACKS
@@ -21,6 +22,7 @@ pytestmark = [
 REFUSED = {"OptimizerInBackward", "QuantizationAwareTraining"}  # tests of their own say so
 REFUSED |= set() if can_recover() else {"MicroBatching"}  # "auto" needs torch 2.13
 REFUSED |= set() if shards_integers else {"QuantizeFrozenWeights"}
+READS_WEIGHTS = {"TokenTiling", "ChunkedLoss"}  # of tiled modules and of the head, in float32
 CALLBACKS = [name for name in ALL_CALLBACKS if name not in REFUSED]
 
 
@@ -73,6 +75,33 @@ def test_callbacks_with_accumulation_clipping_and_autocast(name, check):
     if name not in NEEDS_HEAD:
         check(FusedCNN, parts, modes=("optimizer",), precision="bf16-mixed", **arguments)
     check(Fused, parts, gradient_clip_val=0.1, **arguments)
+
+
+class NarrowWeights(pl.Callback):
+    """Notes which weights are transferred in 16 bits."""
+
+    def on_train_end(self, trainer, module):
+        lanes = [lane for group in trainer.strategy._sharding.groups for lane in group.lanes]
+        self.names = {p.name for lane in lanes if lane.transfer_dtype == torch.bfloat16 for p in lane.parameters}
+
+
+@pytest.mark.slow_except("ActivationCheckpointing")
+@pytest.mark.parametrize("name", [name for name in CALLBACKS if name not in READS_WEIGHTS])
+def test_callbacks_leave_transfers_in_16_bits(name, make_trainer):
+    found = []
+    for callbacks in ([], [from_config(name)]):
+        pl.seed_everything(0, verbose=False)
+        narrow = NarrowWeights()
+        strategy, callbacks = ForkingOffload(min_params=100), [narrow, *callbacks]
+        make_trainer(strategy=strategy, callbacks=callbacks, precision="bf16-mixed", max_epochs=1).fit(Fused())
+        found.append(narrow.names)
+    assert found[0]
+    assert found[1] == found[0]
+
+
+def test_checkpointed_layers_whose_weights_are_transferred_in_16_bits(check):
+    parts = lambda: {"callbacks": [from_config("ActivationCheckpointing")]}  # noqa: E731
+    check(Fused, parts, modes=("params", "optimizer"), precision="bf16-mixed", max_epochs=2)
 
 
 @pytest.mark.quick_sample(2)

@@ -72,6 +72,32 @@ def test_stock_layers_are_narrow_from_the_second_batch(mesh):
     assert narrow_names(compare(Net)) == stock_weights(Net)
 
 
+class Attention(nn.Module):
+    def __init__(self, casts):
+        super().__init__()
+        self.inner, self.casts = nn.MultiheadAttention(16, 2, batch_first=True), casts
+
+    def forward(self, x):
+        if self.casts:
+            x = x.to(self.inner.in_proj_weight.dtype)
+        return self.inner(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_attention_may_ask_for_dtypes_and_others_may_not(casts, mesh):
+    layers = [Attention(casts), Attention(casts)]
+    net, x = nn.Sequential(*layers), torch.randn(2, 3, 16)
+    options = ShardingOptions(**narrow(net))
+    sharding = FullSharding(net, mesh, plan_sharding_groups(net, min_params=100), options)
+    for _ in range(2):
+        with autocast():
+            net(x).sum().backward()
+    lanes = [lane for group in sharding.groups for lane in group.lanes if lane.has_narrow_dtype or lane.needs_width]
+    assert lanes
+    assert {lane.needs_width for lane in lanes} == {casts}
+    sharding.remove(make_whole=False)
+
+
 def test_gradients_that_are_kept_in_16_bit_do_not_keep_the_module(mesh):
     net = make()
     options = ShardingOptions(is_split=True, **narrow(net))

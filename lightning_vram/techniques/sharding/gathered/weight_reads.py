@@ -4,6 +4,7 @@ Autocast casts the weight of a linear layer at each use. A weight that comes in 
 but autocast reads its values, and if no backward adds up the gradients of several uses: a plain run does so in 32 bit.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ _HARMLESS = frozenset(
         *(_PROPERTIES.requires_grad.__set__, Tensor.requires_grad_),
     }
 )
+# Compares dtypes to choose a path that it does not take under autocast.
+_ATTENTION = nn.MultiheadAttention.forward.__code__
 # What is no value of the weight, such as its shape. Not its dtype: what is cast to that has other bits.
 _FACTS = (int, str, torch.device, torch.layout, RemovableHandle)
 
@@ -56,7 +59,7 @@ class WeightReads:
             self.is_used = True
             self.needs_width |= not torch.is_autocast_enabled(weight.device.type)
             self._num_uses[current_graph_task_id() != -1] += torch.is_grad_enabled() and weight.requires_grad
-        elif func not in _HARMLESS:
+        elif func not in _HARMLESS and not _is_asked_by_attention(func):
             self.needs_width |= not all(isinstance(leaf, _FACTS) for leaf in tree_leaves(result))
 
     def end_backward(self) -> None:
@@ -67,6 +70,11 @@ class WeightReads:
     def forget_uses(self) -> None:
         """Begin to count anew."""
         self._num_uses = [0, 0]
+
+
+def _is_asked_by_attention(func: Any) -> bool:
+    """Whether torch's own attention asks for the dtype of a weight: it called who called :meth:`WeightReads.note`."""
+    return func == _PROPERTIES.dtype.__get__ and sys._getframe(3).f_code is _ATTENTION
 
 
 class ObservedParameter(GatheredParameter):
