@@ -95,7 +95,7 @@ MOVED = {NO_GPU: ("no", MOVES, "it frees and moves parameters")}
 FEATURES = {
     "AutoVRAM": Feature(_auto),
     "ActivationCheckpointing": _callback(
-        vram.ActivationCheckpointing, other={"torch.compile": ("exact", "lossless with `budget=` and inductor")}
+        vram.ActivationCheckpointing, other={"torch.compile": ("exact", "but only lossless with `budget=` and inductor")}
     ),
     "ActivationOffload": Feature(
         _offload,
@@ -147,7 +147,7 @@ FEATURES = {
             ),
             NO_GPU: (
                 "untested",
-                "DeepSpeed and `FSDPStrategy(cpu_offload=True)` are refused",
+                "but DeepSpeed and `FSDPStrategy(cpu_offload=True)` are refused",
             ),
         },
         lambda context: {"accumulate_grad_batches": 2},
@@ -170,7 +170,7 @@ FEATURES = {
             ),
             "fp16": (
                 "no",
-                'a GradScaler checks all gradients before the step; `max_norm="two-pass"` is exact',
+                'a GradScaler checks all gradients first; exact with `max_norm="two-pass"`',
                 "does not work with a GradScaler",
             ),
         },
@@ -231,7 +231,7 @@ def as_markdown() -> str:
     lines = [
         f"- {', '.join(names)}, {context}, *{outcome}*: {why}." for (context, outcome, why), names in reasons.items()
     ]
-    return "\n".join([table, "", *lines])
+    return "\n".join([table, "", "Notes on cells, as feature, context, *cell*:", "", *lines])
 
 
 if __name__ == "__main__":
