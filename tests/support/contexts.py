@@ -95,7 +95,8 @@ MOVED = {NO_GPU: ("no", MOVES, "it frees and moves parameters")}
 FEATURES = {
     "AutoVRAM": Feature(_auto),
     "ActivationCheckpointing": _callback(
-        vram.ActivationCheckpointing, other={"torch.compile": ("exact", "but only lossless with `budget=` and inductor")}
+        vram.ActivationCheckpointing,
+        other={"torch.compile": ("exact", "but only lossless with `budget=` and inductor")},
     ),
     "ActivationOffload": Feature(
         _offload,
