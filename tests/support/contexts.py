@@ -25,6 +25,8 @@ CONTEXTS = ["DDP", "FSDP2", NO_GPU, "torch.compile", "manual optimization", ACCU
 TRAINED = [context for context in CONTEXTS if context not in (NO_GPU, "MPS")]
 MOVES = "both strategies move parameters that these features read; use FSDP2"
 
+INDUCTOR = "but only lossless with `ActivationCheckpointing(budget=)` and inductor"
+
 
 def _scaler() -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -93,10 +95,10 @@ def _compression(context: str) -> Arguments:
 
 MOVED = {NO_GPU: ("no", MOVES, "it frees and moves parameters")}
 FEATURES = {
-    "AutoVRAM": Feature(_auto),
+    "AutoVRAM": Feature(_auto, other={"torch.compile": ("exact", INDUCTOR)}),
     "ActivationCheckpointing": _callback(
         vram.ActivationCheckpointing,
-        other={"torch.compile": ("exact", "but only lossless with `budget=` and inductor")},
+        other={"torch.compile": ("exact", INDUCTOR)},
     ),
     "ActivationOffload": Feature(
         _offload,
