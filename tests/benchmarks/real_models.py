@@ -173,7 +173,7 @@ def measure(name: str) -> dict[str, Any]:
 def as_row(name: str, row: dict[str, Any]) -> str:
     """Return the row of README.md."""
     baseline, peak = (f"{row[key] / GIB:.1f} GiB" for key in ("baseline_bytes", "peak_bytes"))
-    allow = '`allow="lossless"`' if row["results"] == "lossless" else "exact"
+    allow = 'lossless (`allow="lossless"`)' if row["results"] == "lossless" else "exact"
     return f"| {row['model']} | {baseline} | {peak} | {row['step_time_ratio']:.2f} | {allow} | `{name}` |"
 
 
