@@ -96,10 +96,7 @@ def _compression(context: str) -> Arguments:
 MOVED = {NO_GPU: ("no", MOVES, "it frees and moves parameters")}
 FEATURES = {
     "AutoVRAM": Feature(_auto, other={"torch.compile": ("exact", INDUCTOR)}),
-    "ActivationCheckpointing": _callback(
-        vram.ActivationCheckpointing,
-        other={"torch.compile": ("exact", INDUCTOR)},
-    ),
+    "ActivationCheckpointing": _callback(vram.ActivationCheckpointing, other={"torch.compile": ("exact", INDUCTOR)}),
     "ActivationOffload": Feature(
         _offload,
         other=MOVED | {"CPU": ("no effect", "activations are in host memory already; `disk_path=` moves them to disk")},
@@ -234,7 +231,7 @@ def as_markdown() -> str:
     lines = [
         f"- {', '.join(names)}, {context}, *{outcome}*: {why}." for (context, outcome, why), names in reasons.items()
     ]
-    return "\n".join([table, "", "Notes on cells, as feature, context, *cell*:", "", *lines])
+    return "\n".join([table, "", "Notes on cells (feature, context, *cell*):", "", *lines])
 
 
 if __name__ == "__main__":

@@ -152,12 +152,11 @@ class ForwardState:
         finally:
             for state in now:
                 state.restore()
-            with without_torch_function():
-                for parameter, data, requires_grad in parameters:
-                    if _is_moved(parameter, data):
-                        parameter.data = data
-                    if parameter.requires_grad != requires_grad:
-                        parameter.requires_grad_(requires_grad)
+            for parameter, data, requires_grad in parameters:
+                if _is_moved(parameter, data):
+                    parameter.data = data
+                if parameter.requires_grad != requires_grad:
+                    parameter.requires_grad_(requires_grad)
 
     def _put_back(self, now: list[AttributeState]) -> None:
         for state, present in zip(self._states, now, strict=True):

@@ -81,7 +81,7 @@ class HostOptimizers(StepTakeOver):
         self._handles: list[RemovableHandle] = []
         self._early: Callable[[], StepRound] | None = None
         self._round: StepRound | None = None  # that was begun in the backward
-        self._landing = threading.Lock()  # gradients of groups on the device land in another thread than the others
+        self._early_lock = threading.Lock()  # groups on the device land in another thread than the others
         self._submitted: list[tuple[bool, ShardedGroup, Ticket]] = []  # jobs of the step; whether a forward passes them
         self._nvme_path, self._form, self._is_form_everywhere = nvme_path, form, is_form_everywhere
         self.unheld: set[nn.Parameter] = set()
@@ -241,7 +241,7 @@ class HostOptimizers(StepTakeOver):
 
     def _landed(self, group: ShardedGroup) -> None:
         """Step a group in the backward, as soon as its gradients are there."""
-        with self._landing:
+        with self._early_lock:
             if self._early is None or not group.is_complete:
                 return
             self._round = self._round or self._early()  # with the settings that the forward has left
