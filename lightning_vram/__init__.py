@@ -4,21 +4,16 @@ Import public names from here; modules below this package may move between relea
 need only PyTorch are available, and so are the subpackages ``techniques``, ``optimizers``, ``core`` and ``memory``.
 """
 
+import importlib
 import importlib.util
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import lightning_vram.early_signals as early_signals
 import lightning_vram.early_versions as early_versions  # noqa: F401 - before imports that they would fail in
 import lightning_vram.old_names as old_names  # noqa: F401 - pickles find what was moved
 
 # isort: split
-from lightning_vram.memory.device.allocator_settings import configure_allocator
-from lightning_vram.memory.estimate.device_spec import DeviceSpec
-from lightning_vram.memory.tracking.tracker import track_memory
-from lightning_vram.techniques.activation_checkpointing import SavePolicy
-from lightning_vram.techniques.quantization_aware_training import load_quantized
-from lightning_vram.techniques.quantize_frozen_weights import dequantize_frozen_weights
 from lightning_vram.version import __version__ as __version__
 
 __all__ = [
@@ -57,44 +52,18 @@ __all__ = [
     "track_memory",
 ]
 
-if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
-    from lightning_vram.callbacks.accumulation_scheduler import AccumulationScheduler
-    from lightning_vram.callbacks.activation_checkpointing import ActivationCheckpointing
-    from lightning_vram.callbacks.activation_compression import ActivationCompression
-    from lightning_vram.callbacks.activation_offload import ActivationOffload
-    from lightning_vram.callbacks.auto_vram import AutoVRAM
-    from lightning_vram.callbacks.chunked_loss import ChunkedLoss
-    from lightning_vram.callbacks.early_release import EarlyRelease
-    from lightning_vram.callbacks.empty_cache import EmptyCache
-    from lightning_vram.callbacks.in_place_fusion import InPlaceFusion
-    from lightning_vram.callbacks.leak_detector import LeakDetector
-    from lightning_vram.callbacks.low_bit_optimizer import LowBitOptimizer
-    from lightning_vram.callbacks.memory_budget import MemoryBudget
-    from lightning_vram.callbacks.metric_offload import MetricOffload
-    from lightning_vram.callbacks.micro_batching import MicroBatching
-    from lightning_vram.callbacks.moments_in_bf16 import MomentsInBF16
-    from lightning_vram.callbacks.optimizer_in_backward import OptimizerInBackward
-    from lightning_vram.callbacks.quantization_aware_training import QuantizationAwareTraining, quantize_after_fit
-    from lightning_vram.callbacks.quantize_frozen_weights import QuantizeFrozenWeights
-    from lightning_vram.callbacks.slurm_requeue import SlurmRequeue
-    from lightning_vram.callbacks.token_tiling import TokenTiling
-    from lightning_vram.callbacks.vram_monitor import VRAMMonitor
-    from lightning_vram.checkpoint_io import StreamedCheckpointIO
-    from lightning_vram.precision import LeanMixedPrecision
-    from lightning_vram.report.estimate import estimate_memory
-    from lightning_vram.report.plan import plan_memory
-    from lightning_vram.strategies.fsdp_offload import FSDPOffloadStrategy
-    from lightning_vram.strategies.registration import register_strategies
+if not early_signals.is_command(sys.orig_argv):  # which imports PyTorch and Lightning only where it needs them
+    from lightning_vram.public_names import *
 
-    register_strategies()
-    del register_strategies
-elif early_signals.is_command(sys.orig_argv):
-    sys.exit("lightning-vram: error: needs Lightning: pip install lightning 'jsonargparse[signatures]' omegaconf rich")
-else:
-    _NEED_LIGHTNING = frozenset(__all__) - set(globals())
-    __all__ = ["DeviceSpec", "SavePolicy", "configure_allocator", "load_quantized", "track_memory"]
+if not TYPE_CHECKING:
+    _ALL = frozenset(__all__)
+    if importlib.util.find_spec("lightning") is None:
+        __all__ = ["DeviceSpec", "SavePolicy", "configure_allocator", "load_quantized", "track_memory"]
 
-    def __getattr__(name: str) -> NoReturn:
-        if name in _NEED_LIGHTNING:
+    def __getattr__(name: str) -> Any:
+        if name not in _ALL:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        names = vars(importlib.import_module("lightning_vram.public_names"))
+        if name not in names:
             raise ImportError(f"lightning_vram.{name} needs Lightning, which is not installed: pip install lightning")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return names[name]

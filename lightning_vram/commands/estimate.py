@@ -1,18 +1,19 @@
 """The command ``estimate``: will the run of a configuration fit a device that is not here?"""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
 from lightning.pytorch import LightningModule
-from lightning.pytorch.cli import LightningArgumentParser
 from rich.console import RenderableType
 
+from lightning_vram.commands.options import ESTIMATE
+from lightning_vram.commands.program import DOES_NOT_FIT
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.report.estimate import ShownEstimate, check_plot_path, estimate_table
-
-ESTIMATE = "estimate"
+from lightning_vram.report.values import estimate_values
 
 
 class EstimateQuestion:
@@ -22,18 +23,13 @@ class EstimateQuestion:
         estimate_memory: Called with module, batch, and the arguments of a question by their names.
     """
 
-    name = verb = ESTIMATE
-    description = "Estimate whether a run fits a GPU you do not have, and what uses its memory."
+    name = ESTIMATE
 
     def __init__(self, estimate_memory: Callable[..., ShownEstimate]) -> None:
         self._estimate_memory = estimate_memory
         self._estimate: ShownEstimate | None = None
         self._plot: str | None = None
-
-    def add_arguments(self, parser: LightningArgumentParser) -> None:
-        """Add the picture."""
-        text = "File for a picture of the step: .png, .svg, .pdf or .html."
-        parser.add_argument("--plot", type=str | None, default=None, help=text)
+        self._as_json, self.exit_code = False, 0
 
     def check(self, config: Namespace, spec: DeviceSpec) -> None:
         """Refuse what no picture can be written to."""
@@ -42,13 +38,18 @@ class EstimateQuestion:
 
     def ask(self, config: Namespace, module: LightningModule, batch: Any, **arguments: Any) -> None:
         """Estimate, and draw."""
-        self._estimate, self._plot = self._estimate_memory(module, batch, **arguments), config.plot
+        self._as_json, self._plot = config.json, config.plot
+        self._estimate = self._estimate_memory(module, batch, **arguments)
+        self.exit_code = 0 if self._estimate.fits else DOES_NOT_FIT
         if self._plot is not None:
             self._estimate.plot(self._plot)
 
     def answer(self) -> Iterator[RenderableType]:
-        """Return the table."""
+        """Return the table, or JSON."""
         assert self._estimate is not None  # it was asked for
+        if self._as_json:
+            yield json.dumps(estimate_values(self._estimate), indent=2)
+            return
         yield estimate_table(self._estimate)
         if self._plot is not None:
             yield f"\n{self._plot}: picture of the step."

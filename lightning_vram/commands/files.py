@@ -1,51 +1,70 @@
-"""The commands that write or read a file or a folder and train nothing: ``report``, ``consolidate``, ``calibrate``.
+"""The commands that train nothing: ``report``, ``consolidate``, ``calibrate``, ``presets``.
 
-They give what is printed, part by part; what they raise is a mistake of the user.
+Each returns what is printed, part by part; what it raises is a mistake of the user. PyTorch is imported only for work
+that needs it, after the arguments were checked.
 """
 
+import json
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from importlib.resources import files
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from rich.console import RenderableType
 
-from lightning_vram.commands.parser import PROGRAM
-from lightning_vram.memory.device.measurement import read_measurements
-from lightning_vram.memory.estimate.calibrate import calibrate
-from lightning_vram.memory.estimate.device_spec import write_calibration
+from lightning_vram.commands.program import PROGRAM, did_you_mean
+from lightning_vram.memory.device.measurement import largest, read_measurements
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.report.benchmarks import drawable, read_results, result_tables, save_pictures
 from lightning_vram.report.tables import memory_table
-from lightning_vram.strategies.fsdp_offload import consolidate
 
 
 def report_file(args: Sequence[str]) -> Iterator[RenderableType]:
-    """Read what ``VRAMMonitor`` or benchmarks recorded, and draw what benchmarks did."""
+    """Print what ``VRAMMonitor`` or benchmarks recorded, and draw benchmarks where a folder is named."""
     parser = ArgumentParser(
         prog=f"{PROGRAM} report",
         description="Print a recording of VRAMMonitor, or tables and pictures of benchmark results.",
     )
     parser.add_argument("path", type=Path, nargs="?", help="vram.jsonl in the run's log folder")
+    parser.add_argument("--json", action="store_true", help="print the highest peak of each stage as JSON, for scripts")
     parser.add_argument(
         "--benchmarks", type=Path, nargs="+", metavar="FILE", help="files that python -m tests.benchmarks wrote"
     )
+    parser.add_argument("--all", action="store_true", help="with --benchmarks: also rows that could not run")
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FOLDER", help="folder for pictures; default: the current one"
+        "-o", "--output", type=Path, metavar="FOLDER", help="with --benchmarks: draw pictures into this folder"
     )
     given = parser.parse_args(args)
     if (given.path is None) == (given.benchmarks is None):
         parser.error("name one file of VRAMMonitor, or --benchmarks with files of results.")
-    if given.path is not None:
-        if given.output is not None:
-            parser.error("--output is the folder for pictures of --benchmarks; a recording of VRAMMonitor has none.")
-        yield memory_table(read_measurements(given.path))
+    if given.path is None:
+        if given.json:
+            parser.error("--json is for a recording of VRAMMonitor; result files of benchmarks are JSON themselves.")
+        yield from _report_benchmarks(given.benchmarks, given.output, all_rows=given.all)
         return
-    files = [read_results(path) for path in given.benchmarks]
-    yield result_tables(files)
-    for path in save_pictures(files, given.output or Path()):
+    if given.output is not None or given.all:
+        parser.error("--output and --all are for --benchmarks; a recording of VRAMMonitor has no pictures.")
+    measurements = read_measurements(given.path)
+    if given.json:
+        stages = dict.fromkeys(measurement.stage for measurement in measurements)
+        peaks = {stage: asdict(largest(one for one in measurements if one.stage == stage)) for stage in stages}
+        yield json.dumps({"readings": len(measurements), "peaks": peaks}, indent=2)
+    else:
+        yield memory_table(measurements)
+
+
+def _report_benchmarks(paths: Sequence[Path], output: Path | None, *, all_rows: bool) -> Iterator[RenderableType]:
+    from lightning_vram.report.benchmarks import drawable, read_results, result_tables, save_pictures
+
+    results = [read_results(path) for path in paths]
+    yield result_tables(results, all_rows=all_rows)
+    if output is None:
+        return
+    for path in save_pictures(results, output):
         yield f"{path}: drawn."
-    without = [file.path.name for file in files if not drawable(file)]
+    without = [file.path.name for file in results if not drawable(file)]
     if without:
         yield f"Nothing to draw in {', '.join(without)}: no row has by, a peak and seconds_per_step, or largest."
 
@@ -63,7 +82,18 @@ def consolidate_folder(args: Sequence[str]) -> Iterator[str]:
     parser.add_argument("--weights_only", **answers, help="false: also load classes, which can run code of its author")
     parser.add_argument("--verify", **answers, help="false: do not check the checksums first")
     given = parser.parse_args(args)
-    consolidate(given.folder, given.file, weights_only=given.weights_only == "true", verify=given.verify == "true")
+    if not all((given.folder / name).is_file() for name in (".metadata", "meta.pt")):  # before PyTorch is imported
+        raise FileNotFoundError(f"{given.folder} is not a sharded checkpoint: a folder with .metadata and meta.pt.")
+    from lightning_vram.core.processes.rank_errors import CheckpointError
+    from lightning_vram.report.estimate.progress import ProgressDisplay
+    from lightning_vram.strategies.fsdp_offload import consolidate
+
+    options = {"weights_only": given.weights_only == "true", "verify": given.verify == "true"}
+    try:
+        with ProgressDisplay() as on_progress:
+            consolidate(given.folder, given.file, **options, on_progress=on_progress)
+    except CheckpointError as error:
+        raise ValueError(str(error)) from error
     yield f"{given.file}: {format_bytes(given.file.stat().st_size)}, for any Trainer."
 
 
@@ -78,13 +108,75 @@ def calibrate_device(args: Sequence[str]) -> Iterator[str]:
     output = parser.parse_args(args).output
     if output.suffix != ".json":
         raise ValueError(f"--output must end in .json, got {str(output)!r}.")
-    spec = calibrate()
+    if not output.parent.is_dir():
+        raise FileNotFoundError(f"--output: there is no folder '{output.parent}'.")
+    from lightning_vram.memory.device.accelerators import current_kind, has_statistics
+    from lightning_vram.memory.estimate.calibrate import calibrate
+    from lightning_vram.memory.estimate.device_spec import write_calibration
+    from lightning_vram.report.estimate.progress import ProgressDisplay
+
+    if not has_statistics(current_kind()):
+        raise ValueError(
+            "calibrate found no GPU on this machine. Run it on a machine with one. Estimates need no calibration for "
+            f"the GPUs that `{PROGRAM} estimate --device list` prints."
+        )
+    with ProgressDisplay() as on_progress:
+        spec = calibrate(on_progress)
     write_calibration(spec, output)
     yield f"{output}: {spec.name}, {format_bytes(spec.memory_bytes)}."
+
+
+def copy_presets(args: Sequence[str]) -> Iterator[str]:
+    """List the configuration files of the package, or copy some."""
+    parser = ArgumentParser(
+        prog=f"{PROGRAM} presets",
+        description="List configuration files that come with the package: whole runs, and one file per feature. With "
+        "names, or --all, copy them.",
+    )
+    parser.add_argument("name", nargs="*", help="files to copy, such as quickstart")
+    parser.add_argument("--all", action="store_true", help="copy all")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("configs"), metavar="FOLDER", help="default: %(default)s"
+    )
+    given = parser.parse_args(args)
+    texts = {
+        Path(file.name).stem: file.read_text(encoding="utf-8")
+        for file in sorted((files("lightning_vram") / "presets").iterdir(), key=lambda file: file.name)
+        if file.name.endswith(".yaml")
+    }
+    for name in given.name:
+        if name not in texts:
+            raise ValueError(f"there is no preset {name!r}.{did_you_mean(name, texts)} `{PROGRAM} presets` lists all.")
+    if not given.name and not given.all:
+        yield _list_presets(texts)
+        return
+    # the command in the first line of each may need another one
+    names = texts if given.all else [name for name in texts if any(f"/{name}.yaml" in texts[one] for one in given.name)]
+    targets = {given.output / f"{name}.yaml": texts[name] for name in names}
+    for target, text in targets.items():
+        if target.exists() and target.read_text(encoding="utf-8") != text:
+            raise FileExistsError(f"{target} exists and is another file. Name another folder: -o FOLDER.")
+    given.output.mkdir(parents=True, exist_ok=True)
+    for target, text in targets.items():
+        target.write_text(text, encoding="utf-8")
+        yield str(target)
+
+
+def _list_presets(texts: Mapping[str, str]) -> str:
+    """Write whole runs with what the second line says of each, and the names of files for one feature."""
+    runs = {name: lines[1][2:] for name, text in texts.items() if (lines := text.splitlines())[1].startswith("# ")}
+    width = max(map(len, runs)) + 2
+    listed = "\n".join(f"  {name:{width}}{about}" for name, about in runs.items())
+    features = fill(", ".join(name for name in texts if name not in runs), initial_indent="  ", subsequent_indent="  ")
+    return (
+        f"whole runs:\n{listed}\n\none feature each, to add to a run:\n{features}\n\n"
+        f"`{PROGRAM} presets quickstart` copies one to the folder configs, `{PROGRAM} presets --all` all of them."
+    )
 
 
 FILE_COMMANDS: dict[str, Callable[[Sequence[str]], Iterator[RenderableType]]] = {
     "report": report_file,
     "consolidate": consolidate_folder,
     "calibrate": calibrate_device,
+    "presets": copy_presets,
 }

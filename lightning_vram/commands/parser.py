@@ -1,7 +1,5 @@
 """How the command reads arguments and files, and how it ends when they are wrong."""
 
-import os
-import sys
 from typing import Any, NoReturn
 
 from jsonargparse import Namespace
@@ -9,12 +7,10 @@ from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
 from lightning_vram.commands.checks import check_aliases
-from lightning_vram.report.one_line import condense_error
+from lightning_vram.commands.hints import explain
+from lightning_vram.commands.program import fail, is_debugging
 
-PROGRAM = "lightning-vram"
-DEBUG_VARIABLE = "LIGHTNING_VRAM_DEBUG"
 PARSER_MODE = "omegaconf+"
-_EXIT_USAGE = 2
 
 
 class CommandParser(LightningArgumentParser):
@@ -31,12 +27,6 @@ class CommandParser(LightningArgumentParser):
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if not self.exit_on_error or os.environ.get(DEBUG_VARIABLE):
+        if not self.exit_on_error or is_debugging():
             super().error(message, ex)
-        fail(condense_error(message))
-
-
-def fail(message: str) -> NoReturn:
-    """Say what is wrong on stderr, and end."""
-    sys.stderr.write(f"{PROGRAM}: error: {message}\n")
-    sys.exit(_EXIT_USAGE)
+        fail(explain(message))

@@ -1,51 +1,29 @@
 """The command ``plan``: which parts make the run of a configuration fit, at the least cost?"""
 
+import json
+import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
 from lightning.pytorch import LightningModule
-from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import RenderableType
 
-from lightning_vram.commands.parser import PROGRAM
-from lightning_vram.commands.question import OPTIONS
+from lightning_vram.commands.options import PLAN, options_of
+from lightning_vram.commands.program import DOES_NOT_FIT, PROGRAM, fail
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.units import parse_bytes
-from lightning_vram.planner.plan import budget_bytes_of, level_of
+from lightning_vram.planner.plan import PlanError, budget_bytes_of, level_of
 from lightning_vram.report.pictures import check_picture_path
 from lightning_vram.report.plan import ShownPlan, plan_table
+from lightning_vram.report.values import miss_values, plan_values
 
-PLAN = "plan"
 _MARK = f"# Made by `{PROGRAM} {PLAN}`. Run: "
 _EXAMPLE = "plan.yaml"
-_OWN_OPTIONS: dict[str, tuple[Any, Any, str]] = {
-    "budget": (
-        int | float | str | None,
-        None,
-        "GPU memory the run may use, such as 24GiB, or a share of it, such as 0.5. Default: all of it.",
-    ),
-    "host_memory": (
-        int | str | None,
-        None,
-        "Host memory of each node, such as 128GiB. Strategies that need more are not used.",
-    ),
-    "allow": (
-        str,
-        "exact",
-        "Trained weights: exact (bitwise identical), lossless (up to rounding) or any (approximate).",
-    ),
-    "plot": (
-        str | None,
-        None,
-        "File for the picture of memory against step time: .png, .svg or .pdf. Default: next to the plan.",
-    ),
-}
-_OUTPUT = ("-o", "--output")
+_TYPED = {"budget": "budget", "host_memory": "host_memory", "allow": "allow", "strategy": "trainer.strategy"}
 _IN_FIT = {"precision": "trainer.precision", "devices": "trainer.devices", "num_nodes": "trainer.num_nodes"}
 
 
@@ -58,25 +36,20 @@ class PlanQuestion:
         args: Arguments of the command, to say how the plan is run.
     """
 
-    name = verb = PLAN
-    description = "Find the features that make a run fit a GPU memory budget, with the least overhead."
+    name = PLAN
 
     def __init__(self, plan_memory: Callable[..., ShownPlan], args: Sequence[str]) -> None:
         self._plan_memory = plan_memory
         self._args = args
         self._plan: ShownPlan | None = None
+        self._miss: PlanError | None = None
         self._output: str | None = None
         self._plot: str | None = None
-
-    def add_arguments(self, parser: LightningArgumentParser) -> None:
-        """Add what is asked for, and where it is written."""
-        for name, (kind, default, text) in _OWN_OPTIONS.items():
-            parser.add_argument(f"--{name}", type=kind, default=default, help=text)
-        parser.add_argument(*_OUTPUT, type=str | None, default=None, help="YAML file for the plan, such as plan.yaml.")
+        self._as_json, self.exit_code = False, 0
 
     def check(self, config: Namespace, spec: DeviceSpec) -> None:
         """Refuse a budget that is none, results that nobody knows, and files that cannot be written."""
-        budget_bytes_of("--budget", config.budget, spec)
+        budget_bytes_of("--budget", _budget(config.budget), spec)
         if config.host_memory is not None:
             parse_bytes(config.host_memory, "--host_memory")
         level_of("--allow", config.allow)
@@ -86,18 +59,30 @@ class PlanQuestion:
             _check_output(Path(config.output), fit_arguments(self._args))
 
     def ask(self, config: Namespace, module: LightningModule, batch: Any, **arguments: Any) -> None:
-        """Plan, draw and write."""
-        self._output, self._plot = config.output, config.plot or _beside(config.output)
-        given = {name: config[name] for name in ("budget", "host_memory", "allow")}
-        self._plan = self._plan_memory(module, batch, **given, **arguments)
+        """Plan, draw and write. Where nothing fits, say what would."""
+        self._output, self._plot, self._as_json = config.output, config.plot, config.json
+        given = {"budget": _budget(config.budget), "host_memory": config.host_memory, "allow": config.allow}
+        try:
+            self._plan = self._plan_memory(module, batch, **given, **arguments)
+        except PlanError as error:
+            if not self._as_json:
+                fail(_as_options(str(error)), DOES_NOT_FIT)
+            self._miss, self.exit_code = error, DOES_NOT_FIT
+            return
         if self._plot is not None:
             self._plan.plot(self._plot)
         if self._output is not None:
             Path(self._output).write_text(self._text(), encoding="utf-8")
 
     def answer(self) -> Iterator[RenderableType]:
-        """Return the table, and the configuration if it was not written to a file."""
+        """Return the table, and the configuration if it was not written to a file; or JSON."""
+        if self._miss is not None:
+            yield json.dumps(miss_values(self._miss), indent=2)
+            return
         assert self._plan is not None  # it was asked for
+        if self._as_json:
+            yield json.dumps(plan_values(self._plan), indent=2)
+            return
         yield plan_table(self._plan)
         if self._plot is not None:
             yield f"\n{self._plot}: picture of memory against step time."
@@ -120,7 +105,8 @@ def fit_arguments(args: Sequence[str]) -> list[str]:
     Args:
         args: Of ``plan``.
     """
-    asked = {*(f"--{name}" for name in (*OPTIONS, *_OWN_OPTIONS)), *_OUTPUT}
+    asked = {f"--{name}": option for name, option in options_of(PLAN).items()}
+    asked |= {option.short: option for option in asked.values() if option.short}
     found: list[str] = []
     rest = iter(args)
     for word in rest:
@@ -128,15 +114,25 @@ def fit_arguments(args: Sequence[str]) -> list[str]:
         if option not in asked:
             found.append(word)
             continue
-        value = value if is_joined else next(rest, "")
+        if not is_joined and asked[option].kind is not bool:
+            value = next(rest, "")
         if option[2:] in _IN_FIT:
             found.append(f"--{_IN_FIT[option[2:]]}={value}")
     return found
 
 
-def _beside(output: str | None) -> str | None:
-    """Return where the picture of a plan goes, if it can be drawn."""
-    return None if output is None or find_spec("matplotlib") is None else str(Path(output).with_suffix(".png"))
+def _budget(text: str | float | None) -> str | float | None:
+    """Read a share, as ``0.5``; what else there is has a unit."""
+    return float(text) if isinstance(text, str) and re.fullmatch(r"[01]?\.\d*", text) else text
+
+
+def _as_options(message: str) -> str:
+    """Write arguments of Python, as ``budget='20.00GiB'``, as they are typed."""
+    return re.sub(
+        rf"\b({'|'.join(_TYPED)})='([^']+)'(?: or '([^']+)')?",
+        lambda found: f"--{_TYPED[found[1]]} {' or '.join(filter(None, found.groups()[1:]))}",
+        message,
+    )
 
 
 def _check_output(path: Path, arguments: Sequence[str]) -> None:

@@ -18,54 +18,23 @@ from typing_extensions import override
 
 from lightning_vram.commands.batch import make_batch
 from lightning_vram.commands.offline import NoDownloads
-from lightning_vram.commands.parser import PARSER_MODE, PROGRAM, CommandParser
+from lightning_vram.commands.options import options_of
+from lightning_vram.commands.parser import PARSER_MODE, CommandParser
+from lightning_vram.commands.program import PROGRAM
 from lightning_vram.estimation.estimate import spec_of
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.known_devices import find_device
 from lightning_vram.memory.estimate.untouched import UntouchedWeights
 from lightning_vram.memory.units import parse_bytes
+from lightning_vram.private_names.lightning.cli import QuietlySeeded
 from lightning_vram.report.estimate import ProgressDisplay
-
-_OPTIONS: dict[str, tuple[Any, Any, str]] = {
-    "device": (str, None, "GPU to estimate for, such as rtx4090 or h100, or a file of `calibrate`."),
-    "device_memory": (
-        int | str | None,
-        None,
-        "Memory of a GPU that is not in the list, such as 24GiB.",
-    ),
-    "devices": (int | None, None, "GPUs per node. Default: trainer.devices if it is a number."),
-    "num_nodes": (int | None, None, "Number of nodes. Default: trainer.num_nodes."),
-    "precision": (Any, None, "Instead of trainer.precision."),
-    "run_callbacks": (
-        list[str],
-        [],
-        "Names of your own callbacks that change the module or the step: '[FreezeEncoder]'.",
-    ),
-    "batch.shape": (
-        Any,
-        None,
-        "Instead of data: the shape of a tensor, '[8, 3, 224, 224]', or of several: '[[8, 3, 224, 224], [8]]', "
-        "'{tokens: [8, 1024]}'.",
-    ),
-    "batch.dtype": (Any, "float32", "Dtype of all tensors of batch.shape, or of each: '[float32, int64]'."),
-    "batch.high": (
-        Any,
-        2,
-        "Upper limit of integers, such as a vocabulary size: for all tensors of batch.shape, or for each.",
-    ),
-}
-OPTIONS = tuple(_OPTIONS)
 
 
 class Question(Protocol):
     """What is asked of a run, and the answer."""
 
     name: str
-    verb: str
-    description: str
-
-    def add_arguments(self, parser: LightningArgumentParser) -> None:
-        """Add options beside those of all questions."""
+    exit_code: int
 
     def check(self, config: Namespace, spec: DeviceSpec) -> None:
         """Refuse options before anything is made, which takes long.
@@ -90,7 +59,7 @@ class Question(Protocol):
         """Return what is printed; text as it is."""
 
 
-class QuestionCLI(LightningCLI):
+class QuestionCLI(QuietlySeeded):
     """Ask instead of fit.
 
     Args:
@@ -113,15 +82,17 @@ class QuestionCLI(LightningCLI):
                 parser_kwargs={
                     "parser_mode": PARSER_MODE,
                     "prog": f"{PROGRAM} {question.name}",
-                    "description": f"{question.description} Takes the files and arguments of `fit`, and those below.",
                 },
             )
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        for name, (kind, default, text) in _OPTIONS.items():
-            parser.add_argument(f"--{name}", type=kind, default=default, help=text)
-        self._question.add_arguments(parser)
+        for name, option in options_of(self._question.name).items():
+            names = (option.short, f"--{name}") if option.short else (f"--{name}",)
+            if option.kind is bool:
+                parser.add_argument(*names, action="store_true")
+            else:
+                parser.add_argument(*names, type=option.kind, default=option.default)
         # Those of `fit` that mean nothing here: its files are taken as they are.
         parser.add_method_arguments(Trainer, "fit", skip=set(LightningCLI.subcommands()["fit"]))
         parser.add_argument("--compare_with_baseline", type=bool, default=False, help="Of `fit`, ignored here.")
@@ -135,11 +106,11 @@ class QuestionCLI(LightningCLI):
         config = self.config
         if config.device is None:
             raise MisconfigurationException(
-                f"--device is missing: name the GPU to {self._question.verb} for, such as --device rtx4090."
+                f"--device is missing: name the GPU to {self._question.name} for, such as --device rtx4090."
             )
         self._device = config.device
         if config.device_memory is not None:
-            self._device = _describe(config.device, parse_bytes(config.device_memory, "device_memory"))
+            self._device = _describe(config.device, parse_bytes(config.device_memory, "--device_memory"))
         self._question.check(config, spec_of(self._device))
         if config.batch.shape is not None:
             self._batch = make_batch(config.batch.shape, config.batch.dtype, config.batch.high)

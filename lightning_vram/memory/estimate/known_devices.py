@@ -12,9 +12,6 @@ from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 
-import torch
-
-from lightning_vram.memory.device.accelerators import current_kind, has_statistics
 from lightning_vram.memory.estimate.device_spec import DeviceSpec, read_calibration
 from lightning_vram.memory.units import MIB
 
@@ -42,10 +39,10 @@ def find_device(name: str) -> DeviceSpec:
         return read_calibration(name)
     found = _names().get(_short(name))
     if found is None:
+        close = f" Did you mean {', '.join(_close_to(name))}?" if _close_to(name) else ""
         raise ValueError(
-            f"device {name!r} is unknown. Known are {', '.join(_close_to(name))}. Describe another one: "
-            "DeviceSpec(name=..., memory_bytes=...), --device NAME --device_memory 24GiB, or the file that "
-            "`lightning-vram calibrate -o thisgpu.json` writes on it."
+            f"device {name!r} is unknown.{close} `lightning-vram estimate --device list` prints all. For another GPU: "
+            "DeviceSpec(name=..., memory_bytes=...), or --device NAME --device_memory 24GiB."
         )
     return found
 
@@ -62,6 +59,10 @@ def describe_this_device() -> DeviceSpec:
     Raises:
         RuntimeError: If there is none, or it does not tell of its memory.
     """
+    import torch  # seconds, of which a list of names needs nothing
+
+    from lightning_vram.memory.device.accelerators import current_kind, has_statistics
+
     kind = current_kind()
     if not has_statistics(kind):
         raise RuntimeError("no GPU that reports its memory was found. Name a device instead, such as rtx4090.")
@@ -105,8 +106,8 @@ def _short(name: str) -> str:
 
 
 def _close_to(name: str) -> list[str]:
-    """Names of cards that begin alike, or else are spelled alike; all if none is."""
+    """Names of a few cards that begin alike, or else are spelled alike."""
     short, names = _short(name), _names()
     close = [key for key in names if short and key.startswith(short)]
     close = close or difflib.get_close_matches(short, names, n=_MAX_CLOSE)
-    return list(dict.fromkeys(names[key].name for key in close)) or [spec.name for spec in known_devices()]
+    return list(dict.fromkeys(names[key].name for key in close))[:_MAX_CLOSE]

@@ -4,8 +4,11 @@
   | the command ``lightning-vram fit`` fails
 * ``lightning.pytorch.cli.LightningCLI._prepare_subcommand_kwargs``: arguments of ``trainer.fit`` | 2.6 -
   | ``compare_with_baseline`` fails
+* ``lightning.pytorch.cli.LightningCLI._set_seed``: called before classes are made | 2.6 -
+  | "Seed set to" is printed before mistakes in a configuration, too
 """
 
+import logging
 from typing import Any
 
 from lightning.pytorch.cli import LightningCLI
@@ -19,3 +22,15 @@ def read_argument(cli: LightningCLI, name: str) -> Any:
 def method_arguments(cli: LightningCLI, subcommand: str) -> dict[str, Any]:
     """Return what the trainer's method of this name is called with."""
     return cli._prepare_subcommand_kwargs(subcommand)
+
+
+class QuietlySeeded(LightningCLI):
+    """A LightningCLI that does not print the seed, which would stand above each mistake in a configuration."""
+
+    def _set_seed(self) -> None:
+        log = logging.getLogger("lightning.fabric.utilities.rank_zero")
+        was_disabled, log.disabled = log.disabled, True
+        try:
+            super()._set_seed()
+        finally:
+            log.disabled = was_disabled

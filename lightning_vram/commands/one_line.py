@@ -19,17 +19,19 @@ _MAX_LINE = 1000
 
 @dataclass
 class _Reason:
-    keys: list[str] = field(default_factory=list)
+    keys: list[tuple[int, str]] = field(default_factory=list)  # with their indents
     texts: list[str] = field(default_factory=list)
     value: str = ""
 
-    def take(self, line: str) -> bool:
+    def take(self, line: str, indent: int) -> bool:
         """Read one line; ``False`` once the innermost value has been told: what follows are outer alternatives."""
         found = _KEY.match(line) or _CLASS.match(line)
         if found:
+            if self.texts:
+                return False
             place, rest = found.groups()
-            self.keys.append(place)
-            return self.take(rest) if rest else True
+            self.keys = [*(key for key in self.keys if key[0] < indent), (indent, place)]
+            return self.take(rest, indent) if rest else True
         if line.startswith(_VALUE):
             if self.texts and not line.startswith((f"{_VALUE}[", f"{_VALUE}Namespace", f"{_VALUE}NestedArg")):
                 self.value = line.removeprefix(_VALUE)[:_MAX_VALUE]
@@ -51,10 +53,10 @@ def condense_error(message: str) -> str:
     """
     reason = _Reason()
     for line in message.splitlines():
-        if not reason.take(line.strip().removeprefix("- ")):
+        if not reason.take(line.strip().removeprefix("- "), len(line) - len(line.lstrip())):
             break
     texts = reason.texts or [" ".join(message.split())]
-    text = ": ".join([*reason.keys, "; ".join(texts)])
+    text = ": ".join([*(key for _, key in reason.keys), "; ".join(texts)])
     if reason.value and reason.value not in text:
         text = f"{text}, got {reason.value}"
     text = _TYPE.sub(r"\1", text)

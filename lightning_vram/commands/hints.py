@@ -1,0 +1,91 @@
+"""What a wrong configuration was probably meant to say: names that are spelled alike, options that exist."""
+
+import ast
+import importlib
+import inspect
+import re
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import StrategyRegistry
+
+import lightning_vram
+from lightning_vram.commands.one_line import condense_error
+from lightning_vram.commands.options import ESTIMATE, FIT_OPTIONS, PLAN, options_of
+from lightning_vram.commands.program import did_you_mean
+
+_REQUIRED = re.compile(r"the following arguments are required: (?:\w+\.)?(?P<name>\w+)$")
+_UNKNOWN_ARGUMENT = re.compile(r"unrecognized arguments: (?P<name>[^\s=]+)")
+_UNKNOWN_KEY = re.compile(r"Subcommand '\w+' does not accept option '(?P<name>[\w.]+)'")
+_NO_ATTRIBUTE = re.compile(r"[\w.]+: module '(?P<module>[\w.]+)' has no attribute '(?P<name>\w+)'")
+_NO_PATH = re.compile(r"Expected a dot import path string: (?P<name>\w+)")
+_NO_OPTION = re.compile(r"(?P<module>[\w.]+)\.(?P<kind>\w+): Option '(?P<name>\w+)' is not accepted")
+_NO_STRATEGY = re.compile(r"You selected an invalid strategy name: `strategy='(?P<name>[^']+)'`")
+_CHOICES = re.compile(r"(?:Expected int; )?(?:Expected a typing\.Literal\[[^]]*\](?:; )?)+")
+_LITERAL = re.compile(r"Literal(\[[^]]*\])")
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def explain(message: str) -> str:
+    """Write what is wrong in one line, with what was probably meant.
+
+    Args:
+        message: Message of jsonargparse, OmegaConf, Lightning or any other, of any number of lines.
+    """
+    line = condense_error(message)
+    if found := _REQUIRED.match(line):
+        name = found["name"]
+        return f"{name} is missing: name it with --{name}, or in a file with --config FILE."
+    if found := _UNKNOWN_ARGUMENT.match(line):
+        return line + _unknown_argument(found["name"])
+    if found := _UNKNOWN_KEY.match(line):
+        return line + _unknown_argument(f"--{found['name']}").replace("--", "")
+    if found := _NO_STRATEGY.match(line):
+        return _unknown_strategy(found["name"])
+    line = _NO_ATTRIBUTE.sub(_unknown_name, line)
+    line = _NO_PATH.sub(_unknown_class, line)
+    line = _NO_OPTION.sub(_unknown_option, line)
+    return _CHOICES.sub(_unknown_choice, line)
+
+
+def _unknown_argument(name: str) -> str:
+    of_trainer = (f"--trainer.{one}" for one in inspect.signature(pl.Trainer).parameters)
+    own = (f"--{one}" for command in (ESTIMATE, PLAN) for one in options_of(command))
+    hint = did_you_mean(name, (*FIT_OPTIONS, "--ckpt_path", "--compare_with_baseline", *of_trainer, *own))
+    return f".{hint}" if hint else ""
+
+
+def _unknown_strategy(name: str) -> str:
+    known = [*StrategyRegistry.available_strategies(), "auto", "lightning_vram.FSDPOffloadStrategy"]
+    hint = did_you_mean(name, known) or f" Known are {', '.join(known)}."
+    return f"trainer.strategy={name!r} is unknown.{hint}"
+
+
+def _unknown_name(found: re.Match[str]) -> str:
+    module = importlib.import_module(found["module"])
+    known = getattr(module, "__all__", None) or [name for name in dir(module) if not name.startswith("_")]
+    hint = did_you_mean(found["name"], known, lambda name: f"{found['module']}.{name}")
+    return f"there is no {found['module']}.{found['name']}.{hint}"
+
+
+def _unknown_class(found: re.Match[str]) -> str:
+    """A name without a module: of a class that was imported, such as all of this package and of Lightning."""
+    known = (*lightning_vram.__all__, *pl.callbacks.__all__, *pl.loggers.__all__, *pl.strategies.__all__)
+    hint = did_you_mean(found["name"], known) or " Give its path, such as package.module.Class."
+    return f"there is no class {found['name']}.{hint}"
+
+
+def _unknown_option(found: re.Match[str]) -> str:
+    kind, name = getattr(importlib.import_module(found["module"]), found["kind"], None), found["name"]
+    options: dict[str, None] = {}
+    for base in inspect.getmro(kind) if inspect.isclass(kind) else ():
+        parameters = inspect.signature(base.__init__).parameters.values()
+        options |= {one.name: None for one in parameters if one.name != "self" and one.kind not in _VARIADIC}
+        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+            break
+    listed = f" Its options: {', '.join(options)}." if options else " It has no options."
+    return f"{found['kind']} has no option {name!r}.{did_you_mean(name, options)}{listed}"
+
+
+def _unknown_choice(found: re.Match[str]) -> str:
+    known = [str(choice) for text in _LITERAL.findall(found[0]) for choice in ast.literal_eval(text)]
+    return f"must be one of {', '.join(dict.fromkeys(known))}"

@@ -1,0 +1,156 @@
+"""Subcommands and their own options, as data: help and shell completion need neither PyTorch nor Lightning."""
+
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_vram.commands.program import PROGRAM
+from lightning_vram.memory.estimate.known_devices import known_devices
+from lightning_vram.memory.units import format_bytes
+
+ESTIMATE, PLAN = "estimate", "plan"
+FIT_COMMANDS = ("fit", "validate", "test", "predict")
+COMMANDS = {
+    "fit": "train with any LightningModule; takes the files and arguments of LightningCLI",
+    "validate": "run the validation loop",
+    "test": "run the test loop",
+    "predict": "run the prediction loop",
+    ESTIMATE: "estimate whether a run fits a GPU you do not have, and what uses its memory",
+    PLAN: "find the features that make a run fit a memory budget, with the least overhead",
+    "calibrate": "measure this machine's GPU for estimates",
+    "report": "print a recording of VRAMMonitor, or benchmark results",
+    "consolidate": "convert a sharded checkpoint to one file",
+    "presets": "list configuration files that come with the package, or copy them",
+}
+FIT_OPTIONS = ("--config", "--model", "--data", "--trainer", "--optimizer", "--lr_scheduler", "--seed_everything")
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of ``estimate`` or ``plan``.
+
+    Args:
+        kind: Type as jsonargparse reads it; ``bool`` for a flag that takes no value.
+        default: Value if it is not given.
+        help: One or two sentences.
+        short: Second name, such as ``-o``.
+    """
+
+    kind: Any
+    default: Any
+    help: str
+    short: str = ""
+
+
+_OF_BOTH = {
+    "device": Option(
+        str, None, "GPU to compute for, such as rtx4090 or h100, or a file of `calibrate`. `list` lists all."
+    ),
+    "device_memory": Option(str | None, None, "Memory of a GPU that is not in the list, such as 24GiB."),
+    "devices": Option(int | None, None, "GPUs per node. Default: trainer.devices if it is a number."),
+    "num_nodes": Option(int | None, None, "Number of nodes. Default: trainer.num_nodes."),
+    "precision": Option(Any, None, "Instead of trainer.precision."),
+    "run_callbacks": Option(
+        list[str], [], "Names of your own callbacks that change the module or the step: '[FreezeEncoder]'."
+    ),
+    "batch.shape": Option(
+        Any,
+        None,
+        "Instead of data: the shape of a tensor, '[8, 3, 224, 224]', or of several: '[[8, 3, 224, 224], [8]]', "
+        "'{tokens: [8, 1024]}'.",
+    ),
+    "batch.dtype": Option(Any, "float32", "Dtype of all tensors of batch.shape, or of each: '[float32, int64]'."),
+    "batch.high": Option(
+        Any, 2, "Upper limit of integers, such as a vocabulary size: for all tensors of batch.shape, or for each."
+    ),
+    "json": Option(bool, None, "Print JSON, for scripts."),
+}
+_OWN = {
+    ESTIMATE: {"plot": Option(str | None, None, "File for a picture of the step: .png, .svg, .pdf or .html.")},
+    PLAN: {
+        "budget": Option(
+            str | float | None,
+            None,
+            "GPU memory the run may use, such as 24GiB, or a share of it, such as 0.5. Default: all of it.",
+        ),
+        "host_memory": Option(
+            str | None, None, "Host memory of each node, such as 128GiB. Strategies that need more are not used."
+        ),
+        "allow": Option(
+            str, "exact", "Trained weights: exact (bitwise identical), lossless (up to rounding) or any (approximate)."
+        ),
+        "output": Option(str | None, None, "YAML file for the plan, such as plan.yaml.", short="-o"),
+        "plot": Option(str | None, None, "File for a picture of memory against step time: .png, .svg, .pdf or .html."),
+    },
+}
+DESCRIPTIONS = {
+    ESTIMATE: "Estimate whether a run fits a GPU you do not have, and what uses its memory.",
+    PLAN: "Find the features that make a run fit a GPU memory budget, with the least overhead.",
+}
+_EXIT_CODES = {
+    ESTIMATE: "exit status: 0 if the run fits, 1 if it does not, 2 if something is wrong",
+    PLAN: "exit status: 0 if there is a plan, 1 if nothing fits, 2 if something is wrong",
+}
+
+
+def options_of(command: str) -> dict[str, Option]:
+    """Return the options of ``estimate`` or ``plan`` beside those of ``fit``, by their names."""
+    return {"device": _OF_BOTH["device"], **_OWN[command], **_OF_BOTH}
+
+
+def main_parser() -> ArgumentParser:
+    """Return the parser whose help lists the subcommands."""
+    width = max(map(len, COMMANDS)) + 2
+    listed = "\n".join(f"  {name:{width}}{text}" for name, text in COMMANDS.items())
+    parser = ArgumentParser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} COMMAND ...",
+        description=f"Train in a fraction of the GPU memory.\n\ncommands:\n{listed}",
+        epilog=f"`{PROGRAM} COMMAND --help` shows the options of a command.",
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    return parser
+
+
+def question_parser(command: str) -> ArgumentParser:
+    """Return a parser whose help shows the options of ``estimate`` or ``plan``, and where those of ``fit`` are."""
+    parser = ArgumentParser(
+        prog=f"{PROGRAM} {command}",
+        usage=f"{PROGRAM} {command} --config FILE --device GPU [options]",
+        description=DESCRIPTIONS[command],
+        epilog=f"options of `fit`, which name the run:\n  {', '.join(FIT_OPTIONS)}, ...\n"
+        f"  `{PROGRAM} fit --help` lists them all.\n\n{_EXIT_CODES[command]}",
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    for name, option in options_of(command).items():
+        names = [short for short in (option.short,) if short] + [f"--{name}"]
+        if option.kind is bool:
+            parser.add_argument(*names, action="store_true", help=option.help)
+        else:
+            parser.add_argument(*names, metavar=name.rpartition(".")[2].upper(), help=option.help)
+    return parser
+
+
+def device_list() -> str:
+    """Return the names that ``--device`` takes, with the memory of each GPU."""
+    devices = known_devices()
+    width = max(len(device.name) for device in devices) + 2
+    listed = "\n".join(f"{device.name:{width}}{format_bytes(device.memory_bytes):>11}" for device in devices)
+    return f"{listed}\n\nCase and spaces do not matter: --device rtx4090. `cpu` is this host."
+
+
+def complete(command: str, word: str) -> list[str]:
+    """Return what may stand at ``word``: see the page of the command line for how a shell asks.
+
+    Args:
+        command: The subcommand, as far as one was typed.
+        word: The beginning of the word at the cursor.
+    """
+    if command not in COMMANDS or word == command:
+        found: list[str] = [*COMMANDS, "--help", "--version"]
+    elif command in _OWN:
+        found = [*(f"--{name}" for name in options_of(command)), *FIT_OPTIONS, "--help"]
+    else:
+        found = [*FIT_OPTIONS, "--ckpt_path", "--help"] if command in FIT_COMMANDS else ["--help"]
+    return [name for name in found if name.startswith(word)]

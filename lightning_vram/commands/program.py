@@ -1,0 +1,47 @@
+"""What all commands share, light enough for an answer at once: names, exit codes, and how a command ends."""
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import NoReturn
+
+PROGRAM = "lightning-vram"
+DEBUG_VARIABLE = "LIGHTNING_VRAM_DEBUG"
+DOES_NOT_FIT, WRONG_USAGE, INTERRUPTED = 1, 2, 130  # exit codes; the last one is what shells use
+_SIMILARITY = 0.6
+
+
+def fail(message: str, exit_code: int = WRONG_USAGE) -> NoReturn:
+    """Write one line to stderr, and exit."""
+    sys.stderr.write(f"{PROGRAM}: error: {message}\n")
+    sys.exit(exit_code)
+
+
+def is_debugging() -> bool:
+    """Whether the user wants tracebacks."""
+    return bool(os.environ.get(DEBUG_VARIABLE))
+
+
+def describe(error: Exception) -> str:
+    """Write what an error says, without the number that the system has for it."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+def did_you_mean(word: str, known: Iterable[str], write: Callable[[str], str] = str) -> str:
+    """Return " Did you mean ...?" with the name that ``word`` is closest to; empty if none is close.
+
+    Args:
+        word: As it was typed.
+        known: Names that are right.
+        write: Called with the name, for the form in which it is typed.
+
+    Example:
+        >>> did_you_mean("estimte", ["estimate", "fit"])
+        ' Did you mean estimate?'
+    """
+    names = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=_SIMILARITY)
+    return f" Did you mean {write(names[close[0]])}?" if close else ""

@@ -1,0 +1,90 @@
+"""Commands that make the classes of a configuration: ``fit`` and its like, ``estimate``, ``plan``."""
+
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from pickle import UnpicklingError
+
+import lightning
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import RenderableType
+
+import lightning_vram.public_names
+from lightning_vram.commands.estimate import EstimateQuestion
+from lightning_vram.commands.hints import explain
+from lightning_vram.commands.options import ESTIMATE, PLAN
+from lightning_vram.commands.plan import PlanQuestion
+from lightning_vram.commands.program import DEBUG_VARIABLE, fail, is_debugging
+from lightning_vram.commands.question import Question, QuestionCLI
+from lightning_vram.commands.training import VRAMCLI
+from lightning_vram.core.processes.rank_errors import CheckpointError
+from lightning_vram.memory.device.allocator_settings import configure_allocator
+from lightning_vram.report.estimate import estimate_memory
+from lightning_vram.report.plan import plan_memory
+
+_SAYS_ALL = (CheckpointError, FileNotFoundError, ModuleNotFoundError, ValueError, UnpicklingError)
+_OWN, _LIGHTNING = (str(Path(str(module.__file__)).parent) for module in (lightning_vram, lightning))
+
+
+def run(arguments: list[str], show: Callable[[RenderableType], None], *, is_process: bool) -> None:
+    """Run a command.
+
+    Args:
+        arguments: The command, and its arguments.
+        show: Prints.
+        is_process: Whether they are those of this process, which Lightning's launchers start again.
+    """
+    # Raised inside Lightning 2.6 on torch 2.13, once per run; nothing a user can do about it.
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+    with suppress(RuntimeError):  # called by a program that has used CUDA before
+        configure_allocator()
+    question = _question(arguments)
+    kind: type[VRAMCLI] | type[QuestionCLI] = VRAMCLI if question is None else QuestionCLI
+    cli = kind.__new__(kind)  # kept when its __init__, which runs the whole command, raises
+    try:
+        if question is None:
+            cli.__init__(show, args=None if is_process else arguments)  # type: ignore[misc]
+        else:
+            cli.__init__(question, arguments[1:])  # type: ignore[misc]
+            for part in question.answer():
+                show(part)
+    except Exception as error:
+        if is_debugging() or not _is_mistake_of_user(error, is_running=cli.is_running):
+            raise
+        fail(_one_line(error))
+    if question is not None and question.exit_code:
+        raise SystemExit(question.exit_code)
+
+
+def _question(arguments: Sequence[str]) -> Question | None:
+    """What is asked of a run, if the command makes none."""
+    if arguments[:1] == [ESTIMATE]:
+        return EstimateQuestion(estimate_memory)
+    return PlanQuestion(plan_memory, arguments[1:]) if arguments[:1] == [PLAN] else None
+
+
+def _is_mistake_of_user(error: Exception, *, is_running: bool) -> bool:
+    """Whether the message says it all: a wrong configuration, not a bug whose traceback is wanted."""
+    if isinstance(error, MisconfigurationException | OmegaConfBaseException):
+        return True
+    if not is_running:
+        return isinstance(error, (*_SAYS_ALL, RecursionError, TypeError))
+    is_lightnings = _is_raised_in(error, _LIGHTNING)  # a checkpoint that is not there
+    return (_is_raised_in(error, _OWN) and isinstance(error, _SAYS_ALL)) or (
+        is_lightnings and isinstance(error, FileNotFoundError)
+    )
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "the configuration is nested too deeply."
+    says_all = isinstance(error, MisconfigurationException | OmegaConfBaseException) or _is_raised_in(error, _OWN)
+    return explain(str(error)) + ("" if says_all else f" ({DEBUG_VARIABLE}=1 shows where)")
+
+
+def _is_raised_in(error: Exception, folder: str) -> bool:
+    stack = traceback.extract_tb(error.__traceback__)
+    return bool(stack) and stack[-1].filename.startswith(folder)
