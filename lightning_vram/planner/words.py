@@ -1,12 +1,11 @@
 """What a search has found, in lines of text: for logs, which have no tables."""
 
 from lightning_vram.memory.tracking.timeline import MemoryTimeline, Phase
-from lightning_vram.memory.units import format_bytes
+from lightning_vram.memory.units import format_argument, format_bytes
 from lightning_vram.planner.measured import Found, Measured, with_margin
 from lightning_vram.planner.miss import Ways
 from lightning_vram.planner.parts import LEVELS, Exactness, Part
 from lightning_vram.planner.remedies import OPTIMIZER_ON_HOST, WEIGHTS_ON_HOST
-from lightning_vram.planner.search import as_text, unit_of
 
 _MOST_ROWS = 8
 
@@ -22,7 +21,7 @@ def summary(found: Found, budget_bytes: int) -> str:
 def ways_out(least: Measured, level: Exactness, ways: Ways, *, on_host: bool = False) -> str:
     """Say what would help where nothing fits."""
     name, num_bytes = ("host_memory", with_margin(least.host_bytes)) if on_host else ("budget", least.needed_bytes)
-    told = [f"{name}='{as_text(num_bytes + unit_of(num_bytes) - 1)}'"]
+    told = [f"{name}='{format_argument(num_bytes, round_up=True)}'"]
     if on_host:
         told.append("FSDPOffloadStrategy(nvme_path='/a/fast/disk'), which keeps optimizer state on disk")
     if ways.strategy is not None:

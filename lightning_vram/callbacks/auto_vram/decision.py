@@ -32,13 +32,13 @@ from lightning_vram.memory.device.allocator import empty_cache, has_cache
 from lightning_vram.memory.estimate.calibrate import measure_bus
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.host.available import available_host_bytes
-from lightning_vram.memory.units import parse_bytes
+from lightning_vram.memory.units import format_argument, parse_bytes
 from lightning_vram.planner.measured import Found, Workload
 from lightning_vram.planner.miss import find_ways
 from lightning_vram.planner.parts import Exactness, Part
 from lightning_vram.planner.remedies import CHECKPOINTING, QUANTIZED, may_be_guarded, remedies_for
 from lightning_vram.planner.scheme import Scheme
-from lightning_vram.planner.search import as_text, search
+from lightning_vram.planner.search import search
 from lightning_vram.planner.traced_steps import TracedSteps
 
 _ROOM_FOR_ERRORS = 0.03  # of a device, where the user named no budget
@@ -216,7 +216,7 @@ def _smaller(checkpointing: Part, scheme: Scheme, found: Found) -> Part:
     budget_bytes = int(_TIGHTER * parse_bytes(checkpointing.init_args["budget"]))
     if lean is None or budget_bytes <= lean.activation_bytes:
         return CHECKPOINTING
-    return replace(checkpointing, init_args={**checkpointing.init_args, "budget": as_text(budget_bytes)})
+    return replace(checkpointing, init_args={**checkpointing.init_args, "budget": format_argument(budget_bytes)})
 
 
 def can_run_again(trainer: pl.Trainer) -> bool:

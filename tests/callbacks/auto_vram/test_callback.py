@@ -98,7 +98,7 @@ def test_the_least_is_told_where_nothing_fits(make_trainer):
     message = (
         r"^AutoVRAM: no configuration fits 2\.00 MiB on cpu\. The minimum found is \S+ MiB, with OptimizerInBackward "
         r"\+ InPlaceFusion \+ ActivationCheckpointing, in the \S.*, mostly for '\S+' \(\S+ \w+\)\. What helps: "
-        r"budget='\d+KiB', or perhaps allow='lossless' or 'any'\.$"
+        r"budget='\d+\.\d\dMiB', or perhaps allow='lossless' or 'any'\.$"
     )
     with pytest.raises(MisconfigurationException, match=message):
         fit(make_trainer, AutoVRAM("2MiB"))
@@ -377,6 +377,7 @@ def test_all_ranks_refuse_alike(make_trainer):
     [
         ({"allow": "some"}, ValueError, r"AutoVRAM\(allow\) must be one of 'exact', 'lossless', 'any', got 'some'\."),
         ({"budget": 0}, ValueError, r"AutoVRAM\(budget\) must be above 0, got 0\."),
+        ({"budget": 20}, ValueError, r"AutoVRAM\(budget\) has no unit, got 20: write '20GiB', or '20B' for bytes\."),
         ({"budget": 1.5}, ValueError, r"AutoVRAM\(budget\) as a share .* at most 1, got 1\.5\."),
         ({"budget": [1]}, TypeError, r"AutoVRAM\(budget\) must be 'auto', bytes, .* got \[1\] of type list\."),
         ({"replan": 1}, TypeError, r"AutoVRAM\(replan\)"),
