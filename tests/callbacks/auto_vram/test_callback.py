@@ -91,7 +91,18 @@ def test_a_budget_is_kept_and_nothing_else_changes(share, make_trainer, heard):
     assert 0.8 * share * PLAIN_BYTES < peak_of(monitor) <= share * PLAIN_BYTES
     assert auto.budget_bytes == int(share * PLAIN_BYTES)
     assert "With EarlyRelease + ActivationCheckpointing(budget=" in messages(heard)
-    assert messages(heard).count("baseline") == 1
+    lines = [line.split() for line in messages(heard).splitlines()]
+    assert [line[-1] for line in lines].count("baseline") == 1
+    (chosen,) = (line for line in lines if line[0] == "*" and line[1].isdigit())
+    assert lines[lines.index(chosen) - int(chosen[1])] == [
+        "memory",
+        "of",
+        "budget",
+        "step",
+        "time",
+        "results",
+        "configuration",
+    ]
 
 
 def test_the_least_is_told_where_nothing_fits(make_trainer):
