@@ -6,8 +6,8 @@ from math import isnan
 
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.measured import Measured
-from lightning_vram.planner.parts import LEVELS
 from lightning_vram.planner.plan import MemoryPlan
+from lightning_vram.planner.single_remedies import results_of
 
 _MAX_CHOICES = 8
 _CLOSE = 0.02  # of the budget: what differs by less is one choice
@@ -22,7 +22,7 @@ class Choice:
         needed_bytes: Of the device.
         share: Of the budget; NaN: unknown.
         step_time_ratio: Relative to the baseline; NaN: unknown.
-        results: Compared with the baseline's: a word of ``plan_memory(allow)``.
+        results: Compared with the baseline's: ``"exact"``, ``"lossless"`` or ``"approximate"``.
         is_plan: Whether it is used, or recommended.
         is_unbeaten: Whether nothing that was tried is better in memory and time at once.
     """
@@ -84,7 +84,7 @@ def _choice(plan: MemoryPlan, one: Measured, unbeaten: Sequence[Measured]) -> Ch
         needed_bytes=one.needed_bytes,
         share=one.needed_bytes / plan.budget_bytes,
         step_time_ratio=one.seconds / plan.found.plain.seconds,
-        results=next(name for name, level in LEVELS.items() if level == one.scheme.exactness),
+        results=results_of(one.scheme.exactness),
         is_plan=one is plan.best,
         is_unbeaten=any(one is other for other in unbeaten),
     )

@@ -189,7 +189,7 @@ def test_what_helps_an_evaluation_is_told_with_what_it_saves(stage, explain):
     half, bits = (PEAK - WEIGHTS) // 2 / MIB, (PEAK // 2 - MAP) / MIB
     assert rows == [  # of 70 MiB in tensors, and one more that was asked for
         ("1", "71.00", "101.4", "1.00x", "exact", "baseline"),
-        ("2", f"{71 - bits:.2f}", f"{(71 - bits) / 0.7:.1f}", "?", "rounded to bfloat16", 'precision="bf16-true"'),
+        ("2", f"{71 - bits:.2f}", f"{(71 - bits) / 0.7:.1f}", "?", "approximate", 'precision="bf16-true"'),
         ("* 3", f"{71 - half:.2f}", f"{(71 - half) / 0.7:.1f}", "?", "lossless", "DataLoader(..., batch_size=1024)"),
     ]
 
