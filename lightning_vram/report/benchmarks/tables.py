@@ -57,9 +57,7 @@ def result_tables(files: Sequence[ResultFile], *, all_rows: bool = False) -> Ren
                 title = workload or (name if len(file.tables) > 1 else None)
                 parts += [_Table([row for row in shown if row.get("workload") == workload], title)]
     if num_left_out:
-        parts.append(
-            Text(f"Left out: {num_left_out} row{'s' * (num_left_out > 1)} that did not run (--all shows them).")
-        )
+        parts.append(Text(f"Left out: {num_left_out} row{'s' * (num_left_out > 1)} that did not run (shown by --all)."))
     differences = machine_differences(files)
     return Group(*parts, *(Text(literal_text(line), style="bold yellow") for line in differences))
 

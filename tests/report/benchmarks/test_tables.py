@@ -38,11 +38,11 @@ def printed(*files, width=160, **options):
 
 def test_each_line(tmp_path):
     speed = write(tmp_path / "a.json", SPEED)
-    assert printed(speed) == f"{SPEED_TABLE}Left out: 1 row that did not run (--all shows them).\n"
+    assert printed(speed) == f"{SPEED_TABLE}Left out: 1 row that did not run (shown by --all).\n"
     biggest = write(tmp_path / "b.json", BIGGEST[:4], "biggest", torch="2.15.0")
     assert (
         printed(speed, biggest)
-        == f"{SPEED_TABLE}{BIGGEST_TABLE}Left out: 2 rows that did not run (--all shows them).\n{DIFFERENCES}"
+        == f"{SPEED_TABLE}{BIGGEST_TABLE}Left out: 2 rows that did not run (shown by --all).\n{DIFFERENCES}"
     )
 
 
