@@ -46,7 +46,7 @@ _OF_BOTH = {
     "device": Option(
         str, None, "GPU to compute for, such as rtx4090 or h100, or a file of `calibrate`. `list` lists all."
     ),
-    "device_memory": Option(str | None, None, "Memory of a GPU that is not in the list, such as 24GiB."),
+    "device_memory": Option(str | int | None, None, "Memory of a GPU that is not in the list, such as 24GiB."),
     "devices": Option(int | None, None, "GPUs per node. Default: trainer.devices if it is a number."),
     "num_nodes": Option(int | None, None, "Number of nodes. Default: trainer.num_nodes."),
     "precision": Option(Any, None, "Instead of trainer.precision."),
@@ -74,7 +74,7 @@ _OWN = {
             "GPU memory the run may use, such as 24GiB, or a share of it, such as 0.5. Default: all of it.",
         ),
         "host_memory": Option(
-            str | None, None, "Host memory of each node, such as 128GiB. Strategies that need more are not used."
+            str | int | None, None, "Host memory of each node, such as 128GiB. Strategies that need more are not used."
         ),
         "allow": Option(
             str, "exact", "Trained weights: exact (bitwise identical), lossless (up to rounding) or any (approximate)."

@@ -15,7 +15,7 @@ from rich.console import RenderableType
 from lightning_vram.commands.options import PLAN, options_of
 from lightning_vram.commands.program import DOES_NOT_FIT, PROGRAM, fail
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
-from lightning_vram.memory.units import parse_bytes
+from lightning_vram.memory.units import parse_limit
 from lightning_vram.planner.plan import PlanError, budget_bytes_of, level_of
 from lightning_vram.report.pictures import check_picture_path
 from lightning_vram.report.plan import ShownPlan, plan_table
@@ -51,7 +51,7 @@ class PlanQuestion:
         """Refuse a budget that is none, results that nobody knows, and files that cannot be written."""
         budget_bytes_of("--budget", _budget(config.budget), spec)
         if config.host_memory is not None:
-            parse_bytes(config.host_memory, "--host_memory")
+            parse_limit(config.host_memory, "--host_memory")
         level_of("--allow", config.allow)
         if config.plot is not None:
             check_picture_path(Path(config.plot))

@@ -25,7 +25,7 @@ from lightning_vram.estimation.estimate import spec_of
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.known_devices import find_device
 from lightning_vram.memory.estimate.untouched import UntouchedWeights
-from lightning_vram.memory.units import parse_bytes
+from lightning_vram.memory.units import parse_limit
 from lightning_vram.private_names.lightning.cli import QuietlySeeded
 from lightning_vram.report.estimate import ProgressDisplay
 
@@ -110,7 +110,7 @@ class QuestionCLI(QuietlySeeded):
             )
         self._device = config.device
         if config.device_memory is not None:
-            self._device = _describe(config.device, parse_bytes(config.device_memory, "--device_memory"))
+            self._device = _describe(config.device, parse_limit(config.device_memory, "--device_memory"))
         self._question.check(config, spec_of(self._device))
         if config.batch.shape is not None:
             self._batch = make_batch(config.batch.shape, config.batch.dtype, config.batch.high)

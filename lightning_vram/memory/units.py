@@ -7,8 +7,8 @@ MIB = 1024 * KIB
 GIB = 1024 * MIB
 TIB = 1024 * GIB
 
+_NAMES = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 _SUFFIXES = {
-    "": 1,
     "b": 1,
     # A bare letter means what it means to SLURM's --mem and to nvidia-smi: powers of 1024.
     "k": KIB,
@@ -42,10 +42,31 @@ def format_bytes(num_bytes: int) -> str:
         >>> format_bytes(-300)
         '-300 B'
     """
-    for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+    for unit, name in _NAMES:
         if abs(num_bytes) >= unit:
             return f"{num_bytes / unit:.2f} {name}"
     return f"{num_bytes} B"
+
+
+def format_argument(num_bytes: int, *, round_up: bool = False) -> str:
+    """Write a size to pass as an argument: :func:`parse_bytes` reads no more than ``num_bytes`` from it.
+
+    Args:
+        num_bytes: Size in bytes, not negative.
+        round_up: Write a size that is read as no less instead, for a suggested minimum.
+
+    Returns:
+        The size with two decimals and its unit, without a space.
+
+    Example:
+        >>> format_argument(GIB - 1), format_argument(GIB + 1, round_up=True), format_argument(300)
+        ('1023.99MiB', '1.01GiB', '300B')
+    """
+    for unit, name in _NAMES:
+        if num_bytes >= unit:
+            hundredths = (100 * num_bytes + (unit - 1 if round_up else 0)) // unit
+            return f"{hundredths // 100}.{hundredths % 100:02}{name}"
+    return f"{num_bytes}B"
 
 
 def parse_bytes(size: int | str, name: str = "size") -> int:
@@ -61,7 +82,7 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
 
     Raises:
         TypeError: If ``size`` is neither an ``int`` nor a ``str``.
-        ValueError: If ``size`` is negative, or its text is not a number and a known unit. A whole number may lack that.
+        ValueError: If ``size`` is negative, or its text is not a number and a known unit.
 
     Example:
         >>> parse_bytes("24GiB") == 24 * GIB
@@ -77,10 +98,31 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
             raise ValueError(f"{name} must not be negative, got {size}.")
         return size
     match = _SIZE.fullmatch(size)
-    is_fraction_of_nothing = match is not None and "." in match["number"] and not match["suffix"]  # meant as a share?
-    if match is None or is_fraction_of_nothing or match["suffix"].lower() not in _SUFFIXES:
+    if match is not None and not match["suffix"]:
+        raise _has_no_unit(name, size)
+    if match is None or match["suffix"].lower() not in _SUFFIXES:
         raise ValueError(f"{name} must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got {size!r}.")
     whole, _, fraction = match["number"].partition(".")
     # In integers: a float would round sizes above 2**53 bytes, and 0.1 + 0.2 style digits below.
     scaled = int((whole or "0") + fraction) * _SUFFIXES[match["suffix"].lower()]
     return scaled // int(10 ** len(fraction))
+
+
+def parse_limit(size: int | str, name: str) -> int:
+    """Read a size that limits a whole run. An ``int`` below 1 MiB is refused: it was written without its unit.
+
+    Raises:
+        TypeError: If ``size`` is neither an ``int`` nor a ``str``.
+        ValueError: If ``size`` is no size above 0, or an ``int`` below 1 MiB.
+    """
+    num_bytes = parse_bytes(size, name)
+    if num_bytes == 0:
+        raise ValueError(f"{name} must be above 0, got {size!r}.")
+    if isinstance(size, int) and size < MIB:
+        raise _has_no_unit(name, size)
+    return num_bytes
+
+
+def _has_no_unit(name: str, size: int | str) -> ValueError:
+    number = str(size).strip()
+    return ValueError(f"{name} has no unit, got {size!r}: write '{number}GiB', or '{number}B' for bytes.")

@@ -38,7 +38,7 @@ def measure_evaluation(
             num_bytes = _needed_bytes(module, batch, replace(run, trainer_arguments=arguments))
         except Exception:  # a step that mixes formats, or an operator that has none in 16 bits
             return found
-        found.append(LeanerEvaluation('precision="bf16-true"', num_bytes, "rounded to bfloat16"))
+        found.append(LeanerEvaluation('precision="bf16-true"', num_bytes, "approximate"))
     return found
 
 

@@ -16,7 +16,7 @@ from lightning_vram.estimation.running_trainer.limit import AUTO, check_limit
 from lightning_vram.estimation.traced_fit import FitRun
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.host.available import available_host_bytes
-from lightning_vram.memory.units import format_bytes, parse_bytes
+from lightning_vram.memory.units import format_bytes, parse_bytes, parse_limit
 from lightning_vram.optimizers.on_host import margin_bytes
 from lightning_vram.planner.measured import Found, Measured, Workload
 from lightning_vram.planner.miss import Ways, find_ways
@@ -172,7 +172,7 @@ def plan_memory(  # noqa: PLR0913 - by name
     """
     check_positive_int("plan_memory(devices)", devices)
     check_positive_int("plan_memory(num_nodes)", num_nodes)
-    host_bytes = None if host_memory is None else parse_bytes(host_memory, "plan_memory(host_memory)")
+    host_bytes = None if host_memory is None else parse_limit(host_memory, "plan_memory(host_memory)")
     spec, own = spec_of(device), dict(trainer or {})
     level = level_of("plan_memory(allow)", allow)
     budget_bytes = budget_bytes_of("plan_memory(budget)", budget, spec)

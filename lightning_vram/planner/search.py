@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from lightning_vram.memory.units import KIB, MIB
+from lightning_vram.memory.units import MIB, format_argument, parse_bytes
 from lightning_vram.planner.measured import Found, Measure, Measured, Workload
 from lightning_vram.planner.parts import Part
 from lightning_vram.planner.remedies import (
@@ -29,7 +29,6 @@ _ROUNDS = 4  # to find one number
 _CLOSE = 0.01  # of the budget may be left
 _LITTLE = 0.005  # of what the step needs
 _AS_FAST = 1.01  # of two that differ by less, the one with fewer parts is taken
-_SMALL_BUDGET = 64 * MIB
 
 
 def search(measure: Measure, workload: Workload, remedies: Remedies) -> Found:
@@ -161,7 +160,7 @@ class _Search:
             self._run(lean.scheme + OFFLOAD)
         travel_bytes = self._workload.travel_bytes(whole.seconds)
         if travel_bytes >= MIB:
-            arguments = {"remedies": ["recompute", "offload"], "offload_bytes": as_text(travel_bytes)}
+            arguments = {"remedies": ["recompute", "offload"], "offload_bytes": format_argument(travel_bytes)}
             self._fit_budget(whole, lean, arguments)
         return lean
 
@@ -212,8 +211,9 @@ class _Search:
         kept_bytes = max(least, kept_bytes, lean.activation_bytes + self._budget_bytes - lean.needed_bytes)
         too_many = math.inf  # the least that was seen not to fit
         for _ in range(_ROUNDS):
-            kept_bytes -= kept_bytes % unit_of(kept_bytes)
-            part = replace(CHECKPOINTING, init_args={"budget": as_text(kept_bytes), **arguments})
+            budget = format_argument(kept_bytes)
+            kept_bytes = parse_bytes(budget)
+            part = replace(CHECKPOINTING, init_args={"budget": budget, **arguments})
             found = self._run(whole.scheme + part)
             if found is None:
                 return
@@ -263,14 +263,3 @@ def _as_parts(batch_size: int, size: int) -> int:
     """Return the size of the largest part of a batch that is cut as ``size`` asks for."""
     num_parts = -(-batch_size // min(size, batch_size))
     return -(-batch_size // num_parts)
-
-
-def unit_of(num_bytes: int) -> int:
-    """Return the unit that budgets of such a size are given in."""
-    return MIB if num_bytes >= _SMALL_BUDGET else KIB
-
-
-def as_text(num_bytes: int) -> str:
-    """Write a budget as people do, rounded down."""
-    unit = unit_of(num_bytes)
-    return f"{num_bytes // unit}{'MiB' if unit == MIB else 'KiB'}"

@@ -1,28 +1,17 @@
-"""What a search has found, in lines of text: for logs, which have no tables."""
+"""What a search has found, in sentences."""
 
 from lightning_vram.memory.tracking.timeline import MemoryTimeline, Phase
-from lightning_vram.memory.units import format_bytes
-from lightning_vram.planner.measured import Found, Measured, with_margin
+from lightning_vram.memory.units import format_argument, format_bytes
+from lightning_vram.planner.measured import Measured, with_margin
 from lightning_vram.planner.miss import Ways
 from lightning_vram.planner.parts import LEVELS, Exactness, Part
 from lightning_vram.planner.remedies import OPTIMIZER_ON_HOST, WEIGHTS_ON_HOST
-from lightning_vram.planner.search import as_text, unit_of
-
-_MOST_ROWS = 8
-
-
-def summary(found: Found, budget_bytes: int) -> str:
-    """Return a line for each way that was tried and is worth a look, what is taken first."""
-    rows = [_row(one, found.plain) for one in _worth_a_look(found, budget_bytes)]
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    lines = [f"  {needed:>{widths[0]}}  {ratio:>{widths[1]}}  {scheme}" for needed, ratio, scheme in rows]
-    return "\n".join(lines)
 
 
 def ways_out(least: Measured, level: Exactness, ways: Ways, *, on_host: bool = False) -> str:
     """Say what would help where nothing fits."""
     name, num_bytes = ("host_memory", with_margin(least.host_bytes)) if on_host else ("budget", least.needed_bytes)
-    told = [f"{name}='{as_text(num_bytes + unit_of(num_bytes) - 1)}'"]
+    told = [f"{name}='{format_argument(num_bytes, round_up=True)}'"]
     if on_host:
         told.append("FSDPOffloadStrategy(nvme_path='/a/fast/disk'), which keeps optimizer state on disk")
     if ways.strategy is not None:
@@ -67,15 +56,3 @@ def _on_host(ways: Ways) -> str:
     if room_bytes is None or with_margin(ways.host_bytes) <= room_bytes:
         return text
     return f"{text}; {format_bytes(room_bytes)} is available: nvme_path= keeps optimizer state on disk"
-
-
-def _worth_a_look(found: Found, budget_bytes: int) -> list[Measured]:
-    """What is taken, the run as it is, and what no other beats: first those that fit."""
-    shown = {id(one): one for one in (found.best, found.plain) if one is not None}
-    for one in sorted(found.unbeaten, key=lambda one: (one.needed_bytes > budget_bytes, one.seconds)):
-        shown.setdefault(id(one), one)
-    return list(shown.values())[:_MOST_ROWS]
-
-
-def _row(one: Measured, plain: Measured) -> tuple[str, str, str]:
-    return format_bytes(one.needed_bytes), f"{one.seconds / plain.seconds:.2f}x", str(one.scheme)

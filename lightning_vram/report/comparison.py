@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_vram.memory.device.measurement import Measurement
 from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.report.tables import NOT_KNOWN, format_seconds, label
+from lightning_vram.report.tables import NOT_KNOWN, add_names, add_numbers, format_seconds, label
 
 OUT_OF_MEMORY = "out of memory"
 
@@ -58,8 +58,8 @@ def comparison_table(plain: FitResult, packed: FitResult, parts: str) -> Table:
         caption=f"Final weights equal: {describe_equality(plain, packed)}.",
         caption_justify="left",
     )
-    for name in ("", "baseline", "with lightning_vram", "ratio"):
-        table.add_column(name, justify="right" if name else "left")
+    add_names(table, "")
+    add_numbers(table, "baseline", "with lightning_vram", "ratio")
 
     def add(name: str, read: Callable[[Measurement], int | None], *, ends_section: bool = False) -> None:
         sizes = [read(fit.peak) if fit.peak is not None else None for fit in (plain, packed)]

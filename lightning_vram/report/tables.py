@@ -1,7 +1,9 @@
-"""Tables of one run's memory."""
+"""Tables of one run's memory, and what all tables share: names may wrap, numbers are never cut."""
 
+import io
 from collections.abc import Callable, Sequence
 
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
@@ -34,6 +36,29 @@ def format_seconds(seconds: float | None) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
 
 
+def as_text(shown: RenderableType, width: int = 100) -> str:
+    """Render without colours, for ``print`` and logs."""
+    file = io.StringIO()
+    Console(file=file, width=width, color_system=None, legacy_windows=False).print(shown)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def plain_table() -> Table:
+    """Return a table without lines, for columns of :func:`add_names` and :func:`add_numbers`."""
+    return Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+
+
+def add_names(table: Table, heading: str) -> None:
+    """Add a column of text, which wraps where the terminal is narrow."""
+    table.add_column(heading, overflow="fold")
+
+
+def add_numbers(table: Table, *headings: str) -> None:
+    """Add columns of numbers, which keep their width."""
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+
+
 def memory_table(measurements: Sequence[Measurement]) -> Table:
     """One column per stage: the reading with the highest peak, by phase, category and module.
 
@@ -44,9 +69,8 @@ def memory_table(measurements: Sequence[Measurement]) -> Table:
     peaks = [largest(m for m in measurements if m.stage == stage) for stage in stages]
     sources = ", ".join(dict.fromkeys(f"{peak.device} ({peak.source})" for peak in peaks))
     table = Table(title=f"Peak memory on {literal(sources)}, {len(measurements)} readings", title_justify="left")
-    table.add_column("bytes")
-    for peak in peaks:
-        table.add_column(f"{literal(peak.stage)}, epoch {peak.epoch}, batch {peak.batch_idx}", justify="right")
+    add_names(table, "")
+    add_numbers(table, *(f"{literal(peak.stage)}\nepoch {peak.epoch}\nbatch {peak.batch_idx}" for peak in peaks))
 
     def add(name: str, read: Callable[[Measurement], int | None]) -> None:
         sizes = [read(peak) for peak in peaks]

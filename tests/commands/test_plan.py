@@ -175,6 +175,7 @@ def test_where_nothing_fits_there_is_one_line(monkeypatch, capsys):
             "--budget must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got '-5GiB'.",
         ),
         ([*DEVICE, "--budget", "-5GiB"], "argument --budget: expected one argument"),
+        ([*DEVICE, "--budget=20"], "--budget has no unit, got 20: write '20GiB', or '20B' for bytes."),
         ([*DEVICE, "--budget=1.5"], "--budget as a share of the device must be above 0 and at most 1, got 1.5."),
         ([*DEVICE, "--budget=90GiB"], "--budget must be at most the 79.18 GiB that H100 SXM has, got '90GiB'."),
         ([*DEVICE, "--allow=all"], "--allow must be one of 'exact', 'lossless', 'any', got 'all'."),

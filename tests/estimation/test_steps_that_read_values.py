@@ -70,7 +70,7 @@ def fit(make_trainer, name: str, *callbacks: Callback) -> tuple[pl.LightningModu
 
 
 def minimum_named_by(error: MisconfigurationException) -> int:
-    found = re.search(r"The minimum found is .*What helps: budget='(\w+)'", str(error))
+    found = re.search(r"The minimum found is .*What helps: budget='(\S+)'", str(error))
     assert found, f"The refusal does not name the minimum: {error}"
     return parse_bytes(found[1])
 
@@ -81,10 +81,12 @@ def test_auto_vram_keeps_half_of_the_memory_or_the_minimum_that_it_names(name, m
     baseline, baseline_bytes = fit(make_trainer, name)
     budget_bytes = baseline_bytes // 2
     try:
-        optimized, peak_bytes = fit(make_trainer, name, AutoVRAM(budget_bytes))  # that it cannot plan is an error here
+        optimized, peak_bytes = fit(
+            make_trainer, name, AutoVRAM(f"{budget_bytes}B")
+        )  # that it cannot plan is an error here
     except MisconfigurationException as error:
         budget_bytes = minimum_named_by(error)
-        optimized, peak_bytes = fit(make_trainer, name, AutoVRAM(budget_bytes))
+        optimized, peak_bytes = fit(make_trainer, name, AutoVRAM(f"{budget_bytes}B"))
     peak, budget, before = map(format_bytes, (peak_bytes, budget_bytes, baseline_bytes))
     assert peak_bytes <= budget_bytes, f"{peak} with a budget of {budget}; baseline: {before}"
     assert_equal_weights(baseline, optimized)
@@ -95,10 +97,10 @@ def test_auto_vram_keeps_half_of_the_memory_or_the_minimum_that_it_names(name, m
 def test_plan_memory_plans_half_of_the_memory_or_names_the_minimum(name):
     budget_bytes = real_peak_bytes(name) // 2
     try:
-        plan = plan_memory(*make(name), device="cpu", budget=budget_bytes)
+        plan = plan_memory(*make(name), device="cpu", budget=f"{budget_bytes}B")
     except PlanError as error:
         budget_bytes = error.minimum_bytes
-        plan = plan_memory(*make(name), device="cpu", budget=budget_bytes)
+        plan = plan_memory(*make(name), device="cpu", budget=f"{budget_bytes}B")
     assert plan.peak_bytes <= budget_bytes
     assert abs(plan.found.plain.needed_bytes / real_peak_bytes(name) - 1) <= WORST
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_vram.memory.units import GIB, KIB, MIB, TIB, format_bytes, parse_bytes
+from lightning_vram.memory.units import GIB, KIB, MIB, TIB, format_argument, format_bytes, parse_bytes, parse_limit
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,6 @@ def test_format(num_bytes, text):
         ("1.5KiB", 1536),
         (".5 KiB", 512),
         ("24GB", 24 * 10**9),
-        ("80", 80),
         ("80B", 80),
         ("1.3 B", 1),
         ("0.1TiB", TIB // 10),  # in floats 0.1 TiB is one byte off
@@ -52,7 +51,8 @@ def test_parse_reads_what_format_writes(size):
     ("size", "error", "message"),
     [
         ("", ValueError, r"^size must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got ''\.$"),
-        ("0.5", ValueError, r"^size must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got '0\.5'\.$"),
+        ("20", ValueError, r"^size has no unit, got '20': write '20GiB', or '20B' for bytes\.$"),
+        (" 0.5 ", ValueError, r"^size has no unit, got ' 0\.5 ': write '0\.5GiB', or '0\.5B' for bytes\.$"),
         ("lots", ValueError, r"^size must be a number and one of .*, got 'lots'\.$"),
         ("-1GiB", ValueError, r"^size must be a number and one of .*, got '-1GiB'\.$"),
         ("24GiBs", ValueError, r"^size must be a number and one of .*, got '24GiBs'\.$"),
@@ -64,3 +64,33 @@ def test_parse_reads_what_format_writes(size):
 def test_parse_refuses(size, error, message):
     with pytest.raises(error, match=message):
         parse_bytes(size)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "down", "up"),
+    [
+        (0, "0B", "0B"),
+        (1023, "1023B", "1023B"),
+        (KIB, "1.00KiB", "1.00KiB"),
+        (14794 * KIB, "14.44MiB", "14.45MiB"),
+        (24 * GIB, "24.00GiB", "24.00GiB"),
+        (24 * GIB - 1, "23.99GiB", "24.00GiB"),
+        (TIB + 1, "1.00TiB", "1.01TiB"),
+    ],
+)
+def test_an_argument_is_on_the_safe_side_of_what_it_was_made_from(num_bytes, down, up):
+    assert format_argument(num_bytes) == down
+    assert format_argument(num_bytes, round_up=True) == up
+    assert parse_bytes(down) <= num_bytes <= parse_bytes(up)
+
+
+def test_a_limit_is_a_size_above_0_with_its_unit():
+    assert parse_limit("20B", "budget") == 20
+    assert parse_limit(MIB, "budget") == MIB
+    with pytest.raises(ValueError, match=r"^budget has no unit, got 20: write '20GiB', or '20B' for bytes\.$"):
+        parse_limit(20, "budget")
+    with pytest.raises(ValueError, match=r"^budget has no unit, got 1048575: "):
+        parse_limit(MIB - 1, "budget")
+    for size in (0, "0B", "0.5B"):
+        with pytest.raises(ValueError, match=rf"^budget must be above 0, got {size!r}\.$"):
+            parse_limit(size, "budget")

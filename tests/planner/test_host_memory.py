@@ -9,7 +9,7 @@ from support.offload_nets import leave_group
 from torch import nn
 
 from lightning_vram import DeviceSpec, plan_memory
-from lightning_vram.memory.units import GIB, MIB, format_bytes
+from lightning_vram.memory.units import GIB, MIB, format_argument, format_bytes
 from lightning_vram.planner import PlanError
 
 CARD = DeviceSpec("card", 8 * GIB, bandwidth_bytes_per_s=1e12, flops_per_s={"fp32": 2e13}, bus_bytes_per_s=2e10)
@@ -76,8 +76,8 @@ def test_a_host_that_has_too_little_for_all_is_told():
     assert re.fullmatch(
         rf"No plan fits {format_bytes(20 * NUM)} of host memory\. The minimum found is {least}, with "
         rf"FSDPOffloadStrategy\(offload=\w+, master=split\), in addition to {least} that must stay free\. What helps: "
-        rf"host_memory='{-(-32 * NUM // MIB)}MiB', FSDPOffloadStrategy\(nvme_path='/a/fast/disk'\), which keeps "
-        r"optimizer state on disk, or perhaps allow='any'\.",
+        rf"host_memory='{format_argument(32 * NUM, round_up=True)}', FSDPOffloadStrategy\(nvme_path='/a/fast/disk'\), "
+        r"which keeps optimizer state on disk, or perhaps allow='any'\.",
         str(raised.value),
     )
 

@@ -128,16 +128,16 @@ def test_a_line_leads_to_the_largest_batch_in_few_steps(budget, size, asked):
 
 def test_words():
     least = measured(CHECKPOINTING, mib=260, ms=1)
-    assert ways_out(least, Exactness.ANY, Ways()) == "What helps: budget='260MiB'."
+    assert ways_out(least, Exactness.ANY, Ways()) == "What helps: budget='260.00MiB'."
     assert ways_out(least, Exactness.LOSSLESS, Ways(batch_size=3)) == (
-        "What helps: budget='260MiB', batch size 3 with accumulate_grad_batches, or perhaps allow='any'."
+        "What helps: budget='260.00MiB', batch size 3 with accumulate_grad_batches, or perhaps allow='any'."
     )
     assert ways_out(least, Exactness.ANY, Ways(2, WEIGHTS_ON_HOST, 4 * GIB, GIB)) == (
-        "What helps: budget='260MiB', strategy='fsdp_offload' (4.00 GiB of host memory; 1.00 GiB is available: "
+        "What helps: budget='260.00MiB', strategy='fsdp_offload' (4.00 GiB of host memory; 1.00 GiB is available: "
         "nvme_path= keeps optimizer state on disk), or 2 devices with FSDPOffloadStrategy(offload='none')."
     )
     split = leaner_on_host(OPTIMIZER_ON_HOST, {"precision": "bf16-mixed"})[0]
     assert ways_out(least, Exactness.ANY, Ways(0, split, 4 * GIB, 5 * GIB)) == (
-        "What helps: budget='260MiB', or strategy=FSDPOffloadStrategy(offload='optimizer', master='split') (4.00 GiB "
-        "of host memory)."
+        "What helps: budget='260.00MiB', or strategy=FSDPOffloadStrategy(offload='optimizer', master='split') (4.00 "
+        "GiB of host memory)."
     )

@@ -96,6 +96,8 @@ def test_what_is_being_done_is_told():
         ({"budget": "9GiB"}, ValueError, "plan_memory(budget) must be at most the 8.00 GiB that card has, got '9GiB'."),
         ({"budget": "much"}, ValueError, "plan_memory(budget)"),
         ({"budget": 0}, ValueError, "plan_memory(budget) must be above 0, got 0."),
+        ({"budget": 20}, ValueError, "plan_memory(budget) has no unit, got 20: write '20GiB', or '20B' for bytes."),
+        ({"host_memory": 64}, ValueError, "plan_memory(host_memory) has no unit, got 64: write '64GiB', or '64B'"),
         ({"budget": 1.5}, ValueError, "plan_memory(budget) as a share of the device must be above 0 and at most 1"),
         ({"budget": [1]}, TypeError, "plan_memory(budget) must be 'auto', bytes, text such as '20GiB', or a share"),
         ({"devices": 0}, ValueError, "plan_memory(devices)"),

@@ -358,6 +358,6 @@ def test_a_host_that_is_too_small_for_all_is_what_is_told():
     assert str(PlanError(least, workload, Exactness.LOSSLESS, Ways())) == (
         "No plan fits 12.00 GiB of host memory. The minimum found is 12.00 GiB, with FSDPOffloadStrategy("
         "offload=optimizer, host_state=8bit), in addition to 1.00 GiB that must stay free. What helps: "
-        "host_memory='13312MiB', FSDPOffloadStrategy(nvme_path='/a/fast/disk'), which keeps optimizer state on disk, "
+        "host_memory='13.00GiB', FSDPOffloadStrategy(nvme_path='/a/fast/disk'), which keeps optimizer state on disk, "
         "or perhaps allow='any'."
     )

@@ -1,9 +1,11 @@
 """What a person reads: the cells of the tables."""
 
 import io
+from dataclasses import replace
 
 import torch
 from rich.console import Console
+from support.consoles import assert_every_number_is_whole_at_80_columns
 
 from lightning_vram.memory.device.measurement import Measurement
 from lightning_vram.report.comparison import FitResult, comparison_table, describe_equality
@@ -77,6 +79,18 @@ def test_a_run_is_shown_by_stage():
     assert row(text, "activations") == ["4.00 MiB", "-"]
     assert "4 readings" in text
     assert "Median time per training batch: 2.00 s." in text
+
+
+def test_a_narrow_terminal_cuts_no_number():
+    by_module = {"model.decoder.layers.attention.projection_of_queries_and_keys": 1023 * MIB}
+    one = reading(1023 * 1024 * MIB, "allocator", peak_reserved_bytes=2**40 - 2**30, peak_by_module=by_module)
+    stages = [
+        replace(one, stage=stage, epoch=12, batch_idx=123456) for stage in ("train", "validate", "test", "predict")
+    ]
+    assert_every_number_is_whole_at_80_columns(memory_table(stages))
+    fit = FitResult(one, 0.5, WEIGHTS)
+    table = comparison_table(fit, FitResult(one, 123.4, WEIGHTS), "ActivationCheckpointing and ActivationOffload")
+    assert_every_number_is_whole_at_80_columns(table)
 
 
 def test_seconds():

@@ -28,7 +28,7 @@ from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique
 from lightning_vram.core.layers.patterns import check_layers
 from lightning_vram.core.layers.selection import LayerSelection
 from lightning_vram.memory.tracking.storages import iterate_tensors
-from lightning_vram.memory.units import format_bytes, parse_bytes
+from lightning_vram.memory.units import format_bytes, parse_limit
 from lightning_vram.private_names.torch.compiled import is_compiled
 from lightning_vram.techniques.activation_checkpointing import (
     CheckpointingHandle,
@@ -267,7 +267,7 @@ class ActivationCheckpointing(FitTechnique):
     def _check_budget(self) -> int | None:
         if self.budget is None:
             return None
-        budget_bytes = parse_bytes(self.budget, "ActivationCheckpointing(budget)")
+        budget_bytes = parse_limit(self.budget, "ActivationCheckpointing(budget)")
         others = {
             "every_n_layers": (self.every_n_layers, 1),
             "save": (self.save, "inputs"),
@@ -280,8 +280,6 @@ class ActivationCheckpointing(FitTechnique):
                 f"ActivationCheckpointing(budget={self.budget!r}) chooses what to recompute and excludes "
                 f"{' and '.join(given)}. Remove one of them."
             )
-        if budget_bytes == 0:
-            raise ValueError(f"ActivationCheckpointing(budget) must be at least 1 byte, got {self.budget!r}.")
         return budget_bytes
 
 

@@ -32,13 +32,14 @@ from lightning_vram.memory.device.allocator import empty_cache, has_cache
 from lightning_vram.memory.estimate.calibrate import measure_bus
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.host.available import available_host_bytes
-from lightning_vram.memory.units import parse_bytes
+from lightning_vram.memory.units import format_argument, parse_bytes
 from lightning_vram.planner.measured import Found, Workload
 from lightning_vram.planner.miss import find_ways
 from lightning_vram.planner.parts import Exactness, Part
+from lightning_vram.planner.plan import MemoryPlan
 from lightning_vram.planner.remedies import CHECKPOINTING, QUANTIZED, may_be_guarded, remedies_for
 from lightning_vram.planner.scheme import Scheme
-from lightning_vram.planner.search import as_text, search
+from lightning_vram.planner.search import search
 from lightning_vram.planner.traced_steps import TracedSteps
 
 _ROOM_FOR_ERRORS = 0.03  # of a device, where the user named no budget
@@ -100,7 +101,7 @@ def decide(trainer: pl.Trainer, read: Callable[[], RunningTrainer], room_bytes: 
             if decision.kind == "info":
                 save_plan(path, decision.found, budget_bytes)
         else:
-            message = found_message(found, budget_bytes, run.device.name)
+            message = found_message(MemoryPlan(run.device, budget_bytes, found))
             message += f"\nThe plan was reused from an earlier run, {path}: cache=False makes a new one."
             decision = Decision(message, found=found, budget_bytes=budget_bytes)
     except Exception as error:  # a step on tensors without values may fail where the run does not
@@ -115,7 +116,7 @@ def _plan(trainer: pl.Trainer, run: RunningTrainer, budget_bytes: int, asked: As
     found, steps, workload, most_seconds = _search(run, budget_bytes, asked, started)
     most = f"{most_seconds:.0f} s, the time limit of planning (a tenth of the first epoch, at least 30 s)"
     if found.best is not None:
-        message = found_message(found, budget_bytes, run.device.name)
+        message = found_message(MemoryPlan(run.device, budget_bytes, found))
         message += f"\nIt is the fastest configuration found in {most}." if steps.is_cut else ""
         return Decision(message, found=found, budget_bytes=budget_bytes)
     if steps.is_cut:
@@ -216,7 +217,7 @@ def _smaller(checkpointing: Part, scheme: Scheme, found: Found) -> Part:
     budget_bytes = int(_TIGHTER * parse_bytes(checkpointing.init_args["budget"]))
     if lean is None or budget_bytes <= lean.activation_bytes:
         return CHECKPOINTING
-    return replace(checkpointing, init_args={**checkpointing.init_args, "budget": as_text(budget_bytes)})
+    return replace(checkpointing, init_args={**checkpointing.init_args, "budget": format_argument(budget_bytes)})
 
 
 def can_run_again(trainer: pl.Trainer) -> bool:

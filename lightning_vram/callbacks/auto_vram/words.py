@@ -6,22 +6,25 @@ from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.measured import Found
 from lightning_vram.planner.miss import Ways
 from lightning_vram.planner.parts import Exactness
-from lightning_vram.planner.words import summary, ways_out, where
+from lightning_vram.planner.plan import MemoryPlan
+from lightning_vram.planner.words import ways_out, where
+from lightning_vram.report.plan.choices import choices
+from lightning_vram.report.plan.table import TIME, choices_table
+from lightning_vram.report.tables import as_text
 
 NAME = "AutoVRAM"
 
 
-def found_message(found: Found, budget_bytes: int, device: str) -> str:
+def found_message(plan: MemoryPlan) -> str:
     """Say what is done, and what else was tried."""
-    plain, best = found.plain, found.taken
-    needed, budget = format_bytes(plain.needed_bytes), format_bytes(budget_bytes)
-    if best is plain:
+    best, device = plan.best, plan.device.name
+    needed, budget = format_bytes(plan.found.plain.needed_bytes), format_bytes(plan.budget_bytes)
+    if not plan.is_needed:
         return f"{NAME}: the run fits, nothing is changed. A step needs {needed} of the {budget} on {device}."
     return (
         f"{NAME}: a step needs {needed}, but the budget on {device} is {budget}. With {best.scheme} it needs "
-        f"{format_bytes(best.needed_bytes)}, at about {best.seconds / plain.seconds:.2f} times the step time. Memory "
-        f"and step time of the configurations tried:\n"
-        f"{summary(found, budget_bytes)}"
+        f"{format_bytes(best.needed_bytes)}, at about {plan.step_time_ratio:.2f} times the step time. Configurations "
+        f"tried:\n{as_text(choices_table(choices(plan)))}\n* used for this run. {TIME}"
     )
 
 

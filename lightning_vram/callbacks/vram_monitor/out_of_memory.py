@@ -121,6 +121,10 @@ def _with_remedies(
         return replace(found, no_remedies=f"{reason}{_say_half(found, last)}"), None
     try:
         if last.stage != "train":
+            # It ran out with this much allocated: of what is free, fragmentation may leave nothing usable.
+            room_bytes = found.request.room_bytes
+            budget_bytes = None if room_bytes is None else min(room_bytes, found.request.allocated_bytes or room_bytes)
+            found = replace(found, budget_bytes=budget_bytes)
             return replace(found, remedies=_measure_evaluation(trainer, found, last)), None
         estimate, measured = _measure(trainer, found, last)
     except Exception as error:  # a step on tensors without values may fail where the run does not
@@ -128,7 +132,8 @@ def _with_remedies(
         return replace(found, no_remedies=f"{reason:.{_MOST_CHARACTERS}}{_say_half(found, last)}"), None
     timeline = estimate.timeline
     by_module = found.by_module if last.timeline is not None else dict(timeline.peak_by_module)
-    remedies = _ranked(measured, _budget_bytes(found, timeline))
+    found = replace(found, budget_bytes=_budget_bytes(found, timeline))
+    remedies = _ranked(measured, found.budget_bytes)
     by_category = dict(found.by_category)
     by_category[Category.ACTIVATIONS] += by_category.pop(_REST, 0)  # of a training step it is nearly all of the rest
     found = replace(found, estimated=timeline, by_category=by_category, by_module=by_module, remedies=remedies)

@@ -5,7 +5,7 @@ import torch
 from lightning_vram.memory.device.process_limit import can_limit, total_bytes
 from lightning_vram.memory.device.room import device_room
 from lightning_vram.memory.host.available import available_host_bytes
-from lightning_vram.memory.units import parse_bytes
+from lightning_vram.memory.units import parse_bytes, parse_limit
 
 AUTO = "auto"
 
@@ -15,7 +15,7 @@ def check_limit(name: str, limit: object) -> None:
 
     Raises:
         TypeError: If it is of a wrong kind.
-        ValueError: If it is no size above 0, and no share of a device.
+        ValueError: If it is no size above 0, an ``int`` below 1 MiB, or no share of a device.
     """
     if limit == AUTO:
         return
@@ -27,8 +27,8 @@ def check_limit(name: str, limit: object) -> None:
         raise TypeError(
             f"{name} must be 'auto', bytes, text such as '20GiB', or a share, got {limit!r} of type {kind}."
         )
-    elif parse_bytes(limit, name) == 0:
-        raise ValueError(f"{name} must be above 0, got {limit!r}.")
+    else:
+        parse_limit(limit, name)
 
 
 def limit_bytes(name: str, limit: int | float | str, device: torch.device) -> int | None:

@@ -2,14 +2,23 @@
 
 from collections.abc import Callable, Sequence
 
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.report.benchmarks.points import ALLOCATED, TRACKED
 from lightning_vram.report.benchmarks.results import ResultFile, Row, machine_differences
-from lightning_vram.report.tables import NOT_KNOWN, format_seconds, label, literal
+from lightning_vram.report.tables import (
+    NOT_KNOWN,
+    add_names,
+    add_numbers,
+    format_seconds,
+    label,
+    literal,
+    plain_table,
+)
 
 _SPREAD = ("seconds_of_first_low", "seconds_of_first_high")
 _HIDDEN = ("workload", "error", "traceback", *_SPREAD)
@@ -23,24 +32,32 @@ _HEADINGS = {
     "seconds_per_step": "time per step",
     "seconds_of_first": "of baseline (low to high)",
 }
+_ERROR = "did not run"
+_GAP, _MOST_TEXT = 2, 30  # characters
+_Column = tuple[str, bool, Sequence[str]]  # heading, whether it is text, cells
 _OF_PLAIN = (TRACKED, ALLOCATED, "largest")  # beside which their ratio stands
 
 
-def result_tables(files: Sequence[ResultFile]) -> RenderableType:
+def result_tables(files: Sequence[ResultFile], *, all_rows: bool = False) -> RenderableType:
     """A table for each workload of each file, and what differs between the machines that files come from.
 
     Args:
         files: At least one.
+        all_rows: Whether to show rows that did not run, with the reason.
     """
     parts: list[RenderableType] = []
+    num_left_out = 0
     for file in files:
         parts += [Text(f"{literal_text(file.path.name)}: {literal_text(file.suite)}", style="bold")]
         parts += [Text(literal_text(file.caption), style="dim"), ""]
         for name, rows in file.tables.items():
-            workloads = dict.fromkeys(row.get("workload") for row in rows)
-            for workload in workloads:
+            shown = [row for row in rows if all_rows or not row.get("error")]
+            num_left_out += len(rows) - len(shown)
+            for workload in dict.fromkeys(row.get("workload") for row in shown):
                 title = workload or (name if len(file.tables) > 1 else None)
-                parts += [_table([row for row in rows if row.get("workload") == workload], title), ""]
+                parts += [_Table([row for row in shown if row.get("workload") == workload], title)]
+    if num_left_out:
+        parts.append(Text(f"Left out: {num_left_out} row{'s' * (num_left_out > 1)} that did not run (shown by --all)."))
     differences = machine_differences(files)
     return Group(*parts, *(Text(literal_text(line), style="bold yellow") for line in differences))
 
@@ -50,20 +67,45 @@ def literal_text(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
-def _table(rows: Sequence[Row], title: str | None) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    table.title, table.title_justify, table.title_style = title and literal(title), "left", "bold"
-    columns = _columns(rows)
-    for heading, is_text, _ in columns:
-        table.add_column(literal(heading), justify="left" if is_text else "right", overflow="fold")
-    has_errors = any(row.get("error") for row in rows)
-    if has_errors:
-        table.add_column("did not run", overflow="fold", style="red")
-    for row in rows:
-        table.add_row(
-            *(show(row) for *_, show in columns), *([literal(str(row.get("error") or ""))] if has_errors else [])
-        )
-    return table
+class _Table:
+    """Rows of one workload. Columns that a narrow terminal has no place for follow below, with the names again."""
+
+    def __init__(self, rows: Sequence[Row], title: str | None) -> None:
+        self._title = title and literal(title)
+        (_, _, names), *columns = [
+            (heading, is_text, [show(row) for row in rows]) for heading, is_text, show in _columns(rows)
+        ]
+        if any(row.get("error") for row in rows):
+            columns.append((_ERROR, True, [literal(str(row.get("error") or "")) for row in rows]))
+        self._names, self._columns = names, columns
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width_of_names = min(_width(self._names), options.max_width // 3)
+        title, columns = self._title, list(self._columns)
+        while columns:
+            room, num_columns = options.max_width - width_of_names, 0
+            for heading, is_text, cells in columns:
+                room -= _GAP + min(_width([heading, *cells]), _MOST_TEXT if is_text else options.max_width)
+                if room < 0 and num_columns:
+                    break
+                num_columns += 1
+            yield self._part(columns[:num_columns], title)
+            yield ""
+            title, columns = None, columns[num_columns:]
+
+    def _part(self, columns: Sequence[_Column], title: str | None) -> Table:
+        table = plain_table()
+        table.title, table.title_justify, table.title_style = title, "left", "bold"
+        add_names(table, "")
+        for heading, is_text, _ in columns:
+            (add_names if is_text else add_numbers)(table, literal(heading))
+        for row in zip(self._names, *(cells for *_, cells in columns), strict=True):
+            table.add_row(*row)
+        return table
+
+
+def _width(cells: Sequence[str]) -> int:
+    return max(map(cell_len, cells))
 
 
 def _columns(rows: Sequence[Row]) -> list[tuple[str, bool, Callable[[Row], str]]]:

@@ -1,14 +1,12 @@
 """An estimate that can be printed and drawn. The numbers know nothing of tables: they belong to a floor below."""
 
 import functools
-import io
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ParamSpec
 
-from rich.console import Console
 from typing_extensions import override
 
 from lightning_vram.memory.estimate.result import MemoryEstimate
@@ -16,9 +14,9 @@ from lightning_vram.report.estimate.figure import save
 from lightning_vram.report.estimate.html import page
 from lightning_vram.report.estimate.table import estimate_table
 from lightning_vram.report.pictures import PAGE, check_picture_path
+from lightning_vram.report.tables import as_text
 
 _P = ParamSpec("_P")
-_WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -27,9 +25,7 @@ class ShownEstimate(MemoryEstimate):
 
     @override
     def __str__(self) -> str:
-        file = io.StringIO()
-        Console(file=file, width=_WIDTH, color_system=None, legacy_windows=False).print(estimate_table(self))
-        return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+        return as_text(estimate_table(self))
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the memory of the training step by category, with the device's limit.

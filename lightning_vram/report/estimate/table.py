@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -12,17 +13,17 @@ from lightning_vram.memory.units import format_bytes
 from lightning_vram.report.estimate import rows
 from lightning_vram.report.estimate.step import COLORS
 from lightning_vram.report.estimate.words import module_name, peak_sentence, verdict
-from lightning_vram.report.tables import label, literal
+from lightning_vram.report.tables import add_names, add_numbers, label, literal, plain_table
 
 _MAX_MODULES = 11  # with all others
 _BAR_WIDTH = 10
 _MAX_NAME = 27
+_ANY_WIDTH = 1000  # to measure without a terminal's limit
 
 
 def estimate_table(estimate: MemoryEstimate) -> RenderableType:
-    """Everything an estimate says, in some 30 lines of 100 columns. It can be read without colours."""
-    tables = Table.grid(padding=(0, 3, 0, 0))
-    tables.add_row(
+    """Everything an estimate says, in about 30 lines of 100 columns, or more of fewer. It needs no colours."""
+    tables = _SideBySide(
         Group(
             _categories(estimate),
             "",
@@ -36,6 +37,19 @@ def estimate_table(estimate: MemoryEstimate) -> RenderableType:
     words = [Text(verdict(estimate), style=style), Text(peak_sentence(estimate))]
     notes = [Text(f"Note: {note}") for note in estimate.notes]
     return Group(*words, "", tables, *([""] if notes else []), *notes)
+
+
+class _SideBySide:
+    """Two columns of tables; one where the terminal is too narrow for both."""
+
+    def __init__(self, left: Group, right: Group) -> None:
+        self._columns = left, right
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        grid = Table.grid(padding=(0, 3, 0, 0))
+        grid.add_row(*self._columns)
+        is_wide = Measurement.get(console, options.update_width(_ANY_WIDTH), grid).maximum <= options.max_width
+        yield grid if is_wide else Group(self._columns[0], "", self._columns[1])
 
 
 def _categories(estimate: MemoryEstimate) -> Table:
@@ -68,10 +82,9 @@ def _texts(name: str, pairs: Iterable[tuple[str, str]]) -> Table:
 
 
 def _table(name: str, *columns: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column(name, no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
+    table = plain_table()
+    add_names(table, name)
+    add_numbers(table, *columns)
     return table
 
 

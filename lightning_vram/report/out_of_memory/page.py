@@ -1,11 +1,13 @@
 """The page itself, in Markdown."""
 
 from collections.abc import Iterable, Sequence
+from math import nan
 from pathlib import Path
 
 from lightning_vram.memory.units import MIB, format_bytes
 from lightning_vram.report.out_of_memory.causes import Cause, find_cause
-from lightning_vram.report.out_of_memory.facts import OutOfMemory, Remedy
+from lightning_vram.report.out_of_memory.facts import OutOfMemory
+from lightning_vram.report.plan.choices import Choice, cells
 from lightning_vram.report.tables import label
 
 _MOST_MODULES = 8
@@ -67,7 +69,7 @@ def _facts(found: OutOfMemory) -> str:
         ("used by other processes", _unless_rounding(request.other_bytes)),
     )
     rows += [(name, format_bytes(size)) for name, size in sizes if size is not None]
-    return _table(("", ""), rows)
+    return _table(("", ""), *rows)
 
 
 def _unless_rounding(num_bytes: int) -> int | None:
@@ -80,19 +82,27 @@ def _remedies(found: OutOfMemory, cause: Cause) -> str:
     if not found.remedies:
         reason = f"\n\nThe saving of each feature was not estimated: {found.no_remedies}" if found.no_remedies else ""
         return f"{listed}{reason}"
-    rows = [_remedy_row(remedy) for remedy in found.remedies]
-    head = ("line to paste", "saves", "needs", "step time", "results", "fits")
-    table = _table(head, rows)
+    table = _table(*cells(_choices(found), "line to paste"))
     note = "Estimated with steps of this run, and the batch that ran out of memory, on fake tensors."
+    if any(remedy.fits for remedy in found.remedies):
+        note = f"\\* recommended. {note}"
     parts = [table, note, f"Or:\n\n{listed}"] if cause.needs_leaner_step else [listed, table, note]
     return "\n\n".join(parts)
 
 
-def _remedy_row(remedy: Remedy) -> tuple[str, ...]:
-    fits = {True: "yes", False: "no", None: "?"}[remedy.fits]
-    sizes = (format_bytes(remedy.saved_bytes), format_bytes(remedy.needed_bytes))
-    time = "?" if remedy.time_ratio is None else f"{remedy.time_ratio:.2f}x"
-    return (f"`{remedy.code}`", *sizes, time, remedy.results, fits)
+def _choices(found: OutOfMemory) -> list[Choice]:
+    """Return the run as it is and its remedies, from the most memory to the least; the best that fits is marked."""
+    best = next((remedy for remedy in found.remedies if remedy.fits), None)
+    budget_bytes = (
+        nan if found.budget_bytes in (None, 1) else found.budget_bytes
+    )  # 1: more was asked for than a step has
+    most_bytes = max(remedy.needed_bytes + remedy.saved_bytes for remedy in found.remedies)
+    rows = [Choice("baseline", most_bytes, most_bytes / budget_bytes, 1.0, "exact", is_plan=False)]
+    for one in sorted(found.remedies, key=lambda remedy: -remedy.needed_bytes):
+        time = nan if one.time_ratio is None else one.time_ratio
+        share = one.needed_bytes / budget_bytes
+        rows.append(Choice(f"`{one.code}`", one.needed_bytes, share, time, one.results, is_plan=one is best))
+    return rows
 
 
 def _held(found: OutOfMemory) -> str:
@@ -104,7 +114,7 @@ def _held(found: OutOfMemory) -> str:
 
 def _shares(head: str, sizes: Iterable[tuple[str, int]], total: int) -> str:
     rows = [(name or "(none)", format_bytes(size), f"{size / total:.0%}") for name, size in sizes]
-    return _table((head, "bytes", "share"), rows) if rows else ""
+    return _table((head, "bytes", "share"), *rows) if rows else ""
 
 
 def _growth(found: OutOfMemory) -> str:
@@ -112,7 +122,7 @@ def _growth(found: OutOfMemory) -> str:
         return ""
     step = max(1, len(found.growth) // _MOST_READINGS)
     rows = [(str(batch), format_bytes(size)) for batch, size in found.growth[::-1][::step][::-1]]
-    return _table(("batch", "in tensors"), rows)
+    return _table(("batch", "in tensors"), *rows)
 
 
 def _pictures(names: Sequence[str]) -> list[str]:
@@ -125,6 +135,6 @@ def _said_of(name: str) -> str:
     return ": blocks of the allocator, for https://pytorch.org/memory_viz" if name.endswith(".pickle") else ""
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _table(head: Sequence[str], *rows: Sequence[str]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isnan
 
+from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.measured import Measured
-from lightning_vram.planner.parts import LEVELS
 from lightning_vram.planner.plan import MemoryPlan
+from lightning_vram.planner.single_remedies import results_of
 
 _MAX_CHOICES = 8
 _CLOSE = 0.02  # of the budget: what differs by less is one choice
@@ -13,15 +15,15 @@ _CLOSE = 0.02  # of the budget: what differs by less is one choice
 
 @dataclass(frozen=True)
 class Choice:
-    """A row of the table, and a point of the picture.
+    """A row of a table of configurations, and a point of the picture.
 
     Args:
-        name: What is done.
+        name: The configuration, or a line to paste.
         needed_bytes: Of the device.
-        share: Of the budget.
-        step_time_ratio: Of the step as it is.
-        results: How true they are: a word of ``plan_memory(allow)``.
-        is_plan: Whether it is what the plan takes.
+        share: Of the budget; NaN: unknown.
+        step_time_ratio: Relative to the baseline; NaN: unknown.
+        results: Compared with the baseline's: ``"exact"``, ``"lossless"`` or ``"approximate"``.
+        is_plan: Whether it is used, or recommended.
         is_unbeaten: Whether nothing that was tried is better in memory and time at once.
     """
 
@@ -31,12 +33,27 @@ class Choice:
     step_time_ratio: float
     results: str
     is_plan: bool
-    is_unbeaten: bool
+    is_unbeaten: bool = False
 
     @property
     def fits(self) -> bool:
         """Whether the budget is enough."""
         return self.share <= 1
+
+
+def cells(rows: Sequence[Choice], name: str = "configuration") -> list[tuple[str, ...]]:
+    """Return headings and cells of a table, for any format: numbers first, so that long names can wrap after them.
+
+    Args:
+        rows: In their order. The first column of the chosen one has a ``*``.
+        name: Heading of the last column.
+    """
+    table: list[tuple[str, ...]] = [("", "memory", "of budget", "step time", "results", name)]
+    for number, one in enumerate(rows, start=1):
+        mark, share = "* " if one.is_plan else "", "?" if isnan(one.share) else f"{one.share:.1%}"
+        time = "?" if isnan(one.step_time_ratio) else f"{one.step_time_ratio:.2f}x"
+        table.append((f"{mark}{number}", format_bytes(one.needed_bytes), share, time, one.results, one.name))
+    return table
 
 
 def choices(plan: MemoryPlan) -> tuple[Choice, ...]:
@@ -67,7 +84,7 @@ def _choice(plan: MemoryPlan, one: Measured, unbeaten: Sequence[Measured]) -> Ch
         needed_bytes=one.needed_bytes,
         share=one.needed_bytes / plan.budget_bytes,
         step_time_ratio=one.seconds / plan.found.plain.seconds,
-        results=next(name for name, level in LEVELS.items() if level == one.scheme.exactness),
+        results=results_of(one.scheme.exactness),
         is_plan=one is plan.best,
         is_unbeaten=any(one is other for other in unbeaten),
     )

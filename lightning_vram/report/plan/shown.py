@@ -1,23 +1,21 @@
 """A plan that can be printed and drawn. The planner knows nothing of tables: it belongs to a floor below."""
 
 import functools
-import io
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ParamSpec
 
-from rich.console import Console
 from typing_extensions import override
 
 from lightning_vram.planner.plan import MemoryPlan
 from lightning_vram.report.pictures import check_picture_path
 from lightning_vram.report.plan.figure import save
 from lightning_vram.report.plan.table import plan_table
+from lightning_vram.report.tables import as_text
 
 _P = ParamSpec("_P")
-_WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -26,9 +24,7 @@ class ShownPlan(MemoryPlan):
 
     @override
     def __str__(self) -> str:
-        file = io.StringIO()
-        Console(file=file, width=_WIDTH, color_system=None, legacy_windows=False).print(plan_table(self))
-        return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+        return as_text(plan_table(self))
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw memory against step time of the configurations tried, with the budget.

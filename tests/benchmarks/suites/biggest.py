@@ -108,7 +108,7 @@ AUTO_VRAM = "AutoVRAM(budget)"
 
 def auto_vram(budget_bytes: int) -> Way:
     """Return the way that makes a budget of all parts together."""
-    return with_callbacks(AUTO_VRAM, lambda: [AutoVRAM(budget_bytes, cache=False)])
+    return with_callbacks(AUTO_VRAM, lambda: [AutoVRAM(f"{budget_bytes}B", cache=False)])
 
 
 def _is_planned(workload: Workload, device: torch.device, budget_bytes: int) -> bool:
@@ -116,7 +116,7 @@ def _is_planned(workload: Workload, device: torch.device, budget_bytes: int) -> 
     with torch.device("meta"):
         module = LitWorkload(workload, 1)
     try:
-        plan_memory(module, module.batch, device=device.type, budget=budget_bytes)
+        plan_memory(module, module.batch, device=device.type, budget=f"{budget_bytes}B")
     except ValueError:
         return False
     return True

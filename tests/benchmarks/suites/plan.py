@@ -104,7 +104,9 @@ def _plan_way(
 def _plan(workload: Workload, spec: DeviceSpec | None, budget_bytes: int | None, own: Trainer) -> MemoryPlan:
     with torch.device("meta"):
         module = LitWorkload(workload, 1)
-    return plan_memory(module, module.batch, device=spec or "cpu", budget=budget_bytes, trainer=own)
+    return plan_memory(
+        module, module.batch, device=spec or "cpu", budget=budget_bytes and f"{budget_bytes}B", trainer=own
+    )
 
 
 def _describe(device: torch.device) -> DeviceSpec:

@@ -133,9 +133,9 @@ def traced(*callbacks):
 def test_on_a_card_the_budget_is_kept_with_less_recomputation(share, bus_share):
     plain_peak, plain = traced()
     budget_bytes = int(share * plain_peak)
-    _, recomputed = traced(ActivationCheckpointing(budget=budget_bytes))
+    _, recomputed = traced(ActivationCheckpointing(budget=f"{budget_bytes}B"))
     bus_bytes = int(bus_share * plain_peak)
-    peak, both = traced(ActivationCheckpointing(budget=budget_bytes, remedies=BOTH, offload_bytes=bus_bytes))
+    peak, both = traced(ActivationCheckpointing(budget=f"{budget_bytes}B", remedies=BOTH, offload_bytes=bus_bytes))
     assert peak <= budget_bytes
     assert both.to_host > 0
     assert plain.compute <= both.compute < recomputed.compute
@@ -144,6 +144,6 @@ def test_on_a_card_the_budget_is_kept_with_less_recomputation(share, bus_share):
 @pytest.mark.slow
 def test_a_card_nobody_told_the_bus_of_takes_a_usual_one():
     plain_peak, plain = traced()
-    peak, both = traced(ActivationCheckpointing(budget=plain_peak // 2, remedies=BOTH))
+    peak, both = traced(ActivationCheckpointing(budget=f"{plain_peak // 2}B", remedies=BOTH))
     assert peak <= plain_peak // 2
     assert 0 < both.to_host < plain.compute

@@ -156,7 +156,7 @@ def fit_and_listen(train: Callable[[pl.Callback], Lit], budget: int) -> tuple[Li
     """Return what was trained, and the warning of a budget that is not met closely."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = train(ActivationCheckpointing(budget=budget))
+        model = train(ActivationCheckpointing(budget=f"{budget}B"))
     return model, "\n".join(str(one.message) for one in caught if "is missed by more than" in str(one.message))
 
 
@@ -170,7 +170,7 @@ def assert_met_or_told(found: dict[float, int], budget: int, told: str) -> None:
     above = min(share for share in found if share > best)
     assert found[above] > budget
     assert told == (
-        f"ActivationCheckpointing(budget={budget}) is missed by more than 3 %: a share of {best:.3f} saves "
+        f"ActivationCheckpointing(budget={budget}B) is missed by more than 3 %: a share of {best:.3f} saves "
         f"{format_bytes(found[best])} and is used; a share of {above:.3f} saves {format_bytes(found[above])}. "
         "The compiler saves whole tensors or groups of them: models with more layers come closer to a budget."
     )
@@ -224,7 +224,7 @@ def test_steps_that_are_fine_enough_fill_the_budget(part, make_trainer, found, m
 
 def test_dropout_draws_the_same_mask_where_all_is_recomputed(make_trainer, found):
     plain = fit(make_trainer, "mlp", "aot_eager", num_blocks=2)
-    saving = fit(make_trainer, "mlp", "aot_eager", ActivationCheckpointing(budget=5200), num_blocks=2)
+    saving = fit(make_trainer, "mlp", "aot_eager", ActivationCheckpointing(budget="5200B"), num_blocks=2)
     assert found == {LEAST_SHARE: 5120}  # close enough to end the search
     assert_equal_weights(saving, plain)
 
@@ -233,7 +233,7 @@ def test_refuses_less_than_the_minimum_and_puts_the_setting_back(make_trainer):
     before = config.activation_memory_budget, config.joint_custom_pass
     message = r"^ActivationCheckpointing: budget=1 B is below the minimum of [\d.]+ KiB, which is saved for backward"
     with pytest.raises(MisconfigurationException, match=message):
-        fit(make_trainer, "mlp", "aot_eager", ActivationCheckpointing(budget=1))
+        fit(make_trainer, "mlp", "aot_eager", ActivationCheckpointing(budget="1B"))
     assert (config.activation_memory_budget, config.joint_custom_pass) == before
 
 

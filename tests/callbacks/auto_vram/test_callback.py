@@ -91,14 +91,25 @@ def test_a_budget_is_kept_and_nothing_else_changes(share, make_trainer, heard):
     assert 0.8 * share * PLAIN_BYTES < peak_of(monitor) <= share * PLAIN_BYTES
     assert auto.budget_bytes == int(share * PLAIN_BYTES)
     assert "With EarlyRelease + ActivationCheckpointing(budget=" in messages(heard)
-    assert messages(heard).count("baseline") == 1
+    lines = [line.split() for line in messages(heard).splitlines()]
+    assert [line[-1] for line in lines].count("baseline") == 1
+    (chosen,) = (line for line in lines if line[0] == "*" and line[1].isdigit())
+    assert lines[lines.index(chosen) - int(chosen[1])] == [
+        "memory",
+        "of",
+        "budget",
+        "step",
+        "time",
+        "results",
+        "configuration",
+    ]
 
 
 def test_the_least_is_told_where_nothing_fits(make_trainer):
     message = (
         r"^AutoVRAM: no configuration fits 2\.00 MiB on cpu\. The minimum found is \S+ MiB, with OptimizerInBackward "
         r"\+ InPlaceFusion \+ ActivationCheckpointing, in the \S.*, mostly for '\S+' \(\S+ \w+\)\. What helps: "
-        r"budget='\d+KiB', or perhaps allow='lossless' or 'any'\.$"
+        r"budget='\d+\.\d\dMiB', or perhaps allow='lossless' or 'any'\.$"
     )
     with pytest.raises(MisconfigurationException, match=message):
         fit(make_trainer, AutoVRAM("2MiB"))
@@ -377,6 +388,7 @@ def test_all_ranks_refuse_alike(make_trainer):
     [
         ({"allow": "some"}, ValueError, r"AutoVRAM\(allow\) must be one of 'exact', 'lossless', 'any', got 'some'\."),
         ({"budget": 0}, ValueError, r"AutoVRAM\(budget\) must be above 0, got 0\."),
+        ({"budget": 20}, ValueError, r"AutoVRAM\(budget\) has no unit, got 20: write '20GiB', or '20B' for bytes\."),
         ({"budget": 1.5}, ValueError, r"AutoVRAM\(budget\) as a share .* at most 1, got 1\.5\."),
         ({"budget": [1]}, TypeError, r"AutoVRAM\(budget\) must be 'auto', bytes, .* got \[1\] of type list\."),
         ({"replan": 1}, TypeError, r"AutoVRAM\(replan\)"),

@@ -179,7 +179,7 @@ def test_a_run_that_does_not_fit_ends_before_it_begins(make_trainer):
         def configure_model(self):
             begun.append(self.trainer)
 
-    trainer = make_trainer(callbacks=[MemoryBudget(200_000, on_excess="error")])
+    trainer = make_trainer(callbacks=[MemoryBudget("200000B", on_excess="error")])
     with pytest.raises(MisconfigurationException) as caught:
         trainer.fit(Begins(TinyGPT()))
     assert re.fullmatch(
@@ -197,7 +197,7 @@ def test_a_warning_lets_the_run_go_on(make_trainer):
     with pytest.warns(
         UserWarning, match=r"^MemoryBudget: the run does not fit. .* The batch has 4 samples, and not even"
     ):
-        model = fit(make_trainer, [MemoryBudget(10_000)])
+        model = fit(make_trainer, [MemoryBudget("10000B")])
     assert_equal_weights(model, plain)
 
 
@@ -222,6 +222,7 @@ def test_a_step_that_cannot_be_estimated_runs(make_trainer):
     ("arguments", "error", "message"),
     [
         ({"limit": 0}, ValueError, "MemoryBudget(limit) must be above 0, got 0."),
+        ({"limit": 20}, ValueError, "MemoryBudget(limit) has no unit, got 20: write '20GiB', or '20B' for bytes."),
         ({"limit": "0 GiB"}, ValueError, "MemoryBudget(limit) must be above 0, got '0 GiB'."),
         (
             {"limit": 1.5},
@@ -280,9 +281,9 @@ def test_a_sampler_that_asks_for_the_rank(make_trainer, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("limit", [0.9, 1000], ids=["fits", "does not fit"])
+@pytest.mark.parametrize("limit", [0.9, "1000B"], ids=["fits", "does not fit"])
 def test_all_ranks_decide_alike(limit, make_trainer, make_model):
-    if limit == 1000:
+    if limit == "1000B":
         trainer = make_trainer(callbacks=[MemoryBudget(limit, on_excess="error")], strategy=ForkingOffload(), devices=2)
         with pytest.raises(Exception, match=r"MemoryBudget: the run does not fit"):
             trainer.fit(make_model())

@@ -56,7 +56,7 @@ def test_a_limit_holds_until_the_end_and_no_longer(make_trainer):
 def test_a_run_that_does_not_fit_is_stopped_and_leaves_no_limit(make_trainer):
     before = device_module().get_per_process_memory_fraction(0)
     trainer = make_trainer(
-        callbacks=[MemoryBudget(100_000, on_excess="error")], accelerator=ACCELERATOR, devices=1, max_epochs=1
+        callbacks=[MemoryBudget("100000B", on_excess="error")], accelerator=ACCELERATOR, devices=1, max_epochs=1
     )
     with pytest.raises(MisconfigurationException, match=rf"97.66 KiB are available on {DEVICE}:0"):
         trainer.fit(LitTiny(TinyGPT()))

@@ -184,19 +184,20 @@ PEAK = WEIGHTS + 3 * MAP  # the batch, and two maps
 def test_what_helps_an_evaluation_is_told_with_what_it_saves(stage, explain):
     page = explain(stage, LitWide())
     assert page.startswith(f"# Out of memory: {TOO_LARGE}\n")
-    rows = re.findall(r"\| `(\S.*?)` \| ([\d.]+) MiB \| ([\d.]+) MiB \| \? \| (.*?) \| (\w+) \|", page)
+    rows = re.findall(r"\| (.*) \| ([\d.]+) MiB \| ([\d.]+)% \| (.*) \| (.*) \| `?(.*?)`? \|", page)
     # in 16 bits the batch as the loader has made it is there as well
     half, bits = (PEAK - WEIGHTS) // 2 / MIB, (PEAK // 2 - MAP) / MIB
     assert rows == [  # of 70 MiB in tensors, and one more that was asked for
-        ("DataLoader(..., batch_size=1024)", f"{half:.2f}", f"{71 - half:.2f}", "lossless", "yes"),
-        ('precision="bf16-true"', f"{bits:.2f}", f"{71 - bits:.2f}", "rounded to bfloat16", "yes"),
+        ("1", "71.00", "101.4", "1.00x", "exact", "baseline"),
+        ("2", f"{71 - bits:.2f}", f"{(71 - bits) / 0.7:.1f}", "?", "approximate", 'precision="bf16-true"'),
+        ("* 3", f"{71 - half:.2f}", f"{(71 - half) / 0.7:.1f}", "?", "lossless", "DataLoader(..., batch_size=1024)"),
     ]
 
 
 def test_a_validation_within_a_fit_keeps_the_format_of_the_training(explain):
     page = explain("fit", LitWide(), max_epochs=1)
     assert "| when | validate, epoch 0, batch 0 |" in page
-    assert "| `DataLoader(..., batch_size=1024)` | 3.00 MiB | 68.00 MiB | ? | lossless | yes |" in page
+    assert "| * 2 | 68.00 MiB | 97.1% | ? | lossless | `DataLoader(..., batch_size=1024)` |" in page
     assert "bf16-true" not in page
 
 

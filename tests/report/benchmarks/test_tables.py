@@ -1,8 +1,6 @@
 """What ``lightning-vram report --benchmarks`` prints, line by line."""
 
-import io
-
-from rich.console import Console
+from support.consoles import assert_every_number_is_whole_at_80_columns, shown_at
 from support.result_files import BIGGEST, SPEED, write
 
 from lightning_vram.report.benchmarks import read_results, result_tables
@@ -12,39 +10,64 @@ a.json: speed
 x86_64, 1 threads, torch 2.13.0+cpu, file of 2026-11-24
 
 GPT
-                           by         peak, tracked  of baseline  time per step  of baseline (low to high)  did not run
-plain                      plain         400.00 MiB         1.00       500.0 ms        1.00 (0.95 to 1.10)
-ActivationCheckpointing()  ours          100.00 MiB         0.25       625.0 ms        1.25 (1.20 to 1.35)
-InPlaceFusion()            ours          300.00 MiB         0.75       562.5 ms        1.12 (1.07 to 1.23)
-torch.utils.checkpoint     PyTorch       120.00 MiB         0.30       750.0 ms        1.50 (1.45 to 1.60)
-OffloadActivations()       torchtune                                                                        not installed: pip install torchtune
-"""  # noqa: E501
+                           by       peak, tracked  of baseline  time per step  of baseline (low to high)
+plain                      plain       400.00 MiB         1.00       500.0 ms        1.00 (0.95 to 1.10)
+ActivationCheckpointing()  ours        100.00 MiB         0.25       625.0 ms        1.25 (1.20 to 1.35)
+InPlaceFusion()            ours        300.00 MiB         0.75       562.5 ms        1.12 (1.07 to 1.23)
+torch.utils.checkpoint     PyTorch     120.00 MiB         0.30       750.0 ms        1.50 (1.45 to 1.60)
+
+"""
 BIGGEST_TABLE = """\
 b.json: biggest
 x86_64, 1 threads, torch 2.15.0, file of 2026-11-24
 
 GPT
-                        by       what        largest  of baseline  peak, tracked  of baseline      budget  did not run
+                        by       what        largest  of baseline  peak, tracked  of baseline      budget
 plain                   plain    batch size        4         1.00     290.00 MiB         1.00  300.00 MiB
 AutoVRAM()              ours     batch size       18         4.50     290.00 MiB         1.00  300.00 MiB
 torch.utils.checkpoint  PyTorch  batch size       10         2.50     290.00 MiB         1.00  300.00 MiB
-save_on_cpu             PyTorch  batch size                                                                needs a GPU
 
-machines differ in torch: 2.13.0+cpu (a.json); 2.15.0 (b.json)
 """
+DIFFERENCES = "machines differ in torch: 2.13.0+cpu (a.json); 2.15.0 (b.json)\n"
 
 
-def printed(*files):
-    out = io.StringIO()
-    Console(file=out, width=160).print(result_tables([read_results(path) for path in files]))
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+def printed(*files, width=160, **options):
+    text = shown_at(width, result_tables([read_results(path) for path in files], **options))
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
 def test_each_line(tmp_path):
     speed = write(tmp_path / "a.json", SPEED)
-    assert printed(speed) == f"{SPEED_TABLE}\n"
+    assert printed(speed) == f"{SPEED_TABLE}Left out: 1 row that did not run (shown by --all).\n"
     biggest = write(tmp_path / "b.json", BIGGEST[:4], "biggest", torch="2.15.0")
-    assert printed(speed, biggest) == f"{SPEED_TABLE}\n{BIGGEST_TABLE}"
+    assert (
+        printed(speed, biggest)
+        == f"{SPEED_TABLE}{BIGGEST_TABLE}Left out: 2 rows that did not run (shown by --all).\n{DIFFERENCES}"
+    )
+
+
+def test_rows_that_did_not_run_are_shown_with_the_reason_when_asked_for(tmp_path):
+    text = printed(write(tmp_path / "a.json", SPEED), all_rows=True)
+    assert "Left out" not in text
+    head, row = (line for line in text.splitlines() if line.endswith(("did not run", "torchtune")))
+    assert row.split()[:2] == ["OffloadActivations()", "torchtune"]
+    assert row.index("not installed: pip install torchtune") == head.index("did not run")
+
+
+def test_columns_that_do_not_fit_follow_below(tmp_path):
+    file = write(tmp_path / "a.json", SPEED)
+    assert_every_number_is_whole_at_80_columns(result_tables([read_results(file)], all_rows=True))
+    lines = printed(file, width=80).splitlines()
+    assert lines[3:10] == [
+        "GPT",
+        "                           by       peak, tracked  of baseline  time per step",
+        "plain                      plain       400.00 MiB         1.00       500.0 ms",
+        "ActivationCheckpointing()  ours        100.00 MiB         0.25       625.0 ms",
+        "InPlaceFusion()            ours        300.00 MiB         0.75       562.5 ms",
+        "torch.utils.checkpoint     PyTorch     120.00 MiB         0.30       750.0 ms",
+        "",
+    ]
+    assert lines[11].split() == ["plain", "1.00", "(0.95", "to", "1.10)"]
 
 
 def test_files_from_before_by_show_what_they_have(tmp_path):

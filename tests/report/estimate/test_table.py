@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from support.consoles import assert_every_number_is_whole_at_80_columns, shown_at
 from support.estimates import GIB, MIB, allocation, estimate_of, timeline_of
 
 from lightning_vram.memory.estimate.result import MemoryEstimate
@@ -94,6 +95,16 @@ def test_a_large_estimate_fits_a_page_of_a_log_file():
     assert "...tion_of_queries_and_keys" in text
     assert "\x1b" not in text
     assert "38 others" in text
+
+
+def test_a_narrow_terminal_has_one_column_of_tables_and_cuts_no_number():
+    (train,) = estimate_of().stages.values()
+    stages = {"train": replace(train, host_bytes=3 * GIB, pinned_bytes=GIB), "validation": train}
+    table = estimate_table(estimate_of(stages=stages, max_batch_size=11, max_sequence_length=131072, world_size=1024))
+    assert_every_number_is_whole_at_80_columns(table)
+    headings = "tensors at the peak", "modules at the peak"
+    in_line = [sum(all(one in line for one in headings) for line in shown_at(n, table).splitlines()) for n in (80, 100)]
+    assert in_line == [0, 1]
 
 
 def test_names_of_modules_are_no_markup():

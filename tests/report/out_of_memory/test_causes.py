@@ -118,4 +118,16 @@ def test_what_fits_comes_into_the_summary_unless_the_cause_is_another():
     assert summary(found).endswith("What helps: `callbacks=[ActivationOffload()]`.")
     leaking = replace(found, growth=tuple((step, GIB * (40 + step)) for step in range(8)))
     assert "ActivationOffload" not in summary(leaking)
-    assert "| `callbacks=[ActivationOffload()]` | 1.00 GiB |" in page(leaking)
+    lean = replace(remedy, code="lean", needed_bytes=GIB // 2, saved_bytes=3 * GIB // 2, time_ratio=None)
+    text = page(replace(leaking, remedies=(remedy, lean), budget_bytes=5 * GIB // 4))
+    assert text[
+        text.index("|  | memory") :
+    ].startswith(  # as `plan` has it: the same columns, from the most to the least
+        "|  | memory | of budget | step time | results | line to paste |\n"
+        "| --- | --- | --- | --- | --- | --- |\n"
+        "| 1 | 2.00 GiB | 160.0% | 1.00x | exact | baseline |\n"
+        "| * 2 | 1.00 GiB | 80.0% | 1.10x | equal to the bit | `callbacks=[ActivationOffload()]` |\n"
+        "| 3 | 512.00 MiB | 40.0% | ? | equal to the bit | `lean` |\n\n"
+        "\\* recommended. Estimated "
+    )
+    assert "| 1 | 2.00 GiB | ? | 1.00x |" in page(found)

@@ -3,29 +3,34 @@
 from dataclasses import replace
 
 import pytest
+from support.consoles import assert_every_number_is_whole_at_80_columns
 from support.plans import FUSION, OFFLOAD, checkpointing, measured, plan_of, tried
 
 from lightning_vram.planner.parts import Part
-from lightning_vram.report.plan import plan_memory, shown
+from lightning_vram.report.plan import plan_memory, plan_table, shown
 
 TABLE = """\
 Fits with this plan: 1.99 GiB of 2.00 GiB on H100, 1.15x the step time
 
-   features                                                   memory  of budget  step time  results
-1  baseline                                                 3.91 GiB     195.3%      1.00x  exact
-2  InPlaceFusion                                            2.93 GiB     146.5%      1.10x  exact
-3  the plan: InPlaceFusion +                                1.99 GiB      99.6%      1.15x  exact
-   ActivationCheckpointing(budget=950MiB)
-4  ActivationCheckpointing(budget=905MiB)                   1.94 GiB      97.2%      1.20x  exact
-5  ActivationOffload                                        1.46 GiB      73.2%      1.50x  exact
-6  ActivationCheckpointing                               1000.00 MiB      48.8%      1.35x  exact
-7  MicroBatching(size=2)                                  700.00 MiB      34.2%      1.80x  lossless
+          memory  of budget  step time   results  configuration
+  1     3.91 GiB     195.3%      1.00x     exact  baseline
+  2     2.93 GiB     146.5%      1.10x     exact  InPlaceFusion
+* 3     1.99 GiB      99.6%      1.15x     exact  InPlaceFusion +
+                                                  ActivationCheckpointing(budget=950MiB)
+  4     1.94 GiB      97.2%      1.20x     exact  ActivationCheckpointing(budget=905MiB)
+  5     1.46 GiB      73.2%      1.50x     exact  ActivationOffload
+  6  1000.00 MiB      48.8%      1.35x     exact  ActivationCheckpointing
+  7   700.00 MiB      34.2%      1.80x  lossless  MicroBatching(size=2)
 
-Step times are modelled for this device, relative to the current configuration."""
+* the plan. Step times are modelled for this device, relative to the baseline."""
 
 
 def test_each_row():
     assert str(plan_of()) == TABLE
+
+
+def test_a_narrow_terminal_cuts_no_number():
+    assert_every_number_is_whole_at_80_columns(plan_table(plan_of()))
 
 
 def test_a_run_that_fits_is_one_line():

@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from lightning_vram.memory.units import MIB, format_bytes
+from lightning_vram.memory.units import format_argument, format_bytes
 from lightning_vram.techniques.activation_checkpointing.budget.peak import find_peak, predict_peak
 from lightning_vram.techniques.activation_checkpointing.budget.plan import (
     CallProfile,
@@ -52,8 +52,8 @@ class BudgetError(ValueError):
     def __init__(self, budget_bytes: int, minimum_bytes: int, place: str) -> None:
         super().__init__(
             f"budget={format_bytes(budget_bytes)} is below the minimum of {format_bytes(minimum_bytes)}, which is "
-            f"reached {place} with every layer checkpointed. Give at least budget='{-(-minimum_bytes // MIB)}MiB', "
-            "a smaller batch, or smaller layers."
+            f"reached {place} with every layer checkpointed. Give at least "
+            f"budget='{format_argument(minimum_bytes, round_up=True)}', a smaller batch, or smaller layers."
         )
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes

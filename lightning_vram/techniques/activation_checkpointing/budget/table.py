@@ -5,20 +5,24 @@ from collections.abc import Iterator
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.techniques.activation_checkpointing.budget.plan import CheckpointPlan, LayerChoice
 
-_NAME_WIDTH = 40
-_KEPT_WIDTH = 32
+_NAME_WIDTH = 29
+_SAVED_WIDTH = 24
+_HEADINGS = ("layers", "saved for backward", "each layer", "recomputed")
 
 
 def format_table(plan: CheckpointPlan) -> str:
-    """Write the plan as text of at most 100 columns.
+    """Write the plan as text of at most 80 columns; one sentence where the budget changes nothing.
 
-    Equal neighbours share a line. Bytes are of one layer, recomputation is a share of its forward.
+    Neighbours with equal cells share a line. Recomputation is a share of the layer's forward.
     """
-    rows = [("layers", "saves", "bytes each", "recomputes"), *_rows(plan)]
+    if plan.peak_bytes == plan.plain_peak_bytes and not plan.recompute_cost and not plan.offloaded_bytes:
+        sizes = f"{format_bytes(plan.peak_bytes)}, are within the budget of {format_bytes(plan.budget_bytes)}"
+        return f"All activations, {sizes}: nothing is recomputed."
+    rows = [_HEADINGS, *_rows(plan)]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines = [
-        f"{name:<{widths[0]}}  {keeps:<{widths[1]}}  {size:>{widths[2]}}  {again:>{widths[3]}}".rstrip()
-        for name, keeps, size, again in rows
+        f"{name:<{widths[0]}}  {saved:<{widths[1]}}  {size:>{widths[2]}}  {again:>{widths[3]}}".rstrip()
+        for name, saved, size, again in rows
     ]
     rule = "-" * max(map(len, lines))
     return "\n".join([lines[0], rule, *lines[1:], rule, *_totals(plan)])
@@ -54,32 +58,31 @@ def _totals(plan: CheckpointPlan) -> Iterator[str]:
 
 
 def _cells(choice: LayerChoice, cost: float) -> tuple[str, str, str]:
-    size = format_bytes(choice.kept_bytes)
+    size = format_bytes(choice.kept_bytes) if choice.kept_bytes else ""
     if choice.kind == "plain":
-        return "everything", size, "-"
-    names = [f"{count} x {name}" if count > 1 else name for name, count in choice.operators]
-    return _shorten_list(names) or "inputs only", size, _format_share(_share(choice.recompute_cost, cost))
+        return "all activations", size, "nothing"
+    again = _format_share(_share(choice.recompute_cost, cost)) if choice.recompute_cost else "nothing"
+    return _saved(choice) if choice.operators else "inputs only", size, again
 
 
-def _shorten_list(names: list[str]) -> str:
-    for shown in range(len(names), 0, -1):
-        text = ", ".join(names[:shown]) + (f", {len(names) - shown} more" if shown < len(names) else "")
-        if len(text) <= _KEPT_WIDTH:
-            return text
-    return (
-        f"{len(names)} kinds of results" if len(names) > 1 else "".join(_shorten(name, _KEPT_WIDTH) for name in names)
-    )
+def _saved(choice: LayerChoice) -> str:
+    names = [(f"{count} x " if count > 1 else "") + name.removeprefix("aten.") for name, count in choice.operators]
+    listed = f"outputs of {', '.join(names)}"
+    num_outputs = sum(count for _, count in choice.operators)
+    return listed if len(listed) <= _SAVED_WIDTH else f"{num_outputs} intermediate output{'s' * (num_outputs > 1)}"
 
 
 def _name_run(names: list[str]) -> str:
+    first, last = names[0], names[-1]
     if len(names) == 1:
-        return _shorten(names[0], _NAME_WIDTH)
+        return _shorten(first, _NAME_WIDTH)
     count = f" ({len(names)})"
-    whole = f"{names[0]} ... {names[-1]}{count}"
+    parent, _, own = last.rpartition(".")
+    whole = f"{first} ... {own if parent == first.rpartition('.')[0] else last}{count}"
     if len(whole) <= _NAME_WIDTH:
         return whole
     each = (_NAME_WIDTH - len(count) - len(" ... ")) // 2
-    return f"{_shorten(names[0], each)} ... {_shorten(names[-1], each)}{count}"
+    return f"{_shorten(first, each)} ... {_shorten(last, each)}{count}"
 
 
 def _shorten(name: str, width: int) -> str:
@@ -92,4 +95,4 @@ def _share(part: float, whole: float) -> float:
 
 
 def _format_share(share: float) -> str:
-    return f"{share:.1%}"
+    return "< 0.1%" if 0 < share < 0.0005 else f"{share:.1%}"

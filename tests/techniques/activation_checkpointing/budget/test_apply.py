@@ -175,7 +175,7 @@ def test_models_of_all_shapes_stay_within_it(make_model, share):
 def test_a_budget_below_the_minimum_says_the_minimum_and_that_budget_works():
     model, tokens = byte_gpt()
     with pytest.raises(
-        BudgetError, match=r"^budget=1\.00 KiB is below the minimum of .* Give at least budget='\d+MiB'"
+        BudgetError, match=r"^budget=1\.00 KiB is below the minimum of .* Give at least budget='\d+\.\d\d[MK]iB'"
     ):
         plan_for(model, byte_gpt_loss(tokens), tokens, 1024)
     model, tokens = byte_gpt()

@@ -288,7 +288,7 @@ def test_a_budget_below_the_minimum_says_the_minimum_and_where() -> None:
 
     assert str(caught.value) == (
         "budget=20.00 MiB is below the minimum of 20.00 MiB, which is reached in the backward of 'net.blocks.3' with "
-        "every layer checkpointed. Give at least budget='20MiB', a smaller batch, or smaller layers."
+        "every layer checkpointed. Give at least budget='20.00MiB', a smaller batch, or smaller layers."
     )
     assert caught.value.minimum_bytes == 20 * MIB
     assert solve(profile, 20 * MIB).peak_bytes == 20 * MIB
