@@ -62,8 +62,10 @@ def stairs(front: Sequence[Spot]) -> list[Spot]:
 
 
 def wrap_name(name: str, width: int) -> list[str]:
-    """Break a long name after spaces and opening parentheses only."""
-    lines = wrap(re.sub(r"\((?!\))", "( ", name), width, break_long_words=False, break_on_hyphens=False)
+    """Break a long name after a space or before the arguments of a feature."""
+    lines = wrap(
+        re.sub(r"(?<![=\w.])([\w.]+)\((?!\))", r"\1( ", name), width, break_long_words=False, break_on_hyphens=False
+    )
     return [line.replace("( ", "(") for line in lines]
 
 
