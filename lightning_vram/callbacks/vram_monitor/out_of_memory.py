@@ -180,7 +180,7 @@ def _measure(trainer: pl.Trainer, found: OutOfMemory, last: LastBatches) -> tupl
     traced = trace_fit(module, last.batch, run)
     stage = estimate_stages(traced, None if card is None else workspaces_of(card))[STEP]
     budget_bytes = _budget_bytes(found, stage.timeline)
-    limit = spec if budget_bytes is None else DeviceSpec("room for this step", budget_bytes)
+    limit = spec if budget_bytes is None else DeviceSpec("available to this step", budget_bytes)
     steps = TracedSteps(module, last.batch, run)
     exact, every = (
         remedies_for(own, level, on_card=card is not None, module=module) for level in (Exactness.EXACT, Exactness.ANY)
@@ -262,7 +262,7 @@ def _ranked(measured: Found, budget_bytes: int | None) -> tuple[Remedy, ...]:
 
 def _write_pictures(trainer: pl.Trainer, folder: Path, stem: str, estimate: MemoryEstimate | None) -> list[str]:
     names = []
-    # Without room for the step, as where other tensors fill the device, there is no limit to draw.
+    # If nothing is available to the step, as where other tensors fill the device, there is no limit to draw.
     if estimate is not None and estimate.device.memory_bytes > 1 and find_spec("matplotlib") is not None:
         needed, limit = format_bytes(estimate.needed_bytes), format_bytes(estimate.device.memory_bytes)
         title = f"Out of memory: this step needs {needed}, {estimate.device.name}: {limit}"

@@ -74,7 +74,7 @@ def _facts(estimate: MemoryEstimate) -> str:
 def _tables(estimate: MemoryEstimate) -> Iterable[str]:
     modules = [(module_name(fqn), size) for fqn, size in rows.modules(estimate, _MAX_MODULES)]
     yield table("modules at the peak", _with_share(estimate, modules))
-    yield table("their peak in", _in_text(rows.moments(estimate)))
+    yield table("peak of tensors in each phase", _in_text(rows.moments(estimate)))
     process = rows.process(estimate)
     if len(process) > 1:
         yield table("the process", _in_text(process))

@@ -11,7 +11,7 @@ from lightning_vram.report.tables import label
 _MOST_MODULES = 8
 _MOST_READINGS = 8
 _LIMIT = (
-    "Room for this step: the memory that its tensors may use. Other tensors and processes are subtracted; it is at "
+    "Available to this step: the memory that its tensors may use. Other tensors and processes are subtracted; it is at "
     "most the estimated peak of the step minus the bytes asked for."
 )
 
