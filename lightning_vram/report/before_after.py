@@ -11,7 +11,7 @@ from lightning_vram.memory.units import format_bytes
 from lightning_vram.report.estimate.figure import draw_areas, draw_phases
 from lightning_vram.report.estimate.scale import NO_LIMIT, Scale, choose_scale
 from lightning_vram.report.estimate.step import COLORS, CONTEXT_COLOR, Step, read_step
-from lightning_vram.report.pictures import BAD, FONT, GOOD, GRID, INK
+from lightning_vram.report.pictures import BAD, FONT, GOOD, INK, style_axes
 from lightning_vram.report.tables import label
 
 if TYPE_CHECKING:
@@ -95,12 +95,7 @@ def _draw_step(axes: "Axes", shown: ShownStep, step: Step, scale: Scale, *, is_f
     axes.set_ylim(0, scale.end_bytes)
     axes.set_yticks(scale.ticks, [scale.label(tick) if is_first else "" for tick in scale.ticks])
     axes.set_xticks([])
-    axes.tick_params(length=0, colors=INK)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(_SOFT)
+    style_axes(axes, grid="y", color=_SOFT)
     draw_phases(axes, step, scale)
     for text in axes.texts:
         text.set(fontsize=11, color=_SOFT, text=text.get_text().removeprefix("optimizer "))

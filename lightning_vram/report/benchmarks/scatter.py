@@ -8,8 +8,7 @@ from lightning_vram.report.benchmarks.points import PEER, Panel, front
 from lightning_vram.report.benchmarks.results import BASELINE, OURS, PLAIN
 from lightning_vram.report.estimate.scale import unit_of
 from lightning_vram.report.numbered import Entry, list_height, stairs, write_list, write_numbers
-from lightning_vram.report.pictures import FAINT, FONT, GRID, INK
-from lightning_vram.report.plan.words import ratio
+from lightning_vram.report.pictures import FAINT, FONT, INK, style_axes
 from lightning_vram.report.tables import format_seconds
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def _entries(panel: Panel) -> list[Entry]:
     unit_bytes, _ = _unit(panel)
     entries = []
     for point in front(panel.points):
-        time = format_seconds(point.time) if panel.first is None else ratio(point.time)
+        time = format_seconds(point.time) if panel.first is None else f"{point.time:.2f}x"
         details = f"{format_bytes(point.peak_bytes)}, {time}"
         entries.append(Entry((point.time, point.peak_bytes / unit_bytes), point.name, details, COLORS[point.kind]))
     return entries
@@ -99,12 +98,7 @@ def _draw_axes(axes: "Axes", panel: Panel, unit_bytes: int) -> None:
     width = max(max(ends) - min(ends), 0.1 * max(ends))
     axes.set_xlim(max(min(ends) - _MARGIN * width, 0), max(ends) + _MARGIN * width)
     axes.set_ylim(0, _HEADROOM * max(point.peak_bytes for point in panel.points) / unit_bytes)
-    axes.tick_params(length=0, colors=INK)
-    axes.grid(color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(FAINT)
+    style_axes(axes)
 
 
 def _time_words(panel: Panel) -> str:

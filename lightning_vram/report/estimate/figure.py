@@ -19,7 +19,7 @@ from lightning_vram.report.estimate.words import (
     step_words,
     verdict,
 )
-from lightning_vram.report.pictures import BAD, FAINT, FONT, GOOD, GRID, INK, save_figure
+from lightning_vram.report.pictures import BAD, FAINT, FONT, GOOD, INK, save_figure, style_axes
 from lightning_vram.report.tables import label
 
 if TYPE_CHECKING:
@@ -75,12 +75,7 @@ def _draw_axes(axes: "Axes", step: Step, scale: Scale) -> None:
     axes.set_ylabel(scale.unit, color=INK)
     axes.set_xticks([])
     axes.set_xlabel(step_words(step), color=FAINT)
-    axes.tick_params(length=0, colors=INK)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(FAINT)
+    style_axes(axes, grid="y")
 
 
 def draw_phases(axes: "Axes", step: Step, scale: Scale) -> None:

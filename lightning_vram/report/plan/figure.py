@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.plan import MemoryPlan
 from lightning_vram.report.numbered import write_list, write_numbers
-from lightning_vram.report.pictures import BAD, FAINT, FONT, GOOD, GRID, INK, save_figure
+from lightning_vram.report.pictures import BAD, FAINT, FONT, GOOD, INK, save_figure, style_axes
 from lightning_vram.report.plan.chart import Chart, read_chart
 from lightning_vram.report.plan.words import DOTS, SLOWER, TIMES, verdict
 
@@ -57,12 +57,7 @@ def _draw_axes(axes: "Axes", chart: Chart) -> None:
     axes.set_ylim(chart.sizes)
     axes.set_xlabel(TIMES, color=FAINT)
     axes.set_ylabel(f"memory needed, {chart.unit}", color=INK)
-    axes.tick_params(length=0, colors=INK)
-    axes.grid(color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(FAINT)
+    style_axes(axes)
 
 
 def _draw_points(axes: "Axes", plan: MemoryPlan, chart: Chart) -> None:
