@@ -86,7 +86,9 @@ def test_the_quickstart_shows_plain_against_packed(capsys):
         assert len(table_cells(out, row)) == 3
     assert "Final weights equal: yes, bit-exact." in out
     assert "quickstart/step.html: picture of the step with lightning_vram." in out
-    assert Path("quickstart/step.html").read_text().startswith("<!DOCTYPE html>")
+    page = Path("quickstart/step.html").read_text()
+    assert "within the budget of 420.00 KiB</h1>" in page
+    assert "<td>batch</td><td>2 samples</td>" in page
     stages = [m.stage for m in read_measurements("quickstart/vram.jsonl")]
     assert stages == ["train", "train", "train", "validate"]
     main(["report", "quickstart/vram.jsonl"])

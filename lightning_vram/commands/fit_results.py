@@ -23,9 +23,9 @@ def draw_step(cli: LightningCLI) -> Path | None:
     if monitor is None or monitor.path is None or monitor.timeline is None or cli.trainer.global_rank:
         return None
     auto = next((callback for callback in cli.trainer.callbacks if isinstance(callback, AutoVRAM)), None)  # type: ignore[attr-defined]
-    limit_bytes = None if auto is None else auto.budget_bytes
+    batch_size = getattr(cli.trainer.train_dataloader, "batch_size", None)  # a loader of several has none
     path = Path(cli.trainer.log_dir or ".") / "step.html"
-    write_step(monitor.timeline, limit_bytes or monitor.timeline.peak_bytes, path)
+    write_step(monitor.timeline, None if auto is None else auto.budget_bytes, batch_size or 0, path)
     return path
 
 

@@ -9,9 +9,9 @@ from lightning_vram.memory.estimate.result import TRAIN, MemoryEstimate, StageEs
 from lightning_vram.memory.tracking.timeline import MemoryTimeline
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.report.estimate.figure import draw_areas, draw_phases
-from lightning_vram.report.estimate.scale import Scale, choose_scale
+from lightning_vram.report.estimate.scale import NO_LIMIT, Scale, choose_scale
 from lightning_vram.report.estimate.step import COLORS, CONTEXT_COLOR, Step, read_step
-from lightning_vram.report.pictures import BAD, FONT, GOOD, GRID, INK
+from lightning_vram.report.pictures import BAD, FONT, GOOD, INK, style_axes
 from lightning_vram.report.tables import label
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ _NOTE_LINE = 0.19  # inches
 _SOFT = "#4d5660"  # of small type
 _MAX_COLUMNS = 600
 _MIN_SHARE = 0.01  # of the peak, for a row of the legend
-_NO_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class ShownStep:
     @property
     def has_limit(self) -> bool:
         """Whether the title compares with the memory of the device."""
-        return self.estimate.device.memory_bytes < _NO_LIMIT
+        return self.estimate.device.memory_bytes < NO_LIMIT
 
 
 def as_estimate(timeline: MemoryTimeline, limit_bytes: int | None = None, limit_name: str = "limit") -> MemoryEstimate:
@@ -56,7 +55,7 @@ def as_estimate(timeline: MemoryTimeline, limit_bytes: int | None = None, limit_
         limit_name: Written next to the line.
     """
     stage = StageEstimate(timeline, *[timeline.peak_bytes] * 3)
-    device = DeviceSpec(limit_name, _NO_LIMIT if limit_bytes is None else limit_bytes)
+    device = DeviceSpec(limit_name, NO_LIMIT if limit_bytes is None else limit_bytes)
     return MemoryEstimate(device, {TRAIN: stage}, batch_size=0)
 
 
@@ -75,7 +74,7 @@ def draw_steps(steps: Sequence[ShownStep], notes: Sequence[str] = ()) -> "Figure
     from matplotlib.figure import Figure
 
     drawn = [_read(step.estimate) for step in steps]  # raises before anything else does
-    scale = choose_scale(max((step.estimate for step in steps), key=lambda one: one.needed_bytes))
+    scale = choose_scale(*max((one.needed_bytes, one.device.memory_bytes) for one in (step.estimate for step in steps)))
     bottom = _BELOW + 0.1 + _NOTE_LINE * len(notes)
     width = (_WIDTH - _LEFT - _LEGEND - _GAP * (len(steps) - 1)) / len(steps)
     with rc_context(FONT):
@@ -96,16 +95,11 @@ def _draw_step(axes: "Axes", shown: ShownStep, step: Step, scale: Scale, *, is_f
     axes.set_ylim(0, scale.end_bytes)
     axes.set_yticks(scale.ticks, [scale.label(tick) if is_first else "" for tick in scale.ticks])
     axes.set_xticks([])
-    axes.tick_params(length=0, colors=INK)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(_SOFT)
+    style_axes(axes, grid="y", color=_SOFT)
     draw_phases(axes, step, scale)
     for text in axes.texts:
         text.set(fontsize=11, color=_SOFT, text=text.get_text().removeprefix("optimizer "))
-    draw_areas(axes, one, step)
+    draw_areas(axes, step, one.context_bytes)
     title, color = f"{shown.name}: {format_bytes(one.needed_bytes)}", INK
     if shown.has_limit:
         title += f"\n{shown.verdicts[not one.fits]}"

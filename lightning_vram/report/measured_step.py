@@ -1,22 +1,25 @@
 """The picture of a step that was tracked, as of one that was estimated."""
 
+from dataclasses import replace
 from pathlib import Path
 
-from lightning_vram.memory.estimate.device_spec import DeviceSpec
-from lightning_vram.memory.estimate.result import TRAIN, MemoryEstimate, StageEstimate
 from lightning_vram.memory.tracking.timeline import MemoryTimeline
+from lightning_vram.memory.units import format_bytes
+from lightning_vram.report.before_after import as_estimate
 from lightning_vram.report.estimate.html import page
 
 
-def write_step(timeline: MemoryTimeline, limit_bytes: int, path: Path) -> None:
-    """Write a page with the live bytes of a step, stacked, under a limit.
+def write_step(timeline: MemoryTimeline, budget_bytes: int | None, batch_size: int, path: Path) -> None:
+    """Write a page with the live bytes of a step, stacked, under its budget.
 
     Args:
         timeline: Of one batch.
-        limit_bytes: What there was.
+        budget_bytes: Of the run; ``None`` for no line.
+        batch_size: Samples of the batch; 0 if unknown.
         path: File to write.
     """
-    peak_bytes = timeline.peak_bytes
-    stage = StageEstimate(timeline, peak_bytes, peak_bytes, peak_bytes)
-    device = DeviceSpec(timeline.device, limit_bytes)
-    path.write_text(page(MemoryEstimate(device, {TRAIN: stage}, batch_size=0)), encoding="utf-8")
+    estimate = replace(as_estimate(timeline, budget_bytes, "budget"), batch_size=batch_size)
+    title = f"Peak of the training step: {format_bytes(timeline.peak_bytes)}"
+    if budget_bytes is not None:
+        title += f", {'within' if estimate.fits else 'above'} the budget of {format_bytes(budget_bytes)}"
+    path.write_text(page(estimate, title), encoding="utf-8")

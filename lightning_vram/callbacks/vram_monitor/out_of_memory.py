@@ -185,7 +185,7 @@ def _measure(trainer: pl.Trainer, found: OutOfMemory, last: LastBatches) -> tupl
     traced = trace_fit(module, last.batch, run)
     stage = estimate_stages(traced, None if card is None else workspaces_of(card))[STEP]
     budget_bytes = _budget_bytes(found, stage.timeline)
-    limit = replace(spec, memory_bytes=budget_bytes or spec.memory_bytes)
+    limit = spec if budget_bytes is None else DeviceSpec("available to this step", budget_bytes)
     steps = TracedSteps(module, last.batch, run)
     exact, every = (
         remedies_for(own, level, on_card=card is not None, module=module) for level in (Exactness.EXACT, Exactness.ANY)
@@ -267,8 +267,11 @@ def _ranked(measured: Found, budget_bytes: int | None) -> tuple[Remedy, ...]:
 
 def _write_pictures(trainer: pl.Trainer, folder: Path, stem: str, estimate: MemoryEstimate | None) -> list[str]:
     names = []
-    if estimate is not None and find_spec("matplotlib") is not None:
-        save_picture(estimate, folder / f"{stem}.png")
+    # If nothing is available to the step, as where other tensors fill the device, there is no limit to draw.
+    if estimate is not None and estimate.device.memory_bytes > 1 and find_spec("matplotlib") is not None:
+        needed, limit = format_bytes(estimate.needed_bytes), format_bytes(estimate.device.memory_bytes)
+        title = f"Out of memory: this step needs {needed}, {estimate.device.name}: {limit}"
+        save_picture(estimate, folder / f"{stem}.png", title)
         names.append(f"{stem}.png")
     if trainer.strategy.root_device.type == "cuda" and write_snapshot(folder / f"{stem}.pickle", _named(trainer)):
         names.append(f"{stem}.pickle")

@@ -49,7 +49,7 @@ class MemoryEstimate:
         device: Device that the estimate is compared with.
         stages: Estimates by stage, at least one of ``"train"`` and ``"validation"``. Properties of the peak describe
             the training step if there is one.
-        batch_size: Samples of the estimated batch on each rank.
+        batch_size: Samples of the estimated batch on each rank; 0 if unknown.
         max_batch_size: Largest batch size that fits; ``None`` if unknown, 0 if no batch fits.
         batch_size_refusal: Error of the model with a larger batch, in one line; empty if memory is the limit.
         max_sequence_length: Longest sequence that fits at this batch size; ``None`` if unknown or not applicable.

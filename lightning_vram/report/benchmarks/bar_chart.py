@@ -1,12 +1,12 @@
-"""Sizes, such as the biggest batch: a panel for each workload, a bar for each way to train, and why one has none."""
+"""Sizes, such as the biggest batch: a panel for each workload, a bar for each way to train."""
 
 from collections.abc import Sequence
-from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.report.benchmarks.bars import OOM, PEAK, BarPanel
 from lightning_vram.report.benchmarks.scatter import COLORS, WORDS
+from lightning_vram.report.numbered import wrap_name
 from lightning_vram.report.pictures import BAD, FAINT, FONT, INK
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ def draw_bars(panels: Sequence[BarPanel], caption: str) -> "Figure":
 def _title(panel: BarPanel) -> str:
     if panel.what == PEAK:
         return f"Peak of the step: {panel.workload}"
-    budget = "" if panel.budget_bytes is None else f" in {format_bytes(panel.budget_bytes)}"
-    size = f"Most {panel.what}" if panel.what.endswith("s") else f"Largest {panel.what}"
+    budget = "" if panel.budget_bytes is None else f" within {format_bytes(panel.budget_bytes)}"
+    size = f"Most {panel.what}" if panel.what.partition(" ")[0].endswith("s") else f"Largest {panel.what}"
     return f"{size}{budget}: {panel.workload}"
 
 
@@ -65,7 +65,7 @@ def _draw_panel(axes: "Axes", panel: BarPanel) -> None:
         color, weight = (BAD, "bold") if bar.text == OOM else (INK if bar.largest else FAINT, "normal")
         place = (bar.largest or 0) + 0.012 * longest
         axes.text(place, row, bar.text, va="center", color=color, fontweight=weight, fontsize=11)
-    axes.set_yticks(rows, ["\n".join(wrap(bar.name, _NAME_WIDTH)) for bar in panel.bars], fontsize=11)
+    axes.set_yticks(rows, ["\n".join(wrap_name(bar.name, _NAME_WIDTH)) for bar in panel.bars], fontsize=11)
     for text, bar in zip(axes.get_yticklabels(), panel.bars, strict=True):
         text.set_color(COLORS[bar.kind])
     axes.set_ylim(len(panel.bars) - 0.5, -0.5)

@@ -1,5 +1,6 @@
-"""What pictures of sizes show, of the biggest batch or model and of peaks: a bar for each way, or why it has none."""
+"""What pictures of sizes show, of the biggest batch or model and of peaks: a bar for each way that ran."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ class Bar:
         name: As a user writes it; a peer's with its library.
         kind: ``"plain"``, ``"ours"`` or ``"peer"``.
         largest: ``None`` if it did not run at all.
-        text: What stands at its end: the number and how many times plain's, ``"OOM"``, or another reason.
+        text: What stands at its end: the number and how many times plain's, or ``"OOM"``.
     """
 
     name: str
@@ -36,7 +37,7 @@ class BarPanel:
         workload: Its name.
         what: What is made larger: ``"batch size"``, ``"layers"``.
         budget_bytes: What there is; ``None`` where rows do not say.
-        bars: At least one with a length.
+        bars: At least one with a length, the best first.
     """
 
     workload: str
@@ -70,9 +71,14 @@ def read_peak_bars(file: ResultFile) -> list[BarPanel]:
         is_short = any(row.get("error") == OUT_OF_MEMORY for row in some)
         if any(_peak(row) for row in some) and (is_short or not has_times):
             plain = next((_peak(row) for row in some if row["by"] == PLAIN), None)
-            bars = [Bar(name_of(row), kind_of(row), _peak(row), _peak_text(row, plain)) for row in some]
-            panels.append(BarPanel(workload, PEAK, None, bars))
+            bars = [Bar(name_of(row), kind_of(row), _peak(row), _peak_text(row, plain)) for row in some if _ran(row)]
+            panels.append(BarPanel(workload, PEAK, None, sorted(bars, key=lambda bar: bar.largest or math.inf)))
     return panels
+
+
+def _ran(row: Row) -> bool:
+    """Whether there is something to show: what ran out of memory has been tried."""
+    return row.get("error") == OUT_OF_MEMORY or (_peak(row) or row.get("largest")) is not None
 
 
 def _peak(row: Row) -> int | None:
@@ -82,7 +88,7 @@ def _peak(row: Row) -> int | None:
 def _peak_text(row: Row, plain: int | None) -> str:
     peak_bytes = _peak(row)
     if peak_bytes is None:
-        return OOM if row.get("error") == OUT_OF_MEMORY else str(row.get("error", "not measured"))
+        return OOM
     ratio = f"  ({peak_bytes / plain:.2f}x)" if plain and row["by"] != PLAIN else ""
     return f"{format_bytes(peak_bytes)}{ratio}"
 
@@ -101,11 +107,12 @@ def _belongs(row: Row, panel: tuple[str, str, int | None]) -> bool:
 
 def _bars(rows: Sequence[Row]) -> list[Bar]:
     plain = next((row.get("largest") for row in rows if row["by"] == PLAIN), None)
-    return [Bar(name_of(row), kind_of(row), row.get("largest"), _text(row, plain)) for row in rows]
+    bars = [Bar(name_of(row), kind_of(row), row.get("largest"), _text(row, plain)) for row in rows if _ran(row)]
+    return sorted(bars, key=lambda bar: -(bar.largest or 0))
 
 
 def _text(row: Row, plain: int | None) -> str:
     if row.get("error"):
-        return OOM if row["error"] == OUT_OF_MEMORY else str(row["error"])
+        return OOM
     ratio = f"  ({row['largest'] / plain:.2f}x)" if plain and row["by"] != PLAIN else ""
     return f"{row['largest']:,}{ratio}" if row["largest"] else OOM

@@ -1,4 +1,4 @@
-"""What a picture of peak against step time shows: points, what did not run, and the front."""
+"""What a picture of peak against step time shows: points and the front."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,6 @@ class Panel:
     Args:
         workload: Its name.
         points: At least one.
-        failed: Name and reason of ways that did not run.
         first: The way whose time is 1, if times are multiples; ``None`` if they are seconds.
         first_seconds: Its time, if known.
         is_tracked: Whether peaks are tracked bytes rather than those of the device's allocator.
@@ -45,7 +44,6 @@ class Panel:
 
     workload: str
     points: Sequence[Point]
-    failed: Sequence[tuple[str, str]]
     first: str | None
     first_seconds: float | None
     is_tracked: bool
@@ -78,7 +76,7 @@ def front(points: Sequence[Point]) -> list[Point]:
 
 def name_of(row: Row) -> str:
     """The way's name, ``"baseline"`` for plain; a peer's with its library, unless the name says it."""
-    name, by = str(row["variant"]), str(row["by"])
+    name, by = str(row["variant"]).replace("of plain", f"of {BASELINE}"), str(row["by"])
     if by == PLAIN:
         return BASELINE if name == PLAIN else name
     return name if by == OURS or by.lower() in name.lower() else f"{name} ({by})"
@@ -98,12 +96,10 @@ def _panel(workload: str, rows: Sequence[Row]) -> Panel | None:
     points = [point for point in map(read, ran) if point is not None]
     if not points:
         return None
-    failed = [(name_of(row), str(row["error"])) for row in rows if row.get("error")]
     first = rows[0] if is_ratio else None
     return Panel(
         workload,
         points,
-        failed,
         None if first is None else name_of(first),
         None if first is None else first.get("seconds_per_step"),
         peak_field == TRACKED,

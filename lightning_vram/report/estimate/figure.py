@@ -1,16 +1,25 @@
 """The picture of an estimate: what is alive through a step, stacked, under the device's limit."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_vram.memory.estimate.result import MemoryEstimate
 from lightning_vram.memory.tracking.timeline import Phase
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.report.estimate.rows import facts
-from lightning_vram.report.estimate.scale import Scale, choose_scale, is_note_above
+from lightning_vram.report.estimate.scale import Scale
 from lightning_vram.report.estimate.step import COLORS, CONTEXT_COLOR, Step, read_step
-from lightning_vram.report.estimate.words import legend_rows, needed_line, peak_lines, verdict
-from lightning_vram.report.pictures import BAD, FAINT, FONT, GOOD, GRID, INK, save_figure
+from lightning_vram.report.estimate.words import (
+    legend_rows,
+    limit_bytes,
+    limit_line,
+    peak_line,
+    reserved_line,
+    step_scale,
+    step_words,
+    verdict,
+)
+from lightning_vram.report.pictures import BAD, FAINT, FONT, GOOD, INK, save_figure, style_axes
 from lightning_vram.report.tables import label
 
 if TYPE_CHECKING:
@@ -20,16 +29,19 @@ if TYPE_CHECKING:
 _SIZE = (12.0, 6.0)  # inches
 _MAX_COLUMNS = 1600
 _SHADES = {Phase.FORWARD: "#f6f8fa", Phase.BACKWARD: "#eaeef2", Phase.OPTIMIZER_STEP: "#f0f4ee"}
-_LEFT, _WORDS, _RIGHT, _LINE = 0.07, 0.777, 0.985, 0.052  # of the picture
+_LEFT, _WORDS, _RIGHT, _LINE = 0.07, 0.745, 0.985, 0.052  # of the picture
 _MIN_LABELLED = 0.07  # of the width
-_LINE_OF_WORDS = 0.06  # of the height
+_HALF_WORDS = 0.16  # of the width: half of the words at the peak
+_ROW = 0.052  # of the height: a row of words
+_MOST_BESIDE = 36  # characters of a fact on one line
 
 
-def draw(estimate: MemoryEstimate) -> "Figure":
+def draw(estimate: MemoryEstimate, title: str = "") -> "Figure":
     """Draw an estimate with matplotlib.
 
     Args:
         estimate: Its training step is drawn.
+        title: Instead of whether it fits.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
@@ -38,22 +50,22 @@ def draw(estimate: MemoryEstimate) -> "Figure":
     from matplotlib import rc_context  # an extra: not everybody has it
     from matplotlib.figure import Figure
 
-    step, scale = read_step(estimate.timeline, _MAX_COLUMNS, estimate.main_stage.first_event), choose_scale(estimate)
+    step, scale = read_step(estimate.timeline, _MAX_COLUMNS, estimate.main_stage.first_event), step_scale(estimate)
     with rc_context(FONT):
         figure = Figure(figsize=_SIZE, facecolor="white")
-        axes = figure.add_axes((_LEFT, 0.1, 0.69, 0.74))
+        axes = figure.add_axes((_LEFT, 0.1, 0.65, 0.74))
         _draw_axes(axes, step, scale)
         draw_phases(axes, step, scale)
-        draw_areas(axes, estimate, step)
+        draw_areas(axes, step)
         _draw_lines(axes, estimate, step, scale)
         _mark_peak(axes, estimate, step, scale)
-        _draw_words(figure, estimate, step)
+        _draw_words(figure, estimate, step, title or verdict(estimate))
     return figure
 
 
-def save(estimate: MemoryEstimate, path: Path) -> None:
+def save(estimate: MemoryEstimate, path: Path, title: str = "") -> None:
     """Draw an estimate into a file whose name says its format: ``.png``, ``.svg``, ``.pdf``."""
-    save_figure(draw(estimate), path)
+    save_figure(draw(estimate, title), path)
 
 
 def _draw_axes(axes: "Axes", step: Step, scale: Scale) -> None:
@@ -62,13 +74,8 @@ def _draw_axes(axes: "Axes", step: Step, scale: Scale) -> None:
     axes.set_yticks(scale.ticks, [scale.label(tick) for tick in scale.ticks])
     axes.set_ylabel(scale.unit, color=INK)
     axes.set_xticks([])
-    axes.set_xlabel(f"one training step: {step.num_events:,} allocations and frees, in order", color=FAINT)
-    axes.tick_params(length=0, colors=INK)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(FAINT)
+    axes.set_xlabel(step_words(step), color=FAINT)
+    style_axes(axes, grid="y")
 
 
 def draw_phases(axes: "Axes", step: Step, scale: Scale) -> None:
@@ -82,11 +89,12 @@ def draw_phases(axes: "Axes", step: Step, scale: Scale) -> None:
             axes.text(middle, above, label(span.phase), ha="center", va="bottom", color=FAINT)
 
 
-def draw_areas(axes: "Axes", estimate: MemoryEstimate, step: Step) -> None:
-    """Draw bytes by category, stacked on the context."""
+def draw_areas(axes: "Axes", step: Step, context_bytes: int = 0) -> None:
+    """Draw bytes by category, stacked, on the context if there is one."""
     edges = range(len(step.columns) + 1)
-    base = [float(estimate.context_bytes)] * len(step.columns)
-    axes.stairs(base, edges, fill=True, color=CONTEXT_COLOR)
+    base = [float(context_bytes)] * len(step.columns)
+    if context_bytes:
+        axes.stairs(base, edges, fill=True, color=CONTEXT_COLOR)
     for category in step.categories:
         top = [low + column.by_category[category] for low, column in zip(base, step.columns, strict=True)]
         axes.stairs(top, edges, baseline=base, fill=True, color=COLORS[category], linewidth=0)
@@ -94,62 +102,40 @@ def draw_areas(axes: "Axes", estimate: MemoryEstimate, step: Step) -> None:
 
 
 def _draw_lines(axes: "Axes", estimate: MemoryEstimate, step: Step, scale: Scale) -> None:
-    needed, limit = estimate.needed_bytes, estimate.device.memory_bytes
-    width = axes.get_xlim()[1]
-    color = _color(estimate)
-    axes.axhline(needed, color=INK, linewidth=1, linestyle=(0, (4, 3)))
-    is_right = _is_left(step) and not (scale.has_limit and 0 <= limit - needed < _LINE_OF_WORDS * scale.end_bytes)
-    place, side = (0.992, "right") if is_right else (0.008, "left")  # away from the words at the peak
-    axes.text(width * place, needed, needed_line(estimate), va="bottom", ha=side, color=INK, fontsize=11)
-    text = f"{estimate.device.name} {format_bytes(limit)}"
+    """What is reserved and the limit; the words of two close lines stand above both."""
+    reserved, limit = estimate.reserved_bytes, limit_bytes(estimate)
+    right, row, color = axes.get_xlim()[1], _ROW * scale.end_bytes, _color(estimate)
+    words, name = reserved_line(estimate), limit_line(estimate)
+    if words:
+        y = limit + row if scale.has_limit and 0 <= limit - reserved < row else reserved
+        axes.axhline(reserved, color=INK, linewidth=1, linestyle=(0, (4, 3)))
+        place, side = (0.992, "right") if step.peak < right / 2 else (0.008, "left")  # away from the words at the peak
+        axes.text(place * right, y, words, va="bottom", ha=side, color=INK, fontsize=11)
+    style: dict[str, Any] = {"ha": "right", "color": color, "fontsize": 11, "fontweight": "bold"}
     if scale.has_limit:
         axes.axhline(limit, color=color, linewidth=2)
         if not estimate.fits:
             axes.axhspan(limit, scale.end_bytes, color=BAD, alpha=0.08, linewidth=0)
-        axes.text(width * 0.992, limit, text, va="bottom", ha="right", color=color, fontsize=11, fontweight="bold")
-    else:
-        axes.text(
-            width * 0.992,
-            scale.end_bytes * 0.985,
-            f"{text} \N{UPWARDS ARROW}",
-            va="top",
-            ha="right",
-            color=color,
-            fontsize=11,
-            fontweight="bold",
-        )
+        y = reserved + row if words and 0 < reserved - limit < row else limit
+        axes.text(0.992 * right, y, name, va="bottom", **style)
+    elif name:
+        axes.text(0.992 * right, scale.end_bytes - row, f"{name} \N{UPWARDS ARROW}", va="top", **style)
 
 
 def _mark_peak(axes: "Axes", estimate: MemoryEstimate, step: Step, scale: Scale) -> None:
-    x, y = step.peak + 0.5, estimate.context_bytes + estimate.peak_bytes
-    is_left = _is_left(step)
-    is_above = is_note_above(estimate, scale)
+    x, y, width = step.peak + 0.5, estimate.peak_bytes, len(step.columns)
+    axes.plot((x, x), (y, scale.end_bytes * 0.945), color=INK, linewidth=1)
     axes.plot(x, y, "o", color=INK, markersize=7, markeredgecolor="white", markeredgewidth=1.5)
-    axes.annotate(
-        "\n".join(peak_lines(estimate, step)),
-        (x, y),
-        xytext=(28 if is_left else -28, 50 if is_above else -18),
-        textcoords="offset points",
-        ha="left" if is_left else "right",
-        va="bottom" if is_above else "top",
-        fontsize=11,
-        color=INK,
-        bbox={"boxstyle": "round,pad=0.4", "facecolor": "white", "edgecolor": FAINT, "linewidth": 0.8, "alpha": 0.94},
-        arrowprops={"arrowstyle": "-", "color": INK, "linewidth": 1},
-    )
+    middle = min(max(x, _HALF_WORDS * width), (1 - _HALF_WORDS) * width)
+    axes.text(middle, scale.end_bytes * 0.99, peak_line(estimate), ha="center", va="top", fontsize=11, color=INK)
 
 
-def _is_left(step: Step) -> bool:
-    return step.peak < len(step.columns) / 2
-
-
-def _draw_words(figure: "Figure", estimate: MemoryEstimate, step: Step) -> None:
+def _draw_words(figure: "Figure", estimate: MemoryEstimate, step: Step, title: str) -> None:
     from matplotlib.patches import Rectangle
 
-    title = verdict(estimate)
     size = min(17, 1180 / len(title))  # one line, whatever the device is called
     figure.text(_LEFT, 0.965, title, va="top", fontsize=size, fontweight="bold", color=_color(estimate))
-    figure.text(_WORDS, 0.84, "at the peak", va="top", fontweight="bold", color=INK)
+    figure.text(_WORDS, 0.84, "tensors at the peak", va="top", fontweight="bold", color=INK)
     y = 0.765
     for name, color, num_bytes in legend_rows(estimate, step):
         figure.add_artist(Rectangle((_WORDS, y - 0.014), 0.014, 0.028, color=color, linewidth=0))
@@ -157,10 +143,12 @@ def _draw_words(figure: "Figure", estimate: MemoryEstimate, step: Step) -> None:
         figure.text(_RIGHT, y, format_bytes(num_bytes), va="center", ha="right", color=INK)
         y -= _LINE
     y -= 0.5 * _LINE
+    style: dict[str, Any] = {"va": "center", "color": FAINT, "fontsize": 10.5}
     for name, value in facts(estimate):
-        figure.text(_WORDS, y, name, va="center", color=FAINT)
-        figure.text(_RIGHT, y, value, va="center", ha="right", color=FAINT)
-        y -= _LINE
+        figure.text(_WORDS, y, name, **style)
+        y -= 0.8 * _LINE * (len(name + value) > _MOST_BESIDE)
+        figure.text(_RIGHT, y, value, ha="right", **style)
+        y -= 0.9 * _LINE
 
 
 def _color(estimate: MemoryEstimate) -> str:

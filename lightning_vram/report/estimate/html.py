@@ -3,44 +3,43 @@
 import json
 from collections.abc import Iterable
 from html import escape
-from importlib.resources import files
 from typing import Any
 
 from lightning_vram.memory.estimate.result import MemoryEstimate
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.report.estimate import rows
 from lightning_vram.report.estimate.step import COLORS, Step, read_step
-from lightning_vram.report.estimate.svg import BOTTOM, LEFT, RIGHT, TOP, svg_of
-from lightning_vram.report.estimate.words import module_name, operator_name, peak_sentence, verdict
+from lightning_vram.report.estimate.svg import BOTTOM, LEFT, MARGIN, TOP, svg_of
+from lightning_vram.report.estimate.words import legend_rows, module_name, operator_name, peak_sentence, verdict
+from lightning_vram.report.page import WIDTHS, fill, table
+from lightning_vram.report.page import page as write_page
 from lightning_vram.report.tables import label
 
 _MAX_MODULES = 40
-_TEMPLATE = "page.html"
 
 
-def page(estimate: MemoryEstimate) -> str:
+def page(estimate: MemoryEstimate, title: str = "") -> str:
     """Write an estimate as a page of HTML.
 
     Args:
         estimate: Its training step is drawn.
+        title: Instead of whether it fits.
 
     Raises:
         ValueError: If no tensor was on the device.
     """
-    step = read_step(estimate.timeline, RIGHT - LEFT, estimate.main_stage.first_event)
-    parts = {
-        "verdict": escape(verdict(estimate)),
-        "color": "good" if estimate.fits else "bad",
-        "peak": escape(peak_sentence(estimate)),
-        "svg": svg_of(estimate, step),
-        "tables": "".join(_tables(estimate)),
-        "notes": "".join(f"<p>Note: {escape(note)}</p>" for note in estimate.notes),
-        "data": json.dumps(_data(step), separators=(",", ":")).replace("<", "\\u003c"),  # nothing ends the script
-    }
-    # Split rather than replaced one after the other: what is put in is never read as the name of a part.
-    texts = files(__package__).joinpath(_TEMPLATE).read_text(encoding="utf-8").split("{{")
-    filled = [parts[name] + rest for name, _, rest in (text.partition("}}") for text in texts[1:])]
-    return "".join([texts[0], *filled])
+    step = read_step(estimate.timeline, WIDTHS["wide"], estimate.main_stage.first_event)
+    data = json.dumps(_data(step), separators=(",", ":")).replace("<", "\\u003c")  # nothing ends the script
+    return write_page(
+        title or verdict(estimate),
+        is_good=estimate.fits,
+        lead=peak_sentence(estimate),
+        drawing=svg_of(estimate, step),
+        side=_categories(estimate, step) + _facts(estimate),
+        tables="".join(_tables(estimate)),
+        notes="".join(f"<p>Note: {escape(note)}</p>" for note in estimate.notes),
+        script=fill("estimate/pointer.html", data=data),
+    )
 
 
 def _data(step: Step) -> dict[str, Any]:
@@ -57,25 +56,33 @@ def _data(step: Step) -> dict[str, Any]:
         for column in step.columns
     ]
     categories = [[label(category), COLORS[category]] for category in step.categories]
-    return {"area": [LEFT, TOP, RIGHT, BOTTOM], "categories": categories, "names": list(numbers), "columns": columns}
+    return {"area": [LEFT, TOP, MARGIN, BOTTOM], "categories": categories, "names": list(numbers), "columns": columns}
+
+
+def _categories(estimate: MemoryEstimate, step: Step) -> str:
+    legend = legend_rows(estimate, step)
+    sizes = [(name, num_bytes) for name, _, num_bytes in legend]
+    lines = _with_share(estimate, [*sizes, ("all", estimate.peak_bytes)])
+    return table("tensors at the peak", lines, [color for _, color, _ in legend])
+
+
+def _facts(estimate: MemoryEstimate) -> str:
+    facts = rows.facts(estimate)
+    return table("the run", facts) if facts else ""
 
 
 def _tables(estimate: MemoryEstimate) -> Iterable[str]:
-    def with_share(sizes: Iterable[tuple[str, int]]) -> Iterable[tuple[str, ...]]:
-        return ((name, format_bytes(size), f"{size / estimate.peak_bytes:.0%}") for name, size in sizes)
-
-    def in_text(sizes: Iterable[tuple[str, int]]) -> Iterable[tuple[str, ...]]:
-        return ((name, format_bytes(size)) for name, size in sizes)
-
-    kinds = [(label(category), size) for category, size in rows.categories(estimate)]
     modules = [(module_name(fqn), size) for fqn, size in rows.modules(estimate, _MAX_MODULES)]
-    yield _table("tensors at the peak", with_share([*kinds, ("all", estimate.peak_bytes)]))
-    yield _table("their peak in", in_text(rows.moments(estimate)))
-    yield _table("the process", in_text(rows.process(estimate)))
-    yield _table("the run", rows.facts(estimate))
-    yield _table("modules at the peak", with_share(modules))
+    yield table("modules at the peak", _with_share(estimate, modules))
+    yield table("peak of tensors in each phase", _in_text(rows.moments(estimate)))
+    process = rows.process(estimate)
+    if len(process) > 1:
+        yield table("the process", _in_text(process))
 
 
-def _table(name: str, lines: Iterable[tuple[str, ...]]) -> str:
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in lines)
-    return f'<table><tr><th colspan="3">{escape(name)}</th></tr>{body}</table>'
+def _with_share(estimate: MemoryEstimate, sizes: Iterable[tuple[str, int]]) -> Iterable[tuple[str, ...]]:
+    return ((name, format_bytes(size), f"{size / estimate.peak_bytes:.0%}") for name, size in sizes)
+
+
+def _in_text(sizes: Iterable[tuple[str, int]]) -> Iterable[tuple[str, ...]]:
+    return ((name, format_bytes(size)) for name, size in sizes)

@@ -2,13 +2,11 @@
 
 from dataclasses import dataclass
 
-from lightning_vram.memory.estimate.result import MemoryEstimate
 from lightning_vram.memory.units import GIB, KIB, MIB, TIB
 
-_HEADROOM = 1.14  # above the highest line, for words
 _FAR = 2.5  # times what is needed: a limit beyond it would press the step to the ground
 _NUM_TICKS = 7  # at most
-_ROOM = 0.25  # of the axis, for three lines of words
+NO_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -39,16 +37,12 @@ class Scale:
         return f"{num_bytes / self.unit_bytes:g}"
 
 
-def choose_scale(estimate: MemoryEstimate) -> Scale:
-    """Find the axis on which the step is large and the limit is seen, if both can be."""
-    needed, limit = (
-        max(estimate.needed_bytes, estimate.peak_bytes + estimate.context_bytes),
-        estimate.device.memory_bytes,
-    )
-    has_limit = limit <= _FAR * needed
-    end_bytes = _HEADROOM * (max(needed, limit) if has_limit else needed)
+def choose_scale(needed_bytes: int, limit_bytes: int, headroom: float = 1.14) -> Scale:
+    """Find the axis on which a step is large and its limit is seen, if both can be, with headroom for words above."""
+    has_limit = limit_bytes <= _FAR * needed_bytes
+    end_bytes = headroom * (max(needed_bytes, limit_bytes) if has_limit else needed_bytes)
     unit_bytes, unit = unit_of(end_bytes)
-    return Scale(unit, unit_bytes, end_bytes, _round_step(end_bytes / unit_bytes / _NUM_TICKS) * unit_bytes, has_limit)
+    return Scale(unit, unit_bytes, end_bytes, round_step(end_bytes / unit_bytes / _NUM_TICKS) * unit_bytes, has_limit)
 
 
 def unit_of(num_bytes: float) -> tuple[int, str]:
@@ -57,14 +51,7 @@ def unit_of(num_bytes: float) -> tuple[int, str]:
     return next(found for found in units if num_bytes >= found[0] or found[0] == 1)
 
 
-def is_note_above(estimate: MemoryEstimate, scale: Scale) -> bool:
-    """Whether the words at the peak stand above it: where nothing else is, or there is no room below."""
-    above = estimate.device.memory_bytes if estimate.fits and scale.has_limit else scale.end_bytes
-    room = _ROOM * scale.end_bytes
-    return above - estimate.needed_bytes >= room or estimate.context_bytes + estimate.peak_bytes < room
-
-
-def _round_step(step: float) -> float:
+def round_step(step: float) -> float:
     """The next of 1, 2, 5, 10, 20, ... (and their tenths)."""
     power = 1.0
     while power > step:

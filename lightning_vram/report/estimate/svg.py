@@ -1,150 +1,123 @@
 """The picture of an estimate as SVG, drawn without a library: colours come from the page, so it has a dark mode."""
 
-from collections.abc import Iterable
-from html import escape
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from lightning_vram.memory.estimate.result import MemoryEstimate
-from lightning_vram.memory.units import format_bytes
-from lightning_vram.report.estimate.rows import facts
-from lightning_vram.report.estimate.scale import Scale, choose_scale, is_note_above
-from lightning_vram.report.estimate.step import COLORS, CONTEXT_COLOR, Step
-from lightning_vram.report.estimate.words import legend_rows, needed_line, peak_lines
+from lightning_vram.report.estimate.scale import Scale
+from lightning_vram.report.estimate.step import COLORS, Step
+from lightning_vram.report.estimate.words import (
+    limit_bytes,
+    limit_line,
+    peak_line,
+    reserved_line,
+    step_scale,
+    step_words,
+)
+from lightning_vram.report.page import LETTER, drawings, rectangle, text_at
 from lightning_vram.report.tables import label
 
-WIDTH, HEIGHT = 1200, 600
-LEFT, TOP, RIGHT, BOTTOM = 62, 36, 905, 560  # of the area in which is drawn
-_WORDS = 930  # where the legend begins
-_LINE = 29
-_MIN_LABELLED = 90
+HEIGHT, LEFT, TOP, BOTTOM, MARGIN = 480, 56, 30, 440, 8  # of the area in which is drawn; MARGIN is at its right
+_ROW = 19  # of words
 
 
 def svg_of(estimate: MemoryEstimate, step: Step) -> str:
-    """Draw an estimate.
+    """Draw an estimate, for wide and for narrow screens.
 
     Args:
         estimate: Whose limit and needs are drawn.
         step: Columns of its training step.
     """
-    scale = choose_scale(estimate)
-    parts = [
-        *_phases(step),
-        *_axis(scale),
-        *_areas(estimate, step, scale),
-        *_lines(estimate, scale),
-        *_peak(estimate, step, scale),
-        *_legend(estimate, step),
-        _text((LEFT + RIGHT) / 2, BOTTOM + 26, _axis_name(step), "middle faint"),
-    ]
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_axis_name(step)}">{"".join(parts)}</svg>'
+    name = step_words(step)
+    scale = step_scale(estimate)
+    return drawings(HEIGHT, name, lambda width: _Drawing(estimate, step, scale, width - MARGIN).elements(name))
 
 
-def x_of(column: float, step: Step) -> float:
-    """Where a column begins."""
-    return LEFT + column / len(step.columns) * (RIGHT - LEFT)
+@dataclass(frozen=True)
+class _Drawing:
+    estimate: MemoryEstimate
+    step: Step
+    scale: Scale
+    right: int
 
+    def elements(self, name: str) -> Iterable[str]:
+        yield from self._phases()
+        yield from self._axis()
+        yield from self._areas()
+        yield from self._lines()
+        yield from self._peak()
+        yield text_at((LEFT + self.right) / 2, BOTTOM + 26, name, "middle faint small")
 
-def y_of(num_bytes: float, scale: Scale) -> float:
-    """How high bytes are."""
-    return BOTTOM - num_bytes / scale.end_bytes * (BOTTOM - TOP)
+    def _x(self, column: float) -> float:
+        return LEFT + column / len(self.step.columns) * (self.right - LEFT)
 
+    def _y(self, num_bytes: float) -> float:
+        return BOTTOM - num_bytes / self.scale.end_bytes * (BOTTOM - TOP)
 
-def _axis_name(step: Step) -> str:
-    return f"one training step: {step.num_events:,} allocations and frees, in order"
+    def _phases(self) -> Iterable[str]:
+        for span in self.step.spans:
+            left, right = self._x(span.start), self._x(span.end)
+            yield rectangle(left, TOP, right - left, BOTTOM - TOP, f"phase {span.phase}")
+            if right - left >= LETTER * len(label(span.phase)) and not span.is_rest:
+                yield text_at((left + right) / 2, TOP - 10, label(span.phase), "middle faint")
 
+    def _axis(self) -> Iterable[str]:
+        for tick in self.scale.ticks:
+            y = self._y(tick)
+            yield f'<path class="grid" d="M{LEFT} {y:.1f}H{self.right}"/>'
+            yield text_at(LEFT - 8, y + 5, self.scale.label(tick), "end")
+        yield text_at(LEFT - 8, TOP - 10, self.scale.unit, "end faint")
 
-def _phases(step: Step) -> Iterable[str]:
-    for span in step.spans:
-        left, right = x_of(span.start, step), x_of(span.end, step)
-        yield _rectangle(left, TOP, right - left, BOTTOM - TOP, f"phase {span.phase}")
-        if right - left >= _MIN_LABELLED and not span.is_rest:
-            yield _text((left + right) / 2, TOP - 11, label(span.phase), "middle faint")
+    def _areas(self) -> Iterable[str]:
+        base = [0] * len(self.step.columns)
+        for category in self.step.categories:
+            top = [size + column.by_category[category] for size, column in zip(base, self.step.columns, strict=True)]
+            yield self._area(base, top, COLORS[category])
+            base = top
 
+    def _area(self, low: Sequence[int], high: Sequence[int], color: str) -> str:
+        """Between two staircases: along the upper one, and back along the lower one."""
+        there, back = "".join(self._stairs(high)), "".join(self._stairs(low, is_backwards=True))
+        return f'<path fill="{color}" d="M{LEFT} {self._y(high[0]):.1f}{there}{back}Z"/>'
 
-def _axis(scale: Scale) -> Iterable[str]:
-    for tick in scale.ticks:
-        y = y_of(tick, scale)
-        yield f'<path class="grid" d="M{LEFT} {y:.1f}H{RIGHT}"/>'
-        yield _text(LEFT - 10, y + 5, scale.label(tick), "end")
-    yield _text(LEFT - 10, TOP - 11, scale.unit, "end faint")
+    def _stairs(self, sizes: Sequence[int], *, is_backwards: bool = False) -> Iterable[str]:
+        changes = [number for number, (one, other) in enumerate(pairwise(sizes), 1) if one != other]
+        if not is_backwards:
+            for number in changes:
+                yield f"H{self._x(number):.1f}V{self._y(sizes[number]):.1f}"
+            yield f"H{self.right}"
+            return
+        yield f"V{self._y(sizes[-1]):.1f}"
+        for number in reversed(changes):
+            yield f"H{self._x(number):.1f}V{self._y(sizes[number - 1]):.1f}"
+        yield f"H{LEFT}"
 
+    def _lines(self) -> Iterable[str]:
+        """What is reserved and the limit; the words of two close lines stand above both."""
+        verdict = "good" if self.estimate.fits else "bad"
+        reserved, limit = self._y(self.estimate.reserved_bytes), self._y(limit_bytes(self.estimate))
+        if self.scale.has_limit:
+            if not self.estimate.fits:
+                yield rectangle(LEFT, TOP, self.right - LEFT, limit - TOP, "beyond")
+            yield f'<path class="limit {verdict}" d="M{LEFT} {limit:.1f}H{self.right}"/>'
+        words = reserved_line(self.estimate)
+        if words:
+            y = limit - _ROW if self.scale.has_limit and 0 <= reserved - limit < _ROW + 6 else reserved
+            yield f'<path class="needed" d="M{LEFT} {reserved:.1f}H{self.right}"/>'
+            is_right = self.step.peak < len(self.step.columns) / 2  # away from the words at the peak
+            yield text_at(self.right - 8 if is_right else LEFT + 8, y - 6, words, "end small" if is_right else "small")
+        name = limit_line(self.estimate)
+        if self.scale.has_limit:
+            y = reserved - _ROW if words and 0 < limit - reserved < _ROW + 6 else limit
+            yield text_at(self.right - 8, y - 6, name, f"end small strong {verdict}")
+        elif name:
+            yield text_at(self.right - 8, TOP + 18 + _ROW, f"{name} \N{UPWARDS ARROW}", f"end small strong {verdict}")
 
-def _areas(estimate: MemoryEstimate, step: Step, scale: Scale) -> Iterable[str]:
-    low, base = [0] * len(step.columns), [estimate.context_bytes] * len(step.columns)
-    yield _area(low, base, CONTEXT_COLOR, step, scale)
-    for category in step.categories:
-        low, base = base, [size + column.by_category[category] for size, column in zip(base, step.columns, strict=True)]
-        yield _area(low, base, COLORS[category], step, scale)
-
-
-def _area(low: list[int], high: list[int], color: str, step: Step, scale: Scale) -> str:
-    """Between two staircases: along the upper one, and back along the lower one."""
-    there = "".join(_stairs(high, step, scale))
-    back = "".join(_stairs(low, step, scale, is_backwards=True))
-    return f'<path fill="{color}" d="M{LEFT} {y_of(high[0], scale):.1f}{there}{back}Z"/>'
-
-
-def _stairs(sizes: list[int], step: Step, scale: Scale, *, is_backwards: bool = False) -> Iterable[str]:
-    changes = [number for number, (one, other) in enumerate(pairwise(sizes), 1) if one != other]
-    if not is_backwards:
-        for number in changes:
-            yield f"H{x_of(number, step):.1f}V{y_of(sizes[number], scale):.1f}"
-        yield f"H{RIGHT}"
-        return
-    yield f"V{y_of(sizes[-1], scale):.1f}"
-    for number in reversed(changes):
-        yield f"H{x_of(number, step):.1f}V{y_of(sizes[number - 1], scale):.1f}"
-    yield f"H{LEFT}"
-
-
-def _lines(estimate: MemoryEstimate, scale: Scale) -> Iterable[str]:
-    y = y_of(estimate.needed_bytes, scale)
-    yield f'<path class="needed" d="M{LEFT} {y:.1f}H{RIGHT}"/>'
-    yield _text(LEFT + 8, y - 6, needed_line(estimate), "small")
-    name = f"{estimate.device.name} {format_bytes(estimate.device.memory_bytes)}"
-    verdict = "good" if estimate.fits else "bad"
-    if not scale.has_limit:
-        yield _text(RIGHT - 8, TOP + 20, f"{name} \N{UPWARDS ARROW}", f"end small strong {verdict}")
-        return
-    y = y_of(estimate.device.memory_bytes, scale)
-    if not estimate.fits:
-        yield _rectangle(LEFT, TOP, RIGHT - LEFT, y - TOP, "beyond")
-    yield f'<path class="limit {verdict}" d="M{LEFT} {y:.1f}H{RIGHT}"/>'
-    yield _text(RIGHT - 8, y - 7, name, f"end small strong {verdict}")
-
-
-def _peak(estimate: MemoryEstimate, step: Step, scale: Scale) -> Iterable[str]:
-    x, y = x_of(step.peak + 0.5, step), y_of(estimate.context_bytes + estimate.peak_bytes, scale)
-    lines = peak_lines(estimate, step)
-    width, height = 8.4 * max(map(len, lines)) + 20, 21 * len(lines) + 14
-    is_left = x < (LEFT + RIGHT) / 2
-    is_above = is_note_above(estimate, scale)
-    left, top = x + 28 if is_left else x - 28 - width, y - 60 - height if is_above else y + 18
-    near = left + 14 if is_left else left + width - 14
-    yield f'<path class="pointer" d="M{x:.1f} {y:.1f}L{near:.1f} {top + (height if is_above else 0):.1f}"/>'
-    yield f'<circle class="peak" cx="{x:.1f}" cy="{y:.1f}" r="5"/>'
-    yield _rectangle(left, top, width, height, "note")
-    for number, line in enumerate(lines, 1):
-        yield _text(left + 10, top + 21 * number, line, "small")
-
-
-def _legend(estimate: MemoryEstimate, step: Step) -> Iterable[str]:
-    y = TOP + 12
-    yield _text(_WORDS, y, "at the peak", "strong")
-    for name, color, num_bytes in legend_rows(estimate, step):
-        y += _LINE
-        yield f'<rect x="{_WORDS}" y="{y - 13:.1f}" width="16" height="16" fill="{color}"/>'
-        yield _text(_WORDS + 26, y, name)
-        yield _text(WIDTH - 12, y, format_bytes(num_bytes), "end")
-    y += _LINE // 2
-    for name, value in facts(estimate):
-        y += _LINE
-        yield _text(_WORDS, y, name, "faint") + _text(WIDTH - 12, y, value, "end faint")
-
-
-def _rectangle(x: float, y: float, width: float, height: float, kind: str) -> str:
-    return f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"/>'
-
-
-def _text(x: float, y: float, text: str, kind: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}">{escape(text)}</text>'
+    def _peak(self) -> Iterable[str]:
+        x, y, words = self._x(self.step.peak + 0.5), self._y(self.estimate.peak_bytes), peak_line(self.estimate)
+        half = LETTER * len(words) / 2
+        middle = min(max(x, LEFT + half), self.right - half)
+        yield f'<path class="pointer" d="M{x:.1f} {y:.1f}V{TOP + 22}"/>'
+        yield f'<circle class="peak" cx="{x:.1f}" cy="{y:.1f}" r="5"/>'
+        yield text_at(middle, TOP + 17, words, "middle small")

@@ -2,7 +2,8 @@
 
 from lightning_vram.memory.estimate.result import MemoryEstimate
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.report.estimate.step import COLORS, CONTEXT_COLOR, Step, read_peak
+from lightning_vram.report.estimate.scale import NO_LIMIT, Scale, choose_scale
+from lightning_vram.report.estimate.step import COLORS, Step, read_peak
 from lightning_vram.report.tables import label
 
 
@@ -25,10 +26,39 @@ def operator_name(op: str) -> str:
     return op.removesuffix(".default")
 
 
-def needed_line(estimate: MemoryEstimate) -> str:
-    """What the process takes of the device."""
-    name = "reserved and context" if estimate.context_bytes else "reserved"
-    return f"{name} {format_bytes(estimate.needed_bytes)}"
+def step_scale(estimate: MemoryEstimate) -> Scale:
+    """The axis of a training step, which shows what the allocator has: the context is outside of it."""
+    needed_bytes = max(estimate.reserved_bytes, estimate.peak_bytes)
+    return choose_scale(needed_bytes, limit_bytes(estimate), headroom=1.2)  # three rows of words
+
+
+def limit_bytes(estimate: MemoryEstimate) -> int:
+    """What the device has for the allocator."""
+    return max(0, estimate.device.memory_bytes - estimate.context_bytes)
+
+
+def limit_line(estimate: MemoryEstimate) -> str:
+    """What the device has for the allocator, as text; empty if there is no limit."""
+    if estimate.device.memory_bytes >= NO_LIMIT:
+        return ""
+    name = f"{estimate.device.name} minus context" if estimate.context_bytes else estimate.device.name
+    return f"{name} {format_bytes(limit_bytes(estimate))}"
+
+
+def reserved_line(estimate: MemoryEstimate) -> str:
+    """What the allocator takes, as text; empty if that is the peak of tensors, as where there is no allocator."""
+    is_more = estimate.reserved_bytes > estimate.peak_bytes
+    return f"reserved {format_bytes(estimate.reserved_bytes)}" if is_more else ""
+
+
+def step_words(step: Step) -> str:
+    """What the axis of time counts."""
+    return f"one training step: {step.num_events:,} allocations and frees"
+
+
+def peak_line(estimate: MemoryEstimate) -> str:
+    """How high the peak is."""
+    return f"peak of tensors {format_bytes(estimate.peak_bytes)}"
 
 
 def peak_sentence(estimate: MemoryEstimate) -> str:
@@ -41,15 +71,6 @@ def peak_sentence(estimate: MemoryEstimate) -> str:
     return f"The peak of tensors, {format_bytes(estimate.peak_bytes)}, is in the {label(peak.phase)}, {made}."
 
 
-def peak_lines(estimate: MemoryEstimate, step: Step) -> tuple[str, ...]:
-    """How high the peak is, which operator made it, and in which module."""
-    column = step.columns[step.peak]
-    lines = (f"peak of tensors {format_bytes(estimate.peak_bytes)}", operator_name(column.op))
-    return (*lines, module_name(column.module)) if column.module else lines
-
-
 def legend_rows(estimate: MemoryEstimate, step: Step) -> tuple[tuple[str, str, int], ...]:
     """Name, colour and bytes at the peak of each area, from the top."""
-    rows = [(label(kind), COLORS[kind], estimate.by_category[kind]) for kind in reversed(step.categories)]
-    context = [("context", CONTEXT_COLOR, estimate.context_bytes)]
-    return tuple(rows + context if estimate.context_bytes else rows)
+    return tuple((label(kind), COLORS[kind], estimate.by_category[kind]) for kind in reversed(step.categories))

@@ -12,6 +12,10 @@ from lightning_vram.report.tables import label
 
 _MOST_MODULES = 8
 _MOST_READINGS = 8
+_LIMIT = (
+    "Available to this step: the memory that its tensors may use. Other tensors and processes are subtracted; it is at "
+    "most the estimated peak of the step minus the bytes asked for."
+)
 
 
 def write_page(found: OutOfMemory, path: Path, pictures: Sequence[str] = ()) -> None:
@@ -126,7 +130,7 @@ def _growth(found: OutOfMemory) -> str:
 
 
 def _pictures(names: Sequence[str]) -> list[str]:
-    drawn = [f"![A step of this run on fake tensors]({name})" for name in names if name.endswith(".png")]
+    drawn = [f"![A step of this run on fake tensors]({name})\n\n{_LIMIT}" for name in names if name.endswith(".png")]
     linked = [f"- [{name}]({name}){_said_of(name)}" for name in names if not name.endswith(".png")]
     return [*drawn, "\n".join(linked)] if linked else drawn
 

@@ -10,8 +10,9 @@ from typing import ParamSpec
 from typing_extensions import override
 
 from lightning_vram.planner.plan import MemoryPlan
-from lightning_vram.report.pictures import check_picture_path
+from lightning_vram.report.pictures import PAGE, check_picture_path
 from lightning_vram.report.plan.figure import save
+from lightning_vram.report.plan.html import page
 from lightning_vram.report.plan.table import plan_table
 from lightning_vram.report.tables import as_text
 
@@ -30,14 +31,24 @@ class ShownPlan(MemoryPlan):
         """Draw memory against step time of the configurations tried, with the budget.
 
         Args:
-            path: File to write: a picture by matplotlib (``.png``, ``.svg``, ``.pdf``).
+            path: File to write: a picture by matplotlib (``.png``, ``.svg``, ``.pdf``), or a page (``.html``) in one
+                file, with the table of configurations.
 
         Raises:
             ValueError: If the file has another ending.
-            ModuleNotFoundError: If matplotlib is not installed.
+            ModuleNotFoundError: If matplotlib is needed and not installed.
         """
-        check_picture_path(Path(path))
-        save(self, Path(path))
+        file = Path(path)
+        check_plot_path(file)
+        if file.suffix.lower() == PAGE:
+            file.write_text(page(self), encoding="utf-8")
+        else:
+            save(self, file)
+
+
+def check_plot_path(path: Path) -> None:
+    """Refuse what no picture can be written to, before the work."""
+    check_picture_path(path, page="plan.html")
 
 
 def shown(plan_memory: Callable[_P, MemoryPlan]) -> Callable[_P, ShownPlan]:

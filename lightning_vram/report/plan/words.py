@@ -3,6 +3,10 @@
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.plan import MemoryPlan
 
+TIMES = "step time relative to baseline (modelled)"
+DOTS = "other configurations"
+SLOWER = "slower than the axis"
+
 
 def verdict(plan: MemoryPlan) -> str:
     """What a plan does, in one line."""

@@ -20,6 +20,7 @@ from lightning_vram.callbacks.vram_monitor.last_batches import LastBatches
 from lightning_vram.demos import ByteGPT
 from lightning_vram.memory.units import MIB, format_bytes
 from lightning_vram.private_names.torch.dispatch import FakeTensor
+from lightning_vram.report.estimate.words import limit_line
 
 
 def cuda_message(asked=20, total=80, free=1, process=79, allocated=70, cached=4):
@@ -299,5 +300,23 @@ def test_what_is_left_of_others_is_told_apart(make_trainer, tmp_path):
     _, page = explain(make_trainer, tmp_path, Lit("step", allocated=78, cached=1))
     assert page.startswith("# Out of memory: other tensors of this process are on the device\n")
     assert re.search(r"\| not of this run \| 77\.\d\d MiB \|", page)
-    with_plots = find_spec("matplotlib") is not None
-    assert (tmp_path / "out_of_memory.png").exists() == ("](out_of_memory.png)" in page) == with_plots
+    # More was asked for than the step uses: nothing is available that a picture could show.
+    assert not (tmp_path / "out_of_memory.png").exists()
+    assert ".png" not in page
+
+
+def test_the_picture_says_what_its_line_is(make_trainer, tmp_path, monkeypatch):
+    if find_spec("matplotlib") is None:
+        pytest.skip("the extra plots")
+    drawn = []
+    monkeypatch.setattr(out_of_memory, "save_picture", lambda *arguments: drawn.append(arguments))
+    _, page = explain(make_trainer, tmp_path, Lit("logits", asked=2))
+    ((estimate, path, title),) = drawn
+    available = format_bytes(estimate.peak_bytes - 2 * MIB)
+    assert (
+        title
+        == f"Out of memory: this step needs {format_bytes(estimate.peak_bytes)}, available to this step: {available}"
+    )
+    assert limit_line(estimate) == f"available to this step {available}"
+    assert path == tmp_path / "out_of_memory.png"
+    assert "![A step of this run on fake tensors](out_of_memory.png)\n\nAvailable to this step: the memory that" in page

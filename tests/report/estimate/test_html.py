@@ -12,21 +12,28 @@ from support.estimates import GIB, MIB, allocation, estimate_of, timeline_of
 
 from lightning_vram.memory.tracking.timeline import Category, Phase
 from lightning_vram.report.estimate.html import page
-from lightning_vram.report.estimate.scale import choose_scale
 from lightning_vram.report.estimate.step import COLORS, read_step
-from lightning_vram.report.estimate.svg import BOTTOM, LEFT, RIGHT, TOP, svg_of
+from lightning_vram.report.estimate.svg import BOTTOM, HEIGHT, LEFT, MARGIN, TOP, svg_of
+from lightning_vram.report.estimate.words import step_scale
+from lightning_vram.report.page import WIDTHS
+
+RIGHT = WIDTHS["wide"] - MARGIN
 
 
 def data_of(text: str) -> dict:
     return json.loads(re.search(r"^const data = (.*);$", text, re.MULTILINE)[1])
 
 
+def drawings_of(estimate) -> list[ElementTree.Element]:
+    return list(ElementTree.fromstring(f"<p>{svg_of(estimate, read_step(estimate.timeline, RIGHT - LEFT))}</p>"))
+
+
 def drawing_of(estimate) -> ElementTree.Element:
-    return ElementTree.fromstring(svg_of(estimate, read_step(estimate.timeline, RIGHT - LEFT)))
+    return drawings_of(estimate)[0]
 
 
 def height(estimate, num_bytes: int) -> float:
-    return round(BOTTOM - num_bytes / choose_scale(estimate).end_bytes * (BOTTOM - TOP), 1)
+    return round(BOTTOM - num_bytes / step_scale(estimate).end_bytes * (BOTTOM - TOP), 1)
 
 
 def test_the_script_gets_every_column():
@@ -43,7 +50,7 @@ def test_the_script_gets_every_column():
         ["activations", COLORS[Category.ACTIVATIONS]],
         ["temporaries", COLORS[Category.TEMPORARIES]],
     ]
-    assert data["area"] == [LEFT, TOP, RIGHT, BOTTOM]
+    assert data["area"] == [LEFT, TOP, MARGIN, BOTTOM]
 
 
 def test_the_stack_is_drawn_to_scale():
@@ -51,7 +58,7 @@ def test_the_stack_is_drawn_to_scale():
     color = COLORS[Category.ACTIVATIONS]
     (path,) = (found for found in drawing_of(estimate) if found.tag == "path" and found.get("fill") == color)
     column = (RIGHT - LEFT) / 11
-    corners = [height(estimate, size * MIB) for size in (400, 700, 710, 700, 800, 500, 400)]
+    corners = [height(estimate, size * MIB) for size in (300, 600, 610, 600, 700, 400, 300)]
     edges = [f"{LEFT + number * column:.1f}" for number in (1, 2, 3, 5, 6, 10)]
     there, _ = path.get("d").split(f"H{RIGHT}")
     rises = "".join(f"H{x}V{y}" for x, y in zip(edges, corners[1:], strict=True))
@@ -72,7 +79,7 @@ def edges_of(path: str) -> tuple[list[tuple[float, float]], list[tuple[float, fl
 def test_each_area_stands_on_the_one_below():
     drawing = drawing_of(estimate_of())
     areas = [edges_of(path.get("d")) for path in drawing if path.tag == "path" and path.get("fill")]
-    assert len(areas) == 6
+    assert len(areas) == 5
     assert areas[0][1] == [(LEFT, BOTTOM), (RIGHT, BOTTOM)]
     for (below, _), (_, lower) in pairwise(areas):
         assert lower == below
@@ -83,11 +90,12 @@ def test_the_peak_the_limit_and_what_is_needed_stand_at_their_heights():
     drawing = drawing_of(estimate)
     (peak,) = (found for found in drawing if found.get("class") == "peak")
     assert float(peak.get("cx")) == pytest.approx(LEFT + 5.5 / 11 * (RIGHT - LEFT), abs=0.1)
-    assert float(peak.get("cy")) == height(estimate, 860 * MIB)
+    assert float(peak.get("cy")) == height(estimate, 760 * MIB)
     lines = {found.get("class"): found.get("d") for found in drawing if found.tag == "path"}
-    assert lines["limit good"] == f"M{LEFT} {height(estimate, GIB)}H{RIGHT}"
-    assert lines["needed"] == f"M{LEFT} {height(estimate, 900 * MIB)}H{RIGHT}"
-    assert {"peak of tensors 760.00 MiB", "aten.mm", "net.embed"} <= {found.text for found in drawing}
+    assert lines["limit good"] == f"M{LEFT} {height(estimate, 924 * MIB)}H{RIGHT}"
+    assert lines["needed"] == f"M{LEFT} {height(estimate, 800 * MIB)}H{RIGHT}"
+    words = {"peak of tensors 760.00 MiB", "reserved 800.00 MiB", "RTX 4090 minus context 924.00 MiB"}
+    assert words <= {found.text for found in drawing}
 
 
 def test_what_does_not_fit_is_red_above_the_limit():
@@ -95,7 +103,7 @@ def test_what_does_not_fit_is_red_above_the_limit():
     drawing = drawing_of(estimate)
     (beyond,) = (found for found in drawing if found.get("class") == "beyond")
     assert float(beyond.get("y")) == TOP
-    assert float(beyond.get("height")) == pytest.approx(height(estimate, 600 * MIB) - TOP, abs=0.1)
+    assert float(beyond.get("height")) == pytest.approx(height(estimate, 500 * MIB) - TOP, abs=0.1)
     assert '<h1 class="bad">Does not fit' in page(estimate)
 
 
@@ -104,12 +112,13 @@ def test_everything_stays_within_the_picture():
     fragmented = {"train": replace(stage, reserved_bytes=100 * GIB)}
     estimates = [estimate_of(limit_bytes=limit_bytes) for limit_bytes in (MIB, 600 * MIB, GIB, 80 * GIB)]
     for estimate in (*estimates, estimate_of(stages=fragmented)):
-        for found in drawing_of(estimate):
-            if found.tag in ("rect", "text", "circle"):
-                x = float(found.get("x") or found.get("cx"))
-                y = float(found.get("y") or found.get("cy"))
-                assert 0 <= x <= 1200
-                assert 0 <= y <= 600 - float(found.get("height") or 0)
+        for drawing, width in zip(drawings_of(estimate), WIDTHS.values(), strict=True):
+            for found in drawing:
+                if found.tag in ("rect", "text", "circle"):
+                    x = float(found.get("x") or found.get("cx"))
+                    y = float(found.get("y") or found.get("cy"))
+                    assert 0 <= x <= width
+                    assert 0 <= y <= HEIGHT - float(found.get("height") or 0)
 
 
 def test_it_begins_with_the_stage():
@@ -150,9 +159,28 @@ def test_names_are_text_wherever_they_stand():
 
 def test_tables_and_notes():
     text = page(estimate_of(notes=("Traced eagerly.",), max_batch_size=11))
-    assert "<tr><td>activations</td><td>300.00 MiB</td><td>39%</td></tr>" in text
+    assert "</u>activations</td><td>300.00 MiB</td><td>39%</td></tr>" in text
     assert "<tr><td>optimizer step</td><td>450.00 MiB</td></tr>" in text
     assert "<tr><td>reserved</td><td>800.00 MiB</td></tr>" in text
-    assert "<tr><td>largest batch</td><td>11 (limit: memory)</td></tr>" in text
+    assert "<tr><td>largest batch that fits</td><td>11 samples</td></tr>" in text
     assert "<tr><td>net.embed</td><td>400.00 MiB</td><td>53%</td></tr>" in text
     assert "<p>Note: Traced eagerly.</p>" in text
+    assert text.count("<td>8 samples</td>") == 1
+
+
+def test_what_is_not_known_or_says_nothing_is_left_out():
+    (stage,) = estimate_of().stages.values()
+    peak_bytes = stage.timeline.peak_bytes
+    host = {"train": replace(stage, allocated_bytes=peak_bytes, reserved_bytes=peak_bytes, workspace_bytes=0)}
+    text = page(estimate_of(stages=host, context_bytes=0, batch_size=0))
+    for words in ("the process", "reserved", "the run", "samples"):
+        assert words not in text
+
+
+def test_modules_that_differ_in_a_number_only_are_one_row():
+    names = [*(f"net.blocks.{number}.mlp" for number in range(8)), "net.blocks2d"]
+    made = [allocation("held", name, Category.PARAMETERS) for name in names]
+    changes = [(number, 5 if number else 6, Phase.FORWARD) for number in range(9)]
+    text = page(estimate_of(timeline_of(made, changes)))
+    for name, size in (("net.blocks.*.mlp x7", 35), ("net.blocks.0.mlp", 6), ("net.blocks2d", 5)):
+        assert f"<tr><td>{name}</td><td>{size}.00 MiB</td>" in text

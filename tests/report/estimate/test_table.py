@@ -53,9 +53,9 @@ def test_the_answer_is_green_or_red_on_a_terminal():
         "reserved, expandable segments   790.00 MiB",
         "context                         100.00 MiB",
         "reserved and context            900.00 MiB",
-        "largest batch   11 (limit: memory)",
-        "longest sequence   512 (limit: model)",
-        "host               3.00 GiB",
+        "largest batch that fits   11 samples",
+        "longest sequence   512 tokens (limit: model)",
+        "host memory        3.00 GiB",
         "of it pinned       1.00 GiB",
         "ranks              4",
         "Note: Compiled modules were traced eagerly.",
@@ -77,7 +77,7 @@ def test_what_is_not_there_has_no_line():
 
 
 def test_a_large_estimate_fits_a_page_of_a_log_file():
-    names = [f"model.decoder.layers.{number}.attention.projection_of_queries_and_keys" for number in range(48)]
+    names = [f"model.decoder.layer{number}.attention.projection_of_queries_and_keys" for number in range(48)]
     made = [allocation("held", name, category) for name in names for category in Category]
     timeline = timeline_of(made, [(number, 2000, Phase.FORWARD) for number in range(len(made))])
     (stage,) = estimate_of(timeline).stages.values()

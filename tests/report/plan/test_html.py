@@ -1,0 +1,65 @@
+"""The page of a plan: its drawings, measured, and its table."""
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+from support.plans import OFFLOAD, measured, plan_of, tried
+
+from lightning_vram.report.page import WIDTHS
+from lightning_vram.report.plan.html import page
+
+SLOW = (*tried(), measured(OFFLOAD, OFFLOAD, mib=600, ms=900))
+
+
+def drawings_of(plan) -> list[ElementTree.Element]:
+    return [ElementTree.fromstring(found) for found in re.findall(r"<svg.*?</svg>", page(plan))]
+
+
+def marks_of(drawing) -> list[ElementTree.Element]:
+    return [found for found in drawing if (found.get("class") or "").startswith("mark")]
+
+
+def test_there_is_a_drawing_for_wide_and_one_for_narrow_screens():
+    wide, narrow = drawings_of(plan_of())
+    assert [found.get("viewBox").split()[2] for found in (wide, narrow)] == [str(width) for width in WIDTHS.values()]
+    assert len(marks_of(wide)) == len(marks_of(narrow)) == 7
+
+
+def test_markers_are_in_order_of_their_times_and_sizes():
+    for drawing in drawings_of(plan_of()):
+        places = [(float(found.get("cx")), float(found.get("cy"))) for found in marks_of(drawing)]
+        first, plan, last = places[0], places[2], places[6]  # 4000, 2040, 700 MiB; 1.0, 1.15, 1.8 times
+        assert (plan[0] - first[0]) / (last[0] - first[0]) == pytest.approx(0.15 / 0.8, abs=0.01)
+        assert (plan[1] - first[1]) / (last[1] - first[1]) == pytest.approx(1960 / 3300, abs=0.01)
+
+
+def test_one_that_is_far_slower_stands_at_the_edge_with_its_time():
+    for drawing in drawings_of(plan_of(SLOW)):
+        assert [found.tag for found in marks_of(drawing)] == ["circle"] * 7 + ["path"]
+        texts = [found.text for found in drawing if found.tag == "text"]
+        assert "8: 9.00x" in texts
+
+
+def test_nothing_leaves_the_drawing():
+    for drawing, width in zip(drawings_of(plan_of(SLOW)), WIDTHS.values(), strict=True):
+        for found in drawing:
+            if found.tag in ("rect", "text", "circle"):
+                x = float(found.get("x") or found.get("cx"))
+                assert 0 <= x <= width
+                assert 0 <= float(found.get("y") or found.get("cy")) <= 460
+
+
+def test_the_table_has_every_choice():
+    text = page(plan_of())
+    assert '<h1 class="good">Fits with this plan: 1.99 GiB of 2.00 GiB on H100, 1.15x the step time</h1>' in text
+    name = "3. the plan: InPlaceFusion + ActivationCheckpointing(budget=950MiB)"
+    cells = "<td>1.99 GiB</td><td>99.6%</td><td>1.15x</td><td>exact</td>"
+    assert f"<tr><td colspan=9>{name}</td></tr><tr>{cells}</tr>" in text
+    assert text.count("<td colspan=9>") == 7
+
+
+def test_a_page_needs_nothing_else():
+    text = page(plan_of(name="<b>card</b>"))
+    assert not re.search(r"<(link|img|iframe|script|b)\b|src=|@import|url\(|\w+://", text)
+    assert "prefers-color-scheme: dark" in text
