@@ -19,9 +19,10 @@ class ProgressDisplay:
 
     Args:
         console: Where to write; ``None`` is stderr, so that the answer alone goes to stdout.
+        is_shown: ``False`` shows nothing on a terminal either.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, *, is_shown: bool = True) -> None:
         console = console or Console(stderr=True)
         self._progress = Progress(
             SpinnerColumn(finished_text="✓"),
@@ -30,7 +31,7 @@ class ProgressDisplay:
             TimeElapsedColumn(),
             console=console,
             transient=True,
-            disable=not console.is_terminal,
+            disable=not (is_shown and console.is_terminal),
         )
         self._tasks: dict[str, TaskID] = {}
 

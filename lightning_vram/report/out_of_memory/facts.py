@@ -78,6 +78,7 @@ class OutOfMemory:
         estimated: A step of the run on tensors without memory; ``None`` if there is none.
         remedies: From the best to the last.
         no_remedies: Why there are none, if there are none.
+        cut: What ended the estimates of remedies early; empty if nothing did.
     """
 
     message: str
@@ -93,3 +94,4 @@ class OutOfMemory:
     estimated: MemoryTimeline | None = None
     remedies: tuple[Remedy, ...] = ()
     no_remedies: str = ""
+    cut: str = ""
