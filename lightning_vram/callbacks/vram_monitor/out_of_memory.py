@@ -127,10 +127,9 @@ def _with_remedies(
     reason = _why_not(trainer, last)
     if reason:
         return replace(found, no_remedies=f"{reason}{_say_half(found, last)}"), None
-    is_shown = trainer.is_global_zero and trainer.progress_bar_callback is not None
     limit = _Limit()
     try:
-        with ProgressDisplay(is_shown=is_shown) as on_progress:
+        with ProgressDisplay.of(trainer) as on_progress:
             if last.stage != "train":
                 return _measure_evaluation(trainer, found, last, limit, on_progress), None
             estimate, measured, cut = _measure(trainer, found, last, limit, on_progress)

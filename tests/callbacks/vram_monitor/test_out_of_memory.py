@@ -22,6 +22,7 @@ from lightning_vram.callbacks.vram_monitor.last_batches import LastBatches
 from lightning_vram.demos import ByteGPT
 from lightning_vram.memory.units import MIB, format_bytes
 from lightning_vram.private_names.torch.dispatch import FakeTensor
+from lightning_vram.report.estimate import ProgressDisplay
 
 
 def cuda_message(asked=20, total=80, free=1, process=79, allocated=70, cached=4):
@@ -310,7 +311,7 @@ def traced(monkeypatch):
     """Configurations that were traced."""
     stages = []
 
-    class Display:
+    class Display(ProgressDisplay):
         def __init__(self, *, is_shown):
             assert not is_shown  # the Trainer shows no progress bar
 

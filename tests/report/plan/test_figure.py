@@ -103,4 +103,4 @@ def test_bad_paths(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError) as caught:
         plan_of().plot(tmp_path / "plan.png")
-    assert str(caught.value) == "a picture needs matplotlib: pip install 'lightning-vram[plots]'."
+    assert str(caught.value) == "a picture needs matplotlib: pip install matplotlib."
