@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_vram.planner.measured import Workload
+from lightning_vram.planner.measured import Measured, Workload
 from lightning_vram.planner.parts import Exactness, Part
 from lightning_vram.planner.remedies import CHECKPOINTING, IN_PARTS, TOKEN_TILING, Remedies
 from lightning_vram.planner.scheme import Scheme
@@ -12,18 +12,22 @@ from lightning_vram.planner.traced_steps import TracedSteps
 
 
 def measure_singles(steps: TracedSteps, exact: Remedies, every: Remedies, budget_bytes: int | None) -> None:
-    """Search for the fastest exact way to keep a budget, if there is one, then run a step with each part alone.
+    """Search for the fastest exact way to keep a budget, if there is one, and run a step with each part alone.
 
-    ``steps.tried`` has what was found, the baseline first, also when an interrupt ends this.
+    The most telling part comes before the search, which may take all the time there is. ``steps.tried`` has what was
+    found, the baseline first, also when an interrupt ends this.
     """
-    if budget_bytes is None:
-        steps(Scheme())
-    else:
-        search(steps, Workload(budget_bytes, steps.batch_size, steps.travel_bytes), exact)
-    tried = [one.scheme for one in steps.tried]
-    for scheme in _singles(steps, every):
-        if scheme not in tried:
-            steps(scheme)
+
+    def measure(scheme: Scheme) -> Measured | None:
+        return next((one for one in steps.tried if one.scheme == scheme), None) or steps(scheme)
+
+    measure(Scheme())
+    first, *others = _singles(steps, every)
+    measure(first)
+    if budget_bytes is not None:
+        search(measure, Workload(budget_bytes, steps.batch_size, steps.travel_bytes), exact)
+    for scheme in others:
+        measure(scheme)
 
 
 def _singles(steps: TracedSteps, remedies: Remedies) -> list[Scheme]:

@@ -202,7 +202,7 @@ class _Limit:
             return f"Stopped by Ctrl-C after {seconds:.0f} s: other configurations were not tried."
         s = "" if num_left_out == 1 else "s"
         cut = f"{num_left_out} configuration{s} {'were' if s else 'was'} not tried."
-        return f"Stopped after {max(seconds, _MOST_SECONDS):.0f} s: {cut}" if num_left_out else ""
+        return f"Stopped at the limit of {_MOST_SECONDS} s: {cut}" if num_left_out else ""
 
     def __enter__(self) -> Self:
         return self

@@ -228,7 +228,7 @@ def test_remedies_that_are_alike_are_told_once():
 def test_after_30_seconds_no_other_evaluation_is_tried(stage, explain, monkeypatch):
     monkeypatch.setattr(out_of_memory, "monotonic", count(0, 20).__next__)  # the batch as it is takes 20 s
     page = explain(stage, LitWide())
-    assert "Stopped after 60 s: 2 configurations were not tried." in page
+    assert "Stopped at the limit of 30 s: 2 configurations were not tried." in page
     assert "batch_size=1024" not in page
 
 
