@@ -362,7 +362,7 @@ def test_a_missing_extra_names_the_command(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     arguments = ["--model=lightning_vram.demos.DigitsResNet", "--data=lightning_vram.demos.DigitsData"]
     line = fail(["fit", *arguments, "--trainer.accelerator=cpu", "--trainer.logger=false"], capsys)
-    assert line == "DigitsData needs scikit-learn, which is not installed: pip install 'lightning-vram[examples]'"
+    assert line == "DigitsData needs scikit-learn, which is not installed: pip install scikit-learn"
 
 
 def test_a_bug_of_the_user_keeps_its_traceback(monkeypatch):
@@ -463,7 +463,7 @@ def test_without_matplotlib_tables_are_printed_before_the_error(tmp_path, capsys
     out, err = capsys.readouterr()
     assert caught.value.code == 2
     assert "ActivationCheckpointing()  ours " in out
-    assert err == "lightning-vram: error: a picture needs matplotlib: pip install 'lightning-vram[plots]'.\n"
+    assert err == "lightning-vram: error: a picture needs matplotlib: pip install matplotlib.\n"
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def _load_digits() -> tuple[Tensor, Tensor]:
         from sklearn.datasets import load_digits  # an extra: the package imports without it
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
-            "DigitsData needs scikit-learn, which is not installed: pip install 'lightning-vram[examples]'"
+            "DigitsData needs scikit-learn, which is not installed: pip install scikit-learn"
         ) from None
     digits = load_digits()
     images = torch.as_tensor(digits.images / MAX_PIXEL, dtype=torch.float32).unsqueeze(1)

@@ -67,7 +67,8 @@ def estimate_memory(  # noqa: PLR0913 - by name
         find_limits: Whether to search for the largest batch and the longest sequence that fit, by a few more steps.
         run_callbacks: Your own callbacks of ``trainer`` that change the module or the step, by class or name. Other
             callbacks of yours, loggers, checkpoints and progress bars are skipped.
-        on_progress: Called with the current stage as text and the finished share of the work, 0 to 1.
+        on_progress: Called with the current stage as text and the finished share of the work, 0 to 1. ``None`` shows
+            both on a terminal.
 
     Returns:
         The estimate for one rank, in bytes. ``print`` shows it as a table, ``plot`` draws it.

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -20,8 +21,22 @@ _TALKERS = ("lightning.pytorch", "lightning.fabric", "lightning_vram")
 def isolated(*, is_connected: bool = False) -> Iterator[None]:
     """Run a Trainer inside the block as if nobody had: what it says and switches ends with it.
 
-    Only with ``is_connected`` it sees the process groups of this process.
+    Only with ``is_connected`` it sees the process groups of this process. Ctrl-C is a ``KeyboardInterrupt``, and works
+    again afterwards: a Trainer turns it into ``SystemExit``, and ignores it from then on.
     """
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with _switches_kept(is_connected):
+            yield
+    except SystemExit as end:
+        if not isinstance(end.__context__, KeyboardInterrupt):
+            raise
+        signal.signal(signal.SIGINT, handler)
+        raise end.__context__ from None
+
+
+@contextmanager
+def _switches_kept(is_connected: bool) -> Iterator[None]:  # noqa: FBT001
     with ExitStack() as stack:
         random_numbers = isolate_rng()
         random_numbers.__enter__()

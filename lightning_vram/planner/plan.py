@@ -159,7 +159,8 @@ def plan_memory(  # noqa: PLR0913 - by name
         devices: Number of devices per node.
         num_nodes: Number of nodes.
         run_callbacks: Your own callbacks of ``trainer`` that change the module or the step, by class or name.
-        on_progress: Called with the current stage as text and the finished share of the work, 0 to 1.
+        on_progress: Called with the current stage as text and the finished share of the work, 0 to 1. ``None`` shows
+            both on a terminal.
 
     Returns:
         The plan. ``print`` shows it as a table, ``plot`` draws it, ``trainer_kwargs`` and ``to_yaml`` apply it.

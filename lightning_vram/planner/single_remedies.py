@@ -1,9 +1,9 @@
 """What each part alone would save of a run, and what the best of them together."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_vram.planner.measured import Found, Measured, Workload
+from lightning_vram.planner.measured import Measured, Workload
 from lightning_vram.planner.parts import Exactness, Part
 from lightning_vram.planner.remedies import CHECKPOINTING, IN_PARTS, TOKEN_TILING, Remedies
 from lightning_vram.planner.scheme import Scheme
@@ -11,31 +11,35 @@ from lightning_vram.planner.search import search
 from lightning_vram.planner.traced_steps import TracedSteps
 
 
-def measure_singles(steps: TracedSteps, exact: Remedies, every: Remedies, budget_bytes: int | None) -> Found:
-    """Run a step with each part alone and, if there is a budget, search for the fastest exact way to keep it."""
-    if budget_bytes is None:
-        plain = steps(Scheme())
-        assert plain is not None  # nothing refuses the user's own run
-        found = Found(None, plain, (plain,))
-    else:
-        found = search(steps, Workload(budget_bytes, steps.batch_size, steps.travel_bytes), exact)
-    tried: list[Measured] = list(found.tried)
-    for scheme in _singles(steps, every):
-        if all(one.scheme != scheme for one in tried):
-            measured = steps(scheme)
-            tried += [] if measured is None else [measured]
-    return replace(found, tried=tuple(tried))
+def measure_singles(steps: TracedSteps, exact: Remedies, every: Remedies, budget_bytes: int | None) -> None:
+    """Search for the fastest exact way to keep a budget, if there is one, and run a step with each part alone.
+
+    The most telling part comes before the search, which may take all the time there is. ``steps.tried`` has what was
+    found, the baseline first, also when an interrupt ends this.
+    """
+
+    def measure(scheme: Scheme) -> Measured | None:
+        return next((one for one in steps.tried if one.scheme == scheme), None) or steps(scheme)
+
+    measure(Scheme())
+    first, *others = _singles(steps, every)
+    measure(first)
+    if budget_bytes is not None:
+        search(measure, Workload(budget_bytes, steps.batch_size, steps.travel_bytes), exact)
+    for scheme in others:
+        measure(scheme)
 
 
-def _singles(steps: TracedSteps, remedies: Remedies) -> Iterator[Scheme]:
-    yield from (scheme for scheme in remedies.states if len(scheme.parts) == 1)
-    yield from (Scheme((part,)) for part in (*remedies.free, *remedies.singles))
-    if remedies.checkpoints:
-        yield Scheme((CHECKPOINTING,))
-    if remedies.tiles:
-        yield Scheme((TOKEN_TILING,))
+def _singles(steps: TracedSteps, remedies: Remedies) -> list[Scheme]:
+    """Each part alone: first those for the larger share of the peak, and of these what is cheap to trace."""
+    parts = [CHECKPOINTING] if remedies.checkpoints else []
     if remedies.cuts and steps.batch_size > 1:
-        yield Scheme((replace(IN_PARTS, init_args={"size": -(-steps.batch_size // 2)}),))
+        parts.append(replace(IN_PARTS, init_args={"size": -(-steps.batch_size // 2)}))
+    parts += [*remedies.free, *([TOKEN_TILING] if remedies.tiles else []), *remedies.singles]
+    activations = [Scheme((part,)) for part in parts]
+    states = [scheme for scheme in remedies.states if len(scheme.parts) == 1]
+    baseline = steps.tried[0]
+    return states + activations if baseline.states_bytes > baseline.activation_bytes else activations + states
 
 
 def as_code(parts: Sequence[Part]) -> str:

@@ -32,6 +32,7 @@ class TracedSteps:
     """Runs steps of schemes on tensors without memory.
 
     ``guards`` run a step again, beside parts that let them. Once ``is_late()``, only the run as it is is traced.
+    ``tried`` has what was traced, in order; ``left_out`` the schemes for which there was no time.
     """
 
     def __init__(  # noqa: PLR0913 - by name
@@ -51,7 +52,9 @@ class TracedSteps:
         self._num_runs, self._num_local_ranks, self._guards = 0, num_local_ranks, guards
         self.own, self.batch, self.num_ranks = run.trainer_arguments, batch, run.num_ranks
         self.batch_size = batch_size_of(batch) or 0
-        self._is_late, self.is_cut = is_late, False  # whether a step was left out for want of time
+        self._is_late = is_late
+        self.tried: list[Measured] = []
+        self.left_out: list[Scheme] = []
 
     @property
     def device(self) -> DeviceSpec:
@@ -75,7 +78,7 @@ class TracedSteps:
     def __call__(self, scheme: Scheme) -> Measured | None:
         """Run one; ``None`` if a part of it refuses this run, or there is no time."""
         if scheme.parts and self._is_late():
-            self.is_cut = True
+            self.left_out += [] if scheme in self.left_out else [scheme]
             return None
         self._progress(f"tracing {scheme}", 1 - 0.9**self._num_runs)
         self._num_runs += 1
@@ -89,10 +92,8 @@ class TracedSteps:
             if not scheme.parts:  # the user's own run
                 raise
             return None
-        except SystemExit as end:  # what the Trainer that was run makes of Ctrl-C: the user's own has to see it
-            raise end.__context__ if isinstance(end.__context__, KeyboardInterrupt) else end from None
         num_bytes = needed_bytes(traced, self._workspaces)
-        return Measured(
+        measured = Measured(
             scheme,
             num_bytes + (_UNSEEN_BYTES + int(_UNSEEN_SHARE * num_bytes) if scheme.parts else 0),
             traced.stage(STEP).peak_of(Category.ACTIVATIONS),
@@ -102,3 +103,5 @@ class TracedSteps:
             traced.layers,
             traced.host_bytes * self._num_local_ranks,
         )
+        self.tried.append(measured)
+        return measured

@@ -35,7 +35,7 @@ def check_picture_path(path: Path, page: str | None = None) -> None:
         raise FileNotFoundError(f"plot(path): there is no folder '{path.parent}'.")
     if path.suffix.lower() in _PICTURES and find_spec("matplotlib") is None:
         way_out = "" if page is None else f" A page ({page}) needs nothing."
-        raise ModuleNotFoundError(f"a picture needs matplotlib: pip install 'lightning-vram[plots]'.{way_out}")
+        raise ModuleNotFoundError(f"a picture needs matplotlib: pip install matplotlib.{way_out}")
 
 
 def style_axes(axes: "Axes", grid: Literal["both", "y"] = "both", color: str = FAINT) -> None:

@@ -214,7 +214,7 @@ def test_bad_input_is_one_line(arguments, message, asked, capsys):
 def test_a_picture_without_matplotlib_is_one_line_before_the_work(asked, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert fail([QUICKSTART, *DEVICE, "--plot=step.png"], capsys) == (
-        "a picture needs matplotlib: pip install 'lightning-vram[plots]'. A page (step.html) needs nothing."
+        "a picture needs matplotlib: pip install matplotlib. A page (step.html) needs nothing."
     )
     assert asked == {}
 

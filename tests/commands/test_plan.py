@@ -208,7 +208,7 @@ def test_a_budget_may_be_a_share(asked):
 def test_a_picture_without_matplotlib_is_one_line_before_the_work(asked, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert fail([QUICKSTART, *DEVICE, "--plot=plan.png"], capsys) == (
-        "a picture needs matplotlib: pip install 'lightning-vram[plots]'."
+        "a picture needs matplotlib: pip install matplotlib."
     )
     assert asked == {}
 

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from lightning_vram import ActivationCheckpointing, AutoVRAM, LeanMixedPrecision, MicroBatching, estimate_memory
 from lightning_vram.core.random_state import sources
+from lightning_vram.demos import ByteGPT
 from lightning_vram.estimation.isolation import isolated
 
 OWNERS = (
@@ -339,3 +340,21 @@ def test_a_process_that_is_connected_finds_its_groups(one_rank):
 @pytest.mark.slow
 def test_sharded_estimates_within_a_connected_process(one_rank):
     assert_no_trace(lambda: estimate(trainer={"strategy": "fsdp_offload"}, devices=4))
+
+
+def test_ctrl_c_is_an_interrupt_and_works_again():
+    """Lightning's Trainer makes an end of the program of it, and ignores others."""
+
+    class Interrupted(ByteGPT):
+        def training_step(self, batch):
+            raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        estimate_memory(Interrupted(num_layers=1, width=32), torch.zeros(2, 33, dtype=torch.int64), device="cpu")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_other_ends_of_the_program_are_none_of_ctrl_c():
+    with pytest.raises(SystemExit, match="3"), isolated():
+        raise SystemExit(3)

@@ -1,6 +1,5 @@
 """Choose the memory optimizations of a run before it starts, and apply them."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -146,8 +145,7 @@ class AutoVRAM(Callback):
         limit = limit_bytes(_BUDGET, self.budget, trainer.strategy.root_device)
         guards = [self._make_guard(trainer)] if can_run_again(trainer) else []
         asked = Asked(self._level, self.budget, guards, plan_folder(trainer) if self.cache else None)
-        shows = trainer.is_global_zero and trainer.progress_bar_callback is not None
-        with ProgressDisplay() if shows else nullcontext() as on_progress:
+        with ProgressDisplay.of(trainer) as on_progress:
             decision = decide_together(
                 trainer,
                 pl_module,

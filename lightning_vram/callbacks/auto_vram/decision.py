@@ -117,9 +117,9 @@ def _plan(trainer: pl.Trainer, run: RunningTrainer, budget_bytes: int, asked: As
     most = f"{most_seconds:.0f} s, the time limit of planning (a tenth of the first epoch, at least 30 s)"
     if found.best is not None:
         message = found_message(MemoryPlan(run.device, budget_bytes, found))
-        message += f"\nIt is the fastest configuration found in {most}." if steps.is_cut else ""
+        message += f"\nIt is the fastest configuration found in {most}." if steps.left_out else ""
         return Decision(message, found=found, budget_bytes=budget_bytes)
-    if steps.is_cut:
+    if steps.left_out:
         return _without_plan(trainer, f"no configuration that fits was found in {most}", budget_bytes, asked, found)
     here = replace(workload, host_bytes=available_host_bytes())
     ways = find_ways(steps, found, here, has_strategies=steps.may_choose_strategy)

@@ -6,6 +6,7 @@ what the device has left. It costs the seconds of that estimate and saves no mem
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -17,7 +18,7 @@ from typing_extensions import override
 
 from lightning_vram.callbacks.hook_points import check_trainer, rank_timeout
 from lightning_vram.callbacks.memory_budget.words import excess_message, first_step_line, fit_line, unknown_line
-from lightning_vram.estimation.estimate import Estimator
+from lightning_vram.estimation.estimate import Estimator, Progress
 from lightning_vram.estimation.fake_trainer import RunCallbacks, check_run_callbacks
 from lightning_vram.estimation.running_trainer.decision import (
     RunningTrainer,
@@ -29,6 +30,7 @@ from lightning_vram.estimation.running_trainer.limit import AUTO, check_limit, l
 from lightning_vram.memory.device.allocator import PeakWatch, has_cache
 from lightning_vram.memory.device.process_limit import ProcessLimit, can_limit
 from lightning_vram.memory.estimate.result import TRAIN
+from lightning_vram.report.estimate.progress import ProgressDisplay
 
 _FIRST_STEP = "first step"
 _LIMIT = "MemoryBudget(limit)"
@@ -115,7 +117,9 @@ class MemoryBudget(Callback):
             self._process_limit = ProcessLimit(device, limit)
         self._bytes_of_others = bytes_of_others(trainer, pl_module)
         timeout = rank_timeout(trainer)
-        verdict = decide_together(trainer, pl_module, limit, timeout, _judge, run_callbacks=self.run_callbacks)
+        with ProgressDisplay.of(trainer) as on_progress:
+            judge = partial(_judge, on_progress)
+            verdict = decide_together(trainer, pl_module, limit, timeout, judge, run_callbacks=self.run_callbacks)
         self._expected = dict(verdict.expected)
         if verdict.fits is False and self.on_excess == "error":
             self._end()
@@ -162,12 +166,14 @@ class MemoryBudget(Callback):
         vars(self).update(self._between_runs())
 
 
-def _judge(read: Callable[[], RunningTrainer], _: int | None) -> _Verdict:
+def _judge(on_progress: Progress, read: Callable[[], RunningTrainer], _: int | None) -> _Verdict:
     try:
         run = read()
+        on_progress("tracing the step", 0.0)
         estimator = Estimator(run.module, run.batch, run.device, run.fit)
         estimate = estimator.estimate()
         if not estimate.fits:
+            on_progress("searching for the largest batch", 0.3)
             largest = estimator.max_batch_size()
             estimate = replace(estimate, max_batch_size=largest.size, batch_size_refusal=largest.refusal)
     except Exception as error:  # a step on tensors without values may fail where the run does not

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from time import monotonic
+from types import TracebackType
+from typing import Any, Self
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -14,6 +16,7 @@ from torch import Tensor
 from lightning_vram.callbacks.hook_points import FitTechnique
 from lightning_vram.callbacks.vram_monitor.failed_place import read_place
 from lightning_vram.callbacks.vram_monitor.last_batches import LastBatches
+from lightning_vram.estimation.estimate import Progress
 from lightning_vram.estimation.running_trainer.decision import describe_device, read_trainer_arguments
 from lightning_vram.estimation.stages import estimate_stages
 from lightning_vram.estimation.traced_fit import STEP, FitRun, trace_fit
@@ -27,14 +30,15 @@ from lightning_vram.memory.estimate.workspaces import workspaces_of
 from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.planner.evaluation_remedies import measure_evaluation
-from lightning_vram.planner.measured import Found
+from lightning_vram.planner.evaluation_remedies import LeanerEvaluation, measure_evaluation
+from lightning_vram.planner.measured import Measured
 from lightning_vram.planner.parts import Exactness
 from lightning_vram.planner.remedies import remedies_for
 from lightning_vram.planner.single_remedies import as_code, measure_singles, results_of
 from lightning_vram.planner.traced_steps import TracedSteps
 from lightning_vram.private_names.torch.trees import tensors_in
 from lightning_vram.report.estimate.figure import save as save_picture
+from lightning_vram.report.estimate.progress import ProgressDisplay
 from lightning_vram.report.out_of_memory import OutOfMemory, Remedy, write_page
 from lightning_vram.report.out_of_memory.page import summary
 
@@ -44,6 +48,7 @@ _REST = "uncategorized"
 _LARGE_SHARE = 0.25  # of what is allocated
 _MOST_REMEDIES = 10
 _MOST_CHARACTERS = 200
+_MOST_SECONDS = 30
 
 
 def explain(
@@ -58,10 +63,13 @@ def explain(
         last: What is known of the batch.
         folder: Where files go; it is made.
     """
-    rank_zero_info("VRAMMonitor: out of memory. Estimating which features would help ...")
+    most = f"for at most {_MOST_SECONDS} s; Ctrl-C skips the rest"
+    rank_zero_info(f"VRAMMonitor: out of memory. Estimating which features would help, {most} ...")
     try:
+        if trainer.progress_bar_callback is not None:  # it ends before another one begins
+            trainer.progress_bar_callback.on_exception(trainer, trainer.lightning_module, error)
         return _explain(trainer, error, source, last, folder)
-    except Exception as failure:
+    except (Exception, KeyboardInterrupt) as failure:
         return f"VRAMMonitor could not write its report: {type(failure).__name__}: {failure}"
 
 
@@ -119,24 +127,27 @@ def _with_remedies(
     reason = _why_not(trainer, last)
     if reason:
         return replace(found, no_remedies=f"{reason}{_say_half(found, last)}"), None
+    limit = _Limit()
     try:
-        if last.stage != "train":
-            # It ran out with this much allocated: of what is free, fragmentation may leave nothing usable.
-            room_bytes = found.request.room_bytes
-            budget_bytes = None if room_bytes is None else min(room_bytes, found.request.allocated_bytes or room_bytes)
-            found = replace(found, budget_bytes=budget_bytes)
-            return replace(found, remedies=_measure_evaluation(trainer, found, last)), None
-        estimate, measured = _measure(trainer, found, last)
-    except Exception as error:  # a step on tensors without values may fail where the run does not
+        with ProgressDisplay.of(trainer) as on_progress:
+            if last.stage != "train":
+                # It ran out with this much allocated: of what is free, fragmentation may leave nothing usable.
+                room_bytes = found.request.room_bytes
+                if room_bytes is not None:
+                    found = replace(found, budget_bytes=min(room_bytes, found.request.allocated_bytes or room_bytes))
+                return _measure_evaluation(trainer, found, last, limit, on_progress), None
+            estimate, measured, cut = _measure(trainer, found, last, limit, on_progress)
+    except (Exception, KeyboardInterrupt) as error:  # a step on tensors without values may fail where the run does not
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        return replace(found, no_remedies=f"{reason:.{_MOST_CHARACTERS}}{_say_half(found, last)}"), None
+        reason = "stopped by Ctrl-C." if isinstance(error, KeyboardInterrupt) else f"{reason:.{_MOST_CHARACTERS}}"
+        return replace(found, no_remedies=f"{reason}{_say_half(found, last)}"), None
     timeline = estimate.timeline
     by_module = found.by_module if last.timeline is not None else dict(timeline.peak_by_module)
     found = replace(found, budget_bytes=_budget_bytes(found, timeline))
     remedies = _ranked(measured, found.budget_bytes)
     by_category = dict(found.by_category)
     by_category[Category.ACTIVATIONS] += by_category.pop(_REST, 0)  # of a training step it is nearly all of the rest
-    found = replace(found, estimated=timeline, by_category=by_category, by_module=by_module, remedies=remedies)
+    found = replace(found, estimated=timeline, by_category=by_category, by_module=by_module, remedies=remedies, cut=cut)
     return _without_foreign(found, timeline), estimate
 
 
@@ -177,21 +188,57 @@ def _say_half(found: OutOfMemory, last: LastBatches) -> str:
     return f" Half the `batch_size` of this data loader would need up to {format_bytes(num_bytes)} less."
 
 
-def _measure(trainer: pl.Trainer, found: OutOfMemory, last: LastBatches) -> tuple[MemoryEstimate, Found]:
-    """Run steps on tensors without memory: as it was, and with parts."""
+class _Limit:
+    """What ends the estimates: the time limit, and Ctrl-C once the baseline is known."""
+
+    def __init__(self) -> None:
+        self._started, self._baseline_seconds, self._is_interrupted = monotonic(), 0.0, False
+
+    def is_late(self) -> bool:
+        """Whether another configuration, which takes as long as the baseline, would be too late. Asked after that."""
+        seconds = monotonic() - self._started
+        self._baseline_seconds = self._baseline_seconds or seconds
+        return seconds + self._baseline_seconds > _MOST_SECONDS
+
+    def note(self, num_left_out: int) -> str:
+        """Say what ended the estimates early; empty if nothing did."""
+        seconds = monotonic() - self._started
+        if self._is_interrupted:
+            return f"Stopped by Ctrl-C after {seconds:.0f} s: other configurations were not tried."
+        s = "" if num_left_out == 1 else "s"
+        cut = f"{num_left_out} configuration{s} {'were' if s else 'was'} not tried."
+        return f"Stopped at the limit of {_MOST_SECONDS} s: {cut}" if num_left_out else ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, place: TracebackType | None
+    ) -> bool:
+        self._is_interrupted = kind is KeyboardInterrupt
+        return self._is_interrupted and self._baseline_seconds > 0
+
+
+def _measure(
+    trainer: pl.Trainer, found: OutOfMemory, last: LastBatches, limit: _Limit, on_progress: Progress
+) -> tuple[MemoryEstimate, list[Measured], str]:
+    """Run steps on tensors without memory: as it was, and with parts; and what of it was left out."""
     module, own = trainer.lightning_module, read_trainer_arguments(trainer)
     spec, card = _make_room(trainer, found)
-    run = FitRun(own, card, num_ranks=trainer.world_size, with_validation=False, with_times=True)
+    run = FitRun(own, card, num_ranks=trainer.world_size, with_validation=False, with_times=True, known=[])
+    on_progress("tracing baseline", 0.0)
     traced = trace_fit(module, last.batch, run)
     stage = estimate_stages(traced, None if card is None else workspaces_of(card))[STEP]
     budget_bytes = _budget_bytes(found, stage.timeline)
-    limit = spec if budget_bytes is None else DeviceSpec("available to this step", budget_bytes)
-    steps = TracedSteps(module, last.batch, run)
+    room = spec if budget_bytes is None else DeviceSpec("available to this step", budget_bytes)
+    steps = TracedSteps(module, last.batch, run, on_progress, is_late=limit.is_late)
     exact, every = (
         remedies_for(own, level, on_card=card is not None, module=module) for level in (Exactness.EXACT, Exactness.ANY)
     )
-    estimate = MemoryEstimate(limit, {TRAIN: stage}, batch_size=steps.batch_size)
-    return estimate, measure_singles(steps, exact, every, budget_bytes)
+    with limit:
+        measure_singles(steps, exact, every, budget_bytes)
+    estimate = MemoryEstimate(room, {TRAIN: stage}, batch_size=steps.batch_size)
+    return estimate, steps.tried, limit.note(len(steps.left_out))
 
 
 def _make_room(trainer: pl.Trainer, found: OutOfMemory) -> tuple[DeviceSpec, DeviceSpec | None]:
@@ -204,13 +251,19 @@ def _make_room(trainer: pl.Trainer, found: OutOfMemory) -> tuple[DeviceSpec, Dev
     return spec, None if device.type == "cpu" else spec
 
 
-def _measure_evaluation(trainer: pl.Trainer, found: OutOfMemory, last: LastBatches) -> tuple[Remedy, ...]:
+def _measure_evaluation(
+    trainer: pl.Trainer, found: OutOfMemory, last: LastBatches, limit: _Limit, on_progress: Progress
+) -> OutOfMemory:
     """Run batches of an evaluation on tensors without memory: what they save is what the run would, too."""
     own = read_trainer_arguments(trainer)
     _, card = _make_room(trainer, found)
     run = FitRun(own, card, num_ranks=trainer.world_size, evaluation=last.stage)
-    is_fit = trainer.state.fn == "fit"
-    plain, *leaner = measure_evaluation(trainer.lightning_module, last.batch, run, keeps_precision=is_fit)
+    how: dict[str, Any] = {"keeps_precision": trainer.state.fn == "fit", "is_late": limit.is_late}
+    measured: list[LeanerEvaluation | None] = []
+    with limit:
+        for one in measure_evaluation(trainer.lightning_module, last.batch, run, on_progress, **how):
+            measured.append(one)  # what an interrupt leaves
+    plain, *leaner = filter(None, measured)
     request, remedies = found.request, []
     # What a training, or the batches before, have left stays. At least what was asked for is missing, as it seems.
     asked_bytes, room_bytes = request.asked_bytes or 0, request.room_bytes
@@ -220,7 +273,8 @@ def _measure_evaluation(trainer: pl.Trainer, found: OutOfMemory, last: LastBatch
         fits = None if room_bytes is None else needed_bytes <= room_bytes and saved_bytes >= asked_bytes
         if saved_bytes > 0:
             remedies.append(Remedy(one.code, needed_bytes, saved_bytes, None, one.results, fits))
-    return tuple(sorted(remedies, key=lambda remedy: not remedy.fits))
+    remedies.sort(key=lambda remedy: not remedy.fits)
+    return replace(found, remedies=tuple(remedies), cut=limit.note(measured.count(None)))
 
 
 def _budget_bytes(found: OutOfMemory, estimated: MemoryTimeline) -> int | None:
@@ -243,12 +297,12 @@ def _is_ours(part: object) -> bool:
     return type(part).__module__.startswith("lightning_vram.")
 
 
-def _ranked(measured: Found, budget_bytes: int | None) -> tuple[Remedy, ...]:
+def _ranked(tried: list[Measured], budget_bytes: int | None) -> tuple[Remedy, ...]:
     """What saves anything: first what fits, as true as possible and fast, then what comes nearest."""
-    plain = measured.plain
+    plain = tried[0]
     ranked: list[tuple[Any, Remedy]] = []
     told = set()
-    for one in sorted(measured.tried, key=lambda one: one.seconds):
+    for one in sorted(tried, key=lambda one: one.seconds):
         saved_bytes = plain.needed_bytes - one.needed_bytes
         if saved_bytes <= 0:
             continue

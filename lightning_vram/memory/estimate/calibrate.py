@@ -29,8 +29,11 @@ _MOST_CONTEXT = 2 * GIB
 _FORMATS = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def calibrate() -> DeviceSpec:
+def calibrate(on_progress: Callable[[str, float], None] = lambda stage, done: None) -> DeviceSpec:
     """Measure the accelerator at hand; call it before the process has multiplied anything.
+
+    Args:
+        on_progress: Called with the current stage as text and the finished share of the work, 0 to 1.
 
     Returns:
         The card with its context, cuBLAS's workspace, the slower way of the bus, the bandwidth of its memory, and the
@@ -41,16 +44,23 @@ def calibrate() -> DeviceSpec:
     """
     spec = describe_this_device()
     device = torch.device(current_kind(), torch.accelerator.current_device_index())
+    on_progress("measuring the workspace of products", 0.0)
     workspace_bytes, is_kept = _measure_workspace(device)
+    on_progress("measuring memory bandwidth", 0.1)
+    memory_bytes_per_s = _measure_memory(device)
+    on_progress("measuring host-device transfers", 0.3)
+    bus_bytes_per_s = measure_bus(device)
+    on_progress("measuring products", 0.5)
     spec = replace(
         spec,
         memory_source="measured",
         workspace_bytes=workspace_bytes,
         is_workspace_kept=is_kept,
-        bandwidth_bytes_per_s=_measure_memory(device),
-        bus_bytes_per_s=measure_bus(device),
+        bandwidth_bytes_per_s=memory_bytes_per_s,
+        bus_bytes_per_s=bus_bytes_per_s,
         flops_per_s={**spec.flops_per_s, **_measure_products(device, spec)},
     )
+    on_progress("measuring the context", 1.0)
     return replace(spec, context_bytes=_measure_context(device))  # last: kernels that are loaded by now count
 
 

@@ -243,7 +243,7 @@ def why_not_installed(library: Library) -> str | None:
     """Say what to install for it; ``None`` where nothing is needed."""
     if library in ("auto", "own") or find_spec(library) is not None:
         return None
-    return f"LowBitOptimizer(library={library!r}) needs {library}: pip install 'lightning-vram[lowbit]'."
+    return f"LowBitOptimizer(library={library!r}) needs {library}: pip install {library}."
 
 
 def form_of(library: Library, form: StateForm, optimizer: Optimizer) -> StateForm:

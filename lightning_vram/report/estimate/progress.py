@@ -1,12 +1,17 @@
 """What a running estimate is doing: a line per stage, on a terminal only."""
 
+import functools
+from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import ParamSpec, Self, TypeVar
 
+import lightning.pytorch as pl
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
+_P = ParamSpec("_P")
+_Result = TypeVar("_Result")
 _WIDTH = 60  # of a stage's name, in characters
 _MAX_STAGES = 8  # the last ones are shown
 
@@ -19,9 +24,10 @@ class ProgressDisplay:
 
     Args:
         console: Where to write; ``None`` is stderr, so that the answer alone goes to stdout.
+        is_shown: ``False`` shows nothing on a terminal either.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, *, is_shown: bool = True) -> None:
         console = console or Console(stderr=True)
         self._progress = Progress(
             SpinnerColumn(finished_text="✓"),
@@ -30,9 +36,14 @@ class ProgressDisplay:
             TimeElapsedColumn(),
             console=console,
             transient=True,
-            disable=not console.is_terminal,
+            disable=not (is_shown and console.is_terminal),
         )
         self._tasks: dict[str, TaskID] = {}
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> Self:
+        """Make one that is shown where the Trainer shows a progress bar, by rank zero."""
+        return cls(is_shown=trainer.is_global_zero and trainer.progress_bar_callback is not None)
 
     def __call__(self, stage: str, done: float) -> None:
         """Show how far a stage is.
@@ -60,3 +71,16 @@ class ProgressDisplay:
     def _finish(self) -> None:
         for task in self._tasks.values():
             self._progress.update(task, completed=1.0)
+
+
+def shows_progress(work: Callable[_P, _Result]) -> Callable[_P, _Result]:
+    """Let a function show on a terminal what it is doing, unless its caller passes an ``on_progress``."""
+
+    @functools.wraps(work)
+    def work_and_show(*args: _P.args, **kwargs: _P.kwargs) -> _Result:
+        if kwargs.get("on_progress") is not None:
+            return work(*args, **kwargs)
+        with ProgressDisplay() as kwargs["on_progress"]:
+            return work(*args, **kwargs)
+
+    return work_and_show

@@ -78,6 +78,7 @@ class OutOfMemory:
         estimated: A step of the run on tensors without memory; ``None`` if there is none.
         remedies: From the best to the last.
         no_remedies: Why there are none, if there are none.
+        cut: What ended the estimates of remedies early; empty if nothing did.
         budget_bytes: That the step may use; ``None``: unknown, 1: none.
     """
 
@@ -94,4 +95,5 @@ class OutOfMemory:
     estimated: MemoryTimeline | None = None
     remedies: tuple[Remedy, ...] = ()
     no_remedies: str = ""
+    cut: str = ""
     budget_bytes: int | None = None

@@ -50,7 +50,7 @@ def summary(found: OutOfMemory) -> str:
     cause = find_cause(found)
     best = next((remedy for remedy in found.remedies if remedy.fits), None)
     helps = f"`{best.code}`" if best is not None and cause.needs_leaner_step else cause.hints[0]
-    return f"{cause.title}. What helps: {helps}."
+    return f"{cause.title}. What helps: {helps}. {found.cut}".rstrip()
 
 
 def _section(title: str, text: str) -> str:
@@ -84,12 +84,13 @@ def _unless_rounding(num_bytes: int) -> int | None:
 def _remedies(found: OutOfMemory, cause: Cause) -> str:
     listed = "\n".join(f"- {hint}" for hint in cause.hints)
     if not found.remedies:
-        reason = f"\n\nThe saving of each feature was not estimated: {found.no_remedies}" if found.no_remedies else ""
-        return f"{listed}{reason}"
+        reason = f"The saving of each feature was not estimated: {found.no_remedies}" if found.no_remedies else ""
+        return "\n\n".join(filter(None, (listed, reason or found.cut)))
     table = _table(*cells(_choices(found), "line to paste"))
     note = "Estimated with steps of this run, and the batch that ran out of memory, on fake tensors."
     if any(remedy.fits for remedy in found.remedies):
         note = f"\\* recommended. {note}"
+    note += f" {found.cut}" if found.cut else ""
     parts = [table, note, f"Or:\n\n{listed}"] if cause.needs_leaner_step else [listed, table, note]
     return "\n\n".join(parts)
 

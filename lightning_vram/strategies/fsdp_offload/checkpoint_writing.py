@@ -28,7 +28,12 @@ from lightning_vram.techniques.sharded_checkpoints import (
 
 
 def write_checkpoint(
-    checkpoint: Mapping[str, Any], location: str, *, sharded: bool, group: dist.ProcessGroup | None
+    checkpoint: Mapping[str, Any],
+    location: str,
+    *,
+    sharded: bool,
+    group: dist.ProcessGroup | None,
+    on_progress: Callable[[float], None] = lambda done: None,
 ) -> None:
     """Write a checkpoint in the place of what has this name. A collective.
 
@@ -37,6 +42,7 @@ def write_checkpoint(
         location: A path, or for a full checkpoint the address of a remote one; the same on every rank.
         sharded: Whether each rank writes its part.
         group: Of all ranks; ``None`` takes the default one. A thread needs one of its own.
+        on_progress: Called with the share of a full local checkpoint that was written.
 
     Raises:
         CheckpointError: If a rank cannot write; the same on every rank. Nothing has changed under this name.
@@ -60,7 +66,8 @@ def write_checkpoint(
             write = partial(write_folder, states, rest, temporary, group)
             on_all_ranks(lambda: naming_full_disk(write, path.parent, num_bytes), failed, group)
         else:
-            on_main(lambda: naming_full_disk(lambda: _write_file(checkpoint, temporary), path.parent, num_bytes))
+            count = partial(_CountedFile, num_bytes, on_progress)
+            on_main(lambda: naming_full_disk(lambda: _write_file(checkpoint, temporary, count), path.parent, num_bytes))
         on_main(lambda: naming_full_disk(lambda: publish(temporary, path), path.parent, num_bytes))
     except BaseException:
         if current_rank() == 0:
@@ -85,9 +92,22 @@ def local_path(location: str) -> Path:
     return Path(location.removeprefix("file://"))
 
 
-def _write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
+def _write_file(checkpoint: Mapping[str, Any], path: Path, count: Callable[[Any], "_CountedFile"]) -> None:
     with path.open("wb") as file:
-        save_values(dict(checkpoint), file)
+        save_values(dict(checkpoint), count(file))
+
+
+class _CountedFile:
+    """A file as ``torch.save`` writes it, which says what share of so many bytes it has."""
+
+    def __init__(self, num_bytes: int, on_progress: Callable[[float], None], file: Any) -> None:
+        self._file, self._num_bytes, self._on_progress = file, num_bytes, on_progress
+        self.flush = file.flush
+
+    def write(self, data: Any) -> int:
+        written = int(self._file.write(data))
+        self._on_progress(min(1.0, self._file.tell() / max(1, self._num_bytes)))
+        return written
 
 
 def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -4,6 +4,8 @@ Lightning's own tool for this leaves the optimizers' states under names that no 
 """
 
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,14 @@ from lightning_vram.strategies.fsdp_offload.checkpoint_writing import write_chec
 from lightning_vram.techniques.sharded_checkpoints import ShardedFolder, is_sharded_folder
 
 
-def consolidate(folder: Path, output: Path, *, weights_only: bool | None = None, verify: bool = True) -> None:
+def consolidate(
+    folder: Path,
+    output: Path,
+    *,
+    weights_only: bool | None = None,
+    verify: bool = True,
+    on_progress: Callable[[str, float], None] = lambda stage, done: None,
+) -> None:
     """Write a sharded checkpoint as a plain file. Needs host memory for all of it, and one process.
 
     Args:
@@ -19,6 +28,8 @@ def consolidate(folder: Path, output: Path, *, weights_only: bool | None = None,
         output: The file to make; a file that is there is replaced, once the new one is complete.
         weights_only: For all that is no tensor: see ``torch.load``.
         verify: Whether to compare the files with their checksums first, if there are any.
+        on_progress: Called with the current stage as text and the finished share of it, 0 to 1. What it raises, such
+            as ``KeyboardInterrupt``, leaves ``output`` unchanged.
 
     Raises:
         FileNotFoundError: If ``folder`` is no sharded checkpoint.
@@ -30,12 +41,13 @@ def consolidate(folder: Path, output: Path, *, weights_only: bool | None = None,
         raise FileNotFoundError(f"{folder} is not a sharded checkpoint: a folder with .metadata and meta.pt.")
     if output.is_dir():
         raise IsADirectoryError(f"{output} is a folder: name a file to write.")
+    on_progress("verifying checksums" if verify else "reading", 0.0)
     source = ShardedFolder(folder, weights_only=weights_only, verify=verify)
-    checkpoint = {**source.read_states(), **source.read_rest()}
+    checkpoint = {**source.read_states(partial(on_progress, "reading")), **source.read_rest()}
     roots = sorted((key for key in checkpoint if re.fullmatch(r"optimizer_\d+", key)), key=lambda key: int(key[10:]))
     optimizer_states = [_numbered(checkpoint.pop(root)) for root in roots]
     whole = {**checkpoint, "optimizer_states": optimizer_states} if roots else checkpoint
-    write_checkpoint(whole, str(output), sharded=False, group=None)
+    write_checkpoint(whole, str(output), sharded=False, group=None, on_progress=partial(on_progress, "writing"))
 
 
 def _numbered(state: dict[str, Any]) -> dict[str, Any]:

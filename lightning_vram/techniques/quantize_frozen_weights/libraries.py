@@ -66,7 +66,7 @@ def why_not_installed(library: Library) -> str | None:
     """Say what to install for it; ``None`` where nothing is needed."""
     if library != "bitsandbytes" or find_spec(library) is not None:
         return None
-    return "QuantizeFrozenWeights(library='bitsandbytes') needs bitsandbytes: pip install 'lightning-vram[lowbit]'."
+    return "QuantizeFrozenWeights(library='bitsandbytes') needs bitsandbytes: pip install bitsandbytes."
 
 
 @lru_cache

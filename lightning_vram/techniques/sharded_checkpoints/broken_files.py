@@ -22,8 +22,8 @@ class ForbiddenClassError(pickle.UnpicklingError):
     """A file holds more than ``weights_only=True`` reads."""
 
 
-# a class that is not there, and the disk, say it themselves
-_CLEAR = (AttributeError, CheckpointError, ForbiddenClassError, ImportError, MemoryError, OSError)
+# a class that is not there, and the disk, say it themselves; Ctrl-C is no damage
+_CLEAR = (AttributeError, CheckpointError, ForbiddenClassError, ImportError, KeyboardInterrupt, MemoryError, OSError)
 
 
 def read_values(path: Path, *, weights_only: bool | None) -> Any:

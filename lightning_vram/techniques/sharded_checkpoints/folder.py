@@ -27,6 +27,7 @@ from lightning_vram.techniques.sharded_checkpoints.parameter_names import (
     names_in_optimizer,
     parameters_by_name,
 )
+from lightning_vram.techniques.sharded_checkpoints.state_trees import count_bytes
 
 REST_FILE = "meta.pt"
 MODULE_STATES = ("state_dict", "current_model_state")
@@ -85,8 +86,11 @@ class ShardedFolder:
         )
         return rest
 
-    def read_states(self) -> dict[str, Any]:
+    def read_states(self, on_progress: Callable[[float], None] = lambda done: None) -> dict[str, Any]:
         """Read all states of modules and optimizers as whole tensors, without a module. For one process.
+
+        Args:
+            on_progress: Called with the share of their bytes that was read.
 
         Returns:
             ``state_dict``, and ``optimizer_0``, ... with names of parameters for numbers.
@@ -95,7 +99,7 @@ class ShardedFolder:
             CheckpointError: If it cannot be read.
             pickle.UnpicklingError: If it holds what ``weights_only`` does not allow.
         """
-        return self._load({key: self._make_target(key) for key in self._paths})
+        return self._load({key: self._make_target(key) for key in self._paths}, on_progress)
 
     def load_module(self, module: nn.Module, *, strict: bool, key: str = "state_dict") -> None:
         """Load a module's parameters and buffers in place.
@@ -205,9 +209,10 @@ class ShardedFolder:
                 return torch.empty_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
         return self._make_target(key)
 
-    def _load(self, flat: dict[str, Any]) -> dict[str, Any]:
+    def _load(self, flat: dict[str, Any], on_progress: Callable[[float], None] = lambda done: None) -> dict[str, Any]:
         """Read into the tensors of a flat state; returns it nested."""
-        self._read(lambda: read_entries(self._folder, self._metadata, flat, weights_only=self._weights_only))
+        planner = _Planner(count_bytes(flat), on_progress, weights_only=self._weights_only)
+        self._read(lambda: read_entries(self._folder, self._metadata, flat, planner))
         nested: dict[Any, Any] = {}
         for key, value in flat.items():
             inner, (*path, last) = nested, self._paths[key]
@@ -261,14 +266,14 @@ def read_index(folder: Path) -> Metadata:
     return explained(read, METADATA_FILE)
 
 
-def read_entries(folder: Path, index: Metadata, entries: dict[str, Any], *, weights_only: bool | None) -> None:
+def read_entries(folder: Path, index: Metadata, entries: dict[str, Any], planner: DefaultLoadPlanner) -> None:
     """Read entries of a folder, in place. A collective.
 
     Args:
         folder: It.
         index: Its.
         entries: By key, each with the tensor to read into; ``None`` for what is no tensor, whose place it takes.
-        weights_only: For what is no tensor: see ``torch.load``.
+        planner: Puts them there.
 
     Raises:
         CheckpointError: If one is damaged; on every rank, as all other errors.
@@ -279,7 +284,7 @@ def read_entries(folder: Path, index: Metadata, entries: dict[str, Any], *, weig
             lambda: load(
                 entries,
                 storage_reader=_Reader(folder, index),
-                planner=_Planner(weights_only=weights_only),
+                planner=planner,
             ),
             "one of its files",
         )
@@ -298,9 +303,15 @@ class _Reader(FileSystemReader):
 class _Planner(DefaultLoadPlanner):
     """For a state that is flat already."""
 
-    def __init__(self, *, weights_only: bool | None) -> None:
+    def __init__(self, num_bytes: int, on_progress: Callable[[float], None], *, weights_only: bool | None) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._num_bytes, self._read_bytes, self._on_progress = num_bytes, 0, on_progress
         self._weights_only = weights_only
+
+    @override
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        self._read_bytes += tensor.nbytes
+        self._on_progress(self._read_bytes / max(1, self._num_bytes))
 
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

@@ -105,7 +105,7 @@ def test_other_libraries_are_refused(arguments, message):
 
 def test_a_library_that_is_missing_is_named(monkeypatch, make_trainer):
     monkeypatch.setattr(libraries, "find_spec", lambda name: None)
-    message = "LowBitOptimizer(library='torchao') needs torchao: pip install 'lightning-vram[lowbit]'."
+    message = "LowBitOptimizer(library='torchao') needs torchao: pip install torchao."
     with pytest.raises(ModuleNotFoundError, match=f"^{re.escape(message)}$"):
         make_trainer(callbacks=[LowBitOptimizer(library="torchao")]).fit(Layers(num_batches=1))
 

@@ -12,7 +12,9 @@ from support.helpers import BATCH_SIZE, ForkingOffload, LitTiny, TinyCNN, TinyGP
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from lightning_vram import ActivationCheckpointing, EmptyCache, LeanMixedPrecision, MemoryBudget, estimate_memory
+from lightning_vram.callbacks.memory_budget import callback
 from lightning_vram.estimation.estimate import Estimator
+from lightning_vram.report.estimate import ProgressDisplay
 
 pytestmark = pytest.mark.filterwarnings("ignore:MemoryBudget. the run does not fit")
 
@@ -313,3 +315,20 @@ class Batches:
 
     def __len__(self):
         return len(self.batches)
+
+
+@pytest.mark.parametrize("shows", [True, False])
+def test_progress_is_shown_where_the_trainer_shows_some(make_trainer, monkeypatch, shows):
+    seen = []
+
+    class Display(ProgressDisplay):
+        def __init__(self, *, is_shown):
+            super().__init__(is_shown=is_shown)
+            seen.append(is_shown)
+
+        def __call__(self, stage, done):
+            seen.append(stage)
+
+    monkeypatch.setattr(callback, "ProgressDisplay", Display)
+    make_trainer(callbacks=[MemoryBudget(1)], max_steps=1, enable_progress_bar=shows).fit(LitTiny(TinyCNN()))
+    assert seen == [shows, "tracing the step", "searching for the largest batch"]

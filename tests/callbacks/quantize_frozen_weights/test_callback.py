@@ -469,7 +469,7 @@ def test_bad_arguments_are_refused(arguments, kind, message):
 
 def test_a_library_that_is_missing_is_named(monkeypatch, make_trainer):
     monkeypatch.setattr(libraries, "find_spec", lambda name: None)
-    message = "QuantizeFrozenWeights(library='bitsandbytes') needs bitsandbytes: pip install 'lightning-vram[lowbit]'."
+    message = "QuantizeFrozenWeights(library='bitsandbytes') needs bitsandbytes: pip install bitsandbytes."
     with pytest.raises(ModuleNotFoundError, match=f"^{re.escape(message)}$"):
         make_trainer(callbacks=[QuantizeFrozenWeights(library="bitsandbytes")]).fit(LitLoRA())
 

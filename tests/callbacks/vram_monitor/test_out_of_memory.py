@@ -1,7 +1,9 @@
 """Memory that runs out is explained: causes are told apart, and remedies save what is said."""
 
 import re
+import signal
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -20,6 +22,7 @@ from lightning_vram.callbacks.vram_monitor.last_batches import LastBatches
 from lightning_vram.demos import ByteGPT
 from lightning_vram.memory.units import MIB, format_bytes
 from lightning_vram.private_names.torch.dispatch import FakeTensor
+from lightning_vram.report.estimate import ProgressDisplay
 from lightning_vram.report.estimate.words import limit_line
 
 
@@ -320,3 +323,78 @@ def test_the_picture_says_what_its_line_is(make_trainer, tmp_path, monkeypatch):
     assert limit_line(estimate) == f"available to this step {available}"
     assert path == tmp_path / "out_of_memory.png"
     assert "![A step of this run on fake tensors](out_of_memory.png)\n\nAvailable to this step: the memory that" in page
+
+
+NOT_TRIED = re.compile(r"Stopped at the limit of 30 s: (\d+) configurations were not tried\.")
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Configurations that were traced."""
+    stages = []
+
+    class Display(ProgressDisplay):
+        def __init__(self, *, is_shown):
+            assert not is_shown  # the Trainer shows no progress bar
+
+        def __enter__(self):
+            return lambda stage, done: stages.append(stage)
+
+        def __exit__(self, *_):
+            stages.append("end")
+
+    monkeypatch.setattr(out_of_memory, "ProgressDisplay", Display)
+    return stages
+
+
+@pytest.mark.parametrize(("tick", "num_traced"), [(6, 5), (40, 1)], ids=["some", "a slow baseline"])
+def test_after_30_seconds_nothing_more_is_tried(tick, num_traced, make_trainer, tmp_path, monkeypatch, traced):
+    """Each look at the clock takes so long, and so does a step."""
+    monkeypatch.setattr(out_of_memory, "monotonic", count(0, tick).__next__)
+    note, page = explain(make_trainer, tmp_path, Lit("layer"))
+    assert NOT_TRIED.findall(note) == NOT_TRIED.findall(page)
+    (num_left_out,) = NOT_TRIED.findall(page)
+    assert int(num_left_out) >= 8
+    assert len(set(traced) - {"end"}) == num_traced
+    assert traced[0] == "tracing baseline"
+    assert traced[-1] == "end"
+
+
+class LitInterrupted(LitGPT):
+    """Somebody presses Ctrl-C in a step on tensors without memory."""
+
+    num_left = 0
+
+    def training_step(self, batch):
+        if isinstance(batch, FakeTensor):
+            type(self).num_left -= 1  # of all copies
+            if self.num_left < 0:
+                raise KeyboardInterrupt
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "words"),
+    [
+        (0, "The saving of each feature was not estimated: stopped by Ctrl-C."),
+        (6, "other configurations were not tried."),  # two steps of each
+    ],
+    ids=["baseline", "the fourth"],
+)
+def test_ctrl_c_ends_the_advice_and_hides_nothing(num_steps, words, make_trainer, tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    module = LitInterrupted(num_layers=2, width=64, sequence_length=128)
+    LitInterrupted.num_left = num_steps
+    _, page = explain(make_trainer, tmp_path, module, limit_val_batches=0)  # raises that memory has run out
+    assert words in page
+    assert ("| `callbacks=[ActivationCheckpointing()]` |" in page) == (num_steps > 0)
+    assert signal.getsignal(signal.SIGINT) is before  # Lightning ignores it once it has seen one
+    assert "## What held the memory" in page
+
+
+def test_ctrl_c_while_the_page_is_written_hides_nothing(make_trainer, tmp_path, monkeypatch):
+    monkeypatch.setattr(out_of_memory, "_facts", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    trainer = make_trainer(callbacks=[VRAMMonitor()], default_root_dir=tmp_path)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.fit(Lit("step"))
+    assert caught.value.__notes__[-1] == "VRAMMonitor could not write its report: KeyboardInterrupt: "

@@ -2,6 +2,7 @@
 
 import re
 import types
+from itertools import count
 
 import lightning.pytorch as pl
 import pytest
@@ -216,9 +217,30 @@ def test_remedies_that_are_alike_are_told_once():
         return types.SimpleNamespace(scheme=Scheme(parts), needed_bytes=needed_bytes, seconds=seconds)
 
     plain = measured(None, 3 * GIB)
-    tried = (plain, measured("5494KiB", GIB, 1.5), measured("5493KiB", GIB, 1.25), measured("1MiB", GIB // 2, 2.0))
-    remedies = _ranked(types.SimpleNamespace(plain=plain, tried=tried), 2 * GIB)
+    tried = [plain, measured("5494KiB", GIB, 1.5), measured("5493KiB", GIB, 1.25), measured("1MiB", GIB // 2, 2.0)]
+    remedies = _ranked(tried, 2 * GIB)
     assert [remedy.code for remedy in remedies] == [
         "callbacks=[ActivationCheckpointing(budget='5493KiB')]",
         "callbacks=[ActivationCheckpointing(budget='1MiB')]",
     ]
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_after_30_seconds_no_other_evaluation_is_tried(stage, explain, monkeypatch):
+    monkeypatch.setattr(out_of_memory, "monotonic", count(0, 20).__next__)  # the batch as it is takes 20 s
+    page = explain(stage, LitWide())
+    assert "Stopped at the limit of 30 s: 2 configurations were not tried." in page
+    assert "batch_size=1024" not in page
+
+
+@pytest.mark.parametrize("num_rows", [2048, 1024], ids=["the baseline", "the half"])
+def test_ctrl_c_ends_the_advice_for_an_evaluation(num_rows, explain):
+    class Interrupted(LitWide):
+        def validation_step(self, batch, batch_idx):
+            if isinstance(batch, FakeTensor) and len(batch) == num_rows:
+                raise KeyboardInterrupt
+            super().validation_step(batch, batch_idx)
+
+    page = explain("validate", Interrupted())
+    assert ("not estimated: stopped by Ctrl-C. Half the `batch_size`" in page) == (num_rows == 2048)
+    assert ("Stopped by Ctrl-C after 0 s: other configurations were not tried." in page) == (num_rows == 1024)

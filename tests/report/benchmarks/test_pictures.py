@@ -134,4 +134,4 @@ def test_without_matplotlib_there_is_one_error_where_there_is_something_to_draw(
     something = read_results(write(tmp_path / "b.json", SPEED))
     with pytest.raises(ModuleNotFoundError) as caught:
         save_pictures([nothing, something], tmp_path)
-    assert str(caught.value) == "a picture needs matplotlib: pip install 'lightning-vram[plots]'."
+    assert str(caught.value) == "a picture needs matplotlib: pip install matplotlib."

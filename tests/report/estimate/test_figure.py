@@ -138,7 +138,7 @@ def test_without_matplotlib_there_is_one_line_and_the_page(monkeypatch, tmp_path
     with pytest.raises(ModuleNotFoundError) as caught:
         estimate.plot(tmp_path / "step.png")
     assert str(caught.value) == (
-        "a picture needs matplotlib: pip install 'lightning-vram[plots]'. A page (step.html) needs nothing."
+        "a picture needs matplotlib: pip install matplotlib. A page (step.html) needs nothing."
     )
     estimate.plot(tmp_path / "step.html")
     assert (tmp_path / "step.html").exists()

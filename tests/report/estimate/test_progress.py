@@ -2,8 +2,12 @@
 
 import io
 
+import pytest
+import torch
 from rich.console import Console
 
+from lightning_vram import estimate_memory, plan_memory
+from lightning_vram.demos import ByteGPT
 from lightning_vram.report.estimate.progress import ProgressDisplay
 
 
@@ -45,3 +49,16 @@ def test_long_names_and_many_stages_leave_room():
     assert "x…" in frames[-1]
     assert "━" in frames[-1]
     assert "0:00:00" in frames[-1]
+
+
+@pytest.mark.parametrize("work", [estimate_memory, plan_memory])
+def test_python_calls_show_what_they_do_unless_the_caller_listens(work, monkeypatch):
+    seen, heard = [], []
+    monkeypatch.setattr(ProgressDisplay, "__call__", lambda self, stage, done: seen.append(stage))
+    gpt, tokens = ByteGPT(num_layers=1, width=16, sequence_length=16), torch.zeros(2, 17, dtype=torch.int64)
+    work(gpt, tokens, device="cpu")
+    assert seen
+    num_seen = len(seen)
+    work(gpt, tokens, device="cpu", on_progress=lambda stage, done: heard.append(stage))
+    assert heard == seen
+    assert len(seen) == num_seen

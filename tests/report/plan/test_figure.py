@@ -142,7 +142,7 @@ def test_bad_paths(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError) as caught:
         plan_of().plot(tmp_path / "plan.png")
-    message = "a picture needs matplotlib: pip install 'lightning-vram[plots]'. A page (plan.html) needs nothing."
+    message = "a picture needs matplotlib: pip install matplotlib. A page (plan.html) needs nothing."
     assert str(caught.value) == message
     plan_of().plot(tmp_path / "plan.html")
     assert (tmp_path / "plan.html").exists()

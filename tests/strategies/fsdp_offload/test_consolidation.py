@@ -52,6 +52,29 @@ def test_one_file_is_made_of_a_folder_for_a_plain_module(tmp_path: Path):
     assert train(net, optimizers[0], 2, first=2) == pytest.approx(torch.load(tmp_path / "loss.pt"), abs=1e-6)
 
 
+@pytest.mark.parametrize("last", ["verifying checksums", "reading", "writing"])
+def test_progress_is_told_and_ctrl_c_leaves_the_file_that_was_there(tmp_path: Path, last: str):
+    def on_progress(stage: str, done: float) -> None:
+        told.append((stage, done))
+        if stage == last:
+            raise KeyboardInterrupt
+
+    run_ranks(1, write_for_one, tmp_path)
+    output, told = tmp_path / "plain.ckpt", []
+    output.write_text("before")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(KeyboardInterrupt):
+        consolidate(tmp_path / "f", output, on_progress=on_progress)
+    assert output.read_text() == "before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    last = "nothing"
+    consolidate(tmp_path / "f", output, on_progress=on_progress)
+    assert list(dict.fromkeys(stage for stage, _ in told)) == ["verifying checksums", "reading", "writing"]
+    assert told[-1] == ("writing", 1.0)
+    assert ("reading", 1.0) in told
+    assert "state_dict" in torch.load(output)
+
+
 def test_what_is_no_folder_is_not_consolidated(tmp_path: Path):
     with pytest.raises(FileNotFoundError) as caught:
         consolidate(tmp_path, tmp_path / "out")

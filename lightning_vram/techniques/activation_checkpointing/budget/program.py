@@ -5,8 +5,13 @@ are kept; and for each call what is kept up to its end. Bytes and costs are scal
 absolute (1e-6): they come to some bytes of a whole card.
 """
 
+import ctypes
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from tempfile import TemporaryFile
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +25,8 @@ _MANY_COLUMNS = 2000  # from here on the best plan is not proven to the last
 _GAP = 1e-3
 _MOST_NODES = 200  # not seconds: all ranks, and all runs, are to get the same plan
 _MOST_SECONDS = 60  # a last resort: the hardest that was tried, 200 layers of 64 different operators, takes 5
+_DEBUG_LINE = b"HighsMipSolverData::"
+_STDOUT, _STDOUT_LOCK = 1, Lock()  # a process has one
 
 
 _Row = dict[int, float]  # number by column
@@ -208,7 +215,9 @@ class KeepProgram:
         gap = _GAP if is_large else 0.0  # presolve fills the matrix: in thousands of columns that takes too long
         options = {"node_limit": _MOST_NODES, "time_limit": _MOST_SECONDS, "mip_rel_gap": gap, "presolve": not is_large}
         bounds = optimize.Bounds(0, self._most)
-        return optimize.milp(weights, integrality=integrality, bounds=bounds, constraints=constraints, options=options)
+        how = {"integrality": integrality, "bounds": bounds, "constraints": constraints, "options": options}
+        with _without_debug_lines():
+            return optimize.milp(weights, **how)
 
     def _round(self, solution: NDArray[np.float64]) -> NDArray[np.float64]:
         rounded = np.round(solution)
@@ -222,6 +231,28 @@ class KeepProgram:
             else frozenset(ordinal for g in groups for ordinal in g.ordinals[: int(choices[g.first_column])])
             for column, _, groups in self._columns_of_layers()
         ]
+
+
+@contextmanager
+def _without_debug_lines() -> Iterator[None]:
+    """Drop lines that HiGHS prints where it repairs a solution. What other threads print appears afterwards.
+
+    HiGHS 1.12, of scipy 1.17, prints them whatever its options: https://github.com/ERGO-Code/HiGHS/issues/2783.
+    """
+    flush = ctypes.CDLL(None).fflush  # HiGHS prints into the buffer of the C library
+    with _STDOUT_LOCK, TemporaryFile() as printed:
+        flush(None)
+        stdout = os.dup(_STDOUT)
+        os.dup2(printed.fileno(), _STDOUT)
+        try:
+            yield
+        finally:
+            flush(None)
+            os.dup2(stdout, _STDOUT)
+            os.close(stdout)
+            printed.seek(0)
+            with open(_STDOUT, "wb", closefd=False) as file:
+                file.writelines(line for line in printed if not line.startswith(_DEBUG_LINE))
 
 
 def _negative(row: _Row) -> _Row:

@@ -1,5 +1,7 @@
 """Plans are compared with all plans there are; the memory of a plan is played through call by call."""
 
+import ctypes
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,6 +9,7 @@ from itertools import chain, combinations, product
 
 import pytest
 
+from lightning_vram.techniques.activation_checkpointing.budget import program
 from lightning_vram.techniques.activation_checkpointing.budget.plan import (
     CallProfile,
     CheckpointPlan,
@@ -448,3 +451,34 @@ def test_offloading_reaches_budgets_that_recomputation_does_not() -> None:
     with pytest.raises(BudgetError):
         solve(profile, minimum_bytes - 4 * MIB)
     assert solve(profile, minimum_bytes - 4 * MIB, 1000 * MIB).peak_bytes <= minimum_bytes - 4 * MIB
+
+
+def draw_layer(rng: random.Random, position: int, num_operators: int) -> LayerProfile:
+    operators = tuple(
+        OperatorProfile(f"aten.op{i}", rng.randint(0, 10**6), rng.random() < 0.6, rng.random() * 1000)
+        for i in range(num_operators)
+    )
+    saved_bytes = sum(o.num_bytes for o in operators if o.is_saved) + rng.randint(0, 10**6)
+    cost = sum(o.cost for o in operators)
+    return layer(f"l{position}", CallProfile(position, position * 10**5, saved_bytes, cost, operators))
+
+
+@pytest.mark.parametrize(
+    ("seed", "num_layers", "num_operators", "share"), [(97, 4, 10, 0.4), (161, 12, 5, 0.4), (380, 4, 10, 0.6)]
+)
+def test_nothing_is_printed(seed: int, num_layers: int, num_operators: int, share: float, capfd) -> None:
+    """HiGHS 1.12 prints a line in one of 300 programs: in these."""
+    rng = random.Random(seed)
+    assert rng.choice([4, 8, 12]) == num_layers
+    assert rng.choice([5, 10]) == num_operators
+    profile = step([draw_layer(rng, i, num_operators) for i in range(num_layers)], num_layers * 10**5)
+    solve(profile, int(share * peak_of(profile, None)))
+    ctypes.CDLL(None).fflush(None)
+    assert capfd.readouterr().out == ""
+
+
+def test_what_others_print_in_the_meantime_is_kept(capfd) -> None:
+    with program._without_debug_lines():
+        os.write(1, b"one\nHighsMipSolverData::run();\ntwo\n")
+        assert capfd.readouterr().out == ""
+    assert capfd.readouterr().out == "one\ntwo\n"
