@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from rich.console import Console, RenderableType
 
 from lightning_vram.commands.files import FILE_COMMANDS
-from lightning_vram.commands.one_line import condense_error
 from lightning_vram.commands.options import (
     COMMANDS,
     ESTIMATE,
@@ -79,7 +78,7 @@ def _run_on_files(command: str, *args: str) -> None:
     except (OSError, ValueError, ModuleNotFoundError, pickle.UnpicklingError) as error:
         if is_debugging():
             raise
-        fail(condense_error(describe(error)))
+        fail(describe(error))
 
 
 def _refuse(command: str) -> None:

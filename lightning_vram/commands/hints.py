@@ -1,28 +1,94 @@
-"""What a wrong configuration was probably meant to say: names that are spelled alike, options that exist."""
+"""Condense the messages of configuration parsers, which list all they tried, to the line that matters, with a hint.
+
+Hints are names that are spelled alike, and the options that exist.
+"""
 
 import ast
 import importlib
 import inspect
 import re
+from dataclasses import dataclass, field
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_vram
-from lightning_vram.commands.one_line import condense_error
 from lightning_vram.commands.options import ESTIMATE, FIT_OPTIONS, PLAN, options_of
 from lightning_vram.commands.program import did_you_mean
 
+_KEY = re.compile(r'Parser key "(?P<key>[^"]+)":\s*(?P<rest>.*)')
+_CLASS = re.compile(r"Problem with given class_path '(?P<path>[^']+)':\s*(?P<rest>.*)")
+_TYPE = re.compile(r"(?:a )?<class '(?:\w+\.)*(\w+)'>")
+# What jsonargparse writes around the reason: the alternatives of a type that did not fit either.
+_NOISE = re.compile(
+    r"(Does not validate against any of the Union subtypes|Subtypes:|Errors:|Given value type:|Not a valid subclass of|"
+    r"Subclass types expect one of:|a class path \(str\)|a dict with(out)? |Expected a <class 'NoneType'>|"
+    r"Expected a path but .* not accessible|in \"<unicode string>\")"
+)
+_PATH_WANTED = "Expected a dot import path string: "  # also of types whose classes have no such name
+_VALUE = "Given value: "
+_MAX_VALUE = 80
+_MAX_LINE = 1000
 _REQUIRED = re.compile(r"the following arguments are required: (?:\w+\.)?(?P<name>\w+)$")
 _UNKNOWN_ARGUMENT = re.compile(r"unrecognized arguments: (?P<name>[^\s=]+)")
 _UNKNOWN_KEY = re.compile(r"Subcommand '\w+' does not accept option '(?P<name>[\w.]+)'")
 _NO_ATTRIBUTE = re.compile(r"[\w.]+: module '(?P<module>[\w.]+)' has no attribute '(?P<name>\w+)'")
 _NO_PATH = re.compile(r"Expected a dot import path string: (?P<name>\w+)")
-_NO_OPTION = re.compile(r"(?P<module>[\w.]+)\.(?P<kind>\w+): Option '(?P<name>\w+)' is not accepted")
+_NO_OPTION = re.compile(r"(?P<module>[\w.]+)\.(?P<kind>\w+): Option '(?P<name>\w+)' is not accepted.*")
 _NO_STRATEGY = re.compile(r"You selected an invalid strategy name: `strategy='(?P<name>[^']+)'`")
-_CHOICES = re.compile(r"(?:Expected int; )?(?:Expected a typing\.Literal\[[^]]*\](?:; )?)+")
+_CHOICES = re.compile(r"(?:Expected int; )?(?:Expected a typing\.Literal\[[^]]*\](?:; )?)+, got (?P<value>.*)$")
 _LITERAL = re.compile(r"Literal(\[[^]]*\])")
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+@dataclass
+class _Reason:
+    keys: list[tuple[int, str]] = field(default_factory=list)  # with their indents
+    texts: list[str] = field(default_factory=list)
+    value: str = ""
+    no_path: str = ""
+
+    def take(self, line: str, indent: int) -> bool:
+        """Read one line; ``False`` once the innermost value has been told: what follows are outer alternatives."""
+        found = _KEY.match(line) or _CLASS.match(line)
+        if found:
+            if self.texts:
+                return False
+            place, rest = found.groups()
+            self.keys = [*(key for key in self.keys if key[0] < indent), (indent, place)]
+            return self.take(rest, indent) if rest else True
+        if line.startswith(_VALUE):
+            if self.texts and not line.startswith((f"{_VALUE}[", f"{_VALUE}Namespace", f"{_VALUE}NestedArg")):
+                self.value = line.removeprefix(_VALUE)[:_MAX_VALUE]
+            return not self.texts
+        if line.startswith(_PATH_WANTED):
+            self.no_path = line
+            return True
+        if line and not _NOISE.match(line) and line not in self.texts:
+            self.texts.append(line)
+        return True
+
+
+def condense_error(message: str) -> str:
+    r"""Write where, what is wrong and the value, in one line.
+
+    Args:
+        message: Message of jsonargparse, OmegaConf or any other, of any number of lines.
+
+    Example:
+        >>> condense_error('Parser key "trainer.max_steps":\n  Expected a <class \'int\'>. Got value: abc')
+        'trainer.max_steps: Expected int. Got value: abc'
+    """
+    reason = _Reason()
+    for line in message.splitlines():
+        if not reason.take(line.strip().removeprefix("- "), len(line) - len(line.lstrip())):
+            break
+    texts = reason.texts or [reason.no_path or " ".join(message.split())]
+    text = ": ".join([*(key for _, key in reason.keys), "; ".join(texts)])
+    if reason.value and reason.value not in text:
+        text = f"{text}, got {reason.value}"
+    text = _TYPE.sub(r"\1", text)
+    return text if len(text) <= _MAX_LINE else text[: _MAX_LINE - 3] + "..."
 
 
 def explain(message: str) -> str:
@@ -78,8 +144,8 @@ def _unknown_option(found: re.Match[str]) -> str:
     kind, name = getattr(importlib.import_module(found["module"]), found["kind"], None), found["name"]
     options: dict[str, None] = {}
     for base in inspect.getmro(kind) if inspect.isclass(kind) else ():
-        parameters = inspect.signature(base.__init__).parameters.values()
-        options |= {one.name: None for one in parameters if one.name != "self" and one.kind not in _VARIADIC}
+        parameters = inspect.signature(base).parameters.values()
+        options |= {one.name: None for one in parameters if one.kind not in _VARIADIC}
         if not any(one.kind is one.VAR_KEYWORD for one in parameters):
             break
     listed = f" Its options: {', '.join(options)}." if options else " It has no options."
@@ -88,4 +154,5 @@ def _unknown_option(found: re.Match[str]) -> str:
 
 def _unknown_choice(found: re.Match[str]) -> str:
     known = [str(choice) for text in _LITERAL.findall(found[0]) for choice in ast.literal_eval(text)]
-    return f"must be one of {', '.join(dict.fromkeys(known))}"
+    listed = ", ".join(dict.fromkeys(known))
+    return f"must be one of {listed}, got {found['value']}.{did_you_mean(found['value'], known)}"

@@ -9,7 +9,7 @@ from typing import NoReturn
 PROGRAM = "lightning-vram"
 DEBUG_VARIABLE = "LIGHTNING_VRAM_DEBUG"
 DOES_NOT_FIT, WRONG_USAGE, INTERRUPTED = 1, 2, 130  # exit codes; the last one is what shells use
-_SIMILARITY = 0.6
+_SIMILARITY = 0.7
 
 
 def fail(message: str, exit_code: int = WRONG_USAGE) -> NoReturn:
@@ -24,10 +24,10 @@ def is_debugging() -> bool:
 
 
 def describe(error: Exception) -> str:
-    """Write what an error says, without the number that the system has for it."""
+    """Write what an error says in one line, without the number that the system has for it."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
-    return str(error)
+    return " ".join(str(error).split())
 
 
 def did_you_mean(word: str, known: Iterable[str], write: Callable[[str], str] = str) -> str:

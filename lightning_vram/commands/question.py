@@ -17,6 +17,7 @@ from rich.console import RenderableType
 from typing_extensions import override
 
 from lightning_vram.commands.batch import make_batch
+from lightning_vram.commands.mistakes import says_all
 from lightning_vram.commands.offline import NoDownloads
 from lightning_vram.commands.options import options_of
 from lightning_vram.commands.parser import PARSER_MODE, CommandParser
@@ -133,19 +134,27 @@ class QuestionCLI(QuietlySeeded):
             )
         self.is_running = True
         arguments: dict[str, Any] = self.trainer  # type: ignore[assignment]
-        with ProgressDisplay() as on_progress:
-            self._question.ask(
-                self.config,
-                self.model,
-                self._batch,
-                datamodule=self.datamodule if self._batch is None else None,
-                device=self._device,
-                trainer=arguments,
-                devices=self.config.devices or _count(arguments["devices"]),
-                num_nodes=self.config.num_nodes or arguments["num_nodes"],
-                run_callbacks=self.config.run_callbacks,
-                on_progress=on_progress,
-            )
+        try:
+            with ProgressDisplay() as on_progress:
+                self._question.ask(
+                    self.config,
+                    self.model,
+                    self._batch,
+                    datamodule=self.datamodule if self._batch is None else None,
+                    device=self._device,
+                    trainer=arguments,
+                    devices=self.config.devices or _count(arguments["devices"]),
+                    num_nodes=self.config.num_nodes or arguments["num_nodes"],
+                    run_callbacks=self.config.run_callbacks,
+                    on_progress=on_progress,
+                )
+        except Exception as error:
+            if self._batch is None or says_all(error):
+                raise
+            raise MisconfigurationException(
+                f"the step fails on the batch of --batch.shape: {error} Check --batch.shape, --batch.dtype and "
+                "--batch.high: token ids need --batch.dtype int64 and --batch.high with the size of the vocabulary."
+            ) from error
 
     def _make_optimizers_late(self) -> None:
         """Let the optimizer of a configuration be that of whichever copy of the module is asked for it."""

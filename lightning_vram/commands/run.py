@@ -1,32 +1,21 @@
 """Commands that make the classes of a configuration: ``fit`` and its like, ``estimate``, ``plan``."""
 
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
-from pickle import UnpicklingError
 
-import lightning
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import RenderableType
 
-import lightning_vram.public_names
 from lightning_vram.commands.estimate import EstimateQuestion
-from lightning_vram.commands.hints import explain
+from lightning_vram.commands.mistakes import is_mistake_of_user, one_line
 from lightning_vram.commands.options import ESTIMATE, PLAN
 from lightning_vram.commands.plan import PlanQuestion
-from lightning_vram.commands.program import DEBUG_VARIABLE, fail, is_debugging
+from lightning_vram.commands.program import fail, is_debugging
 from lightning_vram.commands.question import Question, QuestionCLI
 from lightning_vram.commands.training import VRAMCLI
-from lightning_vram.core.processes.rank_errors import CheckpointError
 from lightning_vram.memory.device.allocator_settings import configure_allocator
 from lightning_vram.report.estimate import estimate_memory
 from lightning_vram.report.plan import plan_memory
-
-_SAYS_ALL = (CheckpointError, FileNotFoundError, ModuleNotFoundError, ValueError, UnpicklingError)
-_OWN, _LIGHTNING = (str(Path(str(module.__file__)).parent) for module in (lightning_vram, lightning))
 
 
 def run(arguments: list[str], show: Callable[[RenderableType], None], *, is_process: bool) -> None:
@@ -52,9 +41,9 @@ def run(arguments: list[str], show: Callable[[RenderableType], None], *, is_proc
             for part in question.answer():
                 show(part)
     except Exception as error:
-        if is_debugging() or not _is_mistake_of_user(error, is_running=cli.is_running):
+        if is_debugging() or not is_mistake_of_user(error, is_running=cli.is_running):
             raise
-        fail(_one_line(error))
+        fail(one_line(error))
     if question is not None and question.exit_code:
         raise SystemExit(question.exit_code)
 
@@ -64,27 +53,3 @@ def _question(arguments: Sequence[str]) -> Question | None:
     if arguments[:1] == [ESTIMATE]:
         return EstimateQuestion(estimate_memory)
     return PlanQuestion(plan_memory, arguments[1:]) if arguments[:1] == [PLAN] else None
-
-
-def _is_mistake_of_user(error: Exception, *, is_running: bool) -> bool:
-    """Whether the message says it all: a wrong configuration, not a bug whose traceback is wanted."""
-    if isinstance(error, MisconfigurationException | OmegaConfBaseException):
-        return True
-    if not is_running:
-        return isinstance(error, (*_SAYS_ALL, RecursionError, TypeError))
-    is_lightnings = _is_raised_in(error, _LIGHTNING)  # a checkpoint that is not there
-    return (_is_raised_in(error, _OWN) and isinstance(error, _SAYS_ALL)) or (
-        is_lightnings and isinstance(error, FileNotFoundError)
-    )
-
-
-def _one_line(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "the configuration is nested too deeply."
-    says_all = isinstance(error, MisconfigurationException | OmegaConfBaseException) or _is_raised_in(error, _OWN)
-    return explain(str(error)) + ("" if says_all else f" ({DEBUG_VARIABLE}=1 shows where)")
-
-
-def _is_raised_in(error: Exception, folder: str) -> bool:
-    stack = traceback.extract_tb(error.__traceback__)
-    return bool(stack) and stack[-1].filename.startswith(folder)

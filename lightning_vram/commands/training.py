@@ -2,20 +2,22 @@
 
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from rich.console import RenderableType
 from typing_extensions import override
 
+from lightning_vram.callbacks.auto_vram import AutoVRAM
 from lightning_vram.callbacks.slurm_requeue import SlurmJob, SlurmRequeue, check_job
 from lightning_vram.callbacks.vram_monitor import VRAMMonitor
 from lightning_vram.commands.checks import check_checkpoint_path
-from lightning_vram.commands.fit_results import draw_step, find_monitor, read_result
 from lightning_vram.commands.options import FIT_COMMANDS
 from lightning_vram.commands.parser import PARSER_MODE, CommandParser
 from lightning_vram.commands.program import PROGRAM
@@ -25,6 +27,7 @@ from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 from lightning_vram.precision import LeanMixedPrecision
 from lightning_vram.private_names.lightning.cli import QuietlySeeded, method_arguments, read_argument
 from lightning_vram.report.comparison import FitResult, comparison_table
+from lightning_vram.report.measured_step import write_step
 from lightning_vram.strategies.registration import STRATEGY_NAMES
 
 _OWN_PACKAGE = "lightning_vram"
@@ -91,7 +94,7 @@ class VRAMCLI(QuietlySeeded):
                 raise MisconfigurationException(
                     "compare_with_baseline=true needs a seed for both fits, got seed_everything=false. Give a number."
                 )
-            if find_monitor(self) is None:
+            if _find_monitor(self) is None:
                 raise MisconfigurationException(
                     "compare_with_baseline=true needs a lightning_vram.VRAMMonitor among trainer.callbacks, got none."
                 )
@@ -110,8 +113,8 @@ class VRAMCLI(QuietlySeeded):
         """Compare with a plain fit if asked to. ``LightningCLI`` calls this."""
         if not read_argument(self, "compare_with_baseline"):
             return
-        packed, parts = read_result(self), self._own_parts()
-        picture = draw_step(self)
+        packed, parts = _read_result(self), self._own_parts()
+        picture = _draw_step(self)
         trainer: Namespace = read_argument(self, "trainer")
         for argument in _PART_ARGUMENTS:
             trainer[argument] = [part for part in self._parts(argument) if part not in parts]
@@ -159,7 +162,7 @@ class VRAMCLI(QuietlySeeded):
                 if not is_out_of_memory(error):
                     raise
                 return FitResult(peak=None, seconds_per_batch=None, weights=None)
-            return read_result(self)
+            return _read_result(self)
 
 
 def _is_rank_zero() -> bool:
@@ -169,3 +172,30 @@ def _is_rank_zero() -> bool:
 def _is_memory_saver(class_path: str) -> bool:
     package, _, name = class_path.rpartition(".")
     return package.split(".")[0] == _OWN_PACKAGE and name not in _SAVES_NO_MEMORY
+
+
+def _find_monitor(cli: LightningCLI) -> VRAMMonitor | None:
+    """Return the monitor among the callbacks."""
+    callbacks: list[Callback] = cli.trainer.callbacks  # type: ignore[attr-defined]
+    return next((callback for callback in callbacks if isinstance(callback, VRAMMonitor)), None)
+
+
+def _draw_step(cli: LightningCLI) -> Path | None:
+    """Draw the step that was tracked, beside the file of the monitor."""
+    monitor = _find_monitor(cli)
+    if monitor is None or monitor.path is None or monitor.timeline is None or cli.trainer.global_rank:
+        return None
+    auto = next((callback for callback in cli.trainer.callbacks if isinstance(callback, AutoVRAM)), None)  # type: ignore[attr-defined]
+    batch_size = getattr(cli.trainer.train_dataloader, "batch_size", None)  # a loader of several has none
+    path = Path(cli.trainer.log_dir or ".") / "step.html"
+    write_step(monitor.timeline, None if auto is None else auto.budget_bytes, batch_size or 0, path)
+    return path
+
+
+def _read_result(cli: LightningCLI) -> FitResult:
+    """Return what there is to compare."""
+    monitor = _find_monitor(cli)
+    weights = {name: tensor.detach().cpu().clone() for name, tensor in cli.model.state_dict().items()}
+    if monitor is None:
+        return FitResult(peak=None, seconds_per_batch=None, weights=weights)
+    return FitResult(monitor.peaks.get("train"), monitor.seconds_per_batch, weights)

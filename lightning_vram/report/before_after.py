@@ -9,9 +9,9 @@ from lightning_vram.memory.estimate.result import TRAIN, MemoryEstimate, StageEs
 from lightning_vram.memory.tracking.timeline import MemoryTimeline
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.report.estimate.figure import draw_areas, draw_phases
-from lightning_vram.report.estimate.scale import NO_LIMIT, Scale, choose_scale
 from lightning_vram.report.estimate.step import COLORS, CONTEXT_COLOR, Step, read_step
 from lightning_vram.report.pictures import BAD, FONT, GOOD, INK, style_axes
+from lightning_vram.report.scale import NO_LIMIT, Scale, choose_scale
 from lightning_vram.report.tables import label
 
 if TYPE_CHECKING:

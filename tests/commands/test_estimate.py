@@ -46,7 +46,7 @@ def asked(monkeypatch) -> dict[str, Any]:
         arguments["on_progress"]("tracing the step", 1.0)
         return estimate_of()
 
-    monkeypatch.setattr("lightning_vram.cli.estimate_memory", shown(estimate_memory))
+    monkeypatch.setattr("lightning_vram.commands.run.estimate_memory", shown(estimate_memory))
     return found
 
 
@@ -223,7 +223,7 @@ def test_what_the_estimate_refuses_is_one_line(monkeypatch, capsys):
     def estimate_memory(*args, **kwargs):
         parse_bytes("a lot", "device")
 
-    monkeypatch.setattr("lightning_vram.cli.estimate_memory", shown(estimate_memory))
+    monkeypatch.setattr("lightning_vram.commands.run.estimate_memory", shown(estimate_memory))
     assert fail([QUICKSTART, *DEVICE], capsys).startswith("device must be a number and one of B, ")
 
 
@@ -231,6 +231,6 @@ def test_a_bug_of_the_user_keeps_its_traceback(monkeypatch):
     def estimate_memory(*args, **kwargs):
         raise ValueError("from the user's own step")
 
-    monkeypatch.setattr("lightning_vram.cli.estimate_memory", shown(estimate_memory))
+    monkeypatch.setattr("lightning_vram.commands.run.estimate_memory", shown(estimate_memory))
     with pytest.raises(ValueError, match="from the user's own step"):
         main(["estimate", QUICKSTART, *DEVICE])

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import yaml
 from support.offload_nets import leave_group
@@ -48,7 +49,7 @@ def answer(monkeypatch, plan) -> dict[str, Any]:
         arguments["on_progress"]("a step with nothing", 1.0)
         return plan
 
-    monkeypatch.setattr("lightning_vram.cli.plan_memory", plan_memory)
+    monkeypatch.setattr("lightning_vram.commands.run.plan_memory", plan_memory)
     return found
 
 
@@ -238,7 +239,7 @@ def test_fit_appends_the_plan_to_the_users_own(own, expected, monkeypatch):
     parts = (FUSION, checkpointing("1MiB"))
     answer(monkeypatch, plan_of((tried()[0], measured(*parts, mib=10, ms=200))))
     seen: list[Any] = []
-    fit = lightning_vram.cli.lightning.pytorch.Trainer.fit
+    fit = pl.Trainer.fit
     monkeypatch.setattr(
         "lightning.pytorch.Trainer.fit", lambda self, *args, **kwargs: [seen.append(self), fit(self, *args, **kwargs)]
     )
@@ -262,7 +263,7 @@ def test_fit_takes_a_strategy_and_plugins_of_a_plan(monkeypatch):
     plugin = Part("lightning_vram.LeanMixedPrecision", {"precision": "bf16"}, place="plugins", replaces=("precision",))
     answer(monkeypatch, plan_of((tried()[0], measured(strategy, plugin, mib=10, ms=200))))
     seen: list[Any] = []
-    fit = lightning_vram.cli.lightning.pytorch.Trainer.fit
+    fit = pl.Trainer.fit
     monkeypatch.setattr(
         "lightning.pytorch.Trainer.fit", lambda self, *args, **kwargs: [seen.append(self), fit(self, *args, **kwargs)]
     )

@@ -107,15 +107,17 @@ def read_measurements(path: str | Path) -> list[Measurement]:
     measurements = []
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a VRAMMonitor file: {error}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not a VRAMMonitor file: it is not text.") from None
     # not splitlines(), for which a line ends at characters that may stand in a name
     for number, line in enumerate(text.removesuffix("\n").split("\n") if text else [], start=1):
         try:
             values = json.loads(line)
             _check_values(values)
             measurements.append(Measurement(**values))
-        except (TypeError, ValueError, RecursionError) as error:  # JSONDecodeError is a ValueError
+        except (json.JSONDecodeError, RecursionError):
+            raise ValueError(f"{path}, line {number} is not a VRAMMonitor measurement: it is not JSON.") from None
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{path}, line {number} is not a VRAMMonitor measurement: {error}") from None
     if not measurements:
         raise ValueError(f"{path} contains no measurements.")

@@ -69,7 +69,10 @@ def read_calibration(path: str | Path) -> DeviceSpec:
             raise ValueError(f"it has {', '.join(sorted(unknown))}")
         capability = values.pop("capability", None)
         return DeviceSpec(**values, capability=None if capability is None else tuple(capability))
-    except (OSError, ValueError, TypeError) as error:
+    except OSError as error:
+        raise ValueError(f"the file {str(path)!r} cannot be read: {error.strerror}.") from error
+    except (ValueError, TypeError) as error:
+        why = "it is not JSON" if isinstance(error, json.JSONDecodeError | UnicodeDecodeError) else error
         raise ValueError(
-            f"{str(path)!r} is not a file that `lightning-vram calibrate` wrote for this version: {error}."
+            f"{str(path)!r} is not a file that `lightning-vram calibrate` wrote for this version: {why}."
         ) from error

@@ -18,7 +18,7 @@ from lightning_vram.memory.units import MIB
 _GIGA, _TERA = 1e9, 1e12
 _SEPARATORS = re.compile(r"[^a-z0-9]")
 _LEFT_OUT = re.compile(r"nvidia|geforce|tesla|quadro|rtx|amd|instinct|radeon|intelr?|datacenter|gpu|generation|edition")
-_MAX_CLOSE = 6
+_MAX_CLOSE, _SIMILARITY = 6, 0.5
 
 
 def find_device(name: str) -> DeviceSpec:
@@ -108,6 +108,7 @@ def _short(name: str) -> str:
 def _close_to(name: str) -> list[str]:
     """Names of a few cards that begin alike, or else are spelled alike."""
     short, names = _short(name), _names()
-    close = [key for key in names if short and key.startswith(short)]
-    close = close or difflib.get_close_matches(short, names, n=_MAX_CLOSE)
-    return list(dict.fromkeys(names[key].name for key in close))[:_MAX_CLOSE]
+    close = [names[key].name for key in names if short and key.startswith(short)]
+    spelled = {_SEPARATORS.sub("", spec.name.lower()): spec.name for spec in known_devices()}
+    alike = difflib.get_close_matches(_SEPARATORS.sub("", name.lower()), spelled, _MAX_CLOSE, _SIMILARITY)
+    return list(dict.fromkeys(close or [spelled[key] for key in alike]))[:_MAX_CLOSE]

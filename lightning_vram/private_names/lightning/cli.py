@@ -11,6 +11,7 @@
 import logging
 from typing import Any
 
+from lightning.pytorch import seed_everything
 from lightning.pytorch.cli import LightningCLI
 
 
@@ -28,7 +29,7 @@ class QuietlySeeded(LightningCLI):
     """A LightningCLI that does not print the seed, which would stand above each mistake in a configuration."""
 
     def _set_seed(self) -> None:
-        log = logging.getLogger("lightning.fabric.utilities.rank_zero")
+        log = logging.getLogger(seed_everything.__module__)
         was_disabled, log.disabled = log.disabled, True
         try:
             super()._set_seed()

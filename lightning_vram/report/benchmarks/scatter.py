@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.report.benchmarks.points import PEER, Panel, front
 from lightning_vram.report.benchmarks.results import BASELINE, OURS, PLAIN
-from lightning_vram.report.estimate.scale import unit_of
 from lightning_vram.report.numbered import Entry, list_height, stairs, write_list, write_numbers
 from lightning_vram.report.pictures import FAINT, FONT, INK, style_axes
+from lightning_vram.report.scale import unit_of
 from lightning_vram.report.tables import format_seconds
 
 if TYPE_CHECKING:

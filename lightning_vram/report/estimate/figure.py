@@ -7,7 +7,6 @@ from lightning_vram.memory.estimate.result import MemoryEstimate
 from lightning_vram.memory.tracking.timeline import Phase
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.report.estimate.rows import facts
-from lightning_vram.report.estimate.scale import Scale
 from lightning_vram.report.estimate.step import COLORS, CONTEXT_COLOR, Step, read_step
 from lightning_vram.report.estimate.words import (
     legend_rows,
@@ -20,6 +19,7 @@ from lightning_vram.report.estimate.words import (
     verdict,
 )
 from lightning_vram.report.pictures import BAD, FAINT, FONT, GOOD, INK, save_figure, style_axes
+from lightning_vram.report.scale import Scale
 from lightning_vram.report.tables import label
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lightning_vram.memory.estimate.result import MemoryEstimate
-from lightning_vram.report.estimate.scale import Scale
 from lightning_vram.report.estimate.step import COLORS, Step
 from lightning_vram.report.estimate.words import (
     limit_bytes,
@@ -16,6 +15,7 @@ from lightning_vram.report.estimate.words import (
     step_words,
 )
 from lightning_vram.report.page import LETTER, drawings, rectangle, text_at
+from lightning_vram.report.scale import Scale
 from lightning_vram.report.tables import label
 
 HEIGHT, LEFT, TOP, BOTTOM, MARGIN = 480, 56, 30, 440, 8  # of the area in which is drawn; MARGIN is at its right

@@ -2,8 +2,8 @@
 
 from lightning_vram.memory.estimate.result import MemoryEstimate
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.report.estimate.scale import NO_LIMIT, Scale, choose_scale
 from lightning_vram.report.estimate.step import COLORS, Step, read_peak
+from lightning_vram.report.scale import NO_LIMIT, Scale, choose_scale
 from lightning_vram.report.tables import label
 
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.plan import MemoryPlan
-from lightning_vram.report.estimate.scale import unit_of
 from lightning_vram.report.numbered import Entry, Spot, slowest_shown, stairs
 from lightning_vram.report.pictures import FAINT, GOOD, INK
 from lightning_vram.report.plan.choices import Choice, choices
 from lightning_vram.report.plan.words import ratio
+from lightning_vram.report.scale import unit_of
 
 _MARGIN = 0.14  # of an axis, beyond its outermost points
 

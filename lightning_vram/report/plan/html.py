@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.plan import MemoryPlan
-from lightning_vram.report.estimate.scale import round_step
 from lightning_vram.report.numbered import Box, Spot, box_around, lines_between, place_labels
 from lightning_vram.report.page import drawings, rectangle, table, text_at
 from lightning_vram.report.page import page as write_page
@@ -13,6 +12,7 @@ from lightning_vram.report.pictures import FAINT, GOOD
 from lightning_vram.report.plan.chart import Chart, read_chart
 from lightning_vram.report.plan.choices import choices
 from lightning_vram.report.plan.words import DOTS, SLOWER, TIMES, ratio, verdict
+from lightning_vram.report.scale import round_step
 
 _HEIGHT, _LEFT, _TOP, _BOTTOM, _MARGIN = 460, 56, 56, 404, 14
 _PIXELS = 4 / 3  # to a point
