@@ -3,7 +3,11 @@
 import json
 import re
 import runpy
+import shutil
+import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -69,3 +73,20 @@ def test_the_tested_set_is_pinned():
     pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
     assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[A-Za-z0-9_.!]+", pin) for pin in pins)
     assert {"torch", "lightning", "torchmetrics", "jsonargparse", "omegaconf"} <= {pin.split("==")[0] for pin in pins}
+
+
+@pytest.mark.slow
+def test_presets_are_in_the_wheel(tmp_path):
+    """Built from a copy: a build leaves files beside its sources."""
+    source = tmp_path / "source"
+    for name in ("lightning_vram", "configs"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = "import setuptools.build_meta as b; print(b.build_wheel('.'))"
+    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, check=True)
+    with zipfile.ZipFile(source / done.stdout.split()[-1]) as wheel:
+        names = {name.removeprefix("lightning_vram/presets/") for name in wheel.namelist() if "/presets/" in name}
+        assert names - {"README.md"} == {path.name for path in (ROOT / "configs").glob("*.yaml")}
+        assert wheel.read("lightning_vram/presets/quickstart.yaml") == (ROOT / "configs/quickstart.yaml").read_bytes()

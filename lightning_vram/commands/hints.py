@@ -4,6 +4,7 @@ Hints are names that are spelled alike, and the options that exist.
 """
 
 import ast
+import difflib
 import importlib
 import inspect
 import re
@@ -114,9 +115,12 @@ def explain(message: str) -> str:
 
 
 def _unknown_argument(name: str) -> str:
-    of_trainer = (f"--trainer.{one}" for one in inspect.signature(pl.Trainer).parameters)
-    own = (f"--{one}" for command in (ESTIMATE, PLAN) for one in options_of(command))
-    hint = did_you_mean(name, (*FIT_OPTIONS, "--ckpt_path", "--compare_with_baseline", *of_trainer, *own))
+    known = [*FIT_OPTIONS, "--ckpt_path", "--compare_with_baseline"]
+    known += (f"--{one}" for command in (ESTIMATE, PLAN) for one in options_of(command))
+    known += (f"--trainer.{one}" for one in inspect.signature(pl.Trainer).parameters)
+    last = name.rpartition(".")[2].removeprefix("--")  # a common "--trainer." does not make names alike
+    alike = difflib.get_close_matches(last, (one.rpartition(".")[2].removeprefix("--") for one in known), len(known))
+    hint = did_you_mean(name, (one for one in known if one.rpartition(".")[2].removeprefix("--") in alike))
     return f".{hint}" if hint else ""
 
 

@@ -44,4 +44,5 @@ def did_you_mean(word: str, known: Iterable[str], write: Callable[[str], str] = 
     """
     names = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=_SIMILARITY)
+    close = close or [name for name in names if word and name.startswith(word.lower())]
     return f" Did you mean {write(names[close[0]])}?" if close else ""

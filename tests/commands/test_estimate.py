@@ -2,8 +2,10 @@
 
 import copy
 import functools
+import json
 import sys
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from support.helpers import LitTiny, TinyCNN
 from support.parts import CONFIGS
 
 import lightning_vram
+from lightning_vram import DeviceSpec
 from lightning_vram.cli import main
 from lightning_vram.memory.units import parse_bytes
 from lightning_vram.report.estimate import shown
@@ -114,6 +117,45 @@ def test_devices(arguments, devices, num_nodes, asked):
     assert (asked["device"], asked["devices"], asked["num_nodes"]) == ("rtx4090", devices, num_nodes)
 
 
+def test_json_has_the_numbers_of_the_table(asked, capsys):
+    main(["estimate", QUICKSTART, *DEVICE, "--json"])
+    values = json.loads(capsys.readouterr().out)
+    estimate = estimate_of()
+    assert (values["fits"], values["device"], values["needed_bytes"]) == (True, "RTX 4090", 900 * 2**20)
+    assert values["peak_bytes"] == sum(values["by_category"].values()) == estimate.peak_bytes
+    assert values["by_module"] == dict(estimate.by_module)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_a_run_that_does_not_fit_has_an_exit_code_of_its_own(arguments, monkeypatch, capsys):
+    small = replace(estimate_of(), device=DeviceSpec("small", 2**20))
+    monkeypatch.setattr("lightning_vram.commands.run.estimate_memory", shown(lambda *args, **kwargs: small))
+    with pytest.raises(SystemExit) as caught:
+        main(["estimate", QUICKSTART, *DEVICE, *arguments])
+    assert caught.value.code == 1
+    out = capsys.readouterr().out
+    assert json.loads(out)["fits"] is False if arguments else out.startswith("Does not fit: ")
+
+
+def test_a_batch_of_the_wrong_kind_is_one_line(monkeypatch, capsys):
+    def estimate_memory(module, batch, **arguments):
+        torch.nn.Embedding(4, 4)(batch)
+
+    monkeypatch.setattr("lightning_vram.commands.run.estimate_memory", shown(estimate_memory))
+    line = fail([QUICKSTART, *DEVICE, "--batch.shape=[8, 3, 224, 224]"], capsys)
+    assert line.startswith("the step fails on the batch of --batch.shape: ")
+    assert line.endswith("need --batch.dtype int64 and --batch.high with the size of the vocabulary.")
+
+
+def test_a_mistake_is_the_only_line(capsys):
+    with pytest.raises(SystemExit):
+        main(["estimate", QUICKSTART, "--device=rtx9999"])
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1  # no "Seed set to 1" before it
+    assert "Did you mean RTX 5090, RTX 4090, " in err
+
+
 def test_a_device_can_be_described(asked):
     main(["estimate", QUICKSTART, "--device", "my card", "--device_memory", "24GiB"])
     assert (asked["device"].name, asked["device"].memory_bytes) == ("my card", 24 * 2**30)
@@ -198,12 +240,17 @@ SHAPE = [QUICKSTART, *DEVICE, "--batch.shape"]
         ),
         (
             [QUICKSTART, *DEVICE, "--device_memory=much"],
-            "device_memory must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got 'much'.",
+            "--device_memory must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got 'much'.",
         ),
         ([QUICKSTART, *DEVICE, "--plot=no/step.png"], "plot(path): there is no folder 'no'."),
         ([QUICKSTART, *DEVICE, "--devices=two"], "devices: Expected int, got two"),
-        ([*DEVICE], "the following arguments are required: model"),
+        ([*DEVICE], "model is missing: name it with --model, or in a file with --config FILE."),
         ([QUICKSTART, *DEVICE, "--nope=1"], "unrecognized arguments: --nope=1"),
+        (
+            [QUICKSTART, "--devise=rtx4090"],
+            "unrecognized arguments: --devise=rtx4090. Did you mean --device?",
+        ),
+        ([QUICKSTART, "--device=no.json"], "the file 'no.json' cannot be read: No such file or directory."),
     ],
 )
 def test_bad_input_is_one_line(arguments, message, asked, capsys):

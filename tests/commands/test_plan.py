@@ -1,5 +1,7 @@
 """The command ``plan``: what it makes of files and arguments, with a stand-in for the planner itself."""
 
+import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -63,10 +65,10 @@ def write(name: str, **trainer: Any) -> str:
     return f"--config={name}"
 
 
-def fail(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def fail(arguments: list[str], capsys: pytest.CaptureFixture[str], exit_code: int = 2) -> str:
     with pytest.raises(SystemExit) as caught:
         main(["plan", *arguments])
-    assert caught.value.code == 2
+    assert caught.value.code == exit_code
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("lightning-vram: error: "))
     return line.removeprefix("lightning-vram: error: ").removesuffix(" (LIGHTNING_VRAM_DEBUG=1 shows where)")
 
@@ -121,11 +123,12 @@ def test_a_file_and_a_picture_are_written(asked, capsys):
     ]
 
 
-def test_the_picture_lies_beside_the_plan(asked, capsys):
-    pytest.importorskip("matplotlib", reason="the extra plots")
+def test_no_picture_is_drawn_unasked(asked, capsys):
     main(["plan", write("my.yaml"), *DEVICE, "-o", "plan.yaml"])
-    assert "\nplan.png: picture of memory against step time.\n" in capsys.readouterr().out
-    assert Path("plan.png").read_bytes()[:4] == b"\x89PNG"
+    assert "picture" not in capsys.readouterr().out
+    assert sorted(path.name for path in Path().iterdir()) == ["my.yaml", "plan.yaml"]
+    main(["plan", "--config=my.yaml", *DEVICE, "-o", "plan.yaml", "--plot=plan.html"])
+    assert Path("plan.html").read_text().startswith("<!DOCTYPE html>")
 
 
 def test_a_run_that_fits_needs_nothing(monkeypatch, capsys):
@@ -155,10 +158,15 @@ def test_a_plan_is_replaced_and_nothing_else(asked, capsys):
 def test_where_nothing_fits_there_is_one_line(monkeypatch, capsys):
     found = plan_of().found
     monkeypatch.setattr("lightning_vram.planner.plan.search", lambda *args, **kwargs: replace(found, best=None))
-    line = fail([QUICKSTART, *DEVICE, "--budget=1MiB", "-o=plan.yaml"], capsys)
+    line = fail([QUICKSTART, *DEVICE, "--budget=1MiB", "-o=plan.yaml"], capsys, exit_code=1)
     assert "1.00 MiB" in line
     assert "the minimum found is 700.00 MiB, with MicroBatching(size=2)." in line.replace("The", "the")
+    assert re.search(r"What helps: --budget \d+\.\d\dMiB, or perhaps --allow lossless or any\.", line)
     assert not Path("plan.yaml").exists()
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", QUICKSTART, *DEVICE, "--budget=1MiB", "--json"])
+    values = json.loads(capsys.readouterr().out)
+    assert (caught.value.code, values["fits"], values["minimum_bytes"]) == (1, False, 700 * 2**20)
 
 
 @pytest.mark.parametrize(
@@ -169,18 +177,21 @@ def test_where_nothing_fits_there_is_one_line(monkeypatch, capsys):
             [*DEVICE, "--budget=much"],
             "--budget must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got 'much'.",
         ),
-        ([*DEVICE, "--budget=0"], "--budget must be above 0, got 0."),
-        ([*DEVICE, "--host_memory=-1"], "--host_memory must not be negative, got -1."),
+        ([*DEVICE, "--budget=0"], "--budget has no unit, got '0': write '0GiB', or '0B' for bytes."),
+        (
+            [*DEVICE, "--host_memory=-1GiB"],
+            "--host_memory must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got '-1GiB'.",
+        ),
         (
             [*DEVICE, "--budget=-5GiB"],
             "--budget must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got '-5GiB'.",
         ),
         ([*DEVICE, "--budget", "-5GiB"], "argument --budget: expected one argument"),
-        ([*DEVICE, "--budget=20"], "--budget has no unit, got 20: write '20GiB', or '20B' for bytes."),
+        ([*DEVICE, "--budget=20"], "--budget has no unit, got '20': write '20GiB', or '20B' for bytes."),
         ([*DEVICE, "--budget=1.5"], "--budget as a share of the device must be above 0 and at most 1, got 1.5."),
         ([*DEVICE, "--budget=90GiB"], "--budget must be at most the 79.18 GiB that H100 SXM has, got '90GiB'."),
         ([*DEVICE, "--allow=all"], "--allow must be one of 'exact', 'lossless', 'any', got 'all'."),
-        ([*DEVICE, "--plot=plan.html"], "plot(path) must end in one of .png, .svg, .pdf, got 'plan.html'."),
+        ([*DEVICE, "--plot=plan.gif"], "plot(path) must end in one of .png, .svg, .pdf, .html, got 'plan.gif'."),
         ([*DEVICE, "-o=no/plan.yaml"], "--output: there is no folder 'no'."),
         ([*DEVICE, "--nope=1"], "unrecognized arguments: --nope=1"),
     ],
@@ -201,6 +212,19 @@ def test_bad_input_is_refused_before_the_module_is_made(asked, monkeypatch, caps
     assert fail([QUICKSTART, "--device=voodoo"], capsys).startswith("device 'voodoo' is unknown. ")
 
 
+def test_json_has_the_plan_and_its_choices(asked, capsys):
+    main(["plan", QUICKSTART, *DEVICE, "--budget=2GiB", "--json"])
+    values = json.loads(capsys.readouterr().out)
+    plan = plan_of()
+    assert values["fits"]
+    assert (values["needed_bytes"], values["budget_bytes"]) == (plan.peak_bytes, plan.budget_bytes)
+    assert [one["class_path"] for one in values["config"]["trainer"]["callbacks+"]] == [
+        "lightning_vram.InPlaceFusion",
+        "lightning_vram.ActivationCheckpointing",
+    ]
+    assert [one["needed_bytes"] for one in values["choices"] if one["is_plan"]] == [plan.peak_bytes]
+
+
 def test_a_budget_may_be_a_share(asked):
     main(["plan", QUICKSTART, *DEVICE, "--budget=0.5"])
     assert asked["budget"] == 0.5
@@ -209,7 +233,7 @@ def test_a_budget_may_be_a_share(asked):
 def test_a_picture_without_matplotlib_is_one_line_before_the_work(asked, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert fail([QUICKSTART, *DEVICE, "--plot=plan.png"], capsys) == (
-        "a picture needs matplotlib: pip install matplotlib."
+        "a picture needs matplotlib: pip install matplotlib. A page (plan.html) needs nothing."
     )
     assert asked == {}
 
@@ -283,6 +307,6 @@ def test_a_plan_of_the_planner_is_run(capsys):
     sizes = [f"--{part}.init_args.sequence_length=128" for part in ("model", "data")]
     sizes += ["--model.init_args.num_layers=4", "--model.init_args.width=64", "--data.init_args.batch_size=8"]
     main(["plan", write("my.yaml"), *sizes, "--device=cpu", "--budget=20MiB", "-o", "plan.yaml"])
-    assert "the plan: ActivationCheckpointing" in capsys.readouterr().out
+    assert re.search(r"^\*.*ActivationCheckpointing", capsys.readouterr().out, re.MULTILINE)
     main(["fit", "--config=my.yaml", *sizes, "--config=plan.yaml", "--trainer.fast_dev_run=true"])
     assert "fits 1.00 MiB" in fail(["--config=my.yaml", *sizes, "--device=cpu", "--budget=1MiB"], capsys)

@@ -51,7 +51,7 @@ def _draw(chart: Chart, budget: str, right: int) -> Iterator[str]:
         y = at((first, size))[1]
         yield f'<path class="grid" d="M{_LEFT} {y:.1f}H{right}"/>{text_at(_LEFT - 8, y + 5, words, "end")}'
     yield f'<path class="limit bad" d="M{_LEFT} {limit:.1f}H{right}"/>'
-    yield text_at(_LEFT, _TOP - 32, budget, "strong bad") + text_at(right, _TOP - 32, chart.unit, "end faint")
+    yield text_at(_LEFT, _TOP - 32, budget, "strong bad") + text_at(_LEFT - 10, _TOP - 8, chart.unit, "end faint")
     kinds = [f"\N{BULLET} {DOTS}"] * bool(chart.others)
     kinds += [f"\N{BLACK RIGHT-POINTING TRIANGLE} {SLOWER}"] * any(chart.is_slower)
     yield text_at(_LEFT, _TOP - 10, " \N{NO-BREAK SPACE} ".join(kinds), "small faint")

@@ -1,0 +1,200 @@
+"""What the command answers without PyTorch: help, version, files, presets, completion, mistakes."""
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.parts import CONFIGS, ROOT
+from support.result_files import SPEED
+from support.result_files import write as write_results
+
+import lightning_vram
+from lightning_vram.cli import main
+from lightning_vram.commands.files import FILE_COMMANDS
+from lightning_vram.commands.options import COMMANDS, complete, options_of
+from lightning_vram.memory.device.measurement import Measurement, write_measurement
+from lightning_vram.memory.estimate.known_devices import known_devices
+
+HEAVY = re.compile(r"\| +(torch|lightning|jsonargparse|omegaconf|scipy)$", re.MULTILINE)
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(monkeypatch, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def fail(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    return capsys.readouterr().err.removeprefix("lightning-vram: error: ").rstrip("\n")
+
+
+def record(path: str = "vram.jsonl") -> list[Measurement]:
+    found = [
+        Measurement("train", 0, batch, batch, "cuda:0", "allocator", allocated_bytes=1, peak_allocated_bytes=peak)
+        for batch, peak in enumerate((3 * 2**20, 5 * 2**20))
+    ]
+    for one in found:
+        write_measurement(Path(path), one)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "words"),
+    [
+        (["--help"], 0, "consolidate  convert a sharded checkpoint to one file"),
+        (["--version"], 0, f"lightning-vram {lightning_vram.__version__}"),
+        (["estimate", "-h"], 0, "--batch.shape SHAPE"),
+        (["plan", "--config=my.yaml", "--help"], 0, "-o OUTPUT, --output OUTPUT"),
+        (["estimate", "--device", "list"], 0, "RTX 4090"),
+        (["report", "vram.jsonl"], 0, "5.00 MiB"),
+        (["report", "--benchmarks", "speed.json"], 0, "ActivationCheckpointing()"),
+        (["report", "nope.jsonl"], 2, "nope.jsonl: No such file or directory"),
+        (["consolidate", "--help"], 0, "sharded checkpoint of fsdp_offload"),
+        (["consolidate", "nope", "a.ckpt"], 2, "nope is not a sharded checkpoint"),
+        (["calibrate", "-o", "no/gpu.json"], 2, "--output: there is no folder 'no'."),
+        (["presets", "quickstart"], 0, "configs/quickstart.yaml"),
+        (["estimte"], 2, "Did you mean estimate?"),
+        ([], 2, "expected a command"),
+    ],
+    ids=lambda value: "_".join(value) if isinstance(value, list) else "",
+)
+def test_an_answer_needs_neither_pytorch_nor_half_a_second(arguments, exit_code, words):
+    record()
+    write_results(Path("speed.json"), SPEED)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-X", "importtime", "-m", "lightning_vram", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == exit_code
+    assert words in done.stdout + done.stderr
+    assert HEAVY.findall(done.stderr) == []
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+
+
+def test_help_lists_every_command_with_a_line(capsys):
+    main(["--help"])
+    out = capsys.readouterr().out
+    for command, text in COMMANDS.items():
+        assert re.search(rf"^  {command} +{re.escape(text)}$", out, re.MULTILINE)
+    assert {"calibrate", *FILE_COMMANDS} <= {*COMMANDS}
+
+
+@pytest.mark.parametrize("command", ["estimate", "plan"])
+def test_help_of_a_question_opens_with_its_own_options(command, capsys):
+    main([command, "--config=nope.yaml", "-h"])
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) < 60
+    assert all(f"--{name}" in out for name in options_of(command))
+    assert "--trainer." not in out
+
+
+def test_the_version_is_printed(capsys):
+    main(["--version"])
+    assert capsys.readouterr().out == f"lightning-vram {lightning_vram.__version__}\n"
+
+
+def test_all_devices_are_listed(capsys):
+    for arguments in (["estimate", "--device", "list"], ["plan", "--device=list"]):
+        main(arguments)
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split("  ")[0] for line in lines[: len(known_devices())]] == [one.name for one in known_devices()]
+
+
+def test_a_recording_as_json(capsys):
+    measurements = record()
+    main(["report", "vram.jsonl", "--json"])
+    values = json.loads(capsys.readouterr().out)
+    assert values["readings"] == 2
+    assert values["peaks"]["train"]["peak_allocated_bytes"] == measurements[1].peak_allocated_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "line 1 is not a VRAMMonitor measurement: it is not JSON."),
+        ("<html>", "line 1 is not a VRAMMonitor measurement: it is not JSON."),
+        ("[]", "line 1 is not a VRAMMonitor measurement: it must be a JSON object, got list"),
+        ("", "contains no measurements."),
+    ],
+)
+def test_a_damaged_recording_is_one_line(text, message, capsys):
+    Path("a.jsonl").write_text(text)
+    assert fail(["report", "a.jsonl"], capsys).endswith(message)
+
+
+def test_a_damaged_result_file_is_one_line(capsys):
+    Path("a.json").write_text("{")
+    assert fail(["report", "--benchmarks", "a.json"], capsys) == (
+        "a.json is not a result file of benchmarks: it is not JSON."
+    )
+
+
+def test_calibrate_without_a_gpu_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr("lightning_vram.memory.device.accelerators.has_statistics", lambda kind: False)
+    assert fail(["calibrate", "-o", "gpu.json"], capsys).startswith("calibrate found no GPU on this machine. Run it on")
+    assert not Path("gpu.json").exists()
+
+
+def test_an_interrupt_ends_without_a_traceback(monkeypatch, capsys):
+    def report(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(FILE_COMMANDS, "report", report)
+    with pytest.raises(SystemExit) as caught:
+        main(["report", "vram.jsonl"])
+    assert caught.value.code == 130
+    monkeypatch.setenv("LIGHTNING_VRAM_DEBUG", "1")
+    with pytest.raises(KeyboardInterrupt):
+        main(["report", "vram.jsonl"])
+
+
+def test_presets_are_listed(capsys):
+    main(["presets"])
+    out = capsys.readouterr().out
+    assert all(re.search(rf"\b{path.stem}\b", out) for path in CONFIGS)
+    assert "  quickstart          A GPT over bytes learns the source text of" in out
+
+
+def test_presets_are_copied_with_what_their_commands_need(capsys):
+    main(["presets", "early_release"])
+    assert sorted(path.name for path in Path("configs").iterdir()) == ["early_release.yaml", "quickstart.yaml"]
+    main(["presets", "--all", "-o", "configs"])  # those that are there are the same
+    assert {path.name for path in Path("configs").iterdir()} == {path.name for path in CONFIGS}
+    for path in CONFIGS:
+        assert (Path("configs") / path.name).read_bytes() == path.read_bytes()
+    Path("configs/gpt_lean.yaml").write_text("mine")
+    assert fail(["presets", "gpt_lean"], capsys).startswith("configs/gpt_lean.yaml exists and is another file.")
+    assert Path("configs/gpt_lean.yaml").read_text() == "mine"
+    assert fail(["presets", "quickstrt"], capsys) == (
+        "there is no preset 'quickstrt'. Did you mean quickstart? `lightning-vram presets` lists all."
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("lightning-vram es", ["estimate"]),
+        ("lightning-vram p", ["predict", "plan", "presets"]),
+        ("lightning-vram plan --bu", ["--budget"]),
+        ("lightning-vram fit --ck", ["--ckpt_path"]),
+        ("lightning-vram report --no", []),
+    ],
+)
+def test_a_shell_completes_commands_and_options(line, found, monkeypatch, capsys):
+    monkeypatch.setenv("COMP_LINE", line)
+    words = line.split()
+    main(["--complete", "lightning-vram", words[-1], words[-2]])
+    assert capsys.readouterr().out.split() == found
+
+
+def test_an_empty_word_is_completed():
+    assert complete("", "") == [*COMMANDS, "--help", "--version"]
+    assert set(complete("report", "")) == {"--help"}

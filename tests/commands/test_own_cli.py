@@ -1,0 +1,55 @@
+"""The user's own LightningCLI, which imports ``lightning_vram``: short names, and lists that add to those of others."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+
+import lightning_vram
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+OWN = {"trainer": {"callbacks": [{"class_path": "ModelSummary"}], "logger": False, "accelerator": "cpu"}}
+
+
+def make(*arguments: str) -> LightningCLI:
+    Path("own.yaml").write_text(yaml.safe_dump(OWN))
+    return LightningCLI(BoringModel, BoringDataModule, run=False, args=["--config=own.yaml", *arguments])
+
+
+def names(cli: LightningCLI) -> list[str]:
+    return [type(callback).__name__ for callback in cli.trainer.callbacks]
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(monkeypatch, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["own.py"])
+
+
+def test_short_names_of_a_file_add_to_the_callbacks_of_another():
+    callbacks = [
+        {"class_path": "AutoVRAM", "init_args": {"budget": "1GiB", "allow": "lossless"}},
+        {"class_path": "VRAMMonitor"},
+    ]
+    Path("memory.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks+": callbacks}}))
+    cli = make("--config=memory.yaml")
+    found = names(cli)
+    assert [name for name in found if name in ("ModelSummary", "AutoVRAM", "VRAMMonitor")] == [
+        *("ModelSummary", "AutoVRAM", "VRAMMonitor")
+    ]
+    (auto,) = (callback for callback in cli.trainer.callbacks if isinstance(callback, lightning_vram.AutoVRAM))
+    assert (auto.budget, auto.allow) == ("1GiB", "lossless")
+
+
+def test_short_names_on_the_command_line():
+    found = names(make("--trainer.callbacks+=MicroBatching", "--trainer.callbacks.size=2"))
+    assert {"ModelSummary", "MicroBatching"} <= {*found}
+
+
+def test_the_strategy_has_a_name():
+    assert isinstance(make("--trainer.strategy=fsdp_offload").trainer.strategy, lightning_vram.FSDPOffloadStrategy)
