@@ -132,9 +132,7 @@ def test_a_damaged_recording_is_one_line(text, message, capsys):
 
 def test_a_damaged_result_file_is_one_line(capsys):
     Path("a.json").write_text("{")
-    assert fail(["report", "--benchmarks", "a.json"], capsys) == (
-        "a.json is not a result file of benchmarks: it is not JSON."
-    )
+    assert fail(["report", "--benchmarks", "a.json"], capsys) == ("a.json is not a file of results: it is not JSON.")
 
 
 def test_calibrate_without_a_gpu_is_one_line(capsys, monkeypatch):

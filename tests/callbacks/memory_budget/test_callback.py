@@ -330,5 +330,5 @@ def test_progress_is_shown_where_the_trainer_shows_some(make_trainer, monkeypatc
             seen.append(stage)
 
     monkeypatch.setattr(callback, "ProgressDisplay", Display)
-    make_trainer(callbacks=[MemoryBudget(1)], max_steps=1, enable_progress_bar=shows).fit(LitTiny(TinyCNN()))
+    make_trainer(callbacks=[MemoryBudget("1B")], max_steps=1, enable_progress_bar=shows).fit(LitTiny(TinyCNN()))
     assert seen == [shows, "tracing the step", "searching for the largest batch"]

@@ -98,10 +98,10 @@ def test_a_value_that_none_can_compute_with_is_named(tmp_path, change, complaint
 def test_what_is_nested_too_deep_or_no_text_is_named(tmp_path):
     path = tmp_path / "vram.jsonl"
     path.write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"vram\.jsonl, line 1 is not a VRAMMonitor measurement: maximum recursion"):
+    with pytest.raises(ValueError, match=r"vram\.jsonl, line 1 is not a VRAMMonitor measurement: it is not JSON"):
         read_measurements(path)
     path.write_bytes(b"\xff")
-    with pytest.raises(ValueError, match=r"vram\.jsonl is not a VRAMMonitor file: 'utf-8' codec can't decode byte"):
+    with pytest.raises(ValueError, match=r"vram\.jsonl is not a VRAMMonitor file: it is not text"):
         read_measurements(path)
 
 

@@ -45,7 +45,7 @@ def play_products(monkeypatch, *, kept, peak):
 
 
 def test_without_an_accelerator_it_says_so(monkeypatch):
-    monkeypatch.setattr("lightning_vram.memory.estimate.known_devices.current_kind", lambda: "cpu")
+    monkeypatch.setattr("lightning_vram.memory.device.accelerators.current_kind", lambda: "cpu")
     with pytest.raises(RuntimeError, match="no GPU that reports its memory was found"):
         calibrate()
 

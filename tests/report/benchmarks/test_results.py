@@ -37,7 +37,7 @@ def test_all_files_that_are_kept_are_read():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "{path} is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        ("{", "{path} is not a file of results: it is not JSON."),
         ("[1]", '{path} is not a file of results: those have "machine" and "rows".'),
         ('{"rows": [{}]}', '{path} is not a file of results: those have "machine" and "rows".'),
         ('{"machine": {}}', "{path} has no rows: nothing was measured."),
@@ -65,7 +65,7 @@ def test_what_is_no_file_of_results_is_refused(content, message, tmp_path):
 
 def test_a_file_of_bytes_is_refused(tmp_path):
     (tmp_path / "a.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"a\.json is not JSON: 'utf-8' codec can't decode byte 0xff"):
+    with pytest.raises(ValueError, match=r"a\.json is not a file of results: it is not JSON\."):
         read_results(tmp_path / "a.json")
 
 
