@@ -73,7 +73,7 @@ def read_results(path: Path) -> ResultFile:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
-        raise ValueError(f"{path} is not a result file of benchmarks: it is not JSON.") from None
+        raise ValueError(f"{path} is not a file of results: it is not JSON.") from None
     if not isinstance(content, dict) or not isinstance(content.get("machine"), dict):
         raise ValueError(f'{path} is not a file of results: those have "machine" and "rows".')
     tables = {name: tuple(value) for name, value in content.items() if isinstance(value, list) and value}
