@@ -22,7 +22,15 @@ from lightning_vram.commands.options import (
     main_parser,
     question_parser,
 )
-from lightning_vram.commands.program import INTERRUPTED, PROGRAM, describe, did_you_mean, fail, is_debugging
+from lightning_vram.commands.program import (
+    BROKEN_PIPE,
+    INTERRUPTED,
+    PROGRAM,
+    describe,
+    did_you_mean,
+    fail,
+    is_debugging,
+)
 from lightning_vram.version import __version__
 
 _MIN_TABLE_WIDTH, _MAX_TABLE_WIDTH = 100, 1000
@@ -36,16 +44,20 @@ def main(args: Sequence[str] | None = None) -> None:
         args: Arguments after the program's name; ``None`` takes ``sys.argv``.
 
     Raises:
-        SystemExit: With code 2 and one line on stderr if an argument or a configuration is wrong, with 1 if
+        SystemExit: With code 2 and one line on stderr if an argument or a configuration is wrong, with 3 if
             ``estimate`` or ``plan`` found that the run does not fit, with 130 after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if args is None else args)
     try:
         _run(arguments, is_process=args is None)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         if is_debugging():
             raise
         sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # `lightning-vram presets | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        sys.exit(BROKEN_PIPE)
 
 
 def _run(arguments: list[str], *, is_process: bool) -> None:
@@ -60,7 +72,8 @@ def _run(arguments: list[str], *, is_process: bool) -> None:
         print(f"{PROGRAM} {__version__}")
     elif command == "--complete":  # followed by the program, the word at the cursor and the word before it
         typed = os.environ.get("COMP_LINE", "").split()
-        print("\n".join(complete([*typed, "", ""][1], [*arguments, "", ""][2])))
+        _, _, word, before = [*arguments, "", "", ""][:4]
+        print("\n".join(complete([*typed, "", ""][1], word, before)))
     elif command in FILE_COMMANDS:
         _run_on_files(command, *arguments[1:])
     elif command in COMMANDS or command.startswith("-"):
@@ -75,6 +88,8 @@ def _run_on_files(command: str, *args: str) -> None:
     try:
         for part in FILE_COMMANDS[command](args):
             _show(part)
+    except BrokenPipeError:
+        raise
     except (OSError, ValueError, ModuleNotFoundError, pickle.UnpicklingError) as error:
         if is_debugging():
             raise

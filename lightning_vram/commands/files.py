@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from lightning_vram.commands.options import preset_names
 from lightning_vram.commands.program import PROGRAM, did_you_mean
 from lightning_vram.memory.device.measurement import largest, read_measurements
 from lightning_vram.memory.units import format_bytes
@@ -139,11 +140,8 @@ def copy_presets(args: Sequence[str]) -> Iterator[str]:
         "-o", "--output", type=Path, default=Path("configs"), metavar="FOLDER", help="default: %(default)s"
     )
     given = parser.parse_args(args)
-    texts = {
-        Path(file.name).stem: file.read_text(encoding="utf-8")
-        for file in sorted((files("lightning_vram") / "presets").iterdir(), key=lambda file: file.name)
-        if file.name.endswith(".yaml")
-    }
+    folder = files("lightning_vram") / "presets"
+    texts = {name: (folder / f"{name}.yaml").read_text(encoding="utf-8") for name in preset_names()}
     for name in given.name:
         if name not in texts:
             raise ValueError(f"there is no preset {name!r}.{did_you_mean(name, texts)} `{PROGRAM} presets` lists all.")

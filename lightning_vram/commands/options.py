@@ -2,6 +2,7 @@
 
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
 
 from lightning_vram.commands.program import PROGRAM
@@ -21,6 +22,12 @@ COMMANDS = {
     "report": "print a recording of VRAMMonitor, or benchmark results",
     "consolidate": "convert a sharded checkpoint to one file",
     "presets": "list configuration files that come with the package, or copy them",
+}
+_OF_FILES = {
+    "report": ("--json", "--benchmarks", "--all", "--output"),
+    "consolidate": ("--weights_only", "--verify"),
+    "calibrate": ("--output",),
+    "presets": ("--all", "--output"),
 }
 FIT_OPTIONS = ("--config", "--model", "--data", "--trainer", "--optimizer", "--lr_scheduler", "--seed_everything")
 
@@ -88,8 +95,8 @@ DESCRIPTIONS = {
     PLAN: "Find the features that make a run fit a GPU memory budget, with the least overhead.",
 }
 _EXIT_CODES = {
-    ESTIMATE: "exit status: 0 if the run fits, 1 if it does not, 2 if something is wrong",
-    PLAN: "exit status: 0 if there is a plan, 1 if nothing fits, 2 if something is wrong",
+    ESTIMATE: "exit status: 0 if the run fits, 3 if it does not, 2 if something is wrong",
+    PLAN: "exit status: 0 if there is a plan, 3 if nothing fits, 2 if something is wrong",
 }
 
 
@@ -140,17 +147,28 @@ def device_list() -> str:
     return f"{listed}\n\nCase and spaces do not matter: --device rtx4090. `cpu` is this host."
 
 
-def complete(command: str, word: str) -> list[str]:
-    """Return what may stand at ``word``: see the page of the command line for how a shell asks.
+def complete(command: str, word: str, before: str) -> list[str]:
+    """Return what may stand at ``word``; nothing where it is a file or a value, which shells complete on their own.
 
     Args:
         command: The subcommand, as far as one was typed.
         word: The beginning of the word at the cursor.
+        before: The word before it.
     """
-    if command not in COMMANDS or word == command:
-        found: list[str] = [*COMMANDS, "--help", "--version"]
-    elif command in _OWN:
-        found = [*(f"--{name}" for name in options_of(command)), *FIT_OPTIONS, "--help"]
-    else:
-        found = [*FIT_OPTIONS, "--ckpt_path", "--help"] if command in FIT_COMMANDS else ["--help"]
+    found: list[str] = []
+    if before == PROGRAM:
+        found = [*COMMANDS, "--help", "--version"]
+    elif before == "--device" and command in _OWN:
+        found = [device.name.lower().replace(" ", "") for device in known_devices()]
+    elif command == "presets" and not word.startswith("-"):
+        found = preset_names()
+    elif word.startswith("-"):
+        own = [f"--{name}" for name in options_of(command)] if command in _OWN else _OF_FILES.get(command, ())
+        found = [*own, *(() if command in _OF_FILES else (*FIT_OPTIONS, "--ckpt_path")), "--help"]
     return [name for name in found if name.startswith(word)]
+
+
+def preset_names() -> list[str]:
+    """Return the names of the configuration files that come with the package."""
+    names = (file.name for file in (files("lightning_vram") / "presets").iterdir())
+    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))

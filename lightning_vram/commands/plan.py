@@ -76,7 +76,8 @@ class PlanQuestion:
     def answer(self) -> Iterator[RenderableType]:
         """Return the table, and the configuration if it was not written to a file; or JSON."""
         if self._miss is not None:
-            yield json.dumps(miss_values(self._miss), indent=2)
+            values = miss_values(self._miss)
+            yield json.dumps({**values, "message": _as_options(values["message"])}, indent=2)
             return
         assert self._plan is not None  # it was asked for
         if self._as_json:

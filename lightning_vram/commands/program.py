@@ -8,7 +8,8 @@ from typing import NoReturn
 
 PROGRAM = "lightning-vram"
 DEBUG_VARIABLE = "LIGHTNING_VRAM_DEBUG"
-DOES_NOT_FIT, WRONG_USAGE, INTERRUPTED = 1, 2, 130  # exit codes; the last one is what shells use
+WRONG_USAGE, DOES_NOT_FIT = 2, 3  # exit codes; 1 is that of a Python program that raises
+INTERRUPTED, BROKEN_PIPE = 130, 141  # what shells use
 _SIMILARITY = 0.7
 
 

@@ -1,14 +1,13 @@
 """Points of a picture with numbers beside them, and the list of what the numbers stand for."""
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from lightning_vram.report.pictures import FAINT, INK
+from lightning_vram.report.tables import wrap_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,14 +58,6 @@ def stairs(front: Sequence[Spot]) -> list[Spot]:
     for (_, before), (time, size) in pairwise(front):
         corners += [(time, before), (time, size)]
     return corners
-
-
-def wrap_name(name: str, width: int) -> list[str]:
-    """Break a long name after a space or before the arguments of a feature."""
-    lines = wrap(
-        re.sub(r"(?<![=\w.])([\w.]+)\((?!\))", r"\1( ", name), width, break_long_words=False, break_on_hyphens=False
-    )
-    return [line.replace("( ", "(") for line in lines]
 
 
 def place_labels(

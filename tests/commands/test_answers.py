@@ -141,6 +141,13 @@ def test_calibrate_without_a_gpu_is_one_line(capsys, monkeypatch):
     assert not Path("gpu.json").exists()
 
 
+def test_a_closed_pipe_ends_without_a_traceback():
+    command = f"{sys.executable} -m lightning_vram estimate --device list | true; exit ${{PIPESTATUS[0]}}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_an_interrupt_ends_without_a_traceback(monkeypatch, capsys):
     def report(args):
         raise KeyboardInterrupt
@@ -184,7 +191,10 @@ def test_presets_are_copied_with_what_their_commands_need(capsys):
         ("lightning-vram p", ["predict", "plan", "presets"]),
         ("lightning-vram plan --bu", ["--budget"]),
         ("lightning-vram fit --ck", ["--ckpt_path"]),
-        ("lightning-vram report --no", []),
+        ("lightning-vram report --js", ["--json"]),
+        ("lightning-vram report vr", []),  # files
+        ("lightning-vram presets quick", ["quickstart"]),
+        ("lightning-vram plan --device rtx409", ["rtx4090"]),
     ],
 )
 def test_a_shell_completes_commands_and_options(line, found, monkeypatch, capsys):
@@ -195,5 +205,13 @@ def test_a_shell_completes_commands_and_options(line, found, monkeypatch, capsys
 
 
 def test_an_empty_word_is_completed():
-    assert complete("", "") == [*COMMANDS, "--help", "--version"]
-    assert set(complete("report", "")) == {"--help"}
+    assert complete("", "", "lightning-vram") == [*COMMANDS, "--help", "--version"]
+    assert complete("fit", "", "--config") == []  # the shell completes files
+
+
+def test_completed_options_are_those_that_help_lists(capsys):
+    for command in FILE_COMMANDS:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        listed = {*re.findall(r"(?<![\w-])--\w+", capsys.readouterr().out.partition("options:")[2])}
+        assert {*complete(command, "--", command)} == listed

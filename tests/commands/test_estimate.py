@@ -132,7 +132,7 @@ def test_a_run_that_does_not_fit_has_an_exit_code_of_its_own(arguments, monkeypa
     monkeypatch.setattr("lightning_vram.commands.run.estimate_memory", shown(lambda *args, **kwargs: small))
     with pytest.raises(SystemExit) as caught:
         main(["estimate", QUICKSTART, *DEVICE, *arguments])
-    assert caught.value.code == 1
+    assert caught.value.code == 3
     out = capsys.readouterr().out
     assert json.loads(out)["fits"] is False if arguments else out.startswith("Does not fit: ")
 

@@ -158,7 +158,7 @@ def test_a_plan_is_replaced_and_nothing_else(asked, capsys):
 def test_where_nothing_fits_there_is_one_line(monkeypatch, capsys):
     found = plan_of().found
     monkeypatch.setattr("lightning_vram.planner.plan.search", lambda *args, **kwargs: replace(found, best=None))
-    line = fail([QUICKSTART, *DEVICE, "--budget=1MiB", "-o=plan.yaml"], capsys, exit_code=1)
+    line = fail([QUICKSTART, *DEVICE, "--budget=1MiB", "-o=plan.yaml"], capsys, exit_code=3)
     assert "1.00 MiB" in line
     assert "the minimum found is 700.00 MiB, with MicroBatching(size=2)." in line.replace("The", "the")
     assert re.search(r"What helps: --budget \d+\.\d\dMiB, or perhaps --allow lossless or any\.", line)
@@ -166,7 +166,7 @@ def test_where_nothing_fits_there_is_one_line(monkeypatch, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["plan", QUICKSTART, *DEVICE, "--budget=1MiB", "--json"])
     values = json.loads(capsys.readouterr().out)
-    assert (caught.value.code, values["fits"], values["minimum_bytes"]) == (1, False, 700 * 2**20)
+    assert (caught.value.code, values["fits"], values["minimum_bytes"]) == (3, False, 700 * 2**20)
 
 
 @pytest.mark.parametrize(
@@ -309,4 +309,4 @@ def test_a_plan_of_the_planner_is_run(capsys):
     main(["plan", write("my.yaml"), *sizes, "--device=cpu", "--budget=20MiB", "-o", "plan.yaml"])
     assert re.search(r"^\*.*ActivationCheckpointing", capsys.readouterr().out, re.MULTILINE)
     main(["fit", "--config=my.yaml", *sizes, "--config=plan.yaml", "--trainer.fast_dev_run=true"])
-    assert "fits 1.00 MiB" in fail(["--config=my.yaml", *sizes, "--device=cpu", "--budget=1MiB"], capsys, 1)
+    assert "fits 1.00 MiB" in fail(["--config=my.yaml", *sizes, "--device=cpu", "--budget=1MiB"], capsys, 3)

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.report.benchmarks.points import ALLOCATED, TRACKED
-from lightning_vram.report.benchmarks.results import ResultFile, Row, machine_differences
+from lightning_vram.report.benchmarks.results import BASELINE, PLAIN, ResultFile, Row, machine_differences
 from lightning_vram.report.tables import (
     NOT_KNOWN,
     add_names,
@@ -114,7 +114,7 @@ def _columns(rows: Sequence[Row]) -> list[tuple[str, bool, Callable[[Row], str]]
     names = [name for name in there if name not in _HIDDEN and not name.startswith("all_")]
     names = [name for name in names if not any(isinstance(row.get(name), list | dict) for row in rows)]
     ordered = [*(name for name in _FIRST if name in names), *(name for name in names if name not in _FIRST)]
-    plain = next((row for row in rows if row.get("by", row.get("variant")) == "plain"), {})
+    plain = next((row for row in rows if row.get("by", row.get("variant")) == PLAIN), {})
     columns: list[tuple[str, bool, Callable[[Row], str]]] = []
     for name in ordered:
         is_text = all(isinstance(row.get(name, ""), str) for row in rows)
@@ -145,7 +145,8 @@ def _show(name: str, row: Row) -> str:
         low, high = (row.get(end) for end in _SPREAD)
         return f"{value:.2f}" if low is None or high is None else f"{value:.2f} ({low:.2f} to {high:.2f})"
     if isinstance(value, bool | str):
-        return literal(str(value))
+        text = str(value).replace(f"of {PLAIN}", f"of {BASELINE}")
+        return BASELINE if text == PLAIN else literal(text)
     if name.endswith("_bytes"):
         return format_bytes(value)
     if name.startswith("seconds") or name.endswith("_seconds"):

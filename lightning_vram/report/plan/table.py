@@ -9,7 +9,7 @@ from rich.text import Text
 from lightning_vram.planner.plan import MemoryPlan
 from lightning_vram.report.plan.choices import Choice, cells, choices
 from lightning_vram.report.plan.words import verdict
-from lightning_vram.report.tables import add_names, add_numbers, literal, plain_table
+from lightning_vram.report.tables import Name, add_names, add_numbers, literal, plain_table
 
 TIME = "Step times are modelled for this device, relative to the baseline."
 
@@ -32,5 +32,7 @@ def choices_table(rows: Sequence[Choice]) -> Table:
     add_numbers(table, *headings[:-1])
     add_names(table, headings[-1])
     for one, line in zip(rows, lines, strict=True):
-        table.add_row(*map(literal, line), style="bold green" if one.is_plan else "" if one.fits else "dim")
+        table.add_row(
+            *map(literal, line[:-1]), Name(line[-1]), style="bold green" if one.is_plan else "" if one.fits else "dim"
+        )
     return table

@@ -14,7 +14,7 @@ from lightning_vram.report.benchmarks.bar_chart import draw_bars
 from lightning_vram.report.benchmarks.bars import read_bars, read_peak_bars
 from lightning_vram.report.benchmarks.points import read_panels
 from lightning_vram.report.benchmarks.scatter import draw_scatter
-from lightning_vram.report.numbered import wrap_name
+from lightning_vram.report.tables import wrap_name
 
 CAPTION = "x86_64, 1 threads, torch 2.13.0+cpu, file of 2026-11-24"
 

@@ -10,11 +10,11 @@ a.json: speed
 x86_64, 1 threads, torch 2.13.0+cpu, file of 2026-11-24
 
 GPT
-                           by       peak, tracked  of baseline  time per step  of baseline (low to high)
-plain                      plain       400.00 MiB         1.00       500.0 ms        1.00 (0.95 to 1.10)
-ActivationCheckpointing()  ours        100.00 MiB         0.25       625.0 ms        1.25 (1.20 to 1.35)
-InPlaceFusion()            ours        300.00 MiB         0.75       562.5 ms        1.12 (1.07 to 1.23)
-torch.utils.checkpoint     PyTorch     120.00 MiB         0.30       750.0 ms        1.50 (1.45 to 1.60)
+                           by        peak, tracked  of baseline  time per step  of baseline (low to high)
+baseline                   baseline     400.00 MiB         1.00       500.0 ms        1.00 (0.95 to 1.10)
+ActivationCheckpointing()  ours         100.00 MiB         0.25       625.0 ms        1.25 (1.20 to 1.35)
+InPlaceFusion()            ours         300.00 MiB         0.75       562.5 ms        1.12 (1.07 to 1.23)
+torch.utils.checkpoint     PyTorch      120.00 MiB         0.30       750.0 ms        1.50 (1.45 to 1.60)
 
 """
 BIGGEST_TABLE = """\
@@ -22,10 +22,10 @@ b.json: biggest
 x86_64, 1 threads, torch 2.15.0, file of 2026-11-24
 
 GPT
-                        by       what        largest  of baseline  peak, tracked  of baseline      budget
-plain                   plain    batch size        4         1.00     290.00 MiB         1.00  300.00 MiB
-AutoVRAM()              ours     batch size       18         4.50     290.00 MiB         1.00  300.00 MiB
-torch.utils.checkpoint  PyTorch  batch size       10         2.50     290.00 MiB         1.00  300.00 MiB
+                        by        what        largest  of baseline  peak, tracked  of baseline      budget
+baseline                baseline  batch size        4         1.00     290.00 MiB         1.00  300.00 MiB
+AutoVRAM()              ours      batch size       18         4.50     290.00 MiB         1.00  300.00 MiB
+torch.utils.checkpoint  PyTorch   batch size       10         2.50     290.00 MiB         1.00  300.00 MiB
 
 """
 DIFFERENCES = "machines differ in torch: 2.13.0+cpu (a.json); 2.15.0 (b.json)\n"
@@ -60,14 +60,14 @@ def test_columns_that_do_not_fit_follow_below(tmp_path):
     lines = printed(file, width=80).splitlines()
     assert lines[3:10] == [
         "GPT",
-        "                           by       peak, tracked  of baseline  time per step",
-        "plain                      plain       400.00 MiB         1.00       500.0 ms",
-        "ActivationCheckpointing()  ours        100.00 MiB         0.25       625.0 ms",
-        "InPlaceFusion()            ours        300.00 MiB         0.75       562.5 ms",
-        "torch.utils.checkpoint     PyTorch     120.00 MiB         0.30       750.0 ms",
+        "                           by        peak, tracked  of baseline  time per step",
+        "baseline                   baseline     400.00 MiB         1.00       500.0 ms",
+        "ActivationCheckpointing()  ours         100.00 MiB         0.25       625.0 ms",
+        "InPlaceFusion()            ours         300.00 MiB         0.75       562.5 ms",
+        "torch.utils.checkpoint     PyTorch      120.00 MiB         0.30       750.0 ms",
         "",
     ]
-    assert lines[11].split() == ["plain", "1.00", "(0.95", "to", "1.10)"]
+    assert lines[11].split() == ["baseline", "1.00", "(0.95", "to", "1.10)"]
 
 
 def test_files_from_before_by_show_what_they_have(tmp_path):
@@ -78,8 +78,8 @@ def test_files_from_before_by_show_what_they_have(tmp_path):
     lines = printed(write(tmp_path / "a.json", rows)).splitlines()
     assert lines[3:] == [
         "W",
-        "         peak, tracked  of baseline      kept  of plain    step  steps",
-        "plain         2.00 KiB         1.00  1.00 KiB      1.00       -      -",
-        "[red]x?       1.00 KiB         0.50         -         -  2.00 s  1,200",
+        "          peak, tracked  of baseline      kept  of plain    step  steps",
+        "baseline       2.00 KiB         1.00  1.00 KiB      1.00       -      -",
+        "[red]x?        1.00 KiB         0.50         -         -  2.00 s  1,200",
         "",
     ]
