@@ -67,3 +67,6 @@ if not TYPE_CHECKING:
         if name not in names:
             raise ImportError(f"lightning_vram.{name} needs Lightning, which is not installed: pip install lightning")
         return names[name]
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

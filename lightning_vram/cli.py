@@ -9,6 +9,7 @@ import os
 import pickle
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 
 from rich.console import Console, RenderableType
 
@@ -66,7 +67,7 @@ def _run(arguments: list[str], *, is_process: bool) -> None:
         main_parser().print_help()
     elif command in (ESTIMATE, PLAN) and not {*_HELP}.isdisjoint(arguments):
         question_parser(command).print_help()
-    elif command in (ESTIMATE, PLAN) and "--device=list" in "=".join(arguments):
+    elif command in (ESTIMATE, PLAN) and _asks_for_list(arguments):
         _show(device_list())
     elif command == "--version":
         print(f"{PROGRAM} {__version__}")
@@ -82,6 +83,10 @@ def _run(arguments: list[str], *, is_process: bool) -> None:
         run(arguments, _show, is_process=is_process)
     else:
         _refuse(command)
+
+
+def _asks_for_list(arguments: Sequence[str]) -> bool:
+    return "--device=list" in (word.lower() for word in (*arguments, *map("=".join, pairwise(arguments))))
 
 
 def _run_on_files(command: str, *args: str) -> None:

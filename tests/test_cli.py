@@ -319,8 +319,9 @@ def recursion_limit():
         (BOMB, "aliases (*name) make 7456547 values of this file; 100000 are allowed."),
         ("trainer: &t\n  callbacks: [*t]\n", "an alias (*name) refers to itself."),
         ("".join(" " * depth + "a:\n" for depth in range(500)), "the configuration is nested too deeply."),
+        ("", "a --config file is empty, or no YAML mapping."),
     ],
-    ids=["broken", "bomb", "circle", "deep"],
+    ids=["broken", "bomb", "circle", "deep", "empty"],
 )
 @pytest.mark.usefixtures("recursion_limit")
 def test_broken_yaml_is_one_line(text, message, capsys):
@@ -381,6 +382,31 @@ def test_a_broken_checkpoint_is_one_line(capsys):
 )
 def test_a_wrong_subcommand_is_one_line(arguments, message, capsys):
     assert fail(arguments, capsys).startswith(message)
+
+
+class Broken(LitTiny):
+    def __init__(self) -> None:
+        super().__init__(TinyCNN())
+        {}["nokey"]
+
+
+def test_a_mistake_in_the_users_module_names_its_line(capsys, monkeypatch):
+    line = fail(["fit", f"--model={__name__}.Broken", "--trainer.accelerator=cpu"], capsys)
+    assert re.fullmatch(r"'nokey' \(test_cli\.py, line \d+; LIGHTNING_VRAM_DEBUG=1 shows where\)", line)
+    Path("boom.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(Path.cwd())
+    line = fail(["fit", "--model=boom.Module"], capsys)
+    assert line == "model: division by zero, got boom.Module (boom.py, line 1; LIGHTNING_VRAM_DEBUG=1 shows where)"
+
+
+class Outer:
+    class Inner(pl.Callback):
+        pass
+
+
+def test_an_option_of_a_nested_class_is_refused_in_one_line(capsys):
+    arguments = [f"--trainer.callbacks+={__name__}.Outer.Inner", "--trainer.callbacks.b=3"]
+    assert fail(["fit", QUICKSTART, *arguments], capsys) == "trainer.callbacks: Inner has no option 'b'."
 
 
 def test_a_missing_extra_names_the_command(capsys, monkeypatch):

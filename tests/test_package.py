@@ -90,3 +90,15 @@ def test_presets_are_in_the_wheel(tmp_path):
         names = {name.removeprefix("lightning_vram/presets/") for name in wheel.namelist() if "/presets/" in name}
         assert names - {"README.md"} == {path.name for path in (ROOT / "configs").glob("*.yaml")}
         assert wheel.read("lightning_vram/presets/quickstart.yaml") == (ROOT / "configs/quickstart.yaml").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_strict_type_checker_sees_the_public_names(tmp_path):
+    pytest.importorskip("mypy")
+    program = tmp_path / "program.py"
+    names = ", ".join(lightning_vram.__all__)
+    program.write_text(f"from lightning_vram import {names}\nreveal_type(AutoVRAM)\n")
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--config-file=", str(program)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "has no attribute" not in done.stdout
+    assert "AutoVRAM" in done.stdout.partition("Revealed type is")[2]

@@ -152,7 +152,7 @@ def copy_presets(args: Sequence[str]) -> Iterator[str]:
     names = texts if given.all else [name for name in texts if any(f"/{name}.yaml" in texts[one] for one in given.name)]
     targets = {given.output / f"{name}.yaml": texts[name] for name in names}
     for target, text in targets.items():
-        if target.exists() and target.read_text(encoding="utf-8") != text:
+        if target.exists() and target.read_bytes() != text.encode():
             raise FileExistsError(f"{target} exists and is another file. Name another folder: -o FOLDER.")
     given.output.mkdir(parents=True, exist_ok=True)
     for target, text in targets.items():

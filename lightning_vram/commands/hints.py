@@ -8,6 +8,7 @@ import difflib
 import importlib
 import inspect
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import lightning.pytorch as pl
@@ -99,6 +100,8 @@ def explain(message: str) -> str:
         message: Message of jsonargparse, OmegaConf, Lightning or any other, of any number of lines.
     """
     line = condense_error(message)
+    if line.startswith("Unexpected config:"):
+        return "a --config file is empty, or no YAML mapping."
     if found := _REQUIRED.match(line):
         name = found["name"]
         return f"{name} is missing: name it with --{name}, or in a file with --config FILE."
@@ -120,7 +123,9 @@ def _unknown_argument(name: str) -> str:
     known += (f"--trainer.{one}" for one in inspect.signature(pl.Trainer).parameters)
     last = name.rpartition(".")[2].removeprefix("--")  # a common "--trainer." does not make names alike
     alike = difflib.get_close_matches(last, (one.rpartition(".")[2].removeprefix("--") for one in known), len(known))
-    hint = did_you_mean(name, (one for one in known if one.rpartition(".")[2].removeprefix("--") in alike))
+    hint = did_you_mean(
+        name, (one for one in known if one.rpartition(".")[2].removeprefix("--") in alike and one != name)
+    )
     return f".{hint}" if hint else ""
 
 
@@ -145,15 +150,27 @@ def _unknown_class(found: re.Match[str]) -> str:
 
 
 def _unknown_option(found: re.Match[str]) -> str:
-    kind, name = getattr(importlib.import_module(found["module"]), found["kind"], None), found["name"]
+    name, options = found["name"], _options_of(found["module"], found["kind"])
+    if options is None:
+        return f"{found['kind']} has no option {name!r}."
+    listed = f" Its options: {', '.join(options)}." if options else " It has no options."
+    return f"{found['kind']} has no option {name!r}.{did_you_mean(name, options)}{listed}"
+
+
+def _options_of(module: str, name: str) -> list[str] | None:
+    """The arguments of a class, also those it hands on to its bases; ``None`` if it is not a class of a module."""
+    kind = None
+    with suppress(ImportError):
+        kind = getattr(importlib.import_module(module), name, None)
+    if not inspect.isclass(kind):
+        return None
     options: dict[str, None] = {}
-    for base in inspect.getmro(kind) if inspect.isclass(kind) else ():
+    for base in inspect.getmro(kind):
         parameters = inspect.signature(base).parameters.values()
         options |= {one.name: None for one in parameters if one.kind not in _VARIADIC}
         if not any(one.kind is one.VAR_KEYWORD for one in parameters):
             break
-    listed = f" Its options: {', '.join(options)}." if options else " It has no options."
-    return f"{found['kind']} has no option {name!r}.{did_you_mean(name, options)}{listed}"
+    return list(options)
 
 
 def _unknown_choice(found: re.Match[str]) -> str:

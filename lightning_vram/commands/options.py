@@ -76,7 +76,7 @@ _OWN = {
     ESTIMATE: {"plot": Option(str | None, None, "File for a picture of the step: .png, .svg, .pdf or .html.")},
     PLAN: {
         "budget": Option(
-            str | float | None,
+            str | int | float | None,
             None,
             "GPU memory the run may use, such as 24GiB, or a share of it, such as 0.5. Default: all of it.",
         ),

@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from lightning_vram.commands.checks import check_aliases
 from lightning_vram.commands.hints import explain
+from lightning_vram.commands.mistakes import place_of, where
 from lightning_vram.commands.program import fail, is_debugging
 
 PARSER_MODE = "omegaconf+"
@@ -29,4 +30,4 @@ class CommandParser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error or is_debugging():
             super().error(message, ex)
-        fail(explain(message))
+        fail(explain(message) + (where(ex) if place_of(ex) else ""))

@@ -17,7 +17,7 @@ from rich.console import RenderableType
 from typing_extensions import override
 
 from lightning_vram.commands.batch import make_batch
-from lightning_vram.commands.mistakes import says_all
+from lightning_vram.commands.mistakes import says_all, where
 from lightning_vram.commands.offline import NoDownloads
 from lightning_vram.commands.options import options_of
 from lightning_vram.commands.parser import PARSER_MODE, CommandParser
@@ -143,8 +143,8 @@ class QuestionCLI(QuietlySeeded):
                     datamodule=self.datamodule if self._batch is None else None,
                     device=self._device,
                     trainer=arguments,
-                    devices=self.config.devices or _count(arguments["devices"]),
-                    num_nodes=self.config.num_nodes or arguments["num_nodes"],
+                    devices=_either(self.config.devices, _count(arguments["devices"])),
+                    num_nodes=_either(self.config.num_nodes, arguments["num_nodes"]),
                     run_callbacks=self.config.run_callbacks,
                     on_progress=on_progress,
                 )
@@ -152,8 +152,9 @@ class QuestionCLI(QuietlySeeded):
             if self._batch is None or says_all(error):
                 raise
             raise MisconfigurationException(
-                f"the step fails on the batch of --batch.shape: {error} Check --batch.shape, --batch.dtype and "
-                "--batch.high: token ids need --batch.dtype int64 and --batch.high with the size of the vocabulary."
+                f"the step fails on the batch of --batch.shape: {type(error).__name__}: {error}. Check --batch.shape, "
+                "--batch.dtype and --batch.high: token ids need --batch.dtype int64 and --batch.high with the size of "
+                f"the vocabulary.{where(error)}"
             ) from error
 
     def _make_optimizers_late(self) -> None:
@@ -175,6 +176,10 @@ def _describe(name: str, memory_bytes: int) -> DeviceSpec:
         return replace(find_device(name), memory_bytes=memory_bytes)
     except ValueError:
         return DeviceSpec(name, memory_bytes)
+
+
+def _either(given: int | None, of_trainer: int) -> int:
+    return of_trainer if given is None else given
 
 
 def _count(devices: Any) -> int:

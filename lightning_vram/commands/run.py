@@ -1,8 +1,9 @@
 """Commands that make the classes of a configuration: ``fit`` and its like, ``estimate``, ``plan``."""
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 
 from rich.console import RenderableType
 
@@ -37,7 +38,8 @@ def run(arguments: list[str], show: Callable[[RenderableType], None], *, is_proc
         if question is None:
             cli.__init__(show, args=None if is_process else arguments)  # type: ignore[misc]
         else:
-            cli.__init__(question, arguments[1:])  # type: ignore[misc]
+            with redirect_stdout(sys.stderr):  # what the user's code prints is no part of the answer
+                cli.__init__(question, arguments[1:])  # type: ignore[misc]
             for part in question.answer():
                 show(part)
     except Exception as error:

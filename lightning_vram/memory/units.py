@@ -125,4 +125,5 @@ def parse_limit(size: int | str, name: str) -> int:
 
 def _has_no_unit(name: str, size: int | str) -> ValueError:
     number = str(size).strip()
-    return ValueError(f"{name} has no unit, got {size!r}: write '{number}GiB', or '{number}B' for bytes.")
+    unit = "GiB" if float(number) < MIB else "B"
+    return ValueError(f"{name} has no unit, got {size!r}: write '{number}{unit}'.")

@@ -36,9 +36,10 @@ class PlanError(ValueError):
         workload: Budget and batch.
         level: Exactness that was allowed.
         ways: Alternatives that would fit.
+        device_bytes: Memory of the device.
     """
 
-    def __init__(self, least: Measured, workload: Workload, level: Exactness, ways: Ways) -> None:
+    def __init__(self, least: Measured, workload: Workload, level: Exactness, ways: Ways, device_bytes: int) -> None:
         there, needed, place = format_bytes(workload.budget_bytes), format_bytes(least.needed_bytes), where(least)
         on_host = least.needed_bytes <= workload.budget_bytes
         if on_host:
@@ -46,7 +47,7 @@ class PlanError(ValueError):
             place = f", in addition to {format_bytes(margin_bytes(least.host_bytes))} that must stay free"
         super().__init__(
             f"No plan fits {there}. The minimum found is {needed}, with {least.scheme}{place}. "
-            f"{ways_out(least, level, ways, on_host=on_host)}"
+            f"{ways_out(least, level, ways, device_bytes, on_host=on_host)}"
         )
         self.ways = ways
         self.least = least
@@ -230,7 +231,7 @@ def find_plan(steps: TracedSteps, workload: Workload, remedies: Remedies, level:
     if found.best is None:
         here = workload if workload.host_bytes is not None else replace(workload, host_bytes=available_host_bytes())
         ways = find_ways(steps, found, here, has_strategies=steps.may_choose_strategy)
-        raise PlanError(found.least_of(workload), workload, level, ways)
+        raise PlanError(found.least_of(workload), workload, level, ways, steps.device.memory_bytes)
     return MemoryPlan(steps.device, workload.budget_bytes, found, steps.own)
 
 

@@ -22,11 +22,12 @@ def measure_singles(steps: TracedSteps, exact: Remedies, every: Remedies, budget
         return next((one for one in steps.tried if one.scheme == scheme), None) or steps(scheme)
 
     measure(Scheme())
-    first, *others = _singles(steps, every)
-    measure(first)
+    singles = _singles(steps, every)
+    for scheme in singles[:1]:
+        measure(scheme)
     if budget_bytes is not None:
         search(measure, Workload(budget_bytes, steps.batch_size, steps.travel_bytes), exact)
-    for scheme in others:
+    for scheme in singles[1:]:
         measure(scheme)
 
 

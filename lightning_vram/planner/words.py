@@ -8,10 +8,14 @@ from lightning_vram.planner.parts import LEVELS, Exactness, Part
 from lightning_vram.planner.remedies import OPTIMIZER_ON_HOST, WEIGHTS_ON_HOST
 
 
-def ways_out(least: Measured, level: Exactness, ways: Ways, *, on_host: bool = False) -> str:
-    """Say what would help where nothing fits."""
+def ways_out(
+    least: Measured, level: Exactness, ways: Ways, device_bytes: int | None = None, *, on_host: bool = False
+) -> str:
+    """Say what would help where nothing fits: a larger budget only if the device has as much, where that is known."""
     name, num_bytes = ("host_memory", with_margin(least.host_bytes)) if on_host else ("budget", least.needed_bytes)
     told = [f"{name}='{format_argument(num_bytes, round_up=True)}'"]
+    if not on_host and device_bytes is not None and num_bytes > device_bytes:
+        told = [f"a device with {format_bytes(num_bytes)}"]
     if on_host:
         told.append("FSDPOffloadStrategy(nvme_path='/a/fast/disk'), which keeps optimizer state on disk")
     if ways.strategy is not None:

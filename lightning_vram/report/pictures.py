@@ -26,6 +26,7 @@ def check_picture_path(path: Path, page: str | None = None) -> None:
     Raises:
         ValueError: If its ending is none of those known.
         FileNotFoundError: If its folder is not there.
+        IsADirectoryError: If it is a folder.
         ModuleNotFoundError: If it is a picture and matplotlib is not installed.
     """
     endings = _PICTURES if page is None else (*_PICTURES, PAGE)
@@ -33,6 +34,8 @@ def check_picture_path(path: Path, page: str | None = None) -> None:
         raise ValueError(f"plot(path) must end in one of {', '.join(endings)}, got '{path}'.")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"plot(path): there is no folder '{path.parent}'.")
+    if path.is_dir():
+        raise IsADirectoryError(f"plot(path): '{path}' is a folder.")
     if path.suffix.lower() in _PICTURES and find_spec("matplotlib") is None:
         way_out = "" if page is None else f" A page ({page}) needs nothing."
         raise ModuleNotFoundError(f"a picture needs matplotlib: pip install matplotlib.{way_out}")

@@ -144,12 +144,31 @@ def test_a_batch_of_the_wrong_kind_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr("lightning_vram.commands.run.estimate_memory", shown(estimate_memory))
     line = fail([QUICKSTART, *DEVICE, "--batch.shape=[8, 3, 224, 224]"], capsys)
     assert line.startswith("the step fails on the batch of --batch.shape: ")
-    assert line.endswith("need --batch.dtype int64 and --batch.high with the size of the vocabulary.")
+    assert "token ids need --batch.dtype int64 and --batch.high with the size of the vocabulary. (test_estim" in line
 
 
-def test_a_mistake_is_the_only_line(capsys):
+def test_what_the_users_code_prints_is_no_part_of_the_json(monkeypatch, capsys):
+    def estimate_memory(*args, **kwargs):
+        sys.stdout.write("hello")
+        return estimate_of()
+
+    monkeypatch.setattr("lightning_vram.commands.run.estimate_memory", shown(estimate_memory))
+    main(["estimate", QUICKSTART, *DEVICE, "--json"])
+    out, err = capsys.readouterr()
+    assert json.loads(out)["fits"]
+    assert "hello" in err
+
+
+def test_a_strategy_is_refused_as_by_fit(capsys):
+    line = fail([QUICKSTART, *DEVICE, "--trainer.strategy=fsdp_ofload"], capsys)
+    assert line == "trainer.strategy='fsdp_ofload' is unknown. Did you mean fsdp_offload?"
+    assert fail([QUICKSTART, *DEVICE, "--devices=0"], capsys) == "--devices must be at least 1, got 0."
+
+
+@pytest.mark.parametrize("seed", [[], ["--seed_everything=true"]])
+def test_a_mistake_is_the_only_line(seed, capsys):
     with pytest.raises(SystemExit):
-        main(["estimate", QUICKSTART, "--device=rtx9999"])
+        main(["estimate", QUICKSTART, *seed, "--device=rtx9999"])
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1  # no "Seed set to 1" before it
@@ -236,14 +255,15 @@ SHAPE = [QUICKSTART, *DEVICE, "--batch.shape"]
         ([*SHAPE, "[8]", "--batch.high=0"], "batch.high must be a whole number of at least 1, got 0."),
         (
             [QUICKSTART, *DEVICE, "--plot=step.gif"],
-            "plot(path) must end in one of .png, .svg, .pdf, .html, got 'step.gif'.",
+            "--plot must end in one of .png, .svg, .pdf, .html, got 'step.gif'.",
         ),
         (
             [QUICKSTART, *DEVICE, "--device_memory=much"],
             "--device_memory must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got 'much'.",
         ),
-        ([QUICKSTART, *DEVICE, "--plot=no/step.png"], "plot(path): there is no folder 'no'."),
+        ([QUICKSTART, *DEVICE, "--plot=no/step.png"], "--plot: there is no folder 'no'."),
         ([QUICKSTART, *DEVICE, "--devices=two"], "devices: Expected int, got two"),
+        ([QUICKSTART, *DEVICE, "--plot=folder.html"], "--plot: 'folder.html' is a folder."),
         ([*DEVICE], "model is missing: name it with --model, or in a file with --config FILE."),
         ([QUICKSTART, *DEVICE, "--nope=1"], "unrecognized arguments: --nope=1"),
         (
@@ -254,6 +274,7 @@ SHAPE = [QUICKSTART, *DEVICE, "--batch.shape"]
     ],
 )
 def test_bad_input_is_one_line(arguments, message, asked, capsys):
+    Path("folder.html").mkdir()
     assert fail(arguments, capsys) == message
     assert asked == {}
 

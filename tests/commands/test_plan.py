@@ -177,7 +177,7 @@ def test_where_nothing_fits_there_is_one_line(monkeypatch, capsys):
             [*DEVICE, "--budget=much"],
             "--budget must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got 'much'.",
         ),
-        ([*DEVICE, "--budget=0"], "--budget has no unit, got '0': write '0GiB', or '0B' for bytes."),
+        ([*DEVICE, "--budget=0"], "--budget has no unit, got '0': write '0GiB'."),
         (
             [*DEVICE, "--host_memory=-1GiB"],
             "--host_memory must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got '-1GiB'.",
@@ -187,11 +187,11 @@ def test_where_nothing_fits_there_is_one_line(monkeypatch, capsys):
             "--budget must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got '-5GiB'.",
         ),
         ([*DEVICE, "--budget", "-5GiB"], "argument --budget: expected one argument"),
-        ([*DEVICE, "--budget=20"], "--budget has no unit, got '20': write '20GiB', or '20B' for bytes."),
+        ([*DEVICE, "--budget=20"], "--budget has no unit, got '20': write '20GiB'."),
         ([*DEVICE, "--budget=1.5"], "--budget as a share of the device must be above 0 and at most 1, got 1.5."),
         ([*DEVICE, "--budget=90GiB"], "--budget must be at most the 79.18 GiB that H100 SXM has, got '90GiB'."),
         ([*DEVICE, "--allow=all"], "--allow must be one of 'exact', 'lossless', 'any', got 'all'."),
-        ([*DEVICE, "--plot=plan.gif"], "plot(path) must end in one of .png, .svg, .pdf, .html, got 'plan.gif'."),
+        ([*DEVICE, "--plot=plan.gif"], "--plot must end in one of .png, .svg, .pdf, .html, got 'plan.gif'."),
         ([*DEVICE, "-o=no/plan.yaml"], "--output: there is no folder 'no'."),
         ([*DEVICE, "--nope=1"], "unrecognized arguments: --nope=1"),
     ],
@@ -223,6 +223,16 @@ def test_json_has_the_plan_and_its_choices(asked, capsys):
         "lightning_vram.ActivationCheckpointing",
     ]
     assert [one["needed_bytes"] for one in values["choices"] if one["is_plan"]] == [plan.peak_bytes]
+
+
+def test_a_budget_of_a_file_needs_a_unit_too(asked, capsys):
+    for number in (1, 20):
+        Path("budget.yaml").write_text(f"budget: {number}\n")
+        line = fail([QUICKSTART, *DEVICE, "--config=budget.yaml"], capsys)
+        assert line == f"--budget has no unit, got {number}: write '{number}GiB'."
+    Path("budget.yaml").write_text("budget: 20000000000\n")
+    main(["plan", QUICKSTART, *DEVICE, "--config=budget.yaml"])
+    assert asked["budget"] == 20000000000
 
 
 def test_a_budget_may_be_a_share(asked):

@@ -51,8 +51,8 @@ def test_parse_reads_what_format_writes(size):
     ("size", "error", "message"),
     [
         ("", ValueError, r"^size must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got ''\.$"),
-        ("20", ValueError, r"^size has no unit, got '20': write '20GiB', or '20B' for bytes\.$"),
-        (" 0.5 ", ValueError, r"^size has no unit, got ' 0\.5 ': write '0\.5GiB', or '0\.5B' for bytes\.$"),
+        ("20", ValueError, r"^size has no unit, got '20': write '20GiB'\.$"),
+        (" 0.5 ", ValueError, r"^size has no unit, got ' 0\.5 ': write '0\.5GiB'\.$"),
         ("lots", ValueError, r"^size must be a number and one of .*, got 'lots'\.$"),
         ("-1GiB", ValueError, r"^size must be a number and one of .*, got '-1GiB'\.$"),
         ("24GiBs", ValueError, r"^size must be a number and one of .*, got '24GiBs'\.$"),
@@ -87,7 +87,7 @@ def test_an_argument_is_on_the_safe_side_of_what_it_was_made_from(num_bytes, dow
 def test_a_limit_is_a_size_above_0_with_its_unit():
     assert parse_limit("20B", "budget") == 20
     assert parse_limit(MIB, "budget") == MIB
-    with pytest.raises(ValueError, match=r"^budget has no unit, got 20: write '20GiB', or '20B' for bytes\.$"):
+    with pytest.raises(ValueError, match=r"^budget has no unit, got 20: write '20GiB'\.$"):
         parse_limit(20, "budget")
     with pytest.raises(ValueError, match=r"^budget has no unit, got 1048575: "):
         parse_limit(MIB - 1, "budget")

@@ -129,6 +129,7 @@ def test_a_line_leads_to_the_largest_batch_in_few_steps(budget, size, asked):
 def test_words():
     least = measured(CHECKPOINTING, mib=260, ms=1)
     assert ways_out(least, Exactness.ANY, Ways()) == "What helps: budget='260.00MiB'."
+    assert ways_out(least, Exactness.ANY, Ways(), 2**20) == "What helps: a device with 260.00 MiB."
     assert ways_out(least, Exactness.LOSSLESS, Ways(batch_size=3)) == (
         "What helps: budget='260.00MiB', batch size 3 with accumulate_grad_batches, or perhaps allow='any'."
     )

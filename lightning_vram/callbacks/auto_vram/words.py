@@ -43,11 +43,11 @@ def larger_line(shape: Sequence[int]) -> str:
 
 def miss_message(found: Found, budget_bytes: int, device: str, level: Exactness, ways: Ways, *, goes_on: bool) -> str:
     """Say that nothing fits, and what would help."""
-    least = found.least
+    least, helps = found.least, ways_out(found.least, level, ways, budget_bytes if goes_on else None)
     fate = " The run continues with it, and will probably run out of memory." if goes_on else ""
     return (
         f"{NAME}: no configuration fits {format_bytes(budget_bytes)} on {device}. The minimum found is "
-        f"{format_bytes(least.needed_bytes)}, with {least.scheme}{where(least)}.{fate} {ways_out(least, level, ways)}"
+        f"{format_bytes(least.needed_bytes)}, with {least.scheme}{where(least)}.{fate} {helps}"
     )
 
 

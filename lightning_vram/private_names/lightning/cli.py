@@ -9,6 +9,7 @@
 """
 
 import logging
+import warnings
 from typing import Any
 
 from lightning.pytorch import seed_everything
@@ -32,6 +33,8 @@ class QuietlySeeded(LightningCLI):
         log = logging.getLogger(seed_everything.__module__)
         was_disabled, log.disabled = log.disabled, True
         try:
-            super()._set_seed()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="No seed found")
+                super()._set_seed()
         finally:
             log.disabled = was_disabled

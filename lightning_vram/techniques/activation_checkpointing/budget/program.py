@@ -9,7 +9,7 @@ import ctypes
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from tempfile import TemporaryFile
 from threading import Lock
 from typing import Any, NamedTuple
@@ -251,7 +251,7 @@ def _without_debug_lines() -> Iterator[None]:
             os.dup2(stdout, _STDOUT)
             os.close(stdout)
             printed.seek(0)
-            with open(_STDOUT, "wb", closefd=False) as file:
+            with suppress(OSError), open(_STDOUT, "wb", closefd=False) as file:  # nobody may read it any more
                 file.writelines(line for line in printed if not line.startswith(_DEBUG_LINE))
 
 
