@@ -54,6 +54,8 @@ __all__ = [
 
 if not early_signals.is_command(sys.orig_argv):  # which imports PyTorch and Lightning only where it needs them
     from lightning_vram.public_names import *
+elif importlib.util.find_spec("lightning") is None:
+    sys.exit("lightning-vram: error: needs Lightning: pip install lightning 'jsonargparse[signatures]' omegaconf rich")
 
 if not TYPE_CHECKING:
     _ALL = frozenset(__all__)

@@ -1,7 +1,7 @@
-"""The command ``estimate``: will the run of a configuration fit a device that is not here?"""
+"""The command ``estimate``: does the run of a configuration fit a GPU you do not have?"""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +12,16 @@ from rich.console import RenderableType
 from lightning_vram.commands.options import ESTIMATE
 from lightning_vram.commands.program import DOES_NOT_FIT
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
-from lightning_vram.report.estimate import ShownEstimate, check_plot_path, estimate_table
+from lightning_vram.report.estimate import ShownEstimate, check_plot_path, estimate_memory, estimate_table
 from lightning_vram.report.values import estimate_values
 
 
 class EstimateQuestion:
-    """Whether a run fits.
-
-    Args:
-        estimate_memory: Called with module, batch, and the arguments of a question by their names.
-    """
+    """Whether a run fits."""
 
     name = ESTIMATE
 
-    def __init__(self, estimate_memory: Callable[..., ShownEstimate]) -> None:
-        self._estimate_memory = estimate_memory
+    def __init__(self) -> None:
         self._estimate: ShownEstimate | None = None
         self._plot: str | None = None
         self._as_json, self.exit_code = False, 0
@@ -39,7 +34,7 @@ class EstimateQuestion:
     def ask(self, config: Namespace, module: LightningModule, batch: Any, **arguments: Any) -> None:
         """Estimate, and draw."""
         self._as_json, self._plot = config.json, config.plot
-        self._estimate = self._estimate_memory(module, batch, **arguments)
+        self._estimate = estimate_memory(module, batch, **arguments)
         self.exit_code = 0 if self._estimate.fits else DOES_NOT_FIT
         if self._plot is not None:
             self._estimate.plot(self._plot)

@@ -1,5 +1,6 @@
 """Tell mistakes of the user, for which a line is enough, from bugs, whose traceback is wanted."""
 
+import os
 import re
 import sysconfig
 import traceback
@@ -16,8 +17,8 @@ from lightning_vram.core.processes.rank_errors import CheckpointError
 
 _CONFIGURATION = (MisconfigurationException, OmegaConfBaseException)
 _OWN_KINDS = (CheckpointError, FileNotFoundError, IsADirectoryError, ModuleNotFoundError, ValueError, UnpicklingError)
-_OWN, _LIGHTNING = (str(Path(folder).parent) for folder in (Path(__file__).parent, str(lightning.__file__)))
-_ARGUMENTS = f"{_LIGHTNING}/pytorch/trainer/connectors/"  # which check the arguments of a Trainer
+_OWN, _LIGHTNING = (f"{Path(file).parent}{os.sep}" for file in (Path(__file__).parent, str(lightning.__file__)))
+_ARGUMENTS = f"{_LIGHTNING}pytorch/trainer/connectors/"  # which check the arguments of a Trainer
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 

@@ -48,6 +48,10 @@ class Option:
     help: str
     short: str = ""
 
+    def names(self, name: str) -> list[str]:
+        """Return what is typed for it."""
+        return [*filter(None, [self.short]), f"--{name}"]
+
 
 _OF_BOTH = {
     "device": Option(
@@ -101,7 +105,7 @@ _EXIT_CODES = {
 
 
 def options_of(command: str) -> dict[str, Option]:
-    """Return the options of ``estimate`` or ``plan`` beside those of ``fit``, by their names."""
+    """Return the options of ``estimate`` or ``plan`` in addition to those of ``fit``, by their names."""
     return {"device": _OF_BOTH["device"], **_OWN[command], **_OF_BOTH}
 
 
@@ -131,11 +135,10 @@ def question_parser(command: str) -> ArgumentParser:
         formatter_class=RawDescriptionHelpFormatter,
     )
     for name, option in options_of(command).items():
-        names = [short for short in (option.short,) if short] + [f"--{name}"]
         if option.kind is bool:
-            parser.add_argument(*names, action="store_true", help=option.help)
+            parser.add_argument(*option.names(name), action="store_true", help=option.help)
         else:
-            parser.add_argument(*names, metavar=name.rpartition(".")[2].upper(), help=option.help)
+            parser.add_argument(*option.names(name), metavar=name.rpartition(".")[2].upper(), help=option.help)
     return parser
 
 

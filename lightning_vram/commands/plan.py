@@ -1,9 +1,9 @@
-"""The command ``plan``: which parts make the run of a configuration fit, at the least cost?"""
+"""The command ``plan``: which features make the run of a configuration fit, with the least overhead?"""
 
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from lightning_vram.commands.program import DOES_NOT_FIT, PROGRAM, fail
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.units import parse_limit
 from lightning_vram.planner.plan import PlanError, budget_bytes_of, level_of
-from lightning_vram.report.plan import ShownPlan, check_plot_path, plan_table
+from lightning_vram.report.plan import ShownPlan, check_plot_path, plan_memory, plan_table
 from lightning_vram.report.values import miss_values, plan_values
 
 _MARK = f"# Made by `{PROGRAM} {PLAN}`. Run: "
@@ -30,15 +30,12 @@ class PlanQuestion:
     """What would make a run fit, and cost least.
 
     Args:
-        plan_memory: Called with module, batch, the arguments of a question by their names, ``budget``,
-            ``host_memory`` and ``allow``.
         args: Arguments of the command, to say how the plan is run.
     """
 
     name = PLAN
 
-    def __init__(self, plan_memory: Callable[..., ShownPlan], args: Sequence[str]) -> None:
-        self._plan_memory = plan_memory
+    def __init__(self, args: Sequence[str]) -> None:
         self._args = args
         self._plan: ShownPlan | None = None
         self._miss: PlanError | None = None
@@ -62,10 +59,8 @@ class PlanQuestion:
         self._output, self._plot, self._as_json = config.output, config.plot, config.json
         given = {"budget": _budget(config.budget), "host_memory": config.host_memory, "allow": config.allow}
         try:
-            self._plan = self._plan_memory(module, batch, **given, **arguments)
+            self._plan = plan_memory(module, batch, **given, **arguments)
         except PlanError as error:
-            if not self._as_json:
-                fail(_as_options(str(error)), DOES_NOT_FIT)
             self._miss, self.exit_code = error, DOES_NOT_FIT
             return
         if self._plot is not None:
@@ -76,8 +71,10 @@ class PlanQuestion:
     def answer(self) -> Iterator[RenderableType]:
         """Return the table, and the configuration if it was not written to a file; or JSON."""
         if self._miss is not None:
-            values = miss_values(self._miss)
-            yield json.dumps({**values, "message": _as_options(values["message"])}, indent=2)
+            message = _as_options(str(self._miss))
+            if not self._as_json:
+                fail(message, DOES_NOT_FIT)
+            yield json.dumps({**miss_values(self._miss), "message": message}, indent=2)
             return
         assert self._plan is not None  # it was asked for
         if self._as_json:

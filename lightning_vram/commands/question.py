@@ -1,6 +1,6 @@
-"""A question about a run that is not made: what the commands ``estimate`` and ``plan`` have in common.
+"""What ``estimate`` and ``plan`` share: they read the files and arguments of ``fit``, and make its classes.
 
-They take the files and arguments of ``fit``. Classes are made as there, but for the Trainer: of it only the arguments.
+Of the Trainer they need only the arguments.
 """
 
 from collections.abc import Iterable, Sequence
@@ -89,11 +89,10 @@ class QuestionCLI(QuietlySeeded):
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         for name, option in options_of(self._question.name).items():
-            names = (option.short, f"--{name}") if option.short else (f"--{name}",)
             if option.kind is bool:
-                parser.add_argument(*names, action="store_true")
+                parser.add_argument(*option.names(name), action="store_true")
             else:
-                parser.add_argument(*names, type=option.kind, default=option.default)
+                parser.add_argument(*option.names(name), type=option.kind, default=option.default)
         # Those of `fit` that mean nothing here: its files are taken as they are.
         parser.add_method_arguments(Trainer, "fit", skip=set(LightningCLI.subcommands()["fit"]))
         parser.add_argument("--compare_with_baseline", type=bool, default=False, help="Of `fit`, ignored here.")

@@ -7,6 +7,7 @@ from contextlib import redirect_stdout, suppress
 
 from rich.console import RenderableType
 
+import lightning_vram.public_names  # noqa: F401 - registers strategies, and lets classes be found by short names
 from lightning_vram.commands.estimate import EstimateQuestion
 from lightning_vram.commands.mistakes import is_mistake_of_user, one_line
 from lightning_vram.commands.options import ESTIMATE, PLAN
@@ -15,8 +16,6 @@ from lightning_vram.commands.program import fail, is_debugging
 from lightning_vram.commands.question import Question, QuestionCLI
 from lightning_vram.commands.training import VRAMCLI
 from lightning_vram.memory.device.allocator_settings import configure_allocator
-from lightning_vram.report.estimate import estimate_memory
-from lightning_vram.report.plan import plan_memory
 
 
 def run(arguments: list[str], show: Callable[[RenderableType], None], *, is_process: bool) -> None:
@@ -53,5 +52,5 @@ def run(arguments: list[str], show: Callable[[RenderableType], None], *, is_proc
 def _question(arguments: Sequence[str]) -> Question | None:
     """What is asked of a run, if the command makes none."""
     if arguments[:1] == [ESTIMATE]:
-        return EstimateQuestion(estimate_memory)
-    return PlanQuestion(plan_memory, arguments[1:]) if arguments[:1] == [PLAN] else None
+        return EstimateQuestion()
+    return PlanQuestion(arguments[1:]) if arguments[:1] == [PLAN] else None

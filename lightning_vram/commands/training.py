@@ -181,7 +181,7 @@ def _find_monitor(cli: LightningCLI) -> VRAMMonitor | None:
 
 
 def _draw_step(cli: LightningCLI) -> Path | None:
-    """Draw the step that was tracked, beside the file of the monitor."""
+    """Draw the step that was tracked, in the log folder of the run."""
     monitor = _find_monitor(cli)
     if monitor is None or monitor.path is None or monitor.timeline is None or cli.trainer.global_rank:
         return None

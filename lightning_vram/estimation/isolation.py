@@ -26,7 +26,7 @@ def isolated(*, is_connected: bool = False) -> Iterator[None]:
     """
     handler = signal.getsignal(signal.SIGINT)
     try:
-        with _switches_kept(is_connected):
+        with _switches_kept(is_connected=is_connected):
             yield
     except SystemExit as end:
         if not isinstance(end.__context__, KeyboardInterrupt):
@@ -36,7 +36,7 @@ def isolated(*, is_connected: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def _switches_kept(is_connected: bool) -> Iterator[None]:  # noqa: FBT001
+def _switches_kept(*, is_connected: bool) -> Iterator[None]:
     with ExitStack() as stack:
         random_numbers = isolate_rng()
         random_numbers.__enter__()

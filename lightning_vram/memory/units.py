@@ -99,7 +99,9 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
         return size
     match = _SIZE.fullmatch(size)
     if match is not None and not match["suffix"]:
-        raise _has_no_unit(name, size)
+        if float(match["number"]):
+            raise _has_no_unit(name, size)
+        return 0
     if match is None or match["suffix"].lower() not in _SUFFIXES:
         raise ValueError(f"{name} must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got {size!r}.")
     whole, _, fraction = match["number"].partition(".")
@@ -125,5 +127,5 @@ def parse_limit(size: int | str, name: str) -> int:
 
 def _has_no_unit(name: str, size: int | str) -> ValueError:
     number = str(size).strip()
-    unit = "GiB" if float(number) < MIB else "B"
+    unit = "GiB" if float(number) < KIB else "MiB" if float(number) < MIB else "B"
     return ValueError(f"{name} has no unit, got {size!r}: write '{number}{unit}'.")

@@ -13,23 +13,23 @@ def ways_out(
 ) -> str:
     """Say what would help where nothing fits: a larger budget only if the device has as much, where that is known."""
     name, num_bytes = ("host_memory", with_margin(least.host_bytes)) if on_host else ("budget", least.needed_bytes)
-    told = [f"{name}='{format_argument(num_bytes, round_up=True)}'"]
+    helps = [f"{name}='{format_argument(num_bytes, round_up=True)}'"]
     if not on_host and device_bytes is not None and num_bytes > device_bytes:
-        told = [f"a device with {format_bytes(num_bytes)}"]
+        helps = [f"a device with {format_bytes(num_bytes)}"]
     if on_host:
-        told.append("FSDPOffloadStrategy(nvme_path='/a/fast/disk'), which keeps optimizer state on disk")
+        helps.append("FSDPOffloadStrategy(nvme_path='/a/fast/disk'), which keeps optimizer state on disk")
     if ways.strategy is not None:
-        told.append(f"strategy={_code_of(ways.strategy)} ({_on_host(ways)})")
+        helps.append(f"strategy={_code_of(ways.strategy)} ({_on_host(ways)})")
     if ways.num_devices:
-        told.append(f"{ways.num_devices} devices with FSDPOffloadStrategy(offload='none')")
+        helps.append(f"{ways.num_devices} devices with FSDPOffloadStrategy(offload='none')")
     if ways.batch_size:
-        told.append(f"batch size {ways.batch_size} with accumulate_grad_batches")
+        helps.append(f"batch size {ways.batch_size} with accumulate_grad_batches")
     if ways.sequence_length:
-        told.append(f"sequence length {ways.sequence_length}")
+        helps.append(f"sequence length {ways.sequence_length}")
     names = [repr(name) for name, other in LEVELS.items() if other > level]
     if names:
-        told.append(f"perhaps allow={' or '.join(names)}")
-    return f"What helps: {', or '.join(filter(None, (', '.join(told[:-1]), told[-1])))}."
+        helps.append(f"perhaps allow={' or '.join(names)}")
+    return f"What helps: {', or '.join(filter(None, (', '.join(helps[:-1]), helps[-1])))}."
 
 
 def where(least: Measured) -> str:

@@ -16,17 +16,17 @@ def fill(template: str, **parts: str) -> str:
     return "".join([texts[0], *filled])
 
 
-def page(title: str, *, is_good: bool | None, lead: str, drawing: str, **parts: str) -> str:
+def page(title: str, *, is_good: bool, lead: str, drawing: str, **parts: str) -> str:
     """Return a page.
 
     Args:
         title: Its headline, as text.
-        is_good: Whether the headline is green or red; ``None`` for neither.
+        is_good: Whether the headline is green, or else red.
         lead: Sentence below the headline, as text.
         drawing: As :func:`drawings` returns it.
-        **parts: HTML: ``side`` beside the drawing, ``tables`` below it, ``notes`` at the end, ``script``.
+        **parts: HTML: ``side`` next to the drawing, ``tables`` below it, ``notes`` at the end, ``script``.
     """
-    color = "" if is_good is None else "good" if is_good else "bad"
+    color = "good" if is_good else "bad"
     empty = {"side": "", "tables": "", "notes": "", "script": ""}
     return fill("page.html", title=escape(title), color=color, lead=escape(lead), drawing=drawing, **{**empty, **parts})
 

@@ -35,9 +35,14 @@ def _wrap(name: str, width: int) -> list[str]:
     return wrap(name, width, break_long_words=False, break_on_hyphens=False)
 
 
+def printable(text: str) -> str:
+    """Text of a file on one line, without control characters."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
 def literal(text: str) -> str:
     """Text of a file as it stands there: nothing in it is markup, and nothing speaks to the terminal."""
-    return escape("".join(character if character.isprintable() else "?" for character in text))
+    return escape(printable(text))
 
 
 def format_optional_bytes(num_bytes: int | None) -> str:

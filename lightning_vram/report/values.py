@@ -45,7 +45,7 @@ def plan_values(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def miss_values(error: PlanError) -> dict[str, Any]:
-    """Return the minimum, and the alternatives of the message."""
+    """Return the minimum that was found, and the message with alternatives."""
     return {
         "fits": False,
         "minimum_bytes": error.minimum_bytes,

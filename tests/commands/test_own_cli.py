@@ -1,11 +1,15 @@
 """The user's own LightningCLI, which imports ``lightning_vram``: short names, and lists that add to those of others."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from support.parts import ROOT
 
 import lightning_vram
 
@@ -53,3 +57,21 @@ def test_short_names_on_the_command_line():
 
 def test_the_strategy_has_a_name():
     assert isinstance(make("--trainer.strategy=fsdp_offload").trainer.strategy, lightning_vram.FSDPOffloadStrategy)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--trainer.strategy=fsdp_offload"], ["--trainer.callbacks+=AutoVRAM", "--trainer.callbacks.budget=1GiB"]],
+    ids=["strategy", "callback"],
+)
+def test_the_command_knows_names_where_no_file_names_the_package(arguments):
+    """A process of its own: others have imported everything."""
+    demo = "lightning.pytorch.demos.boring_classes"
+    command = [sys.executable, "-m", "lightning_vram", "fit", f"--model={demo}.BoringModel"]
+    command += [f"--data={demo}.BoringDataModule", "--trainer.logger=false", *arguments, "--print_config"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    run = [*command[:-1], "--trainer.fast_dev_run=true", "--trainer.accelerator=cpu", "--trainer.devices=1"]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

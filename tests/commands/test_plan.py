@@ -51,7 +51,7 @@ def answer(monkeypatch, plan) -> dict[str, Any]:
         arguments["on_progress"]("a step with nothing", 1.0)
         return plan
 
-    monkeypatch.setattr("lightning_vram.commands.run.plan_memory", plan_memory)
+    monkeypatch.setattr("lightning_vram.commands.plan.plan_memory", plan_memory)
     return found
 
 
@@ -177,7 +177,7 @@ def test_where_nothing_fits_there_is_one_line(monkeypatch, capsys):
             [*DEVICE, "--budget=much"],
             "--budget must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got 'much'.",
         ),
-        ([*DEVICE, "--budget=0"], "--budget has no unit, got '0': write '0GiB'."),
+        ([*DEVICE, "--budget=0"], "--budget must be above 0, got '0'."),
         (
             [*DEVICE, "--host_memory=-1GiB"],
             "--host_memory must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got '-1GiB'.",

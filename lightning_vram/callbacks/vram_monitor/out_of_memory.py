@@ -266,11 +266,11 @@ def _measure_evaluation(
     plain, *leaner = filter(None, measured)
     request, remedies = found.request, []
     # What a training, or the batches before, have left stays. At least what was asked for is missing, as it seems.
-    asked_bytes, room_bytes = request.asked_bytes or 0, request.room_bytes
+    asked_bytes, budget_bytes = request.asked_bytes or 0, found.budget_bytes
     for one in leaner:
         saved_bytes = plain.needed_bytes - one.needed_bytes
         needed_bytes = max(one.needed_bytes, (request.allocated_bytes or 0) + asked_bytes - saved_bytes)
-        fits = None if room_bytes is None else needed_bytes <= room_bytes and saved_bytes >= asked_bytes
+        fits = None if budget_bytes is None else needed_bytes <= budget_bytes and saved_bytes >= asked_bytes
         if saved_bytes > 0:
             remedies.append(Remedy(one.code, needed_bytes, saved_bytes, None, one.results, fits))
     remedies.sort(key=lambda remedy: not remedy.fits)

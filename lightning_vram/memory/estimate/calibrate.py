@@ -44,13 +44,13 @@ def calibrate(on_progress: Callable[[str, float], None] = lambda stage, done: No
     """
     spec = describe_this_device()
     device = torch.device(current_kind(), torch.accelerator.current_device_index())
-    on_progress("measuring the workspace of products", 0.0)
+    on_progress("measuring the cuBLAS workspace", 0.0)
     workspace_bytes, is_kept = _measure_workspace(device)
     on_progress("measuring memory bandwidth", 0.1)
     memory_bytes_per_s = _measure_memory(device)
     on_progress("measuring host-device transfers", 0.3)
     bus_bytes_per_s = measure_bus(device)
-    on_progress("measuring products", 0.5)
+    on_progress("measuring matmul throughput", 0.5)
     spec = replace(
         spec,
         memory_source="measured",
@@ -60,7 +60,7 @@ def calibrate(on_progress: Callable[[str, float], None] = lambda stage, done: No
         bus_bytes_per_s=bus_bytes_per_s,
         flops_per_s={**spec.flops_per_s, **_measure_products(device, spec)},
     )
-    on_progress("measuring the context", 1.0)
+    on_progress("measuring the CUDA context", 0.9)
     return replace(spec, context_bytes=_measure_context(device))  # last: kernels that are loaded by now count
 
 

@@ -18,6 +18,7 @@ from lightning_vram.report.tables import (
     label,
     literal,
     plain_table,
+    printable,
 )
 
 _SPREAD = ("seconds_of_first_low", "seconds_of_first_high")
@@ -48,8 +49,8 @@ def result_tables(files: Sequence[ResultFile], *, all_rows: bool = False) -> Ren
     parts: list[RenderableType] = []
     num_left_out = 0
     for file in files:
-        parts += [Text(f"{literal_text(file.path.name)}: {literal_text(file.suite)}", style="bold")]
-        parts += [Text(literal_text(file.caption), style="dim"), ""]
+        parts += [Text(f"{printable(file.path.name)}: {printable(file.suite)}", style="bold")]
+        parts += [Text(printable(file.caption), style="dim"), ""]
         for name, rows in file.tables.items():
             shown = [row for row in rows if all_rows or not row.get("error")]
             num_left_out += len(rows) - len(shown)
@@ -59,12 +60,7 @@ def result_tables(files: Sequence[ResultFile], *, all_rows: bool = False) -> Ren
     if num_left_out:
         parts.append(Text(f"Left out: {num_left_out} row{'s' * (num_left_out > 1)} that did not run (shown by --all)."))
     differences = machine_differences(files)
-    return Group(*parts, *(Text(literal_text(line), style="bold yellow") for line in differences))
-
-
-def literal_text(text: str) -> str:
-    """Text of a file on one line, with nothing that speaks to the terminal."""
-    return "".join(character if character.isprintable() else "?" for character in text)
+    return Group(*parts, *(Text(printable(line), style="bold yellow") for line in differences))
 
 
 class _Table:

@@ -50,7 +50,7 @@ class ProgressDisplay:
 
         Args:
             stage: What is done, as text.
-            done: Share of it, from 0 to 1.
+            done: Finished share of the work, 0 to 1.
         """
         if stage not in self._tasks:
             self._finish()

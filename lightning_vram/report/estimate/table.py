@@ -1,4 +1,4 @@
-"""The table of an estimate: does it fit, what takes the room, and when."""
+"""The table of an estimate: does it fit, what uses memory, and when."""
 
 from collections.abc import Iterable
 

@@ -17,5 +17,5 @@ def verdict(plan: MemoryPlan) -> str:
 
 
 def ratio(step_time_ratio: float) -> str:
-    """A step's time beside that of the step as it is."""
+    """Step time relative to the baseline, as text."""
     return f"{step_time_ratio:.2f}x"
