@@ -106,7 +106,7 @@ def train(name, make_trainer, **arguments):
 def plan_or_least(module, batch, budget, **arguments) -> MemoryPlan | int:
     """Plan; where nothing fits return the least."""
     try:
-        return plan_memory(module, batch, device="cpu", budget=budget, **arguments)
+        return plan_memory(module, batch, device="cpu", budget=f"{budget}B", **arguments)
     except PlanError as error:
         return error.minimum_bytes
 
