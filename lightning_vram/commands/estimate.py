@@ -12,7 +12,8 @@ from rich.console import RenderableType
 from lightning_vram.commands.options import ESTIMATE
 from lightning_vram.commands.program import DOES_NOT_FIT
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
-from lightning_vram.report.estimate import ShownEstimate, check_plot_path, estimate_memory, estimate_table
+from lightning_vram.report.estimate import ShownEstimate, estimate_memory, estimate_table
+from lightning_vram.report.pictures import check_picture_path
 from lightning_vram.report.values import estimate_values
 
 
@@ -29,7 +30,7 @@ class EstimateQuestion:
     def check(self, config: Namespace, spec: DeviceSpec) -> None:
         """Refuse what no picture can be written to."""
         if config.plot is not None:
-            check_plot_path(Path(config.plot))
+            check_picture_path(Path(config.plot), has_page=True)
 
     def ask(self, config: Namespace, module: LightningModule, batch: Any, **arguments: Any) -> None:
         """Estimate, and draw."""

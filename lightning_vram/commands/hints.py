@@ -51,7 +51,7 @@ class _Reason:
     no_path: str = ""
 
     def take(self, line: str, indent: int) -> bool:
-        """Read one line; ``False`` once the innermost value has been told: what follows are outer alternatives."""
+        """Read one line; ``False`` after the innermost value: the lines after it describe outer alternatives."""
         found = _KEY.match(line) or _CLASS.match(line)
         if found:
             if self.texts:

@@ -17,7 +17,8 @@ from lightning_vram.commands.program import DOES_NOT_FIT, PROGRAM, fail
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.units import parse_limit
 from lightning_vram.planner.plan import PlanError, budget_bytes_of, level_of
-from lightning_vram.report.plan import ShownPlan, check_plot_path, plan_memory, plan_table
+from lightning_vram.report.pictures import check_picture_path
+from lightning_vram.report.plan import ShownPlan, plan_memory, plan_table
 from lightning_vram.report.values import miss_values, plan_values
 
 _MARK = f"# Made by `{PROGRAM} {PLAN}`. Run: "
@@ -50,7 +51,7 @@ class PlanQuestion:
             parse_limit(config.host_memory, "--host_memory")
         level_of("--allow", config.allow)
         if config.plot is not None:
-            check_plot_path(Path(config.plot))
+            check_picture_path(Path(config.plot), has_page=True)
         if config.output is not None:
             _check_output(Path(config.output), fit_arguments(self._args))
 

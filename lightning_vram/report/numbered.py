@@ -1,4 +1,4 @@
-"""Points of a picture with numbers beside them, and the list of what the numbers stand for."""
+"""Points of a picture with numbers next to them, and the list of what the numbers stand for."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Entry:
         details: Its last line.
         color: Of the number.
         is_bold: Whether the name is emphasized.
-        beside: Written after the number, beside the marker.
+        suffix: Written after the number.
     """
 
     spot: Spot
@@ -42,7 +42,7 @@ class Entry:
     details: str
     color: str
     is_bold: bool = False
-    beside: str = ""
+    suffix: str = ""
 
 
 def slowest_shown(times: Sequence[float]) -> float:
@@ -102,7 +102,7 @@ def lines_between(corners: Sequence[Spot]) -> list[Box]:
 def write_numbers(
     axes: "Axes", entries: Sequence[Entry], lines: Sequence[Sequence[Spot]], others: Sequence[Spot] = ()
 ) -> None:
-    """Write the number of each entry beside its marker.
+    """Write the number of each entry next to its marker.
 
     Args:
         axes: Whose limits and size do not change any more.
@@ -116,7 +116,7 @@ def write_numbers(
         return [(float(x) * points, float(y) * points) for x, y in map(axes.transData.transform, spots)]
 
     spots = to_points([entry.spot for entry in entries])
-    texts = [f"{number}{entry.beside}" for number, entry in enumerate(entries, start=1)]
+    texts = [f"{number}{entry.suffix}" for number, entry in enumerate(entries, start=1)]
     left, low, right, high = (edge * points for edge in axes.get_window_extent().extents)
     obstacles = [box for line in lines for box in lines_between(to_points(line))]
     obstacles += [box_around(spot, 2 * MARK, 2 * MARK) for spot in to_points(others)]
@@ -169,7 +169,7 @@ def write_list(figure: "Figure", entries: Sequence[Entry], place: Box, width: in
 
 
 def _around(spot: Spot, width: float, height: float) -> Iterable[Spot]:
-    """Middles of a label around a marker, the nearest first, beside it before at its corners."""
+    """Middles of a label around a marker, the nearest first, at its sides before its corners."""
     for number in range(_MOST_TRIES):
         gap = MARK + _GAP + number * _FARTHER
         for x, y in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1)):

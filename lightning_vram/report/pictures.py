@@ -1,5 +1,7 @@
 """Files that pictures are written to."""
 
+import os
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,12 +18,12 @@ _PICTURES = (".png", ".svg", ".pdf")
 _DPI = 200  # 100 is enough to read it; twice that for screens that show it
 
 
-def check_picture_path(path: Path, page: str | None = None) -> None:
+def check_picture_path(path: Path, *, has_page: bool = False) -> None:
     """Refuse what no picture can be written to, before the work.
 
     Args:
         path: File to write.
-        page: Name of a page that would do as well, where there is one.
+        has_page: Whether a page of HTML would do as well.
 
     Raises:
         ValueError: If its ending is none of those known.
@@ -29,7 +31,7 @@ def check_picture_path(path: Path, page: str | None = None) -> None:
         IsADirectoryError: If it is a folder.
         ModuleNotFoundError: If it is a picture and matplotlib is not installed.
     """
-    endings = _PICTURES if page is None else (*_PICTURES, PAGE)
+    endings = (*_PICTURES, PAGE) if has_page else _PICTURES
     if path.suffix.lower() not in endings:
         raise ValueError(f"plot(path) must end in one of {', '.join(endings)}, got '{path}'.")
     if not path.parent.is_dir():
@@ -37,8 +39,18 @@ def check_picture_path(path: Path, page: str | None = None) -> None:
     if path.is_dir():
         raise IsADirectoryError(f"plot(path): '{path}' is a folder.")
     if path.suffix.lower() in _PICTURES and find_spec("matplotlib") is None:
-        way_out = "" if page is None else f" A page ({page}) needs nothing."
+        way_out = f" A page ({path.stem}{PAGE}) needs nothing." if has_page else ""
         raise ModuleNotFoundError(f"a picture needs matplotlib: pip install matplotlib.{way_out}")
+
+
+def write_plot(path: str | os.PathLike[str], page: Callable[[], str], draw: Callable[[], "Figure"]) -> None:
+    """Write a page of HTML, or a picture, as the ending of the file says; errors are those of the check above."""
+    file = Path(path)
+    check_picture_path(file, has_page=True)
+    if file.suffix.lower() == PAGE:
+        file.write_text(page(), encoding="utf-8")
+    else:
+        save_figure(draw(), file)
 
 
 def style_axes(axes: "Axes", grid: Literal["both", "y"] = "both", color: str = FAINT) -> None:

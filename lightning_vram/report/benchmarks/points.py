@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lightning_vram.report.benchmarks.results import BASELINE, OURS, PLAIN, ResultFile, Row
+from lightning_vram.report.benchmarks.results import OURS, PLAIN, ResultFile, Row, as_shown
 
 ALLOCATED, TRACKED = "max_memory_allocated_bytes", "peak_bytes"
 PEER = "peer"
@@ -76,10 +76,8 @@ def front(points: Sequence[Point]) -> list[Point]:
 
 def name_of(row: Row) -> str:
     """The way's name, ``"baseline"`` for plain; a peer's with its library, unless the name says it."""
-    name, by = str(row["variant"]).replace("of plain", f"of {BASELINE}"), str(row["by"])
-    if by == PLAIN:
-        return BASELINE if name == PLAIN else name
-    return name if by == OURS or by.lower() in name.lower() else f"{name} ({by})"
+    name, by = as_shown(str(row["variant"])), str(row["by"])
+    return name if by in (PLAIN, OURS) or by.lower() in name.lower() else f"{name} ({by})"
 
 
 def kind_of(row: Row) -> str:

@@ -60,6 +60,11 @@ class ResultFile:
         return ", ".join(str(part) for part in parts if part)
 
 
+def as_shown(name: str) -> str:
+    """Write a name of a result file as readers know it: ``"plain"`` is the baseline."""
+    return BASELINE if name == PLAIN else name.replace(f"of {PLAIN}", f"of {BASELINE}")
+
+
 def read_results(path: Path) -> ResultFile:
     """Read a file of results.
 

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.report.benchmarks.points import ALLOCATED, TRACKED
-from lightning_vram.report.benchmarks.results import BASELINE, PLAIN, ResultFile, Row, machine_differences
+from lightning_vram.report.benchmarks.results import PLAIN, ResultFile, Row, as_shown, machine_differences
 from lightning_vram.report.tables import (
     NOT_KNOWN,
     add_names,
@@ -141,8 +141,7 @@ def _show(name: str, row: Row) -> str:
         low, high = (row.get(end) for end in _SPREAD)
         return f"{value:.2f}" if low is None or high is None else f"{value:.2f} ({low:.2f} to {high:.2f})"
     if isinstance(value, bool | str):
-        text = str(value).replace(f"of {PLAIN}", f"of {BASELINE}")
-        return BASELINE if text == PLAIN else literal(text)
+        return literal(as_shown(str(value)))
     if name.endswith("_bytes"):
         return format_bytes(value)
     if name.startswith("seconds") or name.endswith("_seconds"):

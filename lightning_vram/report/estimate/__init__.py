@@ -4,7 +4,6 @@ from lightning_vram.estimation import estimate_memory as _estimate_memory
 from lightning_vram.report.estimate.progress import ProgressDisplay as ProgressDisplay
 from lightning_vram.report.estimate.progress import shows_progress as shows_progress
 from lightning_vram.report.estimate.shown import ShownEstimate as ShownEstimate
-from lightning_vram.report.estimate.shown import check_plot_path as check_plot_path
 from lightning_vram.report.estimate.shown import shown as shown
 from lightning_vram.report.estimate.table import estimate_table as estimate_table
 

@@ -3,7 +3,6 @@
 from lightning_vram.planner.plan import plan_memory as _plan_memory
 from lightning_vram.report.estimate.progress import shows_progress
 from lightning_vram.report.plan.shown import ShownPlan as ShownPlan
-from lightning_vram.report.plan.shown import check_plot_path as check_plot_path
 from lightning_vram.report.plan.shown import shown as shown
 from lightning_vram.report.plan.table import plan_table as plan_table
 

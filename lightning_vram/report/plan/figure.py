@@ -1,12 +1,11 @@
 """The picture of a plan: what there is to choose from, by memory and time, under the budget."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.plan import MemoryPlan
 from lightning_vram.report.numbered import write_list, write_numbers
-from lightning_vram.report.pictures import BAD, FAINT, FONT, GOOD, INK, save_figure, style_axes
+from lightning_vram.report.pictures import BAD, FAINT, FONT, GOOD, INK, style_axes
 from lightning_vram.report.plan.chart import Chart, read_chart
 from lightning_vram.report.plan.words import DOTS, SLOWER, TIMES, verdict
 
@@ -45,11 +44,6 @@ def draw(plan: MemoryPlan) -> "Figure":
         figure.text(_LEFT, 0.965, title, va="top", fontsize=size, fontweight="bold", color=GOOD)
         write_list(figure, chart.entries, _KEY, _KEY_WIDTH)
     return figure
-
-
-def save(plan: MemoryPlan, path: Path) -> None:
-    """Draw a plan into a file whose name says its format: ``.png``, ``.svg``, ``.pdf``."""
-    save_figure(draw(plan), path)
 
 
 def _draw_axes(axes: "Axes", chart: Chart) -> None:

@@ -65,7 +65,7 @@ def _draw(chart: Chart, budget: str, right: int) -> Iterator[str]:
 
 
 def _choices(chart: Chart, spots: Sequence[Spot], lines: Sequence[Box], right: int) -> Iterator[str]:
-    texts = [f"{number}{entry.beside}" for number, entry in enumerate(chart.entries, start=1)]
+    texts = [f"{number}{entry.suffix}" for number, entry in enumerate(chart.entries, start=1)]
     scale = 1 / _PIXELS
     boxes = [(a * scale, b * scale, c * scale, d * scale) for a, b, c, d in (*lines, (_LEFT, _TOP, right, _BOTTOM))]
     places = place_labels([(x * scale, y * scale) for x, y in spots], texts, boxes[:-1], boxes[-1])

@@ -4,14 +4,13 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import ParamSpec
 
 from typing_extensions import override
 
 from lightning_vram.planner.plan import MemoryPlan
-from lightning_vram.report.pictures import PAGE, check_picture_path
-from lightning_vram.report.plan.figure import save
+from lightning_vram.report.pictures import write_plot
+from lightning_vram.report.plan.figure import draw
 from lightning_vram.report.plan.html import page
 from lightning_vram.report.plan.table import plan_table
 from lightning_vram.report.tables import as_text
@@ -38,17 +37,7 @@ class ShownPlan(MemoryPlan):
             ValueError: If the file has another ending.
             ModuleNotFoundError: If matplotlib is needed and not installed.
         """
-        file = Path(path)
-        check_plot_path(file)
-        if file.suffix.lower() == PAGE:
-            file.write_text(page(self), encoding="utf-8")
-        else:
-            save(self, file)
-
-
-def check_plot_path(path: Path) -> None:
-    """Refuse what no picture can be written to, before the work."""
-    check_picture_path(path, page="plan.html")
+        write_plot(path, lambda: page(self), lambda: draw(self))
 
 
 def shown(plan_memory: Callable[_P, MemoryPlan]) -> Callable[_P, ShownPlan]:
