@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import lightning_vram
+from tests.benchmarks.files_per_step import count_files
 
 PACKAGE = Path(lightning_vram.__file__).parent
 WITH_DOORS = ("callbacks", "optimizers", "precision", "strategies", "techniques")
@@ -65,3 +66,14 @@ def test_a_door_says_what_its_room_is_for_and_hands_on_names(room):
 def test_every_folder_has_at_most_fifteen_files():
     sizes = {name_of(path.parent): len(list(path.parent.glob("*.py"))) for path in PACKAGE.rglob("__init__.py")}
     assert {name: size for name, size in sizes.items() if size > 16} == {}  # with __init__.py
+
+
+def test_a_file_holds_a_topic():
+    """Neither a fragment that sends its reader from file to file, nor more than one can keep in mind."""
+    lengths = {path.relative_to(PACKAGE): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert {path: length for path, length in lengths.items() if length > 600} == {}
+    assert len(lengths) <= 300
+
+
+def test_few_files_have_to_be_read_to_follow_a_training_step():
+    assert len(count_files("all four").calls) <= 45
