@@ -1,12 +1,4 @@
-"""The index of a sharded checkpoint, ``.metadata``: a pickle, read without running what others may have put in it.
-
-* ``torch.distributed.checkpoint.filesystem._StorageInfo``: where an entry lies, in the pickle | 2.11 -
-  | sharded checkpoints cannot be loaded
-* ``torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING``: the memory format of a tensor, in the pickle | 2.11 -
-  | sharded checkpoints cannot be loaded
-* ``torch.serialization._get_layout``: the layout of a tensor, in the pickle | 2.11 -
-  | sharded checkpoints cannot be loaded
-"""
+"""The index of a sharded checkpoint, ``.metadata``: a pickle, read without running what others may have put in it."""
 
 import pickle
 from collections import OrderedDict

@@ -1,43 +1,4 @@
-"""Private names of FSDP2: what a module is sharded by, to reset it after an error and to take it off again.
-
-For any module that FSDP2 has sharded, ours or not.
-
-Of ``torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState``:
-
-* ``_fsdp_param_group``: the one group of a module | - 2.11 | from 2.12 on: ``_fsdp_param_groups``
-* ``_fsdp_param_groups``: its groups | 2.12 - | up to 2.11: ``_fsdp_param_group``
-* ``_state_ctx.all_states``: whose backward ends | 2.11 - | up to 2.11 a step reads gradients that are freed
-* ``_is_root``: who can be reset | 2.11 - | MicroBatching cannot go on after out of memory
-* ``_register_root_post_backward_final_callback``: backwards within a step | 2.11 -
-  | manual optimization loses gradients of what no layer holds
-* ``_pre_forward_hook_handle``, ``_post_forward_hook_handle``: undo | 2.11 - | a module stays sharded
-
-Of ``torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup``:
-
-* ``_module_to_pre_save_state_dict_hook_handle``, ``_module_to_pre_load_state_dict_hook_handle``: undo | 2.11 -
-  | a module stays sharded
-
-Of ``torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam``:
-
-* ``unsharded_accumulated_grad``, ``_unsharded_param``, ``grad_offload_event``, ``free_unsharded_param``: what a step
-  that failed leaves behind | 2.11 - | MicroBatching cannot go on after out of memory
-* ``_module_info``, ``_setattr_on_modules``, ``_post_load_hook_handle``: undo | 2.11 - | a module stays sharded
-* ``mp_policy``: dtypes; up to 2.14 of the group, too | 2.11 - | as the next
-* ``_module_info.module``, ``init_dtype_attrs``: to look past attributes | 2.11 - | quantized weights cannot be sharded
-
-Others:
-
-* ``torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState``: whose hooks wait for a backward, whatever the gradient
-  | 2.11 - | losses of sharded models are not chunked
-* ``torch.distributed.fsdp.FSDPModule._get_fsdp_state``: from a module to its state | 2.11 - | no fsdp_offload
-* ``torch.distributed.fsdp._fully_shard._fully_shard.cls_to_fsdp_cls``: the class that ``fully_shard`` gives to modules
-  of a class | 2.11 - | no fsdp_offload for classes that derive from ABC or Generic first
-* ``torch.distributed.fsdp.FSDPModule.reset_iter_state``: after an error | 2.13 -
-  | MicroBatching cannot go on after out of memory
-* ``module._is_fsdp_managed_module``: what ``fully_shard`` sets on all parts, for dynamo, and transformers takes for
-  several ranks | 2.11 - | models of transformers run without LayerDrop
-* ``torch.distributed._composable_state._module_state_mapping``: where states are kept | 2.11 - | a module stays sharded
-"""
+"""Private names of FSDP2: what a module is sharded by, to reset it after an error and to take it off again."""
 
 from collections.abc import Callable
 from functools import partial

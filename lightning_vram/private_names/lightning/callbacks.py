@@ -1,22 +1,4 @@
-"""Private names of Lightning's own callbacks: its tuners, ``ModelCheckpoint`` and ``WeightAveraging``.
-
-* ``lightning.pytorch.callbacks.BatchSizeFinder._batch_arg_name``: which argument it sets | 2.6 -
-  | SlurmRequeue cannot save where there is a BatchSizeFinder
-* ``lightning.pytorch.callbacks.LearningRateFinder._update_attr``: whether it sets one | 2.6 -
-  | SlurmRequeue cannot save where there is a LearningRateFinder
-* ``lightning.pytorch.callbacks.LearningRateFinder._attr_name``: which one | 2.6 -
-  | SlurmRequeue cannot save where there is a LearningRateFinder
-* ``lightning.pytorch.tuner.lr_finder._LRCallback``: there while a learning rate is searched for | 2.6 -
-  | the package cannot be imported
-* ``lightning.pytorch.callbacks.ModelCheckpoint._find_last_checkpoints``: what ``save_last=True`` has written | 2.6 -
-  | SlurmRequeue fails at a restart where there is a ModelCheckpoint
-* ``lightning.pytorch.callbacks.WeightAveraging._average_model``: the average, from the setup of a fit on | 2.6 -
-  | WeightAveraging fails under fsdp_offload, and with LeanMixedPrecision(parameters="bf16+...")
-* ``lightning.pytorch.callbacks.WeightAveraging._swap_models``: module and average change places | 2.6 -
-  | the package cannot be imported
-* ``lightning.pytorch.callbacks.WeightAveraging._copy_average_to_current``: gives the module the average | 2.6 -
-  | the package cannot be imported
-"""
+"""Private names of Lightning's own callbacks: its tuners, ``ModelCheckpoint`` and ``WeightAveraging``."""
 
 from collections.abc import Iterable
 

@@ -1,25 +1,4 @@
-"""Private names of Lightning's Trainer: what it is connected to, and where a run begins.
-
-* ``lightning.pytorch.Trainer._run``: where each run begins | 2.6 - | a fit that a callback's error has cut short
-  before its end leaves its schedule in ``trainer.estimated_stepping_batches``
-* ``lightning.pytorch.Trainer._accelerator_connector``: knows who has started the processes | 2.6 -
-  | SlurmRequeue fails at the start of a run
-* ``lightning.pytorch.Trainer._checkpoint_connector``: where a checkpoint is read from | 2.6 -
-  | SlurmRequeue fails at the start of a fit
-* ``lightning.pytorch.Trainer._signal_connector``: has handlers of its own for signals | 2.6 -
-  | SlurmRequeue fails at the start of a run under SLURM
-* ``lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._sigterm_notifier_fn``: the handler of
-  SIGTERM, which waits for other ranks | 2.6 - | SlurmRequeue fails at the start of a run under SLURM
-* ``lightning.pytorch.Trainer._data_connector``: knows the data of a run | 2.6 -
-  | AutoVRAM and MemoryBudget fail at the start of a fit
-* ``trainer._data_connector._datahook_selector``: made anew by each run | 2.6 -
-  | AutoVRAM and MemoryBudget fail at the start of a fit
-* ``lightning.pytorch.Trainer._logger_connector``: hands what is logged to loggers | 2.6 - | no run can be estimated
-* ``trainer._val_check_time_interval``: whether the clock says when validation runs; not set before its arguments are
-  read | 2.6 - | with ``val_check_interval`` as a time ranks may not agree where SlurmRequeue stops
-* ``lightning.pytorch.LightningModule._trainer``: of a module that may have none | 2.6 -
-  | errors of fsdp_offload about a lost rank fail themselves
-"""
+"""Private names of Lightning's Trainer: what it is connected to, and where a run begins."""
 
 from typing import Any
 

@@ -1,11 +1,4 @@
-"""Private names of Lightning's files: reading and writing checkpoints, here or far away.
-
-Of ``lightning.fabric.utilities.cloud_io``:
-
-* ``_is_local_file_protocol``: whether a path is one of this file system | 2.6 - | fsdp_offload cannot be imported
-* ``_atomic_save``: writes a checkpoint, or leaves nothing | 2.6 - | fsdp_offload cannot be imported
-* ``_load``: reads a checkpoint from an address | 2.6 - | fsdp_offload cannot be imported
-"""
+"""Private names of Lightning's files: reading and writing checkpoints, here or far away."""
 
 from typing import Any
 

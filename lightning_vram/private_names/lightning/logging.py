@@ -1,24 +1,4 @@
-"""Private names of Lightning's logging: what ``self.log`` collects, and what a trainer shows of it.
-
-* ``lightning.pytorch.Trainer._results``: what the running loop has logged | 2.6 -
-  | MicroBatching and LeanMixedPrecision in float16 fail in the first batch
-* ``lightning.pytorch.Trainer._logger_connector``: holds metrics, and knows when they are due | 2.6 -
-  | SlurmRequeue cannot load the end of a fit; LeanMixedPrecision in float16 fails in the first batch
-* ``lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector._callback_metrics``: what
-  is behind the trainer's metrics | 2.6 - | SlurmRequeue cannot load the end of a fit
-* ``lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector._logged_metrics``: what
-  is behind the trainer's metrics | 2.6 - | SlurmRequeue cannot load the end of a fit
-* ``lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector._progress_bar_metrics``:
-  what is behind the trainer's metrics | 2.6 - | SlurmRequeue cannot load the end of a fit
-* ``lightning.pytorch.LightningModule._current_fx_name``: the hook that values are logged from | 2.6 -
-  | LeanMixedPrecision in float16 fails in the first step whose values are logged, fsdp_offload in the first that clips
-* ``lightning.pytorch.trainer.connectors.logger_connector.result._ResultCollection``: what ``self.log`` of a loop
-  collects | 2.6 - | the package cannot be imported
-* ``lightning.pytorch.trainer.connectors.logger_connector.result._Metadata``: knows all ways to name a reduction
-  | 2.6 - | the package cannot be imported
-* ``lightning.pytorch.trainer.connectors.logger_connector.result._get_default_dtype``: in which values are logged
-  | 2.6 - | the package cannot be imported
-"""
+"""Private names of Lightning's logging: what ``self.log`` collects, and what a trainer shows of it."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

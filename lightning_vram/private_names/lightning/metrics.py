@@ -1,25 +1,4 @@
-"""Private names of torchmetrics: the states of a metric, and what it has shown last.
-
-Of ``torchmetrics.Metric``:
-
-* ``_defaults``: the states by name, as they begin | 1.9 - | MicroBatching fails where the module has metrics
-* ``_reductions``: how ranks merge states | 1.9 - | MicroBatching fails where a metric is logged by the step
-* ``_reduce_states``: merges states | 1.9 - | MicroBatching fails where a metric is logged by the step
-* ``_update_count``: of how many updates the states are, by which means are merged | 1.9 - | means of micro-batches that
-  are logged by the step are wrong
-* ``_to_sync``: whether ``compute`` asks other ranks | 1.9 - | MicroBatching may wait for ever for ranks that run fewer
-  parts
-* ``_should_unsync``: whether ``compute`` takes back what it asked for | 1.9 - | nothing: set as torchmetrics sets it
-* ``_computed``: what ``compute`` has returned, and returns again | 1.9 - | what is logged by the step is the value of
-  the last micro-batch
-* ``_forward_cache``: the value of the last batch, which is logged | 1.9 - | MicroBatching fails where the module has
-  metrics
-* ``_apply``: moves the states, for ``to`` and Lightning's logging | 1.9 - | MetricOffload fails where the module has
-  metrics with lists
-* ``_sync_dist``: gathers the states of all ranks | 1.9 - | MetricOffload fails where the module has metrics with lists
-* ``_device``: where new states are made | 1.9 - | MetricOffload fails where a metric with lists is on a device
-* ``_dtype_convert``: whether ``_apply`` is for ``set_dtype`` | 1.9 - | MetricOffload fails where a metric is moved
-"""
+"""Private names of torchmetrics: the states of a metric, and what it has shown last."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

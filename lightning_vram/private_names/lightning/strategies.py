@@ -1,36 +1,4 @@
-"""Private names of Lightning's strategies, and of what they hold: launchers, precision, optimizers.
-
-* ``lightning.pytorch.strategies.Strategy._configure_launcher``: where a launcher is made | 2.6 -
-  | fsdp_offload runs in one process only, unless others were started outside
-* ``lightning.pytorch.strategies.Strategy._launcher``: the launcher | 2.6 -
-  | fsdp_offload runs in one process only, unless others were started outside
-* ``lightning.pytorch.strategies.Strategy._precision_plugin``: the plugin, as it was given | 2.6 -
-  | fsdp_offload ignores the Trainer's precision
-* ``lightning.pytorch.strategies.ParallelStrategy._layer_sync``: batch norms that are to see all ranks | 2.6 -
-  | fsdp_offload fails at the start of a run, MemoryBudget takes no batch norms to do so
-* ``lightning.pytorch.strategies.Strategy._reset_optimizers_and_schedulers``: forgets those of a run before
-  | 2.6 - | fsdp_offload fails at the start of a fit
-* ``lightning.pytorch.strategies.Strategy._forward_redirection``: runs a step within the forward of the model
-  | 2.6 - | fsdp_offload fails in the first batch
-* ``lightning.pytorch.strategies.launchers.subprocess_script._SubprocessScriptLauncher``: starts the script once more
-  for each device | 2.6 - | fsdp_offload cannot be imported
-* ``lightning.fabric.utilities.distributed._sync_ddp_if_available``: reduces a value that is logged | 2.6 -
-  | fsdp_offload cannot be imported
-* ``lightning.pytorch.strategies.DDPStrategy._ddp_kwargs``: what DDP will be made with | 2.6 -
-  | ActivationCompression that measures fails at the start of a fit under DDP, MemoryBudget cannot tell whether it fits
-* ``lightning.pytorch.strategies.ModelParallelStrategy._data_parallel_size``: how data is split | 2.6 -
-  | MemoryBudget cannot tell whether a run fits, and says so
-* ``lightning.pytorch.strategies.ModelParallelStrategy._tensor_parallel_size``: how layers are split | 2.6 -
-  | MemoryBudget cannot tell whether a run fits, and says so
-* ``lightning.pytorch.strategies.ModelParallelStrategy._save_distributed_checkpoint``: whether checkpoints are folders
-  | 2.6 - | QuantizeFrozenWeights(save="trainable") fails at the start of a run under FSDP2
-* ``lightning.pytorch.strategies.DDPStrategy._timeout``: how long ranks wait; of FSDP's and others, too | 2.6 -
-  | SlurmRequeue and LostPeerError wait as long as PyTorch does by default
-* ``lightning.pytorch.plugins.precision.Precision._after_closure``: hooks and clipping between backward and step
-  | 2.6 - | AccumulationScheduler fails at the start of a fit, LeanMixedPrecision in float16 in the first batch
-* ``lightning.pytorch.core.optimizer._MockOptimizer``: stands for optimizers where there are none | 2.6 -
-  | the package cannot be imported
-"""
+"""Private names of Lightning's strategies, and of what they hold: launchers, precision, optimizers."""
 
 from datetime import timedelta
 from typing import Any

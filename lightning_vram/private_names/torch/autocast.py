@@ -1,30 +1,4 @@
-"""Autocast, other settings that decide what operators compute, and what ``GradScaler`` keeps for itself.
-
-* ``torch._C._DisableAutocast``: run without autocast, as a backward does | 2.11 - | recomputation and compression fail
-* ``torch.autocast._enabled``: whether a device can autocast to a format | 2.11 - | precision cannot be chosen
-* ``torch.amp.grad_scaler.GradScaler._scale``: the scale on its device | 2.11 - | gradients are taken for not scaled
-* ``torch.amp.grad_scaler.GradScaler._device``: where the scale is | 2.11 - | loss scaling fails
-* ``torch.amp.grad_scaler.GradScaler._per_optimizer_states``: what was found in gradients | 2.11 - | loss scaling fails
-* ``torch.amp.grad_scaler._refresh_per_optimizer_state``: what there is before | 2.11 - | loss scaling fails
-* ``torch.amp.GradScaler._maybe_opt_step``: steps if all gradients are finite | 2.11 - | fp16 cannot be estimated
-* ``torch.amp.grad_scaler.GradScaler._init_scale``: the first scale | 2.11 - | programs that ask for it cannot be
-  estimated
-* ``torch._C._is_autocast_available``: whether a kind of device can autocast | 2.11 - | nothing is estimated
-* ``torch.amp.autocast_mode._cast``: casts what ``custom_fwd`` gets | 2.11 - | its casts are missing in estimates
-* ``torch._C._get_flash_sdp_enabled``, ``torch._C._set_sdp_use_flash``, ``torch._C._get_math_sdp_enabled``,
-  ``torch._C._set_sdp_use_math``, ``torch._C._get_mem_efficient_sdp_enabled``,
-  ``torch._C._set_sdp_use_mem_efficient``, ``torch._C._get_cudnn_sdp_enabled``, ``torch._C._set_sdp_use_cudnn``,
-  ``torch._C._get_overrideable_sdp_enabled``, ``torch._C._set_sdp_use_overrideable``,
-  ``torch._C._get_sdp_priority_order``, ``torch._C._set_sdp_priority_order``: what ``sdpa_kernel`` sets | 2.11 - |
-  recomputation fails
-* ``torch._C._get_cudnn_enabled``, ``torch._C._set_cudnn_enabled``, ``torch._C._get_cudnn_deterministic``,
-  ``torch._C._set_cudnn_deterministic``, ``torch._C._get_cudnn_benchmark``, ``torch._C._set_cudnn_benchmark``,
-  ``torch._C._get_mkldnn_enabled``, ``torch._C._set_mkldnn_enabled``: what the ``flags`` of ``torch.backends`` set |
-  2.11 - | recomputation fails
-* ``torch.nn.utils.parametrize._cache_enabled``: how many ``parametrize.cached()`` are entered | 2.11 - | recomputation
-  fails
-* ``torch.nn.utils.parametrize._cache``: the tensors that they share | 2.11 - | as without ``_cache_enabled``
-"""
+"""Autocast, other settings that decide what operators compute, and what ``GradScaler`` keeps for itself."""
 
 from collections import defaultdict
 from typing import Any

@@ -1,19 +1,4 @@
-"""What ``torch.compile`` leaves behind, and what keeps it away.
-
-* ``torch._dynamo.eval_frame.OptimizedModule``: what ``torch.compile(module)`` returns | 2.11 - | nothing works
-* ``torch._dynamo.eval_frame.OptimizedModule._orig_mod``: the module in it | 2.11 - | layers of compiled models are not
-  found; names of parameters keep that part
-* ``torch.nn.Module._compiled_call_impl``: what ``module.compile()`` sets | 2.11 - | such modules count as not compiled
-* ``function._torchdynamo_disable``: the mark of ``torch.compiler.disable`` | 2.11 - | layers with such parts are
-  checkpointed in compiled code, with gradients that are off
-* ``torch._C._dynamo.eval_frame.set_code_exec_strategy``: tell Dynamo what to do with a function | 2.11 - | a wrapper
-  does it, a tenth of what a dispatch mode costs
-* ``torch._C._dynamo.eval_frame._FrameExecStrategy``: what to do | 2.11 - | as without ``set_code_exec_strategy``
-* ``torch._C._dynamo.eval_frame._FrameAction``: with it and what it calls | 2.11 - | as without
-  ``set_code_exec_strategy``
-* ``torch._functorch.config.backward_pass_autocast``: whether a compiled backward autocasts | 2.11 - | float32 parts of
-  compiled models have gradients in 16 bit
-"""
+"""What ``torch.compile`` leaves behind, and what keeps it away."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,12 +1,4 @@
-"""How a ``DataLoader`` begins an iteration, and what draws the indices in it.
-
-* ``torch.utils.data.DataLoader._get_iterator``: make an iterator | 2.11 - | the place in an epoch is not saved
-* ``torch.utils.data.DataLoader._index_sampler``: what draws the indices for it | 2.11 - | the place in an epoch is not
-  saved
-* ``torch.utils.data.DataLoader._iterator``: the iterator of workers that stay | 2.11 - | one that runs is not noticed
-* ``torch.utils.data.dataloader._BaseDataLoaderIter._index_sampler``: what an iterator draws from | 2.11 - | an iterator
-  that stays cannot be given back
-"""
+"""How a ``DataLoader`` begins an iteration, and what draws the indices in it."""
 
 from collections.abc import Callable
 from typing import Any

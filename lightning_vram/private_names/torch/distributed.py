@@ -1,31 +1,4 @@
-"""What ranks do to each other: ``DistributedDataParallel`` by itself, and what this process knows of other processes.
-
-* ``torch.nn.parallel.DistributedDataParallel._delay_all_reduce_params``: parameters it reduces late | 2.11 - | they are
-  reduced with the others
-* ``torch.nn.parallel.DistributedDataParallel._use_python_reducer``: whether compiled autograd reduces | 2.11 - | it is
-  taken for not so
-* ``torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data``: what it logs of itself, built-in hooks too |
-  2.11 - | communication hooks are not noticed
-* ``torch.nn.parallel.DistributedDataParallel._sync_buffers``: broadcast the buffers | 2.11 - | the next forward does it
-* ``torch.distributed.Reducer._set_optimizer_in_backward``: give no gradients back after a backward | 2.11 -
-  | OptimizerInBackward fails under DDP
-* ``torch.distributed.Reducer.prepare_for_backward``: reduce the next backward; without a page | 2.11 -
-  | OptimizerInBackward(max_norm="two-pass") fails under DDP
-* ``torch.distributed.Reducer._reset_state``: forget which parameters were used | 2.11 - | with unused parameters, those
-  of micro-batches count as used in the next step
-* ``parameter._in_backward_optimizers``: the mark of an optimizer that runs in the backward | 2.11 - | it is not noticed
-* ``torch.Tensor._base``: whose view a tensor is | 2.11 - | nothing works
-* ``tensor._is_flat_param``: the mark of the flat parameter of FSDP1 | 2.11 - | under it, recomputation reads freed
-  weights
-* ``torch.distributed.distributed_c10d._world``: where process groups are kept; meant to be overridden | 2.11 -
-  | nothing is estimated in a process that is connected to others
-* ``torch.distributed.DeviceMesh._thread_id``: meshes of different ones are not equal | 2.11 - | after an estimate,
-  sharded runs on the host may fail
-* ``torch.distributed.distributed_c10d._World``: what it is | 2.11 - | as above
-* ``torch.distributed.distributed_c10d._update_default_pg``: tells PyTorch's own threads of the rank | 2.11 - | as above
-* ``torch._C._distributed_c10d._register_process_group``: gives operators a group by its name | 2.11 - | as above
-* ``torch._C._distributed_c10d._resolve_process_group``: finds it | 2.11 - | as above
-"""
+"""``DistributedDataParallel`` by itself, and what this process knows of other processes."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

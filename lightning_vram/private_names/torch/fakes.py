@@ -1,20 +1,4 @@
-"""Tensors that only pretend, and the devices they pretend to lie on.
-
-* ``torch._register_device_module``: ``torch.NAME`` for a kind of device | 2.11 - | nothing is estimated
-* ``torch.get_device_module.cache_clear``: which modules it knows | 2.11 - | a second estimate asks the first one's card
-* ``torch._C._swap_tensor_impl``: what a tensor is, given to another | 2.11 - | a fake module cannot change its device
-* ``torch.distributed._tools.fake_collectives``: collectives of fake tensors | 2.11 - | no ranks are estimated
-* ``torch.testing._internal.distributed.fake_pg``: a backend that sends nothing | 2.11 - | no ranks are estimated
-* ``_is_param``: marks a tensor of a subclass as a parameter | 2.11 - | fake modules have no parameters
-* ``torch.Tensor._backward_hooks``: hooks of a tensor | 2.11 - | those of weights do not run in estimates
-* ``torch.Tensor._post_accumulate_grad_hooks``: the same, after its gradient is there | 2.11 - | the same
-* ``torch._subclasses.fake_tensor.DataDependentOutputException``: a value was asked for | 2.11 - | nothing is estimated
-* ``torch._subclasses.fake_tensor.DynamicOutputShapeException``: a shape that depends on values | 2.11 - | same
-* ``torch._subclasses.fake_tensor.UnsupportedOperatorException``: no fake kernel | 2.11 - | the same
-* ``torch.distributed.ProcessGroup._set_default_backend``: which backend a group asks | 2.11 - | a warning
-* ``torch._VF``: C++ functions of recurrent layers | 2.11 - | steps that pad packed sequences are not estimated
-* ``torch._grouped_mm``: products of a mixture of experts | 2.11 - | nothing is estimated
-"""
+"""Tensors that only pretend, and the devices they pretend to lie on."""
 
 import sys
 from collections.abc import Iterable

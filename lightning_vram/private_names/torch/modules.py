@@ -1,36 +1,4 @@
-"""What torch keeps in a module: its own parameters, buffers, children and hooks; and the base classes of its layers.
-
-* ``torch.nn.Module._parameters``: the own parameters | 2.11 - | nothing works
-* ``torch.nn.Module._buffers``: the own buffers | 2.11 - | checkpoints and micro-batches fail
-* ``torch.nn.Module._modules``: the children | 2.11 - | checkpoints and micro-batches fail
-* ``torch.nn.Module._forward_hooks``: who sees the output | 2.11 - | checkpoints fail; fusions take a layer for unseen
-* ``torch.nn.Module._forward_pre_hooks``: who sees the input | 2.11 - | as without ``_forward_hooks``
-* ``torch.nn.Module._backward_hooks``: who sees the gradient | 2.11 - | fusions take a layer for unseen
-* ``torch.nn.Module._backward_pre_hooks``: who sees the gradient first | 2.11 - | fusions take a layer for unseen
-* ``torch.nn.modules.module._global_forward_hooks``: who sees all outputs | 2.11 - | fusions take all for unseen
-* ``torch.nn.modules.module._global_forward_pre_hooks``: who sees all inputs | 2.11 - | fusions take all for unseen
-* ``torch.nn.modules.module._global_backward_hooks``: who sees all gradients | 2.11 - | fusions take all for unseen
-* ``torch.nn.modules.module._global_backward_pre_hooks``: who sees them first | 2.11 - | fusions take all for unseen
-* ``torch.nn.Module._is_full_backward_hook``: an attribute of every module, of no meaning without hooks | 2.11 - |
-  nothing
-* ``torch.nn.MultiheadAttention._reset_parameters``: how it draws its weights | 2.11 - | it cannot be made on the meta
-  device
-* ``torch.nn.modules.batchnorm._NormBase``: norms with running statistics | 2.11 - | nothing works
-* ``torch.nn.modules.batchnorm._BatchNorm``: batch norms | 2.11 - | nothing works
-* ``torch.nn.modules.instancenorm._InstanceNorm``: instance norms | 2.11 - | checkpoints fail
-* ``torch.nn.modules.conv._ConvNd``: convolutions | 2.11 - | checkpoints fail
-* ``torch.nn.modules.loss._Loss``: losses | 2.11 - | 32-bit islands fail
-* ``torch.nn.Conv2d._conv_forward``: a convolution with another weight | 2.11 - | it keeps a cast of its weight, and is
-  not folded with a norm
-* ``torch.nn.ConvTranspose2d._output_padding``: the padding that gives a wanted size | 2.11 - | a transposed
-  convolution is not folded with a norm
-* ``torch.nn.BatchNorm2d._check_input_dim``: refuse an input of other dimensions | 2.11 - | a folded norm takes any
-  input; an invertible one fails
-* ``torch.nn.modules.module._IncompatibleKeys``: what ``load_state_dict`` returns, for types | 2.11 - | strategies fail
-* ``state_dict._metadata``: versions of modules in a state dict | 2.11 - | old checkpoints are loaded as new ones
-* ``torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper._checkpoint_wrapped_module``: what the
-  wrapper puts into names | 2.11 - | names keep that part
-"""
+"""What torch keeps in a module: its own parameters, buffers, children and hooks; and the base classes of its layers."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping

@@ -1,17 +1,4 @@
-"""Operators that are called from a dispatch mode, as they run without one.
-
-Inside of a mode autocast is off. Most operators have been cast by then. But the kernels of some call operators that
-autocast casts, and would compute in another dtype than without the mode: those named here, and those of extensions.
-
-* ``torch._C._RestorePythonTLSSnapshot``: what was on where an operator was called | 2.11 - | operators of extensions
-  compute in float32 under autocast
-* ``torch.ops.aten._trilinear``: what ``bilinear`` calls | 2.11 - | it computes in float32 under autocast
-* ``torch.ops.aten._sparse_addmm``: what ``torch.sparse.mm`` calls | 2.11 - | it computes in float32 under autocast
-* ``torch.ops.aten._native_multi_head_attention``: fast path of attention | 2.11 - | it computes in float32 under
-  autocast
-* ``torch.ops.aten._transformer_encoder_layer_fwd``: fast path of encoder layers | 2.11 - | it computes in float32 under
-  autocast
-"""
+"""Operators that are called from a dispatch mode, as they run without one."""
 
 from contextlib import ExitStack
 from functools import cache

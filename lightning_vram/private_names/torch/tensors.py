@@ -1,25 +1,4 @@
-"""What torch keeps of a tensor: its writes, whose view it is, its memory, its hooks, the parts of special layouts.
-
-* ``torch.Tensor._version``: how often a tensor was written | 2.11 - | nothing works: no write is noticed
-* ``torch.Tensor._base``: whose view a tensor is | 2.11 - | activations are neither compressed, recomputed nor offloaded
-* ``torch.Tensor._is_view``: whether a tensor is a view | 2.11 - | as without ``_base``; checkpoints fail as well
-* ``torch.Tensor._make_wrapper_subclass``: a tensor made of others | 2.11 - | no moments are kept in 8 bit
-* ``torch.Tensor._backward_hooks``: whether somebody asked for its gradient | 2.11 - | invertible norms fail
-* ``torch.Tensor._post_accumulate_grad_hooks``: whether a parameter is stepped in the backward | 2.11 - |
-  micro-batches refuse to start
-* ``torch.Tensor._indices``: indices of a sparse tensor, coalesced or not | 2.11 - | sparse tensors cannot be counted
-* ``torch.Tensor._values``: values of a sparse tensor, coalesced or not | 2.11 - | sparse gradients cannot be scaled
-* ``torch.nested._internal.nested_tensor.NestedTensor._ragged_idx``: which dimension of a jagged tensor has many
-  lengths | 2.11 - | it is taken for the second
-* ``torch.distributed.tensor.DTensor._local_tensor``: the part of a sharded tensor that this rank has | 2.11 - |
-  sharded parameters cannot be clipped, stepped or released
-* ``torch.UntypedStorage._cdata``: the identity of a memory, also of one without an address | 2.11 - | no memory is
-  counted, noted or shared
-* ``torch._C._storage_address``: the same in one call | 2.11 - | recomputation and checkpoints fail
-* ``torch._C._storage_Use_Count``: how many tensors use a memory | 2.11 - | recomputation fails at the first write
-* ``torch._C.DisableTorchFunctionSubclass``: ask a tensor of a subclass past its class | 2.11 - | losses are not chunked
-* ``C._host_emptyCache``: give unused pinned memory back, in builds with an accelerator | 2.11 - | it stays with torch
-"""
+"""What torch keeps of a tensor: its writes, whose view it is, its memory, its hooks, the parts of special layouts."""
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
