@@ -19,12 +19,12 @@ COMMANDS = {
     ESTIMATE: "estimate whether a run fits a GPU you do not have, and what uses its memory",
     PLAN: "find the features that make a run fit a memory budget, with the least overhead",
     "calibrate": "measure this machine's GPU for estimates",
-    "report": "print a recording of VRAMMonitor, or benchmark results",
+    "report": "print a recording of VRAMMonitor",
     "consolidate": "convert a sharded checkpoint to one file",
     "presets": "list configuration files that come with the package, or copy them",
 }
 _OF_FILES = {
-    "report": ("--json", "--benchmarks", "--all", "--output"),
+    "report": ("--json",),
     "consolidate": ("--weights_only", "--verify"),
     "calibrate": ("--output",),
     "presets": ("--all", "--output"),
