@@ -113,7 +113,7 @@ def test_commands_and_files_that_a_page_names_exist(path):
 
 
 def test_pages_are_short():
-    names = ROOT / "lightning_vram" / "private_names" / "README.md"  # a row for each of 473 names
+    names = ROOT / "lightning_vram" / "private_names" / "README.md"  # a table row for each name
     limits = {README: 2050, CONTEXTS_PAGE: 1400, page_of("FSDPOffloadStrategy"): 1200, names: 8000}
     developers = {path: 1200 for path in PAGES if "tests" in path.parts}
     long = {title(path): len(path.read_text().split()) for path in ALL}

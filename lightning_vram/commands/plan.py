@@ -28,11 +28,7 @@ _IN_FIT = {"precision": "trainer.precision", "devices": "trainer.devices", "num_
 
 
 class PlanQuestion:
-    """What would make a run fit, and cost least.
-
-    Args:
-        args: Arguments of the command, to say how the plan is run.
-    """
+    """What would make a run fit, and cost least."""
 
     name = PLAN
 
@@ -98,11 +94,7 @@ class PlanQuestion:
 
 
 def fit_arguments(args: Sequence[str]) -> list[str]:
-    """Return arguments of ``plan`` as ``fit`` takes them.
-
-    Args:
-        args: Of ``plan``.
-    """
+    """Return arguments of ``plan`` as ``fit`` takes them."""
     asked = {f"--{name}": option for name, option in options_of(PLAN).items()}
     asked |= {option.short: option for option in asked.values() if option.short}
     found: list[str] = []

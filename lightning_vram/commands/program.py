@@ -34,11 +34,6 @@ def describe(error: Exception) -> str:
 def did_you_mean(word: str, known: Iterable[str], write: Callable[[str], str] = str) -> str:
     """Return " Did you mean ...?" with the name that ``word`` is closest to; empty if none is close.
 
-    Args:
-        word: As it was typed.
-        known: Names that are right.
-        write: Called with the name, for the form in which it is typed.
-
     Example:
         >>> did_you_mean("estimte", ["estimate", "fit"])
         ' Did you mean estimate?'

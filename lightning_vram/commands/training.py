@@ -41,10 +41,6 @@ class VRAMCLI(QuietlySeeded):
     ``${...}`` works in and across ``--config`` files and follows overrides on the command line. ``fit`` takes
     ``--compare_with_baseline true``: it trains once more without the features of this package, from the same seed, and
     prints peak memory, time per step and equality of the weights side by side.
-
-    Args:
-        show: Prints.
-        kwargs: As for ``LightningCLI``, but for the parser's settings.
     """
 
     def __init__(self, show: Callable[[RenderableType], None], **kwargs: Any) -> None:

@@ -17,17 +17,11 @@ OUT_OF_MEMORY = "out of memory"
 
 @dataclass(frozen=True)
 class FitResult:
-    """What one fit left behind.
+    """What one fit left behind."""
 
-    Args:
-        peak: The training batch with the highest peak; ``None`` if nothing was measured.
-        seconds_per_batch: Median time per untracked training batch.
-        weights: ``state_dict`` of the fitted module; ``None`` if the fit ran out of memory.
-    """
-
-    peak: Measurement | None
-    seconds_per_batch: float | None
-    weights: Mapping[str, Tensor] | None
+    peak: Measurement | None  # of the highest training batch; None: nothing was measured
+    seconds_per_batch: float | None  # median of untracked training batches
+    weights: Mapping[str, Tensor] | None  # None: the fit ran out of memory
 
 
 def describe_equality(one: FitResult, other: FitResult) -> str:
@@ -44,13 +38,7 @@ def describe_equality(one: FitResult, other: FitResult) -> str:
 
 
 def comparison_table(plain: FitResult, packed: FitResult, parts: str) -> Table:
-    """Peak bytes by category, time and equality of two fits, side by side.
-
-    Args:
-        plain: The fit without.
-        packed: The fit with.
-        parts: What the packed fit had and the plain one had not, as text.
-    """
+    """Peak bytes by category, time and equality of two fits, side by side."""
     device = next((f" on {fit.peak.device}" for fit in (packed, plain) if fit.peak is not None), "")
     table = Table(
         title=f"Peak memory of a training step{device}: baseline and {parts}",

@@ -19,18 +19,7 @@ _DPI = 200  # 100 is enough to read it; twice that for screens that show it
 
 
 def check_picture_path(path: Path, *, has_page: bool = False) -> None:
-    """Refuse what no picture can be written to, before the work.
-
-    Args:
-        path: File to write.
-        has_page: Whether a page of HTML would do as well.
-
-    Raises:
-        ValueError: If its ending is none of those known.
-        FileNotFoundError: If its folder is not there.
-        IsADirectoryError: If it is a folder.
-        ModuleNotFoundError: If it is a picture and matplotlib is not installed.
-    """
+    """Refuse what no picture can be written to, before the work."""
     endings = (*_PICTURES, PAGE) if has_page else _PICTURES
     if path.suffix.lower() not in endings:
         raise ValueError(f"plot(path) must end in one of {', '.join(endings)}, got '{path}'.")

@@ -94,11 +94,7 @@ def add_numbers(table: Table, *headings: str) -> None:
 
 
 def memory_table(measurements: Sequence[Measurement]) -> Table:
-    """One column per stage: the reading with the highest peak, by phase, category and module.
-
-    Args:
-        measurements: At least one.
-    """
+    """One column per stage: the reading with the highest peak, by phase, category and module."""
     stages = list(dict.fromkeys(measurement.stage for measurement in measurements))
     peaks = [largest(m for m in measurements if m.stage == stage) for stage in stages]
     sources = ", ".join(dict.fromkeys(f"{peak.device} ({peak.source})" for peak in peaks))

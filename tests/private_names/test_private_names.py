@@ -21,6 +21,7 @@ PACKAGE = Path(__file__).parents[2] / "lightning_vram"
 FOLDER = PACKAGE / "private_names"
 LISTED = sorted(path for path in FOLDER.rglob("*.py") if path.name != "__init__.py")
 LIBRARIES = ("torch", "lightning", "torchmetrics", "jsonargparse")
+READERS = {"getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller"}  # that get a name as text
 NOT_OF_THEM = {  # private by their spelling, of other libraries or documented
     *("_replace", "_fields", "_make", "_asdict", "_getframe"),  # documented: named tuples, frames
     *("_reconstructor", "_popen", "_start_method"),  # Python's: pickles and processes
@@ -72,12 +73,9 @@ def private_uses(path: Path) -> Iterator[tuple[int, str, bool]]:
             case ast.ImportFrom(module=module, names=aliases):
                 yield from ((node.lineno, part, False) for part in (module or "").split("."))
                 yield from ((node.lineno, alias.name, False) for alias in aliases)
-            case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "setattr" | "delattr" | "attrgetter"), args=args):
-                yield from ((node.lineno, key.value, False) for key in args if is_text(key))
-
-
-def is_text(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+            case ast.Call(func=ast.Name(id=called), args=args) if called in READERS:
+                keys = [key.value for key in args if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+                yield from ((node.lineno, part, False) for key in keys for part in key.split("."))
 
 
 def foreign_uses(path: Path) -> list[str]:

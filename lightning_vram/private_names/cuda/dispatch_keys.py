@@ -27,12 +27,7 @@ def operators_cast_for(device_type: str) -> frozenset[str]:
 
 @contextmanager
 def kernels_at(key: str, kernels: Mapping[str, Kernel]) -> Iterator[None]:
-    """Let operators run kernels of ours in this thread, inside the block.
-
-    Args:
-        key: One of the keys above.
-        kernels: By the name of the operator. One reaches what it stands before by :func:`pass_by`.
-    """
+    """Let operators, by name, run our kernels at one of the keys above, in this thread; see :func:`pass_by`."""
     with ExitStack() as stack:
         others = stack.enter_context(torch.library._scoped_library("_", "IMPL"))
         others.fallback(torch.library.fallthrough_kernel, key)

@@ -147,11 +147,7 @@ class GroupBase(FSDPParamGroup):
     # --- gradients ---
 
     def reduce_parts(self, parts: Iterable[tuple[Sequence[Any], torch.dtype | None]]) -> None:
-        """Reduce the gradients of one part of the parameters after the other: FSDP2 does it in one dtype.
-
-        Args:
-            parts: Some parameters, and what to add up in; ``None``: in the dtype of their gradients.
-        """
+        """Reduce the gradients of one group of parameters after the other, each in a dtype; ``None``: in its own."""
         parameters, sharded, training = self.fsdp_params, self._sharded_state, self._training_state
         try:
             for part, dtype in parts:

@@ -34,15 +34,10 @@ class AskedDTensor(DTensor):
 _slot: Any = DTensor._local_tensor
 
 
-def own_part_of(shard: Any) -> Tensor:
-    """Return the local part of a ``DTensor``, also of one whose class is to be asked first."""
-    part: Tensor = _slot.__get__(shard)
-    return part
-
-
-def set_own_part(shard: Any, part: Tensor) -> None:
-    """Let ``part`` be the local part of a ``DTensor``, whatever its class."""
-    _slot.__set__(shard, part)
+own_part_of: Callable[[Any], Tensor] = _slot.__get__
+"""Return the local shard of a ``DTensor``, also of one whose class is to be asked first."""
+set_own_part: Callable[[Any, Tensor], None] = _slot.__set__
+"""Let a tensor be the local shard of a ``DTensor``, whatever its class."""
 
 
 def local_part(value: Any) -> Any:

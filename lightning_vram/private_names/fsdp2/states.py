@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from operator import methodcaller
 from typing import Any, NoReturn
 
 import torch
@@ -20,9 +21,8 @@ MARKS = ("_fsdp", "_is_fsdp", "__composable_api")  # how attributes begin that f
 RANKS_MARK = "_is_fsdp_managed_module"  # by which transformers sees that ranks must run the same layers
 
 
-def state_of(module: Any) -> Any:
-    """Return the state of a module that ``fully_shard`` was called for."""
-    return module._get_fsdp_state()
+state_of: Callable[[Any], Any] = methodcaller("_get_fsdp_state")
+"""Return the state of a module that ``fully_shard`` was called for."""
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -36,12 +36,7 @@ def waits_for_backward(hook: Callable[..., Any]) -> bool:
 
 
 def prepare_class(kind: type[nn.Module], make_mixin: Callable[[type, type], type]) -> None:
-    """Make what ``fully_shard`` is to give to modules of ``kind``, where it would make a class that they cannot have.
-
-    Args:
-        kind: The class of a module.
-        make_mixin: Gets FSDP2's mixin and ``kind``, and returns the first base to take; FSDP2's where that will do.
-    """
+    """Let ``fully_shard`` give modules of ``kind`` a class with ``make_mixin(FSDPModule, kind)``, where it differs."""
     mixin = make_mixin(FSDPModule, kind)
     if kind not in cls_to_fsdp_cls and mixin is not FSDPModule:
         cls_to_fsdp_cls[kind] = type(f"FSDP{kind.__name__}", (mixin, kind), {"__deepcopy__": _refuse_copy})
@@ -134,9 +129,6 @@ def look_past_attribute(parameter: Any) -> None:
     """Let FSDP2 find a parameter of a group that an attribute of the same name hides, and not cast it.
 
     The method ``hides`` of the attribute is called with all that FSDP2 puts, or finds, in the place of the parameter.
-
-    Args:
-        parameter: FSDP2's object. One that nothing hides is left alone.
     """
     info = parameter._module_info
     if info.param_name in vars(info.module):

@@ -1,5 +1,7 @@
 """Private names of Lightning's Trainer: what it is connected to, and where a run begins."""
 
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import lightning.pytorch as pl
@@ -8,14 +10,10 @@ RUN = "_run"  # of the trainer's class
 SIGTERM_HANDLER = "_sigterm_notifier_fn"  # of the connector of signals
 
 
-def cluster_environment(trainer: pl.Trainer) -> Any:
-    """Return what knows who has started the processes."""
-    return trainer._accelerator_connector.cluster_environment
-
-
-def checkpoint_connector(trainer: pl.Trainer) -> Any:
-    """Return what loads checkpoints, by ``resume_start`` and ``restore``."""
-    return trainer._checkpoint_connector
+cluster_environment: Callable[[pl.Trainer], Any] = attrgetter("_accelerator_connector.cluster_environment")
+"""Return what knows who has started the processes."""
+checkpoint_connector: Callable[[pl.Trainer], Any] = attrgetter("_checkpoint_connector")
+"""Return what loads checkpoints, by ``resume_start`` and ``restore``."""
 
 
 def log_nothing(trainer: pl.Trainer) -> None:
@@ -29,9 +27,8 @@ def notes_of_run(trainer: pl.Trainer) -> dict[str, Any]:
     return notes
 
 
-def signal_connector(trainer: pl.Trainer) -> Any:
-    """Return what handles signals, until its ``teardown``."""
-    return trainer._signal_connector
+signal_connector: Callable[[pl.Trainer], Any] = attrgetter("_signal_connector")
+"""Return what handles signals, until its ``teardown``."""
 
 
 def validates_by_clock(trainer: pl.Trainer) -> bool:
@@ -39,6 +36,5 @@ def validates_by_clock(trainer: pl.Trainer) -> bool:
     return getattr(trainer, "_val_check_time_interval", None) is not None
 
 
-def find_trainer(module: pl.LightningModule) -> pl.Trainer | None:
-    """Return the trainer of a module; ``None`` where the public property raises."""
-    return module._trainer
+find_trainer: Callable[[pl.LightningModule], pl.Trainer | None] = attrgetter("_trainer")
+"""Return the trainer of a module; ``None`` where the public property raises."""

@@ -1,18 +1,14 @@
 """Private names of Lightning's files: reading and writing checkpoints, here or far away."""
 
+from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.utilities.cloud_io import _atomic_save, _is_local_file_protocol, _load
 
-
-def is_local(location: str) -> bool:
-    """Whether a path is one of this file system, not an address."""
-    return _is_local_file_protocol(location)
-
-
-def save_whole(checkpoint: dict[str, Any], location: str) -> None:
-    """Write a checkpoint, or leave nothing."""
-    _atomic_save(checkpoint, location)
+is_local: Callable[[str], bool] = _is_local_file_protocol
+"""Whether a path is one of this file system, not an address."""
+save_whole: Callable[[dict[str, Any], str], None] = _atomic_save
+"""Write a checkpoint, or leave nothing."""
 
 
 def load_on_host(location: str, *, weights_only: bool | None) -> Any:

@@ -1,7 +1,8 @@
 """Private names of Lightning's logging: what ``self.log`` collects, and what a trainer shows of it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,19 +17,12 @@ ResultCollection = _ResultCollection
 Metadata = _Metadata
 
 
-def default_dtype() -> torch.dtype:
-    """Return the dtype that values are logged in."""
-    return _get_default_dtype()
-
-
-def running_results(trainer: pl.Trainer) -> ResultCollection | None:
-    """Return what the running loop has logged; ``None`` if none runs that logs."""
-    return trainer._results
-
-
-def logs_are_due(trainer: pl.Trainer) -> bool:
-    """Whether loggers get the values of this step."""
-    return bool(trainer._logger_connector.should_update_logs)
+default_dtype: Callable[[], torch.dtype] = _get_default_dtype
+"""Return the dtype that values are logged in."""
+running_results: Callable[[pl.Trainer], ResultCollection | None] = attrgetter("_results")
+"""Return what the running loop has logged; ``None`` if none runs that logs."""
+logs_are_due: Callable[[pl.Trainer], bool] = attrgetter("_logger_connector.should_update_logs")
+"""Whether loggers get the values of this step."""
 
 
 @contextmanager
@@ -47,13 +41,7 @@ def runs_in_hook(module: pl.LightningModule, hook: str) -> bool:
 
 
 def update_metrics(trainer: pl.Trainer, kind: str, values: Mapping[str, Any]) -> None:
-    """Add to what a trainer shows.
-
-    Args:
-        trainer: Of any state.
-        kind: ``"callback_metrics"``, ``"logged_metrics"`` or ``"progress_bar_metrics"``.
-        values: By name.
-    """
+    """Add to the trainer's ``callback_metrics``, ``logged_metrics`` or ``progress_bar_metrics``."""
     connector = trainer._logger_connector
     metrics: dict[str, dict[str, Any]] = {
         "callback_metrics": connector._callback_metrics,

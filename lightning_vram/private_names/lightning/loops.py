@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,7 +14,6 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult, _AutomaticOptimization
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
@@ -45,12 +45,7 @@ def make_zero_grad(loop: AutomaticOptimization, batch_idx: int, optimizer: Optim
 
 
 def is_loops_closure(closure: Any, *, is_bare: bool) -> bool:
-    """Whether a closure is that of automatic optimization, and nobody has put another around it.
-
-    Args:
-        closure: That an optimizer is given.
-        is_bare: Whether it is one that has not yet come to the precision plugin.
-    """
+    """Whether a closure is Lightning's own, not wrapped; ``is_bare``: it has not come to the precision plugin yet."""
     while getattr(closure, "__module__", "").startswith("lightning_vram."):  # a tracker's
         closure = getattr(closure, "__wrapped__", None)
     if not is_bare:  # else it went past the plugin
@@ -59,19 +54,12 @@ def is_loops_closure(closure: Any, *, is_bare: bool) -> bool:
     return type(closure) is Closure
 
 
-def skips_backward(loop: AutomaticOptimization) -> bool:
-    """Whether batches only run forward, as in the last epoch of StochasticWeightAveraging."""
-    return loop._skip_backward
-
-
-def epoch_ends(loop: _TrainingEpochLoop) -> bool:
-    """Whether the epoch ends with the batch under way, as far as is known."""
-    return loop._num_ready_batches_reached()
-
-
-def is_accumulating(loop: _TrainingEpochLoop) -> bool:
-    """Whether no step follows the batch under way."""
-    return loop._should_accumulate()
+skips_backward: Callable[[AutomaticOptimization], bool] = attrgetter("_skip_backward")
+"""Whether batches only run forward, as in the last epoch of StochasticWeightAveraging."""
+epoch_ends: Callable[[_TrainingEpochLoop], bool] = methodcaller("_num_ready_batches_reached")
+"""Whether the epoch ends with the batch under way, as far as is known."""
+is_accumulating: Callable[[_TrainingEpochLoop], bool] = methodcaller("_should_accumulate")
+"""Whether no step follows the batch under way."""
 
 
 def validation_follows(loop: _TrainingEpochLoop, fetcher: Any) -> bool:
@@ -79,14 +67,10 @@ def validation_follows(loop: _TrainingEpochLoop, fetcher: Any) -> bool:
     return loop._should_check_val_fx(fetcher)
 
 
-def training_data(loop: _FitLoop) -> CombinedLoader | None:
-    """Return the training loaders; ``None`` before they are set up."""
-    return loop._combined_loader
-
-
-def training_source(trainer: pl.Trainer) -> Any:
-    """Return the module, the datamodule or the loaders that training data comes from."""
-    return trainer.fit_loop._data_source.instance
+training_data: Callable[[_FitLoop], CombinedLoader | None] = attrgetter("_combined_loader")
+"""Return the training loaders; ``None`` before they are set up."""
+training_source: Callable[[pl.Trainer], Any] = attrgetter("fit_loop._data_source.instance")
+"""Return the module, the datamodule or the loaders that training data comes from."""
 
 
 def takes_turns(loader: CombinedLoader) -> bool:
@@ -94,9 +78,8 @@ def takes_turns(loader: CombinedLoader) -> bool:
     return getattr(loader, "_mode", "") == "sequential"
 
 
-def set_sampler_epoch(loader: object, epoch: int) -> None:
-    """Let the sampler of a loader shuffle as in an epoch."""
-    _set_sampler_epoch(loader, epoch)
+set_sampler_epoch: Callable[[object, int], None] = _set_sampler_epoch
+"""Let the sampler of a loader shuffle as in an epoch."""
 
 
 def stop_restarting(loop: _Loop) -> None:
@@ -115,9 +98,8 @@ def is_sequential(trainer: pl.Trainer) -> bool:
     return bool(getattr(trainer._active_loop, "_is_sequential", True))  # that of prediction always does
 
 
-def blocked_sync(strategy: Strategy, *, block: bool = True) -> AbstractContextManager[None]:
-    """Keep ranks from reducing gradients in a backward, if ``block``."""
-    return _block_parallel_sync_behavior(strategy, block=block)
+blocked_sync: Callable[..., AbstractContextManager[None]] = _block_parallel_sync_behavior
+"""Keep the ranks of a strategy from reducing gradients in a backward, if ``block``."""
 
 
 def call_hook(trainer: pl.Trainer, name: str) -> None:

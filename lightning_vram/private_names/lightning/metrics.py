@@ -1,7 +1,8 @@
 """Private names of torchmetrics: the states of a metric, and what it has shown last."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,24 +12,14 @@ APPLY = "_apply"
 SYNC_STATES = "_sync_dist"
 
 
-def default_states(metric: Metric) -> Mapping[str, Any]:
-    """Return the states by name, as they begin."""
-    return metric._defaults
-
-
-def state_reductions(metric: Metric) -> Mapping[str, Any]:
-    """Return by name how ranks merge states; ``None``: they do not."""
-    return metric._reductions
+default_states: Callable[[Metric], Mapping[str, Any]] = attrgetter("_defaults")
+"""Return the metric state by name, as it begins."""
+state_reductions: Callable[[Metric], Mapping[str, Any]] = attrgetter("_reductions")
+"""Return by name how ranks merge the metric state; ``None``: they do not."""
 
 
 def merge_states(metric: Metric, states: dict[str, Any], num_updates: int) -> None:
-    """Merge other states into those of a metric.
-
-    Args:
-        metric: With the states of its latest update.
-        states: Of all updates before.
-        num_updates: Of both together.
-    """
+    """Merge the state of earlier updates into that of the latest; ``num_updates`` counts both."""
     metric._update_count = num_updates
     metric._reduce_states(states)
 
@@ -39,9 +30,8 @@ def forget_computed(metric: Metric) -> None:
     metric._computed = None
 
 
-def shown_value(metric: Metric) -> Any:
-    """Return what the metric shows of the last batch."""
-    return metric._forward_cache
+shown_value: Callable[[Metric], Any] = attrgetter("_forward_cache")
+"""Return what the metric shows of the last batch."""
 
 
 def show_value(metric: Metric, value: Any) -> None:
@@ -49,9 +39,8 @@ def show_value(metric: Metric, value: Any) -> None:
     metric._forward_cache = value
 
 
-def converts_dtype(metric: Metric) -> bool:
-    """Whether what is applied to the states casts them."""
-    return metric._dtype_convert
+converts_dtype: Callable[[Metric], bool] = attrgetter("_dtype_convert")
+"""Whether what is applied to the metric state casts it."""
 
 
 @contextmanager

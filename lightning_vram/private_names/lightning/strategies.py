@@ -1,6 +1,8 @@
 """Private names of Lightning's strategies, and of what they hold: launchers, precision, optimizers."""
 
+from collections.abc import Callable
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any
 
 import lightning.pytorch as pl
@@ -67,9 +69,8 @@ class PlainStrategy(ParallelStrategy):
             self._launcher = launcher
 
 
-def make_script_launcher(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> ScriptLauncher:
-    """Make what starts the script once more for each other device of this node."""
-    return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+make_script_launcher: Callable[[ClusterEnvironment, int, int], ScriptLauncher] = _SubprocessScriptLauncher
+"""Make what starts the script once more for each other device of this node."""
 
 
 def reduce_over_ranks(tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
@@ -77,9 +78,8 @@ def reduce_over_ranks(tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
     return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
 
-def ddp_arguments(strategy: DDPStrategy) -> dict[str, Any]:
-    """Return what DDP is made with, besides the module."""
-    return strategy._ddp_kwargs
+ddp_arguments: Callable[[DDPStrategy], dict[str, Any]] = attrgetter("_ddp_kwargs")
+"""Return what DDP is made with, besides the module."""
 
 
 def mesh_sizes(strategy: ModelParallelStrategy) -> dict[str, Any]:
@@ -90,9 +90,8 @@ def mesh_sizes(strategy: ModelParallelStrategy) -> dict[str, Any]:
     }
 
 
-def saves_folders(strategy: ModelParallelStrategy) -> bool:
-    """Whether each rank writes its shards to a folder."""
-    return strategy._save_distributed_checkpoint
+saves_folders: Callable[[ModelParallelStrategy], bool] = attrgetter("_save_distributed_checkpoint")
+"""Whether each rank writes its shards to a folder."""
 
 
 def syncs_layers(strategy: Strategy) -> bool:

@@ -1,6 +1,8 @@
 """Autocast, other settings that decide what operators compute, and what ``GradScaler`` keeps for itself."""
 
 from collections import defaultdict
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,11 +25,7 @@ without_autocast: Any = torch._C._DisableAutocast
 
 
 def can_autocast(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether there is autocast to ``dtype``; torch warns if not.
-
-    Raises:
-        RuntimeError: If the device knows nothing of autocast.
-    """
+    """Whether there is autocast to ``dtype``; torch warns if not. ``RuntimeError``: a device without autocast."""
     return bool(torch.autocast(device_type, dtype=dtype)._enabled)
 
 
@@ -46,14 +44,10 @@ def set_scale(scaler: GradScaler, scale: Tensor | None) -> None:
     scaler._scale = scale
 
 
-def device_of(scaler: GradScaler) -> str:
-    """Return the device type for the scale."""
-    return scaler._device
-
-
-def optimizer_states(scaler: GradScaler) -> OptimizerStates:
-    """Return what ``scaler`` knows of each optimizer: the very dictionary."""
-    return scaler._per_optimizer_states
+device_of: Callable[[GradScaler], str] = attrgetter("_device")
+"""Return the device type for the scale."""
+optimizer_states: Callable[[GradScaler], OptimizerStates] = attrgetter("_per_optimizer_states")
+"""Return what a scaler knows of each optimizer: the very dictionary."""
 
 
 def set_optimizer_states(scaler: GradScaler, states: OptimizerStates) -> None:

@@ -5,6 +5,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -34,11 +35,8 @@ make_saved_tensor: Callable[..., Any] | None = getattr(torch._C._autograd, "_mak
 
 num_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """Return how many nodes of the graph were made in this thread: one more for each operator that has a gradient."""
-
-
-def number_of(node: Any) -> int:
-    """Return the number of a node of the graph in its thread, above those of all that it comes from."""
-    return int(node._sequence_nr())
+number_of: Callable[[Any], int] = methodcaller("_sequence_nr")
+"""Return the number of a node of the graph in its thread, above those of all that it comes from."""
 
 
 def may_stop_early() -> bool:
@@ -97,9 +95,8 @@ def push_hooks(hooks: SavedTensorHooks) -> None:
     torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
 
 
-def pop_hooks() -> None:
-    """Take the innermost saved-tensor hooks off."""
-    torch._C._autograd._pop_saved_tensors_default_hooks()
+pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+"""Take the innermost saved-tensor hooks off."""
 
 
 # From 2.15 on a selective checkpoint of a user's, within saved-tensor hooks of ours, warns that a later version will
@@ -114,9 +111,8 @@ def hide_warning_of_hooks() -> None:
         warnings.filterwarnings("ignore", "A saved_tensors_hooks context", FutureWarning)
 
 
-def may_set_hooks() -> bool:
-    """Whether saved-tensor hooks are allowed here."""
-    return torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined, no-any-return]
+may_set_hooks: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+"""Whether saved-tensor hooks are allowed here."""
 
 
 def is_in_transform() -> bool:
@@ -124,9 +120,8 @@ def is_in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def is_tracing() -> bool:
-    """Whether ``torch.jit.trace`` is at work."""
-    return bool(torch._C._is_tracing())
+is_tracing: Callable[[], bool] = torch._C._is_tracing
+"""Whether ``torch.jit.trace`` is at work."""
 
 
 def is_in_forward_ad() -> bool:

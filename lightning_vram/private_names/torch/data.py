@@ -1,6 +1,7 @@
 """How a ``DataLoader`` begins an iteration, and what draws the indices in it."""
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -43,9 +44,8 @@ def staying_iterator(loader: DataLoader[Any]) -> Any | None:
     return getattr(loader, "_iterator", None)
 
 
-def index_sampler_of(loader: Any) -> Any:
-    """Return what draws the indices in a loader, or in an iterator of one."""
-    return loader._index_sampler
+index_sampler_of: Callable[[Any], Any] = attrgetter("_index_sampler")
+"""Return what draws the indices in a loader, or in an iterator of one."""
 
 
 def set_index_sampler(iterator: Any, sampler: Any) -> None:

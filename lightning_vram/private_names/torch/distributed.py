@@ -41,11 +41,7 @@ def can_sync_buffers(ddp: DistributedDataParallel) -> bool:
 
 
 def sync_buffers(ddp: DistributedDataParallel) -> None:
-    """Broadcast the buffers from rank 0. A collective.
-
-    Raises:
-        RuntimeError: If the backend fails.
-    """
+    """Broadcast the buffers from rank 0. A collective: ``RuntimeError`` if the backend fails."""
     ddp._sync_buffers()  # type: ignore[no-untyped-call]
 
 

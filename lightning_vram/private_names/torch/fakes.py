@@ -22,11 +22,7 @@ GROUPED_MM = torch.ops.aten._grouped_mm.default
 
 
 def set_device_module(kind: str, module: ModuleType) -> None:
-    """Let ``module`` be ``torch.KIND``.
-
-    Raises:
-        RuntimeError: If there is one.
-    """
+    """Let ``module`` be ``torch.KIND``."""
     torch._register_device_module(kind, module)  # type: ignore[no-untyped-call]
     _forget_modules()
 
@@ -69,12 +65,7 @@ BACKEND = "fake"
 
 
 def connect_fake_ranks(kinds: Iterable[str], num_ranks: int) -> None:
-    """Make the default process group one of ranks that are not there. Collectives on fake tensors work from then on.
-
-    Args:
-        kinds: Of devices that it serves.
-        num_ranks: How many there are; this process is rank 0.
-    """
+    """Make the default process group one of ranks that are not there. This process is rank 0."""
     from torch.distributed._tools import fake_collectives  # noqa: F401 - registers operators
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch.nn.modules.module as hooks_of_all_modules
@@ -22,35 +23,21 @@ SEE_OUTPUT = (FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks")
 """Names of hooks that see the output, or its gradient."""
 SEE_INPUT = (FORWARD_PRE_HOOKS, *SEE_OUTPUT)
 """Names of hooks that see the input or the output, or a gradient."""
-HOOK_KIND = "_is_full_backward_hook"
 _LOOKS_ON = "_lightning_vram_looks_on"
 RESET_ATTENTION = "_reset_parameters"
 CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
 
 
-def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the parameters of ``module`` itself: the very dictionary."""
-    return module._parameters
+own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter(PARAMETERS)
+"""Return the parameters of a module itself: the very dictionary."""
+own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter(BUFFERS)
+"""Return the buffers of a module itself: the very dictionary."""
+own_children: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter(CHILDREN)
+"""Return the children of a module: the very dictionary."""
 
 
-def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the buffers of ``module`` itself: the very dictionary."""
-    return module._buffers
-
-
-def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the children of ``module``: the very dictionary."""
-    return module._modules
-
-
-def forward_hooks(module: nn.Module) -> Mapping[int, Callable[..., Any]]:
-    """Return the hooks that see the output of ``module``."""
-    return module._forward_hooks
-
-
-def forward_pre_hooks(module: nn.Module) -> Mapping[int, Callable[..., Any]]:
-    """Return the hooks that see the input of ``module``."""
-    return module._forward_pre_hooks
+forward_pre_hooks: Callable[[nn.Module], Mapping[int, Callable[..., Any]]] = attrgetter(FORWARD_PRE_HOOKS)
+"""Return the hooks that see the input of a module."""
 
 
 def has_hooks(module: nn.Module, kinds: Collection[str]) -> bool:
@@ -102,11 +89,7 @@ def output_padding(convolution: Any, *args: Any) -> Any:
 
 
 def check_dimensions(norm: Any, input: Tensor) -> None:
-    """Refuse what the norm itself refuses.
-
-    Raises:
-        ValueError: If ``input`` has other dimensions than it takes.
-    """
+    """Refuse what the norm itself refuses: ``ValueError`` for an input of other dimensions."""
     norm._check_input_dim(input)
 
 

@@ -18,16 +18,7 @@ _AUTOCAST_KEYS = [key for name, key in DispatchKey.__members__.items() if name.s
 
 
 def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Call an operator from ``__torch_dispatch__`` of a mode.
-
-    Args:
-        func: The operator.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        What it returns.
-    """
+    """Call an operator from ``__torch_dispatch__`` of a mode."""
     if not _may_cast_inside(func):
         return func(*args, **kwargs) if kwargs else func(*args)
     with ExitStack() as stack:

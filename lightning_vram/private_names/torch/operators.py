@@ -1,6 +1,7 @@
 """Operators of torch as objects, what they are declared to do, and those whose names are private."""
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -48,9 +49,8 @@ def order_by_group(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor for (of_group,), _ in groups.values() for tensor in of_group]
 
 
-def schema_of(function: Any) -> Any:
-    """Return what an operator overload reads, writes and returns."""
-    return function._schema
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""Return what an operator overload reads, writes and returns."""
 
 
 def given_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -59,9 +59,8 @@ def given_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return dict(zip(names, args, strict=False)) | kwargs
 
 
-def is_mutable(function: Any) -> bool:
-    """Whether an operator overload writes to an argument."""
-    return bool(schema_of(function).is_mutable)
+is_mutable: Callable[[Any], bool] = attrgetter("_schema.is_mutable")
+"""Whether an operator overload writes to an argument."""
 
 
 def is_made_of_others(function: Any) -> bool:
@@ -74,15 +73,10 @@ def run_others(function: Any, /, *args: Any, **kwargs: Any) -> Any:
     return function._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
-def overload_name(function: Any) -> str:
-    """Return the name of the signature of an operator overload."""
-    name: str = function._overloadname
-    return name
-
-
-def all_operator_names() -> list[str]:
-    """Return the names of all operators that are known now, with signatures."""
-    return torch._C._dispatch_get_all_op_names()
+overload_name: Callable[[Any], str] = attrgetter("_overloadname")
+"""Return the name of the signature of an operator overload."""
+all_operator_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
+"""Return the names of all operators that are known now, with signatures."""
 
 
 def is_on_lists(function: Any) -> bool:

@@ -12,8 +12,6 @@ storage_identity: Callable[[Tensor], int] = torch._C._storage_address  # type: i
 
 count_storage_users: Callable[[int], int] = torch._C._storage_Use_Count
 """Return how many users the memory of this identity has."""
-
-
 num_writes: Callable[[Tensor], int] = attrgetter("_version")
 """Return how often a tensor was written. Views share the number."""
 
@@ -43,9 +41,8 @@ def ends_of_graph(tensor: Tensor) -> list[Any]:
     return [node for node in found if node is not None]
 
 
-def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return the identity of ``storage``; another may have it after its death."""
-    return storage._cdata  # type: ignore[no-any-return]
+storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""Return the identity of a storage; another may have it after its death."""
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
@@ -59,14 +56,10 @@ def has_accumulation_hooks(parameter: Tensor) -> bool:
     return not all(getattr(hook, "only_tells", False) for hook in hooks.values())
 
 
-def sparse_indices(tensor: Tensor) -> Tensor:
-    """Return the indices of a COO tensor as they are stored."""
-    return tensor._indices()
-
-
-def sparse_values(tensor: Tensor) -> Tensor:
-    """Return the values of a COO tensor as they are stored."""
-    return tensor._values()
+sparse_indices: Callable[[Tensor], Tensor] = torch.Tensor._indices
+"""Return the indices of a COO tensor as they are stored."""
+sparse_values: Callable[[Tensor], Tensor] = torch.Tensor._values
+"""Return the values of a COO tensor as they are stored."""
 
 
 def ragged_dimension(tensor: Tensor) -> int:
@@ -75,10 +68,8 @@ def ragged_dimension(tensor: Tensor) -> int:
     return dimension
 
 
-def local_part_of(shard: Any) -> Tensor:
-    """Return the part of a ``DTensor`` that this rank has: the very tensor, past autograd."""
-    part: Tensor = shard._local_tensor
-    return part
+local_part_of: Callable[[Any], Tensor] = attrgetter("_local_tensor")
+"""Return the local shard of a ``DTensor``: the very tensor, past autograd."""
 
 
 def free_pinned_memory() -> None:

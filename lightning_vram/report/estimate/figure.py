@@ -37,16 +37,7 @@ _MOST_BESIDE = 36  # characters of a fact on one line
 
 
 def draw(estimate: MemoryEstimate, title: str = "") -> "Figure":
-    """Draw an estimate with matplotlib.
-
-    Args:
-        estimate: Its training step is drawn.
-        title: Instead of whether it fits.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-        ValueError: If no tensor was on the device.
-    """
+    """Draw an estimate with matplotlib."""
     from matplotlib import rc_context  # an extra: not everybody has it
     from matplotlib.figure import Figure
 

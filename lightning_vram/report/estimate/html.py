@@ -19,15 +19,7 @@ _MAX_MODULES = 40
 
 
 def page(estimate: MemoryEstimate, title: str = "") -> str:
-    """Write an estimate as a page of HTML.
-
-    Args:
-        estimate: Its training step is drawn.
-        title: Instead of whether it fits.
-
-    Raises:
-        ValueError: If no tensor was on the device.
-    """
+    """Write an estimate as a page of HTML."""
     step = read_step(estimate.timeline, WIDTHS["wide"], estimate.main_stage.first_event)
     data = json.dumps(_data(step), separators=(",", ":")).replace("<", "\\u003c")  # nothing ends the script
     return write_page(

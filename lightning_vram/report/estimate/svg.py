@@ -23,12 +23,7 @@ _ROW = 19  # of words
 
 
 def svg_of(estimate: MemoryEstimate, step: Step) -> str:
-    """Draw an estimate, for wide and for narrow screens.
-
-    Args:
-        estimate: Whose limit and needs are drawn.
-        step: Columns of its training step.
-    """
+    """Draw an estimate, for wide and for narrow screens."""
     name = step_words(step)
     scale = step_scale(estimate)
     return drawings(HEIGHT, name, lambda width: _Drawing(estimate, step, scale, width - MARGIN).elements(name))

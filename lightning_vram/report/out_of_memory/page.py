@@ -19,13 +19,7 @@ _LIMIT = (
 
 
 def write_page(found: OutOfMemory, path: Path, pictures: Sequence[str] = ()) -> None:
-    """Write a page.
-
-    Args:
-        found: What it tells.
-        path: Of the page; its folder is there.
-        pictures: Names of files beside it.
-    """
+    """Write a page."""
     path.write_text(page(found, pictures), encoding="utf-8")
 
 

@@ -16,23 +16,12 @@ _MARGIN = 0.14  # of an axis, beyond its outermost points
 
 @dataclass(frozen=True)
 class Chart:
-    """A plan's picture: times relative to baseline, sizes in ``unit``.
+    """A plan's picture: times relative to baseline, sizes in ``unit``."""
 
-    Args:
-        entries: The choices: at their true place, or, if one is far slower than the others, at the end of the axis.
-        is_slower: Whether each of them is slower than the axis goes.
-        others: Further configurations that were tried.
-        front: Corners of the Pareto front.
-        budget: Limit of memory.
-        unit: Of memory.
-        times: First and last of the axis.
-        sizes: Lowest and highest of the axis.
-    """
-
-    entries: Sequence[Entry]
-    is_slower: Sequence[bool]
+    entries: Sequence[Entry]  # one that is far slower than the others is at the end of the axis
+    is_slower: Sequence[bool]  # of each entry: slower than the axis goes
     others: Sequence[Spot]
-    front: Sequence[Spot]
+    front: Sequence[Spot]  # corners of the Pareto front
     budget: float
     unit: str
     times: Spot

@@ -20,15 +20,7 @@ _DOT = "#afb8c1"
 
 
 def draw(plan: MemoryPlan) -> "Figure":
-    """Draw a plan with matplotlib.
-
-    Args:
-        plan: Its choices have numbers, those of its table. What else was tried is a dot, unless it is slower than all
-            of them.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-    """
+    """Draw a plan with matplotlib."""
     from matplotlib import rc_context  # an extra: not everybody has it
     from matplotlib.figure import Figure
 
