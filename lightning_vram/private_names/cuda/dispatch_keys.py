@@ -27,7 +27,7 @@ def operators_cast_for(device_type: str) -> frozenset[str]:
 
 @contextmanager
 def kernels_at(key: str, kernels: Mapping[str, Kernel]) -> Iterator[None]:
-    """Let operators, by name, run our kernels at one of the keys above, in this thread; see :func:`pass_by`."""
+    """Let operators, by name, run our kernels at one of the keys above, in this thread."""
     with ExitStack() as stack:
         others = stack.enter_context(torch.library._scoped_library("_", "IMPL"))
         others.fallback(torch.library.fallthrough_kernel, key)

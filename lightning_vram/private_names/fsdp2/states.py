@@ -6,16 +6,13 @@ from operator import methodcaller
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 
 from lightning_vram.private_names.torch.modules import PARAMETERS, own_parameters
-
-if dist.is_available():
-    from torch.distributed._composable_state import _module_state_mapping
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-    from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 
 MARKS = ("_fsdp", "_is_fsdp", "__composable_api")  # how attributes begin that fully_shard leaves on modules
 RANKS_MARK = "_is_fsdp_managed_module"  # by which transformers sees that ranks must run the same layers
@@ -27,12 +24,12 @@ state_of: Callable[[Any], Any] = methodcaller("_get_fsdp_state")
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether ``fully_shard`` was called for a module: its weights may go when its forward ends."""
-    return dist.is_available() and isinstance(module, FSDPModule)
+    return isinstance(module, FSDPModule)
 
 
 def waits_for_backward(hook: Callable[..., Any]) -> bool:
     """Whether a hook on a tensor is FSDP2's, which gathers what the backward needs and leaves the gradient alone."""
-    return dist.is_available() and isinstance(getattr(hook, "__self__", None), FSDPState)
+    return isinstance(getattr(hook, "__self__", None), FSDPState)
 
 
 def prepare_class(kind: type[nn.Module], make_mixin: Callable[[type, type], type]) -> None:
@@ -78,7 +75,7 @@ def end_backward_once(module: Any) -> None:
 
 def can_reset() -> bool:
     """Whether a step that failed can be given up: from 2.13 on."""
-    return dist.is_available() and hasattr(FSDPModule, "reset_iter_state")
+    return hasattr(FSDPModule, "reset_iter_state")
 
 
 def discard_step(parameter: Any) -> None:

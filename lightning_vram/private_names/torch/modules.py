@@ -46,7 +46,7 @@ def has_hooks(module: nn.Module, kinds: Collection[str]) -> bool:
 
 
 def have_all_modules_hooks(kinds: Collection[str]) -> bool:
-    """Whether hooks of one of these kinds, but for those of :func:`look_on`, are set on all modules there are."""
+    """Whether hooks of one of these kinds, but for those that only look on, are set on all modules there are."""
     found = (hook for kind in kinds for hook in getattr(hooks_of_all_modules, f"_global{kind}", {}).values())
     return any(not hasattr(hook, _LOOKS_ON) for hook in found)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_vram.memory.estimate.result import MemoryEstimate
 from lightning_vram.memory.tracking.timeline import Phase
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.report.estimate.rows import facts
+from lightning_vram.report.estimate.rows import fact_rows
 from lightning_vram.report.estimate.step import COLORS, CONTEXT_COLOR, Step, read_step
 from lightning_vram.report.estimate.words import (
     legend_rows,
@@ -135,7 +135,7 @@ def _draw_words(figure: "Figure", estimate: MemoryEstimate, step: Step, title: s
         y -= _LINE
     y -= 0.5 * _LINE
     style: dict[str, Any] = {"va": "center", "color": FAINT, "fontsize": 10.5}
-    for name, value in facts(estimate):
+    for name, value in fact_rows(estimate):
         figure.text(_WORDS, y, name, **style)
         y -= 0.8 * _LINE * (len(name + value) > _MOST_BESIDE)
         figure.text(_RIGHT, y, value, ha="right", **style)

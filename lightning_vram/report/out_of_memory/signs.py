@@ -9,7 +9,7 @@ from lightning_vram.report.out_of_memory.facts import OutOfMemory
 _LOSS_FUNCTIONS = ("cross_entropy", "log_softmax", "nll_loss")
 _LOSS_OPERATORS = ("aten._log_softmax", "aten.nll_loss")
 _BEFORE, _AFTER = 3, 8  # allocations
-_LARGE_SHARE = 0.3  # of a peak
+_LOSS_SHARE = 0.3  # of a peak
 _MANY_BATCHES, _MOSTLY = 8, 0.75
 _GROWN_SHARE = 0.05  # of what there is
 
@@ -51,4 +51,4 @@ def is_mostly_loss(timeline: MemoryTimeline | None) -> bool:
         for number, num_bytes in timeline.peak_allocations.items()
         if number in around and num_bytes in like_logits
     )
-    return held_bytes >= _LARGE_SHARE * timeline.peak_bytes
+    return held_bytes >= _LOSS_SHARE * timeline.peak_bytes

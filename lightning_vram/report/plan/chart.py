@@ -11,7 +11,7 @@ from lightning_vram.report.plan.choices import Choice, choices
 from lightning_vram.report.plan.words import ratio
 from lightning_vram.report.scale import unit_of
 
-_MARGIN = 0.14  # of an axis, beyond its outermost points
+_AXIS_MARGIN = 0.14  # of an axis, beyond its outermost points
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def read_chart(plan: MemoryPlan) -> Chart:
 
 
 def _axis(first: float, last: float, least: float) -> Spot:
-    margin = _MARGIN * max(last - first, least)
+    margin = _AXIS_MARGIN * max(last - first, least)
     return first - margin, last + margin
 
 
