@@ -1,4 +1,4 @@
-"""A batch out of its shapes, as they are written on a command line."""
+"""The commands ``estimate`` and ``plan``, which run the classes of a configuration without training."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the command refuses before it hands it to parsers and loaders, which would hang or say something else."""
+"""How the command reads arguments and files, and what it refuses before parsers and loaders do."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def check_checkpoint_path(path: str | None) -> None:
 
 
 def _count(node: Any, known: dict[int, int]) -> int:
-    """Count the values of a tree whose parts are used several times."""
+    """Count the values of a tree whose nodes are used several times."""
     if id(node) in known:
         if not known[id(node)]:
             raise ValueError("an alias (*name) refers to itself.")

@@ -128,7 +128,7 @@ def copy_presets(args: Sequence[str]) -> Iterator[str]:
 
 
 def _list_presets(texts: Mapping[str, str]) -> str:
-    """Write whole runs with what the second line says of each, and the names of files for one feature."""
+    """List whole runs with the second line of each, and the names of files for one feature."""
     runs = {name: lines[1][2:] for name, text in texts.items() if (lines := text.splitlines())[1].startswith("# ")}
     width = max(map(len, runs)) + 2
     listed = "\n".join(f"  {name:{width}}{about}" for name, about in runs.items())

@@ -1,7 +1,4 @@
-"""Condense the messages of configuration parsers, which list all they tried, to the line that matters, with a hint.
-
-Hints are names that are spelled alike, and the options that exist.
-"""
+"""Errors of a command: one line with a hint for a mistake of the user, a traceback for a bug."""
 
 import ast
 import difflib

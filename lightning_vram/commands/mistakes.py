@@ -1,4 +1,4 @@
-"""Tell mistakes of the user, for which a line is enough, from bugs, whose traceback is wanted."""
+"""Distinguish mistakes of the user, for which a line is enough, from bugs, whose traceback is wanted."""
 
 import os
 import re

@@ -41,7 +41,7 @@ class PlanQuestion:
         self._as_json, self.exit_code = False, 0
 
     def check(self, config: Namespace, spec: DeviceSpec) -> None:
-        """Refuse a budget that is none, results that nobody knows, and files that cannot be written."""
+        """Refuse a wrong budget, an unknown level of results, and files that cannot be written."""
         budget_bytes_of("--budget", _budget(config.budget), spec)
         if config.host_memory is not None:
             parse_limit(config.host_memory, "--host_memory")
@@ -52,7 +52,7 @@ class PlanQuestion:
             _check_output(Path(config.output), fit_arguments(self._args))
 
     def ask(self, config: Namespace, module: LightningModule, batch: Any, **arguments: Any) -> None:
-        """Plan, draw and write. Where nothing fits, say what would."""
+        """Plan, draw and write. Where nothing fits, keep the error, which names alternatives."""
         self._output, self._plot, self._as_json = config.output, config.plot, config.json
         given = {"budget": _budget(config.budget), "host_memory": config.host_memory, "allow": config.allow}
         try:

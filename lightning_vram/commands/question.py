@@ -1,7 +1,4 @@
-"""What ``estimate`` and ``plan`` share: they read the files and arguments of ``fit``, and make its classes.
-
-Of the Trainer they need only the arguments.
-"""
+"""What ``estimate`` and ``plan`` share: they read the files and arguments of ``fit``, and make its classes."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -44,7 +41,7 @@ class Question(Protocol):
         """Find the answer; without a ``batch`` the datamodule or the module makes it. ``arguments`` are of the run."""
 
     def answer(self) -> Iterable[RenderableType]:
-        """Return what is printed; text as it is."""
+        """Return what is printed; text is printed unchanged."""
 
 
 class QuestionCLI(QuietlySeeded):

@@ -1,4 +1,4 @@
-"""Training steps side by side, such as the baseline and a run with features: on one scale, under one limit."""
+"""Training steps and fits side by side: pictures on one scale, and the comparison with the baseline."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

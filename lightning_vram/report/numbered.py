@@ -57,7 +57,9 @@ def place_labels(
     """Return the middle of each label, close to its marker but on no other thing, and whether it needs a line to it."""
     lines, taken = list(obstacles), [box_around(spot, 2 * MARK, 2 * MARK) for spot in spots]
     found: dict[int, tuple[Spot, bool]] = {}
-    for number in sorted(range(len(spots)), key=lambda number: -len(texts[number])):  # the long ones find less room
+    for number in sorted(
+        range(len(spots)), key=lambda number: -len(texts[number])
+    ):  # the long ones fit in fewer places
         spot, text = spots[number], texts[number]
         width, height = len(text) * _WIDTH * SIZE, _HEIGHT * SIZE
         boxes = {place: box_around(place, width, height) for place in _around(spot, width, height)}

@@ -9,7 +9,7 @@ LETTER = 8.4  # width, in pixels
 
 
 def fill(template: str, **parts: str) -> str:
-    """Return a template of this folder with its parts, which are HTML."""
+    """Return a template of this folder, filled with HTML."""
     # Split rather than replaced one after the other: what is put in is never read as the name of a part.
     texts = files(__package__).joinpath(template).read_text(encoding="utf-8").split("{{")
     filled = [parts[name] + rest for name, _, rest in (text.partition("}}") for text in texts[1:])]
@@ -24,7 +24,7 @@ def page(title: str, *, is_good: bool, lead: str, drawing: str, **parts: str) ->
 
 
 def drawings(height: int, name: str, draw: Callable[[int], Iterable[str]]) -> str:
-    """Return a drawing twice, for wide and for narrow screens: the page shows one of them."""
+    """Return a drawing twice, for wide and for small screens: the page shows one of them."""
     return "".join(
         f'<svg class="{kind}" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(name)}">'
         f"{''.join(draw(width))}</svg>"

@@ -33,7 +33,7 @@ def check_picture_path(path: Path, *, has_page: bool = False) -> None:
 
 
 def write_plot(path: str | os.PathLike[str], page: Callable[[], str], draw: Callable[[], "Figure"]) -> None:
-    """Write a page of HTML, or a picture, as the ending of the file says; errors are those of the check above."""
+    """Write a page of HTML, or a picture, by the ending of the file; errors are those of the check above."""
     file = Path(path)
     check_picture_path(file, has_page=True)
     if file.suffix.lower() == PAGE:
@@ -53,7 +53,7 @@ def style_axes(axes: "Axes", grid: Literal["both", "y"] = "both", color: str = F
 
 
 def save_figure(figure: "Figure", path: Path) -> None:
-    """Write a picture into a file whose name says its format; the same picture is the same file."""
+    """Write a picture into a file, in the format of its name; the same picture is the same file."""
     from matplotlib import rc_context  # an extra: not everybody has it
 
     # Without a date, and with names that are not drawn by chance.

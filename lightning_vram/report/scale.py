@@ -1,4 +1,4 @@
-"""The axis of bytes: its unit, its end, and what stands beyond it."""
+"""What drawings share: the axis of bytes, files of pictures and pages, points with numbers."""
 
 from dataclasses import dataclass
 

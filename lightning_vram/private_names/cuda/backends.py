@@ -12,4 +12,4 @@ BACKEND_NAMES = (
 INITIALISATION = (FakeTensorMode, "avoid_device_init")
 """Where it stands whether fake tensors keep off their device."""
 CONVOLUTION_FORMAT = (torch._C, "_conv_determine_backend_memory_format")
-"""Where the function is of input, weight and backend that tells the memory format of a fake convolution's result."""
+"""Where the function is that gives the memory format of a fake convolution, of input, weight and backend."""

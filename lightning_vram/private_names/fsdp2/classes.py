@@ -1,4 +1,4 @@
-"""Private names of FSDP2: its groups of parameters, its parameters and their states, as base classes to derive from."""
+"""Base classes to derive from, which take the place of the classes of FSDP2's own objects."""
 
 import weakref
 from collections.abc import Iterable, Sequence
@@ -101,7 +101,7 @@ class GroupBase(FSDPParamGroup):
         loses the gradients of all calls of a layer but one.
         """
         for module in self.modules:
-            if isinstance(module, FSDPModule):  # FSDP2 goes on to call groups that were taken off their modules
+            if isinstance(module, FSDPModule):  # FSDP2 still calls groups that were removed from their modules
                 state: Any = module._get_fsdp_state()
                 state._training_state = TrainingState.IDLE
 
@@ -170,7 +170,7 @@ class GroupBase(FSDPParamGroup):
 
     @property
     def _reduce_scatter_param_indices(self) -> Sequence[int]:
-        return range(len(self.fsdp_params))  # of the part
+        return range(len(self.fsdp_params))  # of the parameters being reduced
 
     @_reduce_scatter_param_indices.setter
     def _reduce_scatter_param_indices(self, value: Sequence[int]) -> None:
@@ -235,7 +235,7 @@ class ParameterBase(FSDPParam):
 
     @property
     def _sharded_local_tensor(self) -> Tensor:
-        # What FSDP2 looks for extensions on: nobody has to wait for that, or to suppose a write.
+        # FSDP2 looks for extensions on it: that needs no wait, and is no write.
         return self._sharded_param_data
 
     @property

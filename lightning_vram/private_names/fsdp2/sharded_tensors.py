@@ -41,7 +41,7 @@ set_own_part: Callable[[Any, Tensor], None] = _slot.__set__
 
 
 def local_part(value: Any) -> Any:
-    """Return this rank's part of a ``DTensor``, the very tensor, past autograd; anything else as it is."""
+    """Return this rank's part of a ``DTensor``, the very tensor, past autograd; anything else unchanged."""
     return local_part_of(value) if isinstance(value, DTensor) else value
 
 

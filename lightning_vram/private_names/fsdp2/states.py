@@ -111,7 +111,7 @@ class _Parameters(nn.Module):
         getattr(self, name)
 
     def __getattr__(self, name: str) -> Any:
-        """Tell the attribute that hides a parameter: FSDP2 has put it there, or ``module.to()`` has changed it."""
+        """Give the value to the attribute that hides it: FSDP2 has put it there, or ``module.to()`` has changed it."""
         value, attribute = own_parameters(self)[name], vars(self.owner).get(name)
         if attribute is not None:
             attribute.hides(value)
@@ -125,7 +125,7 @@ shards_integers = torch.torch_version.TorchVersion("2.13") <= torch.__version__
 def look_past_attribute(parameter: Any) -> None:
     """Let FSDP2 find a parameter of a group that an attribute of the same name hides, and not cast it.
 
-    The method ``hides`` of the attribute is called with all that FSDP2 puts, or finds, in the place of the parameter.
+    The method ``hides`` of the attribute is called with every value that FSDP2 sets or reads as the parameter.
     """
     info = parameter._module_info
     if info.param_name in vars(info.module):
@@ -136,7 +136,7 @@ def look_past_attribute(parameter: Any) -> None:
 
 
 def dtype_to_compute(group: Any, parameter: Any) -> torch.dtype | None:
-    """Return what a parameter of ``group`` is gathered in; ``None``: as it is."""
+    """Return what a parameter of ``group`` is gathered in; ``None``: in its own dtype."""
     policy: MixedPrecisionPolicy = parameter.mp_policy if hasattr(parameter, "mp_policy") else group.mp_policy
     return policy.param_dtype
 

@@ -1,4 +1,4 @@
-"""Private names of Lightning's Trainer: what it is connected to, and where a run begins."""
+"""Lightning's Trainer: its connectors, and where a run begins."""
 
 from collections.abc import Callable
 from operator import attrgetter

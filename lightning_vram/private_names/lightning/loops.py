@@ -1,4 +1,4 @@
-"""Private names of Lightning's loops: which batch steps, what a step is made of, and the data they go through."""
+"""Lightning's loops: which batch steps, what a step is made of, and its data."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def make_backward(loop: AutomaticOptimization, optimizer: Optimizer) -> Callable
 
 
 def make_zero_grad(loop: AutomaticOptimization, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
-    """Make what zeroes gradients; ``None`` where the batch does not begin a window."""
+    """Make what zeroes gradients; ``None`` within gradient accumulation."""
     return loop._make_zero_grad_fn(batch_idx, optimizer)
 
 
@@ -88,7 +88,7 @@ def stop_restarting(loop: _Loop) -> None:
 
 
 def stop_restarting_all(loop: _Loop) -> None:
-    """The same, with the loops inside of it."""
+    """Let a loop and the loops inside of it take themselves for ones that have not been loaded."""
     # The setter of the fit loop itself sets it again where max_steps is given.
     _Loop.restarting.fset(loop, restarting=False)  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""Private names of torchmetrics: the states of a metric, and what it has shown last."""
+"""Private names of torchmetrics: the state of a metric, and the value that it shows."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -45,7 +45,7 @@ converts_dtype: Callable[[Metric], bool] = attrgetter("_dtype_convert")
 
 @contextmanager
 def placed_on(metric: Metric, device: torch.device) -> Iterator[None]:
-    """Let a metric take itself to be on ``device`` inside the block. Its states stay where they are."""
+    """Let a metric take itself to be on ``device`` inside the block. Its state stays where it is."""
     before, metric._device = metric._device, device
     try:
         yield

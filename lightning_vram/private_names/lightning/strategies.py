@@ -23,7 +23,7 @@ MockOptimizer = _MockOptimizer
 
 
 class PlainStrategy(ParallelStrategy):
-    """Lightning's strategy of several processes, with plain names for what is private there."""
+    """Lightning's strategy of several processes, with public names for what is private there."""
 
     def make_launcher(self) -> ScriptLauncher | None:
         """Return what starts the other processes; ``None`` where they are there already."""
@@ -74,7 +74,7 @@ make_script_launcher: Callable[[ClusterEnvironment, int, int], ScriptLauncher] =
 
 
 def reduce_over_ranks(tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
-    """Reduce a tensor over the ranks that are connected; as it is if none are."""
+    """Reduce a tensor over the ranks that are connected; nothing if none are."""
     return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
 
@@ -100,7 +100,7 @@ def syncs_layers(strategy: Strategy) -> bool:
 
 
 def read_timeout(strategy: Strategy) -> timedelta | None:
-    """Return how long ranks wait for each other; ``None`` if the strategy does not say."""
+    """Return how long ranks wait for each other; ``None``: unknown."""
     timeout: timedelta | None = getattr(strategy, "_timeout", None)
     return timeout
 

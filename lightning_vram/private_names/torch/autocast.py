@@ -14,7 +14,7 @@ OptimizerStates = dict[int, dict[str, Any]]
 """What a scaler knows of each optimizer, by id."""
 
 AVAILABILITY = (torch._C, "_is_autocast_available")
-"""Where the function is that tells whether a kind of device can autocast."""
+"""Where the function is that checks whether a kind of device can autocast."""
 CAST_ARGUMENTS = (torch.amp.autocast_mode, "_cast")
 """Where the function is that casts the arguments of ``custom_fwd``: of a nest, a kind of device and a dtype."""
 STEP_IF_FINITE = "_maybe_opt_step"

@@ -62,7 +62,7 @@ def replace_run_backward(run: RunBackward) -> None:
 
 
 def has_own_result(node: Any) -> bool:
-    """Whether a node of the graph has its result, or cannot tell; not while it is saving it."""
+    """Whether a node of the graph has its result, or may have it; not while it is saving it."""
     saved = getattr(node, "_raw_saved_result", None)
     if saved is None or not hasattr(saved, "data") or not hasattr(saved, "unpack_hook"):
         return True
@@ -106,7 +106,7 @@ _MAY_WARN = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).param
 
 
 def hide_warning_of_hooks() -> None:
-    """Let nobody be warned of hooks that we set; to be called before."""
+    """Prevent the warning about hooks that we set; to be called before."""
     if _MAY_WARN and _WARNING not in warnings.filters:  # each new filter lets all other warnings be shown once more
         warnings.filterwarnings("ignore", "A saved_tensors_hooks context", FutureWarning)
 

@@ -25,7 +25,7 @@ set_backward_autocast = partial(setattr, config, _AUTOCAST)
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module that ``torch.compile(module)`` was given; any other as it is."""
+    """Return the module that ``torch.compile(module)`` was given; any other unchanged."""
     return module._orig_mod if isinstance(module, OptimizedModule) else module
 
 
@@ -39,7 +39,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def is_compiled_part(module: nn.Module) -> bool:
-    """Whether ``module`` itself is compiled, in either of the two ways."""
+    """Whether ``module`` itself is compiled, by ``torch.compile(module)`` or ``module.compile()``."""
     return isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
 
 
@@ -56,7 +56,7 @@ def is_left_to_python(function: Any) -> bool:
 
 
 def skip_code(function: Callable[..., object]) -> bool:
-    """Let Dynamo run ``function`` as it is, and all that it calls; ``False`` if this torch cannot be told."""
+    """Keep Dynamo off ``function`` and all that it calls; ``False`` if this torch has no switch for that."""
     frames = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     names = ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
     if frames is None or not all(hasattr(frames, name) for name in names):

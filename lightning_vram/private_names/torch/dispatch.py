@@ -1,4 +1,4 @@
-"""Operators on their way to a kernel: modes that see them, keys that send them there, tensors that only pretend."""
+"""Private names of torch's dispatcher, operators and compiler, of fake tensors and fake ranks."""
 
 from typing import Any
 

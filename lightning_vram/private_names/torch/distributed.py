@@ -13,7 +13,7 @@ def delays_reductions(ddp: DistributedDataParallel) -> bool:
 
 
 def is_reduced_by_compiler(ddp: DistributedDataParallel) -> bool:
-    """Whether the reducer of compiled autograd is in place of that of ``ddp``."""
+    """Whether the reducer of compiled autograd replaces that of ``ddp``."""
     return bool(getattr(ddp, "_use_python_reducer", False))
 
 

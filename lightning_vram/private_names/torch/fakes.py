@@ -80,7 +80,7 @@ def connect_fake_ranks(kinds: Iterable[str], num_ranks: int) -> None:
 
 @contextmanager
 def disconnected() -> Iterator[None]:
-    """Let this process be connected to no other inside the block: as it is afterwards, groups are there again."""
+    """Disconnect this process from all others inside the block; its process groups return afterwards."""
     if not dist.is_available():
         yield
         return

@@ -1,4 +1,4 @@
-"""What torch hangs on an optimizer beside its state: hooks, and marks of the learning-rate schedulers."""
+"""Hooks of optimizers, and marks of the learning-rate schedulers."""
 
 from types import FunctionType
 from typing import Any
@@ -19,7 +19,7 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 
 
 def note_step(optimizer: Optimizer) -> None:
-    """Tell learning-rate schedulers that ``optimizer`` stepped."""
+    """Mark for learning-rate schedulers that ``optimizer`` stepped."""
     vars(optimizer)["_opt_called"] = True
 
 

@@ -1,4 +1,4 @@
-"""What torch keeps of a tensor: its writes, whose view it is, its memory, its hooks, the parts of special layouts."""
+"""What torch stores in a tensor: writes, base, storage, hooks, data of special layouts."""
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -22,7 +22,7 @@ base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """Return the tensor that another is a view of, to autograd."""
 
 VIEW_PROPERTIES = frozenset({"_base", "_version"})
-"""Names of what tells of views and writes."""
+"""Attributes that identify views and writes."""
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 """Make a context in which functions do not ask tensors' classes how they are done."""
 

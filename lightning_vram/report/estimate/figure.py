@@ -1,4 +1,4 @@
-"""The picture of an estimate: what is alive through a step, stacked, under the device's limit."""
+"""The picture of an estimate, with matplotlib and as a page: what is alive through a step, under the limit."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,7 +55,7 @@ def draw(estimate: MemoryEstimate, title: str = "") -> "Figure":
 
 
 def save(estimate: MemoryEstimate, path: Path, title: str = "") -> None:
-    """Draw an estimate into a file whose name says its format: ``.png``, ``.svg``, ``.pdf``."""
+    """Draw an estimate into a file in the format of its name: ``.png``, ``.svg``, ``.pdf``."""
     save_figure(draw(estimate, title), path)
 
 
@@ -70,7 +70,7 @@ def _draw_axes(axes: "Axes", step: Step, scale: Scale) -> None:
 
 
 def draw_phases(axes: "Axes", step: Step, scale: Scale) -> None:
-    """Shade forward, backward and optimizer step, and name them above where there is room."""
+    """Shade forward, backward and optimizer step, and name them above where the name fits."""
     for span in step.spans:
         axes.axvspan(span.start, span.end, color=_SHADES[span.phase], linewidth=0, zorder=0)
         if span.start:

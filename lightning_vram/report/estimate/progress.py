@@ -19,8 +19,8 @@ _MAX_STAGES = 8  # the last ones are shown
 class ProgressDisplay:
     """Show stages as they come: ``with ProgressDisplay() as on_progress: on_progress("tracing the step", 0.5)``.
 
-    A stage is done when it says so, or when another begins. Nothing is left on the screen at the end. Where there is
-    no terminal, as in a log file, nothing is written.
+    A stage ends at 1.0, or when another begins. Nothing is left on the screen at the end. Without a terminal, as in a
+    log file, nothing is written. By default it writes to stderr, so that the answer alone goes to stdout.
     """
 
     def __init__(self, console: Console | None = None, *, is_shown: bool = True) -> None:

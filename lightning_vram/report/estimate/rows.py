@@ -57,7 +57,7 @@ def process_rows(estimate: MemoryEstimate) -> tuple[tuple[str, int], ...]:
 
 
 def fact_rows(estimate: MemoryEstimate) -> tuple[tuple[str, str], ...]:
-    """What else there is to say in a line each, as far as it is known."""
+    """Further facts about the run that are known, a line each."""
     found = [("batch", f"{estimate.batch_size} samples")] if estimate.batch_size else []
     for name, size, unit, refusal in (
         ("largest batch that fits", estimate.max_batch_size, "samples", estimate.batch_size_refusal),

@@ -1,4 +1,4 @@
-"""A step's live bytes in as many columns as a picture has room for, without losing its peak."""
+"""A step's live bytes in columns, and the text and rows that tables and pictures of an estimate share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from lightning_vram.memory.tracking.ledger import HELD
 from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline, Phase
 
 # From the bottom: what stays all along, then what comes and goes. Colours of Okabe and Ito, which people who see
-# fewer colours can tell apart as well; two shades of one hue where two kinds belong together.
+# fewer colours can distinguish as well; two shades of one hue where two kinds belong together.
 COLORS = {
     Category.PARAMETERS: "#0072b2",
     Category.BUFFERS: "#7a8fa6",

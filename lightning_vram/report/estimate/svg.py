@@ -23,7 +23,7 @@ _ROW_PIXELS = 19  # of words
 
 
 def svg_of(estimate: MemoryEstimate, step: Step) -> str:
-    """Draw an estimate, for wide and for narrow screens."""
+    """Draw an estimate, for wide and for small screens."""
     name = step_words(step)
     scale = step_scale(estimate)
     return drawings(HEIGHT, name, lambda width: _Drawing(estimate, step, scale, width - MARGIN).elements(name))
@@ -107,7 +107,9 @@ class _Drawing:
             y = reserved - _ROW_PIXELS if words and 0 < limit - reserved < _ROW_PIXELS + 6 else limit
             yield text_at(self.right - 8, y - 6, name, f"end small strong {verdict}")
         elif name:
-            yield text_at(self.right - 8, TOP + 18 + _ROW_PIXELS, f"{name} \N{UPWARDS ARROW}", f"end small strong {verdict}")
+            yield text_at(
+                self.right - 8, TOP + 18 + _ROW_PIXELS, f"{name} \N{UPWARDS ARROW}", f"end small strong {verdict}"
+            )
 
     def _peak(self) -> Iterable[str]:
         x, y, words = self._x(self.step.peak + 0.5), self._y(self.estimate.peak_bytes), peak_line(self.estimate)

@@ -1,4 +1,4 @@
-"""The table of an estimate: does it fit, what uses memory, and when."""
+"""The table of an estimate, and an estimate that can be printed and drawn."""
 
 from collections.abc import Iterable
 
@@ -22,7 +22,7 @@ _ANY_WIDTH = 1000  # to measure without a terminal's limit
 
 
 def estimate_table(estimate: MemoryEstimate) -> RenderableType:
-    """Everything an estimate says, in about 30 lines of 100 columns, or more of fewer. It needs no colours."""
+    """Everything in an estimate, in about 30 lines of 100 columns, or more of fewer. It needs no colours."""
     tables = _SideBySide(
         Group(
             _categories(estimate),
@@ -40,7 +40,7 @@ def estimate_table(estimate: MemoryEstimate) -> RenderableType:
 
 
 class _SideBySide:
-    """Two columns of tables; one where the terminal is too narrow for both."""
+    """Two columns of tables; one where the terminal is too small for both."""
 
     def __init__(self, left: Group, right: Group) -> None:
         self._columns = left, right

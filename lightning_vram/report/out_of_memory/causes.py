@@ -15,7 +15,7 @@ _LARGE_SHARE = 0.1  # of a device: a desktop has less
 
 @dataclass(frozen=True)
 class Cause:
-    """A reason why memory runs out."""
+    """A cause of an out-of-memory error."""
 
     title: str
     holds: Callable[[OutOfMemory], bool]

@@ -1,4 +1,4 @@
-"""What is known of memory that ran out."""
+"""A page about an out-of-memory error: what held the memory, the cause, and what helps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class Work(StrEnum):
 
 @dataclass(frozen=True)
 class Place:
-    """Where memory ran out."""
+    """Where the out-of-memory error was raised."""
 
     work: Work
     module: str = ""  # innermost one of the model that was running; empty: none
@@ -34,19 +34,19 @@ class Place:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A way to train or evaluate that needs less, measured by a step on tensors without memory."""
+    """A configuration that needs less, measured by a step on fake tensors."""
 
     code: str  # to paste into the arguments of a Trainer, or of a data loader
     needed_bytes: int
     saved_bytes: int
-    time_ratio: float | None  # of a modelled step relative to the run as it is; None: not estimated
+    time_ratio: float | None  # of a modelled step relative to this run; None: not estimated
     results: str
     fits: bool | None  # None: the available memory is unknown
 
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """Memory that ran out."""
+    """What is known of an out-of-memory error."""
 
     message: str
     source: OutOfMemorySource

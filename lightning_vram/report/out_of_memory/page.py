@@ -90,7 +90,7 @@ def _remedies(found: OutOfMemory, cause: Cause) -> str:
 
 
 def _choices(found: OutOfMemory) -> list[Choice]:
-    """Return the run as it is and its remedies, from the most memory to the least; the best that fits is marked."""
+    """Return this run and its remedies, from the most memory to the least; the best that fits is marked."""
     best = next((remedy for remedy in found.remedies if remedy.fits), None)
     budget_bytes = (
         nan if found.budget_bytes in (None, 1) else found.budget_bytes

@@ -1,4 +1,4 @@
-"""Signs by which causes are told apart."""
+"""Signs by which causes are distinguished."""
 
 from collections import Counter
 from itertools import pairwise
@@ -28,7 +28,7 @@ def grown_bytes_per_batch(found: OutOfMemory) -> int | None:
 
 
 def is_in_loss(found: OutOfMemory) -> bool:
-    """Whether memory ran out in a loss over classes."""
+    """Whether the error was raised in a loss over classes."""
     return found.place.function in _LOSS_FUNCTIONS
 
 

@@ -42,7 +42,7 @@ def cells(rows: Sequence[Choice], name: str = "configuration") -> list[tuple[str
 
 
 def choices(plan: MemoryPlan) -> tuple[Choice, ...]:
-    """Return the run as it is, the plan, and what else is worth a look, from the most memory to the least.
+    """Return this run, the plan, and other configurations worth a look, from the most memory to the least.
 
     That is what nothing else beats in memory and time at once, those first whose memory is closest to the plan's; then
     the fastest that fits of each other set of features.
@@ -73,5 +73,5 @@ def _choice(plan: MemoryPlan, one: Measured, unbeaten: Sequence[Measured]) -> Ch
 
 
 def _set_of(one: Measured) -> tuple[str, ...]:
-    """Its parts, whatever their arguments."""
+    """Its features, whatever their arguments."""
     return tuple(part.name for part in one.scheme.parts)
