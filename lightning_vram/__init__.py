@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import lightning_vram.early_signals as early_signals
 import lightning_vram.early_versions as early_versions  # noqa: F401 - before imports that they would fail in
-import lightning_vram.old_names as old_names  # noqa: F401 - pickles find what was moved
 
 # isort: split
 from lightning_vram.version import __version__ as __version__

@@ -5,14 +5,6 @@ def check_positive_int(name: str, value: object) -> None:
     """Reject anything but an ``int`` of at least 1.
 
     ``True`` is an ``int`` in Python, but as a count it is a slip: it is rejected.
-
-    Args:
-        name: Argument as the user wrote it, with its class: ``"EmptyCache(every_n_batches)"``.
-        value: What the user passed.
-
-    Raises:
-        TypeError: If ``value`` is not an ``int``.
-        ValueError: If ``value`` is smaller than 1.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}.")
@@ -21,14 +13,6 @@ def check_positive_int(name: str, value: object) -> None:
 
 
 def check_bool(name: str, value: object) -> None:
-    """Reject anything but ``True`` and ``False``.
-
-    Args:
-        name: Argument as the user wrote it, with its class.
-        value: What the user passed.
-
-    Raises:
-        TypeError: If ``value`` is not a ``bool``.
-    """
+    """Reject anything but ``True`` and ``False``; ``name`` is the argument with its class."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}.")

@@ -29,11 +29,7 @@ def let_through() -> None:
 
 
 def is_command(arguments: list[str]) -> bool:
-    """Whether Python was started as the command, or as ``python -m lightning_vram``.
-
-    Args:
-        arguments: ``sys.orig_argv``: Python's own options, too.
-    """
+    """Whether Python was started as the command, or as ``python -m lightning_vram``: by ``sys.orig_argv``."""
     words = iter(arguments[1:])
     for word in words:
         if word in ("-X", "-W"):

@@ -10,11 +10,7 @@ OLDEST = {"torch": (2, 11), "lightning": (2, 6, 4)}  # as in pyproject.toml
 
 
 def refuse_old_versions() -> None:
-    """Compare what is installed with :data:`OLDEST`.
-
-    Raises:
-        ImportError: If one is older. What is not installed as a package is left to its import.
-    """
+    """Compare what is installed with :data:`OLDEST`."""
     for name, oldest in OLDEST.items():
         try:
             installed = version(name)

@@ -23,15 +23,7 @@ class PeakMemoryError(AssertionError):
 
 
 class PeakMemory:
-    """The fixture ``peak_memory`` of one test: tracks a block as :func:`lightning_vram.track_memory` does.
-
-    Args:
-        test: Its node id.
-        known: Peaks in bytes by node id; ``None`` compares with nothing.
-        tolerance: Percent by which a peak may grow.
-        file: That ``known`` is from, for messages.
-        measured: Gets the peaks.
-    """
+    """The fixture ``peak_memory`` of one test: tracks a block as :func:`lightning_vram.track_memory` does."""
 
     def __init__(
         self, test: str, known: dict[str, int] | None, tolerance: float, file: str, measured: dict[str, int]
@@ -83,17 +75,7 @@ class PeakMemory:
 
 
 def read_peaks(path: Path) -> dict[str, int]:
-    """Read a file of peaks.
-
-    Args:
-        path: JSON: node ids of tests, and bytes.
-
-    Returns:
-        Bytes by node id.
-
-    Raises:
-        ValueError: If the file has something else in it.
-    """
+    """Read a JSON file of peaks: bytes by node id."""
     try:
         found = json.loads(path.read_text())
     except json.JSONDecodeError as error:
@@ -104,12 +86,7 @@ def read_peaks(path: Path) -> dict[str, int]:
 
 
 def write_peaks(path: Path, peaks: dict[str, int]) -> None:
-    """Write a file of peaks, sorted, whole or not at all.
-
-    Args:
-        path: Its folder is made if it is not there.
-        peaks: Bytes by node id.
-    """
+    """Write a file of peaks, sorted, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_text(json.dumps(peaks, indent=1, sort_keys=True) + "\n")

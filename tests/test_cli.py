@@ -15,8 +15,6 @@ from support.evil import Evil
 from support.helpers import LitTiny, TinyCNN, assert_equal_weights
 from support.offload_nets import leave_group
 from support.parts import CONFIGS, PRESETS
-from support.result_files import SPEED
-from support.result_files import write as write_results
 
 from lightning_vram import FSDPOffloadStrategy, LeanMixedPrecision
 from lightning_vram.cli import main
@@ -376,7 +374,6 @@ def test_a_broken_checkpoint_is_one_line(capsys):
         ),
         (["fit"], "model is missing: name it with --model, or in a file with --config FILE."),
         (["report", "nope.jsonl"], "nope.jsonl: No such file or directory"),
-        (["report", "--benchmarks", "nope.json"], "nope.json: No such file or directory"),
         (["consolidate", "nope", "a.ckpt"], "nope is not a sharded checkpoint: a folder with .metadata and meta.pt."),
     ],
 )
@@ -490,45 +487,3 @@ def test_what_is_not_consolidated_is_one_line(capsys):
     assert "is damaged" in fail(arguments, capsys)
     assert not Path("was_run").exists()
     main([*arguments, "--verify=false"])
-
-
-def test_benchmarks_are_printed_and_drawn(tmp_path, capsys):
-    pytest.importorskip("matplotlib", reason="the extra plots")
-    speed = write_results(tmp_path / "speed.json", SPEED)
-    old = write_results(tmp_path / "old.json", [{"variant": "plain", "peak_bytes": 1024}])
-    main(["report", "--benchmarks", str(speed), str(old), "-o", str(tmp_path / "pictures")])
-    picture = tmp_path / "pictures" / "speed_peak_and_time.png"
-    out = capsys.readouterr().out
-    assert "torch.utils.checkpoint     PyTorch " in out
-    assert "OffloadActivations()" not in out
-    assert "\nLeft out: 1 row that did not run (shown by --all).\n" in out
-    assert f"\n{picture}: drawn.\n" in out
-    assert out.endswith("Nothing to draw in old.json: no row has by, a peak and seconds_per_step, or largest.\n")
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib_tables_are_printed_before_the_error(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit) as caught:
-        main(["report", "--benchmarks", str(write_results(tmp_path / "speed.json", SPEED)), "-o", str(tmp_path)])
-    out, err = capsys.readouterr()
-    assert caught.value.code == 2
-    assert "ActivationCheckpointing()  ours " in out
-    assert err == "lightning-vram: error: a picture needs matplotlib: pip install matplotlib.\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "name one file of VRAMMonitor, or --benchmarks with files of results."),
-        (["a.jsonl", "--benchmarks", "b.json"], "name one file of VRAMMonitor, or --benchmarks with files of results."),
-        (
-            ["a.jsonl", "-o", "b"],
-            "--output and --all are for --benchmarks; a recording of VRAMMonitor has no pictures.",
-        ),
-    ],
-)
-def test_a_report_is_of_one_or_the_other(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        main(["report", *arguments])
-    assert capsys.readouterr().err.splitlines()[-1] == f"lightning-vram report: error: {message}"

@@ -113,12 +113,13 @@ def test_commands_and_files_that_a_page_names_exist(path):
 
 
 def test_pages_are_short():
-    limits = {README: 2050, CONTEXTS_PAGE: 1400, page_of("FSDPOffloadStrategy"): 1200}
+    names = ROOT / "lightning_vram" / "private_names" / "README.md"  # a table row for each name
+    limits = {README: 2050, CONTEXTS_PAGE: 1400, page_of("FSDPOffloadStrategy"): 1200, names: 8000}
     developers = {path: 1200 for path in PAGES if "tests" in path.parts}
     long = {title(path): len(path.read_text().split()) for path in ALL}
     assert {name: n for name, n in long.items() if n > (developers | limits).get(ROOT / name, 700)} == {}
     lines = {title(path): len(path.read_text().splitlines()) for path in ALL}
-    most = {README: 160, page_of("FSDPOffloadStrategy"): 130}
+    most = {README: 160, page_of("FSDPOffloadStrategy"): 130, names: 450}
     assert {name: n for name, n in lines.items() if n > most.get(ROOT / name, 120)} == {}
     first_screen = README.read_text().partition("\n## Try it")[0]
     assert len(first_screen.splitlines()) <= 34

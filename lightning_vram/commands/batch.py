@@ -1,4 +1,4 @@
-"""A batch out of its shapes, as they are written on a command line."""
+"""The commands ``estimate`` and ``plan``, which run the classes of a configuration without training."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,18 +11,6 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int16
 
 def make_batch(shape: Any, dtype: Any = "float32", high: Any = 2) -> Any:
     """Make the tensors of a batch.
-
-    Args:
-        shape: Sizes of one tensor, ``[8, 3, 224, 224]``; or those of several, in a list or by their names.
-        dtype: Of all tensors, or of each in the same nest.
-        high: Whole numbers are drawn from 0 to below it: the size of a vocabulary, the number of classes. Of all
-            tensors, or of each.
-
-    Returns:
-        A tensor, or a tuple or dict of them. Floats are zero: memory does not depend on them.
-
-    Raises:
-        ValueError: If one of them is something else, or the nests differ.
 
     Example:
         >>> images, labels = make_batch([[8, 3, 4, 4], [8]], ["float32", "int64"], high=10)

@@ -1,4 +1,4 @@
-"""What the command refuses before it hands it to parsers and loaders, which would hang or say something else."""
+"""How the command reads arguments and files, and what it refuses before parsers and loaders do."""
 
 from typing import Any
 
@@ -12,14 +12,7 @@ _MOST_VALUES = 100_000
 
 
 def check_aliases(text: str) -> None:
-    """Refuse YAML whose aliases (``*name``) stand for more than a configuration holds, or for themselves.
-
-    Args:
-        text: YAML, or something that a parser will complain of.
-
-    Raises:
-        ValueError: If they do.
-    """
+    """Refuse YAML whose aliases (``*name``) stand for more than a configuration holds, or for themselves."""
     if "&" not in text or "*" not in text:
         return
     try:
@@ -32,16 +25,7 @@ def check_aliases(text: str) -> None:
 
 
 def check_checkpoint_path(path: str | None) -> None:
-    """Refuse a path that is there and is no checkpoint.
-
-    Args:
-        path: As it was given; it may also be an address, or a word such as "last".
-
-    Raises:
-        MisconfigurationException: If it is a folder or a file of something else.
-        CheckpointError: If it is damaged.
-        ForbiddenClassError: If it holds more than LightningCLI reads, which looks for hyperparameters in it.
-    """
+    """Refuse a path that exists and is no checkpoint; it may also be an address, or a word such as "last"."""
     local = local_path(str(path))
     if path is None or not local.exists() or is_sharded_folder(local):
         return
@@ -56,7 +40,7 @@ def check_checkpoint_path(path: str | None) -> None:
 
 
 def _count(node: Any, known: dict[int, int]) -> int:
-    """Count the values of a tree whose parts are used several times."""
+    """Count the values of a tree whose nodes are used several times."""
     if id(node) in known:
         if not known[id(node)]:
             raise ValueError("an alias (*name) refers to itself.")

@@ -23,30 +23,11 @@ from lightning_vram.report.tables import memory_table
 
 
 def report_file(args: Sequence[str]) -> Iterator[RenderableType]:
-    """Print what ``VRAMMonitor`` or benchmarks recorded, and draw benchmarks where a folder is named."""
-    parser = ArgumentParser(
-        prog=f"{PROGRAM} report",
-        description="Print a recording of VRAMMonitor, or tables and pictures of benchmark results.",
-    )
-    parser.add_argument("path", type=Path, nargs="?", help="vram.jsonl in the run's log folder")
+    """Print what ``VRAMMonitor`` recorded."""
+    parser = ArgumentParser(prog=f"{PROGRAM} report", description="Print a recording of VRAMMonitor.")
+    parser.add_argument("path", type=Path, help="vram.jsonl in the run's log folder")
     parser.add_argument("--json", action="store_true", help="print the highest peak of each stage as JSON, for scripts")
-    parser.add_argument(
-        "--benchmarks", type=Path, nargs="+", metavar="FILE", help="files that python -m tests.benchmarks wrote"
-    )
-    parser.add_argument("--all", action="store_true", help="with --benchmarks: also rows that could not run")
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FOLDER", help="with --benchmarks: draw pictures into this folder"
-    )
     given = parser.parse_args(args)
-    if (given.path is None) == (given.benchmarks is None):
-        parser.error("name one file of VRAMMonitor, or --benchmarks with files of results.")
-    if given.path is None:
-        if given.json:
-            parser.error("--json is for a recording of VRAMMonitor; result files of benchmarks are JSON themselves.")
-        yield from _report_benchmarks(given.benchmarks, given.output, all_rows=given.all)
-        return
-    if given.output is not None or given.all:
-        parser.error("--output and --all are for --benchmarks; a recording of VRAMMonitor has no pictures.")
     measurements = read_measurements(given.path)
     if given.json:
         stages = dict.fromkeys(measurement.stage for measurement in measurements)
@@ -54,20 +35,6 @@ def report_file(args: Sequence[str]) -> Iterator[RenderableType]:
         yield json.dumps({"readings": len(measurements), "peaks": peaks}, indent=2)
     else:
         yield memory_table(measurements)
-
-
-def _report_benchmarks(paths: Sequence[Path], output: Path | None, *, all_rows: bool) -> Iterator[RenderableType]:
-    from lightning_vram.report.benchmarks import drawable, read_results, result_tables, save_pictures
-
-    results = [read_results(path) for path in paths]
-    yield result_tables(results, all_rows=all_rows)
-    if output is None:
-        return
-    for path in save_pictures(results, output):
-        yield f"{path}: drawn."
-    without = [file.path.name for file in results if not drawable(file)]
-    if without:
-        yield f"Nothing to draw in {', '.join(without)}: no row has by, a peak and seconds_per_step, or largest."
 
 
 def consolidate_folder(args: Sequence[str]) -> Iterator[str]:
@@ -161,7 +128,7 @@ def copy_presets(args: Sequence[str]) -> Iterator[str]:
 
 
 def _list_presets(texts: Mapping[str, str]) -> str:
-    """Write whole runs with what the second line says of each, and the names of files for one feature."""
+    """List whole runs with the second line of each, and the names of files for one feature."""
     runs = {name: lines[1][2:] for name, text in texts.items() if (lines := text.splitlines())[1].startswith("# ")}
     width = max(map(len, runs)) + 2
     listed = "\n".join(f"  {name:{width}}{about}" for name, about in runs.items())

@@ -1,7 +1,4 @@
-"""Condense the messages of configuration parsers, which list all they tried, to the line that matters, with a hint.
-
-Hints are names that are spelled alike, and the options that exist.
-"""
+"""Errors of a command: one line with a hint for a mistake of the user, a traceback for a bug."""
 
 import ast
 import difflib
@@ -74,9 +71,6 @@ class _Reason:
 def condense_error(message: str) -> str:
     r"""Write where, what is wrong and the value, in one line.
 
-    Args:
-        message: Message of jsonargparse, OmegaConf or any other, of any number of lines.
-
     Example:
         >>> condense_error('Parser key "trainer.max_steps":\n  Expected a <class \'int\'>. Got value: abc')
         'trainer.max_steps: Expected int. Got value: abc'
@@ -94,11 +88,7 @@ def condense_error(message: str) -> str:
 
 
 def explain(message: str) -> str:
-    """Write what is wrong in one line, with what was probably meant.
-
-    Args:
-        message: Message of jsonargparse, OmegaConf, Lightning or any other, of any number of lines.
-    """
+    """Write what is wrong in one line, with what was probably meant."""
     line = condense_error(message)
     if line.startswith("Unexpected config:"):
         return "a --config file is empty, or no YAML mapping."

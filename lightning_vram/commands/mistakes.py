@@ -1,4 +1,4 @@
-"""Tell mistakes of the user, for which a line is enough, from bugs, whose traceback is wanted."""
+"""Distinguish mistakes of the user, for which a line is enough, from bugs, whose traceback is wanted."""
 
 import os
 import re
@@ -33,12 +33,7 @@ def says_all(error: Exception) -> bool:
 
 
 def is_mistake_of_user(error: Exception, *, is_running: bool) -> bool:
-    """Whether a line is enough.
-
-    Args:
-        error: That ended the command.
-        is_running: Whether it came from the run, in which the user's code may fail, and not from its configuration.
-    """
+    """Whether one line is enough for an error; ``is_running``: the user's code ran, in which bugs may be."""
     if says_all(error):
         return True
     if is_running:  # a checkpoint that is missing

@@ -11,9 +11,7 @@ class NoDownloads:
     """Refuse connections inside a ``with`` block; what fails for it there ends in one clear error.
 
     What can do without (a file that was fetched before) goes on: it sees a machine that is offline.
-
-    Raises:
-        MisconfigurationException: On exit, in the place of an error after a refusal.
+    An error after a refusal becomes a ``MisconfigurationException``.
     """
 
     def __init__(self) -> None:

@@ -19,12 +19,12 @@ COMMANDS = {
     ESTIMATE: "estimate whether a run fits a GPU you do not have, and what uses its memory",
     PLAN: "find the features that make a run fit a memory budget, with the least overhead",
     "calibrate": "measure this machine's GPU for estimates",
-    "report": "print a recording of VRAMMonitor, or benchmark results",
+    "report": "print a recording of VRAMMonitor",
     "consolidate": "convert a sharded checkpoint to one file",
     "presets": "list configuration files that come with the package, or copy them",
 }
 _OF_FILES = {
-    "report": ("--json", "--benchmarks", "--all", "--output"),
+    "report": ("--json",),
     "consolidate": ("--weights_only", "--verify"),
     "calibrate": ("--output",),
     "presets": ("--all", "--output"),
@@ -34,14 +34,7 @@ FIT_OPTIONS = ("--config", "--model", "--data", "--trainer", "--optimizer", "--l
 
 @dataclass(frozen=True)
 class Option:
-    """An option of ``estimate`` or ``plan``.
-
-    Args:
-        kind: Type as jsonargparse reads it; ``bool`` for a flag that takes no value.
-        default: Value if it is not given.
-        help: One or two sentences.
-        short: Second name, such as ``-o``.
-    """
+    """An option of ``estimate`` or ``plan``."""
 
     kind: Any
     default: Any
@@ -151,13 +144,7 @@ def device_list() -> str:
 
 
 def complete(command: str, word: str, before: str) -> list[str]:
-    """Return what may stand at ``word``; nothing where it is a file or a value, which shells complete on their own.
-
-    Args:
-        command: The subcommand, as far as one was typed.
-        word: The beginning of the word at the cursor.
-        before: The word before it.
-    """
+    """Return what may stand at ``word``; nothing where it is a file or a value, which shells complete on their own."""
     found: list[str] = []
     if before == PROGRAM:
         found = [*COMMANDS, "--help", "--version"]

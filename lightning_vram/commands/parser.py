@@ -15,7 +15,7 @@ PARSER_MODE = "omegaconf+"
 
 
 class CommandParser(LightningArgumentParser):
-    """Says what is wrong in one line."""
+    """Reports what is wrong in one line."""
 
     @override
     def parse_string(self, content: str, *args: Any, **kwargs: Any) -> Namespace:

@@ -28,11 +28,7 @@ _IN_FIT = {"precision": "trainer.precision", "devices": "trainer.devices", "num_
 
 
 class PlanQuestion:
-    """What would make a run fit, and cost least.
-
-    Args:
-        args: Arguments of the command, to say how the plan is run.
-    """
+    """What would make a run fit, and cost least."""
 
     name = PLAN
 
@@ -45,7 +41,7 @@ class PlanQuestion:
         self._as_json, self.exit_code = False, 0
 
     def check(self, config: Namespace, spec: DeviceSpec) -> None:
-        """Refuse a budget that is none, results that nobody knows, and files that cannot be written."""
+        """Refuse a wrong budget, an unknown level of results, and files that cannot be written."""
         budget_bytes_of("--budget", _budget(config.budget), spec)
         if config.host_memory is not None:
             parse_limit(config.host_memory, "--host_memory")
@@ -56,7 +52,7 @@ class PlanQuestion:
             _check_output(Path(config.output), fit_arguments(self._args))
 
     def ask(self, config: Namespace, module: LightningModule, batch: Any, **arguments: Any) -> None:
-        """Plan, draw and write. Where nothing fits, say what would."""
+        """Plan, draw and write. Where nothing fits, keep the error, which names alternatives."""
         self._output, self._plot, self._as_json = config.output, config.plot, config.json
         given = {"budget": _budget(config.budget), "host_memory": config.host_memory, "allow": config.allow}
         try:
@@ -98,11 +94,7 @@ class PlanQuestion:
 
 
 def fit_arguments(args: Sequence[str]) -> list[str]:
-    """Return arguments of ``plan`` as ``fit`` takes them.
-
-    Args:
-        args: Of ``plan``.
-    """
+    """Return arguments of ``plan`` as ``fit`` takes them."""
     asked = {f"--{name}": option for name, option in options_of(PLAN).items()}
     asked |= {option.short: option for option in asked.values() if option.short}
     found: list[str] = []

@@ -1,4 +1,4 @@
-"""What all commands share, light enough for an answer at once: names, exit codes, and how a command ends."""
+"""Names, exit codes and errors of the command; its options as data, for help and completion without PyTorch."""
 
 import difflib
 import os
@@ -25,7 +25,7 @@ def is_debugging() -> bool:
 
 
 def describe(error: Exception) -> str:
-    """Write what an error says in one line, without the number that the system has for it."""
+    """Write the message of an error in one line, without the number that the system has for it."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split())
@@ -33,11 +33,6 @@ def describe(error: Exception) -> str:
 
 def did_you_mean(word: str, known: Iterable[str], write: Callable[[str], str] = str) -> str:
     """Return " Did you mean ...?" with the name that ``word`` is closest to; empty if none is close.
-
-    Args:
-        word: As it was typed.
-        known: Names that are right.
-        write: Called with the name, for the form in which it is typed.
 
     Example:
         >>> did_you_mean("estimte", ["estimate", "fit"])

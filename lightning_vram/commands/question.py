@@ -1,7 +1,4 @@
-"""What ``estimate`` and ``plan`` share: they read the files and arguments of ``fit``, and make its classes.
-
-Of the Trainer they need only the arguments.
-"""
+"""What ``estimate`` and ``plan`` share: they read the files and arguments of ``fit``, and make its classes."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -38,35 +35,17 @@ class Question(Protocol):
     exit_code: int
 
     def check(self, config: Namespace, spec: DeviceSpec) -> None:
-        """Refuse options before anything is made, which takes long.
-
-        Args:
-            config: All options.
-            spec: Of the device that is meant.
-        """
+        """Refuse options before anything is made, which takes long."""
 
     def ask(self, config: Namespace, module: LightningModule, batch: Any, **arguments: Any) -> None:
-        """Find the answer.
-
-        Args:
-            config: All options.
-            module: Of the run.
-            batch: Of the run; ``None`` if its ``datamodule`` or the module makes it.
-            arguments: By their names ``datamodule``, ``device``, ``trainer`` (the arguments of one), ``devices``,
-                ``num_nodes``, ``run_callbacks`` and ``on_progress``.
-        """
+        """Find the answer; without a ``batch`` the datamodule or the module makes it. ``arguments`` are of the run."""
 
     def answer(self) -> Iterable[RenderableType]:
-        """Return what is printed; text as it is."""
+        """Return what is printed; text is printed unchanged."""
 
 
 class QuestionCLI(QuietlySeeded):
-    """Ask instead of fit.
-
-    Args:
-        question: What is asked.
-        args: Arguments after the command's name.
-    """
+    """Ask instead of fit."""
 
     def __init__(self, question: Question, args: Sequence[str]) -> None:
         set_parsing_settings(omegaconf_absolute_to_relative_paths=True)  # as for `fit`

@@ -19,13 +19,7 @@ from lightning_vram.memory.device.allocator_settings import configure_allocator
 
 
 def run(arguments: list[str], show: Callable[[RenderableType], None], *, is_process: bool) -> None:
-    """Run a command.
-
-    Args:
-        arguments: The command, and its arguments.
-        show: Prints.
-        is_process: Whether they are those of this process, which Lightning's launchers start again.
-    """
+    """Run a command; ``is_process``: with the arguments of this process, which launchers start again."""
     # Raised inside Lightning 2.6 on torch 2.13, once per run; nothing a user can do about it.
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     with suppress(RuntimeError):  # called by a program that has used CUDA before

@@ -1,4 +1,4 @@
-"""The commands ``fit``, ``validate``, ``test`` and ``predict``: a LightningCLI with the features at hand."""
+"""The commands ``fit``, ``validate``, ``test`` and ``predict``, and the start of all commands with PyTorch."""
 
 import tempfile
 from collections.abc import Callable
@@ -41,10 +41,6 @@ class VRAMCLI(QuietlySeeded):
     ``${...}`` works in and across ``--config`` files and follows overrides on the command line. ``fit`` takes
     ``--compare_with_baseline true``: it trains once more without the features of this package, from the same seed, and
     prints peak memory, time per step and equality of the weights side by side.
-
-    Args:
-        show: Prints.
-        kwargs: As for ``LightningCLI``, but for the parser's settings.
     """
 
     def __init__(self, show: Callable[[RenderableType], None], **kwargs: Any) -> None:
@@ -110,10 +106,10 @@ class VRAMCLI(QuietlySeeded):
         self.is_running = True
 
     def after_fit(self) -> None:
-        """Compare with a plain fit if asked to. ``LightningCLI`` calls this."""
+        """Compare with the baseline if asked to. ``LightningCLI`` calls this."""
         if not read_argument(self, "compare_with_baseline"):
             return
-        packed, parts = _read_result(self), self._own_parts()
+        optimized, parts = _read_result(self), self._own_parts()
         picture = _draw_step(self)
         trainer: Namespace = read_argument(self, "trainer")
         for argument in _PART_ARGUMENTS:
@@ -124,10 +120,10 @@ class VRAMCLI(QuietlySeeded):
         if self._has_own_strategy():
             names.append("fsdp_offload")
             trainer.strategy = "ddp" if self.trainer.world_size > 1 else "auto"
-        plain = self._fit_again()
+        baseline = self._fit_again()
         if _is_rank_zero():
             self._show("")
-            self._show(comparison_table(plain, packed, " and ".join(names)))
+            self._show(comparison_table(baseline, optimized, " and ".join(names)))
             if picture is not None:
                 self._show(f"{picture}: picture of the step with lightning_vram.")
 
@@ -148,7 +144,7 @@ class VRAMCLI(QuietlySeeded):
 
     def _fit_again(self) -> FitResult:
         device = self.trainer.strategy.root_device
-        del self.trainer, self.model, self.datamodule, self.config_init  # they hold what the plain fit will need
+        del self.trainer, self.model, self.datamodule, self.config_init  # they hold memory that the baseline needs
         empty_cache(device)
         seed_everything(read_argument(self, "seed_everything"), workers=True, verbose=False)
         with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-") as folder:

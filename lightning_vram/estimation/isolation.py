@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import WarningCache, rank_zero_only
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from lightning_vram.private_names.torch.distributed import disconnected
+from lightning_vram.private_names.torch.fakes import disconnected
 
 _TALKERS = ("lightning.pytorch", "lightning.fabric", "lightning_vram")
 

@@ -1,4 +1,4 @@
-"""Training steps side by side, such as the baseline and a run with features: on one scale, under one limit."""
+"""Training steps and fits side by side: pictures on one scale, and the comparison with the baseline."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,16 +28,10 @@ _MIN_SHARE = 0.01  # of the peak, for a row of the legend
 
 @dataclass(frozen=True)
 class ShownStep:
-    """One step of the picture.
-
-    Args:
-        name: The first word of its title.
-        estimate: An estimated step, or a tracked one: see :func:`as_estimate`.
-        verdicts: Second line of the title if the step fits, and if it does not; unused without a limit.
-    """
+    """One step of the picture."""
 
     name: str
-    estimate: MemoryEstimate
+    estimate: MemoryEstimate  # of an estimated step, or of a tracked one: as_estimate
     verdicts: tuple[str, str] = ("within the limit", "above the limit")
 
     @property
@@ -47,29 +41,14 @@ class ShownStep:
 
 
 def as_estimate(timeline: MemoryTimeline, limit_bytes: int | None = None, limit_name: str = "limit") -> MemoryEstimate:
-    """Return the numbers of a tracked step in the form of an estimate.
-
-    Args:
-        timeline: Of one training batch.
-        limit_bytes: The line to draw; ``None`` for no line.
-        limit_name: Written next to the line.
-    """
+    """Return a tracked step in the form of an estimate, with a line to draw at ``limit_bytes``; ``None``: no line."""
     stage = StageEstimate(timeline, *[timeline.peak_bytes] * 3)
     device = DeviceSpec(limit_name, NO_LIMIT if limit_bytes is None else limit_bytes)
     return MemoryEstimate(device, {TRAIN: stage}, batch_size=0)
 
 
 def draw_steps(steps: Sequence[ShownStep], notes: Sequence[str] = ()) -> "Figure":
-    """Draw steps with matplotlib, each as wide as the others.
-
-    Args:
-        steps: At least one; the scale is that of the largest.
-        notes: Lines below.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-        ValueError: If a step has no tensor on its device.
-    """
+    """Draw steps with matplotlib, each as wide as the others."""
     from matplotlib import rc_context  # an extra: not everybody has it
     from matplotlib.figure import Figure
 

@@ -17,21 +17,15 @@ OUT_OF_MEMORY = "out of memory"
 
 @dataclass(frozen=True)
 class FitResult:
-    """What one fit left behind.
+    """What one fit left behind."""
 
-    Args:
-        peak: The training batch with the highest peak; ``None`` if nothing was measured.
-        seconds_per_batch: Median time per untracked training batch.
-        weights: ``state_dict`` of the fitted module; ``None`` if the fit ran out of memory.
-    """
-
-    peak: Measurement | None
-    seconds_per_batch: float | None
-    weights: Mapping[str, Tensor] | None
+    peak: Measurement | None  # of the highest training batch; None: nothing was measured
+    seconds_per_batch: float | None  # median of untracked training batches
+    weights: Mapping[str, Tensor] | None  # None: the fit ran out of memory
 
 
 def describe_equality(one: FitResult, other: FitResult) -> str:
-    """Say how the weights of two fits compare: equal to the bit, or how far apart."""
+    """Describe whether the weights of two fits are bitwise identical, or how far apart they are."""
     if one.weights is None or other.weights is None:
         return NOT_KNOWN
     if one.weights.keys() != other.weights.keys():
@@ -43,34 +37,28 @@ def describe_equality(one: FitResult, other: FitResult) -> str:
     return f"no: {len(differing)} of {len(one.weights)} tensors differ, by at most {apart:.1e}"
 
 
-def comparison_table(plain: FitResult, packed: FitResult, parts: str) -> Table:
-    """Peak bytes by category, time and equality of two fits, side by side.
-
-    Args:
-        plain: The fit without.
-        packed: The fit with.
-        parts: What the packed fit had and the plain one had not, as text.
-    """
-    device = next((f" on {fit.peak.device}" for fit in (packed, plain) if fit.peak is not None), "")
+def comparison_table(baseline: FitResult, optimized: FitResult, parts: str) -> Table:
+    """Peak bytes by category, time and equality of two fits, side by side."""
+    device = next((f" on {fit.peak.device}" for fit in (optimized, baseline) if fit.peak is not None), "")
     table = Table(
         title=f"Peak memory of a training step{device}: baseline and {parts}",
         title_justify="left",
-        caption=f"Final weights equal: {describe_equality(plain, packed)}.",
+        caption=f"Final weights equal: {describe_equality(baseline, optimized)}.",
         caption_justify="left",
     )
     add_names(table, "")
     add_numbers(table, "baseline", "with lightning_vram", "ratio")
 
     def add(name: str, read: Callable[[Measurement], int | None], *, ends_section: bool = False) -> None:
-        sizes = [read(fit.peak) if fit.peak is not None else None for fit in (plain, packed)]
+        sizes = [read(fit.peak) if fit.peak is not None else None for fit in (baseline, optimized)]
         if any(size is not None for size in sizes):
-            cells = [_cell(fit, size) for fit, size in zip((plain, packed), sizes, strict=True)]
+            cells = [_cell(fit, size) for fit, size in zip((baseline, optimized), sizes, strict=True)]
             table.add_row(name, *cells, _ratio(*sizes), end_section=ends_section)
 
     for category in Category:
         add(label(category), lambda peak, category=category: peak.peak_by_category.get(category))  # type: ignore[misc]
     table.add_section()
-    is_counted = any(fit.peak is not None and fit.peak.source == "allocator" for fit in (plain, packed))
+    is_counted = any(fit.peak is not None and fit.peak.source == "allocator" for fit in (baseline, optimized))
     if is_counted:
         add("all, tracked", lambda peak: sum(peak.peak_by_category.values()) or None)
         add("max_memory_allocated", lambda peak: peak.peak_allocated_bytes)
@@ -78,7 +66,7 @@ def comparison_table(plain: FitResult, packed: FitResult, parts: str) -> Table:
     else:
         add("all", lambda peak: peak.peak_allocated_bytes, ends_section=True)
     add("saved for backward", lambda peak: peak.saved_for_backward_bytes, ends_section=True)
-    times = plain.seconds_per_batch, packed.seconds_per_batch
+    times = baseline.seconds_per_batch, optimized.seconds_per_batch
     table.add_row("time per step", *map(format_seconds, times), _ratio(*times))
     return table
 
@@ -89,5 +77,5 @@ def _cell(fit: FitResult, size: int | None) -> str:
     return OUT_OF_MEMORY if fit.weights is None else NOT_KNOWN
 
 
-def _ratio(plain: float | None, packed: float | None) -> str:
-    return f"{packed / plain:.2f}" if plain and packed is not None else NOT_KNOWN
+def _ratio(baseline: float | None, optimized: float | None) -> str:
+    return f"{optimized / baseline:.2f}" if baseline and optimized is not None else NOT_KNOWN

@@ -10,14 +10,7 @@ from lightning_vram.report.estimate.html import page
 
 
 def write_step(timeline: MemoryTimeline, budget_bytes: int | None, batch_size: int, path: Path) -> None:
-    """Write a page with the live bytes of a step, stacked, under its budget.
-
-    Args:
-        timeline: Of one batch.
-        budget_bytes: Of the run; ``None`` for no line.
-        batch_size: Samples of the batch; 0 if unknown.
-        path: File to write.
-    """
+    """Write a page with the live bytes of a step, stacked, under its budget. A ``batch_size`` of 0 is unknown."""
     estimate = replace(as_estimate(timeline, budget_bytes, "budget"), batch_size=batch_size)
     title = f"Peak of the training step: {format_bytes(timeline.peak_bytes)}"
     if budget_bytes is not None:

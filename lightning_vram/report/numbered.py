@@ -26,23 +26,14 @@ Box = tuple[float, float, float, float]  # left, low, right, high
 
 @dataclass(frozen=True)
 class Entry:
-    """A numbered point, and its text in the list.
+    """A numbered point, and its text in the list."""
 
-    Args:
-        spot: Of the marker, as the axes count.
-        name: First lines of the text.
-        details: Its last line.
-        color: Of the number.
-        is_bold: Whether the name is emphasized.
-        suffix: Written after the number.
-    """
-
-    spot: Spot
+    spot: Spot  # of the marker, in data coordinates
     name: str
     details: str
     color: str
     is_bold: bool = False
-    suffix: str = ""
+    suffix: str = ""  # after the number
 
 
 def slowest_shown(times: Sequence[float]) -> float:
@@ -63,19 +54,12 @@ def stairs(front: Sequence[Spot]) -> list[Spot]:
 def place_labels(
     spots: Sequence[Spot], texts: Sequence[str], obstacles: Iterable[Box], frame: Box
 ) -> list[tuple[Spot, bool]]:
-    """Return the middle of each label, as near to its marker as it covers no marker, label or obstacle.
-
-    With it comes whether the label needs a line to its marker.
-
-    Args:
-        spots: Of the markers, in points.
-        texts: Of the labels.
-        obstacles: Lines and words, as boxes; where there is no other place, labels cover them.
-        frame: Of the picture.
-    """
+    """Return the middle of each label, close to its marker but on no other thing, and whether it needs a line to it."""
     lines, taken = list(obstacles), [box_around(spot, 2 * MARK, 2 * MARK) for spot in spots]
     found: dict[int, tuple[Spot, bool]] = {}
-    for number in sorted(range(len(spots)), key=lambda number: -len(texts[number])):  # the long ones find less room
+    for number in sorted(
+        range(len(spots)), key=lambda number: -len(texts[number])
+    ):  # the long ones fit in fewer places
         spot, text = spots[number], texts[number]
         width, height = len(text) * _WIDTH * SIZE, _HEIGHT * SIZE
         boxes = {place: box_around(place, width, height) for place in _around(spot, width, height)}
@@ -102,14 +86,7 @@ def lines_between(corners: Sequence[Spot]) -> list[Box]:
 def write_numbers(
     axes: "Axes", entries: Sequence[Entry], lines: Sequence[Sequence[Spot]], others: Sequence[Spot] = ()
 ) -> None:
-    """Write the number of each entry next to its marker.
-
-    Args:
-        axes: Whose limits and size do not change any more.
-        entries: In the order of their numbers.
-        lines: Corners of lines that numbers should not cover, as the axes count.
-        others: Markers without a number that numbers should not cover.
-    """
+    """Write the number of each entry next to its marker; the limits and size of ``axes`` are final."""
     points = 72 / axes.figure.dpi
 
     def to_points(spots: Sequence[Spot]) -> list[Spot]:
@@ -142,14 +119,7 @@ def list_height(entries: Sequence[Entry], width: int) -> float:
 
 
 def write_list(figure: "Figure", entries: Sequence[Entry], place: Box, width: int) -> None:
-    """Write the names of entries below each other, smaller if they need more than their place.
-
-    Args:
-        figure: Of its final size.
-        entries: In the order of their numbers.
-        place: In inches.
-        width: Of the list, in characters.
-    """
+    """Write entries below each other, smaller if their place (inches) is too small; ``width`` is in characters."""
     left, low, _, y = place
     total_width, total_height = figure.get_size_inches()
     shrunk = min(1.0, (y - low) / list_height(entries, width))

@@ -9,7 +9,7 @@ LETTER = 8.4  # width, in pixels
 
 
 def fill(template: str, **parts: str) -> str:
-    """Return a template of this folder with its parts, which are HTML."""
+    """Return a template of this folder, filled with HTML."""
     # Split rather than replaced one after the other: what is put in is never read as the name of a part.
     texts = files(__package__).joinpath(template).read_text(encoding="utf-8").split("{{")
     filled = [parts[name] + rest for name, _, rest in (text.partition("}}") for text in texts[1:])]
@@ -17,28 +17,14 @@ def fill(template: str, **parts: str) -> str:
 
 
 def page(title: str, *, is_good: bool, lead: str, drawing: str, **parts: str) -> str:
-    """Return a page.
-
-    Args:
-        title: Its headline, as text.
-        is_good: Whether the headline is green, or else red.
-        lead: Sentence below the headline, as text.
-        drawing: As :func:`drawings` returns it.
-        **parts: HTML: ``side`` next to the drawing, ``tables`` below it, ``notes`` at the end, ``script``.
-    """
+    """Return a page; ``parts`` are HTML: ``side`` next to the drawing, ``tables``, ``notes`` and ``script`` below."""
     color = "good" if is_good else "bad"
     empty = {"side": "", "tables": "", "notes": "", "script": ""}
     return fill("page.html", title=escape(title), color=color, lead=escape(lead), drawing=drawing, **{**empty, **parts})
 
 
 def drawings(height: int, name: str, draw: Callable[[int], Iterable[str]]) -> str:
-    """Return a drawing twice, for wide and for narrow screens: the page shows one of them.
-
-    Args:
-        height: In pixels.
-        name: For readers who see no pictures.
-        draw: Called with a width; returns elements of SVG.
-    """
+    """Return a drawing twice, for wide and for small screens: the page shows one of them."""
     return "".join(
         f'<svg class="{kind}" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(name)}">'
         f"{''.join(draw(width))}</svg>"
@@ -47,14 +33,7 @@ def drawings(height: int, name: str, draw: Callable[[int], Iterable[str]]) -> st
 
 
 def table(name: str, lines: Iterable[tuple[str, ...]], colors: Iterable[str] = (), columns: Iterable[str] = ()) -> str:
-    """Return a table; its cells are text.
-
-    Args:
-        name: Heading of the first column.
-        lines: Its rows. A single cell is as wide as the table.
-        colors: Squares in front of the first rows.
-        columns: Headings of the other columns.
-    """
+    """Return a table of text; a single cell is as wide as the table. ``colors`` are of the first rows."""
     squares = [f'<u style="background:{color}"></u>' for color in colors]
     body = ""
     for number, line in enumerate(lines):

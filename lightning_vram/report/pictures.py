@@ -19,18 +19,7 @@ _DPI = 200  # 100 is enough to read it; twice that for screens that show it
 
 
 def check_picture_path(path: Path, *, has_page: bool = False) -> None:
-    """Refuse what no picture can be written to, before the work.
-
-    Args:
-        path: File to write.
-        has_page: Whether a page of HTML would do as well.
-
-    Raises:
-        ValueError: If its ending is none of those known.
-        FileNotFoundError: If its folder is not there.
-        IsADirectoryError: If it is a folder.
-        ModuleNotFoundError: If it is a picture and matplotlib is not installed.
-    """
+    """Refuse what no picture can be written to, before the work."""
     endings = (*_PICTURES, PAGE) if has_page else _PICTURES
     if path.suffix.lower() not in endings:
         raise ValueError(f"plot(path) must end in one of {', '.join(endings)}, got '{path}'.")
@@ -44,7 +33,7 @@ def check_picture_path(path: Path, *, has_page: bool = False) -> None:
 
 
 def write_plot(path: str | os.PathLike[str], page: Callable[[], str], draw: Callable[[], "Figure"]) -> None:
-    """Write a page of HTML, or a picture, as the ending of the file says; errors are those of the check above."""
+    """Write a page of HTML, or a picture, by the ending of the file; errors are those of the check above."""
     file = Path(path)
     check_picture_path(file, has_page=True)
     if file.suffix.lower() == PAGE:
@@ -64,7 +53,7 @@ def style_axes(axes: "Axes", grid: Literal["both", "y"] = "both", color: str = F
 
 
 def save_figure(figure: "Figure", path: Path) -> None:
-    """Write a picture into a file whose name says its format; the same picture is the same file."""
+    """Write a picture into a file, in the format of its name; the same picture is the same file."""
     from matplotlib import rc_context  # an extra: not everybody has it
 
     # Without a date, and with names that are not drawn by chance.

@@ -1,4 +1,4 @@
-"""The axis of bytes: its unit, its end, and what stands beyond it."""
+"""What drawings share: the axis of bytes, files of pictures and pages, points with numbers."""
 
 from dataclasses import dataclass
 
@@ -11,15 +11,7 @@ NO_LIMIT = 1 << 62
 
 @dataclass(frozen=True)
 class Scale:
-    """From 0 to ``end_bytes``, in steps of ``tick_bytes``.
-
-    Args:
-        unit: ``"GiB"``, ``"MiB"``, ...
-        unit_bytes: Its size.
-        end_bytes: Where the axis ends.
-        tick_bytes: Between its marks.
-        has_limit: Whether the device's memory lies on it.
-    """
+    """From 0 to ``end_bytes``, in steps of ``tick_bytes``."""
 
     unit: str
     unit_bytes: int

@@ -65,7 +65,7 @@ def as_text(shown: RenderableType, width: int = 100) -> str:
 
 
 class Name:
-    """A configuration in a cell: where it is narrow, lines end between arguments, never within a number."""
+    """A configuration in a cell: in a small one, lines end between arguments, never within a number."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -83,7 +83,7 @@ def plain_table() -> Table:
 
 
 def add_names(table: Table, heading: str) -> None:
-    """Add a column of text, which wraps where the terminal is narrow."""
+    """Add a column of text, which wraps where the terminal is small."""
     table.add_column(heading, overflow="fold")
 
 
@@ -94,11 +94,7 @@ def add_numbers(table: Table, *headings: str) -> None:
 
 
 def memory_table(measurements: Sequence[Measurement]) -> Table:
-    """One column per stage: the reading with the highest peak, by phase, category and module.
-
-    Args:
-        measurements: At least one.
-    """
+    """One column per stage: the reading with the highest peak, by phase, category and module."""
     stages = list(dict.fromkeys(measurement.stage for measurement in measurements))
     peaks = [largest(m for m in measurements if m.stage == stage) for stage in stages]
     sources = ", ".join(dict.fromkeys(f"{peak.device} ({peak.source})" for peak in peaks))

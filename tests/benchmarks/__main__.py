@@ -14,7 +14,7 @@ import torch
 
 from tests.benchmarks.compare import Options
 from tests.benchmarks.measure import Row, error_row
-from tests.benchmarks.report import print_tables, write
+from tests.benchmarks.output import print_tables, write
 from tests.benchmarks.suites import MEASUREMENTS, SUITES
 
 

@@ -17,9 +17,9 @@ from lightning_vram.report.before_after import ShownStep, draw_steps
 from lightning_vram.report.estimate import ShownEstimate
 from lightning_vram.report.pictures import save_figure
 
-PACKAGE = Path(__file__).parents[2] / "lightning_vram"
-BEFORE_AFTER = PACKAGE / "report" / "first_screen.png"
-STEP = PACKAGE / "estimation" / "step.png"
+ROOT = Path(__file__).parents[2]
+BEFORE_AFTER = ROOT / "examples" / "first_screen.png"
+STEP = ROOT / "lightning_vram" / "estimation" / "step.png"
 DEVICE = "rtx4090"
 MODEL = "a GPT-2 Large body (36 layers, width 1,280), batch 16 x 1,024, AdamW, bf16-mixed"
 LARGE = ((36, 1280, 20, 1024), 16)  # ByteGPT's layers, width, heads and length; the batch

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 from support.parts import CONFIGS, ROOT
-from support.result_files import SPEED
-from support.result_files import write as write_results
 
 import lightning_vram
 from lightning_vram.cli import main
@@ -54,7 +52,6 @@ def record(path: str = "vram.jsonl") -> list[Measurement]:
         (["plan", "--config=my.yaml", "--help"], 0, "-o OUTPUT, --output OUTPUT"),
         (["estimate", "--device", "list"], 0, "RTX 4090"),
         (["report", "vram.jsonl"], 0, "5.00 MiB"),
-        (["report", "--benchmarks", "speed.json"], 0, "ActivationCheckpointing()"),
         (["report", "nope.jsonl"], 2, "nope.jsonl: No such file or directory"),
         (["consolidate", "--help"], 0, "sharded checkpoint of fsdp_offload"),
         (["consolidate", "nope", "a.ckpt"], 2, "nope is not a sharded checkpoint"),
@@ -67,7 +64,6 @@ def record(path: str = "vram.jsonl") -> list[Measurement]:
 )
 def test_an_answer_needs_neither_pytorch_nor_half_a_second(arguments, exit_code, words):
     record()
-    write_results(Path("speed.json"), SPEED)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-X", "importtime", "-m", "lightning_vram", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -128,11 +124,6 @@ def test_a_recording_as_json(capsys):
 def test_a_damaged_recording_is_one_line(text, message, capsys):
     Path("a.jsonl").write_text(text)
     assert fail(["report", "a.jsonl"], capsys).endswith(message)
-
-
-def test_a_damaged_result_file_is_one_line(capsys):
-    Path("a.json").write_text("{")
-    assert fail(["report", "--benchmarks", "a.json"], capsys) == ("a.json is not a file of results: it is not JSON.")
 
 
 def test_calibrate_without_a_gpu_is_one_line(capsys, monkeypatch):

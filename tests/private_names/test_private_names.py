@@ -21,6 +21,7 @@ PACKAGE = Path(__file__).parents[2] / "lightning_vram"
 FOLDER = PACKAGE / "private_names"
 LISTED = sorted(path for path in FOLDER.rglob("*.py") if path.name != "__init__.py")
 LIBRARIES = ("torch", "lightning", "torchmetrics", "jsonargparse")
+READERS = {"getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller"}  # that get a name as text
 NOT_OF_THEM = {  # private by their spelling, of other libraries or documented
     *("_replace", "_fields", "_make", "_asdict", "_getframe"),  # documented: named tuples, frames
     *("_reconstructor", "_popen", "_start_method"),  # Python's: pickles and processes
@@ -72,9 +73,9 @@ def private_uses(path: Path) -> Iterator[tuple[int, str, bool]]:
             case ast.ImportFrom(module=module, names=aliases):
                 yield from ((node.lineno, part, False) for part in (module or "").split("."))
                 yield from ((node.lineno, alias.name, False) for alias in aliases)
-            case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "setattr" | "delattr"), args=[_, key, *_]):
-                if isinstance(key, ast.Constant) and isinstance(key.value, str):
-                    yield node.lineno, key.value, False
+            case ast.Call(func=ast.Name(id=called), args=args) if called in READERS:
+                keys = [key.value for key in args if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+                yield from ((node.lineno, part, False) for key in keys for part in key.split("."))
 
 
 def foreign_uses(path: Path) -> list[str]:
@@ -129,7 +130,7 @@ def test_no_class_overrides_a_private_name_of_a_class_it_derives_from():
     assert overridden == []
 
 
-# --- the lists ---
+# --- the tables ---
 
 
 @dataclass(frozen=True)
@@ -142,41 +143,53 @@ class Entry:
 
     @property
     def library(self) -> str:
-        if self.file == "lightning/metrics.py":
-            return "torchmetrics"
-        return "lightning" if self.file.startswith("lightning/") else "torch"
+        first = self.name.partition(".")[0]
+        return (
+            first
+            if first in LIBRARIES
+            else {"lightning.py": "lightning", "metrics.py": "torchmetrics"}.get(self.file, "torch")
+        )
 
 
-def entries_of(path: Path) -> list[Entry]:
-    """Read ``* ``name``, ``name``: purpose | versions | without`` in the docstring; ``Of ``path```` gives a prefix."""
-    doc = ast.get_docstring(tree_of(path)) or ""
-    prefix, entries = "", []
-    for paragraph in re.split(r"\n(?=\* |\S)", doc):
-        text = " ".join(paragraph.split())
-        if match := re.match(r"Of ``([\w.]+)``:", text):
-            prefix = match[1] + "."
-        elif not text.startswith("* ") and text.endswith(":"):
-            prefix = ""
-        elif text.startswith("* "):
-            names, _, rest = text[2:].partition("``: ")
-            parts = [part.strip() for part in rest.split(" | ")]
-            assert len(parts) == 3, f"{path.name}: '* ``name``: what for | versions | without it', got {text!r}"
-            assert all(parts), text
-            entries += [
-                Entry(path.relative_to(FOLDER).as_posix(), prefix + name, *parts)
-                for name in re.findall(r"[\w.]+", names)
-            ]
-    return entries
+def read_tables() -> Iterator[Entry]:
+    """Read ``| `name`, `name` | what for | versions | without it |`` below ``## file.py`` and ``### `prefix` ``."""
+    file = prefix = ""
+    for line in (FOLDER / "README.md").read_text().splitlines():
+        if line.startswith("## "):
+            file, prefix = line.removeprefix("## "), ""
+        elif line.startswith("### "):
+            prefix = line.removeprefix("### ").strip("`") + "."
+        elif line.startswith("| `"):
+            names, *parts = [cell.strip() for cell in line.strip("|").split(" | ")]
+            assert len(parts) == 3, f"{file}: | `name` | what for | versions | without it |, got {line!r}"
+            assert all(parts), line
+            yield from (Entry(file, prefix + name, *parts) for name in re.findall(r"`([\w.]+)`", names))
 
 
-ENTRIES = [entry for path in LISTED for entry in entries_of(path)]
+ENTRIES = list(read_tables())
 LISTED_NAMES = {entry.name.rpartition(".")[2] for entry in ENTRIES}
+DISPATCHER = {"dispatch", "operators", "operator_calls", "operator_names", "fakes", "compiled", "partitioner"}
+
+
+def table_of(path: Path) -> str:
+    """Return the file whose table lists the names of ``path``, which is to become a part of that file."""
+    folder = path.parent.name
+    if path.stem in DISPATCHER or folder == "cuda":
+        return "dispatcher.py"
+    if path.stem == "distributed":
+        return "fsdp2.py"
+    if folder == "lightning" and path.stem in {"compile", "metrics"}:
+        return {"compile": "torch.py", "metrics": "metrics.py"}[path.stem]
+    return path.name if path.parent == FOLDER else f"{folder}.py"
+
+
+def test_each_file_has_a_table():
+    assert {entry.file for entry in ENTRIES} == set(map(table_of, LISTED))
 
 
 @pytest.mark.parametrize("path", LISTED, ids=lambda path: path.relative_to(FOLDER).as_posix())
-def test_every_private_name_that_a_file_of_the_folder_uses_is_in_its_list(path):
-    assert entries_of(path)
-    listed = {part for entry in entries_of(path) for part in entry.name.split(".")}
+def test_every_private_name_that_a_file_of_the_folder_uses_is_in_its_table(path):
+    listed = {part for entry in ENTRIES if entry.file == table_of(path) for part in entry.name.split(".")}
     own = {name for name in defined_in(path) if name not in listed}
     used = {name for _, name, _ in private_uses(path) if is_private(name)} - own
     assert sorted(used - listed) == []

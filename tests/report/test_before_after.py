@@ -77,6 +77,6 @@ def test_a_step_without_tensors_is_an_error():
         draw_steps([ShownStep("Baseline", as_estimate(memory.timeline))])
 
 
-@pytest.mark.parametrize("name", ["report/first_screen.png", "estimation/step.png"])
+@pytest.mark.parametrize("name", ["examples/first_screen.png", "lightning_vram/estimation/step.png"])
 def test_pictures_of_pages_are_small(name):
-    assert (ROOT / "lightning_vram" / name).stat().st_size < 100 * 1024
+    assert (ROOT / name).stat().st_size < 100 * 1024

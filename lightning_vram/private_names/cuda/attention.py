@@ -1,13 +1,4 @@
-"""Kernels of attention as operators, and the order in which they are tried.
-
-* ``torch.ops.aten._scaled_dot_product_flash_attention``: flash attention | 2.11 - | attention cannot be estimated
-* ``torch.ops.aten._scaled_dot_product_efficient_attention``: the one of xformers | 2.11 - | as without flash's
-* ``torch.ops.aten._scaled_dot_product_cudnn_attention``: cuDNN's | 2.11 - | as without flash's
-* ``torch.ops.aten._scaled_dot_product_attention_math``: plain products | 2.11 - | as without flash's
-* ``torch.ops.aten._scaled_dot_product_flash_attention_backward``: its backward | 2.11 - | no scratch
-* ``torch.ops.aten._scaled_dot_product_efficient_attention_backward``: its backward | 2.11 - | no scratch
-* ``torch._C._get_sdp_priority_order``: which is tried first | 2.11 - | attention cannot be estimated
-"""
+"""Kernels of attention as operators, and the order in which they are tried."""
 
 from typing import Any
 

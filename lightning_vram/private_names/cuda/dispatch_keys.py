@@ -1,13 +1,4 @@
-"""Kernels of ours at a dispatch key of its own, in front of autograd, on in one thread for the time of a block.
-
-* ``torch.library._scoped_library``: kernels that go when a block ends | 2.11 - | nothing is estimated
-* ``torch._C.DispatchKey``: names of the keys | 2.11 - | nothing is estimated
-* ``torch._C.DispatchKeySet``: several keys | 2.11 - | nothing is estimated
-* ``torch._C._ExcludeDispatchKeyGuard``: let operators pass by a key | 2.11 - | nothing is estimated
-* ``torch._C._IncludeDispatchKeyGuard``: let them stop there | 2.11 - | nothing is estimated
-* ``torch._C._dispatch_get_registrations_for_dispatch_key``: operators with a kernel there | 2.11 - | an operator that
-  autocast casts and no list names goes unnoticed
-"""
+"""Kernels of ours at a dispatch key of its own, in front of autograd, on in one thread for the time of a block."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -36,12 +27,7 @@ def operators_cast_for(device_type: str) -> frozenset[str]:
 
 @contextmanager
 def kernels_at(key: str, kernels: Mapping[str, Kernel]) -> Iterator[None]:
-    """Let operators run kernels of ours in this thread, inside the block.
-
-    Args:
-        key: One of the keys above.
-        kernels: By the name of the operator. One reaches what it stands before by :func:`pass_by`.
-    """
+    """Let operators, by name, run our kernels at one of the keys above, in this thread."""
     with ExitStack() as stack:
         others = stack.enter_context(torch.library._scoped_library("_", "IMPL"))
         others.fallback(torch.library.fallthrough_kernel, key)

@@ -1,8 +1,4 @@
-"""What CUDA's allocator holds, block by block.
-
-* ``torch.cuda.memory._snapshot``: segments with their blocks, as https://pytorch.org/memory_viz draws them | 2.11 - |
-  there is no snapshot beside the page about memory that ran out
-"""
+"""What CUDA's allocator holds, block by block."""
 
 from typing import Any
 

@@ -1,1 +1,1 @@
-"""FSDP2 and sharded tensors: the classes of its objects, and what its states are called."""
+"""Private names of FSDP2, ``DTensor``, sharded checkpoints and ``DistributedDataParallel``."""

@@ -1,12 +1,4 @@
-"""The index of a sharded checkpoint, ``.metadata``: a pickle, read without running what others may have put in it.
-
-* ``torch.distributed.checkpoint.filesystem._StorageInfo``: where an entry lies, in the pickle | 2.11 -
-  | sharded checkpoints cannot be loaded
-* ``torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING``: the memory format of a tensor, in the pickle | 2.11 -
-  | sharded checkpoints cannot be loaded
-* ``torch.serialization._get_layout``: the layout of a tensor, in the pickle | 2.11 -
-  | sharded checkpoints cannot be loaded
-"""
+"""The index of a sharded checkpoint, ``.metadata``: a pickle, read without running what others may have put in it."""
 
 import pickle
 from collections import OrderedDict
@@ -30,18 +22,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
 
 
 def read_metadata(file: IO[bytes]) -> Metadata:
-    """Read ``.metadata``; nothing in it is run, whatever it says.
-
-    Args:
-        file: At its beginning.
-
-    Returns:
-        What ``FileSystemReader.read_metadata`` would.
-
-    Raises:
-        pickle.UnpicklingError: If there is something else in it than a ``FileSystemWriter`` writes.
-        Exception: Any other, if the file is damaged.
-    """
+    """Read ``.metadata``; nothing in it is run: other contents than a ``FileSystemWriter`` writes raise an error."""
     metadata = _Reader(file).load()
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError(f"it is a {type(metadata).__name__}")

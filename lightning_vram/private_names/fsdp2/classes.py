@@ -1,65 +1,4 @@
-"""Private names of FSDP2: its groups of parameters, its parameters and their states, as base classes to derive from.
-
-Whoever derives takes the place of the class of FSDP2's own object (``group.__class__ = ...``): there is no other way to
-say how shards are fetched and where gradients go. The bases have plain names for what they read, and plain methods for
-what FSDP2 calls by a private one.
-
-Of ``torch.distributed.fsdp._fully_shard``:
-
-* ``_fsdp_common.TrainingState``, ``_fsdp_param_group.FSDPParamGroup``, ``_fsdp_param.FSDPParam``,
-  ``_fsdp_param.ShardedState``, ``_fsdp_state.FSDPState``: to derive from | 2.11 - | no fsdp_offload
-
-Of ``torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup``:
-
-* ``_training_state``, ``_sharded_state``, ``_all_gather_result``, ``_all_gather_process_group``, ``comm_ctx``,
-  ``device_handle``, ``fsdp_params``, ``mesh_info``, ``modules``: where the group is in a step | 2.11 -
-  | no fsdp_offload
-* ``unshard``, ``wait_for_unshard``, ``pre_forward``, ``post_backward``, ``finalize_backward``: what a group does in it
-  | 2.11 - | no fsdp_offload
-* ``_register_post_backward_hook``: what notes that the gradients of a layer are there | 2.11 -
-  | a loss that a module keeps keeps all of its fit
-* ``unshard_in_backward``, ``reduce_grads``: what users have chosen | 2.11 - | no fsdp_offload
-* ``_post_reduce_event``: what gradients on their way are waited for by | 2.11 - | no fsdp_offload on a GPU
-* ``_is_hsdp``: whether there are replicas of shards | 2.11 - | no shard="hybrid"
-* ``_init_mp_dtypes``, ``_reduce_dtype``: what gradients are added up in | 2.11 - | no 16-bit transfers
-* ``_orig_dtype``: what gradients are cast to, once reduced | - 2.14 | from 2.15 on: ``sharded_grad_dtype``
-* ``mp_policy``: dtypes of the group | - 2.14 | from 2.15 on: of each parameter
-* ``_reduce_scatter_param_indices``: in which order gradients are reduced | 2.15 - | that of the parameters
-* ``_reset_iter_state``: a group after an error | 2.13 - | MicroBatching cannot go on after out of memory
-* ``_to_sharded``: to give up what is gathered | 2.11 - | no undo
-
-Of ``torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPCommContext``:
-
-* ``all_gather_copy_in_stream``, ``reduce_scatter_stream``, ``all_reduce_stream``, ``get_all_gather_streams``: where
-  copies run | 2.11 - | no fsdp_offload on a GPU
-* ``_last_post_reduce_events``: what the end of the backward waits for | 2.13 - | it waits for the groups' events
-
-Of ``torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam``:
-
-* ``sharded_param``, ``_sharded_param_data``, ``sharded_size``, ``padded_sharded_param_size``, ``sharded_state``,
-  ``_unsharded_param``, ``all_gather_outputs``, ``_module_info``: a shard, and what is gathered | 2.11 -
-  | no fsdp_offload
-* ``to_sharded``, ``to_unsharded``, ``all_gather_inputs``, ``offload_to_cpu``, ``to_sharded_dtensor``,
-  ``reset_sharded_param``, ``init_dtype_attrs``: what is done with it | 2.11 -
-  | no fsdp_offload
-* ``_sharded_local_tensor``: where FSDP2 looks for extensions | 2.11 - | each look waits for a step
-* ``sharded_grad_dtype``: what a gradient is cast to, once reduced | 2.15 - | up to 2.14: ``_orig_dtype``
-* ``unsharded_grad_dtype``: what a backward adds gradients up in | 2.15 - | the dtype of what is gathered
-* ``mp_policy``: dtypes of the parameter | 2.15 - | up to 2.14: of the group
-* ``_param_fqn``: its name | 2.11 - | errors without a name
-
-Of ``torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState``:
-
-* ``_training_state``: to leave the backward of a layer | 2.11 -
-  | a layer that is called twice, under a reentrant checkpoint, loses gradients
-* ``_pre_backward``: the hook on what a layer returns | 2.11 - | a loss that a module keeps keeps all of its fit
-* ``_register_pre_backward_hook``: outputs that are views | 2.11 - | a layer's output cannot be changed in place
-
-Others:
-
-* ``torch.distributed.fsdp.FSDPModule._get_fsdp_state``: from a module to its state | 2.11 - | no fsdp_offload
-* ``torch._C._are_functorch_transforms_active``: such hooks do not go with torch.func | 2.12 - | taken for not active
-"""
+"""Base classes to derive from, which take the place of the classes of FSDP2's own objects."""
 
 import weakref
 from collections.abc import Iterable, Sequence
@@ -162,7 +101,7 @@ class GroupBase(FSDPParamGroup):
         loses the gradients of all calls of a layer but one.
         """
         for module in self.modules:
-            if isinstance(module, FSDPModule):  # FSDP2 goes on to call groups that were taken off their modules
+            if isinstance(module, FSDPModule):  # FSDP2 still calls groups that were removed from their modules
                 state: Any = module._get_fsdp_state()
                 state._training_state = TrainingState.IDLE
 
@@ -208,11 +147,7 @@ class GroupBase(FSDPParamGroup):
     # --- gradients ---
 
     def reduce_parts(self, parts: Iterable[tuple[Sequence[Any], torch.dtype | None]]) -> None:
-        """Reduce the gradients of one part of the parameters after the other: FSDP2 does it in one dtype.
-
-        Args:
-            parts: Some parameters, and what to add up in; ``None``: in the dtype of their gradients.
-        """
+        """Reduce the gradients of one group of parameters after the other, each in a dtype; ``None``: in its own."""
         parameters, sharded, training = self.fsdp_params, self._sharded_state, self._training_state
         try:
             for part, dtype in parts:
@@ -235,7 +170,7 @@ class GroupBase(FSDPParamGroup):
 
     @property
     def _reduce_scatter_param_indices(self) -> Sequence[int]:
-        return range(len(self.fsdp_params))  # of the part
+        return range(len(self.fsdp_params))  # of the parameters being reduced
 
     @_reduce_scatter_param_indices.setter
     def _reduce_scatter_param_indices(self, value: Sequence[int]) -> None:
@@ -300,7 +235,7 @@ class ParameterBase(FSDPParam):
 
     @property
     def _sharded_local_tensor(self) -> Tensor:
-        # What FSDP2 looks for extensions on: nobody has to wait for that, or to suppose a write.
+        # FSDP2 looks for extensions on it: that needs no wait, and is no write.
         return self._sharded_param_data
 
     @property

@@ -1,21 +1,4 @@
-"""``DTensor``: how it lies on its ranks, and a class that is asked before its local part is read.
-
-* ``torch.distributed.tensor.DTensor._spec``: its shape, mesh and placements | 2.11 - | sharded states cannot be copied
-* ``torch.distributed.tensor._dtensor_spec.DTensorSpec``: what makes one | 2.11 - | optimizers cannot step on shards
-* ``torch.distributed.tensor._dtensor_spec.TensorMeta``: its shape and dtype | 2.11 - | as without ``DTensorSpec``
-* ``torch.distributed.tensor._utils.compute_local_shape_and_global_offset``: which part a rank has | 2.11 - | full
-  checkpoints of sharded modules cannot be loaded
-* ``torch.distributed.tensor.DTensor.__torch_dispatch__``: that of a class derived from it is called | 2.13 - | what is
-  written to a shard beside what is gathered of it is not seen
-* ``torch.distributed.tensor.DTensor._local_tensor``: this rank's part, read past any dispatch | 2.11 - | a state that
-  is being written is read by ``full_tensor()``
-* ``torch.distributed.tensor.DTensor._op_dispatcher``: has a table of operators that something else runs | 2.11 - |
-  a number read of a sharded tensor is that of a rank's own part
-* ``torch.distributed.tensor._dispatch.OpDispatcher._custom_op_handlers``: that table | 2.11 - | as without
-  ``_op_dispatcher``
-* ``torch.ops.aten._local_scalar_dense``: reads the number of a tensor of one element | 2.11 - | as without
-  ``_op_dispatcher``
-"""
+"""``DTensor``: how it lies on its ranks, and a class that is asked before its local part is read."""
 
 from collections.abc import Callable
 from typing import Any
@@ -51,19 +34,14 @@ class AskedDTensor(DTensor):
 _slot: Any = DTensor._local_tensor
 
 
-def own_part_of(shard: Any) -> Tensor:
-    """Return the local part of a ``DTensor``, also of one whose class is to be asked first."""
-    part: Tensor = _slot.__get__(shard)
-    return part
-
-
-def set_own_part(shard: Any, part: Tensor) -> None:
-    """Let ``part`` be the local part of a ``DTensor``, whatever its class."""
-    _slot.__set__(shard, part)
+own_part_of: Callable[[Any], Tensor] = _slot.__get__
+"""Return the local shard of a ``DTensor``, also of one whose class is to be asked first."""
+set_own_part: Callable[[Any, Tensor], None] = _slot.__set__
+"""Let a tensor be the local shard of a ``DTensor``, whatever its class."""
 
 
 def local_part(value: Any) -> Any:
-    """Return this rank's part of a ``DTensor``, the very tensor, past autograd; anything else as it is."""
+    """Return this rank's part of a ``DTensor``, the very tensor, past autograd; anything else unchanged."""
     return local_part_of(value) if isinstance(value, DTensor) else value
 
 

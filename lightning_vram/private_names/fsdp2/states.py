@@ -1,86 +1,39 @@
-"""Private names of FSDP2: what a module is sharded by, to reset it after an error and to take it off again.
-
-For any module that FSDP2 has sharded, ours or not.
-
-Of ``torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState``:
-
-* ``_fsdp_param_group``: the one group of a module | - 2.11 | from 2.12 on: ``_fsdp_param_groups``
-* ``_fsdp_param_groups``: its groups | 2.12 - | up to 2.11: ``_fsdp_param_group``
-* ``_state_ctx.all_states``: whose backward ends | 2.11 - | up to 2.11 a step reads gradients that are freed
-* ``_is_root``: who can be reset | 2.11 - | MicroBatching cannot go on after out of memory
-* ``_register_root_post_backward_final_callback``: backwards within a step | 2.11 -
-  | manual optimization loses gradients of what no layer holds
-* ``_pre_forward_hook_handle``, ``_post_forward_hook_handle``: undo | 2.11 - | a module stays sharded
-
-Of ``torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup``:
-
-* ``_module_to_pre_save_state_dict_hook_handle``, ``_module_to_pre_load_state_dict_hook_handle``: undo | 2.11 -
-  | a module stays sharded
-
-Of ``torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam``:
-
-* ``unsharded_accumulated_grad``, ``_unsharded_param``, ``grad_offload_event``, ``free_unsharded_param``: what a step
-  that failed leaves behind | 2.11 - | MicroBatching cannot go on after out of memory
-* ``_module_info``, ``_setattr_on_modules``, ``_post_load_hook_handle``: undo | 2.11 - | a module stays sharded
-* ``mp_policy``: dtypes; up to 2.14 of the group, too | 2.11 - | as the next
-* ``_module_info.module``, ``init_dtype_attrs``: to look past attributes | 2.11 - | quantized weights cannot be sharded
-
-Others:
-
-* ``torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState``: whose hooks wait for a backward, whatever the gradient
-  | 2.11 - | losses of sharded models are not chunked
-* ``torch.distributed.fsdp.FSDPModule._get_fsdp_state``: from a module to its state | 2.11 - | no fsdp_offload
-* ``torch.distributed.fsdp._fully_shard._fully_shard.cls_to_fsdp_cls``: the class that ``fully_shard`` gives to modules
-  of a class | 2.11 - | no fsdp_offload for classes that derive from ABC or Generic first
-* ``torch.distributed.fsdp.FSDPModule.reset_iter_state``: after an error | 2.13 -
-  | MicroBatching cannot go on after out of memory
-* ``module._is_fsdp_managed_module``: what ``fully_shard`` sets on all parts, for dynamo, and transformers takes for
-  several ranks | 2.11 - | models of transformers run without LayerDrop
-* ``torch.distributed._composable_state._module_state_mapping``: where states are kept | 2.11 - | a module stays sharded
-"""
+"""Private names of FSDP2: what a module is sharded by, to reset it after an error and to take it off again."""
 
 from collections.abc import Callable
 from functools import partial
+from operator import methodcaller
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 
 from lightning_vram.private_names.torch.modules import PARAMETERS, own_parameters
-
-if dist.is_available():
-    from torch.distributed._composable_state import _module_state_mapping
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-    from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 
 MARKS = ("_fsdp", "_is_fsdp", "__composable_api")  # how attributes begin that fully_shard leaves on modules
 RANKS_MARK = "_is_fsdp_managed_module"  # by which transformers sees that ranks must run the same layers
 
 
-def state_of(module: Any) -> Any:
-    """Return the state of a module that ``fully_shard`` was called for."""
-    return module._get_fsdp_state()
+state_of: Callable[[Any], Any] = methodcaller("_get_fsdp_state")
+"""Return the state of a module that ``fully_shard`` was called for."""
 
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether ``fully_shard`` was called for a module: its weights may go when its forward ends."""
-    return dist.is_available() and isinstance(module, FSDPModule)
+    return isinstance(module, FSDPModule)
 
 
 def waits_for_backward(hook: Callable[..., Any]) -> bool:
     """Whether a hook on a tensor is FSDP2's, which gathers what the backward needs and leaves the gradient alone."""
-    return dist.is_available() and isinstance(getattr(hook, "__self__", None), FSDPState)
+    return isinstance(getattr(hook, "__self__", None), FSDPState)
 
 
 def prepare_class(kind: type[nn.Module], make_mixin: Callable[[type, type], type]) -> None:
-    """Make what ``fully_shard`` is to give to modules of ``kind``, where it would make a class that they cannot have.
-
-    Args:
-        kind: The class of a module.
-        make_mixin: Gets FSDP2's mixin and ``kind``, and returns the first base to take; FSDP2's where that will do.
-    """
+    """Let ``fully_shard`` give modules of ``kind`` a class with ``make_mixin(FSDPModule, kind)``, where it differs."""
     mixin = make_mixin(FSDPModule, kind)
     if kind not in cls_to_fsdp_cls and mixin is not FSDPModule:
         cls_to_fsdp_cls[kind] = type(f"FSDP{kind.__name__}", (mixin, kind), {"__deepcopy__": _refuse_copy})
@@ -122,7 +75,7 @@ def end_backward_once(module: Any) -> None:
 
 def can_reset() -> bool:
     """Whether a step that failed can be given up: from 2.13 on."""
-    return dist.is_available() and hasattr(FSDPModule, "reset_iter_state")
+    return hasattr(FSDPModule, "reset_iter_state")
 
 
 def discard_step(parameter: Any) -> None:
@@ -158,7 +111,7 @@ class _Parameters(nn.Module):
         getattr(self, name)
 
     def __getattr__(self, name: str) -> Any:
-        """Tell the attribute that hides a parameter: FSDP2 has put it there, or ``module.to()`` has changed it."""
+        """Give the value to the attribute that hides it: FSDP2 has put it there, or ``module.to()`` has changed it."""
         value, attribute = own_parameters(self)[name], vars(self.owner).get(name)
         if attribute is not None:
             attribute.hides(value)
@@ -172,10 +125,7 @@ shards_integers = torch.torch_version.TorchVersion("2.13") <= torch.__version__
 def look_past_attribute(parameter: Any) -> None:
     """Let FSDP2 find a parameter of a group that an attribute of the same name hides, and not cast it.
 
-    The method ``hides`` of the attribute is called with all that FSDP2 puts, or finds, in the place of the parameter.
-
-    Args:
-        parameter: FSDP2's object. One that nothing hides is left alone.
+    The method ``hides`` of the attribute is called with every value that FSDP2 sets or reads as the parameter.
     """
     info = parameter._module_info
     if info.param_name in vars(info.module):
@@ -186,7 +136,7 @@ def look_past_attribute(parameter: Any) -> None:
 
 
 def dtype_to_compute(group: Any, parameter: Any) -> torch.dtype | None:
-    """Return what a parameter of ``group`` is gathered in; ``None``: as it is."""
+    """Return what a parameter of ``group`` is gathered in; ``None``: in its own dtype."""
     policy: MixedPrecisionPolicy = parameter.mp_policy if hasattr(parameter, "mp_policy") else group.mp_policy
     return policy.param_dtype
 

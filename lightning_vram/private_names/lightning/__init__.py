@@ -1,1 +1,1 @@
-"""Lightning and torchmetrics."""
+"""Private names of Lightning: Trainer, loops, logging, strategies, callbacks, files, command line."""

@@ -1,12 +1,4 @@
-"""Private names of Lightning's command line.
-
-* ``lightning.pytorch.cli.LightningCLI._get``: an argument of the subcommand | 2.6 -
-  | the command ``lightning-vram fit`` fails
-* ``lightning.pytorch.cli.LightningCLI._prepare_subcommand_kwargs``: arguments of ``trainer.fit`` | 2.6 -
-  | ``compare_with_baseline`` fails
-* ``lightning.pytorch.cli.LightningCLI._set_seed``: called before classes are made | 2.6 -
-  | "Seed set to" is printed before mistakes in a configuration, too
-"""
+"""Private names of Lightning's command line."""
 
 import logging
 import warnings

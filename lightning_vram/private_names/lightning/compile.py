@@ -1,8 +1,4 @@
-"""What Lightning leaves behind where it compiles a module. Imports no Lightning: memory asks, too.
-
-* ``lightning.pytorch.LightningModule._compiler_ctx``: what its steps were compiled with | 2.6 - | a module that was
-  compiled and then given to a Trainer counts as not compiled
-"""
+"""What Lightning leaves behind where it compiles a module. Imports no Lightning: memory asks, too."""
 
 from torch import nn
 

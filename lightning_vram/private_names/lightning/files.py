@@ -1,25 +1,14 @@
-"""Private names of Lightning's files: reading and writing checkpoints, here or far away.
+"""Private names of Lightning's files: reading and writing checkpoints, here or far away."""
 
-Of ``lightning.fabric.utilities.cloud_io``:
-
-* ``_is_local_file_protocol``: whether a path is one of this file system | 2.6 - | fsdp_offload cannot be imported
-* ``_atomic_save``: writes a checkpoint, or leaves nothing | 2.6 - | fsdp_offload cannot be imported
-* ``_load``: reads a checkpoint from an address | 2.6 - | fsdp_offload cannot be imported
-"""
-
+from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.utilities.cloud_io import _atomic_save, _is_local_file_protocol, _load
 
-
-def is_local(location: str) -> bool:
-    """Whether a path is one of this file system, not an address."""
-    return _is_local_file_protocol(location)
-
-
-def save_whole(checkpoint: dict[str, Any], location: str) -> None:
-    """Write a checkpoint, or leave nothing."""
-    _atomic_save(checkpoint, location)
+is_local: Callable[[str], bool] = _is_local_file_protocol
+"""Whether a path is one of this file system, not an address."""
+save_whole: Callable[[dict[str, Any], str], None] = _atomic_save
+"""Write a checkpoint, or leave nothing."""
 
 
 def load_on_host(location: str, *, weights_only: bool | None) -> Any:

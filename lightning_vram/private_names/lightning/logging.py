@@ -1,27 +1,8 @@
-"""Private names of Lightning's logging: what ``self.log`` collects, and what a trainer shows of it.
+"""Private names of Lightning's logging: what ``self.log`` collects, and what a trainer shows of it."""
 
-* ``lightning.pytorch.Trainer._results``: what the running loop has logged | 2.6 -
-  | MicroBatching and LeanMixedPrecision in float16 fail in the first batch
-* ``lightning.pytorch.Trainer._logger_connector``: holds metrics, and knows when they are due | 2.6 -
-  | SlurmRequeue cannot load the end of a fit; LeanMixedPrecision in float16 fails in the first batch
-* ``lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector._callback_metrics``: what
-  is behind the trainer's metrics | 2.6 - | SlurmRequeue cannot load the end of a fit
-* ``lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector._logged_metrics``: what
-  is behind the trainer's metrics | 2.6 - | SlurmRequeue cannot load the end of a fit
-* ``lightning.pytorch.trainer.connectors.logger_connector.logger_connector._LoggerConnector._progress_bar_metrics``:
-  what is behind the trainer's metrics | 2.6 - | SlurmRequeue cannot load the end of a fit
-* ``lightning.pytorch.LightningModule._current_fx_name``: the hook that values are logged from | 2.6 -
-  | LeanMixedPrecision in float16 fails in the first step whose values are logged, fsdp_offload in the first that clips
-* ``lightning.pytorch.trainer.connectors.logger_connector.result._ResultCollection``: what ``self.log`` of a loop
-  collects | 2.6 - | the package cannot be imported
-* ``lightning.pytorch.trainer.connectors.logger_connector.result._Metadata``: knows all ways to name a reduction
-  | 2.6 - | the package cannot be imported
-* ``lightning.pytorch.trainer.connectors.logger_connector.result._get_default_dtype``: in which values are logged
-  | 2.6 - | the package cannot be imported
-"""
-
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import lightning.pytorch as pl
@@ -36,19 +17,12 @@ ResultCollection = _ResultCollection
 Metadata = _Metadata
 
 
-def default_dtype() -> torch.dtype:
-    """Return the dtype that values are logged in."""
-    return _get_default_dtype()
-
-
-def running_results(trainer: pl.Trainer) -> ResultCollection | None:
-    """Return what the running loop has logged; ``None`` if none runs that logs."""
-    return trainer._results
-
-
-def logs_are_due(trainer: pl.Trainer) -> bool:
-    """Whether loggers get the values of this step."""
-    return bool(trainer._logger_connector.should_update_logs)
+default_dtype: Callable[[], torch.dtype] = _get_default_dtype
+"""Return the dtype that values are logged in."""
+running_results: Callable[[pl.Trainer], ResultCollection | None] = attrgetter("_results")
+"""Return what the running loop has logged; ``None`` if none runs that logs."""
+logs_are_due: Callable[[pl.Trainer], bool] = attrgetter("_logger_connector.should_update_logs")
+"""Whether loggers get the values of this step."""
 
 
 @contextmanager
@@ -67,13 +41,7 @@ def runs_in_hook(module: pl.LightningModule, hook: str) -> bool:
 
 
 def update_metrics(trainer: pl.Trainer, kind: str, values: Mapping[str, Any]) -> None:
-    """Add to what a trainer shows.
-
-    Args:
-        trainer: Of any state.
-        kind: ``"callback_metrics"``, ``"logged_metrics"`` or ``"progress_bar_metrics"``.
-        values: By name.
-    """
+    """Add to the trainer's ``callback_metrics``, ``logged_metrics`` or ``progress_bar_metrics``."""
     connector = trainer._logger_connector
     metrics: dict[str, dict[str, Any]] = {
         "callback_metrics": connector._callback_metrics,

@@ -1,28 +1,8 @@
-"""Private names of torchmetrics: the states of a metric, and what it has shown last.
+"""Private names of torchmetrics: the state of a metric, and the value that it shows."""
 
-Of ``torchmetrics.Metric``:
-
-* ``_defaults``: the states by name, as they begin | 1.9 - | MicroBatching fails where the module has metrics
-* ``_reductions``: how ranks merge states | 1.9 - | MicroBatching fails where a metric is logged by the step
-* ``_reduce_states``: merges states | 1.9 - | MicroBatching fails where a metric is logged by the step
-* ``_update_count``: of how many updates the states are, by which means are merged | 1.9 - | means of micro-batches that
-  are logged by the step are wrong
-* ``_to_sync``: whether ``compute`` asks other ranks | 1.9 - | MicroBatching may wait for ever for ranks that run fewer
-  parts
-* ``_should_unsync``: whether ``compute`` takes back what it asked for | 1.9 - | nothing: set as torchmetrics sets it
-* ``_computed``: what ``compute`` has returned, and returns again | 1.9 - | what is logged by the step is the value of
-  the last micro-batch
-* ``_forward_cache``: the value of the last batch, which is logged | 1.9 - | MicroBatching fails where the module has
-  metrics
-* ``_apply``: moves the states, for ``to`` and Lightning's logging | 1.9 - | MetricOffload fails where the module has
-  metrics with lists
-* ``_sync_dist``: gathers the states of all ranks | 1.9 - | MetricOffload fails where the module has metrics with lists
-* ``_device``: where new states are made | 1.9 - | MetricOffload fails where a metric with lists is on a device
-* ``_dtype_convert``: whether ``_apply`` is for ``set_dtype`` | 1.9 - | MetricOffload fails where a metric is moved
-"""
-
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,24 +12,14 @@ APPLY = "_apply"
 SYNC_STATES = "_sync_dist"
 
 
-def default_states(metric: Metric) -> Mapping[str, Any]:
-    """Return the states by name, as they begin."""
-    return metric._defaults
-
-
-def state_reductions(metric: Metric) -> Mapping[str, Any]:
-    """Return by name how ranks merge states; ``None``: they do not."""
-    return metric._reductions
+default_states: Callable[[Metric], Mapping[str, Any]] = attrgetter("_defaults")
+"""Return the metric state by name, as it begins."""
+state_reductions: Callable[[Metric], Mapping[str, Any]] = attrgetter("_reductions")
+"""Return by name how ranks merge the metric state; ``None``: they do not."""
 
 
 def merge_states(metric: Metric, states: dict[str, Any], num_updates: int) -> None:
-    """Merge other states into those of a metric.
-
-    Args:
-        metric: With the states of its latest update.
-        states: Of all updates before.
-        num_updates: Of both together.
-    """
+    """Merge the state of earlier updates into that of the latest; ``num_updates`` counts both."""
     metric._update_count = num_updates
     metric._reduce_states(states)
 
@@ -60,9 +30,8 @@ def forget_computed(metric: Metric) -> None:
     metric._computed = None
 
 
-def shown_value(metric: Metric) -> Any:
-    """Return what the metric shows of the last batch."""
-    return metric._forward_cache
+shown_value: Callable[[Metric], Any] = attrgetter("_forward_cache")
+"""Return what the metric shows of the last batch."""
 
 
 def show_value(metric: Metric, value: Any) -> None:
@@ -70,14 +39,13 @@ def show_value(metric: Metric, value: Any) -> None:
     metric._forward_cache = value
 
 
-def converts_dtype(metric: Metric) -> bool:
-    """Whether what is applied to the states casts them."""
-    return metric._dtype_convert
+converts_dtype: Callable[[Metric], bool] = attrgetter("_dtype_convert")
+"""Whether what is applied to the metric state casts it."""
 
 
 @contextmanager
 def placed_on(metric: Metric, device: torch.device) -> Iterator[None]:
-    """Let a metric take itself to be on ``device`` inside the block. Its states stay where they are."""
+    """Let a metric take itself to be on ``device`` inside the block. Its state stays where it is."""
     before, metric._device = metric._device, device
     try:
         yield

@@ -1,38 +1,8 @@
-"""Private names of Lightning's strategies, and of what they hold: launchers, precision, optimizers.
+"""Private names of Lightning's strategies, and of what they hold: launchers, precision, optimizers."""
 
-* ``lightning.pytorch.strategies.Strategy._configure_launcher``: where a launcher is made | 2.6 -
-  | fsdp_offload runs in one process only, unless others were started outside
-* ``lightning.pytorch.strategies.Strategy._launcher``: the launcher | 2.6 -
-  | fsdp_offload runs in one process only, unless others were started outside
-* ``lightning.pytorch.strategies.Strategy._precision_plugin``: the plugin, as it was given | 2.6 -
-  | fsdp_offload ignores the Trainer's precision
-* ``lightning.pytorch.strategies.ParallelStrategy._layer_sync``: batch norms that are to see all ranks | 2.6 -
-  | fsdp_offload fails at the start of a run, MemoryBudget takes no batch norms to do so
-* ``lightning.pytorch.strategies.Strategy._reset_optimizers_and_schedulers``: forgets those of a run before
-  | 2.6 - | fsdp_offload fails at the start of a fit
-* ``lightning.pytorch.strategies.Strategy._forward_redirection``: runs a step within the forward of the model
-  | 2.6 - | fsdp_offload fails in the first batch
-* ``lightning.pytorch.strategies.launchers.subprocess_script._SubprocessScriptLauncher``: starts the script once more
-  for each device | 2.6 - | fsdp_offload cannot be imported
-* ``lightning.fabric.utilities.distributed._sync_ddp_if_available``: reduces a value that is logged | 2.6 -
-  | fsdp_offload cannot be imported
-* ``lightning.pytorch.strategies.DDPStrategy._ddp_kwargs``: what DDP will be made with | 2.6 -
-  | ActivationCompression that measures fails at the start of a fit under DDP, MemoryBudget cannot tell whether it fits
-* ``lightning.pytorch.strategies.ModelParallelStrategy._data_parallel_size``: how data is split | 2.6 -
-  | MemoryBudget cannot tell whether a run fits, and says so
-* ``lightning.pytorch.strategies.ModelParallelStrategy._tensor_parallel_size``: how layers are split | 2.6 -
-  | MemoryBudget cannot tell whether a run fits, and says so
-* ``lightning.pytorch.strategies.ModelParallelStrategy._save_distributed_checkpoint``: whether checkpoints are folders
-  | 2.6 - | QuantizeFrozenWeights(save="trainable") fails at the start of a run under FSDP2
-* ``lightning.pytorch.strategies.DDPStrategy._timeout``: how long ranks wait; of FSDP's and others, too | 2.6 -
-  | SlurmRequeue and LostPeerError wait as long as PyTorch does by default
-* ``lightning.pytorch.plugins.precision.Precision._after_closure``: hooks and clipping between backward and step
-  | 2.6 - | AccumulationScheduler fails at the start of a fit, LeanMixedPrecision in float16 in the first batch
-* ``lightning.pytorch.core.optimizer._MockOptimizer``: stands for optimizers where there are none | 2.6 -
-  | the package cannot be imported
-"""
-
+from collections.abc import Callable
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any
 
 import lightning.pytorch as pl
@@ -53,7 +23,7 @@ MockOptimizer = _MockOptimizer
 
 
 class PlainStrategy(ParallelStrategy):
-    """Lightning's strategy of several processes, with plain names for what is private there."""
+    """Lightning's strategy of several processes, with public names for what is private there."""
 
     def make_launcher(self) -> ScriptLauncher | None:
         """Return what starts the other processes; ``None`` where they are there already."""
@@ -99,19 +69,17 @@ class PlainStrategy(ParallelStrategy):
             self._launcher = launcher
 
 
-def make_script_launcher(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> ScriptLauncher:
-    """Make what starts the script once more for each other device of this node."""
-    return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+make_script_launcher: Callable[[ClusterEnvironment, int, int], ScriptLauncher] = _SubprocessScriptLauncher
+"""Make what starts the script once more for each other device of this node."""
 
 
 def reduce_over_ranks(tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
-    """Reduce a tensor over the ranks that are connected; as it is if none are."""
+    """Reduce a tensor over the ranks that are connected; nothing if none are."""
     return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
 
-def ddp_arguments(strategy: DDPStrategy) -> dict[str, Any]:
-    """Return what DDP is made with, besides the module."""
-    return strategy._ddp_kwargs
+ddp_arguments: Callable[[DDPStrategy], dict[str, Any]] = attrgetter("_ddp_kwargs")
+"""Return what DDP is made with, besides the module."""
 
 
 def mesh_sizes(strategy: ModelParallelStrategy) -> dict[str, Any]:
@@ -122,9 +90,8 @@ def mesh_sizes(strategy: ModelParallelStrategy) -> dict[str, Any]:
     }
 
 
-def saves_folders(strategy: ModelParallelStrategy) -> bool:
-    """Whether each rank writes its shards to a folder."""
-    return strategy._save_distributed_checkpoint
+saves_folders: Callable[[ModelParallelStrategy], bool] = attrgetter("_save_distributed_checkpoint")
+"""Whether each rank writes its shards to a folder."""
 
 
 def syncs_layers(strategy: Strategy) -> bool:
@@ -133,7 +100,7 @@ def syncs_layers(strategy: Strategy) -> bool:
 
 
 def read_timeout(strategy: Strategy) -> timedelta | None:
-    """Return how long ranks wait for each other; ``None`` if the strategy does not say."""
+    """Return how long ranks wait for each other; ``None``: unknown."""
     timeout: timedelta | None = getattr(strategy, "_timeout", None)
     return timeout
 

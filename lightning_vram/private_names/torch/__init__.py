@@ -1,1 +1,1 @@
-"""torch, but for FSDP2."""
+"""Private names of torch: tensors, modules, autograd, autocast, optimizers and data loaders."""

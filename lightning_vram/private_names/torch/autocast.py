@@ -1,32 +1,8 @@
-"""Autocast, other settings that decide what operators compute, and what ``GradScaler`` keeps for itself.
-
-* ``torch._C._DisableAutocast``: run without autocast, as a backward does | 2.11 - | recomputation and compression fail
-* ``torch.autocast._enabled``: whether a device can autocast to a format | 2.11 - | precision cannot be chosen
-* ``torch.amp.grad_scaler.GradScaler._scale``: the scale on its device | 2.11 - | gradients are taken for not scaled
-* ``torch.amp.grad_scaler.GradScaler._device``: where the scale is | 2.11 - | loss scaling fails
-* ``torch.amp.grad_scaler.GradScaler._per_optimizer_states``: what was found in gradients | 2.11 - | loss scaling fails
-* ``torch.amp.grad_scaler._refresh_per_optimizer_state``: what there is before | 2.11 - | loss scaling fails
-* ``torch.amp.GradScaler._maybe_opt_step``: steps if all gradients are finite | 2.11 - | fp16 cannot be estimated
-* ``torch.amp.grad_scaler.GradScaler._init_scale``: the first scale | 2.11 - | programs that ask for it cannot be
-  estimated
-* ``torch._C._is_autocast_available``: whether a kind of device can autocast | 2.11 - | nothing is estimated
-* ``torch.amp.autocast_mode._cast``: casts what ``custom_fwd`` gets | 2.11 - | its casts are missing in estimates
-* ``torch._C._get_flash_sdp_enabled``, ``torch._C._set_sdp_use_flash``, ``torch._C._get_math_sdp_enabled``,
-  ``torch._C._set_sdp_use_math``, ``torch._C._get_mem_efficient_sdp_enabled``,
-  ``torch._C._set_sdp_use_mem_efficient``, ``torch._C._get_cudnn_sdp_enabled``, ``torch._C._set_sdp_use_cudnn``,
-  ``torch._C._get_overrideable_sdp_enabled``, ``torch._C._set_sdp_use_overrideable``,
-  ``torch._C._get_sdp_priority_order``, ``torch._C._set_sdp_priority_order``: what ``sdpa_kernel`` sets | 2.11 - |
-  recomputation fails
-* ``torch._C._get_cudnn_enabled``, ``torch._C._set_cudnn_enabled``, ``torch._C._get_cudnn_deterministic``,
-  ``torch._C._set_cudnn_deterministic``, ``torch._C._get_cudnn_benchmark``, ``torch._C._set_cudnn_benchmark``,
-  ``torch._C._get_mkldnn_enabled``, ``torch._C._set_mkldnn_enabled``: what the ``flags`` of ``torch.backends`` set |
-  2.11 - | recomputation fails
-* ``torch.nn.utils.parametrize._cache_enabled``: how many ``parametrize.cached()`` are entered | 2.11 - | recomputation
-  fails
-* ``torch.nn.utils.parametrize._cache``: the tensors that they share | 2.11 - | as without ``_cache_enabled``
-"""
+"""Autocast, other settings that decide what operators compute, and what ``GradScaler`` keeps for itself."""
 
 from collections import defaultdict
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -38,7 +14,7 @@ OptimizerStates = dict[int, dict[str, Any]]
 """What a scaler knows of each optimizer, by id."""
 
 AVAILABILITY = (torch._C, "_is_autocast_available")
-"""Where the function is that tells whether a kind of device can autocast."""
+"""Where the function is that checks whether a kind of device can autocast."""
 CAST_ARGUMENTS = (torch.amp.autocast_mode, "_cast")
 """Where the function is that casts the arguments of ``custom_fwd``: of a nest, a kind of device and a dtype."""
 STEP_IF_FINITE = "_maybe_opt_step"
@@ -49,11 +25,7 @@ without_autocast: Any = torch._C._DisableAutocast
 
 
 def can_autocast(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether there is autocast to ``dtype``; torch warns if not.
-
-    Raises:
-        RuntimeError: If the device knows nothing of autocast.
-    """
+    """Whether there is autocast to ``dtype``; torch warns if not. ``RuntimeError``: a device without autocast."""
     return bool(torch.autocast(device_type, dtype=dtype)._enabled)
 
 
@@ -72,14 +44,10 @@ def set_scale(scaler: GradScaler, scale: Tensor | None) -> None:
     scaler._scale = scale
 
 
-def device_of(scaler: GradScaler) -> str:
-    """Return the device type for the scale."""
-    return scaler._device
-
-
-def optimizer_states(scaler: GradScaler) -> OptimizerStates:
-    """Return what ``scaler`` knows of each optimizer: the very dictionary."""
-    return scaler._per_optimizer_states
+device_of: Callable[[GradScaler], str] = attrgetter("_device")
+"""Return the device type for the scale."""
+optimizer_states: Callable[[GradScaler], OptimizerStates] = attrgetter("_per_optimizer_states")
+"""Return what a scaler knows of each optimizer: the very dictionary."""
 
 
 def set_optimizer_states(scaler: GradScaler, states: OptimizerStates) -> None:

@@ -1,39 +1,11 @@
-"""What autograd is at: which backward runs, what a node saves, which hooks are set; transforms and tracers beside it.
-
-* ``torch._C._current_graph_task_id``: which backward runs in this thread | 2.11 - | nothing works
-* ``torch._C._autograd._get_current_graph_task_keep_graph``: whether the backward that runs in this thread retains its
-  graph | 2.11 - | selective checkpointing keeps results of a layer until its backward is over
-* ``torch._C._get_graph_exec_group``: which backwards count as one (``GraphExecGroup``) | 2.11 - | checkpoints fail
-* ``torch._C._autograd._make_saved_tensor``: save a tensor as a node does | 2.13 - | a node saves it, which takes ten
-  times as long
-* ``torch.utils.checkpoint._enable_checkpoint_early_stop``: what ``set_checkpoint_early_stop`` sets | 2.11 - | it means
-  nothing to our checkpoints
-* ``torch.autograd._engine_run_backward``: through which all backwards pass | 2.11 - | a backward inside of a step may
-  round differently in few operators
-* ``grad_fn._saved_result``: whether a node has its result yet | 2.11 - | ReLU's results are kept with their values
-* ``grad_fn._raw_saved_result``: the same, with the hooks that packed it | 2.11 - | as without ``_saved_result``
-* ``grad_fn._saved_``: how the names of what a node saves begin | 2.11 - | EarlyRelease finds no graph of an evaluation
-* ``torch._C._autograd._top_saved_tensors_default_hooks``: the innermost saved-tensor hooks | 2.11 - | techniques on
-  saved tensors fail
-* ``torch._C._autograd._push_saved_tensors_default_hooks``: put hooks back | 2.11 - | transforms in checkpoints fail
-* ``torch._C._autograd._pop_saved_tensors_default_hooks``: take hooks off | 2.11 - | transforms in checkpoints fail
-* ``torch._C._autograd._saved_tensors_hooks_is_enabled``: whether hooks may be set | 2.11 - | casts in the backward fail
-* ``torch._C._autograd._get_sequence_nr``: counts nodes of the graph, by which operators are told apart | 2.11 - |
-  offloading and checkpoints fail
-* ``grad_fn._sequence_nr``: the number of a node | 2.11 - | leaks are not found
-* ``torch._C._functorch.peek_interpreter_stack``: whether ``torch.func`` transforms | 2.11 - | nothing works
-* ``torch._C._is_tracing``: whether ``torch.jit.trace`` runs | 2.11 - | checkpoints, casts and fusions fail
-* ``torch._C._vmapmode_increment_nesting``: go into a level of ``vmap`` | 2.11 - | dropout is not recomputed
-* ``torch._C._vmapmode_decrement_nesting``: leave one | 2.11 - | dropout is not recomputed
-* ``torch.utils.checkpoint._StopRecomputationError``: ends a second run | 2.11 - | nothing works
-* ``torch.autograd.forward_ad._current_level``: whether forward-mode derivatives are made | 2.11 - | fusions fail
-"""
+"""Autograd: the backward that runs, what nodes save, hooks; transforms and tracers."""
 
 import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -63,11 +35,8 @@ make_saved_tensor: Callable[..., Any] | None = getattr(torch._C._autograd, "_mak
 
 num_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """Return how many nodes of the graph were made in this thread: one more for each operator that has a gradient."""
-
-
-def number_of(node: Any) -> int:
-    """Return the number of a node of the graph in its thread, above those of all that it comes from."""
-    return int(node._sequence_nr())
+number_of: Callable[[Any], int] = methodcaller("_sequence_nr")
+"""Return the number of a node of the graph in its thread, above those of all that it comes from."""
 
 
 def may_stop_early() -> bool:
@@ -93,7 +62,7 @@ def replace_run_backward(run: RunBackward) -> None:
 
 
 def has_own_result(node: Any) -> bool:
-    """Whether a node of the graph has its result, or cannot tell; not while it is saving it."""
+    """Whether a node of the graph has its result, or may have it; not while it is saving it."""
     saved = getattr(node, "_raw_saved_result", None)
     if saved is None or not hasattr(saved, "data") or not hasattr(saved, "unpack_hook"):
         return True
@@ -126,9 +95,8 @@ def push_hooks(hooks: SavedTensorHooks) -> None:
     torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
 
 
-def pop_hooks() -> None:
-    """Take the innermost saved-tensor hooks off."""
-    torch._C._autograd._pop_saved_tensors_default_hooks()
+pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+"""Take the innermost saved-tensor hooks off."""
 
 
 # From 2.15 on a selective checkpoint of a user's, within saved-tensor hooks of ours, warns that a later version will
@@ -138,14 +106,13 @@ _MAY_WARN = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).param
 
 
 def hide_warning_of_hooks() -> None:
-    """Let nobody be warned of hooks that we set; to be called before."""
+    """Prevent the warning about hooks that we set; to be called before."""
     if _MAY_WARN and _WARNING not in warnings.filters:  # each new filter lets all other warnings be shown once more
         warnings.filterwarnings("ignore", "A saved_tensors_hooks context", FutureWarning)
 
 
-def may_set_hooks() -> bool:
-    """Whether saved-tensor hooks are allowed here."""
-    return torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined, no-any-return]
+may_set_hooks: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+"""Whether saved-tensor hooks are allowed here."""
 
 
 def is_in_transform() -> bool:
@@ -153,9 +120,8 @@ def is_in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def is_tracing() -> bool:
-    """Whether ``torch.jit.trace`` is at work."""
-    return bool(torch._C._is_tracing())
+is_tracing: Callable[[], bool] = torch._C._is_tracing
+"""Whether ``torch.jit.trace`` is at work."""
 
 
 def is_in_forward_ad() -> bool:

@@ -1,19 +1,4 @@
-"""What ``torch.compile`` leaves behind, and what keeps it away.
-
-* ``torch._dynamo.eval_frame.OptimizedModule``: what ``torch.compile(module)`` returns | 2.11 - | nothing works
-* ``torch._dynamo.eval_frame.OptimizedModule._orig_mod``: the module in it | 2.11 - | layers of compiled models are not
-  found; names of parameters keep that part
-* ``torch.nn.Module._compiled_call_impl``: what ``module.compile()`` sets | 2.11 - | such modules count as not compiled
-* ``function._torchdynamo_disable``: the mark of ``torch.compiler.disable`` | 2.11 - | layers with such parts are
-  checkpointed in compiled code, with gradients that are off
-* ``torch._C._dynamo.eval_frame.set_code_exec_strategy``: tell Dynamo what to do with a function | 2.11 - | a wrapper
-  does it, a tenth of what a dispatch mode costs
-* ``torch._C._dynamo.eval_frame._FrameExecStrategy``: what to do | 2.11 - | as without ``set_code_exec_strategy``
-* ``torch._C._dynamo.eval_frame._FrameAction``: with it and what it calls | 2.11 - | as without
-  ``set_code_exec_strategy``
-* ``torch._functorch.config.backward_pass_autocast``: whether a compiled backward autocasts | 2.11 - | float32 parts of
-  compiled models have gradients in 16 bit
-"""
+"""What ``torch.compile`` leaves behind, and what keeps it away."""
 
 from collections.abc import Callable
 from functools import partial
@@ -40,7 +25,7 @@ set_backward_autocast = partial(setattr, config, _AUTOCAST)
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module that ``torch.compile(module)`` was given; any other as it is."""
+    """Return the module that ``torch.compile(module)`` was given; any other unchanged."""
     return module._orig_mod if isinstance(module, OptimizedModule) else module
 
 
@@ -54,7 +39,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def is_compiled_part(module: nn.Module) -> bool:
-    """Whether ``module`` itself is compiled, in either of the two ways."""
+    """Whether ``module`` itself is compiled, by ``torch.compile(module)`` or ``module.compile()``."""
     return isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
 
 
@@ -71,7 +56,7 @@ def is_left_to_python(function: Any) -> bool:
 
 
 def skip_code(function: Callable[..., object]) -> bool:
-    """Let Dynamo run ``function`` as it is, and all that it calls; ``False`` if this torch cannot be told."""
+    """Keep Dynamo off ``function`` and all that it calls; ``False`` if this torch has no switch for that."""
     frames = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     names = ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
     if frames is None or not all(hasattr(frames, name) for name in names):

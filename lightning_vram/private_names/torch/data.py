@@ -1,14 +1,7 @@
-"""How a ``DataLoader`` begins an iteration, and what draws the indices in it.
-
-* ``torch.utils.data.DataLoader._get_iterator``: make an iterator | 2.11 - | the place in an epoch is not saved
-* ``torch.utils.data.DataLoader._index_sampler``: what draws the indices for it | 2.11 - | the place in an epoch is not
-  saved
-* ``torch.utils.data.DataLoader._iterator``: the iterator of workers that stay | 2.11 - | one that runs is not noticed
-* ``torch.utils.data.dataloader._BaseDataLoaderIter._index_sampler``: what an iterator draws from | 2.11 - | an iterator
-  that stays cannot be given back
-"""
+"""How a ``DataLoader`` begins an iteration, and what draws the indices in it."""
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -51,9 +44,8 @@ def staying_iterator(loader: DataLoader[Any]) -> Any | None:
     return getattr(loader, "_iterator", None)
 
 
-def index_sampler_of(loader: Any) -> Any:
-    """Return what draws the indices in a loader, or in an iterator of one."""
-    return loader._index_sampler
+index_sampler_of: Callable[[Any], Any] = attrgetter("_index_sampler")
+"""Return what draws the indices in a loader, or in an iterator of one."""
 
 
 def set_index_sampler(iterator: Any, sampler: Any) -> None:

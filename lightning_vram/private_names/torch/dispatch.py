@@ -1,31 +1,4 @@
-"""Operators on their way to a kernel: modes that see them, keys that send them there, tensors that only pretend.
-
-* ``torch.utils._python_dispatch.TorchDispatchMode``: sees each operator | 2.11 - | nothing works
-* ``torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo``: leave out the wrapper around each call |
-  2.11 - | each operator takes some microseconds longer under our modes
-* ``torch.utils._python_dispatch._get_current_dispatch_mode``: the innermost mode | 2.11 - | recomputation fails
-* ``torch.utils._python_dispatch._get_current_dispatch_mode_stack``: all modes | 2.11 - | shared casts fail
-* ``torch.utils._python_dispatch.is_traceable_wrapper_subclass``: tensors made of tensors | 2.11 - | nothing works
-* ``torch.utils._python_dispatch.is_traceable_wrapper_subclass_type``: the same, by class | 2.11 - | nothing works
-* ``torch._C._len_torch_function_stack``: whether there are modes for functions | 2.11 - | recomputation fails
-* ``torch.overrides._get_current_function_mode_stack``: which | 2.11 - | as without ``_len_torch_function_stack``
-* ``torch.utils._device.DeviceContext``: the mode of ``with torch.device(...)`` | 2.11 - | as without
-  ``_len_torch_function_stack``
-* ``torch._subclasses.fake_tensor.FakeTensor``: tensors without memory | 2.11 - | nothing works
-* ``torch._subclasses.fake_tensor.FakeTensor.device``: a fake answers for itself in Python | 2.11 - | the same
-* ``torch._subclasses.fake_tensor.FakeTensorMode``: makes such of all | 2.11 - | no step is estimated
-* ``torch._subclasses.fake_tensor.FakeTensorMode._prep_args_for_hash``: by what it knows an operator's arguments again |
-  2.11 - | estimates take longer
-* ``torch._subclasses.fake_tensor.FakeTensor.constant``: a value of its own, which is no part of that | 2.11 - |
-  no step is estimated
-* ``torch._guards.detect_fake_mode``: whether some are among inputs | 2.11 - | memory cannot be tracked
-* ``torch.utils._python_dispatch._disable_current_modes``: be outside of all modes | 2.11 - | no step of several
-  processes is estimated
-* ``torch._C._DisableTorchDispatch``: run past all modes and subclasses | 2.11 - | nothing works
-* ``torch._C.DispatchKey``: where operators go | 2.11 - | aliases of tensors, memory tracking and save policies fail
-* ``torch._C._dispatch_tls_is_dispatch_key_excluded``: whether autograd is passed by | 2.11 - | no tensor is kept
-* ``torch._C._SetExcludeDispatchKeyGuard``: pass autograd by, or not | 2.11 - | nothing is kept below autograd
-"""
+"""Private names of torch's dispatcher, operators and compiler, of fake tensors and fake ranks."""
 
 from typing import Any
 

@@ -1,43 +1,10 @@
-"""What ranks do to each other: ``DistributedDataParallel`` by itself, and what this process knows of other processes.
+"""``DistributedDataParallel``, and marks that parallel training leaves on parameters."""
 
-* ``torch.nn.parallel.DistributedDataParallel._delay_all_reduce_params``: parameters it reduces late | 2.11 - | they are
-  reduced with the others
-* ``torch.nn.parallel.DistributedDataParallel._use_python_reducer``: whether compiled autograd reduces | 2.11 - | it is
-  taken for not so
-* ``torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data``: what it logs of itself, built-in hooks too |
-  2.11 - | communication hooks are not noticed
-* ``torch.nn.parallel.DistributedDataParallel._sync_buffers``: broadcast the buffers | 2.11 - | the next forward does it
-* ``torch.distributed.Reducer._set_optimizer_in_backward``: give no gradients back after a backward | 2.11 -
-  | OptimizerInBackward fails under DDP
-* ``torch.distributed.Reducer.prepare_for_backward``: reduce the next backward; without a page | 2.11 -
-  | OptimizerInBackward(max_norm="two-pass") fails under DDP
-* ``torch.distributed.Reducer._reset_state``: forget which parameters were used | 2.11 - | with unused parameters, those
-  of micro-batches count as used in the next step
-* ``parameter._in_backward_optimizers``: the mark of an optimizer that runs in the backward | 2.11 - | it is not noticed
-* ``torch.Tensor._base``: whose view a tensor is | 2.11 - | nothing works
-* ``tensor._is_flat_param``: the mark of the flat parameter of FSDP1 | 2.11 - | under it, recomputation reads freed
-  weights
-* ``torch.distributed.distributed_c10d._world``: where process groups are kept; meant to be overridden | 2.11 -
-  | nothing is estimated in a process that is connected to others
-* ``torch.distributed.DeviceMesh._thread_id``: meshes of different ones are not equal | 2.11 - | after an estimate,
-  sharded runs on the host may fail
-* ``torch.distributed.distributed_c10d._World``: what it is | 2.11 - | as above
-* ``torch.distributed.distributed_c10d._update_default_pg``: tells PyTorch's own threads of the rank | 2.11 - | as above
-* ``torch._C._distributed_c10d._register_process_group``: gives operators a group by its name | 2.11 - | as above
-* ``torch._C._distributed_c10d._resolve_process_group``: finds it | 2.11 - | as above
-"""
-
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-
-_FIRST_NAME = 1_000_000  # groups are numbered, and operators know them by their numbers
-_NO_THREAD = -1
 
 
 def delays_reductions(ddp: DistributedDataParallel) -> bool:
@@ -46,7 +13,7 @@ def delays_reductions(ddp: DistributedDataParallel) -> bool:
 
 
 def is_reduced_by_compiler(ddp: DistributedDataParallel) -> bool:
-    """Whether the reducer of compiled autograd is in place of that of ``ddp``."""
+    """Whether the reducer of compiled autograd replaces that of ``ddp``."""
     return bool(getattr(ddp, "_use_python_reducer", False))
 
 
@@ -68,11 +35,7 @@ def can_sync_buffers(ddp: DistributedDataParallel) -> bool:
 
 
 def sync_buffers(ddp: DistributedDataParallel) -> None:
-    """Broadcast the buffers from rank 0. A collective.
-
-    Raises:
-        RuntimeError: If the backend fails.
-    """
+    """Broadcast the buffers from rank 0. A collective: ``RuntimeError`` if the backend fails."""
     ddp._sync_buffers()  # type: ignore[no-untyped-call]
 
 
@@ -92,59 +55,6 @@ def forget_used_parameters(ddp: DistributedDataParallel) -> None:
     reset = getattr(ddp.reducer, "_reset_state", None)
     if reset is not None:
         reset()
-
-
-@contextmanager
-def disconnected() -> Iterator[None]:
-    """Let this process be connected to no other inside the block: as it is afterwards, groups are there again."""
-    if not dist.is_available():
-        yield
-        return
-    from torch.distributed import distributed_c10d as c10d
-
-    before = c10d._world
-    c10d._world = _make_world(c10d)
-    try:
-        with _own_meshes():
-            yield
-    finally:
-        c10d._world = before
-        c10d._update_default_pg(before.default_pg)
-        for group, name in before.pg_names.items():
-            _register(name, group)
-
-
-@contextmanager
-def _own_meshes() -> Iterator[None]:
-    """Let no mesh that is made inside be equal to one outside: DTensor remembers by meshes what it has done."""
-    from torch.distributed.device_mesh import DeviceMesh
-
-    make = DeviceMesh.__init__
-
-    def make_apart(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
-        make(mesh, *args, **kwargs)
-        mesh._thread_id = _NO_THREAD
-
-    DeviceMesh.__init__ = make_apart  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        DeviceMesh.__init__ = make  # type: ignore[method-assign]
-
-
-def _make_world(c10d: Any) -> Any:
-    names = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
-    own = type("World", (c10d._World,), dict.fromkeys((*names, "group_count")))()  # else they are the module's
-    vars(own).update({name: {} for name in names}, group_count=_FIRST_NAME)
-    return own
-
-
-def _register(name: str, group: Any) -> None:
-    registry: Any = torch._C._distributed_c10d
-    try:
-        registry._resolve_process_group(name)
-    except (LookupError, RuntimeError, ValueError):  # closing a group forgets those of everybody
-        registry._register_process_group(name, group)
 
 
 def is_part_of_flat_parameter(tensor: Tensor) -> bool:

@@ -1,23 +1,8 @@
-"""Tensors that only pretend, and the devices they pretend to lie on.
-
-* ``torch._register_device_module``: ``torch.NAME`` for a kind of device | 2.11 - | nothing is estimated
-* ``torch.get_device_module.cache_clear``: which modules it knows | 2.11 - | a second estimate asks the first one's card
-* ``torch._C._swap_tensor_impl``: what a tensor is, given to another | 2.11 - | a fake module cannot change its device
-* ``torch.distributed._tools.fake_collectives``: collectives of fake tensors | 2.11 - | no ranks are estimated
-* ``torch.testing._internal.distributed.fake_pg``: a backend that sends nothing | 2.11 - | no ranks are estimated
-* ``_is_param``: marks a tensor of a subclass as a parameter | 2.11 - | fake modules have no parameters
-* ``torch.Tensor._backward_hooks``: hooks of a tensor | 2.11 - | those of weights do not run in estimates
-* ``torch.Tensor._post_accumulate_grad_hooks``: the same, after its gradient is there | 2.11 - | the same
-* ``torch._subclasses.fake_tensor.DataDependentOutputException``: a value was asked for | 2.11 - | nothing is estimated
-* ``torch._subclasses.fake_tensor.DynamicOutputShapeException``: a shape that depends on values | 2.11 - | same
-* ``torch._subclasses.fake_tensor.UnsupportedOperatorException``: no fake kernel | 2.11 - | the same
-* ``torch.distributed.ProcessGroup._set_default_backend``: which backend a group asks | 2.11 - | a warning
-* ``torch._VF``: C++ functions of recurrent layers | 2.11 - | steps that pad packed sequences are not estimated
-* ``torch._grouped_mm``: products of a mixture of experts | 2.11 - | nothing is estimated
-"""
+"""Tensors that only pretend, and the devices they pretend to lie on."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -38,11 +23,7 @@ GROUPED_MM = torch.ops.aten._grouped_mm.default
 
 
 def set_device_module(kind: str, module: ModuleType) -> None:
-    """Let ``module`` be ``torch.KIND``.
-
-    Raises:
-        RuntimeError: If there is one.
-    """
+    """Let ``module`` be ``torch.KIND``."""
     torch._register_device_module(kind, module)  # type: ignore[no-untyped-call]
     _forget_modules()
 
@@ -82,15 +63,12 @@ def swap_contents(first: Tensor, second: Tensor) -> None:
 
 
 BACKEND = "fake"
+_FIRST_NAME = 1_000_000  # groups are numbered, and operators know them by their numbers
+_NO_THREAD = -1
 
 
 def connect_fake_ranks(kinds: Iterable[str], num_ranks: int) -> None:
-    """Make the default process group one of ranks that are not there. Collectives on fake tensors work from then on.
-
-    Args:
-        kinds: Of devices that it serves.
-        num_ranks: How many there are; this process is rank 0.
-    """
+    """Make the default process group one of ranks that are not there. This process is rank 0."""
     from torch.distributed._tools import fake_collectives  # noqa: F401 - registers operators
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -98,3 +76,56 @@ def connect_fake_ranks(kinds: Iterable[str], num_ranks: int) -> None:
     dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=num_ranks)
     group: Any = dist.group.WORLD
     group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)  # else its end is warned of
+
+
+@contextmanager
+def disconnected() -> Iterator[None]:
+    """Disconnect this process from all others inside the block; its process groups return afterwards."""
+    if not dist.is_available():
+        yield
+        return
+    from torch.distributed import distributed_c10d as c10d
+
+    before = c10d._world
+    c10d._world = _make_world(c10d)
+    try:
+        with _own_meshes():
+            yield
+    finally:
+        c10d._world = before
+        c10d._update_default_pg(before.default_pg)
+        for group, name in before.pg_names.items():
+            _register(name, group)
+
+
+@contextmanager
+def _own_meshes() -> Iterator[None]:
+    """Let no mesh that is made inside be equal to one outside: DTensor remembers by meshes what it has done."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    make = DeviceMesh.__init__
+
+    def make_apart(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+        make(mesh, *args, **kwargs)
+        mesh._thread_id = _NO_THREAD
+
+    DeviceMesh.__init__ = make_apart  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        DeviceMesh.__init__ = make  # type: ignore[method-assign]
+
+
+def _make_world(c10d: Any) -> Any:
+    names = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
+    own = type("World", (c10d._World,), dict.fromkeys((*names, "group_count")))()  # else they are the module's
+    vars(own).update({name: {} for name in names}, group_count=_FIRST_NAME)
+    return own
+
+
+def _register(name: str, group: Any) -> None:
+    registry: Any = torch._C._distributed_c10d
+    try:
+        registry._resolve_process_group(name)
+    except (LookupError, RuntimeError, ValueError):  # closing a group forgets those of everybody
+        registry._register_process_group(name, group)

@@ -1,39 +1,8 @@
-"""What torch keeps in a module: its own parameters, buffers, children and hooks; and the base classes of its layers.
-
-* ``torch.nn.Module._parameters``: the own parameters | 2.11 - | nothing works
-* ``torch.nn.Module._buffers``: the own buffers | 2.11 - | checkpoints and micro-batches fail
-* ``torch.nn.Module._modules``: the children | 2.11 - | checkpoints and micro-batches fail
-* ``torch.nn.Module._forward_hooks``: who sees the output | 2.11 - | checkpoints fail; fusions take a layer for unseen
-* ``torch.nn.Module._forward_pre_hooks``: who sees the input | 2.11 - | as without ``_forward_hooks``
-* ``torch.nn.Module._backward_hooks``: who sees the gradient | 2.11 - | fusions take a layer for unseen
-* ``torch.nn.Module._backward_pre_hooks``: who sees the gradient first | 2.11 - | fusions take a layer for unseen
-* ``torch.nn.modules.module._global_forward_hooks``: who sees all outputs | 2.11 - | fusions take all for unseen
-* ``torch.nn.modules.module._global_forward_pre_hooks``: who sees all inputs | 2.11 - | fusions take all for unseen
-* ``torch.nn.modules.module._global_backward_hooks``: who sees all gradients | 2.11 - | fusions take all for unseen
-* ``torch.nn.modules.module._global_backward_pre_hooks``: who sees them first | 2.11 - | fusions take all for unseen
-* ``torch.nn.Module._is_full_backward_hook``: an attribute of every module, of no meaning without hooks | 2.11 - |
-  nothing
-* ``torch.nn.MultiheadAttention._reset_parameters``: how it draws its weights | 2.11 - | it cannot be made on the meta
-  device
-* ``torch.nn.modules.batchnorm._NormBase``: norms with running statistics | 2.11 - | nothing works
-* ``torch.nn.modules.batchnorm._BatchNorm``: batch norms | 2.11 - | nothing works
-* ``torch.nn.modules.instancenorm._InstanceNorm``: instance norms | 2.11 - | checkpoints fail
-* ``torch.nn.modules.conv._ConvNd``: convolutions | 2.11 - | checkpoints fail
-* ``torch.nn.modules.loss._Loss``: losses | 2.11 - | 32-bit islands fail
-* ``torch.nn.Conv2d._conv_forward``: a convolution with another weight | 2.11 - | it keeps a cast of its weight, and is
-  not folded with a norm
-* ``torch.nn.ConvTranspose2d._output_padding``: the padding that gives a wanted size | 2.11 - | a transposed
-  convolution is not folded with a norm
-* ``torch.nn.BatchNorm2d._check_input_dim``: refuse an input of other dimensions | 2.11 - | a folded norm takes any
-  input; an invertible one fails
-* ``torch.nn.modules.module._IncompatibleKeys``: what ``load_state_dict`` returns, for types | 2.11 - | strategies fail
-* ``state_dict._metadata``: versions of modules in a state dict | 2.11 - | old checkpoints are loaded as new ones
-* ``torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper._checkpoint_wrapped_module``: what the
-  wrapper puts into names | 2.11 - | names keep that part
-"""
+"""What torch keeps in a module: its own parameters, buffers, children and hooks; and the base classes of its layers."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch.nn.modules.module as hooks_of_all_modules
@@ -54,35 +23,21 @@ SEE_OUTPUT = (FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks")
 """Names of hooks that see the output, or its gradient."""
 SEE_INPUT = (FORWARD_PRE_HOOKS, *SEE_OUTPUT)
 """Names of hooks that see the input or the output, or a gradient."""
-HOOK_KIND = "_is_full_backward_hook"
 _LOOKS_ON = "_lightning_vram_looks_on"
 RESET_ATTENTION = "_reset_parameters"
 CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
 
 
-def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the parameters of ``module`` itself: the very dictionary."""
-    return module._parameters
+own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter(PARAMETERS)
+"""Return the parameters of a module itself: the very dictionary."""
+own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter(BUFFERS)
+"""Return the buffers of a module itself: the very dictionary."""
+own_children: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter(CHILDREN)
+"""Return the children of a module: the very dictionary."""
 
 
-def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the buffers of ``module`` itself: the very dictionary."""
-    return module._buffers
-
-
-def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the children of ``module``: the very dictionary."""
-    return module._modules
-
-
-def forward_hooks(module: nn.Module) -> Mapping[int, Callable[..., Any]]:
-    """Return the hooks that see the output of ``module``."""
-    return module._forward_hooks
-
-
-def forward_pre_hooks(module: nn.Module) -> Mapping[int, Callable[..., Any]]:
-    """Return the hooks that see the input of ``module``."""
-    return module._forward_pre_hooks
+forward_pre_hooks: Callable[[nn.Module], Mapping[int, Callable[..., Any]]] = attrgetter(FORWARD_PRE_HOOKS)
+"""Return the hooks that see the input of a module."""
 
 
 def has_hooks(module: nn.Module, kinds: Collection[str]) -> bool:
@@ -91,7 +46,7 @@ def has_hooks(module: nn.Module, kinds: Collection[str]) -> bool:
 
 
 def have_all_modules_hooks(kinds: Collection[str]) -> bool:
-    """Whether hooks of one of these kinds, but for those of :func:`look_on`, are set on all modules there are."""
+    """Whether hooks of one of these kinds, but for those that only look on, are set on all modules there are."""
     found = (hook for kind in kinds for hook in getattr(hooks_of_all_modules, f"_global{kind}", {}).values())
     return any(not hasattr(hook, _LOOKS_ON) for hook in found)
 
@@ -134,11 +89,7 @@ def output_padding(convolution: Any, *args: Any) -> Any:
 
 
 def check_dimensions(norm: Any, input: Tensor) -> None:
-    """Refuse what the norm itself refuses.
-
-    Raises:
-        ValueError: If ``input`` has other dimensions than it takes.
-    """
+    """Refuse what the norm itself refuses: ``ValueError`` for an input of other dimensions."""
     norm._check_input_dim(input)
 
 

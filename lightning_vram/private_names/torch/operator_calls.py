@@ -1,17 +1,4 @@
-"""Operators that are called from a dispatch mode, as they run without one.
-
-Inside of a mode autocast is off. Most operators have been cast by then. But the kernels of some call operators that
-autocast casts, and would compute in another dtype than without the mode: those named here, and those of extensions.
-
-* ``torch._C._RestorePythonTLSSnapshot``: what was on where an operator was called | 2.11 - | operators of extensions
-  compute in float32 under autocast
-* ``torch.ops.aten._trilinear``: what ``bilinear`` calls | 2.11 - | it computes in float32 under autocast
-* ``torch.ops.aten._sparse_addmm``: what ``torch.sparse.mm`` calls | 2.11 - | it computes in float32 under autocast
-* ``torch.ops.aten._native_multi_head_attention``: fast path of attention | 2.11 - | it computes in float32 under
-  autocast
-* ``torch.ops.aten._transformer_encoder_layer_fwd``: fast path of encoder layers | 2.11 - | it computes in float32 under
-  autocast
-"""
+"""Operators that are called from a dispatch mode, as they run without one."""
 
 from contextlib import ExitStack
 from functools import cache
@@ -31,16 +18,7 @@ _AUTOCAST_KEYS = [key for name, key in DispatchKey.__members__.items() if name.s
 
 
 def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Call an operator from ``__torch_dispatch__`` of a mode.
-
-    Args:
-        func: The operator.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        What it returns.
-    """
+    """Call an operator from ``__torch_dispatch__`` of a mode."""
     if not _may_cast_inside(func):
         return func(*args, **kwargs) if kwargs else func(*args)
     with ExitStack() as stack:

@@ -1,46 +1,4 @@
-"""Private names of operators that our tables know, for what they cost and what their backwards read.
-
-They are looked up by name; one that is not there is passed over.
-
-Of ``torch.ops.aten``:
-
-* ``_unsafe_view``, ``_reshape_alias``: views; their results are taken from their argument | 2.11 - | they are kept
-  instead of made again
-* ``_softmax``, ``_log_softmax``, ``_adaptive_avg_pool2d``, ``_adaptive_avg_pool3d``, ``_to_copy``,
-  ``_upsample_nearest_exact1d``, ``_upsample_nearest_exact2d``, ``_upsample_nearest_exact3d``: cheap; made again in the
-  backward | 2.11 - | their results are kept
-* ``_weight_norm_interface``, ``_fused_rms_norm``, ``_native_batch_norm_legit``: cheap; made again in the backward |
-  2.11 - | its results are kept
-* ``_cdist_forward``, ``_ctc_loss``, ``_euclidean_dist``, ``_foreach_abs``, ``_foreach_lgamma``, ``_foreach_log``,
-  ``_foreach_log10``, ``_foreach_log1p``, ``_foreach_log2``, ``_foreach_maximum``, ``_foreach_minimum``,
-  ``_foreach_pow``, ``_pdist_forward``, ``_foreach_norm``, ``_foreach_reciprocal``, ``_foreach_rsqrt``,
-  ``_foreach_sqrt``: its backward magnifies errors | 2.11 - | what it saves may be compressed
-* ``_addmm_activation``, ``_int_mm``, ``_scaled_mm``, ``_scaled_mm_v2``, ``_grouped_mm``, ``_scaled_grouped_mm``,
-  ``_scaled_grouped_mm_v2``, ``_weight_int8pack_mm``, ``_weight_int4pack_mm``, ``_weight_int4pack_mm_for_cpu``,
-  ``_mixed_dtypes_linear``, ``_sparse_mm``, ``_sparse_addmm``, ``_cslt_sparse_mm``, ``_sparse_semi_structured_mm``,
-  ``_sparse_semi_structured_addmm``, ``_sparse_semi_structured_linear``, ``_trilinear``: a matrix product | 2.11 - | it
-  counts as cheap
-* ``_convolution``, ``_mps_convolution``, ``_mps_convolution_transpose``, ``_conv_depthwise2d``,
-  ``_slow_conv2d_forward``, ``_nnpack_spatial_convolution``: a convolution | 2.11 - | it counts as cheap
-* ``_cudnn_rnn``, ``_lstm_mps``, ``_thnn_fused_lstm_cell``, ``_thnn_fused_gru_cell``: a recurrent kernel | 2.11 - | it
-  counts as cheap
-* ``_scaled_dot_product_flash_attention``, ``_scaled_dot_product_flash_attention_for_cpu``,
-  ``_scaled_dot_product_efficient_attention``, ``_scaled_dot_product_cudnn_attention``,
-  ``_scaled_dot_product_fused_attention_overrideable``, ``_scaled_dot_product_attention_math_for_mps``,
-  ``_flash_attention_forward``, ``_efficient_attention_forward``, ``_cudnn_attention_forward``: attention | 2.11 - | it
-  counts as cheap
-* ``_foreach_div``: its backward divides | 2.11 - | what it saves may be compressed
-
-Of ``torch.ops.mkldnn``:
-
-* ``_linear_pointwise``: a matrix product | 2.11 - | it counts as cheap
-* ``_convolution_pointwise``, ``_convolution_transpose_pointwise``: a convolution | 2.11 - | it counts as cheap
-
-Others:
-
-* ``torch.ops.mkl._mkl_linear``: a matrix product | 2.11 - | it counts as cheap
-* ``aten._linalg_``: what names of linear algebra begin with | 2.11 - | what they save may be compressed
-"""
+"""Private names of operators that our tables know, for what they cost and what their backwards read."""
 
 VIEWS = "_unsafe_view _reshape_alias"
 ELEMENTWISE = "_softmax _log_softmax _adaptive_avg_pool2d _adaptive_avg_pool3d"

@@ -1,18 +1,4 @@
-"""What torch hangs on an optimizer beside its state: hooks, and marks of the learning-rate schedulers.
-
-* ``torch.optim.Optimizer._optimizer_step_pre_hooks``: hooks before a step | 2.11 - | optimizers on the host fail
-* ``torch.optim.Optimizer._optimizer_load_state_dict_pre_hooks``: hooks before loading | 2.11 - | states of lean
-  parameters cannot be loaded
-* ``torch.optim.Optimizer._optimizer_load_state_dict_post_hooks``: hooks after loading | 2.11 - | states of lean
-  parameters cannot be loaded
-* ``optimizer._opt_called``: what schedulers look for | 2.11 - | they warn that no step came before them
-* ``optimizer.step._wrapped_by_lr_sched``: the mark of a step that only notes that it was called | 2.11 - | optimizers
-  with a scheduler are refused, as if their step was replaced
-* ``_foreach_supported_types``: in ``torch.optim.optimizer``, classes of tensors that are worked on at once | 2.11 - |
-  optimizers take too little memory in estimates
-* ``torch.utils._foreach_utils._foreach_supported_types``: the same, for clipping | 2.11 - | clipping takes too little
-  memory in estimates
-"""
+"""Hooks of optimizers, and marks of the learning-rate schedulers."""
 
 from types import FunctionType
 from typing import Any
@@ -33,7 +19,7 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 
 
 def note_step(optimizer: Optimizer) -> None:
-    """Tell learning-rate schedulers that ``optimizer`` stepped."""
+    """Mark for learning-rate schedulers that ``optimizer`` stepped."""
     vars(optimizer)["_opt_called"] = True
 
 

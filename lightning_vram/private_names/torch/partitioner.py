@@ -1,15 +1,4 @@
-"""What decides how much a compiled forward keeps for its backward.
-
-* ``torch._functorch.config.patch``: set several settings until they are put back | 2.11 - | nothing works
-* ``torch._functorch.config.activation_memory_budget``: share of 0 to 1 of what the partitioner would keep | 2.11 - |
-  a budget for compiled layers is refused: it has no effect
-* ``torch._functorch.config.joint_custom_pass``: is shown forward and backward before they are cut apart | 2.11 - |
-  random numbers are drawn anew where they are recomputed, and gradients are wrong (see below)
-* ``torch._inductor.config.joint_custom_post_pass``: the same after inductor put its random operators in | 2.11 - | as
-  without ``joint_custom_pass``, with inductor
-* ``torch._functorch.config.enable_autograd_cache``: graphs that were cut apart before are used again | 2.11 - | a graph
-  that was compiled without the pass may be found on disk
-"""
+"""What decides how much a compiled forward keeps for its backward."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,25 +1,4 @@
-"""What torch keeps of a tensor: its writes, whose view it is, its memory, its hooks, the parts of special layouts.
-
-* ``torch.Tensor._version``: how often a tensor was written | 2.11 - | nothing works: no write is noticed
-* ``torch.Tensor._base``: whose view a tensor is | 2.11 - | activations are neither compressed, recomputed nor offloaded
-* ``torch.Tensor._is_view``: whether a tensor is a view | 2.11 - | as without ``_base``; checkpoints fail as well
-* ``torch.Tensor._make_wrapper_subclass``: a tensor made of others | 2.11 - | no moments are kept in 8 bit
-* ``torch.Tensor._backward_hooks``: whether somebody asked for its gradient | 2.11 - | invertible norms fail
-* ``torch.Tensor._post_accumulate_grad_hooks``: whether a parameter is stepped in the backward | 2.11 - |
-  micro-batches refuse to start
-* ``torch.Tensor._indices``: indices of a sparse tensor, coalesced or not | 2.11 - | sparse tensors cannot be counted
-* ``torch.Tensor._values``: values of a sparse tensor, coalesced or not | 2.11 - | sparse gradients cannot be scaled
-* ``torch.nested._internal.nested_tensor.NestedTensor._ragged_idx``: which dimension of a jagged tensor has many
-  lengths | 2.11 - | it is taken for the second
-* ``torch.distributed.tensor.DTensor._local_tensor``: the part of a sharded tensor that this rank has | 2.11 - |
-  sharded parameters cannot be clipped, stepped or released
-* ``torch.UntypedStorage._cdata``: the identity of a memory, also of one without an address | 2.11 - | no memory is
-  counted, noted or shared
-* ``torch._C._storage_address``: the same in one call | 2.11 - | recomputation and checkpoints fail
-* ``torch._C._storage_Use_Count``: how many tensors use a memory | 2.11 - | recomputation fails at the first write
-* ``torch._C.DisableTorchFunctionSubclass``: ask a tensor of a subclass past its class | 2.11 - | losses are not chunked
-* ``C._host_emptyCache``: give unused pinned memory back, in builds with an accelerator | 2.11 - | it stays with torch
-"""
+"""What torch stores in a tensor: writes, base, storage, hooks, data of special layouts."""
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -33,8 +12,6 @@ storage_identity: Callable[[Tensor], int] = torch._C._storage_address  # type: i
 
 count_storage_users: Callable[[int], int] = torch._C._storage_Use_Count
 """Return how many users the memory of this identity has."""
-
-
 num_writes: Callable[[Tensor], int] = attrgetter("_version")
 """Return how often a tensor was written. Views share the number."""
 
@@ -45,7 +22,7 @@ base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """Return the tensor that another is a view of, to autograd."""
 
 VIEW_PROPERTIES = frozenset({"_base", "_version"})
-"""Names of what tells of views and writes."""
+"""Attributes that identify views and writes."""
 without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 """Make a context in which functions do not ask tensors' classes how they are done."""
 
@@ -64,9 +41,8 @@ def ends_of_graph(tensor: Tensor) -> list[Any]:
     return [node for node in found if node is not None]
 
 
-def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return the identity of ``storage``; another may have it after its death."""
-    return storage._cdata  # type: ignore[no-any-return]
+storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""Return the identity of a storage; another may have it after its death."""
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
@@ -80,14 +56,10 @@ def has_accumulation_hooks(parameter: Tensor) -> bool:
     return not all(getattr(hook, "only_tells", False) for hook in hooks.values())
 
 
-def sparse_indices(tensor: Tensor) -> Tensor:
-    """Return the indices of a COO tensor as they are stored."""
-    return tensor._indices()
-
-
-def sparse_values(tensor: Tensor) -> Tensor:
-    """Return the values of a COO tensor as they are stored."""
-    return tensor._values()
+sparse_indices: Callable[[Tensor], Tensor] = torch.Tensor._indices
+"""Return the indices of a COO tensor as they are stored."""
+sparse_values: Callable[[Tensor], Tensor] = torch.Tensor._values
+"""Return the values of a COO tensor as they are stored."""
 
 
 def ragged_dimension(tensor: Tensor) -> int:
@@ -96,10 +68,8 @@ def ragged_dimension(tensor: Tensor) -> int:
     return dimension
 
 
-def local_part_of(shard: Any) -> Tensor:
-    """Return the part of a ``DTensor`` that this rank has: the very tensor, past autograd."""
-    part: Tensor = shard._local_tensor
-    return part
+local_part_of: Callable[[Any], Tensor] = attrgetter("_local_tensor")
+"""Return the local shard of a ``DTensor``: the very tensor, past autograd."""
 
 
 def free_pinned_memory() -> None:

@@ -1,7 +1,4 @@
-"""Nests of containers, as torch takes them apart.
-
-* ``torch.utils._pytree``: what takes them apart, and puts them together | 2.11 - | nothing works
-"""
+"""Nests of containers, as torch takes them apart."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""The picture of an estimate: what is alive through a step, stacked, under the device's limit."""
+"""The picture of an estimate, with matplotlib and as a page: what is alive through a step, under the limit."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_vram.memory.estimate.result import MemoryEstimate
 from lightning_vram.memory.tracking.timeline import Phase
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.report.estimate.rows import facts
+from lightning_vram.report.estimate.rows import fact_rows
 from lightning_vram.report.estimate.step import COLORS, CONTEXT_COLOR, Step, read_step
 from lightning_vram.report.estimate.words import (
     legend_rows,
@@ -37,16 +37,7 @@ _MOST_BESIDE = 36  # characters of a fact on one line
 
 
 def draw(estimate: MemoryEstimate, title: str = "") -> "Figure":
-    """Draw an estimate with matplotlib.
-
-    Args:
-        estimate: Its training step is drawn.
-        title: Instead of whether it fits.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-        ValueError: If no tensor was on the device.
-    """
+    """Draw an estimate with matplotlib."""
     from matplotlib import rc_context  # an extra: not everybody has it
     from matplotlib.figure import Figure
 
@@ -64,7 +55,7 @@ def draw(estimate: MemoryEstimate, title: str = "") -> "Figure":
 
 
 def save(estimate: MemoryEstimate, path: Path, title: str = "") -> None:
-    """Draw an estimate into a file whose name says its format: ``.png``, ``.svg``, ``.pdf``."""
+    """Draw an estimate into a file in the format of its name: ``.png``, ``.svg``, ``.pdf``."""
     save_figure(draw(estimate, title), path)
 
 
@@ -79,7 +70,7 @@ def _draw_axes(axes: "Axes", step: Step, scale: Scale) -> None:
 
 
 def draw_phases(axes: "Axes", step: Step, scale: Scale) -> None:
-    """Shade forward, backward and optimizer step, and name them above where there is room."""
+    """Shade forward, backward and optimizer step, and name them above where the name fits."""
     for span in step.spans:
         axes.axvspan(span.start, span.end, color=_SHADES[span.phase], linewidth=0, zorder=0)
         if span.start:
@@ -144,7 +135,7 @@ def _draw_words(figure: "Figure", estimate: MemoryEstimate, step: Step, title: s
         y -= _LINE
     y -= 0.5 * _LINE
     style: dict[str, Any] = {"va": "center", "color": FAINT, "fontsize": 10.5}
-    for name, value in facts(estimate):
+    for name, value in fact_rows(estimate):
         figure.text(_WORDS, y, name, **style)
         y -= 0.8 * _LINE * (len(name + value) > _MOST_BESIDE)
         figure.text(_RIGHT, y, value, ha="right", **style)

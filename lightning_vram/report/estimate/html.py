@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_vram.memory.estimate.result import MemoryEstimate
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.report.estimate import rows
+from lightning_vram.report.estimate.rows import fact_rows, module_rows, moment_rows, process_rows
 from lightning_vram.report.estimate.step import COLORS, Step, read_step
 from lightning_vram.report.estimate.svg import BOTTOM, LEFT, MARGIN, TOP, svg_of
 from lightning_vram.report.estimate.words import legend_rows, module_name, operator_name, peak_sentence, verdict
@@ -19,15 +19,7 @@ _MAX_MODULES = 40
 
 
 def page(estimate: MemoryEstimate, title: str = "") -> str:
-    """Write an estimate as a page of HTML.
-
-    Args:
-        estimate: Its training step is drawn.
-        title: Instead of whether it fits.
-
-    Raises:
-        ValueError: If no tensor was on the device.
-    """
+    """Write an estimate as a page of HTML."""
     step = read_step(estimate.timeline, WIDTHS["wide"], estimate.main_stage.first_event)
     data = json.dumps(_data(step), separators=(",", ":")).replace("<", "\\u003c")  # nothing ends the script
     return write_page(
@@ -67,15 +59,15 @@ def _categories(estimate: MemoryEstimate, step: Step) -> str:
 
 
 def _facts(estimate: MemoryEstimate) -> str:
-    facts = rows.facts(estimate)
+    facts = fact_rows(estimate)
     return table("the run", facts) if facts else ""
 
 
 def _tables(estimate: MemoryEstimate) -> Iterable[str]:
-    modules = [(module_name(fqn), size) for fqn, size in rows.modules(estimate, _MAX_MODULES)]
+    modules = [(module_name(fqn), size) for fqn, size in module_rows(estimate, _MAX_MODULES)]
     yield table("modules at the peak", _with_share(estimate, modules))
-    yield table("peak of tensors in each phase", _in_text(rows.moments(estimate)))
-    process = rows.process(estimate)
+    yield table("peak of tensors in each phase", _in_text(moment_rows(estimate)))
+    process = process_rows(estimate)
     if len(process) > 1:
         yield table("the process", _in_text(process))
 

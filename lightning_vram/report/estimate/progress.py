@@ -19,12 +19,8 @@ _MAX_STAGES = 8  # the last ones are shown
 class ProgressDisplay:
     """Show stages as they come: ``with ProgressDisplay() as on_progress: on_progress("tracing the step", 0.5)``.
 
-    A stage is done when it says so, or when another begins. Nothing is left on the screen at the end. Where there is
-    no terminal, as in a log file, nothing is written.
-
-    Args:
-        console: Where to write; ``None`` is stderr, so that the answer alone goes to stdout.
-        is_shown: ``False`` shows nothing on a terminal either.
+    A stage ends at 1.0, or when another begins. Nothing is left on the screen at the end. Without a terminal, as in a
+    log file, nothing is written. By default it writes to stderr, so that the answer alone goes to stdout.
     """
 
     def __init__(self, console: Console | None = None, *, is_shown: bool = True) -> None:
@@ -46,12 +42,7 @@ class ProgressDisplay:
         return cls(is_shown=trainer.is_global_zero and trainer.progress_bar_callback is not None)
 
     def __call__(self, stage: str, done: float) -> None:
-        """Show how far a stage is.
-
-        Args:
-            stage: What is done, as text.
-            done: Finished share of the work, 0 to 1.
-        """
+        """Show how far a stage is."""
         if stage not in self._tasks:
             self._finish()
             self._tasks[stage] = self._progress.add_task(stage, total=1.0)

@@ -8,12 +8,12 @@ from lightning_vram.memory.units import format_bytes
 from lightning_vram.report.tables import label
 
 
-def categories(estimate: MemoryEstimate) -> tuple[tuple[Category, int], ...]:
+def category_rows(estimate: MemoryEstimate) -> tuple[tuple[Category, int], ...]:
     """Bytes at the peak of what is alive there."""
     return tuple((category, num_bytes) for category, num_bytes in estimate.by_category.items() if num_bytes)
 
 
-def modules(estimate: MemoryEstimate, max_rows: int) -> tuple[tuple[str, int], ...]:
+def module_rows(estimate: MemoryEstimate, max_rows: int) -> tuple[tuple[str, int], ...]:
     """Bytes at the peak of the modules with the most, by their full names; then those of all others.
 
     Modules of the same size whose names differ in numbers only are one row, with their sum: ``"net.blocks.*.mlp x8"``.
@@ -33,14 +33,14 @@ def modules(estimate: MemoryEstimate, max_rows: int) -> tuple[tuple[str, int], .
     return tuple((name, num_bytes) for name, num_bytes, _ in found)
 
 
-def moments(estimate: MemoryEstimate) -> tuple[tuple[str, int], ...]:
+def moment_rows(estimate: MemoryEstimate) -> tuple[tuple[str, int], ...]:
     """Most bytes of tensors in each phase of training, and in the other stages."""
     phases = [(label(phase), num_bytes) for phase, num_bytes in estimate.by_phase.items()]
     others = [(name, stage.timeline.peak_bytes) for name, stage in estimate.stages.items() if name != TRAIN]
     return (*phases, *others)
 
 
-def process(estimate: MemoryEstimate) -> tuple[tuple[str, int], ...]:
+def process_rows(estimate: MemoryEstimate) -> tuple[tuple[str, int], ...]:
     """From what tensors ask for to what the driver gives, as far as these differ: on the host they do not."""
     if estimate.needed_bytes == estimate.peak_bytes:
         return (("requested", estimate.peak_bytes),)
@@ -56,8 +56,8 @@ def process(estimate: MemoryEstimate) -> tuple[tuple[str, int], ...]:
     return tuple((name, num_bytes) for name, num_bytes in rows if num_bytes)
 
 
-def facts(estimate: MemoryEstimate) -> tuple[tuple[str, str], ...]:
-    """What else there is to say in a line each, as far as it is known."""
+def fact_rows(estimate: MemoryEstimate) -> tuple[tuple[str, str], ...]:
+    """Further facts about the run that are known, a line each."""
     found = [("batch", f"{estimate.batch_size} samples")] if estimate.batch_size else []
     for name, size, unit, refusal in (
         ("largest batch that fits", estimate.max_batch_size, "samples", estimate.batch_size_refusal),

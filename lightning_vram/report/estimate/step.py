@@ -1,4 +1,4 @@
-"""A step's live bytes in as many columns as a picture has room for, without losing its peak."""
+"""A step's live bytes in columns, and the text and rows that tables and pictures of an estimate share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from lightning_vram.memory.tracking.ledger import HELD
 from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline, Phase
 
 # From the bottom: what stays all along, then what comes and goes. Colours of Okabe and Ito, which people who see
-# fewer colours can tell apart as well; two shades of one hue where two kinds belong together.
+# fewer colours can distinguish as well; two shades of one hue where two kinds belong together.
 COLORS = {
     Category.PARAMETERS: "#0072b2",
     Category.BUFFERS: "#7a8fa6",
@@ -23,21 +23,13 @@ CONTEXT_COLOR = "#b8bcc2"
 
 @dataclass(frozen=True)
 class Column:
-    """The highest moment of some events that follow each other.
+    """The highest moment of some events that follow each other."""
 
-    Args:
-        event: Index among the device's events, those before the step not left out.
-        phase: Phase in which it happened.
-        op: Operator that made the storage which changed.
-        module: Where that was made.
-        by_category: Live bytes right after the event.
-    """
-
-    event: int
+    event: int  # index among the device's events, those before the step counted
     phase: Phase
-    op: str
+    op: str  # operator that made the storage which changed
     module: str
-    by_category: Mapping[Category, int]
+    by_category: Mapping[Category, int]  # live bytes right after the event
 
     @property
     def live_bytes(self) -> int:
@@ -47,36 +39,22 @@ class Column:
 
 @dataclass(frozen=True)
 class Span:
-    """Columns that follow each other and are of one phase.
-
-    Args:
-        phase: Which.
-        start: The first column.
-        end: The one after the last.
-        is_rest: Whether it is what comes after everything else, such as ``zero_grad``: it counts as forward.
-    """
+    """Columns that follow each other and are of one phase."""
 
     phase: Phase
     start: int
-    end: int
-    is_rest: bool = False
+    end: int  # after the last column
+    is_rest: bool = False  # what follows the step, such as zero_grad: it counts as forward
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is drawn.
-
-    Args:
-        columns: In order of time, at least one.
-        spans: The phases, without gaps.
-        peak: Index of the highest column.
-        num_events: How many events the columns stand for.
-    """
+    """What is drawn."""
 
     columns: tuple[Column, ...]
-    spans: tuple[Span, ...]
-    peak: int
-    num_events: int
+    spans: tuple[Span, ...]  # without gaps
+    peak: int  # index of the highest column
+    num_events: int  # that the columns stand for
 
     @property
     def categories(self) -> tuple[Category, ...]:
@@ -85,15 +63,9 @@ class Step:
 
 
 def read_step(timeline: MemoryTimeline, max_columns: int, first_event: int = 0) -> Step:
-    """Reduce a timeline to what can be seen: from what was there before the step, in one moment, to its end.
+    """Reduce a timeline to columns, from what was there before the step, in one moment, to the end of the step.
 
-    Args:
-        timeline: Its device's events are read.
-        max_columns: Most columns. Each shows the highest of the moments that it stands for.
-        first_event: Index of the timeline's first event of the step; what is marked as held before it is found anyhow.
-
-    Raises:
-        ValueError: If nothing ever was on the timeline's device.
+    ``first_event`` is the index of the first event of the step. Raises ``ValueError`` if no tensor was on the device.
     """
     moments = _moments(timeline, first_event)
     if not moments:

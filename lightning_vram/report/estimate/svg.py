@@ -19,16 +19,11 @@ from lightning_vram.report.scale import Scale
 from lightning_vram.report.tables import label
 
 HEIGHT, LEFT, TOP, BOTTOM, MARGIN = 480, 56, 30, 440, 8  # of the area in which is drawn; MARGIN is at its right
-_ROW = 19  # of words
+_ROW_PIXELS = 19  # of words
 
 
 def svg_of(estimate: MemoryEstimate, step: Step) -> str:
-    """Draw an estimate, for wide and for narrow screens.
-
-    Args:
-        estimate: Whose limit and needs are drawn.
-        step: Columns of its training step.
-    """
+    """Draw an estimate, for wide and for small screens."""
     name = step_words(step)
     scale = step_scale(estimate)
     return drawings(HEIGHT, name, lambda width: _Drawing(estimate, step, scale, width - MARGIN).elements(name))
@@ -103,16 +98,18 @@ class _Drawing:
             yield f'<path class="limit {verdict}" d="M{LEFT} {limit:.1f}H{self.right}"/>'
         words = reserved_line(self.estimate)
         if words:
-            y = limit - _ROW if self.scale.has_limit and 0 <= reserved - limit < _ROW + 6 else reserved
+            y = limit - _ROW_PIXELS if self.scale.has_limit and 0 <= reserved - limit < _ROW_PIXELS + 6 else reserved
             yield f'<path class="needed" d="M{LEFT} {reserved:.1f}H{self.right}"/>'
             is_right = self.step.peak < len(self.step.columns) / 2  # away from the words at the peak
             yield text_at(self.right - 8 if is_right else LEFT + 8, y - 6, words, "end small" if is_right else "small")
         name = limit_line(self.estimate)
         if self.scale.has_limit:
-            y = reserved - _ROW if words and 0 < limit - reserved < _ROW + 6 else limit
+            y = reserved - _ROW_PIXELS if words and 0 < limit - reserved < _ROW_PIXELS + 6 else limit
             yield text_at(self.right - 8, y - 6, name, f"end small strong {verdict}")
         elif name:
-            yield text_at(self.right - 8, TOP + 18 + _ROW, f"{name} \N{UPWARDS ARROW}", f"end small strong {verdict}")
+            yield text_at(
+                self.right - 8, TOP + 18 + _ROW_PIXELS, f"{name} \N{UPWARDS ARROW}", f"end small strong {verdict}"
+            )
 
     def _peak(self) -> Iterable[str]:
         x, y, words = self._x(self.step.peak + 0.5), self._y(self.estimate.peak_bytes), peak_line(self.estimate)

@@ -1,4 +1,4 @@
-"""The table of an estimate: does it fit, what uses memory, and when."""
+"""The table of an estimate, and an estimate that can be printed and drawn."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ from rich.text import Text
 
 from lightning_vram.memory.estimate.result import MemoryEstimate
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.report.estimate import rows
+from lightning_vram.report.estimate.rows import category_rows, fact_rows, module_rows, moment_rows, process_rows
 from lightning_vram.report.estimate.step import COLORS
 from lightning_vram.report.estimate.words import module_name, peak_sentence, verdict
 from lightning_vram.report.tables import add_names, add_numbers, label, literal, plain_table
@@ -22,16 +22,16 @@ _ANY_WIDTH = 1000  # to measure without a terminal's limit
 
 
 def estimate_table(estimate: MemoryEstimate) -> RenderableType:
-    """Everything an estimate says, in about 30 lines of 100 columns, or more of fewer. It needs no colours."""
+    """Everything in an estimate, in about 30 lines of 100 columns, or more of fewer. It needs no colours."""
     tables = _SideBySide(
         Group(
             _categories(estimate),
             "",
-            _sizes("their peak in", rows.moments(estimate)),
+            _sizes("their peak in", moment_rows(estimate)),
             "",
-            _texts("the run", rows.facts(estimate)),
+            _texts("the run", fact_rows(estimate)),
         ),
-        Group(_modules(estimate), "", _sizes("the process", rows.process(estimate))),
+        Group(_modules(estimate), "", _sizes("the process", process_rows(estimate))),
     )
     style = f"bold {'green' if estimate.fits else 'red'}"
     words = [Text(verdict(estimate), style=style), Text(peak_sentence(estimate))]
@@ -40,7 +40,7 @@ def estimate_table(estimate: MemoryEstimate) -> RenderableType:
 
 
 class _SideBySide:
-    """Two columns of tables; one where the terminal is too narrow for both."""
+    """Two columns of tables; one where the terminal is too small for both."""
 
     def __init__(self, left: Group, right: Group) -> None:
         self._columns = left, right
@@ -55,7 +55,7 @@ class _SideBySide:
 def _categories(estimate: MemoryEstimate) -> Table:
     table = _table("tensors at the peak", "bytes", "share")
     table.add_column("", width=_BAR_WIDTH)
-    for category, num_bytes in rows.categories(estimate):
+    for category, num_bytes in category_rows(estimate):
         style = COLORS[category]
         bar = ProgressBar(estimate.peak_bytes, num_bytes, width=_BAR_WIDTH, complete_style=style, finished_style=style)
         table.add_row(label(category), format_bytes(num_bytes), _share(num_bytes, estimate), bar)
@@ -65,7 +65,7 @@ def _categories(estimate: MemoryEstimate) -> Table:
 
 def _modules(estimate: MemoryEstimate) -> Table:
     table = _table("modules at the peak", "bytes", "share")
-    for fqn, num_bytes in rows.modules(estimate, _MAX_MODULES):
+    for fqn, num_bytes in module_rows(estimate, _MAX_MODULES):
         table.add_row(literal(module_name(fqn, _MAX_NAME)), format_bytes(num_bytes), _share(num_bytes, estimate))
     return table
 

@@ -1,4 +1,4 @@
-"""What tables and pictures say of an estimate in the same words."""
+"""What tables and pictures of an estimate have in common, as text."""
 
 from lightning_vram.memory.estimate.result import MemoryEstimate
 from lightning_vram.memory.units import format_bytes

@@ -15,21 +15,13 @@ _LARGE_SHARE = 0.1  # of a device: a desktop has less
 
 @dataclass(frozen=True)
 class Cause:
-    """A reason why memory runs out.
-
-    Args:
-        title: What it is.
-        holds: Tells whether it is the reason.
-        hints: What helps, the best first.
-        meaning: Says what it means here.
-        needs_leaner_step: Whether a step that needs less would be the cure, and not only a delay.
-    """
+    """A cause of an out-of-memory error."""
 
     title: str
     holds: Callable[[OutOfMemory], bool]
-    hints: tuple[str, ...]
+    hints: tuple[str, ...]  # the best first
     meaning: Callable[[OutOfMemory], str] = lambda found: ""
-    needs_leaner_step: bool = True
+    needs_leaner_step: bool = True  # a step that needs less cures it, not only delays it
 
 
 def find_cause(found: OutOfMemory) -> Cause:

@@ -1,4 +1,4 @@
-"""What is known of memory that ran out."""
+"""A page about an out-of-memory error: what held the memory, the cause, and what helps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,76 +24,42 @@ class Work(StrEnum):
 
 @dataclass(frozen=True)
 class Place:
-    """Where memory ran out.
-
-    Args:
-        work: What was being done.
-        module: Innermost module of the model that was running; empty if none was.
-        line: Of the user's code, as ``file:line: text``; empty if none is known.
-        function: Innermost Python function.
-    """
+    """Where the out-of-memory error was raised."""
 
     work: Work
-    module: str = ""
-    line: str = ""
-    function: str = ""
+    module: str = ""  # innermost one of the model that was running; empty: none
+    line: str = ""  # of the user's code, as "file:line: text"; empty: unknown
+    function: str = ""  # innermost in Python
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A way to train or evaluate that needs less, measured by a step on tensors without memory.
+    """A configuration that needs less, measured by a step on fake tensors."""
 
-    Args:
-        code: To paste into the arguments of a Trainer, or of a data loader.
-        needed_bytes: Of the device.
-        saved_bytes: Of what the run needs as it is.
-        time_ratio: Seconds of a step, of those as it is, by a model of time; ``None``: that was not looked at.
-        results: How they compare with those of the run as it is.
-        fits: Whether it needs no more than there is; ``None``: nobody knows what there is.
-    """
-
-    code: str
+    code: str  # to paste into the arguments of a Trainer, or of a data loader
     needed_bytes: int
     saved_bytes: int
-    time_ratio: float | None
+    time_ratio: float | None  # of a modelled step relative to this run; None: not estimated
     results: str
-    fits: bool | None
+    fits: bool | None  # None: the available memory is unknown
 
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """Memory that ran out.
-
-    Args:
-        message: Of the error.
-        source: Who ran out.
-        device: That the run is on.
-        request: What was asked for, and what there was.
-        stage: As in ``"train, epoch 0, batch 17"``.
-        place: Where it was.
-        by_category: Bytes on the device by what they are for.
-        by_module: Bytes on the device by module, the largest first.
-        foreign_bytes: In tensors of this process that a step of the run does not have; 0 where nobody knows.
-        growth: Batches of the stage so far, and bytes in tensors at their ends, of the last batches.
-        estimated: A step of the run on tensors without memory; ``None`` if there is none.
-        remedies: From the best to the last.
-        no_remedies: Why there are none, if there are none.
-        cut: What ended the estimates of remedies early; empty if nothing did.
-        budget_bytes: That the step may use; ``None``: unknown, 1: none.
-    """
+    """What is known of an out-of-memory error."""
 
     message: str
     source: OutOfMemorySource
     device: str
     request: FailedRequest
-    stage: str
+    stage: str  # as in "train, epoch 0, batch 17"
     place: Place
-    by_category: Mapping[str, int] = field(default_factory=dict)
-    by_module: Mapping[str, int] = field(default_factory=dict)
-    foreign_bytes: int = 0
-    growth: tuple[tuple[int, int], ...] = ()
-    estimated: MemoryTimeline | None = None
-    remedies: tuple[Remedy, ...] = ()
-    no_remedies: str = ""
-    cut: str = ""
-    budget_bytes: int | None = None
+    by_category: Mapping[str, int] = field(default_factory=dict)  # bytes on the device
+    by_module: Mapping[str, int] = field(default_factory=dict)  # bytes on the device, the largest first
+    foreign_bytes: int = 0  # in tensors of this process that a step of the run does not have; 0: unknown
+    growth: tuple[tuple[int, int], ...] = ()  # batches of the stage so far, and bytes in tensors at their ends
+    estimated: MemoryTimeline | None = None  # a step of the run on fake tensors; None: there is none
+    remedies: tuple[Remedy, ...] = ()  # the best first
+    no_remedies: str = ""  # why there are none, if there are none
+    cut: str = ""  # what ended the estimates of remedies early; empty: nothing
+    budget_bytes: int | None = None  # that the step may use; None: unknown

@@ -19,13 +19,7 @@ _LIMIT = (
 
 
 def write_page(found: OutOfMemory, path: Path, pictures: Sequence[str] = ()) -> None:
-    """Write a page.
-
-    Args:
-        found: What it tells.
-        path: Of the page; its folder is there.
-        pictures: Names of files beside it.
-    """
+    """Write a page."""
     path.write_text(page(found, pictures), encoding="utf-8")
 
 
@@ -96,7 +90,7 @@ def _remedies(found: OutOfMemory, cause: Cause) -> str:
 
 
 def _choices(found: OutOfMemory) -> list[Choice]:
-    """Return the run as it is and its remedies, from the most memory to the least; the best that fits is marked."""
+    """Return this run and its remedies, from the most memory to the least; the best that fits is marked."""
     best = next((remedy for remedy in found.remedies if remedy.fits), None)
     budget_bytes = (
         nan if found.budget_bytes in (None, 1) else found.budget_bytes

@@ -1,4 +1,4 @@
-"""Signs by which causes are told apart."""
+"""Signs by which causes are distinguished."""
 
 from collections import Counter
 from itertools import pairwise
@@ -9,7 +9,7 @@ from lightning_vram.report.out_of_memory.facts import OutOfMemory
 _LOSS_FUNCTIONS = ("cross_entropy", "log_softmax", "nll_loss")
 _LOSS_OPERATORS = ("aten._log_softmax", "aten.nll_loss")
 _BEFORE, _AFTER = 3, 8  # allocations
-_LARGE_SHARE = 0.3  # of a peak
+_LOSS_SHARE = 0.3  # of a peak
 _MANY_BATCHES, _MOSTLY = 8, 0.75
 _GROWN_SHARE = 0.05  # of what there is
 
@@ -28,7 +28,7 @@ def grown_bytes_per_batch(found: OutOfMemory) -> int | None:
 
 
 def is_in_loss(found: OutOfMemory) -> bool:
-    """Whether memory ran out in a loss over classes."""
+    """Whether the error was raised in a loss over classes."""
     return found.place.function in _LOSS_FUNCTIONS
 
 
@@ -51,4 +51,4 @@ def is_mostly_loss(timeline: MemoryTimeline | None) -> bool:
         for number, num_bytes in timeline.peak_allocations.items()
         if number in around and num_bytes in like_logits
     )
-    return held_bytes >= _LARGE_SHARE * timeline.peak_bytes
+    return held_bytes >= _LOSS_SHARE * timeline.peak_bytes

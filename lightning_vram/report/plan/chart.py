@@ -11,28 +11,17 @@ from lightning_vram.report.plan.choices import Choice, choices
 from lightning_vram.report.plan.words import ratio
 from lightning_vram.report.scale import unit_of
 
-_MARGIN = 0.14  # of an axis, beyond its outermost points
+_AXIS_MARGIN = 0.14  # of an axis, beyond its outermost points
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A plan's picture: times relative to baseline, sizes in ``unit``.
+    """A plan's picture: times relative to baseline, sizes in ``unit``."""
 
-    Args:
-        entries: The choices: at their true place, or, if one is far slower than the others, at the end of the axis.
-        is_slower: Whether each of them is slower than the axis goes.
-        others: Further configurations that were tried.
-        front: Corners of the Pareto front.
-        budget: Limit of memory.
-        unit: Of memory.
-        times: First and last of the axis.
-        sizes: Lowest and highest of the axis.
-    """
-
-    entries: Sequence[Entry]
-    is_slower: Sequence[bool]
+    entries: Sequence[Entry]  # one that is far slower than the others is at the end of the axis
+    is_slower: Sequence[bool]  # of each entry: slower than the axis goes
     others: Sequence[Spot]
-    front: Sequence[Spot]
+    front: Sequence[Spot]  # corners of the Pareto front
     budget: float
     unit: str
     times: Spot
@@ -59,7 +48,7 @@ def read_chart(plan: MemoryPlan) -> Chart:
 
 
 def _axis(first: float, last: float, least: float) -> Spot:
-    margin = _MARGIN * max(last - first, least)
+    margin = _AXIS_MARGIN * max(last - first, least)
     return first - margin, last + margin
 
 

@@ -15,25 +15,15 @@ _CLOSE = 0.02  # of the budget: what differs by less is one choice
 
 @dataclass(frozen=True)
 class Choice:
-    """A row of a table of configurations, and a point of the picture.
-
-    Args:
-        name: The configuration, or a line to paste.
-        needed_bytes: Of the device.
-        share: Of the budget; NaN: unknown.
-        step_time_ratio: Relative to the baseline; NaN: unknown.
-        results: Compared with the baseline's: ``"exact"``, ``"lossless"`` or ``"approximate"``.
-        is_plan: Whether it is used, or recommended.
-        is_unbeaten: Whether nothing that was tried is better in memory and time at once.
-    """
+    """A row of a table of configurations, and a point of the picture."""
 
     name: str
     needed_bytes: int
-    share: float
-    step_time_ratio: float
-    results: str
+    share: float  # of the budget; NaN: unknown
+    step_time_ratio: float  # relative to the baseline; NaN: unknown
+    results: str  # "exact", "lossless" or "approximate"
     is_plan: bool
-    is_unbeaten: bool = False
+    is_unbeaten: bool = False  # no tried configuration is better in memory and time at once
 
     @property
     def fits(self) -> bool:
@@ -42,12 +32,7 @@ class Choice:
 
 
 def cells(rows: Sequence[Choice], name: str = "configuration") -> list[tuple[str, ...]]:
-    """Return headings and cells of a table, for any format: numbers first, so that long names can wrap after them.
-
-    Args:
-        rows: In their order. The first column of the chosen one has a ``*``.
-        name: Heading of the last column.
-    """
+    """Return headings and cells of a table, for any format: numbers first, and a ``*`` for the plan."""
     table: list[tuple[str, ...]] = [("", "memory", "of budget", "step time", "results", name)]
     for number, one in enumerate(rows, start=1):
         mark, share = "* " if one.is_plan else "", "?" if isnan(one.share) else f"{one.share:.1%}"
@@ -57,13 +42,10 @@ def cells(rows: Sequence[Choice], name: str = "configuration") -> list[tuple[str
 
 
 def choices(plan: MemoryPlan) -> tuple[Choice, ...]:
-    """Return the run as it is, the plan, and what else is worth a look, from the most memory to the least.
+    """Return this run, the plan, and other configurations worth a look, from the most memory to the least.
 
     That is what nothing else beats in memory and time at once, those first whose memory is closest to the plan's; then
-    the fastest that fits of each other set of parts.
-
-    Args:
-        plan: Of which.
+    the fastest that fits of each other set of features.
     """
     shown = [plan.best] + ([plan.found.plain] if plan.is_needed else [])
     unbeaten = plan.found.unbeaten
@@ -91,5 +73,5 @@ def _choice(plan: MemoryPlan, one: Measured, unbeaten: Sequence[Measured]) -> Ch
 
 
 def _set_of(one: Measured) -> tuple[str, ...]:
-    """Its parts, whatever their arguments."""
+    """Its features, whatever their arguments."""
     return tuple(part.name for part in one.scheme.parts)

@@ -14,34 +14,26 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SIZE = (12.0, 6.0)  # inches
-_LEFT = 0.07  # of the picture
+_FIGURE_LEFT = 0.07  # of the picture
 _KEY, _KEY_WIDTH = (7.62, 0.2, 11.9, 5.1), 46  # inches, characters
 _DOT = "#afb8c1"
 
 
 def draw(plan: MemoryPlan) -> "Figure":
-    """Draw a plan with matplotlib.
-
-    Args:
-        plan: Its choices have numbers, those of its table. What else was tried is a dot, unless it is slower than all
-            of them.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-    """
+    """Draw a plan with matplotlib."""
     from matplotlib import rc_context  # an extra: not everybody has it
     from matplotlib.figure import Figure
 
     chart = read_chart(plan)
     with rc_context(FONT):
         figure = Figure(figsize=_SIZE, facecolor="white")
-        axes = figure.add_axes((_LEFT, 0.11, 0.535, 0.71))
+        axes = figure.add_axes((_FIGURE_LEFT, 0.11, 0.535, 0.71))
         _draw_axes(axes, chart)
         _draw_points(axes, plan, chart)
         write_numbers(axes, chart.entries, [chart.front, [(time, chart.budget) for time in chart.times]], chart.others)
         title = verdict(plan)
         size = min(17, 1180 / len(title))  # one line, whatever the device is called
-        figure.text(_LEFT, 0.965, title, va="top", fontsize=size, fontweight="bold", color=GOOD)
+        figure.text(_FIGURE_LEFT, 0.965, title, va="top", fontsize=size, fontweight="bold", color=GOOD)
         write_list(figure, chart.entries, _KEY, _KEY_WIDTH)
     return figure
 

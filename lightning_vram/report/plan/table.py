@@ -15,7 +15,7 @@ TIME = "Step times are modelled for this device, relative to the baseline."
 
 
 def plan_table(plan: MemoryPlan) -> RenderableType:
-    """Everything a plan says, but for its YAML. One line where the run fits as it is."""
+    """Everything in a plan, but for its YAML. One line where the run fits without changes."""
     answer = Text(verdict(plan), style="bold green")
     if not plan.is_needed:
         return answer

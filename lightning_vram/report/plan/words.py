@@ -1,4 +1,4 @@
-"""What table and picture say of a plan in the same words."""
+"""A plan as people see it: a table, a picture, a page."""
 
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.plan import MemoryPlan

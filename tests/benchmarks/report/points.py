@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lightning_vram.report.benchmarks.results import OURS, PLAIN, ResultFile, Row, as_shown
+from tests.benchmarks.report.results import OURS, PLAIN, ResultFile, Row, as_shown
 
 ALLOCATED, TRACKED = "max_memory_allocated_bytes", "peak_bytes"
 PEER = "peer"

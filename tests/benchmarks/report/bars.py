@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.report.benchmarks.points import ALLOCATED, TRACKED, kind_of, name_of
-from lightning_vram.report.benchmarks.results import OUT_OF_MEMORY, PLAIN, ResultFile, Row
+from tests.benchmarks.report.points import ALLOCATED, TRACKED, kind_of, name_of
+from tests.benchmarks.report.results import OUT_OF_MEMORY, PLAIN, ResultFile, Row
 
 OOM = "OOM"
 PEAK = "peak of the step"

@@ -7,10 +7,10 @@ import pytest
 from support.parts import ROOT
 from support.result_files import BIGGEST, MACHINE, SPEED, way, write
 
-from lightning_vram.report.benchmarks import read_results
-from lightning_vram.report.benchmarks.bars import Bar, read_bars
-from lightning_vram.report.benchmarks.points import front, read_panels
-from lightning_vram.report.benchmarks.results import machine_differences
+from tests.benchmarks.report import read_results
+from tests.benchmarks.report.bars import Bar, read_bars
+from tests.benchmarks.report.points import front, read_panels
+from tests.benchmarks.report.results import machine_differences
 
 
 def test_a_file_says_device_versions_and_date(tmp_path):

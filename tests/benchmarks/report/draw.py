@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_vram.report.benchmarks.bar_chart import draw_bars
-from lightning_vram.report.benchmarks.bars import read_bars, read_peak_bars
-from lightning_vram.report.benchmarks.points import read_panels
-from lightning_vram.report.benchmarks.results import ResultFile
-from lightning_vram.report.benchmarks.scatter import draw_scatter
 from lightning_vram.report.pictures import check_picture_path, save_figure
+from tests.benchmarks.report.bar_chart import draw_bars
+from tests.benchmarks.report.bars import read_bars, read_peak_bars
+from tests.benchmarks.report.points import read_panels
+from tests.benchmarks.report.results import ResultFile
+from tests.benchmarks.report.scatter import draw_scatter
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.report.benchmarks.points import PEER, Panel, front
-from lightning_vram.report.benchmarks.results import BASELINE, OURS, PLAIN
 from lightning_vram.report.numbered import Entry, list_height, stairs, write_list, write_numbers
 from lightning_vram.report.pictures import FAINT, FONT, INK, style_axes
 from lightning_vram.report.scale import unit_of
 from lightning_vram.report.tables import format_seconds
+from tests.benchmarks.report.points import PEER, Panel, front
+from tests.benchmarks.report.results import BASELINE, OURS, PLAIN
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

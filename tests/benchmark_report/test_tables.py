@@ -1,9 +1,9 @@
-"""What ``lightning-vram report --benchmarks`` prints, line by line."""
+"""What ``python -m tests.benchmarks.report`` prints, line by line."""
 
 from support.consoles import assert_every_number_is_whole_at_80_columns, shown_at
 from support.result_files import BIGGEST, SPEED, write
 
-from lightning_vram.report.benchmarks import read_results, result_tables
+from tests.benchmarks.report import read_results, result_tables
 
 SPEED_TABLE = """\
 a.json: speed

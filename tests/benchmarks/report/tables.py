@@ -8,8 +8,6 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.report.benchmarks.points import ALLOCATED, TRACKED
-from lightning_vram.report.benchmarks.results import PLAIN, ResultFile, Row, as_shown, machine_differences
 from lightning_vram.report.tables import (
     NOT_KNOWN,
     add_names,
@@ -20,6 +18,8 @@ from lightning_vram.report.tables import (
     plain_table,
     printable,
 )
+from tests.benchmarks.report.points import ALLOCATED, TRACKED
+from tests.benchmarks.report.results import PLAIN, ResultFile, Row, as_shown, machine_differences
 
 _SPREAD = ("seconds_of_first_low", "seconds_of_first_high")
 _HIDDEN = ("workload", "error", "traceback", *_SPREAD)

@@ -9,12 +9,12 @@ pytest.importorskip("matplotlib", reason="the extra plots")
 from matplotlib import image
 from support.pictures import assert_no_text_meets_another
 
-from lightning_vram.report.benchmarks import read_results, save_pictures
-from lightning_vram.report.benchmarks.bar_chart import draw_bars
-from lightning_vram.report.benchmarks.bars import read_bars, read_peak_bars
-from lightning_vram.report.benchmarks.points import read_panels
-from lightning_vram.report.benchmarks.scatter import draw_scatter
 from lightning_vram.report.tables import wrap_name
+from tests.benchmarks.report import read_results, save_pictures
+from tests.benchmarks.report.bar_chart import draw_bars
+from tests.benchmarks.report.bars import read_bars, read_peak_bars
+from tests.benchmarks.report.points import read_panels
+from tests.benchmarks.report.scatter import draw_scatter
 
 CAPTION = "x86_64, 1 threads, torch 2.13.0+cpu, file of 2026-11-24"
 

@@ -1,0 +1,53 @@
+"""What ``python -m tests.benchmarks.report`` prints and draws, and its errors."""
+
+import sys
+
+import pytest
+from support.result_files import SPEED
+from support.result_files import write as write_results
+
+from tests.benchmarks.report.__main__ import main
+
+
+def test_benchmarks_are_printed_and_drawn(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="the extra plots")
+    speed = write_results(tmp_path / "speed.json", SPEED)
+    old = write_results(tmp_path / "old.json", [{"variant": "plain", "peak_bytes": 1024}])
+    main([str(speed), str(old), "-o", str(tmp_path / "pictures")])
+    picture = tmp_path / "pictures" / "speed_peak_and_time.png"
+    out = capsys.readouterr().out
+    assert "torch.utils.checkpoint     PyTorch " in out
+    assert "OffloadActivations()" not in out
+    assert "\nLeft out: 1 row that did not run (shown by --all).\n" in out
+    assert f"\n{picture}: drawn.\n" in out
+    assert out.endswith("Nothing to draw in old.json: no row has by, a peak and seconds_per_step, or largest.\n")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_tables_are_printed_before_the_error(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit) as caught:
+        main([str(write_results(tmp_path / "speed.json", SPEED)), "-o", str(tmp_path)])
+    out, err = capsys.readouterr()
+    assert caught.value.code == 2
+    assert "ActivationCheckpointing()  ours " in out
+    assert (
+        err.splitlines()[-1]
+        == "python -m tests.benchmarks.report: error: a picture needs matplotlib: pip install matplotlib."
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "No such file or directory"), ("{", "is not a file of results: it is not JSON.")],
+)
+def test_a_missing_or_damaged_file_is_one_line(text, message, tmp_path, capsys):
+    path = tmp_path / "a.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit) as caught:
+        main([str(path)])
+    assert caught.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"python -m tests.benchmarks.report: error: {path}")
+    assert last.endswith(message)
