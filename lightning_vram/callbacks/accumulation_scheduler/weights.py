@@ -1,11 +1,4 @@
-"""The weighted mean over the micro-batches of a window, on all ranks, without looking ahead.
-
-Wanted is ``sum(w * gradient) / sum(w)`` over all micro-batches of all ranks. Losses are multiplied by ``w`` as they
-come, gradients are divided by the sum when it is known: before the optimizer step, by one reduction of one number.
-
-Losses are in units of the first weight above 0, so that float16 stays in range. All ranks agree about it, by one more
-reduction for each batch until there is one; that is the only time the device is waited for.
-"""
+"""Weights of the micro-batches of a window, on all ranks, without looking ahead."""
 
 from typing import Any
 
@@ -19,12 +12,8 @@ from lightning_vram.core.batches.weights import BatchWeight
 class AccumulationWeights:
     """Weights of one window after the other. They stay on the device.
 
-    Args:
-        weigh: From a batch to its weight.
-        trainer: That runs.
-
-    Attributes:
-        is_known_zero: Whether the weight of the batch is 0, and nobody had to ask a device.
+    Losses are in units of the first weight above 0, so that float16 stays in range. All ranks agree about it, by one
+    more reduction for each batch until there is one; that is the only time the host waits for the device.
     """
 
     def __init__(self, weigh: BatchWeight, trainer: pl.Trainer) -> None:
@@ -33,7 +22,7 @@ class AccumulationWeights:
         self._num_ranks = trainer.world_size
         self._dtype = torch.float32 if self._device.type == "mps" else torch.float64
         self._reference: Tensor | None = None
-        self.is_known_zero = False
+        self.is_known_zero = False  # whether the batch has weight 0, known without waiting for a device
         self._weight = self._sum = torch.zeros((), dtype=self._dtype, device=self._device)
 
     def open(self) -> None:
@@ -41,7 +30,7 @@ class AccumulationWeights:
         self._sum = torch.zeros_like(self._sum)
 
     def begin(self, batch: Any) -> None:
-        """Weigh the next batch, as all ranks do, or say by :meth:`pass_over` that there is none."""
+        """Weigh the next batch. All ranks call this or :meth:`pass_over`."""
         weight = self._weigh(batch)
         self.is_known_zero = (not isinstance(weight, Tensor) or weight.device.type == "cpu") and bool(weight == 0)
         if not isinstance(weight, Tensor):
@@ -51,7 +40,7 @@ class AccumulationWeights:
         self._weight = weight if self._reference is None else weight / self._reference
 
     def pass_over(self) -> None:
-        """Take part in what other ranks agree about, without a batch."""
+        """Take part in the reductions of the other ranks, without a batch."""
         self._find_reference(torch.zeros_like(self._sum))
 
     def add(self) -> None:
@@ -63,9 +52,9 @@ class AccumulationWeights:
         return loss * self._weight.to(loss.device, loss.dtype)
 
     def factor(self, length: int) -> Tensor:
-        """What gradients are to be multiplied by, after losses were scaled and divided by ``length``.
+        """Return the factor of gradients whose losses were scaled and divided by ``length``. A collective.
 
-        Gradients are averaged over the ranks before. 1 where all weights are 0. To be called on all ranks at once.
+        Gradients are averaged over the ranks before. The factor is 1 where all weights are 0.
         """
         mean = self._reduced(self._sum, "SUM") / self._num_ranks
         return torch.where(mean > 0, length / mean, 1)
