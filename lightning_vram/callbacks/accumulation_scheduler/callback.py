@@ -159,7 +159,7 @@ class AccumulationScheduler(FitTechnique):
     def _undo(self) -> None:
         if self._run is not None:
             if self._run.is_interrupted and not self._run.is_over:
-                self._window.rewind()  # for a checkpoint that another callback makes of the exception
+                self._window.position -= 1  # for a checkpoint that another callback makes of the exception
             self._run.end()
         self._run = None
 

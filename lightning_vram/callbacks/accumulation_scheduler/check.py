@@ -31,7 +31,7 @@ def check_run(trainer: pl.Trainer, callback: Callback) -> None:
 
 
 def check_module(trainer: pl.Trainer) -> None:
-    """Refuse a module, which ``configure_model`` may have changed, or a strategy."""
+    """Refuse a module or a strategy."""
     module, strategy = trainer.lightning_module, trainer.strategy
     if not module.automatic_optimization:
         raise MisconfigurationException(

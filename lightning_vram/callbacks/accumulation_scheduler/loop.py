@@ -73,7 +73,7 @@ class AccumulationLoop:
 
     def _close_with_epoch(self) -> None:
         if epoch_ends(self._epoch_loop):
-            self._window.close()  # Lightning steps with the last batch, which a stream does not announce
+            self._window.position = self._window.length  # Lightning steps then; a stream does not announce it
 
     def _ends_window(self, inner: Callable[[], Any]) -> bool:
         window = self._window

@@ -56,9 +56,7 @@ class AccumulationMean:
         """Note a micro-batch that the window has begun."""
         self._factor = None
         if self._weights is not None:
-            if self._window.is_first:
-                self._weights.open()
-            self._weights.begin(batch)
+            self._weights.begin(batch, is_first=self._window.is_first)
 
     def pass_over(self) -> None:
         """Note a batch that is missing."""
@@ -81,9 +79,7 @@ class AccumulationMean:
         self._loss = loss.detach()
         is_new = self._window.hold()
         if self._weights is not None:
-            if is_new:
-                self._weights.add()
-            loss = self._weights.scale(loss)
+            loss = self._weights.scale(loss, is_new=is_new)
         backward(loss)
 
     def _skips_backward(self, loss: Tensor) -> bool:

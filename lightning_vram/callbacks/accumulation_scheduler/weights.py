@@ -25,12 +25,10 @@ class AccumulationWeights:
         self.is_known_zero = False  # whether the batch has weight 0, known without waiting for a device
         self._weight = self._sum = torch.zeros((), dtype=self._dtype, device=self._device)
 
-    def open(self) -> None:
-        """Begin a window."""
-        self._sum = torch.zeros_like(self._sum)
-
-    def begin(self, batch: Any) -> None:
-        """Weigh the next batch. All ranks call this or :meth:`pass_over`."""
+    def begin(self, batch: Any, *, is_first: bool) -> None:
+        """Weigh the next batch, or the first one of a window. All ranks call this or :meth:`pass_over`."""
+        if is_first:
+            self._sum = torch.zeros_like(self._sum)
         weight = self._weigh(batch)
         self.is_known_zero = (not isinstance(weight, Tensor) or weight.device.type == "cpu") and bool(weight == 0)
         if not isinstance(weight, Tensor):
@@ -43,12 +41,10 @@ class AccumulationWeights:
         """Take part in the reductions of the other ranks, without a batch."""
         self._find_reference(torch.zeros_like(self._sum))
 
-    def add(self) -> None:
-        """Count the batch that was weighed last."""
-        self._sum = self._sum + self._weight
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """Multiply a loss of the batch that was weighed last, for its backward."""
+    def scale(self, loss: Tensor, *, is_new: bool) -> Tensor:
+        """Multiply a loss of the last batch by its weight, which counts once for several losses."""
+        if is_new:
+            self._sum = self._sum + self._weight
         return loss * self._weight.to(loss.device, loss.dtype)
 
     def factor(self, length: int) -> Tensor:

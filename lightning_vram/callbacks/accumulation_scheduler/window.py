@@ -60,14 +60,6 @@ class AccumulationWindow:
         self.is_held = True
         return is_new
 
-    def close(self) -> None:
-        """End the window as it is."""
-        self.position = self.length
-
-    def rewind(self) -> None:
-        """Take the current micro-batch back: it will run again."""
-        self.position -= 1
-
     def state_dict(self, *, is_interrupted: bool) -> dict[str, Any]:
         """What a checkpoint needs, without gradients. If interrupted, the current micro-batch will run again."""
         return {"length": self.length, "position": self.position - is_interrupted, "batch": self.batch}

@@ -105,8 +105,7 @@ class EarlyRelease(FitTechnique):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        self._findings.look_at_unstepped(trainer)
-        self._findings.note_step(optimizer)
+        self._findings.note_step(trainer, optimizer)
 
     @override
     def on_train_batch_end(

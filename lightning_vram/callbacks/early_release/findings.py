@@ -45,8 +45,9 @@ class Findings:
                     "module.eval() does not disable gradients.",
                 )
 
-    def look_at_unstepped(self, trainer: pl.Trainer) -> None:
+    def note_step(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
         """Find gradients that no optimizer steps with, at the first step of the run."""
+        self._stepped.append(optimizer)
         if not self.looks_at_gradients or "step" in self._reported:
             return
         self._reported.add("step")
@@ -60,10 +61,6 @@ class Findings:
                 "requires_grad_(False) on frozen parameters, or run them under torch.no_grad(), which also "
                 "avoids storing their graph.",
             )
-
-    def note_step(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer steps."""
-        self._stepped.append(optimizer)
 
     def look_at_manual_zeroing(self) -> None:
         """Find gradients of a step of manual optimization that are alive when the next ``training_step`` begins."""

@@ -21,7 +21,7 @@ def why_left_alone(trainer: pl.Trainer) -> str | None:
 
 
 def _own_hook(trainer: pl.Trainer) -> str | None:
-    """Name the first hook of zeroing that the user has written."""
+    """Name the first hook of zeroing in the user's code."""
     module, name = trainer.lightning_module, "on_before_zero_grad"
     owners = [(type(module).__name__, hook) for hook in (name, "optimizer_zero_grad") if is_overridden(hook, module)]
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
