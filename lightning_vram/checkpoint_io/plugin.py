@@ -1,10 +1,4 @@
-"""Checkpoints that go to a file and come back without a copy of them in host memory.
-
-Lightning's own plugin makes the whole file in host memory before it writes a byte, and reads all of it before the
-first state goes to its device: for a moment the host holds the weights and the optimizer's states once more, which for
-a large model is more than the device has. Here tensors go to the file one by one, and are read from it where they are
-needed, out of the system's file cache. What is on the device is the same either way: no more than the states.
-"""
+"""The plugin."""
 
 import os
 from collections.abc import Callable

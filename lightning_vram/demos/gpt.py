@@ -1,4 +1,4 @@
-"""A GPT-2 style decoder: pre-norm blocks, fused attention, dropout, learned positions."""
+"""A GPT-2 style decoder."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ INIT_STD = 0.02
 
 
 class MLP(nn.Module):
-    """What is done to each position alone: [B, T, D] -> [B, T, D]."""
+    """The feed-forward part of a block: [B, T, D] -> [B, T, D]."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -53,16 +53,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens [B, T] -> logits [B, T, vocab_size].
-
-    Args:
-        vocab_size: Number of tokens.
-        num_layers: Number of blocks.
-        width: Size D of the hidden states.
-        num_heads: Attention heads; divides ``width``.
-        sequence_length: Longest T.
-        dropout: Probability, on embeddings, attention and residual branches.
-    """
+    """GPT-2 style, pre-norm, with fused attention and learned positions: tokens [B, T] -> logits [B, T, vocab_size]."""
 
     def __init__(
         self, vocab_size: int, num_layers: int, width: int, num_heads: int, sequence_length: int, dropout: float

@@ -1,4 +1,4 @@
-"""A bottleneck ResNet (He et al. 2015, https://arxiv.org/abs/1512.03385) for small images."""
+"""A bottleneck ResNet for small images."""
 
 from collections.abc import Sequence
 
@@ -35,13 +35,9 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Images [B, in_channels, H, W] -> logits [B, num_classes].
+    """He et al. 2015, https://arxiv.org/abs/1512.03385: images [B, in_channels, H, W] -> logits [B, num_classes].
 
-    Args:
-        blocks_per_stage: Number of bottlenecks per stage; each stage after the first halves H and W.
-        width: Channels inside the bottlenecks of the first stage; doubles with each stage.
-        in_channels: Channels of the images.
-        num_classes: Number of logits.
+    Each stage after the first halves H and W, and doubles the channels.
     """
 
     def __init__(self, blocks_per_stage: Sequence[int], width: int, in_channels: int, num_classes: int) -> None:

@@ -1,4 +1,4 @@
-"""Real text that every machine has: the source code of its own Python standard library."""
+"""Text that every machine has: the sources of Python's standard library."""
 
 import sysconfig
 from pathlib import Path
@@ -11,8 +11,8 @@ from typing_extensions import override
 
 from lightning_vram.argument_checks import check_positive_int
 
-VALIDATION_SHARE = 20  # one byte in so many, from the end of the text
-_SKIPPED = {"site-packages", "test", "tests"}  # not every Python brings its tests; all shall read the same text
+VALIDATION_SHARE = 20  # one byte in this many, from the end of the text
+_SKIPPED = {"site-packages", "test", "tests"}  # some Pythons come without tests; all must read the same text
 
 
 class SourceText(pl.LightningDataModule):
@@ -86,7 +86,7 @@ class SourceText(pl.LightningDataModule):
 
 
 class _Windows(Dataset[Tensor]):
-    """Consecutive windows of T + 1 bytes; each starts with the byte the one before had to predict last."""
+    """Consecutive windows of T + 1 bytes; each starts with the last byte of the one before."""
 
     def __init__(self, text: Tensor, sequence_length: int) -> None:
         self.text = text
@@ -101,14 +101,7 @@ class _Windows(Dataset[Tensor]):
 
 
 def read_sources(folder: Path) -> Tensor:
-    """Read all ``*.py`` files below ``folder``, tests and installed packages left out, sorted by path.
-
-    Returns:
-        Their bytes, [N] of dtype uint8.
-
-    Raises:
-        FileNotFoundError: If there is none.
-    """
+    """Read the bytes of all ``*.py`` files below ``folder``, sorted by path, without tests and installed packages."""
     files = [file for file in sorted(folder.rglob("*.py")) if _SKIPPED.isdisjoint(file.parts)]
     if not files:
         raise FileNotFoundError(f"SourceText(path): no *.py file in '{folder}'.")

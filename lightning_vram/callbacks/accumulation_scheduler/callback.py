@@ -1,12 +1,9 @@
 """Accumulate gradients over micro-batches so that every optimizer step is that of one big batch.
 
-A big batch in k micro-batches needs the activations of one of them. Lightning's own accumulation is exact for full
-windows of equal micro-batches with a factor that never changes. Here every window is the mean over what it holds, also
-when the factor changes, at the end of an epoch, and where micro-batches have different numbers of tokens.
-
-It costs k forward and backward passes per step, as any accumulation does; windows that are weighted or not full one
-more pass over the gradients. It does not help where one micro-batch of one sample does not fit, and it cannot make
-layers that look at other samples of the batch (batch norm, contrastive losses) see more than a micro-batch.
+Lightning's own accumulation is exact for full windows of equal micro-batches with a factor that never changes. Here
+every window is the mean over its micro-batches, also when the factor changes, at the end of an epoch, and where
+micro-batches have different numbers of tokens. Windows that are weighted or not full cost one more pass over the
+gradients.
 """
 
 from collections.abc import Callable
@@ -18,10 +15,8 @@ from typing_extensions import override
 from lightning_vram.argument_checks import check_bool
 from lightning_vram.callbacks.accumulation_scheduler.check import (
     check_module,
-    check_optimizers,
     check_run,
-    warn_of_own_steps,
-    warn_of_weights,
+    check_start,
 )
 from lightning_vram.callbacks.accumulation_scheduler.run import AccumulationRun
 from lightning_vram.callbacks.accumulation_scheduler.target import Rounding, check_target, plan_factor
@@ -155,20 +150,16 @@ class AccumulationScheduler(FitTechnique):
         # Tuners may have trained before.
         self._window.load_state_dict(self._resumed or AccumulationWindow().state_dict(is_interrupted=False))
         schedule = self._run.begin_training()
-        check_optimizers(trainer, schedule.largest)
-        warn_of_own_steps(trainer, schedule.largest)
-        warn_of_weights(trainer, self.weight, schedule.largest)
+        check_start(trainer, self.weight, schedule.largest)
         trainer.accumulate_grad_batches = schedule.factor(trainer.current_epoch, trainer.global_step)
         if schedule.largest > 1:
-            if self.correct_batch_norm:
-                self._run.correct_batch_norms()
-            self._run.warn_of_batch_norms()
+            self._run.correct_batch_norms(is_asked=self.correct_batch_norm)
 
     @override
     def _undo(self) -> None:
         if self._run is not None:
             if self._run.is_interrupted and not self._run.is_over:
-                self._window.rewind()  # for a checkpoint that another callback makes of the exception
+                self._window.position -= 1  # for a checkpoint that another callback makes of the exception
             self._run.end()
         self._run = None
 

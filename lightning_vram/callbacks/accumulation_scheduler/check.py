@@ -1,4 +1,4 @@
-"""What an accumulation of our own cannot work with."""
+"""What gradient accumulation cannot work with."""
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
@@ -13,11 +13,7 @@ _NAME = "AccumulationScheduler"
 
 
 def check_run(trainer: pl.Trainer, callback: Callback) -> None:
-    """Refuse a run before anything of it happens.
-
-    Raises:
-        MisconfigurationException: If something else accumulates, or nothing can.
-    """
+    """Refuse a run before anything of it happens."""
     check_module(trainer)
     if trainer.accumulate_grad_batches != 1:
         raise MisconfigurationException(
@@ -35,11 +31,7 @@ def check_run(trainer: pl.Trainer, callback: Callback) -> None:
 
 
 def check_module(trainer: pl.Trainer) -> None:
-    """Refuse a module, which ``configure_model`` may have changed, or a strategy.
-
-    Raises:
-        MisconfigurationException: If it cannot accumulate.
-    """
+    """Refuse a module or a strategy."""
     module, strategy = trainer.lightning_module, trainer.strategy
     if not module.automatic_optimization:
         raise MisconfigurationException(
@@ -63,26 +55,13 @@ def check_module(trainer: pl.Trainer) -> None:
         )
 
 
-def check_optimizers(trainer: pl.Trainer, largest_factor: int) -> None:
-    """Refuse what only the optimizers show.
-
-    Raises:
-        MisconfigurationException: If one evaluates the loss several times per step.
-    """
+def check_start(trainer: pl.Trainer, weight: object, largest_factor: int) -> None:
+    """Refuse LBFGS, and warn of own steps and other weights, when optimizers and data are known."""
     if largest_factor > 1 and any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
         raise MisconfigurationException(
             f"{_NAME} does not work with LBFGS: it evaluates the loss several times per step, each time with the "
             "last micro-batch only. Use larger batches or another optimizer."
         )
-
-
-def warn_of_own_steps(trainer: pl.Trainer, largest_factor: int) -> None:
-    """Say which hooks of the module that step or zero are no longer called with every batch.
-
-    Args:
-        trainer: That runs.
-        largest_factor: Of the schedule.
-    """
     module = trainer.lightning_module
     hooks = [name for name in ("optimizer_step", "optimizer_zero_grad") if is_overridden(name, module)]
     if hooks and largest_factor > 1:
@@ -91,18 +70,12 @@ def warn_of_own_steps(trainer: pl.Trainer, largest_factor: int) -> None:
             f"{_NAME} accumulates gradients, so {names} is called once per optimizer step, not for every batch. "
             "Move code that must run for every batch to on_train_batch_end."
         )
+    if weight is not None or largest_factor > 1:
+        _warn_of_weights(trainer, weight)
 
 
-def warn_of_weights(trainer: pl.Trainer, weight: object, largest_factor: int) -> None:
-    """Say once if parts of a batch count by something else than the batches of a window.
-
-    Args:
-        trainer: That runs.
-        weight: Of the window; ``None`` counts batches, which is right for samples in equal batches.
-        largest_factor: Of the schedule.
-    """
-    if weight is None and largest_factor == 1:
-        return
+def _warn_of_weights(trainer: pl.Trainer, weight: object) -> None:
+    """Warn if ``MicroBatching`` weighs its parts differently. Without a weight, batches count, as equal samples do."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for other in callbacks:
         if all(base.__name__ != "MicroBatching" for base in type(other).__mro__):

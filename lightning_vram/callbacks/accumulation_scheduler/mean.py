@@ -1,11 +1,16 @@
-"""Make the gradients of a window the mean over what it holds.
+"""Make the gradients of an accumulation window the mean over its micro-batches.
 
 Lightning divides every loss by ``trainer.accumulate_grad_batches``. That is the mean while every window is full and
 every micro-batch weighs the same. What is missing is a factor that is known when the window ends.
+
+With weights ``w``, the mean is ``sum(w * gradient) / sum(w)`` over all micro-batches of all ranks. Losses are
+multiplied by ``w`` as they come; gradients are divided by the sum before the optimizer step, by one reduction of one
+number.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,22 +28,13 @@ from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.private_names.lightning.loops import MAKE_BACKWARD, OPTIMIZER_STEP, is_accumulating, skips_backward
 from lightning_vram.private_names.lightning.strategies import AFTER_CLOSURE
 
-Method = Callable[..., Any]
-
 
 class AccumulationMean:
-    """Stands in for the backward, the optimizer step and what comes between them, until :meth:`remove`.
+    """Replaces the backward, the optimizer step and what comes between them, until :meth:`remove`.
 
-    Gradients are corrected after the scaler's unscaling, before ``on_before_optimizer_step`` hooks and clipping. A
-    window that is full and has no weights keeps the bits it has.
-
-    Without weights ranks must not differ in the factor, and do not talk about it: of several, a batch that is ``None``
-    counts as one without a gradient, as it does in Lightning.
-
-    Args:
-        trainer: That is being set up.
-        window: Where the run stands.
-        weights: What micro-batches weigh. ``None``: all the same.
+    Gradients are corrected after the scaler's unscaling, before ``on_before_optimizer_step`` hooks and clipping. Those
+    of a full window without weights stay bitwise identical. Without weights ranks must not differ in the factor, and
+    do not communicate about it: of several, a batch that is ``None`` counts as one without a gradient, as in Lightning.
     """
 
     def __init__(self, trainer: pl.Trainer, window: AccumulationWindow, weights: AccumulationWeights | None) -> None:
@@ -47,54 +43,44 @@ class AccumulationMean:
         self._weights = weights
         self._epoch_loop = trainer.fit_loop.epoch_loop
         self._optimization = self._epoch_loop.automatic_optimization
-        self._factor: float | Tensor | None = None  # of the step under way
+        self._factor: float | Tensor | None = None  # of the current step
         self._loss: Tensor | None = None  # the last one of the window
         self._has_warned = False
-        self._shadows = [
-            Shadow(self._optimization, MAKE_BACKWARD, self._make_make_backward),
-            Shadow(self._optimization, OPTIMIZER_STEP, self._make_optimizer_step),
-            Shadow(trainer.precision_plugin, AFTER_CLOSURE, self._make_after_closure),
+        self._patches = [
+            Shadow(self._optimization, MAKE_BACKWARD, partial(partial, self._make_backward)),
+            Shadow(self._optimization, OPTIMIZER_STEP, partial(partial, self._optimizer_step)),
+            Shadow(trainer.precision_plugin, AFTER_CLOSURE, partial(partial, self._after_closure)),
         ]
 
     def begin(self, batch: Any) -> None:
-        """Take note of a micro-batch that the window has begun."""
+        """Note a micro-batch that the window has begun."""
         self._factor = None
         if self._weights is not None:
-            if self._window.is_first:
-                self._weights.open()
-            self._weights.begin(batch)
+            self._weights.begin(batch, is_first=self._window.is_first)
 
     def pass_over(self) -> None:
-        """Take note of a batch that is not there."""
+        """Note a batch that is missing."""
         if self._weights is not None:
             self._weights.pass_over()
 
     def remove(self) -> None:
         """Put everything back. Calling it again does nothing."""
-        for shadow in reversed(self._shadows):
-            shadow.remove()
+        for patch in reversed(self._patches):
+            patch.remove()
         self._loss = None
 
-    def _make_make_backward(self, inner: Method) -> Method:
-        def make_backward(optimizer: Optimizer) -> Any:
-            backward = inner(optimizer)
-            if backward is None:
-                return None
+    def _make_backward(self, inner: Callable[..., Any], optimizer: Optimizer) -> Any:
+        backward = inner(optimizer)
+        return None if backward is None else partial(self._scale_and_backward, backward)
 
-            def scale_and_backward(loss: Tensor) -> None:
-                if self._skips_backward(loss):
-                    return
-                self._loss = loss.detach()
-                is_new = self._window.hold()
-                if self._weights is not None:
-                    if is_new:
-                        self._weights.add()
-                    loss = self._weights.scale(loss)
-                backward(loss)
-
-            return scale_and_backward
-
-        return make_backward
+    def _scale_and_backward(self, backward: Callable[[Tensor], None], loss: Tensor) -> None:
+        if self._skips_backward(loss):
+            return
+        self._loss = loss.detach()
+        is_new = self._window.hold()
+        if self._weights is not None:
+            loss = self._weights.scale(loss, is_new=is_new)
+        backward(loss)
 
     def _skips_backward(self, loss: Tensor) -> bool:
         """Whether the loss counts for nothing, and no rank waits for its backward: 0 * (0 / 0) is not 0."""
@@ -106,29 +92,30 @@ class AccumulationMean:
         # A window that holds nothing has gradients of 0, rather than none, for hooks that look at them.
         return not (is_step and self._window.num_held == 0 and bool(torch.isfinite(loss).all()))
 
-    def _make_optimizer_step(self, inner: Method) -> Method:
-        def optimizer_step(batch_idx: int, closure: Callable[[], Any]) -> Any:
-            if skips_backward(self._optimization):
-                return inner(batch_idx, closure)
-            num_calls = 0
+    def _optimizer_step(self, inner: Callable[..., Any], batch_idx: int, closure: Callable[[], Any]) -> Any:
+        if skips_backward(self._optimization):
+            return inner(batch_idx, closure)
+        num_calls = 0
 
-            def run_closure() -> Any:
-                nonlocal num_calls
-                num_calls += 1
-                if num_calls > 1 and self._window.length > 1:
-                    raise _called_again()
-                loss = closure()
-                if loss is None and self._window.num_held:
-                    return self._loss  # a scaler takes None for a window without gradients
-                return loss if self._window.num_held else None
+        def run_closure() -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls > 1 and self._window.length > 1:
+                raise MisconfigurationException(
+                    "AccumulationScheduler does not work with an optimizer_step that calls its closure several times "
+                    "per step, such as sharpness-aware minimization (SAM): each call would run the last micro-batch "
+                    "only. Use larger batches or an optimizer that calls it once."
+                )
+            loss = closure()
+            if loss is None and self._window.num_held:
+                return self._loss  # a scaler takes None for a window without gradients
+            return loss if self._window.num_held else None
 
-            with self._watched_steps() as steps:
-                result = inner(batch_idx, run_closure)
-            if steps and num_calls and self._factor is None:
-                self._warn_of_bypass()
-            return result
-
-        return optimizer_step
+        with self._watched_steps() as steps:
+            result = inner(batch_idx, run_closure)
+        if steps and num_calls and self._factor is None:
+            self._warn_of_bypass()
+        return result
 
     @contextmanager
     def _watched_steps(self) -> Iterator[list[Any]]:
@@ -152,29 +139,18 @@ class AccumulationMean:
             "optimizer.step(closure=optimizer_closure) on the optimizer that it receives."
         )
 
-    def _make_after_closure(self, inner: Method) -> Method:
-        def after_closure(model: pl.LightningModule, optimizer: Optimizer) -> Any:
-            if skips_backward(self._optimization):
-                return inner(model, optimizer)
-            if self._factor is None:  # once per step: some optimizers call their closure several times
-                self._factor = self._read_factor()
-            if isinstance(self._factor, Tensor) or self._factor != 1:
-                # Others are never zeroed either: they would be multiplied again at each step.
-                scale_gradients([p for group in optimizer.param_groups for p in group["params"]], self._factor)
+    def _after_closure(self, inner: Callable[..., Any], model: pl.LightningModule, optimizer: Optimizer) -> Any:
+        if skips_backward(self._optimization):
             return inner(model, optimizer)
-
-        return after_closure
+        if self._factor is None:  # once per step: some optimizers call their closure several times
+            self._factor = self._read_factor()
+        if isinstance(self._factor, Tensor) or self._factor != 1:
+            # Gradients of other parameters are never zeroed: they would be multiplied again at each step.
+            scale_gradients([p for group in optimizer.param_groups for p in group["params"]], self._factor)
+        return inner(model, optimizer)
 
     def _read_factor(self) -> float | Tensor:
         if self._weights is not None:
             return self._weights.factor(self._window.length)
         num_counted = self._window.num_held if self._trainer.world_size == 1 else self._window.num_places
         return self._window.length / num_counted if num_counted else 1.0
-
-
-def _called_again() -> MisconfigurationException:
-    return MisconfigurationException(
-        "AccumulationScheduler does not work with an optimizer_step that calls its closure several times per "
-        "step, such as sharpness-aware minimization (SAM): each call would run the last micro-batch only. Use "
-        "larger batches or an optimizer that calls it once."
-    )

@@ -1,7 +1,8 @@
-"""What one fit with an accumulation of our own holds, from its setup to its end."""
+"""Gradient accumulation in one fit, from its setup to its end."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,13 +24,7 @@ _MAX_NAMES = 5
 class AccumulationRun:
     """Changes a trainer until :meth:`end`.
 
-    Args:
-        trainer: In its ``setup`` hooks.
-        schedule: When which factor holds. ``None``: the factor follows from the training data.
-        plan_factor: Reads the factor from the training data, when it is set up.
-
-    Attributes:
-        is_over: Whether it has ended.
+    Without a ``schedule``, the factor follows from the training data, by ``plan_factor``.
     """
 
     def __init__(
@@ -41,9 +36,9 @@ class AccumulationRun:
         self._loader: object = None  # that the schedule was read from
         self._factor: int | None = None
         self._factor_before = trainer.accumulate_grad_batches
-        self.is_over = False
+        self.is_over = False  # whether it has ended
         self._stepping_batches = SteppingBatches(trainer, self.read_schedule, self.end)
-        self._setup_data = Shadow(trainer.fit_loop, "setup_data", self._make_setup_data)
+        self._setup_data = Shadow(trainer.fit_loop, "setup_data", partial(partial, self._set_up_data))
         if schedule is not None:
             self._set_factor()
         self._window: AccumulationWindow | None = None
@@ -53,11 +48,11 @@ class AccumulationRun:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a checkpoint made now will run the micro-batch under way again."""
+        """Whether a checkpoint made now will run the current micro-batch again."""
         return self._loop is not None and self._loop.is_interrupted
 
     def read_schedule(self) -> AccumulationSchedule:
-        """The schedule; one that follows from the data is read again when the loader is another one."""
+        """Return the schedule; one that follows from the data is read again when the loader changes."""
         loader = training_data(self._trainer.fit_loop)
         if self._schedule is None or self._loader not in (None, loader):
             self._schedule = AccumulationSchedule("epoch", (0,), (self._plan_factor(self._trainer),))
@@ -65,31 +60,20 @@ class AccumulationRun:
         return self._schedule
 
     def start(self, window: AccumulationWindow, weights: AccumulationWeights | None) -> None:
-        """Take over the loops: tuners train before any other hook.
-
-        Args:
-            window: Where the run stands; a checkpoint may still be loaded into it.
-            weights: What micro-batches weigh. ``None``: all the same.
-        """
+        """Take over the loops: tuners train before any other hook. A checkpoint may still be loaded into ``window``."""
         self._window = window
         self._mean = AccumulationMean(self._trainer, window, weights)
         self._loop = AccumulationLoop(self._trainer, window, self._plan, self._around, self._mean.pass_over)
 
     def begin_training(self) -> AccumulationSchedule:
-        """Forget what tuners made of the data, which is set up now.
-
-        Returns:
-            The schedule there will be.
-        """
+        """Forget what tuners made of the data, which is set up now; return the schedule of the training."""
         self._factor, self._schedule, self._loader = None, self._given, None
         return self.read_schedule()
 
-    def correct_batch_norms(self) -> None:
-        """Let running statistics move once per window."""
-        self._norms = NormMomentum(self._trainer.lightning_module)
-
-    def warn_of_batch_norms(self) -> None:
-        """Name the layers that will not do what they would do in one big batch, if there are any."""
+    def correct_batch_norms(self, *, is_asked: bool) -> None:
+        """Move running statistics once per window, if asked; warn of layers that differ from one big batch."""
+        if is_asked:
+            self._norms = NormMomentum(self._trainer.lightning_module)
         names = find_batch_norms(self._trainer.lightning_module)
         if not names:
             return
@@ -114,17 +98,14 @@ class AccumulationRun:
             self._trainer.accumulate_grad_batches = self._factor_before
         self.is_over = True
 
-    def _make_setup_data(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        def setup_data(*args: Any, **kwargs: Any) -> Any:
-            result = inner(*args, **kwargs)
-            if training_data(self._trainer.fit_loop) is not None:
-                self._set_factor()
-            return result
-
-        return setup_data
+    def _set_up_data(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = inner(*args, **kwargs)
+        if training_data(self._trainer.fit_loop) is not None:
+            self._set_factor()
+        return result
 
     def _set_factor(self) -> None:
-        """Tell those who ask before the first window: optimizers that are configured, tuners."""
+        """Set the factor that ``configure_optimizers`` and tuners read before the first window."""
         trainer = self._trainer
         trainer.accumulate_grad_batches = self.read_schedule().factor(trainer.current_epoch, trainer.global_step)
 

@@ -1,4 +1,4 @@
-"""How many micro-batches of all ranks together make a batch of a wanted size."""
+"""How many micro-batches of all ranks make a target batch."""
 
 from typing import Literal
 
@@ -12,12 +12,7 @@ Rounding = Literal["up", "down"]
 
 
 def check_target(target_batch_size: int | None, rounding: Rounding | None) -> None:
-    """Check the arguments.
-
-    Raises:
-        TypeError: If the target is no ``int``.
-        ValueError: If it is below 1, or ``rounding`` has another value or nothing to do.
-    """
+    """Check the arguments ``target_batch_size`` and ``round``."""
     if target_batch_size is not None:
         check_positive_int("AccumulationScheduler(target_batch_size)", target_batch_size)
     if rounding not in (None, "up", "down"):
@@ -27,22 +22,11 @@ def check_target(target_batch_size: int | None, rounding: Rounding | None) -> No
 
 
 def plan_factor(trainer: pl.Trainer, target_batch_size: int, rounding: Rounding | None) -> int:
-    """Divide a batch size by that of one micro-batch on all data-parallel ranks.
-
-    Args:
-        trainer: Whose training data is set up.
-        target_batch_size: Samples per optimizer step.
-        rounding: What to do with a remainder. ``None`` refuses it.
-
-    Returns:
-        Micro-batches per optimizer step.
-
-    Raises:
-        MisconfigurationException: If the loader does not say its batch size, there are several loaders, one
-            micro-batch is larger than the target, or there is a remainder.
-    """
+    """Divide a target batch size by that of one micro-batch on all data-parallel ranks."""
     batch_size = _read_batch_size(trainer)
-    num_ranks = _count_ranks(trainer)
+    # The data-parallel ranks: tensor-parallel ones share their batches. Missing on a single device.
+    sampler_kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+    num_ranks = int(sampler_kwargs.get("num_replicas") or 1)
     size = batch_size * num_ranks
     factor, remainder = divmod(target_batch_size, size)
     if remainder and rounding == "up":
@@ -80,9 +64,3 @@ def _read_batch_size(trainer: pl.Trainer) -> int:
         f"AccumulationScheduler(target_batch_size) needs a training dataloader with a batch_size, got a "
         f"{type(loader).__name__} without. {way_out}"
     )
-
-
-def _count_ranks(trainer: pl.Trainer) -> int:
-    # Of the data-parallel ranks alone: tensor-parallel ones share their batches. Not there on a single device.
-    kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
-    return int(kwargs.get("num_replicas") or 1)

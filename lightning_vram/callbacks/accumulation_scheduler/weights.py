@@ -1,11 +1,4 @@
-"""The weighted mean over the micro-batches of a window, on all ranks, without looking ahead.
-
-Wanted is ``sum(w * gradient) / sum(w)`` over all micro-batches of all ranks. Losses are multiplied by ``w`` as they
-come, gradients are divided by the sum when it is known: before the optimizer step, by one reduction of one number.
-
-Losses are in units of the first weight above 0, so that float16 stays in range. All ranks agree about it, by one more
-reduction for each batch until there is one; that is the only time the device is waited for.
-"""
+"""Weights of the micro-batches of a window, on all ranks, without looking ahead."""
 
 from typing import Any
 
@@ -19,12 +12,8 @@ from lightning_vram.core.batches.weights import BatchWeight
 class AccumulationWeights:
     """Weights of one window after the other. They stay on the device.
 
-    Args:
-        weigh: From a batch to its weight.
-        trainer: That runs.
-
-    Attributes:
-        is_known_zero: Whether the weight of the batch is 0, and nobody had to ask a device.
+    Losses are in units of the first weight above 0, so that float16 stays in range. All ranks agree about it, by one
+    more reduction for each batch until there is one; that is the only time the host waits for the device.
     """
 
     def __init__(self, weigh: BatchWeight, trainer: pl.Trainer) -> None:
@@ -33,15 +22,13 @@ class AccumulationWeights:
         self._num_ranks = trainer.world_size
         self._dtype = torch.float32 if self._device.type == "mps" else torch.float64
         self._reference: Tensor | None = None
-        self.is_known_zero = False
+        self.is_known_zero = False  # whether the batch has weight 0, known without waiting for a device
         self._weight = self._sum = torch.zeros((), dtype=self._dtype, device=self._device)
 
-    def open(self) -> None:
-        """Begin a window."""
-        self._sum = torch.zeros_like(self._sum)
-
-    def begin(self, batch: Any) -> None:
-        """Weigh the next batch, as all ranks do, or say by :meth:`pass_over` that there is none."""
+    def begin(self, batch: Any, *, is_first: bool) -> None:
+        """Weigh the next batch, or the first one of a window. All ranks call this or :meth:`pass_over`."""
+        if is_first:
+            self._sum = torch.zeros_like(self._sum)
         weight = self._weigh(batch)
         self.is_known_zero = (not isinstance(weight, Tensor) or weight.device.type == "cpu") and bool(weight == 0)
         if not isinstance(weight, Tensor):
@@ -51,21 +38,19 @@ class AccumulationWeights:
         self._weight = weight if self._reference is None else weight / self._reference
 
     def pass_over(self) -> None:
-        """Take part in what other ranks agree about, without a batch."""
+        """Take part in the reductions of the other ranks, without a batch."""
         self._find_reference(torch.zeros_like(self._sum))
 
-    def add(self) -> None:
-        """Count the batch that was weighed last."""
-        self._sum = self._sum + self._weight
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """Multiply a loss of the batch that was weighed last, for its backward."""
+    def scale(self, loss: Tensor, *, is_new: bool) -> Tensor:
+        """Multiply a loss of the last batch by its weight, which counts once for several losses."""
+        if is_new:
+            self._sum = self._sum + self._weight
         return loss * self._weight.to(loss.device, loss.dtype)
 
     def factor(self, length: int) -> Tensor:
-        """What gradients are to be multiplied by, after losses were scaled and divided by ``length``.
+        """Return the factor of gradients whose losses were scaled and divided by ``length``. A collective.
 
-        Gradients are averaged over the ranks before. 1 where all weights are 0. To be called on all ranks at once.
+        Gradients are averaged over the ranks before. The factor is 1 where all weights are 0.
         """
         mean = self._reduced(self._sum, "SUM") / self._num_ranks
         return torch.where(mean > 0, length / mean, 1)

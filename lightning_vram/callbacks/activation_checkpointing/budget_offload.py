@@ -1,4 +1,4 @@
-"""The second remedy of a budget: what the bus carries in time is offloaded, and only the rest is recomputed."""
+"""Meet a budget for activations by offload, and in compiled layers."""
 
 import time
 from collections.abc import Iterator
@@ -20,17 +20,12 @@ from lightning_vram.techniques.activation_offload import ActivationOffloading
 
 MIN_OFFLOAD_BYTES = 1 << 20
 _REMEDIES = (("recompute",), ("recompute", "offload"))
-_USUAL_BUS, _USUAL_BANDWIDTH = 25e9, 1e12
+_USUAL_BUS, _USUAL_BANDWIDTH = 25e9, 1e12  # bytes per second
 _FORWARD_SHARE = 0.25  # of a step that ends with its backward, every layer of it recomputed
 
 
 def check_remedies(remedies: object, offload_bytes: object, budget: object) -> int | Literal["auto"] | None:
-    """Return what may be offloaded, in bytes; ``None`` if nothing is to be.
-
-    Raises:
-        TypeError: If an argument is of the wrong kind.
-        ValueError: If an argument has a value that is not allowed, or contradicts another.
-    """
+    """Return the most bytes to offload; ``None`` if offload is off."""
     name = "ActivationCheckpointing(remedies)"
     if isinstance(remedies, str) or not isinstance(remedies, list | tuple):
         raise TypeError(f"{name} must be a list or tuple of names, got {remedies!r} of type {type(remedies).__name__}.")
@@ -52,15 +47,7 @@ def check_remedies(remedies: object, offload_bytes: object, budget: object) -> i
 
 
 class BudgetOffload:
-    """Offloads what plans say in each training step: nothing until there is a plan.
-
-    Args:
-        trainer: Whose strategy is about to be set up.
-        offload_bytes: That the bus carries in a forward; ``"auto"``: measure it.
-
-    Raises:
-        MisconfigurationException: If the trainer cannot offload.
-    """
+    """Offloads in each training step what a plan says, as much as PCIe transfers in time; nothing before the plan."""
 
     def __init__(self, trainer: pl.Trainer, offload_bytes: int | Literal["auto"]) -> None:
         self._trainer = trainer
@@ -73,11 +60,7 @@ class BudgetOffload:
 
     @staticmethod
     def check(trainer: pl.Trainer, offload_bytes: int | Literal["auto"]) -> None:
-        """Refuse what cannot offload.
-
-        Raises:
-            MisconfigurationException: If so.
-        """
+        """Refuse runs that cannot offload."""
         refuse_moved_parameters("ActivationCheckpointing(remedies)", trainer, "saved tensors are views of")
         others = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
         if "ActivationOffload" in others:
@@ -93,7 +76,7 @@ class BudgetOffload:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Time a forward inside, of the kind that plans are made from."""
+        """Time the forward inside."""
         device = self._trainer.strategy.root_device
         if self._offload_bytes != "auto" or self._is_fake():
             yield
@@ -106,11 +89,7 @@ class BudgetOffload:
         self._forward_seconds = (time.perf_counter() - start) * (_FORWARD_SHARE if has_backward else 1)
 
     def bus_bytes(self, forward_cost: float) -> int:
-        """Return what the bus carries beside a forward.
-
-        Args:
-            forward_cost: In FLOP equivalents, for fake tensors: they take no time.
-        """
+        """Return the bytes that PCIe transfers during a forward, of ``forward_cost`` FLOP equivalents if it is fake."""
         if self._offload_bytes != "auto":
             return self._offload_bytes
         if self._is_fake():
@@ -119,15 +98,15 @@ class BudgetOffload:
             return round(self._forward_seconds * measure_bus(self._trainer.strategy.root_device))
 
     def apply(self, plan: SharedPlan) -> None:
-        """Do as planned, from the next step on. What travels is not cut: the last may go beyond what has to go."""
+        """Apply a plan from the next step on. Tensors are not cut: the last may exceed the planned bytes."""
         self._offloading.most_bytes = plan.offloaded_bytes + plan.largest_bytes if plan.offloaded_bytes else 0
 
     def keep_in_place(self, batch: object) -> None:
-        """Let the batch stay: it is held anyway."""
+        """Leave the batch on the device: it is alive anyway."""
         self._offloading.keep_in_place(batch)
 
     def remove(self) -> None:
-        """Undo it all."""
+        """Put everything back."""
         self._context.remove()
         self._offloading.close()
 

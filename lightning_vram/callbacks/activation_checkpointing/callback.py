@@ -1,8 +1,8 @@
-"""Recompute layers in the backward instead of keeping what they computed in the forward.
+"""Recompute layers in the backward instead of saving their activations.
 
-Activations are most of the memory of most runs. A checkpointed layer keeps its inputs only and runs its forward a
-second time when the backward reaches it: about a third more compute for a small part of the activation memory. See
-:mod:`lightning_vram.techniques.activation_checkpointing.apply` for the mechanism and where it does not help.
+A checkpointed layer saves its inputs only and runs its forward again in the backward: about a third more compute for a
+small part of the activation memory. See :mod:`lightning_vram.techniques.activation_checkpointing.apply` for the
+mechanism and where it does not help.
 """
 
 from collections.abc import Iterator, Sequence
@@ -161,7 +161,7 @@ class ActivationCheckpointing(FitTechnique):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         if self._plan is not None and self._budgeted is not None:
-            # Not before: an outer checkpoint of the user's runs the layers again in the backward, as they were.
+            # Not before: an outer checkpoint of the user's recomputes the layers in the backward, as they were.
             self._budgeted.apply(self._plan.decisions, is_guarded=trainer.world_size == 1)
             if self._offload is not None:
                 self._offload.apply(self._plan)

@@ -15,11 +15,7 @@ from lightning_vram.techniques.activation_checkpointing.compiled_budget import C
 
 
 def are_compiled(model: pl.LightningModule, layers: Sequence[Layer]) -> bool:
-    """Whether ``layers`` run in compiled code.
-
-    Raises:
-        MisconfigurationException: If only some do.
-    """
+    """Whether ``layers`` run in compiled code. Refuses a mixture."""
     compiled = modules_in_compiled(model)
     eager = [layer.name for layer in layers if layer.module not in compiled]
     if eager and len(eager) < len(layers):
@@ -32,17 +28,7 @@ def are_compiled(model: pl.LightningModule, layers: Sequence[Layer]) -> bool:
 
 
 class CompiledLayersBudget:
-    """Meets a budget in the first steps of a fit, until :meth:`remove`.
-
-    Args:
-        trainer: That is about to set up its strategy.
-        budget: As the user wrote it.
-        budget_bytes: The same in bytes.
-        offloads: Whether the user wants offload, too.
-
-    Raises:
-        MisconfigurationException: If so.
-    """
+    """Meets a budget in the first steps of a fit, until :meth:`remove`."""
 
     def __init__(self, trainer: pl.Trainer, budget: str, budget_bytes: int, *, offloads: bool) -> None:
         if offloads:
@@ -66,28 +52,27 @@ class CompiledLayersBudget:
         except CompiledBudgetError as error:
             raise MisconfigurationException(f"ActivationCheckpointing: {error}") from None
         if self._technique.is_done and not was_done:
-            self._tell()
+            self._report()
 
-    def _tell(self) -> None:
-        kept = self._technique.kept_bytes
-        best = self._technique.best
-        points = ", ".join(f"{share:.3f}: {format_bytes(kept[share])}" for share in sorted(kept))
+    def _report(self) -> None:
+        saved, best = self._technique.kept_bytes, self._technique.best
+        points = ", ".join(f"{share:.3f}: {format_bytes(saved[share])}" for share in sorted(saved))
         rank_zero_info(
             f"{self._title} sets the compiler's activation memory budget to {best:.3f}: "
-            f"{format_bytes(kept[best])} saved for backward, {kept[best] / self._budget_bytes:.0%} of the budget. "
+            f"{format_bytes(saved[best])} saved for backward, {saved[best] / self._budget_bytes:.0%} of the budget. "
             f"Tried: {points}."
         )
-        if not self._technique.is_close:
-            rank_zero_warn(f"{self._title} is missed by more than 3 %: {self._gap()}")
-
-    def _gap(self) -> str:
-        kept, best, above = self._technique.kept_bytes, self._technique.best, self._technique.next_above
-        below = f"a share of {best:.3f} saves {format_bytes(kept[best])} and is used"
-        if above is None:
-            return f"{below}; no larger share was tried."
-        return (
-            f"{below}; a share of {above:.3f} saves {format_bytes(kept[above])}. The compiler saves whole tensors or "
-            "groups of them: models with more layers come closer to a budget."
+        if self._technique.is_close:
+            return
+        above, more = self._technique.next_above, "no larger share was tried."
+        if above is not None:
+            more = (
+                f"a share of {above:.3f} saves {format_bytes(saved[above])}. The compiler saves whole tensors or "
+                "groups of them: models with more layers come closer to a budget."
+            )
+        rank_zero_warn(
+            f"{self._title} is missed by more than 3 %: a share of {best:.3f} saves {format_bytes(saved[best])} and is "
+            f"used; {more}"
         )
 
     def remove(self) -> None:

@@ -1,13 +1,8 @@
-"""Which numbers of segments there can be."""
+"""Check ``segments``."""
 
 
 def check_segments(segments: object) -> None:
-    """Refuse what is no number of segments.
-
-    Raises:
-        TypeError: If it is of the wrong kind.
-        ValueError: If it is too small.
-    """
+    """Refuse other values than ``None``, ``"sqrt"`` and integers from 2."""
     if segments is None or segments == "sqrt":
         return
     if not isinstance(segments, int) or isinstance(segments, bool):

@@ -1,9 +1,9 @@
-"""Keep activations in fewer bytes: without any loss, or with a measured one in chosen layers.
+"""Save activations in fewer bytes: lossless, or with a measured loss in chosen layers.
 
 See :mod:`lightning_vram.techniques.activation_compression.stage` for the mechanism and where it does not help.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -87,14 +87,25 @@ class ActivationCompression(FitTechnique):
         """Measured last."""
         self._stage: CompressionStage | None = None
         self._contexts: list[AroundStep] = []
-        self._is_measured = False  # the batch that runs
+        self._is_measured = False  # whether the current batch is measured
         self._has_warned = False
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
         refuse_moved_parameters("ActivationCompression", trainer, "saved tensors are views of")
-        if self.gradient_cosine_every_n_batches is not None:
-            _refuse_counted_backwards(trainer)
+        if self.gradient_cosine_every_n_batches is None:
+            return
+        name, strategy = "ActivationCompression(gradient_cosine_every_n_batches)", trainer.strategy
+        if hasattr(type(strategy), "device_mesh"):  # ModelParallelStrategy, fsdp_offload
+            raise MisconfigurationException(
+                f"{name} does not work with {type(strategy).__name__}: "
+                "the hooks of FSDP2 move parameters in every backward. Measure on a single device or with 'ddp'."
+            )
+        if isinstance(strategy, DDPStrategy) and ddp_arguments(strategy).get("static_graph"):
+            raise MisconfigurationException(
+                f"{name} does not work with DDPStrategy(static_graph=True): DDP learns the graph from the first "
+                "backward and would no longer average gradients. Leave static_graph out, or measure in a separate run."
+            )
 
     @override
     def on_train_batch_start(
@@ -128,18 +139,11 @@ class ActivationCompression(FitTechnique):
             )
         except ValueError as error:
             raise MisconfigurationException(f"ActivationCompression: {error}") from None
-        self._contexts.append(
-            AroundStep(trainer.strategy, "training_step", Depth.COMPRESSION, lambda *_, **__: self._step())
-        )
+        around: dict[str, Callable[..., Any]] = {"training_step": lambda *_, **__: self._step()}
         if self.gradient_cosine_every_n_batches is not None:
-            self._contexts.append(
-                AroundStep(
-                    trainer.strategy,
-                    "backward",
-                    Depth.COMPRESSION,
-                    lambda loss, *_, **__: self._measure(trainer, loss),
-                )
-            )
+            around["backward"] = lambda loss, *_, **__: self._measure(trainer, loss)
+        for name, context in around.items():
+            self._contexts.append(AroundStep(trainer.strategy, name, Depth.COMPRESSION, context))
 
     @contextmanager
     def _step(self) -> Iterator[None]:
@@ -153,8 +157,8 @@ class ActivationCompression(FitTechnique):
     @contextmanager
     def _measure(self, trainer: pl.Trainer, loss: Tensor) -> Iterator[None]:
         if self._is_measured and self._stage is not None:
-            self._is_measured = False  # one backward of the batch
-            # Else gradients in float16 vanish: the loss passes here before the plugin scales it.
+            self._is_measured = False  # in one backward of the batch
+            # The plugin scales the loss later; unscaled gradients in float16 would vanish.
             scaler = getattr(trainer.precision_plugin, "scaler", None)
             scaled = scaler.scale(loss) if scaler is not None else loss
             self.gradient_cosine = gradient_cosine(self._stage, scaled, trainer.lightning_module.parameters())
@@ -168,20 +172,6 @@ class ActivationCompression(FitTechnique):
             self._contexts.pop().remove()
         self._stage = None
         self._is_measured = False
-
-
-def _refuse_counted_backwards(trainer: pl.Trainer) -> None:
-    name, strategy = "ActivationCompression(gradient_cosine_every_n_batches)", trainer.strategy
-    if hasattr(type(strategy), "device_mesh"):  # ModelParallelStrategy, fsdp_offload
-        raise MisconfigurationException(
-            f"{name} does not work with {type(strategy).__name__}: "
-            "the hooks of FSDP2 move parameters in every backward. Measure on a single device or with 'ddp'."
-        )
-    if isinstance(strategy, DDPStrategy) and ddp_arguments(strategy).get("static_graph"):
-        raise MisconfigurationException(
-            f"{name} does not work with DDPStrategy(static_graph=True): DDP learns the graph from the first backward "
-            "and would no longer average gradients. Leave static_graph out, or measure in a separate run."
-        )
 
 
 def _refuse_without_loss(lossless: bool, layers: Any, every_n_batches: int | None) -> None:  # noqa: FBT001

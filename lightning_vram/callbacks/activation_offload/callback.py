@@ -1,4 +1,4 @@
-"""Keep activations in host memory, or on disk, between the forward and the backward.
+"""Offload activations to host memory or disk between the forward and the backward.
 
 See :mod:`lightning_vram.techniques.activation_offload.stage` for the mechanism and where it does not help.
 """
@@ -24,7 +24,7 @@ from lightning_vram.techniques.activation_offload import (
     check_max_slowdown,
 )
 
-_NUM_STEPS_TO_KNOW = 2  # what stays on the device is known from the second step on
+_REPORTED_STEP = 2  # the first in which it is known what stays on the device
 
 
 class ActivationOffload(FitTechnique):
@@ -92,7 +92,7 @@ class ActivationOffload(FitTechnique):
         self._offloading: ActivationOffloading | None = None
         self._context: AroundStep | None = None
         self._num_steps = 0
-        self._said_limit: list[int | None] = []
+        self._logged_limit: list[int | None] = []
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
@@ -106,8 +106,10 @@ class ActivationOffload(FitTechnique):
             self._offloading.keep_in_place(batch)
 
     def __getstate__(self) -> dict[str, object]:
-        of_a_run: dict[str, object] = {"_offloading": None, "_context": None, "_num_steps": 0, "_said_limit": []}
-        return {**vars(self), **of_a_run}  # a copy is not part of any run
+        return vars(self) | self._between_runs()  # a copy is not part of any run
+
+    def _between_runs(self) -> dict[str, object]:
+        return {"_offloading": None, "_context": None, "_num_steps": 0, "_logged_limit": []}
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
@@ -140,11 +142,11 @@ class ActivationOffload(FitTechnique):
         except OffloadError as error:
             raise MisconfigurationException(f"ActivationOffload: {error}") from None
         self._num_steps += 1
-        if self._num_steps == _NUM_STEPS_TO_KNOW:
+        if self._num_steps == _REPORTED_STEP:
             rank_zero_info(f"ActivationOffload {_describe(self._offloading.report)}")
         measures, limit = self._offloading.measures, self._offloading.most_bytes
-        if measures is not None and self._said_limit != [limit]:
-            self._said_limit = [limit]
+        if measures is not None and self._logged_limit != [limit]:
+            self._logged_limit = [limit]
             rank_zero_info(f"ActivationOffload: {_describe_measures(measures, limit)}")
 
     @override
@@ -153,9 +155,7 @@ class ActivationOffload(FitTechnique):
             self._context.remove()
         if self._offloading is not None:
             self._offloading.close()
-        self._context = self._offloading = None
-        self._num_steps = 0
-        self._said_limit = []
+        vars(self).update(self._between_runs())
 
 
 def _describe(report: OffloadReport) -> str:
@@ -171,9 +171,9 @@ def _describe(report: OffloadReport) -> str:
 
 
 def _describe_measures(measures: OffloadMeasures, limit: int | None) -> str:
-    carried = round(measures.to_host_bytes_per_second * measures.forward_seconds / measures.travelling_share)
-    travelling = measures.saved_bytes if limit is None else min(limit, measures.saved_bytes)
+    transferable = round(measures.to_host_bytes_per_second * measures.forward_seconds / measures.travelling_share)
+    offloaded = measures.saved_bytes if limit is None else min(limit, measures.saved_bytes)
     return (
-        f"PCIe transfers {format_bytes(carried)} in the forward's {1e3 * measures.forward_seconds:.3g} ms: "
-        f"{format_bytes(travelling)} of {format_bytes(measures.saved_bytes)} are offloaded."
+        f"PCIe transfers {format_bytes(transferable)} in the forward's {1e3 * measures.forward_seconds:.3g} ms: "
+        f"{format_bytes(offloaded)} of {format_bytes(measures.saved_bytes)} are offloaded."
     )

@@ -17,14 +17,7 @@ from lightning_vram.callbacks.auto_vram.decision import Asked, Decision, can_run
 from lightning_vram.callbacks.auto_vram.first_steps import FirstSteps, Took, better
 from lightning_vram.callbacks.auto_vram.parts import PlannedParts
 from lightning_vram.callbacks.auto_vram.plan_cache import plan_folder
-from lightning_vram.callbacks.auto_vram.words import (
-    NAME,
-    correction_line,
-    fallback_lines,
-    larger_line,
-    relief_note,
-    tighter_line,
-)
+from lightning_vram.callbacks.auto_vram.words import NAME
 from lightning_vram.callbacks.hook_points import (
     Relief,
     before_strategy_setup,
@@ -127,7 +120,7 @@ class AutoVRAM(Callback):
         self._parts: PlannedParts | None = None
         self._first_steps: FirstSteps | None = None
         self._limit: ProcessLimit | None = None
-        self._most_elements: int | None = None  # of batches that nobody has to be told of
+        self._most_elements: int | None = None  # of batches that need no warning
 
     @property
     def scheme(self) -> Scheme | None:
@@ -137,7 +130,7 @@ class AutoVRAM(Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         check_trainer(NAME, trainer)
-        self._end()  # a run whose end another callback's error cut short
+        self._end()  # another callback's error may have cut the end of the last run short
         if stage != "fit":
             return
         if sum(isinstance(callback, AutoVRAM) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
@@ -151,7 +144,7 @@ class AutoVRAM(Callback):
                 pl_module,
                 limit,
                 rank_timeout(trainer),
-                lambda read, room: decide(trainer, read, room, replace(asked, on_progress=on_progress)),
+                lambda read, free_bytes: decide(trainer, read, free_bytes, replace(asked, on_progress=on_progress)),
                 run_callbacks=self.run_callbacks,
             )
         if decision.kind == "error":
@@ -182,8 +175,11 @@ class AutoVRAM(Callback):
         if self._first_steps is not None:
             self._first_steps.begin_batch()
         if self._most_elements is not None and count_elements(batch) > self._most_elements:
-            self._most_elements = None  # said once
-            rank_zero_warn(larger_line(largest_shape(batch)))
+            self._most_elements = None  # warns once
+            rank_zero_warn(
+                f"{NAME}: a batch of shape {list(largest_shape(batch))} is larger than the batch the run was planned "
+                "for. It may need more memory."
+            )
 
     @override
     def on_train_batch_end(
@@ -215,7 +211,7 @@ class AutoVRAM(Callback):
             parts.end(exception)
 
     def _correct(self, trainer: pl.Trainer, took: Took) -> None:
-        """Plan once more, by what a step took: the most of all ranks. A collective."""
+        """Plan again, by the largest measurement of all ranks. A collective."""
         decision, parts = self._decision, self._parts
         assert decision is not None
         assert decision.found is not None
@@ -228,25 +224,30 @@ class AutoVRAM(Callback):
         scheme = better(decision.found, parts.scheme, decision.budget_bytes, nanoseconds / 1e9)
         if reserved_bytes > decision.budget_bytes:
             scheme = tighter(parts.scheme, decision.found, may_checkpoint=_may_checkpoint(trainer))
-        rank_zero_info(correction_line(nanoseconds / 1e9, reserved_bytes, decision.budget_bytes, scheme))
+        end = "The plan is kept." if scheme is None else f"The run continues with {scheme}."
+        rank_zero_info(
+            f"{NAME}: a step takes {nanoseconds / 1e6:.1f} ms and reserves {format_bytes(reserved_bytes)} of the "
+            f"{format_bytes(decision.budget_bytes)}. {end}"
+        )
         if scheme is not None:
             parts.change(scheme)
 
     def _make_guard(self, trainer: pl.Trainer) -> Callback:
-        """Make what runs a step again that ran out of memory."""
+        """Make the callback that repeats a step after an OOM."""
         guard = Part("lightning_vram.MicroBatching").make()
-        guard.relief = Relief(
-            partial(self._make_room, trainer), self._level >= Exactness.LOSSLESS, relief_note(self._level)
-        )
+        note = f"{NAME}: no tighter plan is left."
+        if self._level == Exactness.EXACT:
+            note += " allow='lossless' would split the batch into micro-batches."
+        guard.relief = Relief(partial(self._tighten, trainer), self._level >= Exactness.LOSSLESS, note)
         return guard  # type: ignore[no-any-return]
 
-    def _make_room(self, trainer: pl.Trainer) -> bool:
+    def _tighten(self, trainer: pl.Trainer) -> bool:
         if self._parts is None or self._decision is None:
             return False
         scheme = tighter(self._parts.scheme, self._decision.found, may_checkpoint=_may_checkpoint(trainer))
         if scheme is None or not self._change(scheme):
             return False
-        rank_zero_warn(tighter_line(scheme))
+        rank_zero_warn(f"{NAME}: a step ran out of memory in spite of the plan. It is repeated with {scheme}.")
         return True
 
     def _change(self, scheme: Scheme) -> bool:
@@ -258,7 +259,7 @@ class AutoVRAM(Callback):
         return True
 
     def _fall_back(self, trainer: pl.Trainer, reason: str, limit: int | None, is_guarded: bool) -> None:  # noqa: FBT001
-        """Do what needs no trace, now that all layers are there."""
+        """Apply what needs no trace, now that all layers exist."""
         parts, device = self._parts, trainer.strategy.root_device
         assert parts is not None
         is_checkpointed = not _may_checkpoint(trainer) or self._change(parts.scheme + CHECKPOINTING)
@@ -268,20 +269,20 @@ class AutoVRAM(Callback):
         if is_guarded and self._level >= Exactness.LOSSLESS:
             done.append("a batch that runs out of memory is split into micro-batches")
         if limit is not None:
-            if can_limit(device) and limited_share(device) == 1:  # a limit of somebody else's stays
+            if can_limit(device) and limited_share(device) == 1:  # another limit stays
                 self._limit = ProcessLimit(device, limit)
             how = "is not enforced" if self._limit is None else "is enforced"
             done.append(f"the limit of {format_bytes(limit)} on {device} {how}")
-        rank_zero_warn(fallback_lines(reason, done))
+        rank_zero_warn(f"{NAME} cannot plan this run: {reason}.\nThe run continues without a plan: {', '.join(done)}.")
 
 
 def _changes_batches(trainer: pl.Trainer) -> bool:
-    """Whether hooks may make other batches of what the loaders give, which is what was looked at."""
+    """Whether hooks may change the batches of the loaders, by which the run was planned."""
     owners = [trainer.lightning_module, getattr(trainer, "datamodule", None)]
     return any(is_overridden(hook, owner) for owner in owners if owner is not None for hook in _TRANSFER_HOOKS)
 
 
 def _may_checkpoint(trainer: pl.Trainer) -> bool:
-    """Whether layers are not checkpointed yet, by the user or the plan."""
+    """Whether neither the user nor the plan checkpoints layers."""
     parts = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}  # type: ignore[attr-defined]
     return CHECKPOINTING.name not in parts

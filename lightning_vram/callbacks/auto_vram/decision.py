@@ -1,4 +1,4 @@
-"""What rank zero decides before the run, and how a plan gets tighter on the way."""
+"""What rank zero decides before the run, and how a plan is tightened during it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,13 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_vram.callbacks.auto_vram.parts import differs_late
 from lightning_vram.callbacks.auto_vram.plan_cache import load_plan, plan_path, save_plan
-from lightning_vram.callbacks.auto_vram.words import (
-    found_message,
-    largest_line,
-    miss_message,
-    unknown_line,
-    weights_message,
-)
+from lightning_vram.callbacks.auto_vram.words import NAME, found_message
 from lightning_vram.estimation.batches import largest_shape
 from lightning_vram.estimation.estimate import Progress
 from lightning_vram.estimation.running_trainer.decision import RunningTrainer
@@ -32,7 +26,7 @@ from lightning_vram.memory.device.allocator import empty_cache, has_cache
 from lightning_vram.memory.estimate.calibrate import measure_bus
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.host.available import available_host_bytes
-from lightning_vram.memory.units import format_argument, parse_bytes
+from lightning_vram.memory.units import format_argument, format_bytes, parse_bytes
 from lightning_vram.planner.measured import Found, Workload
 from lightning_vram.planner.miss import find_ways
 from lightning_vram.planner.parts import Exactness, Part
@@ -41,40 +35,41 @@ from lightning_vram.planner.remedies import CHECKPOINTING, QUANTIZED, may_be_gua
 from lightning_vram.planner.scheme import Scheme
 from lightning_vram.planner.search import search
 from lightning_vram.planner.traced_steps import TracedSteps
+from lightning_vram.planner.words import ways_out, where
 
-_ROOM_FOR_ERRORS = 0.03  # of a device, where the user named no budget
+_MARGIN = 0.03  # of a device, if the user gave no budget
 _TIGHT = 0.8  # of the budget
 _TIGHTER = 0.9
 _LEAST_SECONDS, _SHARE_OF_EPOCH = 30.0, 0.1  # that planning may take, whichever is longer
 _WIDTHS = {Precision: 8, MixedPrecision: 8, DoublePrecision: 8, HalfPrecision: 2}  # most bytes of a weight
-_MORE_AT_REST = 3  # gradients and two moments, by weights
+_MORE_AT_REST = 3  # gradients and two moments, in units of the trained weights
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do."""
+    """What all ranks apply."""
 
     message: str  # for the user; of a fallback: why there is no plan
     # an error ends the run; a fallback checkpoints layers from the first step
     kind: Literal["info", "warning", "error", "fallback"] = "info"
     found: Found | None = None  # by the search; ``None`` if there was none
-    budget_bytes: int = 0  # what there was
-    num_elements: int | None = None  # of the batch that it is for; ``None``: for none
+    budget_bytes: int = 0
+    num_elements: int | None = None  # of the batch that was planned; ``None`` without a plan
 
     @property
     def scheme(self) -> Scheme:
-        """What is run."""
+        """The configuration to run."""
         return Scheme() if self.found is None else self.found.taken.scheme
 
     @property
     def is_tight(self) -> bool:
-        """Whether the run may yet need more than there is."""
+        """Whether the run may need more than the budget in spite of the plan."""
         return self.found is None or self.found.taken.needed_bytes > _TIGHT * self.budget_bytes
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of a plan: exactness, budget as the user named it, guard callbacks, and the folder of plans."""
+    """What a plan must respect: exactness, budget as the user typed it, guard callbacks, and the folder of plans."""
 
     level: Exactness
     budget: int | float | str
@@ -84,14 +79,14 @@ class Asked:
 
     @property
     def has_budget(self) -> bool:
-        """Whether the user named one."""
+        """Whether the user gave a budget."""
         return self.budget != AUTO
 
 
-def decide(trainer: pl.Trainer, read: Callable[[], RunningTrainer], room_bytes: int | None, asked: Asked) -> Decision:
-    """Take the plan of an earlier run, or search for what makes this one fit."""
-    started, share = monotonic(), 1 if asked.has_budget else 1 - _ROOM_FOR_ERRORS
-    budget_bytes = int(share * (room_bytes or 0))
+def decide(trainer: pl.Trainer, read: Callable[[], RunningTrainer], free_bytes: int | None, asked: Asked) -> Decision:
+    """Take the plan of an earlier run, or search for a configuration that fits."""
+    started, share = monotonic(), 1 if asked.has_budget else 1 - _MARGIN
+    budget_bytes = int(share * (free_bytes or 0))
     try:
         run = read()
         path = plan_path(asked.folder, run, (asked.budget, asked.level.name, bool(asked.guards)))
@@ -108,7 +103,9 @@ def decide(trainer: pl.Trainer, read: Callable[[], RunningTrainer], room_bytes: 
         return _without_plan(trainer, reason_of(error), budget_bytes, asked)
     if decision.kind == "fallback":
         return decision
-    largest = f"\n{largest_line(len(run.sizes), largest_shape(run.batch))}" if len(set(run.sizes)) > 1 else ""
+    largest = ""
+    if len(set(run.sizes)) > 1:
+        largest = f"\nPlanned for the largest of the first {len(run.sizes)} batches, {list(largest_shape(run.batch))}."
     return replace(decision, message=decision.message + largest, num_elements=max(run.sizes))
 
 
@@ -123,25 +120,30 @@ def _plan(trainer: pl.Trainer, run: RunningTrainer, budget_bytes: int, asked: As
         return _without_plan(trainer, f"no configuration that fits was found in {most}", budget_bytes, asked, found)
     here = replace(workload, host_bytes=available_host_bytes())
     ways = find_ways(steps, found, here, has_strategies=steps.may_choose_strategy)
-    message = miss_message(found, budget_bytes, run.device.name, asked.level, ways, goes_on=not asked.has_budget)
+    least, helps = found.least, ways_out(found.least, asked.level, ways, None if asked.has_budget else budget_bytes)
+    fate = "" if asked.has_budget else " The run continues with it, and will probably run out of memory."
+    message = (
+        f"{NAME}: no configuration fits {format_bytes(budget_bytes)} on {run.device.name}. The minimum found is "
+        f"{format_bytes(least.needed_bytes)}, with {least.scheme}{where(least)}.{fate} {helps}"
+    )
     return Decision(message, "error" if asked.has_budget else "warning", found, budget_bytes)
 
 
 def _search(
     run: RunningTrainer, budget_bytes: int, asked: Asked, started: float
 ) -> tuple[Found, TracedSteps, Workload, float]:
-    """Return what was found, what is needed to search on, and how many seconds planning may take."""
+    """Return the plans found, what a further search needs, and how many seconds planning may take."""
     fit, num_devices, guards = run.fit, run.num_devices, asked.guards
     own, on_card, begun = fit.trainer_arguments, fit.card is not None, monotonic()
     remedies = remedies_for(own, asked.level, on_card=on_card, module=run.module, has_strategies=False)
     steps = TracedSteps(run.module, run.batch, fit, asked.on_progress, num_local_ranks=num_devices)
     workload = Workload(budget_bytes, steps.batch_size, steps.travel_bytes)
     plain = steps(Scheme())
-    assert plain is not None  # nothing refuses the user's own run
+    assert plain is not None  # the user's own run is never refused
     step_seconds = monotonic() - begun
     epoch_seconds = plain.seconds * (run.num_batches or 0) / own["accumulate_grad_batches"]
     most_seconds: float = max(_LEAST_SECONDS, _SHARE_OF_EPOCH * epoch_seconds)
-    if plain.needed_bytes <= (_TIGHT if guards else 1) * budget_bytes:  # it runs without guards
+    if plain.needed_bytes <= (_TIGHT if guards else 1) * budget_bytes:  # it fits without guards
         return Found(plain, plain, (plain,)), steps, workload, most_seconds
     if plain.needed_bytes > budget_bytes:  # the bus is not measured for a run that fits
         fit = replace(fit, card=_with_bus(fit.card))
@@ -159,22 +161,28 @@ def _search(
 def _without_plan(
     trainer: pl.Trainer, reason: str, budget_bytes: int, asked: Asked, found: Found | None = None
 ) -> Decision:
-    """Decide by what is known without a trace."""
+    """Decide without a trace."""
     weights_bytes, rest_bytes = _bytes_at_rest(trainer)
     if asked.has_budget and 0 < budget_bytes < weights_bytes:
-        return Decision(weights_message(reason, weights_bytes, budget_bytes), "error")
+        message = (
+            f"{NAME}: the weights alone need {format_bytes(weights_bytes)}, more than the budget of "
+            f"{format_bytes(budget_bytes)}. Give a larger budget, or use strategy='fsdp_offload'. The step could not "
+            f"be traced: {reason}."
+        )
+        return Decision(message, "error")
     if asked.has_budget or found is not None or 0 < budget_bytes < rest_bytes:
         return Decision(reason, "fallback", found, budget_bytes)
-    return Decision(unknown_line(reason, can_run_again=bool(asked.guards)), "warning")
+    later = "; if a step runs out of memory, layers are checkpointed" if asked.guards else ""
+    return Decision(f"{NAME} cannot plan this run: {reason}. The run starts unchanged{later}.", "warning")
 
 
 def _bytes_at_rest(trainer: pl.Trainer) -> tuple[int, int]:
-    """Return bytes of weights, and with gradients and two moments of what is trained; 0: nobody knows."""
+    """Return bytes of weights, alone and with gradients and two moments of the trained ones; 0 if unknown."""
     most = _WIDTHS.get(type(trainer.precision_plugin))
     if most is None or not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
-        return 0, 0  # others have weights elsewhere, or in fewer bits
+        return 0, 0  # others have weights elsewhere, or in low precision
     names = {type(callback).__name__ for callback in trainer.callbacks}  # type: ignore[attr-defined]
-    num_bytes = {False: 0, True: 0}  # of what is frozen, and trained
+    num_bytes = {False: 0, True: 0}  # frozen, trained
     for one in trainer.lightning_module.parameters():
         num_bytes[one.requires_grad] += 0 if is_lazy(one) else one.numel() * min(most, one.element_size())  # type: ignore[redundant-expr]
     weights_bytes = num_bytes[True] + (0 if QUANTIZED[0].name in names else num_bytes[False])
@@ -182,7 +190,7 @@ def _bytes_at_rest(trainer: pl.Trainer) -> tuple[int, int]:
 
 
 def _with_bus(spec: DeviceSpec | None) -> DeviceSpec | None:
-    """What makers tell of a bus is not what a slot gives."""
+    """Measure the PCIe bandwidth: a slot may give less than the specification."""
     if spec is None or not has_statistics(torch.device(spec.name).type):
         return spec
     device = torch.device(spec.name)
@@ -195,7 +203,7 @@ def _with_bus(spec: DeviceSpec | None) -> DeviceSpec | None:
 
 
 def tighter(scheme: Scheme, found: Found | None, *, may_checkpoint: bool) -> Scheme | None:
-    """Return a scheme that needs less, and that a run can go on with; ``None`` if there is none."""
+    """Return a scheme that needs less, and that a running fit can switch to; ``None`` if there is none."""
     if found is None:
         return scheme + CHECKPOINTING if may_checkpoint else None
     checkpointing = next((part for part in scheme.parts if part.name == CHECKPOINTING.name), None)
@@ -211,7 +219,7 @@ def tighter(scheme: Scheme, found: Found | None, *, may_checkpoint: bool) -> Sch
 
 
 def _smaller(checkpointing: Part, scheme: Scheme, found: Found) -> Part:
-    """Let layers keep less; nothing at all, if they keep little."""
+    """Lower the budget of checkpointed layers; save only their inputs, if the budget is close to that."""
     rest = [part for part in scheme.parts if part is not checkpointing]
     lean = next((one for one in found.tried if one.scheme == Scheme((*rest, CHECKPOINTING))), None)
     budget_bytes = int(_TIGHTER * parse_bytes(checkpointing.init_args["budget"]))
@@ -221,10 +229,7 @@ def _smaller(checkpointing: Part, scheme: Scheme, found: Found) -> Part:
 
 
 def can_run_again(trainer: pl.Trainer) -> bool:
-    """Whether a step that ran out of memory can run again.
-
-    Not where ranks wait in the middle of it, nor where some parameters have stepped by then.
-    """
+    """Whether a step can be repeated after an OOM: not if ranks wait within it, or some parameters have stepped."""
     is_alone = trainer.world_size == 1 and has_cache(trainer.strategy.root_device)
     names = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
     return is_alone and trainer.lightning_module.automatic_optimization and may_be_guarded(names)

@@ -1,4 +1,4 @@
-"""What the first steps with a plan took, to correct it once."""
+"""Correct a plan once, by its first steps."""
 
 import time
 from dataclasses import dataclass, replace
@@ -10,21 +10,21 @@ from lightning_vram.memory.device.allocator import PeakWatch
 from lightning_vram.planner.measured import Found
 from lightning_vram.planner.scheme import Scheme
 
-_FIRST, _LAST = 3, 6  # batches: the first two see optimizers make their states, and plans being made
+_FIRST, _LAST = 3, 6  # batches: in the first two, optimizers create their state and callbacks make their plans
 _WORTH_A_CHANGE = 0.97
-_NO_WAIT = 1.001  # seconds are sums: those that are all computation may differ from it in the last digits
+_NO_WAIT = 1.001  # step time by computation: sums of seconds differ in the last digits
 
 
 @dataclass(frozen=True)
 class Took:
-    """What a batch took."""
+    """What a batch needed."""
 
     seconds: float  # on average
-    reserved_bytes: int  # of the device, at most
+    reserved_bytes: int  # peak
 
 
 class FirstSteps:
-    """Measures some batches after the first ones. The device is waited for twice."""
+    """Measures some batches after the first ones. The host waits for the device twice."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -33,14 +33,14 @@ class FirstSteps:
         self._started = 0.0
 
     def begin_batch(self) -> None:
-        """A batch begins."""
+        """Note that a batch begins."""
         if self._num_batches == _FIRST:
             self._synchronize()
             self._watch.restart()
             self._started = time.perf_counter()
 
     def end_batch(self) -> Took | None:
-        """A batch has ended; returns what they took, once."""
+        """Note that a batch has ended; return the measurement, once."""
         self._num_batches += 1
         if self._num_batches != _LAST:
             return None
@@ -53,11 +53,11 @@ class FirstSteps:
 
 
 def better(found: Found, scheme: Scheme, budget_bytes: int, seconds: float) -> Scheme | None:
-    """Return a scheme that is faster by what a step took, and that a run can go on with; ``None`` if none is."""
+    """Return a faster scheme by the measured step, that a running fit can switch to; ``None`` if none is."""
     now = next((one for one in found.tried if one.scheme == scheme), None)
     if now is None or now.seconds > _NO_WAIT * now.time.compute:
         return None
-    factor = seconds / now.seconds  # of all computation; copies keep their time, since the bus was measured
+    factor = seconds / now.seconds  # of computation; copies keep their time, since PCIe bandwidth was measured
     fitting = [
         replace(one, time=one.time.computed_slower(factor))
         for one in found.tried

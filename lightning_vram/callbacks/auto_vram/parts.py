@@ -1,4 +1,4 @@
-"""Parts of a plan in a Trainer that is running: put in, changed on the way, taken out."""
+"""Features of a plan in a running Trainer."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ _LATE = ("ActivationCheckpointing", "ActivationOffload")
 
 
 class PlannedParts:
-    """Callbacks and plugins of a scheme, as long as a fit lasts.
+    """Callbacks and plugins of a scheme, during a fit.
 
-    To be made in a ``setup`` hook: Lightning goes on through the list of callbacks, to those that are added at its end.
+    Make it in a ``setup`` hook: Lightning's loop over the callbacks reaches those that are appended to the list.
     """
 
     def __init__(self, trainer: pl.Trainer, scheme: Scheme, more: Sequence[Callback] = ()) -> None:
@@ -34,7 +34,7 @@ class PlannedParts:
         return self._trainer.callbacks  # type: ignore[attr-defined, no-any-return]
 
     def change(self, scheme: Scheme) -> None:
-        """Go on with another scheme: between two steps, or two tries of one."""
+        """Switch to another scheme: between two steps, or two tries of one."""
         trainer, module = self._trainer, self._trainer.lightning_module
         wanted = [part for part in scheme.parts if part.name in _LATE]
         for part, callback in list(self._callbacks):
@@ -52,7 +52,7 @@ class PlannedParts:
         self.scheme = scheme
 
     def end(self, exception: BaseException | None = None) -> None:
-        """Undo and take out all of them, at the end of a fit or after an error."""
+        """Undo and remove all of them, at the end of a fit or after an error."""
         own, self._callbacks = [callback for _, callback in self._callbacks], []
         self._list[:] = [callback for callback in self._list if all(callback is not one for one in own)]
         self._trainer.strategy.precision_plugin = self._precision
@@ -64,7 +64,6 @@ class PlannedParts:
 
 
 def differs_late(one: Scheme, other: Scheme) -> bool:
-    """Whether a run can go on with the other on its way."""
-    return [part for part in one.parts if part.name not in _LATE] == [
-        part for part in other.parts if part.name not in _LATE
-    ]
+    """Whether a running fit can switch from one scheme to the other."""
+    fixed, other_fixed = ([part for part in scheme.parts if part.name not in _LATE] for scheme in (one, other))
+    return fixed == other_fixed

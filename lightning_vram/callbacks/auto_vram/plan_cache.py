@@ -1,8 +1,8 @@
 """Plans of earlier runs, in the folder of logs: a run like one of them takes its plan, and traces no step.
 
-The key is a hash of all that a trace depends on, as far as it can be read without running code of the user's. Where in
-doubt it has more than that: a needless key costs one planning, a missing one gives a wrong plan. What the device has
-left is not part of it, since it varies from run to run.
+The key is a hash of everything a trace depends on, as far as it can be read without running the user's code. In doubt
+a value is part of the key: a needless one costs one planning, a missing one gives a wrong plan. Free memory is not
+part of it, since it varies from run to run.
 """
 
 import hashlib
@@ -27,7 +27,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_vram.callbacks.auto_vram.words import NAME
 from lightning_vram.estimation.fake_trainer import parts_of
 from lightning_vram.estimation.running_trainer.decision import RunningTrainer
 from lightning_vram.estimation.step_time import StepTime
@@ -43,7 +42,7 @@ _NOT_READ = ("torch", "lightning", "builtins", "abc", "typing")  # packages, by 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _DEPTH = 4  # of objects within objects
 _MOST = 1000  # of a list
-_MORE_ROOM = 1.1  # times the budget that a plan was made for
+_MORE_BUDGET = 1.1  # times the budget that a plan was made for: with more, a faster plan may fit
 
 
 def plan_folder(trainer: pl.Trainer) -> Path | None:
@@ -55,29 +54,29 @@ def plan_folder(trainer: pl.Trainer) -> Path | None:
 
 @contextmanager
 def _without_harm(path: Path) -> Iterator[None]:
-    """Whatever is wrong with a file, or with attributes of the user's that are read, costs the cache, not the run."""
+    """An error in a file, or in the user's attributes that are read, costs the cache, not the run."""
     try:
         yield
     except Exception as error:
         text = str(error).partition("\n")[0]
-        rank_zero_info(f"{NAME}: cached plans are not used, {path}: {type(error).__name__}: {text}.")
+        rank_zero_info(f"AutoVRAM: cached plans are not used, {path}: {type(error).__name__}: {text}.")
 
 
 def load_plan(path: Path | None, budget_bytes: int) -> Found | None:
-    """Return what an earlier run has found; ``None`` if there is nothing, or nothing for this budget."""
+    """Return the plan of an earlier run; ``None`` if there is none for this budget."""
     found = None
     if path is not None and path.is_file():
         with _without_harm(path):
             saved = json.loads(path.read_text(encoding="utf-8"))
             tried = tuple(map(_read_measured, saved["tried"]))
-            most_bytes = budget_bytes if saved["best"] == saved["plain"] else _MORE_ROOM * saved["budget_bytes"]
-            if tried[saved["best"]].needed_bytes <= budget_bytes <= most_bytes:  # with more there may be a faster one
+            most_bytes = budget_bytes if saved["best"] == saved["plain"] else _MORE_BUDGET * saved["budget_bytes"]
+            if tried[saved["best"]].needed_bytes <= budget_bytes <= most_bytes:
                 found = Found(tried[saved["best"]], tried[saved["plain"]], tried)
     return found
 
 
 def save_plan(path: Path | None, found: Found | None, budget_bytes: int) -> None:
-    """Write what was found, whole or not at all."""
+    """Write a plan, whole or not at all."""
     if path is None or found is None:
         return
     with _without_harm(path):
@@ -95,7 +94,7 @@ def _read_measured(saved: dict[str, Any]) -> Measured:
 
 
 def _read_part(saved: dict[str, Any]) -> Part:
-    if not saved["class_path"].startswith(_OURS):  # a file of plans runs no code of others
+    if not saved["class_path"].startswith(_OURS):  # a file of plans must not run other code
         raise ValueError(f"{saved['class_path']!r} is not a class of lightning_vram")
     return Part(**{**saved, "exactness": Exactness(saved["exactness"]), "replaces": tuple(saved["replaces"])})
 
@@ -105,7 +104,7 @@ def _read_time(saved: dict[str, Any]) -> StepTime:
 
 
 def plan_path(folder: Path | None, run: RunningTrainer, asked: Sequence[Any]) -> Path | None:
-    """Return the file for the plan of such a run."""
+    """Return the file for the plan of a run."""
     path = None
     if folder is not None:
         with _without_harm(folder):
@@ -114,7 +113,7 @@ def plan_path(folder: Path | None, run: RunningTrainer, asked: Sequence[Any]) ->
 
 
 def plan_key(run: RunningTrainer, asked: Sequence[Any]) -> str:
-    """Hash all that a plan depends on, but what the device has left."""
+    """Hash everything a plan depends on, except free memory."""
     arguments, device = run.fit.trainer_arguments, torch.device(run.device.name)
     describe = _Description()
     parts = {
@@ -137,7 +136,7 @@ def _name_of(device: torch.device) -> str:
 
 
 def _describe_module(module: pl.LightningModule) -> list[Any]:
-    """Its weights, what its parts were made with, and their code."""
+    """Describe its weights, the attributes of its submodules, and their code."""
     describe, places = _Description(has_private=False), dict[int, int]()
     named = chain(*(names(remove_duplicate=False) for names in (module.named_parameters, module.named_buffers)))
     tensors = [(name, places.setdefault(id(one), len(places)), describe(one)) for name, one in named]
@@ -150,7 +149,7 @@ def _describe_module(module: pl.LightningModule) -> list[Any]:
 
 
 def _source(kind: type) -> str:
-    """Hash the file of a class; its functions, where it has none, as in a notebook."""
+    """Hash the file of a class, or its functions if it has no file, as in a notebook."""
     try:
         source = Path(inspect.getsourcefile(kind) or "").read_bytes()
     except (OSError, TypeError):
@@ -164,15 +163,15 @@ def _qualified(kind: Any) -> str:
 
 
 class _Description:
-    """Turns values into what JSON can hold, the same in each process: tensors as shapes, functions as their code."""
+    """Turns values into JSON, the same in each process: tensors as shapes, functions as their code."""
 
     def __init__(self, *, has_private: bool = True) -> None:
-        self._has_private = has_private  # whether private attributes count: of a user's objects they may be of one run
-        # Objects that many parts share, such as a configuration, are described once. They stay, for ids to stay theirs.
+        self._has_private = has_private  # whether private attributes count: a user's may be of one run
+        # Objects that many parts share, such as a configuration, are described once. References keep ids valid.
         self._seen: dict[int, Any] = {}
 
     def __call__(self, value: Any, depth: int = _DEPTH, *, has_values: bool = True) -> Any:
-        """Describe one; without ``has_values`` by types and shapes alone."""
+        """Describe a value; without ``has_values`` by types and shapes alone."""
         describe = partial(self.__call__, depth=depth, has_values=has_values)
         if isinstance(value, Tensor):
             shape = None if is_lazy(value) else list(value.shape)

@@ -61,7 +61,7 @@ class ChunkedLoss(FitTechnique):
         self.chunk = chunk
         self._handle: ChunkedLossHandle | None = None
         self._contexts: list[AroundStep] = []
-        self._has_told = False
+        self._has_logged = False
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
@@ -73,7 +73,9 @@ class ChunkedLoss(FitTechnique):
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
         try:
-            self._handle = apply_chunked_loss(trainer.lightning_module, self.heads, self.chunk, tell=self._tell)
+            self._handle = apply_chunked_loss(
+                trainer.lightning_module, self.heads, self.chunk, tell=self._log_whole_logits
+            )
         except ValueError as error:
             raise MisconfigurationException(f"ChunkedLoss: {error}") from None
         for step in _STEPS:
@@ -87,9 +89,9 @@ class ChunkedLoss(FitTechnique):
         with self._handle.active():
             yield
 
-    def _tell(self, head: str, function: str) -> None:
-        if not self._has_told:
-            self._has_told = True
+    def _log_whole_logits(self, head: str, function: str) -> None:
+        if not self._has_logged:
+            self._has_logged = True
             rank_zero_info(
                 f"ChunkedLoss: {function} needs the whole logits of {head}, which are computed for it. These "
                 "run in chunks: cross_entropy, nll_loss, kl_div, log_softmax with gather, logsumexp and sums over "
@@ -103,7 +105,7 @@ class ChunkedLoss(FitTechnique):
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.remove()
-        self._has_told = False
+        self._has_logged = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_handle": None, "_contexts": [], "_has_told": False}  # a copy is not part of any run
+        return vars(self) | {"_handle": None, "_contexts": [], "_has_logged": False}  # a copy is not part of any run

@@ -1,8 +1,7 @@
-"""Free gradients before the next forward instead of after it, and find what else is kept for nothing.
+"""Free gradients before the next forward instead of after it, and find other memory that a module wastes.
 
 Lightning's closure runs the forward, then zeroes, then runs the backward: the gradients of the last step are alive
-through the next forward, where activations pile up, though nobody steps with them again. Here zeroing comes first.
-Nothing else of the last step is alive by then: neither its batch, nor its outputs, nor its graph.
+through the next forward, where activations pile up. Here zeroing comes first.
 """
 
 from collections.abc import Callable
@@ -26,6 +25,12 @@ from lightning_vram.private_names.lightning.loops import MAKE_ZERO_GRAD
 from lightning_vram.techniques.early_release import PacedCollection, gradient_bytes
 
 Zero = Callable[[], None]
+_STEPS = {
+    "validate": "validation_step",
+    "sanity_check": "validation_step",
+    "test": "test_step",
+    "predict": "predict_step",
+}
 
 
 class EarlyRelease(FitTechnique):
@@ -65,9 +70,9 @@ class EarlyRelease(FitTechnique):
             check_positive_int("EarlyRelease(collect_every_n_steps)", collect_every_n_steps)
         self.collect_every_n_steps = collect_every_n_steps
         self._findings = Findings()
-        self._shadow: Shadow | None = None
+        self._patch: Shadow | None = None
         self._collection: PacedCollection | None = None
-        self._has_told = False
+        self._has_reported = False
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -87,9 +92,7 @@ class EarlyRelease(FitTechnique):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._findings.look_at_attributes(pl_module)  # after the module's own hook at the end of the last epoch
 
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._findings.look_at_attributes(pl_module)
+    on_train_end = on_test_end = on_predict_end = on_train_epoch_start
 
     @override
     def on_train_batch_start(
@@ -102,8 +105,7 @@ class EarlyRelease(FitTechnique):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        self._findings.look_at_unstepped(trainer)
-        self._findings.note_step(optimizer)
+        self._findings.note_step(trainer, optimizer)
 
     @override
     def on_train_batch_end(
@@ -124,14 +126,6 @@ class EarlyRelease(FitTechnique):
             self._collection.resume()
 
     @override
-    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._findings.look_at_attributes(pl_module)
-
-    @override
-    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._findings.look_at_attributes(pl_module)
-
-    @override
     def on_validation_batch_end(
         self,
         trainer: pl.Trainer,
@@ -141,37 +135,16 @@ class EarlyRelease(FitTechnique):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._findings.look_at_outputs("validation_step", outputs, pl_module)
+        assert trainer.state.stage is not None
+        self._findings.look_at_outputs(_STEPS[trainer.state.stage.value], outputs, pl_module)
 
-    @override
-    def on_test_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: STEP_OUTPUT,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._findings.look_at_outputs("test_step", outputs, pl_module)
-
-    @override
-    def on_predict_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._findings.look_at_outputs("predict_step", outputs, pl_module)
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | self._between_runs()
 
     def _between_runs(self) -> dict[str, Any]:
-        return {"_findings": Findings(), "_shadow": None, "_collection": None, "_has_told": False}
+        return {"_findings": Findings(), "_patch": None, "_collection": None, "_has_reported": False}
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
@@ -180,28 +153,28 @@ class EarlyRelease(FitTechnique):
             self._findings.looks_at_gradients = False
         elif trainer.lightning_module.automatic_optimization:
             loop = trainer.fit_loop.epoch_loop.automatic_optimization
-            self._shadow = Shadow(loop, MAKE_ZERO_GRAD, partial(partial, self._zero_first))
+            self._patch = Shadow(loop, MAKE_ZERO_GRAD, partial(partial, self._zero_first))
 
     def _zero_first(
         self, make_zero: Callable[[int, Optimizer], Zero | None], batch_idx: int, optimizer: Optimizer
     ) -> Zero | None:
-        """Stand in for what makes the zeroing of a batch, which whoever makes its closure calls before the forward."""
+        """Replace what makes the zeroing of a batch: Lightning calls it with the closure, before the forward."""
         zero = make_zero(batch_idx, optimizer)
-        if zero is not None:  # else within a window
+        if zero is not None:  # else gradients accumulate
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            freed_bytes = 0 if self._has_told else gradient_bytes(parameters)
+            freed_bytes = 0 if self._has_reported else gradient_bytes(parameters)
             optimizer.zero_grad()
             if freed_bytes:
-                self._tell(freed_bytes, gradient_bytes(parameters))
+                self._report(freed_bytes, gradient_bytes(parameters))
         return zero  # where it was: the loop counts it, and a forward may fill gradients itself
 
-    def _tell(self, before_bytes: int, after_bytes: int) -> None:
-        self._has_told = True
+    def _report(self, before_bytes: int, after_bytes: int) -> None:
+        self._has_reported = True
         if not after_bytes:
             rank_zero_info(f"EarlyRelease frees {format_bytes(before_bytes)} of gradients before each forward.")
             return
-        if self._shadow is not None:
-            self._shadow.remove()
+        if self._patch is not None:
+            self._patch.remove()
         rank_zero_warn(
             f"EarlyRelease does not free gradients: zero_grad of your optimizer keeps {format_bytes(after_bytes)} "
             "of them."
@@ -209,8 +182,8 @@ class EarlyRelease(FitTechnique):
 
     @override
     def _undo(self) -> None:
-        if self._shadow is not None:
-            self._shadow.remove()
+        if self._patch is not None:
+            self._patch.remove()
         if self._collection is not None:
             self._collection.end()
         vars(self).update(self._between_runs())

@@ -1,8 +1,6 @@
 """Release cached device memory at the switch between training and validation.
 
-Training and validation allocate blocks of different sizes. What one phase leaves in the cache seldom fits the other,
-so reserved memory can grow towards the sum of both although neither needs it: fragmentation. Emptying the cache at the
-switch lets each phase start clean. It does not lower the memory a phase itself allocates at its peak.
+It lowers reserved memory that is fragmented, not the memory that a phase allocates at its peak.
 """
 
 import gc

@@ -1,9 +1,7 @@
-"""Where in Lightning's run our callbacks act, and what they ask of it.
+"""Where our callbacks act in Lightning's run, and what they ask of it. May import: optimizers, core, memory.
 
-May import: optimizers, core, memory.
-
-``before_strategy_setup`` changes a module before it is wrapped, ``around_step`` enters something around each step,
-``fit_technique`` is a callback that does both and undoes it.
+``before_strategy_setup`` changes a module before it is wrapped, ``AroundStep`` enters a context around each step,
+``FitTechnique`` is a callback that does both and undoes it.
 """
 
 from lightning_vram.callbacks.hook_points.around_step import AroundStep, Depth

@@ -1,10 +1,4 @@
-"""Run a strategy's step inside contexts: later than any hook before it and earlier than any hook after it.
-
-Dispatch modes and saved-tensor hooks are stacks: what is entered in one callback hook and left in another would nest
-with those of other callbacks by the order of the list. Entered and left around the call of
-``strategy.training_step`` itself, they nest as :class:`Depth` says, and the backward of automatic optimization is
-outside.
-"""
+"""Run a strategy's step inside contexts."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -18,7 +12,7 @@ from lightning_vram.core.surgery.shadow import Shadow
 
 
 class Depth(IntEnum):
-    """Who is entered first: what autograd keeps is dropped, else made smaller, else moved away."""
+    """Which context is entered first: what autograd saves is dropped, else compressed, else offloaded."""
 
     OFFLOAD = 0
     COMPRESSION = 1
@@ -27,7 +21,7 @@ class Depth(IntEnum):
 
 
 class _SurroundedStep(Shadow):
-    """Stands in for one method of a strategy as long as anybody enters a context around it."""
+    """Replaces one method of a strategy as long as there are contexts around it."""
 
     def __init__(self, strategy: Strategy, name: str) -> None:
         self.contexts: list[AroundStep] = []
@@ -46,25 +40,21 @@ class _SurroundedStep(Shadow):
 
 
 class AroundStep:
-    """A context around each call of one step of a strategy, such as ``training_step``, until :meth:`remove`."""
+    """A context around each call of one step of a strategy, such as ``training_step``, until :meth:`remove`.
+
+    Dispatch modes and saved-tensor hooks are stacks: entered in one callback hook and left in another, they would nest
+    with those of other callbacks by the order of the list. Around the call of the step itself, after all hooks before
+    it and before all hooks after it, they nest by :class:`Depth`. The backward of automatic optimization is outside.
+    """
 
     def __init__(
         self,
         strategy: Strategy,
         name: str,
         depth: Depth,
-        around: Callable[..., AbstractContextManager[object]],
-        look: Callable[[Any], None] | None = None,
+        around: Callable[..., AbstractContextManager[object]],  # gets the arguments of the call
+        look: Callable[[Any], None] | None = None,  # gets what the call returned, inside the context
     ) -> None:
-        """Put it in place.
-
-        Args:
-            strategy: Of the trainer that is about to run.
-            name: Of the method.
-            depth: Among the contexts around one step.
-            around: Makes the context for one call; gets the arguments of the call.
-            look: Is shown what a call returned, inside the context.
-        """
         self.depth = depth
         self.around = around
         self.look = look
@@ -76,7 +66,7 @@ class AroundStep:
         self._step = step
 
     def remove(self) -> None:
-        """Take it away. Calling it again does nothing."""
+        """Leave it out from now on. Calling it again does nothing."""
         contexts = self._step.contexts
         if self in contexts:
             contexts.remove(self)

@@ -6,15 +6,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
 def check_trainer(name: str, trainer: object) -> None:
-    """Refuse a Trainer of ``pytorch_lightning``, whose classes are others: what depends on them would not apply.
-
-    Args:
-        name: Class of the callback.
-        trainer: What the callback was given.
-
-    Raises:
-        MisconfigurationException: If ``trainer`` is no ``lightning.pytorch.Trainer``.
-    """
+    """Refuse a Trainer of ``pytorch_lightning``, whose classes differ: checks by class would not apply."""
     if not isinstance(trainer, pl.Trainer):
         package = type(trainer).__module__.partition(".")[0]
         raise MisconfigurationException(
@@ -24,16 +16,7 @@ def check_trainer(name: str, trainer: object) -> None:
 
 
 def refuse_moved_parameters(name: str, trainer: pl.Trainer, use: str) -> None:
-    """Refuse FSDP1 and DeepSpeed, which free and refill memory that saved tensors are views of.
-
-    Args:
-        name: Of the callback.
-        trainer: That is set up.
-        use: What the callback does with such parameters, as in "parameters that {use}".
-
-    Raises:
-        MisconfigurationException: If the trainer has one of them.
-    """
+    """Refuse FSDP1 and DeepSpeed, which free and move parameters. ``use``: what the callback does with them."""
     if isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy):
         raise MisconfigurationException(
             f"{name} does not work with {type(trainer.strategy).__name__}: it frees and moves parameters that {use}. "

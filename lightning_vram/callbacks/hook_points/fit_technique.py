@@ -1,4 +1,4 @@
-"""The frame of callbacks that apply a technique for the time of a fit, and undo it however the fit ends."""
+"""The base of callbacks that apply a technique during a fit."""
 
 from abc import ABC, abstractmethod
 from typing import ClassVar
@@ -15,7 +15,7 @@ from lightning_vram.callbacks.hook_points.checks import check_trainer
 
 
 class FitTechnique(Callback, ABC):
-    """Applies right before the strategy is set up, when the module is complete and not yet wrapped or moved."""
+    """Applies right before the strategy is set up, to a complete, unwrapped module; undoes it however the fit ends."""
 
     _stages: ClassVar[tuple[str, ...]] = ("fit",)  # in which it applies
 
@@ -31,25 +31,19 @@ class FitTechnique(Callback, ABC):
         """Refuse what the technique cannot work with, before anything else of the fit happens."""
 
     def start_late(self, trainer: pl.Trainer) -> None:
-        """Apply between two steps of a fit that is on its way, instead of in :meth:`setup`.
-
-        For techniques that do not mind a module that is wrapped, on its device and has optimizers.
-
-        Raises:
-            MisconfigurationException: If the technique does not work with the trainer.
-        """
+        """Apply between two steps of a running fit, to a module that is wrapped, on its device and has optimizers."""
         check_trainer(type(self).__name__, trainer)
         self._check(trainer)
         self._apply(trainer)
 
     def give_up(self) -> None:
-        """Undo it at once, for a run that is over: nothing is moved back to a device that may be full."""
+        """Undo it at the end of a run: nothing is moved back to a device that may be full."""
         self._undo()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         check_trainer(type(self).__name__, trainer)
-        self._undo()  # a run whose end another callback's error cut short
+        self._undo()  # another callback's error may have cut the end of the last run short
         if stage in self._stages:
             self._check(trainer)
             before_strategy_setup(trainer, lambda: self._apply(trainer))

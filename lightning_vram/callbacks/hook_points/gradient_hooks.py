@@ -1,8 +1,4 @@
-"""Who looks at gradients, or changes them, between a backward and its step.
-
-A callback says by an attribute ``uses_gradients`` whether it does; of one that does not say it, the hooks that it has
-tell, and so they do of a module. What an ``optimizer_step`` does around the closure shows only in the step.
-"""
+"""What reads or changes gradients between a backward and its step."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +13,7 @@ _HOOKS_OF_MODULE = (*_HOOKS, "configure_gradient_clipping", "backward")
 
 
 def own_gradient_hooks(owner: pl.LightningModule | pl.Callback) -> Iterator[str]:
-    """Name the hooks of a module that may use gradients, or of a callback, unless that says whether they do."""
+    """Name the hooks that may use gradients, of a module or of a callback without the attribute ``uses_gradients``."""
     is_module = isinstance(owner, pl.LightningModule)
     if is_module or not hasattr(owner, "uses_gradients"):
         own = (hook for hook in (_HOOKS_OF_MODULE if is_module else _HOOKS) if is_overridden(hook, owner))
@@ -26,7 +22,7 @@ def own_gradient_hooks(owner: pl.LightningModule | pl.Callback) -> Iterator[str]
 
 
 def uses_gradients(callback: pl.Callback) -> bool:
-    """Whether a callback uses gradients, as far as one can know."""
+    """Whether a callback uses gradients: by its attribute ``uses_gradients``, else by its hooks."""
     return bool(getattr(callback, "uses_gradients", any(own_gradient_hooks(callback))))
 
 
@@ -41,9 +37,7 @@ def gradient_users(trainer: pl.Trainer) -> Iterator[str]:
 def why_not_early(trainer: pl.Trainer, closure: Callable[[], Any] | None) -> str | None:
     """Name what may use gradients between the backward in a closure and the step; ``None`` if nothing does.
 
-    Args:
-        trainer: That trains.
-        closure: That the optimizer is given; with a ``GradScaler`` the precision plugin, which then calls it itself.
+    ``closure`` is what the optimizer gets; with a ``GradScaler``, what the precision plugin gets, which calls it.
     """
     user = next(gradient_users(trainer), None)
     if user is None and not is_loops_closure(closure, is_bare=is_scaled(trainer)):
@@ -53,5 +47,5 @@ def why_not_early(trainer: pl.Trainer, closure: Callable[[], Any] | None) -> str
 
 
 def is_scaled(trainer: pl.Trainer) -> bool:
-    """Whether gradients are scaled, so that a step may be left out."""
+    """Whether gradients are scaled, so that a step may be skipped."""
     return getattr(trainer.precision_plugin, "scaler", None) is not None

@@ -1,4 +1,4 @@
-"""The frame of callbacks that keep the moments of optimizers in fewer bytes for the time of a fit."""
+"""The base of callbacks that store optimizer state in low precision during a fit."""
 
 from typing import Any
 
@@ -16,19 +16,14 @@ _WORDS: dict[HostState, str] = {"bf16": "bfloat16", "8bit": "8 bit", "4bit": "4 
 
 
 class MomentsTechnique(FitTechnique):
-    """Has moments in a form; under ``fsdp_offload`` the strategy has.
-
-    Args:
-        form: Its name.
-        library: Whose kernels step.
-    """
+    """Stores moments in a form and steps with the kernels of ``library``; under ``fsdp_offload`` the strategy does."""
 
     def __init__(self, form: HostState, library: Library = "own") -> None:
         self._form_name: HostState = form
         self.library: Library = library
         self._moments: NarrowMoments | None = None
-        self._updates: UpdateCheck | None = None  # counts those that are lost, where the callback is asked to
-        self._strategy: Any = None  # that does it itself
+        self._updates: UpdateCheck | None = None  # counts lost updates, if the user asked for it
+        self._strategy: Any = None  # set if it stores them itself
 
     @property
     def _form(self) -> StateForm:

@@ -1,4 +1,4 @@
-"""How long ranks wait for each other: what the user told the strategy holds for votes of callbacks, too."""
+"""How long ranks wait for each other."""
 
 from datetime import timedelta
 
@@ -9,6 +9,6 @@ from lightning_vram.private_names.lightning.strategies import read_timeout
 
 
 def rank_timeout(trainer: pl.Trainer) -> timedelta:
-    """Return the ``timeout`` of the strategy; that of ``torch.distributed``, 30 minutes, where it has none."""
+    """Return the ``timeout`` of the strategy, else that of ``torch.distributed``: 30 minutes."""
     arguments = getattr(trainer.strategy, "arguments", None)  # of fsdp_offload
     return getattr(arguments, "timeout", read_timeout(trainer.strategy)) or default_pg_timeout

@@ -1,4 +1,4 @@
-"""What another callback can do when memory runs out in a step, before the batch is cut."""
+"""What another callback can do after an OOM, before the batch is split."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,15 +6,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Relief:
-    """Asked by whoever runs a batch again that ran out of memory.
+    """Used by the callback that repeats a batch after an OOM."""
 
-    Args:
-        make_room: Makes the step need less, on all ranks alike; ``False`` if it cannot. Called between two tries, when
-            nothing of the first is left.
-        may_cut: Whether the batch may then run in parts.
-        note: For the error, where neither helps.
-    """
-
+    # Makes the step need less, on all ranks alike; ``False`` if it cannot. Called when the first try is gone.
     make_room: Callable[[], bool]
-    may_cut: bool
-    note: str
+    may_cut: bool  # whether the batch may then be split
+    note: str  # for the error, if neither helps

@@ -1,12 +1,11 @@
-"""Drop every activation that is cheap to make again; gradients stay what they are, to the last bit.
+"""Drop activations that are cheap to recompute from other saved tensors, bit-exact, for one more pass over memory.
 
-Convolution-norm-activation keeps two tensors per pair, transformers keep the results of norms, GELUs, dropout and
-casts. All of them can be made again from tensors that are kept anyway, at the price of one more pass over memory. See
-:mod:`lightning_vram.techniques.in_place_fusion.recomputation.stage` for the mechanism and where it does not help.
+See :mod:`lightning_vram.techniques.in_place_fusion.recomputation.stage` for the mechanism and where it does not help.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
 import lightning.pytorch as pl
@@ -92,10 +91,9 @@ class InPlaceFusion(FitTechnique):
         super().setup(trainer, pl_module, stage)
         if stage != "fit" and self.fold_frozen_bn:
             name = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}[stage]
-            self._fusion = folding = FrozenNormFolding(pl_module, _tell)
-            self._contexts.append(
-                AroundStep(trainer.strategy, name, Depth.RECOMPUTATION, lambda *_, **__: folding.step())
-            )
+            self._fusion = folding = FrozenNormFolding(pl_module, _log)
+            around = AroundStep(trainer.strategy, name, Depth.RECOMPUTATION, lambda *_, **__: folding.step())
+            self._contexts.append(around)
 
     @override
     def on_train_batch_start(
@@ -112,19 +110,14 @@ class InPlaceFusion(FitTechnique):
     def _apply(self, trainer: pl.Trainer) -> None:
         self._signature_without_use = None
         policy = FusionPolicy(self.mode, self.inplace, self.abn, self.fold_frozen_bn, self.min_bytes, self.dropout)
-        self._fusion = fusion = Fusion(trainer.lightning_module, policy, _tell)
+        self._fusion = fusion = Fusion(trainer.lightning_module, policy, _log)
+        around = partial(self._step, trainer, fusion)
         self._contexts.append(
-            AroundStep(
-                trainer.strategy,
-                "training_step",
-                Depth.RECOMPUTATION,
-                lambda *_, **__: self._step(trainer, fusion),
-                fusion.report_hidden,
-            )
+            AroundStep(trainer.strategy, "training_step", Depth.RECOMPUTATION, around, fusion.report_hidden)
         )
 
     @contextmanager
-    def _step(self, trainer: pl.Trainer, fusion: Fusion) -> Iterator[None]:
+    def _step(self, trainer: pl.Trainer, fusion: Fusion, *_: object, **__: object) -> Iterator[None]:
         try:
             with fusion.step():
                 yield
@@ -149,11 +142,11 @@ class InPlaceFusion(FitTechnique):
 
 
 def _signature(module: pl.LightningModule) -> int:
-    """A number that changes with the set of trained parameters."""
+    """Return a number that changes with the set of trained parameters."""
     return hash(tuple(parameter.requires_grad for parameter in module.parameters()))
 
 
-def _tell(sentence: str) -> None:
+def _log(sentence: str) -> None:
     rank_zero_info(f"InPlaceFusion {sentence}")
 
 

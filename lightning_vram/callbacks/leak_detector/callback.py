@@ -1,8 +1,8 @@
-"""Report memory that grows with the steps: how much, where it was made, and which attribute keeps it.
+"""Report memory that grows with the steps: how much, where it was allocated, and which attribute holds it.
 
-At each step it asks the allocators of device and host what they have given out, which takes microseconds. Only where
-that grows is one step followed operator by operator; what it leaves behind is looked for again many steps later, and
-the references to it are followed back to an attribute, a global or a closure (``memory/leaks/search.py``).
+Reading the allocators of device and host takes microseconds per step. Only if their bytes grow, one step is traced
+operator by operator; references to what is left many steps later are followed back to an attribute, a global or a
+closure (``memory/leaks/search.py``).
 """
 
 import math
@@ -19,10 +19,11 @@ from typing_extensions import override
 
 from lightning_vram.argument_checks import check_positive_int
 from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique
-from lightning_vram.callbacks.leak_detector.names import attributes_in, held_by, names_in
+from lightning_vram.callbacks.leak_detector.names import attribute_owners, held_by, names_in
 from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.memory.device.room import device_room
 from lightning_vram.memory.host.available import available_host_bytes
+from lightning_vram.memory.leaks.attributes import read_attributes
 from lightning_vram.memory.leaks.counting import LiveBytes
 from lightning_vram.memory.leaks.search import Leak, LeakSearch, Program
 from lightning_vram.memory.units import parse_bytes
@@ -107,11 +108,13 @@ class LeakDetector(FitTechnique):
             held=partial(held_by, trainer),
             names=partial(names_in, trainer),
             follows_operators=not is_compiled(trainer.lightning_module),
-            room=partial(_room_bytes, trainer),
-            attributes=partial(attributes_in, trainer),
+            room=partial(_available_bytes, trainer),
+            attributes=lambda: read_attributes(attribute_owners(trainer)),
         )
-        told: set[str] = set()
-        self._searches = {stage: LeakSearch(program, self.patience, self.min_bytes_per_step, told) for stage in _STEPS}
+        reported: set[str] = set()
+        self._searches = {
+            stage: LeakSearch(program, self.patience, self.min_bytes_per_step, reported) for stage in _STEPS
+        }
         loop = trainer.fit_loop.epoch_loop
         for optimization in (loop.automatic_optimization, loop.manual_optimization):  # the backward is in both
             self._undoes.append(Shadow(optimization, "run", partial(partial, self._run)).remove)
@@ -135,7 +138,7 @@ class LeakDetector(FitTechnique):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step != self._last_step:  # in the middle of a window gradients may be there or not
+        if trainer.global_step != self._last_step:  # between two optimizer steps gradients may exist or not
             self._last_step = trainer.global_step
             num_left = _batches_left(trainer.num_training_batches, batch_idx)
             self._note("train", self._searches["train"].end_step(num_left), trainer)
@@ -186,14 +189,13 @@ class LeakDetector(FitTechnique):
     on_predict_end = on_validation_end
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is not part of any run.
-        return vars(self) | self._between_runs()
+        return vars(self) | self._between_runs()  # a copy is not part of any run
 
     def _between_runs(self) -> dict[str, Any]:
         return {"_searches": {}, "_undoes": [], "_to_raise": None}
 
     def _run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stand in for ``run`` of Lightning's optimization of a batch."""
+        """Replace ``run`` of Lightning's optimization of a batch."""
         with self._searches["train"].around_step():
             return run(*args, **kwargs)
 
@@ -203,7 +205,7 @@ class LeakDetector(FitTechnique):
             yield
 
     def _evaluation(self, trainer: pl.Trainer) -> str | None:
-        """Return what is evaluated; ``None`` for a sanity check, and where nothing is searched."""
+        """Return the stage of an evaluation; ``None`` for a sanity check, and if nothing is searched."""
         stage = trainer.state.stage
         return stage.value if stage is not None and stage.value in self._searches else None
 
@@ -220,7 +222,7 @@ class LeakDetector(FitTechnique):
             self._to_raise = message
 
     def _raise_together(self, trainer: pl.Trainer, *, is_end: bool = False) -> None:
-        """Raise on all ranks at the same batch, or at the end: those that are left would wait for the others."""
+        """Raise on all ranks at the same batch, or at the end: other ranks would wait for one that has raised."""
         if self.on_leak != "raise":
             return
         self._num_batches += not is_end
@@ -237,7 +239,7 @@ def _batches_left(num_batches: float, batch_idx: int) -> float:
     return _BATCHES_IF_UNKNOWN if math.isinf(num_batches) else num_batches - batch_idx - 1
 
 
-def _room_bytes(trainer: pl.Trainer) -> float:
+def _available_bytes(trainer: pl.Trainer) -> float:
     room = device_room(trainer.strategy.root_device)
     if room is not None:
         return room.room_bytes()

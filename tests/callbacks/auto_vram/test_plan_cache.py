@@ -258,7 +258,7 @@ def test_what_is_asked_is_part_of_the_key(asked):
     assert plan_key(run_of(), asked) != plan_key(run_of(), ASKED)
 
 
-@pytest.mark.parametrize("name", ["__version__", "_MORE_ROOM"])
+@pytest.mark.parametrize("name", ["__version__", "_MORE_BUDGET"])
 def test_versions_are_part_of_the_key(monkeypatch, name):
     before = plan_key(run_of(), ASKED)
     monkeypatch.setattr(plan_cache, name, "9.9")

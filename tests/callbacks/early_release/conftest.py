@@ -9,8 +9,10 @@ class Told:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.warnings: list[str] = []
         self.infos: list[str] = []
-        for name in ("callback", "findings"):
-            place = f"lightning_vram.callbacks.early_release.{name}.rank_zero_warn"
+        for place in (
+            "lightning_vram.callbacks.early_release.callback.rank_zero_warn",
+            "lightning_vram.callbacks.early_release.findings.rank_zero_warn",
+        ):
             monkeypatch.setattr(place, lambda text, **_: self.warnings.append(text))
         place = "lightning_vram.callbacks.early_release.callback.rank_zero_info"
         monkeypatch.setattr(place, lambda text, **_: self.infos.append(text))

@@ -129,7 +129,7 @@ def test_an_evaluation_that_keeps_graphs_is_told(stage, make_trainer):
 @pytest.mark.parametrize("model", [leaky.Evaluation, leaky.JoinedEvaluation])
 def test_what_an_evaluation_collects_is_told_if_memory_would_run_out(model, stage, make_trainer, monkeypatch):
     assert evaluate(stage, model(), make_trainer) == []
-    monkeypatch.setattr(callback, "_room_bytes", lambda trainer: leaky.KEPT_BYTES)
+    monkeypatch.setattr(callback, "_available_bytes", lambda trainer: leaky.KEPT_BYTES)
     ((kind, (holder,)),) = evaluate(stage, model(), make_trainer)
     assert kind == stage
     assert holder.startswith(("self.outputs: a list of", "self.all: reallocated at each step"))
