@@ -1,4 +1,4 @@
-"""What the plugin refuses, before anything has changed."""
+"""What the plugin accepts and refuses, before anything has changed."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,12 +22,7 @@ PARAMETERS = ("fp32", *SCHEMES)
 def check_arguments(
     fp32_modules: Any, parameters: object, max_consecutive_overflows: object, on_overflow_limit: object, scaler: object
 ) -> None:
-    """Check what ``LeanMixedPrecision`` was given.
-
-    Raises:
-        TypeError: If an argument has a wrong type.
-        ValueError: If a value is none of those known.
-    """
+    """Check the arguments of ``LeanMixedPrecision``."""
     is_pattern = isinstance(fp32_modules, str | type)
     if not is_pattern and not isinstance(fp32_modules, list | tuple):
         raise TypeError(
@@ -50,11 +45,7 @@ def check_arguments(
 
 
 def check_combination(precision: str | None, parameters: str, scaler: object) -> None:
-    """Refuse what is only used in the other format.
-
-    Raises:
-        ValueError: With a scaler and bfloat16, or lean parameters and float16.
-    """
+    """Refuse what is only used in the other format: a scaler with bfloat16, bfloat16 weights with float16."""
     if precision == "bf16-mixed" and scaler is not None:
         raise ValueError("LeanMixedPrecision(scaler) is for 'fp16', got one with 'bf16', which has none. Leave it out.")
     if precision == "16-mixed" and parameters != "fp32":
@@ -66,11 +57,7 @@ def check_combination(precision: str | None, parameters: str, scaler: object) ->
 
 
 def refuse_check(parameters: str, *, check_updates: bool) -> None:
-    """Refuse to count what is lost where nothing is.
-
-    Raises:
-        ValueError: With parameters that keep all that float32 does.
-    """
+    """Refuse to count lost updates with ``parameters`` that lose none."""
     if check_updates and parameters not in ("bf16+kahan", "bf16+stochastic"):
         raise ValueError(
             "LeanMixedPrecision(check_updates=True) counts updates that parameters='bf16+kahan' or 'bf16+stochastic' "
@@ -79,11 +66,7 @@ def refuse_check(parameters: str, *, check_updates: bool) -> None:
 
 
 def refuse_strategy(trainer: pl.Trainer) -> None:
-    """Refuse DeepSpeed, which casts, scales and clips by itself.
-
-    Raises:
-        MisconfigurationException: If the trainer has it.
-    """
+    """Refuse DeepSpeed, which casts, scales and clips by itself."""
     if isinstance(trainer.strategy, DeepSpeedStrategy):
         raise MisconfigurationException(
             "LeanMixedPrecision does not work with DeepSpeedStrategy, which casts, scales and clips by itself. Use "
@@ -92,11 +75,7 @@ def refuse_strategy(trainer: pl.Trainer) -> None:
 
 
 def refuse_callbacks(trainer: pl.Trainer, parameters: str) -> None:
-    """Refuse callbacks that put other weights, in float32, into the module.
-
-    Raises:
-        MisconfigurationException: If there is one.
-    """
+    """Refuse callbacks that put other weights, in float32, into the module."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging):
             raise MisconfigurationException(
@@ -111,11 +90,7 @@ def refuse_callbacks(trainer: pl.Trainer, parameters: str) -> None:
 
 
 def refuse_second_run(running: pl.Trainer, other: pl.Trainer) -> None:
-    """Refuse a run within that of another trainer: a plugin has one scale, and undoes what it changed at its end.
-
-    Raises:
-        MisconfigurationException: If ``running`` has not ended.
-    """
+    """Refuse a run within that of another trainer: a plugin has one scale, and undoes its changes at the end."""
     if running is not other and running.state.status == TrainerStatus.RUNNING:
         raise MisconfigurationException(
             "This LeanMixedPrecision belongs to a trainer that is running. Create another one for the inner trainer."
@@ -123,11 +98,7 @@ def refuse_second_run(running: pl.Trainer, other: pl.Trainer) -> None:
 
 
 def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse what runs its closure several times per step: overflows cannot be skipped in the middle of it.
-
-    Raises:
-        MisconfigurationException: If one does.
-    """
+    """Refuse optimizers that run their closure several times per step: it cannot skip one that overflows."""
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
             raise MisconfigurationException(

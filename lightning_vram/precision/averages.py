@@ -1,4 +1,4 @@
-"""Lightning's averages of weights, where they are changed for a run."""
+"""Lightning's averages of weights, where the weights are changed for a run."""
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import WeightAveraging
@@ -17,15 +17,7 @@ from lightning_vram.private_names.lightning.callbacks import (
 
 
 def list_averages(trainer: pl.Trainer | None, module: nn.Module) -> list[tuple[WeightAveraging, AveragedModel]]:
-    """Return the ``WeightAveraging`` callbacks of a trainer, and their averages.
-
-    Args:
-        trainer: Of the module, if there is one.
-        module: That was copied.
-
-    Raises:
-        MisconfigurationException: If the module has got parameters since it was copied.
-    """
+    """List ``WeightAveraging`` callbacks and their averages; refuse a module that has grown since it was copied."""
     found = []
     for callback in averaging_callbacks(trainer):
         average = average_of(callback)
@@ -41,13 +33,7 @@ def list_averages(trainer: pl.Trainer | None, module: nn.Module) -> list[tuple[W
 
 
 class LeanAverages:
-    """Has the averages of a run be those of the exact weights, and be put in their place, until :meth:`remove`.
-
-    Args:
-        trainer: Of the run.
-        module: That trains.
-        lean: Its parameters.
-    """
+    """Averages the exact weights, and swaps with them, until :meth:`remove`."""
 
     def __init__(self, trainer: pl.Trainer, module: nn.Module, lean: LeanParameters) -> None:
         self._averages: list[LeanAverage] = []
@@ -65,7 +51,7 @@ class LeanAverages:
         return bool(self._averages)
 
     def remove(self) -> None:
-        """Let callbacks and averages do as they do."""
+        """Undo the patches of callbacks and averages."""
         for stand_in in self._stand_ins:
             stand_in.remove()
         for average in self._averages:

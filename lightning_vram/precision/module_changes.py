@@ -29,16 +29,7 @@ _KEY = "_lightning_vram_between_steps"
 
 
 class CallsBetweenSteps(Swaps):
-    """Of a module and its direct parts, until :meth:`remove`.
-
-    Args:
-        module: With weights in ``dtype``.
-        device_type: Where it runs.
-        dtype: Of autocast.
-
-    Raises:
-        ValueError: If the class of a module cannot be changed.
-    """
+    """Runs calls of a module and its direct children between steps under autocast, until :meth:`remove`."""
 
     def __init__(self, module: nn.Module, device_type: str, dtype: torch.dtype) -> None:
         super().__init__(_KEY)
@@ -52,7 +43,7 @@ class CallsBetweenSteps(Swaps):
 
     @contextmanager
     def in_step(self) -> Generator[None, None, None]:
-        """While a step decides for itself what is autocast."""
+        """While a step controls autocast itself."""
         outer, self._is_in_step = self._is_in_step, True
         try:
             yield
@@ -65,7 +56,7 @@ class CallsBetweenSteps(Swaps):
 
 
 def _run(module: nn.Module, calls: CallsBetweenSteps, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for ``module.forward``, which is ``plain``."""
+    """Replaces ``module.forward``, which is ``plain``."""
     if not calls.computes():
         return plain(*args, **kwargs)
     with torch.autocast(calls.device_type, dtype=calls.dtype, cache_enabled=False):
@@ -78,15 +69,7 @@ _NORMS = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 @dataclass(frozen=True)
 class Settings:
-    """As the plugin was given them.
-
-    Args:
-        fp32_modules: Patterns of modules that run in float32.
-        low_precision_norms: Whether outputs of norms stay in 16 bit.
-        recast_in_backward: Whether 16-bit copies of weights are made again in the backward.
-        parameters: How parameters are kept.
-        check_updates: Whether to count updates of them that are lost.
-    """
+    """Arguments of the plugin that change the module."""
 
     fp32_modules: tuple[LayerPattern, ...] = ()
     low_precision_norms: bool = False
@@ -96,7 +79,7 @@ class Settings:
 
     @property
     def is_lean(self) -> bool:
-        """Whether parameters are kept in 16 bit."""
+        """Whether parameters are stored in 16 bits."""
         return self.parameters != "fp32"
 
     @property
@@ -107,22 +90,12 @@ class Settings:
 
 @dataclass
 class ModuleChanges:
-    """All of them, with their undo.
-
-    Args:
-        module: That is going to run.
-        device_type: It will run on.
-        settings: What to change.
-        is_training: Whether the run trains; otherwise only what changes results is done.
-
-    Raises:
-        ValueError: If patterns match nothing, or a module or parameter cannot be changed. Nothing is changed then.
-    """
+    """All changes of a module, with their undo. If one of them cannot be made, nothing is changed."""
 
     module: pl.LightningModule
     device_type: str
     settings: Settings
-    is_training: bool
+    is_training: bool  # otherwise only what changes results is done
     lean: LeanParameters | None = None
     calls: CallsBetweenSteps | None = None
     _islands: Float32Islands = field(init=False)
@@ -151,15 +124,11 @@ class ModuleChanges:
 
     @property
     def idle_islands(self) -> list[str]:
-        """Names of ``fp32_modules`` whose ``forward`` nobody has called so far: nothing of them is in float32."""
+        """Names of ``fp32_modules`` whose ``forward`` was not called so far: nothing of them is in float32."""
         return [self._island_names[module] for module in self._islands.idle]
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let ``optimizers`` step what is kept, or refuse those that cannot.
-
-        Raises:
-            ValueError: If one cannot step parameters that are kept in 16 bit.
-        """
+        """Let ``optimizers`` step the stored weights, or refuse those that cannot."""
         if self.lean is None:
             refuse_lost_updates(optimizers)
         else:
@@ -167,7 +136,7 @@ class ModuleChanges:
         self._cast_weights()
 
     def _cast_weights(self) -> None:
-        """Swap classes only now: code that tells layers by their type has made its groups of parameters."""
+        """Swap classes only now: code that selects layers by their type has made its parameter groups."""
         casts = WeightCasts(
             self.module, self.device_type, recast_in_backward=self.settings.recast_in_backward, skip=self._inside
         )
@@ -184,11 +153,7 @@ class ModuleChanges:
         self._undo.callback(shadow.remove)
 
     def load_weights(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over weights of a checkpoint in full: what loads them into the module while they are lean rounds them.
-
-        Args:
-            state_dict: As of the module, with any keys. Weights that the user's code has made something else of stay.
-        """
+        """Load weights of a checkpoint exactly, which were rounded on loading. Weights changed by user code stay."""
         if self.lean is None:
             return
         named = self._named_parameters()
@@ -201,7 +166,7 @@ class ModuleChanges:
         self._undo.close()
 
     def _broadcast_rests(self, lean: LeanParameters) -> None:
-        """Let all replicas have the exact weights of the first, of which DDP has handed the bfloat16 half around."""
+        """Give all replicas the exact weights of the first, of which DDP has broadcast the bfloat16 half."""
         trainer = self.module.trainer
         if trainer.world_size == 1:
             return
@@ -237,7 +202,7 @@ def _tell_of_step(casts: "ref[WeightCasts]", optimizer: Optimizer, args: Any, kw
 
 
 def _find_islands(module: nn.Module, patterns: Sequence[LayerPattern]) -> dict[nn.Module, str]:
-    """All that match, with their names. Those inside of others count as well: who says that the others are called?"""
+    """All that match, with their names. Those inside others count as well: the others may never be called."""
     if not patterns:
         return {}
     try:
@@ -256,10 +221,7 @@ def _plain_name(name: str) -> str:
 
 
 def _lean_parameters(module: nn.Module, islands: Collection[nn.Module]) -> list[nn.Parameter]:
-    """All but those of fp32 islands, computed weights, and kernels that want float32, such as those of norms.
-
-    What is bf16 already is not spared: it needs what it lacks.
-    """
+    """All but those of fp32 islands, computed weights, and kernels that need float32; bf16 ones are never exempt."""
     exempt = {*islands, *(part for part in module.modules() if _is_norm(part)), *iterate_computing(module)}
     kept = {parameter for part in exempt for parameter in part.parameters(recurse=False)}
     return [p for p in module.parameters() if p not in kept or p.dtype is torch.bfloat16]

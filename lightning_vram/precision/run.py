@@ -25,15 +25,10 @@ from lightning_vram.private_names.lightning.strategies import MockOptimizer
 
 
 class PausedSchedules:
-    """Stands in for ``lr_scheduler_step`` of a LightningModule, until :meth:`remove`.
+    """Patches ``lr_scheduler_step`` of a LightningModule: schedules do not count skipped steps, until :meth:`remove`."""
 
-    Lightning steps a schedule after every batch that could have stepped the optimizer: 16 times where gradients of 12
-    batches overflowed and 4 steps were made. Schedules that go by epochs are left alone.
-
-    Args:
-        module: That is being trained, with automatic optimization.
-        configs: Of its schedules.
-    """
+    # Lightning steps a schedule after every batch that could have stepped the optimizer: 16 times where gradients of 12
+    # batches overflowed and 4 steps were made. Schedules that count epochs are left unchanged.
 
     def __init__(self, module: pl.LightningModule, configs: Sequence[LRSchedulerConfig]) -> None:
         self._trainer = module.trainer
@@ -42,19 +37,19 @@ class PausedSchedules:
         self._shadow = Shadow(module, "lr_scheduler_step", self._make_step)
 
     def pause(self) -> None:
-        """Take note of an optimizer step that was skipped."""
+        """Count an optimizer step that was skipped."""
         self._num_missed = [number + 1 for number in self._num_missed]
 
     def remove(self) -> None:
-        """Let schedules step as they did. Calling it again does nothing."""
+        """Let schedules step as before. Calling it again does nothing."""
         self._shadow.remove()
 
     def state_dict(self) -> list[int]:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         return list(self._num_missed)
 
     def load_state_dict(self, state: Sequence[int]) -> None:
-        """Go on from a checkpoint; one with other schedules is not ours to judge."""
+        """Resume from a checkpoint; the state of other schedules is ignored."""
         if len(state) == len(self._num_missed):
             self._num_missed = list(state)
 
@@ -81,24 +76,14 @@ _alive: WeakSet["PrecisionRun"] = WeakSet()
 
 @dataclass(eq=False)
 class PrecisionRun:
-    """One run, with what it changes.
-
-    Args:
-        module: That runs.
-        trainer: That runs it.
-        changes: Of the module.
-        steps: In float16, while it trains.
-        paused: Schedules that wait for steps that were skipped.
-        has_warned: Whether the first training step is over.
-        averages: Of lean weights.
-    """
+    """One run, with what it changes."""
 
     module: pl.LightningModule
     trainer: pl.Trainer
     changes: ModuleChanges
-    steps: ScaledSteps | None = None
+    steps: ScaledSteps | None = None  # in float16, while it trains
     paused: PausedSchedules | None = None
-    has_warned: bool = False
+    has_warned: bool = False  # whether the first training step is over
     averages: LeanAverages | None = None
 
     def __post_init__(self) -> None:
@@ -111,12 +96,7 @@ class PrecisionRun:
     def connect(
         self, optimizers: Sequence[Optimizer], schedules: Sequence[LRSchedulerConfig], *, holds_lr: bool
     ) -> None:
-        """Take note of who trains.
-
-        Raises:
-            ValueError: If an optimizer cannot step the parameters as they are kept.
-            MisconfigurationException: If one cannot work with a loss scale.
-        """
+        """Register the optimizers and schedules of a fit."""
         optimizers = [optimizer for optimizer in optimizers if not isinstance(optimizer, MockOptimizer)]
         if self.steps is not None:
             refuse_optimizers(optimizers)
@@ -127,7 +107,7 @@ class PrecisionRun:
                 self.paused = PausedSchedules(self.module, schedules)
 
     def end_scaling(self) -> None:
-        """Go on without a scale. Calling it again does nothing."""
+        """Continue without a scale. Calling it again does nothing."""
         if self.steps is not None:
             self.steps.remove()
             self.steps = None
@@ -144,7 +124,7 @@ class PrecisionRun:
         return is_searching_rate(self.trainer.callbacks)  # type: ignore[attr-defined]
 
     def warn_of_idle_islands(self) -> None:
-        """Tell once, after a training step, what of ``fp32_modules`` did not run in it."""
+        """Warn once, after a training step, of ``fp32_modules`` that it did not call."""
         if self.has_warned:
             return
         self.has_warned = True
@@ -173,12 +153,12 @@ class PrecisionRun:
         _alive.discard(self)
 
     def load_weights(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take over weights of a checkpoint in full; with an average that is in the place of the module there."""
+        """Load weights of a checkpoint exactly; with averaging it has them under another key."""
         has_average = bool(self.averages) and CURRENT in checkpoint
         self.changes.load_weights(checkpoint.get(CURRENT if has_average else "state_dict", {}))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the run."""
+        """State for a checkpoint."""
         state: dict[str, Any] = {}
         if self.paused is not None:
             state["held"] = self.paused.state_dict()
@@ -187,7 +167,7 @@ class PrecisionRun:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint, with what both have."""
+        """Resume from a checkpoint, with what both have."""
         if self.paused is not None and "held" in state:
             self.paused.load_state_dict(state["held"])
         if self.changes.lean is not None and "lean" in state:
@@ -195,7 +175,7 @@ class PrecisionRun:
 
 
 def end_dead_runs() -> None:
-    """Undo what runs have left behind whose trainer was cut short in the midst of its own clearing up."""
+    """Undo what runs have left behind whose trainer was interrupted in its own teardown."""
     for run in list(_alive):
         if run.trainer.state.status in (TrainerStatus.INTERRUPTED, TrainerStatus.FINISHED):
             run.remove()

@@ -1,4 +1,4 @@
-"""Compute with a loss scale, until too many steps in a row have overflowed; and keep it in checkpoints."""
+"""Compute with a loss scale, until too many steps in a row have overflowed; and save it in checkpoints."""
 
 from typing import Any
 
@@ -19,14 +19,7 @@ _OTHERS = ("LeanMixedPrecision", _LIGHTNINGS, "FSDPPrecision")  # Lightning keep
 
 
 class ScaledPrecision(MixedPrecision):
-    """What :class:`LeanMixedPrecision` has from one run to the next.
-
-    Args:
-        choice: Of the format; ``None``: by the device.
-        max_consecutive_overflows: See there.
-        on_limit: See there, ``on_overflow_limit``.
-        scaler: See there.
-    """
+    """Loss scaling of :class:`LeanMixedPrecision`, and what it keeps from one run to the next."""
 
     precision: Any  # "32-true" after a fall-back
 
@@ -51,7 +44,7 @@ class ScaledPrecision(MixedPrecision):
 
     @property
     def overflow_steps(self) -> int:
-        """Optimizer steps that were skipped so far, the one included that was made last."""
+        """Optimizer steps that were skipped so far, including the last one."""
         return self._overflows.num_steps + (self._steps.num_overflowed if self._steps is not None else 0)
 
     @property

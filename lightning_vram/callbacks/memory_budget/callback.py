@@ -39,7 +39,7 @@ _ACTIONS = ("warn", "error")
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What rank zero tells the others."""
+    """What rank zero broadcasts to the others."""
 
     message: str
     fits: bool | None

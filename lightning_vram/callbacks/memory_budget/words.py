@@ -1,4 +1,4 @@
-"""What ``MemoryBudget`` says."""
+"""Messages of ``MemoryBudget``."""
 
 from collections.abc import Mapping
 
@@ -25,13 +25,13 @@ _NAMES = {Category.OPTIMIZER_STATE: "optimizer state"}
 
 
 def fit_line(estimate: MemoryEstimate) -> str:
-    """Say that a run fits."""
+    """Report that a run fits."""
     needed, room = format_bytes(estimate.needed_bytes), format_bytes(estimate.device.memory_bytes)
     return f"{_NAME}: a step needs {needed} of the {room} available on {estimate.device.name}."
 
 
 def excess_message(estimate: MemoryEstimate) -> str:
-    """Say that it does not, what takes the room, and what to do."""
+    """Report that a run does not fit, the largest category, and what to do."""
     needed, room = estimate.needed_bytes, estimate.device.memory_bytes
     largest = max(estimate.by_category, key=lambda category: estimate.by_category[category])
     sentences = [
@@ -46,7 +46,7 @@ def excess_message(estimate: MemoryEstimate) -> str:
 
 
 def first_step_line(measured_bytes: int, expected_bytes: int, device: str) -> str:
-    """Hold what a first step took against what was expected."""
+    """Compare the measured peak of the first step with the predicted one."""
     share = (expected_bytes - measured_bytes) / max(1, measured_bytes)
     return (
         f"{_NAME}: up to the first optimizer step, peak memory on {device} was {format_bytes(measured_bytes)}; "
@@ -55,7 +55,7 @@ def first_step_line(measured_bytes: int, expected_bytes: int, device: str) -> st
 
 
 def unknown_line(error: str) -> str:
-    """Say that nobody can tell."""
+    """Report that no estimate was possible."""
     reason = error.partition("\n")[0].rstrip(".")
     return f"{_NAME} cannot estimate whether the run fits: {reason}. Training continues."
 

@@ -1,11 +1,4 @@
-"""One torchmetrics metric whose list states are on the host: between steps, in ``compute``, and on their way to it.
-
-``compute_on_cpu=True`` of torchmetrics moves lists after each update, but ``self.log("auc", self.auc)`` moves the
-metric to its device at each step, and the lists with it; ranks then gather tensors on the host over NCCL, which fails.
-
-``compute`` runs on the host, as if the metric were there; what it returns is on the metric's device again. The value
-of a batch (``metric(preds, target)``) is computed on the device, of that batch alone.
-"""
+"""One torchmetrics metric whose list states are on the host between steps and in ``compute``."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,11 +32,7 @@ def list_states(metric: Metric) -> list[str]:
 
 
 class OffloadedMetric:
-    """A metric until :meth:`remove`. Copies and pickles of it are plain metrics.
-
-    Args:
-        metric: With list states, which are moved at once.
-    """
+    """A metric whose lists are on the host until :meth:`remove`. Copies and pickles of it are ordinary metrics."""
 
     def __init__(self, metric: Metric) -> None:
         self.metric = metric

@@ -1,4 +1,4 @@
-"""What :class:`MetricOffload` says."""
+"""Messages of :class:`MetricOffload`."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from lightning_vram.techniques.metric_offload import GrowingList
 
 
 def say_found(metrics: Sequence[Metric], device: torch.device) -> str:
-    """Say what is held on the host."""
+    """Report which metrics are offloaded."""
     if not metrics:
         return "MetricOffload has no effect: no metric of the module stores lists."
     if device.type == "cpu":
@@ -20,7 +20,7 @@ def say_found(metrics: Sequence[Metric], device: torch.device) -> str:
 
 
 def say_called(called: Sequence[tuple[str, Metric]]) -> str:
-    """Say which metrics are called, by their names."""
+    """Warn about metrics that are called, by their names."""
     metrics = ", ".join(f"{name} ({type(metric).__name__})" for name, metric in called)
     return (
         f"MetricOffload: a step calls metrics that store lists: {metrics}. Each call copies the whole list. Write "
@@ -30,7 +30,7 @@ def say_called(called: Sequence[tuple[str, Metric]]) -> str:
 
 
 def say_collected(found: Sequence[GrowingList], device: torch.device) -> str:
-    """Say which attributes collect outputs."""
+    """Warn about attributes that collect outputs on the device."""
     lists = ", ".join(
         f"`self.{one.name}` ({format_bytes(one.total_bytes)}, {format_bytes(one.growth_bytes)} more with each batch)"
         for one in found

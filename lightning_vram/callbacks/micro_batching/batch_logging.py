@@ -29,27 +29,16 @@ Log = Callable[..., None]
 
 @dataclass
 class _Entry:
-    """One call of ``log``.
+    """One call of ``log`` in one micro-batch."""
 
-    Args:
-        value: Detached, if its graph was not asked for.
-        size: Samples of the micro-batch.
-        share: Of the micro-batch.
-        options: All other arguments by name.
-    """
-
-    value: Any
+    value: Any  # detached, unless its graph was asked for
     size: int
     share: float
-    options: dict[str, Any]
+    options: dict[str, Any]  # all other arguments by name
 
 
 class BatchLogging:
-    """As a context manager, one try: what is logged inside is noted, and comes out of :meth:`replay`.
-
-    Args:
-        results: Of the running loop, for training or for an evaluation.
-    """
+    """Inside the context, ``log`` calls of one attempt are recorded; :meth:`replay` makes them, once per batch."""
 
     def __init__(self, results: ResultCollection) -> None:
         self._results = results
@@ -72,25 +61,13 @@ class BatchLogging:
         self._shadow.remove()
 
     def start_chunk(self, size: int, share: float) -> None:
-        """Call before each micro-batch.
-
-        Args:
-            size: Its samples: weight of its values where all shares are 0.
-            share: Weight of its values in a mean. A call's own ``batch_size=`` comes first, unless it is ``size``.
-        """
+        """Call before each micro-batch. ``share`` is its weight in means, ``size`` where all shares are 0."""
         self._num_chunks += 1
         self._size, self._share = size, share
         self._occurrences.clear()
 
     def replay(self) -> None:
-        """Log the batch: inside of the context or after it, once.
-
-        A name counts over the micro-batches that logged it. One that a micro-batch logs several times is logged as
-        many times. With a single micro-batch the calls are repeated as they were.
-
-        Raises:
-            MisconfigurationException: If calls for one name contradict each other.
-        """
+        """Log the batch, once: each name over the micro-batches that logged it, in the n-th call the n-th values."""
         entries, self._entries = self._entries, {}
         for (fx, name, _), calls in entries.items():
             value, options = calls[0].value, calls[0].options

@@ -38,22 +38,13 @@ Size = int | Literal["auto"]
 
 @dataclass
 class _Run:
-    """What is there from setup to teardown.
-
-    Args:
-        shadow: In the place of Lightning's closure.
-        evaluation: In the place of the evaluation steps.
-        runners: By what they run: "training", "evaluation".
-        agreement: Between the ranks.
-        is_checked: Whether gradients are reduced and used in a way that can be kept.
-        logged_size: The last one that was logged.
-    """
+    """State from setup to teardown."""
 
     shadow: Shadow | None = None
     evaluation: MicroBatchEvaluation | None = None
     runners: dict[str, MicroBatchRunner] = field(default_factory=dict)
     agreement: RankAgreement | None = None
-    is_checked: bool = False
+    is_checked: bool = False  # whether gradients are reduced and used in a way that MicroBatching can keep
     logged_size: int | None = None
 
 

@@ -1,4 +1,4 @@
-"""What micro-batches cannot work with, and where ranks must keep step."""
+"""What micro-batches cannot work with, and where ranks must stay in step."""
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -16,15 +16,7 @@ _NAME = "MicroBatching"
 
 
 def check_micro_batching(trainer: pl.Trainer, *, is_training: bool) -> None:
-    """Refuse what cannot work, before anything of the run happens.
-
-    Args:
-        trainer: In its ``setup`` hooks.
-        is_training: Whether training batches are split.
-
-    Raises:
-        MisconfigurationException: With the reason and the way out.
-    """
+    """Refuse what cannot work, in the ``setup`` hooks, before anything has changed."""
     refuse_moved_parameters(_NAME, trainer, "a second forward in one step would find elsewhere")
     module = trainer.lightning_module
     steps = ["training_step"] if is_training else ["validation_step", "test_step", "predict_step"]
@@ -43,11 +35,7 @@ def check_micro_batching(trainer: pl.Trainer, *, is_training: bool) -> None:
 
 
 def check_recovery(trainer: pl.Trainer) -> None:
-    """Refuse to run batches again where nothing can go on after an error.
-
-    Raises:
-        MisconfigurationException: With the reason and the way out.
-    """
+    """Refuse to run batches again where a run cannot recover from an error."""
     if is_sharded(trainer.lightning_module) and not can_recover():
         raise MisconfigurationException(
             "MicroBatching('auto') needs PyTorch 2.13 or newer under FSDP2: older versions cannot recover from a "
@@ -56,11 +44,7 @@ def check_recovery(trainer: pl.Trainer) -> None:
 
 
 def check_gradients(trainer: pl.Trainer, *, retries: bool) -> None:
-    """Refuse other ways to reduce and use gradients, which show only once the strategy has wrapped the module.
-
-    Raises:
-        MisconfigurationException: With the reason and the way out.
-    """
+    """Refuse other ways to reduce and use gradients, which show only once the strategy has wrapped the module."""
     stepping = [name for name, p in trainer.lightning_module.named_parameters() if has_accumulation_hooks(p)]
     for optimizer in trainer.optimizers:  # has the shards of what is gathered
         parameters = (p for group in optimizer.param_groups for p in group["params"])
@@ -86,12 +70,10 @@ def check_gradients(trainer: pl.Trainer, *, retries: bool) -> None:
 
 
 def reduces_by_hand(trainer: pl.Trainer, *, retries: bool, weighs: bool) -> bool:
-    """Whether gradients are averaged after the backward, under DDP.
-
-    A rank that runs out of memory in the middle of a reduction leaves the others waiting in it. A parameter that only
-    an earlier micro-batch used is unused for the reducer. And the last one, which it reduces after, may count for
-    nothing.
-    """
+    """Whether gradients are averaged after the backward, under DDP."""
+    # A rank that runs out of memory in the middle of a reduction leaves the others waiting in it. A parameter that only
+    # an earlier micro-batch used is unused for the reducer. And the last micro-batch, after which it reduces, may have
+    # weight 0.
     model = trainer.strategy.model
     if not isinstance(model, DistributedDataParallel):
         return False

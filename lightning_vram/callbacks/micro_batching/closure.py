@@ -44,15 +44,7 @@ _BEFORE, _AFTER = "on_before_backward", "on_after_backward"
 
 
 class MicroBatchClosure(Closure):
-    """Runs one batch.
-
-    Args:
-        loop: That runs automatic optimization.
-        kwargs: Of ``training_step``.
-        optimizer: Of the trainer.
-        batch_idx: In the epoch.
-        runner: Runs the parts.
-    """
+    """Runs one batch: forward, zeroing and backward."""
 
     def __init__(
         self,
@@ -163,11 +155,7 @@ def _detached(result: ClosureResult, factor: float) -> ClosureResult:
 
 
 def combine_step_outputs(module: pl.LightningModule, outputs: Sequence[Any], parts: Sequence[MicroBatch]) -> Any:
-    """Combine by the module's own ``combine_outputs(outputs, sizes)``, else by the rule of the package.
-
-    Raises:
-        OutputCombineError: If there is no way to combine them.
-    """
+    """Combine by the module's ``combine_outputs(outputs, sizes)``, else by the rule of the package."""
     sizes = [part.size for part in parts]
     own = getattr(module, "combine_outputs", None)
     if callable(own):
@@ -178,11 +166,7 @@ def combine_step_outputs(module: pl.LightningModule, outputs: Sequence[Any], par
 def _combine_extras(
     module: pl.LightningModule, outputs: Sequence[Mapping[str, Any]], parts: Sequence[MicroBatch]
 ) -> dict[str, Any]:
-    """Combine what training steps returned beside their loss.
-
-    It goes to ``on_train_batch_end``, if anybody looks at it. So what cannot be combined does not end a run that has
-    just survived an out-of-memory error: it is handed over as a list, with a warning.
-    """
+    """Combine what training steps returned in addition to their loss; what cannot be combined becomes a list."""
     if callable(getattr(module, "combine_outputs", None)) or any(one.keys() != outputs[0].keys() for one in outputs):
         whole = combine_step_outputs(module, outputs, parts)
         return {key: value for key, value in whole.items() if key != "loss"}

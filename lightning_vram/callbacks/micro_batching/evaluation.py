@@ -15,12 +15,7 @@ _STEPS = ("validation_step", "test_step", "predict_step")
 
 
 class MicroBatchEvaluation:
-    """Stands in for the evaluation steps of a strategy, until :meth:`remove`.
-
-    Args:
-        trainer: That is set up.
-        get_runner: Returns what runs the parts, once the run has started.
-    """
+    """Replaces the evaluation steps of a strategy, until :meth:`remove`."""
 
     def __init__(self, trainer: pl.Trainer, get_runner: Callable[[], MicroBatchRunner]) -> None:
         self._trainer = trainer

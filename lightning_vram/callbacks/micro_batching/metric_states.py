@@ -26,11 +26,7 @@ from lightning_vram.core.rollback.step_rollback import iterate_members
 
 
 class MetricStates:
-    """All metrics in a module, from the beginning of a try to :meth:`restore` or :meth:`finish`.
-
-    Args:
-        module: Is looked through at each beginning.
-    """
+    """All metrics in a module, from the beginning of an attempt to :meth:`restore` or :meth:`finish`."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -38,11 +34,7 @@ class MetricStates:
         self._collections: list[AttributeState] = []
 
     def begin(self, num_chunks: int = 1) -> None:
-        """Remember the states.
-
-        Args:
-            num_chunks: In how many micro-batches the batch will run. With one, metrics do exactly what they always do.
-        """
+        """Save the states. With one micro-batch, metrics do exactly what they always do."""
         members = list(iterate_members(self._module))
         # Not isinstance: it takes as long as all the rest, Metric being an abstract class.
         metrics: Any = [member for member in members if Metric in type(member).__mro__]
@@ -50,16 +42,12 @@ class MetricStates:
         self._collections = [AttributeState(member) for member in members if isinstance(member, MetricCollection)]
 
     def start_chunk(self, share: float) -> None:
-        """Call before each micro-batch.
-
-        Args:
-            share: Of the batch.
-        """
+        """Call before each micro-batch; ``share`` is its weight in the batch."""
         for metric in self._metrics:
             metric.start_chunk(share)
 
     def restore(self) -> None:
-        """Drop the try: everything is as at its beginning."""
+        """Drop the attempt: everything is as at its beginning."""
         for metric in self._metrics:
             metric.restore()
         for collection in self._collections:
@@ -67,7 +55,7 @@ class MetricStates:
         self._forget()
 
     def finish(self) -> None:
-        """Keep the try: each metric shows the value of the batch. Call it before metrics are logged."""
+        """Keep the attempt: each metric shows the value of the batch. Call it before metrics are logged."""
         for metric in self._metrics:
             metric.finish()
         self._forget()

@@ -12,16 +12,7 @@ from lightning_vram.core.surgery.shadow import Shadow
 
 @contextmanager
 def quiet_hooks(trainer: pl.Trainer, names: Collection[str], heard_by: Callable[[Callback], bool]) -> Iterator[None]:
-    """Let nobody hear some hooks of ``trainer``, for a time.
-
-    Args:
-        trainer: Its LightningModule does not hear them, and of its callbacks only those for which ``heard_by`` is true.
-        names: Of the hooks, such as ``"on_after_backward"``.
-        heard_by: Asked once for each callback that has such a hook.
-
-    Yields:
-        The time in which the hooks are quiet. At its end, also by an error, everything is as before.
-    """
+    """Within the context, call hooks ``names`` only on callbacks for which ``heard_by`` is true, not on the module."""
     with ExitStack() as stack:
         module = trainer.lightning_module
         for name in names:

@@ -32,17 +32,7 @@ Output = TypeVar("Output")
 
 
 class MicroBatchRunner:
-    """Runs one kind of step of a trainer.
-
-    Args:
-        trainer: That is set up.
-        cutter: Cuts batches.
-        sizes: Chooses how.
-        weight: What a micro-batch counts, if not its samples; ``"sum"`` where losses are sums over samples.
-        is_training: Whether norms move their statistics.
-        planning: Says how many samples fit, where a rank cannot try alone.
-        relief: Is tried before a batch is cut.
-    """
+    """Runs one kind of step of a trainer: training, or evaluation."""
 
     def __init__(  # noqa: PLR0913 - by name
         self,
@@ -95,21 +85,7 @@ class MicroBatchRunner:
         *,
         zeroes: bool = True,
     ) -> list[tuple[MicroBatch, Output]]:
-        """Run ``step`` on every micro-batch of ``batch``.
-
-        Args:
-            batch: On the device.
-            step: Forward, and backward if there is one.
-            find_parameters: Yields those whose gradients the step accumulates.
-            zeroes: Whether gradients are zeroed before the first backward.
-
-        Returns:
-            Micro-batches and what the step returned for them.
-
-        Raises:
-            BatchSplitError: If the batch cannot be split, and does not run whole as with ``"auto"``.
-            RuntimeError: On all ranks, if one sample at a time does not fit on one of them.
-        """
+        """Run ``step`` (forward, and backward if there is one) on every micro-batch of ``batch``; return both."""
         facts = self._measure(batch)
         parameters = list(find_parameters()) if self.retries else []
         if self._planning is not None and not self._planning.is_probed:
@@ -142,7 +118,7 @@ class MicroBatchRunner:
         return outputs
 
     def remember_gradients(self) -> None:
-        """To be called by a step before its first backward, when gradients are what they are added to."""
+        """Save gradients; a step calls it before its first backward."""
         if self.retries:
             self._undo.remember_gradients()
 
@@ -272,7 +248,7 @@ class MicroBatchRunner:
         return smaller
 
     def _give_up(self, error: Exception | None, why_whole: str | None) -> Exception:
-        """What to raise when one sample at a time does not fit: on all ranks, each knows the same."""
+        """The error of one sample that does not fit; all ranks raise, each knows the same."""
         if self._relief is not None and not self._relief.may_cut:
             error = error or RuntimeError("Another rank ran out of memory; see its error.")
             error.add_note(self._relief.note)

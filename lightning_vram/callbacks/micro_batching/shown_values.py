@@ -1,4 +1,4 @@
-"""What a metric returned for micro-batches, and what it would have returned for the whole batch."""
+"""The value that a metric returned for each micro-batch, and what it would have returned for the whole batch."""
 
 import sys
 from dataclasses import dataclass
@@ -27,30 +27,17 @@ States = dict[str, Any]
 
 @dataclass(frozen=True)
 class Shown:
-    """What ``forward`` returned in a micro-batch.
+    """What ``forward`` of a metric returned in a micro-batch."""
 
-    Args:
-        chunk: Number of the micro-batch.
-        share: Of the micro-batch.
-        value: The value, without its past: a graph would keep all that the micro-batch saved for backward.
-        states: The micro-batch's own states, where the value was computed from states; without their past.
-        original: The very object that the metric keeps, of the latest call only.
-    """
-
-    chunk: int
-    share: float
-    value: Any
-    states: States | None
-    original: Any
+    chunk: int  # number of the micro-batch
+    share: float  # of the micro-batch
+    value: Any  # detached: a graph would keep all that the micro-batch saved for backward
+    states: States | None  # the micro-batch's own, detached; None if the value was not computed from states
+    original: Any  # the very object that the metric stores, of the latest call only
 
 
 def value_of_batch(metric: Metric, shown: list[Shown]) -> Any:
-    """Return the value of the batch: computed from the states of its micro-batches, or else a mean.
-
-    Args:
-        metric: Whose states are what they were before and after.
-        shown: One for each micro-batch.
-    """
+    """The value of the batch, computed from the states of its micro-batches, or else a mean."""
     states = [chunk.states for chunk in shown if chunk.states is not None]
     if len(states) == len(shown) and _is_mergeable(metric):
         return _compute(metric, states)
@@ -89,7 +76,7 @@ def read_states(metric: Metric) -> States:
 
 
 def without_past(value: Any) -> Any:
-    """A nest of tensors cut off from what they were computed from; the same object if nothing needs gradients."""
+    """Detach a nest of tensors; the same object if nothing needs gradients."""
     leaves, spec = tree_flatten(value)
     if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
         return value

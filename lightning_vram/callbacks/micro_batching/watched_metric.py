@@ -1,4 +1,4 @@
-"""One torchmetrics metric during one try of a step: what it was before, and what its micro-batches showed."""
+"""One torchmetrics metric during one attempt: its state before, and the values of its micro-batches."""
 
 import sys
 from collections.abc import Callable
@@ -26,12 +26,7 @@ Call = Callable[..., Any]
 
 
 class WatchedMetric:
-    """A metric from the beginning of a try to its end.
-
-    Args:
-        metric: The metric. Until the end it works on copies of its tensor states, made where it writes to them.
-        num_chunks: How many micro-batches will come.
-    """
+    """A metric during one attempt. It works on copies of its tensor states, made where it writes to them."""
 
     def __init__(self, metric: Metric, num_chunks: int) -> None:
         self._metric = metric

@@ -168,7 +168,7 @@ class OptimizerInBackward(FitTechnique):
         )
 
     def _backward(self, trainer: pl.Trainer, inner: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
-        """Stand in for the backward of the precision plugin, between its hooks."""
+        """Replaces the backward of the precision plugin, between its hooks."""
         assert self._steps is not None
         backward = partial(inner, *args, **kwargs)
         if self._steps.needs_two:
@@ -179,7 +179,7 @@ class OptimizerInBackward(FitTechnique):
     def _optimizer_step(
         self, trainer: Any, inner: Callable[..., Any], /, optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> Any:
-        """Stand in for the step of the precision plugin, which with a scaler runs the backward before the step."""
+        """Replaces the step of the precision plugin, which with a scaler runs the backward before the step."""
         assert self._steps is not None
         scaler = getattr(trainer.precision_plugin, "scaler", None)  # it may end in the midst of a run
         if scaler is None or not scaler.is_enabled():

@@ -26,16 +26,7 @@ _TAKES_IN = (
 
 
 def check_run(trainer: pl.Trainer, max_norm: str | None, *, keep_gradients: bool) -> None:
-    """Refuse what cannot work, before anything of the run happens.
-
-    Args:
-        trainer: In its ``setup`` hooks.
-        max_norm: Argument of the callback.
-        keep_gradients: The other one.
-
-    Raises:
-        MisconfigurationException: With the reason and the way out.
-    """
+    """Refuse what cannot work, in the ``setup`` hooks, before anything has changed."""
     refuse_moved_parameters(NAME, trainer, "it steps")
     if hasattr(trainer.strategy, "moments"):  # of fsdp_offload
         raise MisconfigurationException(
@@ -59,16 +50,7 @@ def clips_by_norm(trainer: pl.Trainer) -> bool:
 
 
 def check_training(trainer: pl.Trainer, max_norm: str | None, *, keep_gradients: bool) -> None:
-    """Refuse what shows only once the module is wrapped: a scaler, and what only the reducer of DDP can do.
-
-    Args:
-        trainer: That is about to train.
-        max_norm: Argument of the callback.
-        keep_gradients: The other one.
-
-    Raises:
-        MisconfigurationException: With the reason and the way out.
-    """
+    """Refuse what shows only once the module is wrapped: a scaler, and what only DDP's reducer can do."""
     if is_scaled(trainer) and not keep_gradients:
         raise MisconfigurationException(_TAKES_IN.format("a GradScaler", "precision='bf16-mixed'"))
     if is_scaled(trainer) and max_norm != "two-pass":
@@ -94,11 +76,7 @@ def check_training(trainer: pl.Trainer, max_norm: str | None, *, keep_gradients:
 
 
 def leaves_zeros(zero: Callable[[], None], optimizer: Optimizer) -> bool:
-    """Zero gradients, of which one is there to try; return whether that has become zeros, and not ``None``.
-
-    Raises:
-        MisconfigurationException: If it has stayed: a step would have used it up.
-    """
+    """Zero gradients, among them a probe; return whether it became zeros rather than ``None``, refuse if it stays."""
     parameters = (one for group in optimizer.param_groups for one in group["params"])
     free = (one for one in parameters if one.requires_grad and one.grad is None)
     probe = min(free, key=torch.numel, default=None)

@@ -1,4 +1,4 @@
-"""Quantize a trained module, save it, and tell what that does to its metrics."""
+"""Quantize a trained module, save it, and report how its metrics change."""
 
 from collections.abc import Mapping
 from os import PathLike

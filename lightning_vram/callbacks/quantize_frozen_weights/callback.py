@@ -239,16 +239,7 @@ def _check_library(library: object, block_size: int) -> None:
 
 
 def _check_run(callback: Callback, trainer: pl.Trainer, *, has_frozen: bool) -> None:
-    """Refuse what cannot work, before anything of the run happens.
-
-    Args:
-        callback: Of ours.
-        trainer: In its ``setup`` hooks.
-        has_frozen: Whether checkpoints have what is frozen.
-
-    Raises:
-        MisconfigurationException: With the reason and the way out.
-    """
+    """Refuse what cannot work, in the ``setup`` hooks, before anything has changed."""
     refuse_moved_parameters(_NAME, trainer, "quantized weights belong to")
     strategy = type(trainer.strategy)
     if hasattr(strategy, "device_mesh") and not shards_integers:  # ModelParallelStrategy, fsdp_offload
@@ -278,11 +269,7 @@ def _check_run(callback: Callback, trainer: pl.Trainer, *, has_frozen: bool) -> 
 
 
 def _check_memory(trainer: pl.Trainer) -> None:
-    """Refuse meta layers of ``configure_model`` where Lightning empties all layers to give these memory.
-
-    Raises:
-        MisconfigurationException: If there are some.
-    """
+    """Refuse meta layers of ``configure_model`` where Lightning empties all layers to materialize them."""
     if isinstance(trainer.strategy, ModelParallelStrategy) and has_meta(trainer.lightning_module):
         raise MisconfigurationException(
             f"{_NAME} does not work with {type(trainer.strategy).__name__} where configure_model leaves layers on the "

@@ -1,4 +1,4 @@
-"""Checkpoints of a run with quantized weights: with them, or without anything that is frozen."""
+"""Checkpoints of a run with quantized weights: with frozen weights, or without."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,13 +15,7 @@ from lightning_vram.core.surgery.shadow import Shadow
 
 
 class Checkpoints:
-    """Stands between a run and the checkpoints of its module, until :meth:`remove`.
-
-    Args:
-        trainer: That is set up.
-        prepare: Called before a checkpoint is loaded, which may come before anything else happens to the module.
-        has_frozen: Whether checkpoints have what is frozen. Those without it load all the same.
-    """
+    """Patches loading and saving of the module, until :meth:`remove`."""
 
     def __init__(self, trainer: pl.Trainer, prepare: Callable[[], None], *, has_frozen: bool) -> None:
         self._trainer = trainer
@@ -38,7 +32,7 @@ class Checkpoints:
             )
 
     def remove(self) -> None:
-        """Step aside. Twice does nothing."""
+        """Undo the patches. Calling it again does nothing."""
         for shadow in self._shadows:
             shadow.remove()
 
@@ -49,7 +43,7 @@ class Checkpoints:
         load(checkpoint, *args, **kwargs)
 
     def _fit(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return weights of a checkpoint in the form that the module has."""
+        """Return weights of a checkpoint in the format that the module has."""
         module = self._trainer.lightning_module
         own, frozen = module.state_dict(), _frozen_names(module)
         for name, value in given.items():
@@ -100,7 +94,7 @@ def _is_packed(value: object) -> bool:
 
 
 def _plain_names(given: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """Names of weights that are packed here, and not in the checkpoint."""
+    """Names of weights that are quantized here, and not in the checkpoint."""
     return [name for name, value in given.items() if _is_packed(own.get(name)) and value.is_floating_point()]
 
 

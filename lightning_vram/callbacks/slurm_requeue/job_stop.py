@@ -1,4 +1,4 @@
-"""End a job that SLURM is about to end, so that it can go on: one checkpoint of all ranks, and a request."""
+"""Stop a job that SLURM is about to end, so that it can be resumed: one checkpoint of all ranks, and a requeue."""
 
 import atexit
 import time
@@ -18,23 +18,11 @@ from lightning_vram.private_names.lightning.loops import is_accumulating, is_seq
 
 
 class JobStopped(SystemExit):
-    """Ends the program, all ranks together, after the checkpoint has been saved. Its code is 0 if the job goes on."""
+    """Ends the program on all ranks after the checkpoint has been saved. Its code is 0 if the job is requeued."""
 
 
 class StopPoints:
-    """Where a run may stop, and how it does: it saves, is requeued and ends, on all ranks.
-
-    Args:
-        trainer: That runs.
-        job: It is part of.
-        vote: Of its ranks.
-        peers: Entered around a vote.
-        resume: Of the fit, if it is one.
-        is_trial: Asked whether a tuner tries something.
-
-    Attributes:
-        folder: Where a fit saves.
-    """
+    """Where a run may stop: it then saves, is requeued and ends, on all ranks."""
 
     def __init__(
         self,
@@ -54,7 +42,7 @@ class StopPoints:
         self.folder: RequeueFolder | None = None
 
     def advance(self, advance: Callable[[Any], None], fetcher: Any) -> None:
-        """Stand in for ``advance``, which runs the next batch of a fit."""
+        """Replaces ``advance``, which runs the next batch of a fit."""
         with self._peers:
             is_stopping = self._vote.exchange() and not self._is_trial()
         loop = self._trainer.fit_loop.epoch_loop
@@ -80,7 +68,7 @@ class StopPoints:
             self._stop()
 
     def _is_between_steps(self, fetcher: Any) -> bool:
-        """Whether a checkpoint of this moment goes on here. Lightning's counters do not tell what follows a batch."""
+        """Whether a checkpoint made now can be resumed here. Lightning's counters do not say what follows a batch."""
         loop = self._trainer.fit_loop.epoch_loop
         by_clock = validates_by_clock(self._trainer)  # ranks' clocks differ
         return not is_accumulating(loop) and (by_clock or not validation_follows(loop, fetcher))
@@ -100,10 +88,7 @@ class StopPoints:
 
 
 def save_together(trainer: pl.Trainer, folder: RequeueFolder, resume: ExactResume) -> None:
-    """Save between two batches, within a validation, which will then be run again, or at the end; a collective.
-
-    The checkpoint is there, and complete, when this returns; with asynchronous saves too.
-    """
+    """Save between two batches, within a validation, or at the end; a collective. Waits for asynchronous saves."""
     val_progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
     kept = val_progress.state_dict()
     resume.repeats_validation = trainer.validating
@@ -125,7 +110,7 @@ def save_together(trainer: pl.Trainer, folder: RequeueFolder, resume: ExactResum
 
 
 def requeue(job: SlurmJob) -> tuple[int, str]:
-    """Ask SLURM to start the job again, unless it was cancelled. For one rank. Returns an exit code and what to say."""
+    """Requeue the job, unless it was cancelled. For one rank. Returns an exit code and a message."""
     fate = job.fate()
     if fate is Fate.CANCELLED:
         return 1, f"job {job.job_id} was cancelled and is not requeued"

@@ -1,4 +1,4 @@
-"""Let the fit of a job that SLURM has started again go on where the job was."""
+"""Resume the fit of a job that SLURM has started again."""
 
 import pickle
 from collections.abc import Callable
@@ -21,18 +21,7 @@ _WAY_OUT = "Give a folder that all nodes share: SlurmRequeue(dirpath=...), or th
 def open_folder(
     trainer: pl.Trainer, agreement: RankAgreement, dirpath: str | Path | None, job: SlurmJob, fit: int
 ) -> RequeueFolder:
-    """Make the folder of the job, and have every rank look for it. A collective: all ranks raise, or none.
-
-    Args:
-        trainer: In its ``setup`` hooks, its processes connected.
-        agreement: Of all ranks.
-        dirpath: Where the folder is made; ``None``: in the trainer's ``default_root_dir``.
-        job: That this program is part of.
-        fit: Which fit of the program it is, from 1.
-
-    Raises:
-        MisconfigurationException: If it is none of a file system, cannot be written, or a rank does not see it.
-    """
+    """Make the folder of the job, and check that every rank sees it. A collective: all ranks raise, or none."""
     root = str(trainer.default_root_dir if dirpath is None else dirpath)
     if "://" in root:
         raise MisconfigurationException(
@@ -59,27 +48,10 @@ def go_on(
     start: Callable[..., None],
     checkpoint_path: Any = None,
     *,
-    trusts: bool | None,
+    trusts: bool | None,  # whether to unpickle any class; None: if nobody else can have written the file
     **options: Any,
 ) -> bool:
-    """Go on from the newest checkpoint of this job, if it has been here before. A collective: all ranks raise, or none.
-
-    Args:
-        trainer: That fits.
-        job: It is part of.
-        folder: Of the job.
-        start: Lightning's ``resume_start``, for which this stands in.
-        checkpoint_path: What the fit was asked to go on from: for the first start.
-        trusts: Whether to run what pickles in its checkpoint say; ``None``: if nobody else can have written it.
-        options: Further ones of ``start``.
-
-    Returns:
-        Whether the fit had come to its end.
-
-    Raises:
-        MisconfigurationException: If the checkpoint is another user's.
-        pickle.UnpicklingError: If it holds more than is trusted.
-    """
+    """Resume from the job's newest checkpoint, if any; returns whether the fit had ended. All ranks raise, or none."""
     found: tuple[Path | None, int | None, bool | None] = None, None, trusts
     if trainer.is_global_zero and job.restart_count > 0:
         found = _find(trainer, folder, checkpoint_path, trusts=trusts)

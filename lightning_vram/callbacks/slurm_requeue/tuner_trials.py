@@ -25,29 +25,22 @@ _LEARNING_RATES = ("lr", "learning_rate")  # where Lightning looks, in this orde
 
 
 class TunerTrials:
-    """Of one fit.
-
-    Args:
-        trainer: In its ``setup`` hooks.
-
-    Attributes:
-        are_undone: Whether a tuner is loading what was before its trials.
-    """
+    """Trials of the tuners in one fit."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
-        self.are_undone = False
+        self.are_undone = False  # whether a tuner is loading the state before its trials
         self._trainer = trainer
         self._undo = Shadow(checkpoint_connector(trainer), "restore", self._watch)  # which nobody else calls
         self._searches: list[Shadow] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was found, by the name of the argument."""
+        """Return the values that were found, by the name of the argument."""
         module = self._trainer.lightning_module
         names = [name for tuner in self._tuners() for name in _argument_names(tuner)]
         return {name: lightning_getattr(module, name) for name in names if lightning_hasattr(module, name)}
 
     def skip(self, found: dict[str, Any]) -> None:
-        """Take what :meth:`state_dict` found, and let nobody search before training starts."""
+        """Set what :meth:`state_dict` found, and prevent searches before training starts."""
         module = self._trainer.lightning_module
         for tuner in self._tuners():
             names = [name for name in _argument_names(tuner) if name in found and lightning_hasattr(module, name)]
@@ -95,4 +88,4 @@ def _argument_names(tuner: Any) -> tuple[str, ...]:
 
 
 def _find_nothing(*args: Any, **kwargs: Any) -> None:
-    """Stand in for a search."""
+    """Replaces a search."""

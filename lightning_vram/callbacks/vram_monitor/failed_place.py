@@ -32,12 +32,7 @@ _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdl
 
 
 def read_place(errors: Sequence[BaseException], module: nn.Module) -> Place:
-    """Find out what was being done when memory ran out.
-
-    Args:
-        errors: From the outermost to the one that says so: each has the frames that the next one has not.
-        module: Of the run.
-    """
+    """Find out what was being done when memory ran out; ``errors`` from the outermost to the out-of-memory error."""
     names = {id(part): name for name, part in module.named_modules()}
     work, inner, line, function = Work.OTHER, "", "", ""
     for frame, number in chain.from_iterable(traceback.walk_tb(error.__traceback__) for error in errors):

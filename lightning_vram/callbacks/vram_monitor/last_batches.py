@@ -1,4 +1,4 @@
-"""The batch that is running, and what the last ones have left: for the page about memory that ran out."""
+"""The batch that is running, and the memory that the last ones left allocated."""
 
 from collections import deque
 from typing import Any
@@ -12,20 +12,13 @@ _NUM_ENDS = 64
 
 
 class LastBatches:
-    """Those of one run.
-
-    Attributes:
-        stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        batch: That is running; ``None``: none is.
-        batch_idx: Its index.
-        timeline: Of what was tracked in it, once it has ended in an error; ``None``: nothing was.
-    """
+    """The running batch of one run, and the ends of the last ones."""
 
     def __init__(self) -> None:
         self.stage = "train"
-        self.batch: Any = None
+        self.batch: Any = None  # that is running
         self.batch_idx = 0
-        self.timeline: MemoryTimeline | None = None
+        self.timeline: MemoryTimeline | None = None  # of what was tracked in a batch that has ended in an error
         self._ends: dict[str, deque[tuple[int, int]]] = {}
 
     @property
@@ -34,25 +27,25 @@ class LastBatches:
         return self._ends.setdefault(self.stage, deque(maxlen=_NUM_ENDS))
 
     def switch_stage(self, stage: str) -> None:
-        """Note what runs now. Training goes on where it was."""
+        """Record what runs now. Training continues where it was."""
         self.stage = stage
         if stage != "train":
             self._ends.pop(stage, None)
 
     def begin(self, batch: Any, batch_idx: int) -> None:
-        """Note that a batch begins."""
+        """Record that a batch begins."""
         self.batch, self.batch_idx = batch, batch_idx
 
     def end(self) -> None:
-        """Note that it has ended."""
+        """Record that it has ended."""
         self.batch = None
 
     def end_training_batch(self, trainer: pl.Trainer) -> None:
-        """Note that it has ended, and what is alive on the device, if that tells."""
+        """Record that it has ended, and what is allocated on the device."""
         self._end(trainer, trainer.fit_loop.epoch_loop.total_batch_idx + 1)
 
     def end_evaluation_batch(self, trainer: pl.Trainer) -> None:
-        """The same for a batch of another stage."""
+        """Record the end of a batch of another stage."""
         self._end(trainer, self.ends[-1][0] + 1 if self.ends else 1)
 
     def _end(self, trainer: pl.Trainer, num_batches: int) -> None:

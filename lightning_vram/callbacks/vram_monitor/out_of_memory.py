@@ -1,4 +1,4 @@
-"""The page that is written when memory runs out: facts of the run, and what would have helped."""
+"""The report about an out-of-memory error: facts of the run, and which features would have helped."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -54,15 +54,7 @@ _MOST_SECONDS = 30
 def explain(
     trainer: pl.Trainer, error: BaseException, source: OutOfMemorySource, last: LastBatches, folder: Path
 ) -> str:
-    """Write the page, and files beside it, and return what to say of it. Raises nothing: that would hide the error.
-
-    Args:
-        trainer: In its ``on_exception`` hooks.
-        error: That memory has run out.
-        source: Of the error.
-        last: What is known of the batch.
-        folder: Where files go; it is made.
-    """
+    """Write the report, and pictures, into ``folder``; return a note. Raises nothing, which would hide the error."""
     most = f"for at most {_MOST_SECONDS} s; Ctrl-C skips the rest"
     rank_zero_info(f"VRAMMonitor: out of memory. Estimating which features would help, {most} ...")
     try:
@@ -107,7 +99,7 @@ def _facts(trainer: pl.Trainer, error: BaseException, source: OutOfMemorySource,
 
 
 def _held(trainer: pl.Trainer, last: LastBatches, request: FailedRequest) -> tuple[dict[str, int], dict[str, int]]:
-    """What was alive, by purpose and by module: as it was tracked, else what can be told apart, and the rest."""
+    """What was allocated, by category and by module: as it was tracked, else what can be found, and the rest."""
     device = trainer.strategy.root_device
     timeline = last.timeline
     if timeline is None or not timeline.peak_bytes:
@@ -152,7 +144,7 @@ def _with_remedies(
 
 
 def _foreign_bytes(found: OutOfMemory, estimated: MemoryTimeline) -> int:
-    """Bytes in tensors that a step does not have: what is left of another model, say. What is little is an error."""
+    """Bytes in tensors that a step does not have, of another model, say. A small difference is estimation error."""
     allocated_bytes = found.request.allocated_bytes or 0
     foreign_bytes = allocated_bytes - estimated.peak_bytes
     return foreign_bytes if foreign_bytes > _LARGE_SHARE * allocated_bytes else 0
@@ -168,7 +160,7 @@ def _without_foreign(found: OutOfMemory, estimated: MemoryTimeline) -> OutOfMemo
 
 
 def _why_not(trainer: pl.Trainer, last: LastBatches) -> str:
-    """Say why no step of this run can be run again on tensors without memory; empty if one can."""
+    """Why no step of this run can run again on fake tensors; empty if one can."""
     if last.batch is None:
         return "the error was outside of a batch, and features save memory within a step."
     strategy, plugin = trainer.strategy, trainer.precision_plugin
@@ -180,7 +172,7 @@ def _why_not(trainer: pl.Trainer, last: LastBatches) -> str:
 
 
 def _say_half(found: OutOfMemory, last: LastBatches) -> str:
-    """Say what a smaller batch of an evaluation would save: it scales all but what is there for the whole run."""
+    """What a smaller batch of an evaluation would save: it scales all but what is there for the whole run."""
     kinds = (Category.INPUTS, Category.ACTIVATIONS, Category.TEMPORARIES, _REST)
     num_bytes = sum(found.by_category.get(kind, 0) for kind in kinds) // 2
     if last.batch is None or last.stage == "train" or not num_bytes:
@@ -222,7 +214,7 @@ class _Limit:
 def _measure(
     trainer: pl.Trainer, found: OutOfMemory, last: LastBatches, limit: _Limit, on_progress: Progress
 ) -> tuple[MemoryEstimate, list[Measured], str]:
-    """Run steps on tensors without memory: as it was, and with parts; and what of it was left out."""
+    """Run steps on fake tensors: the baseline, and with features; and describe what of it was left out."""
     module, own = trainer.lightning_module, read_trainer_arguments(trainer)
     spec, card = _make_room(trainer, found)
     run = FitRun(own, card, num_ranks=trainer.world_size, with_validation=False, with_times=True, known=[])
@@ -254,7 +246,7 @@ def _make_room(trainer: pl.Trainer, found: OutOfMemory) -> tuple[DeviceSpec, Dev
 def _measure_evaluation(
     trainer: pl.Trainer, found: OutOfMemory, last: LastBatches, limit: _Limit, on_progress: Progress
 ) -> OutOfMemory:
-    """Run batches of an evaluation on tensors without memory: what they save is what the run would, too."""
+    """Run batches of an evaluation on fake tensors; what they save, the run would save, too."""
     own = read_trainer_arguments(trainer)
     _, card = _make_room(trainer, found)
     run = FitRun(own, card, num_ranks=trainer.world_size, evaluation=last.stage)
@@ -278,7 +270,7 @@ def _measure_evaluation(
 
 
 def _budget_bytes(found: OutOfMemory, estimated: MemoryTimeline) -> int | None:
-    """What a step may need; ``None`` if nobody knows. At least what was asked for is missing, as it seems."""
+    """What a step may need; ``None`` if unknown. At least what was requested is missing, as it seems."""
     room_bytes = found.request.room_bytes
     if room_bytes is None:
         return None
@@ -287,7 +279,7 @@ def _budget_bytes(found: OutOfMemory, estimated: MemoryTimeline) -> int | None:
 
 
 def _undo_parts(trainer: pl.Trainer) -> None:
-    """Let the module be what it was before the run, which is over. Parts do nothing when they are asked again."""
+    """Restore the module to its state before the run, which is over. Features do nothing when undone again."""
     for callback in list(trainer.callbacks):  # type: ignore[attr-defined]
         if isinstance(callback, FitTechnique) and not getattr(callback, "takes_no_memory", False):
             callback.give_up()  # teardown may move to the device what is on the host: there is no room for it
@@ -298,7 +290,7 @@ def _is_ours(part: object) -> bool:
 
 
 def _ranked(tried: list[Measured], budget_bytes: int | None) -> tuple[Remedy, ...]:
-    """What saves anything: first what fits, as true as possible and fast, then what comes nearest."""
+    """What saves anything: first what fits, by exactness and time, then what comes nearest."""
     plain = tried[0]
     ranked: list[tuple[Any, Remedy]] = []
     told = set()
