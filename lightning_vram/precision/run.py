@@ -25,7 +25,7 @@ from lightning_vram.private_names.lightning.strategies import MockOptimizer
 
 
 class PausedSchedules:
-    """Patches ``lr_scheduler_step`` of a LightningModule: schedules do not count skipped steps, until :meth:`remove`."""
+    """Keeps ``lr_scheduler_step`` of a LightningModule from counting skipped steps, until :meth:`remove`."""
 
     # Lightning steps a schedule after every batch that could have stepped the optimizer: 16 times where gradients of 12
     # batches overflowed and 4 steps were made. Schedules that count epochs are left unchanged.

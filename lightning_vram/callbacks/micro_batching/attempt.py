@@ -13,7 +13,6 @@ from lightning_vram.callbacks.micro_batching.metric_states import MetricStates
 from lightning_vram.core.batches.guard import BatchGuard
 from lightning_vram.core.batches.path import BatchSplitError
 from lightning_vram.core.rollback.step_rollback import BufferCopies, StepState
-from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 from lightning_vram.private_names.lightning.logging import running_results
 from lightning_vram.techniques.micro_batching import NormCounting
@@ -72,13 +71,13 @@ class MicroBatchTry:
         outputs = []
         with self._logging or nullcontext():
             for number, part in enumerate(micro_batches, 1):
-                self._number = min(number, len(parts))  # the idle ones are the last part again
+                self._number = min(number, len(parts))  # the idle ones repeat the last part
                 if part.is_idle:
                     self._run_idle(part, step)
                     continue
-                self._metrics.start_chunk(part.share)
+                self._metrics.start_micro_batch(part.share)
                 if self._logging is not None:
-                    self._logging.start_chunk(part.size, part.share)
+                    self._logging.start_micro_batch(part.size, part.share)
                 if self._norms is not None:
                     self._norms.begin_part(part.size / num_samples)
                 lent = replace(part, batch=self._guard.lend(part.batch))
@@ -118,11 +117,9 @@ class MicroBatchTry:
         metrics = MetricStates(self._module)
         metrics.begin(1)
         results = running_results(self._trainer)
-        muted = Shadow(results, "log", lambda _: lambda *args, **kwargs: None) if results is not None else None
-        try:
-            step(replace(part, batch=self._guard.lend(part.batch)))
-        finally:
-            if muted is not None:
-                muted.remove()
-            metrics.restore()
-            state.restore()
+        with BatchLogging(results) if results is not None else nullcontext():  # without replay
+            try:
+                step(replace(part, batch=self._guard.lend(part.batch)))
+            finally:
+                metrics.restore()
+                state.restore()

@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_vram.callbacks.hook_points import Relief
-from lightning_vram.callbacks.micro_batching.attempt import MicroBatch, MicroBatchTry, Step
+from lightning_vram.callbacks.micro_batching.attempt import MicroBatch, MicroBatchTry, Output, Step
 from lightning_vram.callbacks.micro_batching.checks import why_counts_must_be_equal
 from lightning_vram.callbacks.micro_batching.metric_states import MetricStates
 from lightning_vram.callbacks.micro_batching.undo import StepUndo
@@ -27,8 +27,6 @@ from lightning_vram.memory.device.out_of_memory import is_out_of_memory, release
 from lightning_vram.techniques.micro_batching import PROBED_SIZES, Agreed, AgreedSizes, SizePlanning
 
 _SILENCE_SECONDS = 60.0  # and ten times what the longest try took: ranks began the try together
-
-Output = TypeVar("Output")
 
 
 class MicroBatchRunner:
@@ -43,14 +41,17 @@ class MicroBatchRunner:
         *,
         is_training: bool,
         planning: SizePlanning | None = None,
-        relief: Relief | None = None,
+        relief: Relief | None = None,  # is tried before a batch is cut
     ) -> None:
         self._trainer = trainer
         self._relief = relief
         self._cutter = cutter
         self._sizes = sizes
+        self.retries = sizes.retries  # whether a batch that ran out of memory runs again
+        self.has_equal_counts = sizes.has_equal_counts  # of micro-batches, on all ranks, forward and backward
         self._losses_are_sums = weight == "sum"
         self._weight = None if isinstance(weight, str) else weight
+        self.weighs = self._weight is not None  # whether a micro-batch may have weight 0
         self._is_training = is_training
         self._planning = planning
         self._metrics = MetricStates(trainer.lightning_module)
@@ -61,21 +62,6 @@ class MicroBatchRunner:
         self.size: int | None = None  # samples per micro-batch in the last batch; None if it could not be cut
         self.num_retries = 0
         self.reduces_by_hand = False
-
-    @property
-    def retries(self) -> bool:
-        """Whether a batch that ran out of memory runs again."""
-        return self._sizes.retries
-
-    @property
-    def weighs(self) -> bool:
-        """Whether a micro-batch may count for nothing."""
-        return self._weight is not None
-
-    @property
-    def has_equal_counts(self) -> bool:
-        """Whether all ranks run the same number of micro-batches, forward and backward."""
-        return self._sizes.has_equal_counts
 
     def run(
         self,
@@ -103,12 +89,12 @@ class MicroBatchRunner:
             if not self.retries or not self._has_failed(error, started):
                 break
             assert undo is not None
-            has_room = self._make_room(error)
-            if not has_room and (agreed.size == 1 or not self._may_cut):
+            has_freed = self._free_memory(error)
+            if not has_freed and (agreed.size == 1 or (self._relief is not None and not self._relief.may_cut)):
                 raise self._give_up(error, facts.why_whole)
             attempt.drop()
             undo()
-            agreed = agreed if has_room else self._shrink(facts, agreed, error)
+            agreed = agreed if has_freed else self._shrink(facts, agreed, error)
         self._undo.forget_gradients()
         attempt.keep()
         if len(outputs) == 1:
@@ -123,11 +109,9 @@ class MicroBatchRunner:
             self._undo.remember_gradients()
 
     def _remember(self, batch: Any, parameters: list[Tensor], *, zeroes: bool) -> Callable[[], None] | None:
-        if not self.retries:
-            return None
-        undo = self._undo.remember(batch, parameters)
+        undo = self._undo.remember(batch, parameters) if self.retries else None
         if not zeroes:  # a forward that fails makes FSDP2 drop those of the batches before
-            self._undo.remember_gradients()
+            self.remember_gradients()
         return undo
 
     def _measure(self, batch: Any) -> BatchFacts:
@@ -230,11 +214,7 @@ class MicroBatchRunner:
             )
             raise error from silence
 
-    @property
-    def _may_cut(self) -> bool:
-        return self._relief is None or self._relief.may_cut
-
-    def _make_room(self, error: Exception | None) -> bool:
+    def _free_memory(self, error: Exception | None) -> bool:
         if self._relief is None or not self._relief.make_room():
             return False
         if error is not None:

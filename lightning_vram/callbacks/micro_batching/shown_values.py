@@ -29,7 +29,7 @@ States = dict[str, Any]
 class Shown:
     """What ``forward`` of a metric returned in a micro-batch."""
 
-    chunk: int  # number of the micro-batch
+    micro_batch: int  # its number
     share: float  # of the micro-batch
     value: Any  # detached: a graph would keep all that the micro-batch saved for backward
     states: States | None  # the micro-batch's own, detached; None if the value was not computed from states
@@ -38,10 +38,10 @@ class Shown:
 
 def value_of_batch(metric: Metric, shown: list[Shown]) -> Any:
     """The value of the batch, computed from the states of its micro-batches, or else a mean."""
-    states = [chunk.states for chunk in shown if chunk.states is not None]
+    states = [one.states for one in shown if one.states is not None]
     if len(states) == len(shown) and _is_mergeable(metric):
         return _compute(metric, states)
-    return _mean([chunk.value for chunk in shown], [chunk.share for chunk in shown])
+    return _mean([one.value for one in shown], [one.share for one in shown])
 
 
 def _is_mergeable(metric: Metric) -> bool:
@@ -55,11 +55,11 @@ def _is_mergeable(metric: Metric) -> bool:
 
 
 @torch.no_grad()
-def _compute(metric: Metric, chunks: list[States]) -> Any:
+def _compute(metric: Metric, all_states: list[States]) -> Any:
     """The value of the batch, as ``forward`` computes it: from the states of all its micro-batches."""
     now = AttributeState(metric, max_items=sys.maxsize)
-    merged = chunks[0]
-    for count, states in enumerate(chunks[1:], start=2):
+    merged = all_states[0]
+    for count, states in enumerate(all_states[1:], start=2):
         vars(metric).update(states)
         merge_states(metric, merged, count)
         merged = read_states(metric)
@@ -87,8 +87,7 @@ def _mean(values: list[Any], shares: list[float]) -> Any:
     """Mean over nests of floating tensors that are alike; else the last value."""
     leaves, specs = zip(*map(tree_flatten, values), strict=True)
     columns = list(zip(*leaves, strict=False))
-    is_alike = all(spec == specs[0] for spec in specs) and all(map(_is_alike, columns))
-    if not is_alike:
+    if not (all(spec == specs[0] for spec in specs) and all(map(_is_alike, columns))):
         return values[-1]
     return tree_unflatten([weighted_mean(column, shares, [1] * len(shares)) for column in columns], specs[0])
 

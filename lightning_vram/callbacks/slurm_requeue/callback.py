@@ -30,7 +30,7 @@ from lightning_vram.callbacks.slurm_requeue.exact_resume import ExactResume
 from lightning_vram.callbacks.slurm_requeue.folder import RequeueFolder
 from lightning_vram.callbacks.slurm_requeue.job import SlurmJob, check_job, check_tasks
 from lightning_vram.callbacks.slurm_requeue.job_stop import JobStopped, StopPoints, save_together
-from lightning_vram.callbacks.slurm_requeue.start import go_on, open_folder
+from lightning_vram.callbacks.slurm_requeue.start import open_folder, resume_fit
 from lightning_vram.core.processes.agreement import RankAgreement
 from lightning_vram.core.processes.clean_exit import leave_group_at_exit
 from lightning_vram.core.processes.lost_peers import naming_lost_peers
@@ -114,7 +114,7 @@ class SlurmRequeue(Callback):
         self._agreement: RankAgreement | None = None
         self._stops: StopPoints | None = None
         self._resume: ExactResume | None = None
-        self._shadows: list[Shadow] = []
+        self._patches: list[Shadow] = []
         self._environment: SLURMEnvironment | None = None
         self._peers: AbstractContextManager[None] = nullcontext()
 
@@ -151,7 +151,7 @@ class SlurmRequeue(Callback):
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             self._environment, environment.auto_requeue = environment, False
         connector = signal_connector(trainer)
-        self._shadows.append(Shadow(connector, SIGTERM_HANDLER, instead(self._signals.note)))
+        self._patches.append(Shadow(connector, SIGTERM_HANDLER, instead(self._signals.note)))
         self._shield.raise_it()
         if not self._signals.install():
             rank_zero_warn("SlurmRequeue has no effect outside of the main thread: only that thread receives signals.")
@@ -168,7 +168,7 @@ class SlurmRequeue(Callback):
         atexit.unregister(_end_program)
         if trainer.is_global_zero:
             _folders.append(folder)
-        self._shadows += [
+        self._patches += [
             Shadow(checkpoint_connector(trainer), "resume_start", partial(partial, self._start, trainer, job)),
             Shadow(trainer.fit_loop, "run", partial(partial, self._run, trainer)),
             Shadow(trainer.fit_loop.epoch_loop, "advance", partial(partial, stops.advance)),
@@ -181,7 +181,7 @@ class SlurmRequeue(Callback):
             start(*args, **kwargs)
             return
         trusts = None if self.weights_only is None else not self.weights_only
-        if go_on(trainer, job, self._folder, start, *args, trusts=trusts, **kwargs):
+        if resume_fit(trainer, job, self._folder, start, *args, trusts=trusts, **kwargs):
             self._resume.expect_end()
 
     def _run(self, trainer: pl.Trainer, run: Callable[[], None]) -> None:
@@ -266,8 +266,8 @@ class SlurmRequeue(Callback):
         return type(self), (self.dirpath, self.requeue_signal, self.weights_only)
 
     def _release(self, *, has_failed: bool = False) -> None:
-        for shadow in reversed(self._shadows):
-            shadow.remove()
+        for patch in reversed(self._patches):
+            patch.remove()
         if self._resume is not None:
             self._resume.remove()
         if self._environment is not None:
@@ -278,7 +278,7 @@ class SlurmRequeue(Callback):
         # Nothing is to be saved until the next run.
         self._signals.remove(harmless=self._signals.signals if has_failed else (requeue_signal,))
         self._shield.lower()
-        self._shadows, self._resume, self._environment, self._agreement = [], None, None, None
+        self._patches, self._resume, self._environment, self._agreement = [], None, None, None
         self._folder, self._stops, self._peers = None, None, nullcontext()
 
 

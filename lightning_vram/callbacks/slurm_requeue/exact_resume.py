@@ -6,12 +6,13 @@ generators with the seed. Here the place in the data and the generators of every
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from math import isinf
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 
 from lightning_vram.callbacks.slurm_requeue.tuner_trials import TunerTrials
 from lightning_vram.core.processes.agreement import RankAgreement
@@ -56,11 +57,11 @@ class ExactResume:
         self._before_validation: dict[str, Any] | None = None
         loop = trainer.fit_loop
         epoch_loop = loop.epoch_loop
-        self._shadows = [
-            Shadow(loop, LOAD_LOADER_STATES, lambda load: lambda: self._load_loaders(load)),
-            Shadow(loop, "setup_data", lambda set_up: lambda: self._set_up_data(set_up)),
-            Shadow(epoch_loop, "reset", lambda reset: lambda: _without_warning(reset, self._is_resumable)),
-            Shadow(epoch_loop.val_loop, "run", lambda run: lambda: self._validate(run)),
+        self._patches = [
+            Shadow(loop, LOAD_LOADER_STATES, partial(partial, self._load_loaders)),
+            Shadow(loop, "setup_data", partial(partial, self._set_up_data)),
+            Shadow(epoch_loop, "reset", partial(partial, self._reset)),
+            Shadow(epoch_loop.val_loop, "run", partial(partial, self._validate)),
         ]
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,8 +135,8 @@ class ExactResume:
     def remove(self) -> None:
         """Leave loops and loaders as they were. Calling it again does nothing."""
         self.trials.remove()
-        for shadow in self._shadows:
-            shadow.remove()
+        for patch in self._patches:
+            patch.remove()
         for loader in self._loaders:
             if loader is not None:
                 remove_state(loader)
@@ -143,8 +144,11 @@ class ExactResume:
 
     # --- data ---
 
-    def _is_resumable(self) -> bool:
-        return all(loader is not None for loader in self._loaders)
+    def _reset(self, reset: Callable[[], None]) -> None:
+        with warnings.catch_warnings():
+            if all(loader is not None for loader in self._loaders):
+                warnings.filterwarnings("ignore", _NOT_RESUMABLE)
+            reset()
 
     def _set_up_data(self, set_up: Callable[[], None]) -> None:
         set_up()
@@ -215,18 +219,7 @@ class ExactResume:
             self._before_validation = None
 
 
-def _without_warning(reset: Callable[[], None], is_resumable: Callable[[], bool]) -> None:
-    with warnings.catch_warnings():
-        if is_resumable():
-            warnings.filterwarnings("ignore", _NOT_RESUMABLE)
-        reset()
-
-
 def _read_end(trainer: pl.Trainer) -> dict[str, Any]:
     """What a trainer has after a fit on this rank, and Lightning's checkpoints do not: metrics, on the host."""
-    metrics = {kind: {name: _on_host(value) for name, value in getattr(trainer, kind).items()} for kind in _METRICS}
+    metrics = {kind: move_data_to_device(dict(getattr(trainer, kind)), "cpu") for kind in _METRICS}
     return metrics | {"should_stop": bool(trainer.should_stop)}
-
-
-def _on_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value

@@ -1,15 +1,4 @@
-"""Where a job that SLURM requeues leaves what it goes on from: ``slurm_requeue/<job>/step-<n>/`` in the run's folder.
-
-By job and step, so that another run in the same folder does not start from a checkpoint that was none of its own.
-Removed once the program has ended. Of its n-th fit there are
-
-* ``fit-n.started``, empty: when the job first came to it;
-* ``fit-n.part``: a checkpoint that is being written;
-* ``fit-n.ckpt``: where it was stopped, until it goes on to its end;
-* ``fit-n.ended``: a checkpoint of its end.
-
-The folder of the job is made for this user alone: what lies in there, he has written.
-"""
+"""Where a job that SLURM requeues saves its checkpoint: ``slurm_requeue/<job>/step-<n>/`` in the run's folder."""
 
 import math
 import os
@@ -26,12 +15,15 @@ _FOR_OTHERS = 0o077
 class RequeueFolder:
     """The folder of one program of a job. All methods but ``is_open`` are for one rank."""
 
+    # It is named by job and step, so that another run in the same folder does not start from a checkpoint of this one.
+    # It is made for this user alone: nobody else can have written what is in there.
+
     def __init__(self, root: Path, job_id: str, step_id: str, fit: int) -> None:  # fit: from 1, one per trainer.fit
         self.path = root / "slurm_requeue" / job_id / f"step-{step_id}"
-        self.checkpoint = self.path / f"fit-{fit}.ckpt"
+        self.checkpoint = self.path / f"fit-{fit}.ckpt"  # where it was stopped
         self.ended = self.path / f"fit-{fit}.ended"  # the checkpoint of its end
-        self.part = self.path / f"fit-{fit}.part"  # of one that is being written
-        self._started = self.path / f"fit-{fit}.started"
+        self.part = self.path / f"fit-{fit}.part"  # a checkpoint that is being written
+        self._started = self.path / f"fit-{fit}.started"  # empty; its time is when the job first came to this fit
         self._next_started = self.path / f"fit-{fit + 1}.started"
 
     @property
@@ -61,18 +53,18 @@ class RequeueFolder:
             return str(error)
         return ""
 
-    def stranger(self, path: Path) -> int | None:
+    def foreign_owner(self, path: Path) -> int | None:
         """The number of another user who owns checkpoint ``path`` of this folder; ``None`` if this user does."""
         owner = path.lstat().st_uid
-        return None if owner == self._own_number() else owner
+        return None if owner == self._own_uid() else owner
 
     def is_private(self) -> bool:
         """Whether nobody else can have written here."""
-        own = self._own_number()
+        own = self._own_uid()
         found = [folder.stat() for folder in (self.path.parent, self.path)]
         return all(each.st_uid == own and not each.st_mode & _FOR_OTHERS for each in found)
 
-    def _own_number(self) -> int:
+    def _own_uid(self) -> int:
         """Of this user on this file system, which may be another than in this process."""
         with tempfile.TemporaryFile(dir=self.path) as file:
             return os.fstat(file.fileno()).st_uid

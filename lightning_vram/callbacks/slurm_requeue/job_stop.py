@@ -4,6 +4,7 @@ import atexit
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,25 +22,17 @@ class JobStopped(SystemExit):
     """Ends the program on all ranks after the checkpoint has been saved. Its code is 0 if the job is requeued."""
 
 
+@dataclass
 class StopPoints:
     """Where a run may stop: it then saves, is requeued and ends, on all ranks."""
 
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        job: SlurmJob,
-        vote: StopVote,
-        peers: AbstractContextManager[None],
-        resume: ExactResume | None,
-        is_trial: Callable[[], bool],
-    ) -> None:
-        self._trainer = trainer
-        self._job = job
-        self._vote = vote
-        self._peers = peers
-        self._resume = resume
-        self._is_trial = is_trial
-        self.folder: RequeueFolder | None = None
+    _trainer: pl.Trainer
+    _job: SlurmJob
+    _vote: StopVote
+    _peers: AbstractContextManager[None]  # entered around a vote
+    _resume: ExactResume | None  # of the fit, if it is one
+    _is_trial: Callable[[], bool]  # whether a tuner tries something
+    folder: RequeueFolder | None = None  # where a fit saves
 
     def advance(self, advance: Callable[[Any], None], fetcher: Any) -> None:
         """Replaces ``advance``, which runs the next batch of a fit."""
@@ -90,7 +83,7 @@ class StopPoints:
 def save_together(trainer: pl.Trainer, folder: RequeueFolder, resume: ExactResume) -> None:
     """Save between two batches, within a validation, or at the end; a collective. Waits for asynchronous saves."""
     val_progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
-    kept = val_progress.state_dict()
+    saved = val_progress.state_dict()
     resume.repeats_validation = trainer.validating
     if trainer.validating:  # so that Lightning runs it again, from its first batch
         val_progress.reset()
@@ -99,7 +92,7 @@ def save_together(trainer: pl.Trainer, folder: RequeueFolder, resume: ExactResum
         trainer.save_checkpoint(folder.part, weights_only=False)
     finally:
         resume.repeats_validation = False
-        val_progress.load_state_dict(kept)
+        val_progress.load_state_dict(saved)
     finish = getattr(trainer.strategy, "wait_for_checkpoints", None)
     trainer.strategy.checkpoint_io.teardown() if finish is None else finish()
     trainer.strategy.barrier("SlurmRequeue.save")

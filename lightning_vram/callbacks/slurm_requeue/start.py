@@ -41,7 +41,7 @@ def open_folder(
     return folder
 
 
-def go_on(
+def resume_fit(
     trainer: pl.Trainer,
     job: SlurmJob,
     folder: RequeueFolder,
@@ -55,13 +55,13 @@ def go_on(
     found: tuple[Path | None, int | None, bool | None] = None, None, trusts
     if trainer.is_global_zero and job.restart_count > 0:
         found = _find(trainer, folder, checkpoint_path, trusts=trusts)
-    newest, stranger, trusts = trainer.strategy.broadcast(found)
+    newest, foreign_owner, trusts = trainer.strategy.broadcast(found)
     if newest is None:
         start(checkpoint_path, **options)
         return False
-    if stranger is not None:
+    if foreign_owner is not None:
         raise MisconfigurationException(
-            f"SlurmRequeue does not load {str(newest)!r}: it belongs to user {stranger}, not to you. Remove it to "
+            f"SlurmRequeue does not load {str(newest)!r}: it belongs to user {foreign_owner}, not to you. Remove it to "
             "start anew, or use your own folder: SlurmRequeue(dirpath=...)."
         )
     has_ended = newest == folder.ended
@@ -86,15 +86,10 @@ def _find(
     trainer: pl.Trainer, folder: RequeueFolder, checkpoint_path: Any, *, trusts: bool | None
 ) -> tuple[Path | None, int | None, bool | None]:
     """The newest checkpoint, if there is one; whose it is, if not this user's; and whether to trust it."""
-    given = [] if checkpoint_path is None else [Path(checkpoint_path)]
-    newest = folder.newest([*_last_checkpoints(trainer), *given])
-    if newest is None or newest not in (folder.checkpoint, folder.ended):
-        return newest, None, trusts
-    return newest, folder.stranger(newest), folder.is_private() if trusts is None else trusts
-
-
-def _last_checkpoints(trainer: pl.Trainer) -> list[Path]:
-    """What ``ModelCheckpoint(save_last=True)`` has written."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     savers = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
-    return [Path(path) for saver in savers for path in last_checkpoints(saver, trainer)]
+    paths = [path for saver in savers for path in last_checkpoints(saver, trainer)]  # of save_last=True
+    newest = folder.newest(map(Path, paths if checkpoint_path is None else [*paths, checkpoint_path]))
+    if newest is None or newest not in (folder.checkpoint, folder.ended):
+        return newest, None, trusts
+    return newest, folder.foreign_owner(newest), folder.is_private() if trusts is None else trusts

@@ -1,11 +1,7 @@
-"""Keep the trials of Lightning's tuners apart from the fit that they are made in.
-
-A tuner tries batch sizes or learning rates within the fit, without the trainer's callbacks, and goes back to a
-checkpoint of its own. In a fit that is resumed it does so between the two halves in which Lightning loads a checkpoint:
-the fit would begin at step 0 again (Lightning 2.6). So there it does not search, and finds what it has found before.
-"""
+"""Keep the trials of Lightning's tuners apart from the fit that they are made in."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,10 +23,16 @@ _LEARNING_RATES = ("lr", "learning_rate")  # where Lightning looks, in this orde
 class TunerTrials:
     """Trials of the tuners in one fit."""
 
+    # A tuner tries batch sizes or learning rates within the fit, without the trainer's callbacks, and returns to a
+    # checkpoint of its own. In a resumed fit it does so between the two halves in which Lightning loads a checkpoint:
+    # the fit would begin at step 0 again (Lightning 2.6). So it does not search there, and uses what it found before.
+
     def __init__(self, trainer: pl.Trainer) -> None:
         self.are_undone = False  # whether a tuner is loading the state before its trials
         self._trainer = trainer
-        self._undo = Shadow(checkpoint_connector(trainer), "restore", self._watch)  # which nobody else calls
+        self._undo = Shadow(
+            checkpoint_connector(trainer), "restore", partial(partial, self._restore)
+        )  # which nobody else calls
         self._searches: list[Shadow] = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -67,15 +69,12 @@ class TunerTrials:
         callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
         return (callback for callback in callbacks if isinstance(callback, (BatchSizeFinder, LearningRateFinder)))
 
-    def _watch(self, restore: Callable[..., None]) -> Callable[..., None]:
-        def undo(*args: Any, **kwargs: Any) -> None:
-            self.are_undone = True
-            try:
-                restore(*args, **kwargs)
-            finally:
-                self.are_undone = False
-
-        return undo
+    def _restore(self, restore: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
+        self.are_undone = True
+        try:
+            restore(*args, **kwargs)
+        finally:
+            self.are_undone = False
 
 
 def _argument_names(tuner: Any) -> tuple[str, ...]:

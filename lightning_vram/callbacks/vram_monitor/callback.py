@@ -210,7 +210,7 @@ class VRAMMonitor(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         now = time.perf_counter()
-        self._batches.end_training_batch(trainer)
+        self._batches.end_batch(trainer)
         if self._previous_end is not None and not self._readings.is_tracking:
             self._seconds.append(now - self._previous_end)
         self._publish(trainer, self._readings.end(trainer, batch_idx))
@@ -219,7 +219,7 @@ class VRAMMonitor(Callback):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._readings.abort()  # a batch that was skipped after it began
-        self._batches.end()
+        self._batches.batch = None
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -251,7 +251,7 @@ class VRAMMonitor(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        self._batches.end_evaluation_batch(trainer)
+        self._batches.end_batch(trainer)
         self._publish(trainer, self._readings.end(trainer, batch_idx))
 
     @override
@@ -284,7 +284,7 @@ class VRAMMonitor(Callback):
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         every_n_batches = self.every_n_batches or trainer.log_every_n_steps  # type: ignore[attr-defined]
-        self._batches.begin(batch, batch_idx)
+        self._batches.batch, self._batches.batch_idx = batch, batch_idx
         is_nth = every_n_batches > 0 and (batch_idx + 1) % every_n_batches == 0
         if not trainer.sanity_checking and (is_nth or batch_idx < _NUM_FIRST_BATCHES):
             self._readings.begin(trainer, pl_module, batch, batch_idx)
@@ -304,7 +304,7 @@ class VRAMMonitor(Callback):
         self._previous_end = None  # what lies between batches of different stages is no batch
 
     def _show(self, get_metrics: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-        """Stand in for ``get_metrics`` of the progress bar."""
+        """Replaces ``get_metrics`` of the progress bar."""
         peak = {"vram": format_bytes(largest(self.peaks.values()).peak_allocated_bytes)} if self.peaks else {}
         return get_metrics(*args) | peak
 

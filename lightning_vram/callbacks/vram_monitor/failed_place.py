@@ -25,7 +25,7 @@ _BY_FUNCTION = {
         ("restore", "resume_start", "restore_training_state", "restore_optimizers", "load_checkpoint"), Work.RESTORING
     ),
 }
-_MOST_CHARACTERS = 100
+_MOST_CHARACTERS_OF_LINE = 100
 _IN_BACKWARD = {"backward", "_engine_run_backward"}
 _OWN_FOLDER = str(Path(__file__).parents[2])
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -42,7 +42,7 @@ def read_place(errors: Sequence[BaseException], module: nn.Module) -> Place:
         if path.endswith("nn/functional.py"):
             function = frame.f_code.co_name
         if _is_users(path):
-            line = f"{Path(path).name}:{number}: {linecache.getline(path, number).strip():.{_MOST_CHARACTERS}}"
+            line = f"{Path(path).name}:{number}: {linecache.getline(path, number).strip():.{_MOST_CHARACTERS_OF_LINE}}"
     return Place(work, "" if work in (Work.RESTORING, Work.SAVING, Work.MOVING) else inner, line, function)
 
 

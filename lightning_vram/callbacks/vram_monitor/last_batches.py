@@ -32,24 +32,12 @@ class LastBatches:
         if stage != "train":
             self._ends.pop(stage, None)
 
-    def begin(self, batch: Any, batch_idx: int) -> None:
-        """Record that a batch begins."""
-        self.batch, self.batch_idx = batch, batch_idx
-
-    def end(self) -> None:
-        """Record that it has ended."""
-        self.batch = None
-
-    def end_training_batch(self, trainer: pl.Trainer) -> None:
+    def end_batch(self, trainer: pl.Trainer) -> None:
         """Record that it has ended, and what is allocated on the device."""
-        self._end(trainer, trainer.fit_loop.epoch_loop.total_batch_idx + 1)
-
-    def end_evaluation_batch(self, trainer: pl.Trainer) -> None:
-        """Record the end of a batch of another stage."""
-        self._end(trainer, self.ends[-1][0] + 1 if self.ends else 1)
-
-    def _end(self, trainer: pl.Trainer, num_batches: int) -> None:
-        self.end()
+        self.batch = None
         device = trainer.strategy.root_device
         if has_cache(device):
-            self.ends.append((num_batches, read_allocator(device).allocated_bytes))
+            num_before = self.ends[-1][0] if self.ends else 0
+            if self.stage == "train":
+                num_before = trainer.fit_loop.epoch_loop.total_batch_idx
+            self.ends.append((num_before + 1, read_allocator(device).allocated_bytes))

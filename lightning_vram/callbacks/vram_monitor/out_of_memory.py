@@ -163,11 +163,11 @@ def _why_not(trainer: pl.Trainer, last: LastBatches) -> str:
     """Why no step of this run can run again on fake tensors; empty if one can."""
     if last.batch is None:
         return "the error was outside of a batch, and features save memory within a step."
-    strategy, plugin = trainer.strategy, trainer.precision_plugin
-    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
-        return f"{type(strategy).__name__} has changed the module. `lightning-vram plan --config ...` does it before."
-    if _is_ours(plugin):
-        return f"{type(plugin).__name__} has changed the module. `lightning-vram plan --config ...` does it before."
+    strategy, plugin = type(trainer.strategy), type(trainer.precision_plugin)
+    is_other_strategy = not issubclass(strategy, SingleDeviceStrategy | DDPStrategy)
+    if is_other_strategy or plugin.__module__.startswith("lightning_vram."):
+        name = strategy.__name__ if is_other_strategy else plugin.__name__
+        return f"{name} has changed the module. `lightning-vram plan --config ...` does it before."
     return ""
 
 
@@ -216,25 +216,25 @@ def _measure(
 ) -> tuple[MemoryEstimate, list[Measured], str]:
     """Run steps on fake tensors: the baseline, and with features; and describe what of it was left out."""
     module, own = trainer.lightning_module, read_trainer_arguments(trainer)
-    spec, card = _make_room(trainer, found)
+    spec, card = _free_device(trainer, found)
     run = FitRun(own, card, num_ranks=trainer.world_size, with_validation=False, with_times=True, known=[])
     on_progress("tracing baseline", 0.0)
     traced = trace_fit(module, last.batch, run)
     stage = estimate_stages(traced, None if card is None else workspaces_of(card))[STEP]
     budget_bytes = _budget_bytes(found, stage.timeline)
-    room = spec if budget_bytes is None else DeviceSpec("available to this step", budget_bytes)
+    available = spec if budget_bytes is None else DeviceSpec("available to this step", budget_bytes)
     steps = TracedSteps(module, last.batch, run, on_progress, is_late=limit.is_late)
     exact, every = (
         remedies_for(own, level, on_card=card is not None, module=module) for level in (Exactness.EXACT, Exactness.ANY)
     )
     with limit:
         measure_singles(steps, exact, every, budget_bytes)
-    estimate = MemoryEstimate(room, {TRAIN: stage}, batch_size=steps.batch_size)
+    estimate = MemoryEstimate(available, {TRAIN: stage}, batch_size=steps.batch_size)
     return estimate, steps.tried, limit.note(len(steps.left_out))
 
 
-def _make_room(trainer: pl.Trainer, found: OutOfMemory) -> tuple[DeviceSpec, DeviceSpec | None]:
-    """Undo what was applied, and return the device; and the card, if it is one."""
+def _free_device(trainer: pl.Trainer, found: OutOfMemory) -> tuple[DeviceSpec, DeviceSpec | None]:
+    """Undo the features, and return the device, twice if it is an accelerator."""
     device = trainer.strategy.root_device
     _undo_parts(trainer)
     if has_cache(device):
@@ -248,19 +248,19 @@ def _measure_evaluation(
 ) -> OutOfMemory:
     """Run batches of an evaluation on fake tensors; what they save, the run would save, too."""
     own = read_trainer_arguments(trainer)
-    _, card = _make_room(trainer, found)
+    _, card = _free_device(trainer, found)
     run = FitRun(own, card, num_ranks=trainer.world_size, evaluation=last.stage)
     how: dict[str, Any] = {"keeps_precision": trainer.state.fn == "fit", "is_late": limit.is_late}
     measured: list[LeanerEvaluation | None] = []
     with limit:
         for one in measure_evaluation(trainer.lightning_module, last.batch, run, on_progress, **how):
             measured.append(one)  # what an interrupt leaves
-    plain, *leaner = filter(None, measured)
+    baseline, *leaner = filter(None, measured)
     request, remedies = found.request, []
     # What a training, or the batches before, have left stays. At least what was asked for is missing, as it seems.
     asked_bytes, budget_bytes = request.asked_bytes or 0, found.budget_bytes
     for one in leaner:
-        saved_bytes = plain.needed_bytes - one.needed_bytes
+        saved_bytes = baseline.needed_bytes - one.needed_bytes
         needed_bytes = max(one.needed_bytes, (request.allocated_bytes or 0) + asked_bytes - saved_bytes)
         fits = None if budget_bytes is None else needed_bytes <= budget_bytes and saved_bytes >= asked_bytes
         if saved_bytes > 0:
@@ -285,27 +285,23 @@ def _undo_parts(trainer: pl.Trainer) -> None:
             callback.give_up()  # teardown may move to the device what is on the host: there is no room for it
 
 
-def _is_ours(part: object) -> bool:
-    return type(part).__module__.startswith("lightning_vram.")
-
-
 def _ranked(tried: list[Measured], budget_bytes: int | None) -> tuple[Remedy, ...]:
     """What saves anything: first what fits, by exactness and time, then what comes nearest."""
-    plain = tried[0]
+    baseline = tried[0]
     ranked: list[tuple[Any, Remedy]] = []
-    told = set()
+    seen = set()
     for one in sorted(tried, key=lambda one: one.seconds):
-        saved_bytes = plain.needed_bytes - one.needed_bytes
+        saved_bytes = baseline.needed_bytes - one.needed_bytes
         if saved_bytes <= 0:
             continue
         fits = None if budget_bytes is None else one.needed_bytes <= budget_bytes
         exactness = one.scheme.exactness
         # an argument may differ by what changes nothing, such as budgets of 5493 and 5494 KiB
         alike = (one.needed_bytes, exactness, *sorted(part.name for part in one.scheme.parts))
-        if alike in told:
+        if alike in seen:
             continue
-        told.add(alike)
-        ratio = one.seconds / plain.seconds
+        seen.add(alike)
+        ratio = one.seconds / baseline.seconds
         remedy = Remedy(as_code(one.scheme.parts), one.needed_bytes, saved_bytes, ratio, results_of(exactness), fits)
         ranked.append(((not fits, exactness if fits else 0, ratio if fits else one.needed_bytes), remedy))
     return tuple(remedy for _, remedy in sorted(ranked, key=lambda pair: pair[0])[:_MOST_REMEDIES])

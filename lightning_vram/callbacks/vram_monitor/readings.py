@@ -84,9 +84,8 @@ class Readings:
         device = trainer.strategy.root_device
         if trainer.sanity_checking or not (has_cache(device) or self._tracks(trainer)):
             return None
-        nothing = Measurement(
-            self._stage, trainer.current_epoch, 0, trainer.global_step, str(device), "tracker", -1, -1
-        )
+        place = self._stage, trainer.current_epoch, 0, trainer.global_step, str(device)
+        nothing = Measurement(*place, "tracker", -1, -1)
         measurement = self._reduce(trainer, found or nothing)
         return measurement if measurement.peak_allocated_bytes >= 0 else None
 
