@@ -4,6 +4,7 @@ from collections import deque
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 from lightning_vram.memory.device.allocator import has_cache, read_allocator
 from lightning_vram.memory.tracking.timeline import MemoryTimeline
@@ -35,9 +36,13 @@ class LastBatches:
     def end_batch(self, trainer: pl.Trainer) -> None:
         """Record that it has ended, and what is allocated on the device."""
         self.batch = None
-        device = trainer.strategy.root_device
-        if has_cache(device):
+        allocated_bytes = _allocated_bytes(trainer.strategy.root_device)
+        if allocated_bytes is not None:
             num_before = self.ends[-1][0] if self.ends else 0
             if self.stage == "train":
                 num_before = trainer.fit_loop.epoch_loop.total_batch_idx
-            self.ends.append((num_before + 1, read_allocator(device).allocated_bytes))
+            self.ends.append((num_before + 1, allocated_bytes))
+
+
+def _allocated_bytes(device: torch.device) -> int | None:
+    return read_allocator(device).allocated_bytes if has_cache(device) else None
