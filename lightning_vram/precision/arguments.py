@@ -16,7 +16,10 @@ from lightning_vram.core.layers.patterns import check_layers
 from lightning_vram.optimizers.lean import SCHEMES
 from lightning_vram.precision.overflow_watch import ON_LIMIT
 
-PARAMETERS = ("fp32", *SCHEMES)
+_REFUSED_CALLBACKS: dict[type[pl.Callback], str] = {
+    StochasticWeightAveraging: "averages weights that bfloat16 has rounded. Use WeightAveraging, or parameters='fp32'",
+    ModelPruning: "puts other parameters, in float32, and masks into the module. Use parameters='fp32'",
+}
 
 
 def check_arguments(
@@ -33,7 +36,7 @@ def check_arguments(
         check_layers("LeanMixedPrecision(fp32_modules)", fp32_modules)
     if "auto" in ([fp32_modules] if is_pattern else fp32_modules):
         raise ValueError("LeanMixedPrecision(fp32_modules) cannot be 'auto': name the modules that need float32.")
-    _check_one_of("parameters", parameters, PARAMETERS)
+    _check_one_of("parameters", parameters, ("fp32", *SCHEMES))
     _check_one_of("on_overflow_limit", on_overflow_limit, ON_LIMIT)
     if max_consecutive_overflows is not None:
         check_positive_int("LeanMixedPrecision(max_consecutive_overflows)", max_consecutive_overflows)
@@ -51,8 +54,7 @@ def check_combination(precision: str | None, parameters: str, scaler: object) ->
     if precision == "16-mixed" and parameters != "fp32":
         raise ValueError(
             f"LeanMixedPrecision(parameters={parameters!r}) stores bfloat16 weights, which do not work with float16. "
-            "Use "
-            "precision='bf16', or parameters='fp32'."
+            "Use precision='bf16', or parameters='fp32'."
         )
 
 
@@ -77,15 +79,11 @@ def refuse_strategy(trainer: pl.Trainer) -> None:
 def refuse_callbacks(trainer: pl.Trainer, parameters: str) -> None:
     """Refuse callbacks that put other weights, in float32, into the module."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging):
+        why = next((why for kind, why in _REFUSED_CALLBACKS.items() if isinstance(callback, kind)), None)
+        if why is not None:
             raise MisconfigurationException(
                 f"LeanMixedPrecision(parameters={parameters!r}) does not work with {type(callback).__name__}, which "
-                "averages weights that bfloat16 has rounded. Use WeightAveraging, or parameters='fp32'."
-            )
-        if isinstance(callback, ModelPruning):
-            raise MisconfigurationException(
-                f"LeanMixedPrecision(parameters={parameters!r}) does not work with {type(callback).__name__}, which "
-                "puts other parameters, in float32, and masks into the module. Use parameters='fp32'."
+                f"{why}."
             )
 
 
@@ -99,12 +97,11 @@ def refuse_second_run(running: pl.Trainer, other: pl.Trainer) -> None:
 
 def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
     """Refuse optimizers that run their closure several times per step: it cannot skip one that overflows."""
-    for optimizer in optimizers:
-        if isinstance(optimizer, LBFGS):
-            raise MisconfigurationException(
-                "LeanMixedPrecision(precision='fp16') does not work with LBFGS, which evaluates the loss several times "
-                "per step, and cannot skip one that overflows. Use precision='bf16', or another optimizer."
-            )
+    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise MisconfigurationException(
+            "LeanMixedPrecision(precision='fp16') does not work with LBFGS, which evaluates the loss several times "
+            "per step, and cannot skip one that overflows. Use precision='bf16', or another optimizer."
+        )
 
 
 def _check_one_of(name: str, value: object, known: Sequence[str]) -> None:

@@ -37,11 +37,11 @@ class LeanAverages:
 
     def __init__(self, trainer: pl.Trainer, module: nn.Module, lean: LeanParameters) -> None:
         self._averages: list[LeanAverage] = []
-        self._stand_ins: list[Shadow] = []
+        self._patches: list[Shadow] = []
         for callback, whole in list_averages(trainer, module):
             average = LeanAverage(whole, module, lean)
             self._averages.append(average)
-            self._stand_ins += [
+            self._patches += [
                 Shadow(callback, SWAP_WITH_AVERAGE, instead(average.swap)),
                 Shadow(callback, PUT_AVERAGE, instead(average.put)),
             ]
@@ -52,7 +52,5 @@ class LeanAverages:
 
     def remove(self) -> None:
         """Undo the patches of callbacks and averages."""
-        for stand_in in self._stand_ins:
-            stand_in.remove()
-        for average in self._averages:
-            average.remove()
+        for change in (*self._patches, *self._averages):
+            change.remove()

@@ -10,10 +10,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_vram.memory.device.accelerators import has_native_bf16
 from lightning_vram.private_names.torch.autocast import can_autocast
 
-Choice = Literal["auto", "bf16", "fp16", "bf16-mixed", "16-mixed"]
-"""Of a user; Lightning's own names are understood, too."""
-Precision16 = Literal["bf16-mixed", "16-mixed"]
-"""As Lightning names them."""
+Choice = Literal["auto", "bf16", "fp16", "bf16-mixed", "16-mixed"]  # of a user
+Precision16 = Literal["bf16-mixed", "16-mixed"]  # Lightning's names
 
 _PRECISIONS: dict[str, Precision16 | None] = {
     "auto": None,

@@ -34,7 +34,7 @@ class CallsBetweenSteps(Swaps):
     def __init__(self, module: nn.Module, device_type: str, dtype: torch.dtype) -> None:
         super().__init__(_KEY)
         self.device_type, self.dtype = device_type, dtype
-        self._is_in_step = False
+        self.is_in_step = False
         with self.all_or_none():
             for part in (module, *module.children()):
                 is_called = plain_class_forward(part) is not nn.Module.forward or has_own_forward(part)
@@ -44,27 +44,20 @@ class CallsBetweenSteps(Swaps):
     @contextmanager
     def in_step(self) -> Generator[None, None, None]:
         """While a step controls autocast itself."""
-        outer, self._is_in_step = self._is_in_step, True
+        outer, self.is_in_step = self.is_in_step, True
         try:
             yield
         finally:
-            self._is_in_step = outer
-
-    def computes(self) -> bool:
-        """Whether a call that begins now is one between steps."""
-        return not self._is_in_step and not torch.is_autocast_enabled(self.device_type)
+            self.is_in_step = outer
 
 
 def _run(module: nn.Module, calls: CallsBetweenSteps, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Replaces ``module.forward``, which is ``plain``."""
-    if not calls.computes():
+    if calls.is_in_step or torch.is_autocast_enabled(calls.device_type):
         return plain(*args, **kwargs)
     with torch.autocast(calls.device_type, dtype=calls.dtype, cache_enabled=False):
         output = plain(*args, **kwargs)
     return cast_where(lambda leaf: isinstance(leaf, Tensor) and leaf.dtype == calls.dtype, torch.float32, output)
-
-
-_NORMS = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
 @dataclass(frozen=True)
@@ -72,10 +65,10 @@ class Settings:
     """Arguments of the plugin that change the module."""
 
     fp32_modules: tuple[LayerPattern, ...] = ()
-    low_precision_norms: bool = False
-    recast_in_backward: bool = False
-    parameters: str = "fp32"
-    check_updates: bool = False
+    low_precision_norms: bool = False  # whether outputs of norms stay in 16 bits
+    recast_in_backward: bool = False  # whether weights are cast again in the backward
+    parameters: str = "fp32"  # how they are stored
+    check_updates: bool = False  # whether to count lost updates
 
     @property
     def is_lean(self) -> bool:
@@ -129,28 +122,23 @@ class ModuleChanges:
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Let ``optimizers`` step the stored weights, or refuse those that cannot."""
-        if self.lean is None:
+        lean = self.lean
+        if lean is None:
             refuse_lost_updates(optimizers)
         else:
-            self._attach_lean(self.lean, optimizers)
-        self._cast_weights()
-
-    def _cast_weights(self) -> None:
-        """Swap classes only now: code that selects layers by their type has made its parameter groups."""
+            lean.attach(optimizers)
+            self._broadcast_rests(lean)
+            # The one place from which all checkpoints get weights, those of weights alone included.
+            strategy, name = self.module.trainer.strategy, "lightning_module_state_dict"
+            self._undo.callback(Shadow(strategy, name, lambda inner: lambda: lean.full_state(inner())).remove)
+        # Swap classes only now: code that selects layers by their type has made its parameter groups.
         casts = WeightCasts(
             self.module, self.device_type, recast_in_backward=self.settings.recast_in_backward, skip=self._inside
         )
         self._undo.callback(casts.remove)
         # Of all optimizers: some are made in the midst of training, and steps do not all pass the plugin.
-        hook = register_optimizer_step_post_hook(partial(_tell_of_step, ref(casts)))
+        hook = register_optimizer_step_post_hook(partial(_after_any_step, ref(casts)))
         self._undo.callback(hook.remove)
-
-    def _attach_lean(self, lean: LeanParameters, optimizers: Sequence[Optimizer]) -> None:
-        lean.attach(optimizers)
-        self._broadcast_rests(lean)
-        # The one place from which all checkpoints get weights, those of weights alone included.
-        shadow = Shadow(self.module.trainer.strategy, "lightning_module_state_dict", self._make_state_dict)
-        self._undo.callback(shadow.remove)
 
     def load_weights(self, state_dict: Mapping[str, Any]) -> None:
         """Load weights of a checkpoint exactly, which were rounded on loading. Weights changed by user code stay."""
@@ -178,13 +166,6 @@ class ModuleChanges:
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.module.named_parameters(remove_duplicate=False))
 
-    def _make_state_dict(self, inner: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
-        def state_dict() -> dict[str, Any]:
-            assert self.lean is not None
-            return self.lean.full_state(inner())
-
-        return state_dict
-
 
 def _is_rounded(value: Tensor, parameter: Tensor) -> bool:
     """Whether ``parameter`` holds ``value``, but for the rounding to bfloat16."""
@@ -195,7 +176,7 @@ def _is_rounded(value: Tensor, parameter: Tensor) -> bool:
     return torch.allclose(present, exact, rtol=torch.finfo(torch.bfloat16).eps, atol=0.0, equal_nan=True)
 
 
-def _tell_of_step(casts: "ref[WeightCasts]", optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _after_any_step(casts: "ref[WeightCasts]", optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     living = casts()
     if living is not None:  # parameters without a gradient were not stepped
         living.after_step(p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
@@ -211,21 +192,21 @@ def _find_islands(module: nn.Module, patterns: Sequence[LayerPattern]) -> dict[n
         message = str(error).replace("layers=", "fp32_modules=", 1)
         raise ValueError(f"LeanMixedPrecision: {message}") from None
     # What is compiled has two names; the second is that of what was compiled.
-    parts = {_plain_name(name): part for name, part in module.named_modules(remove_duplicate=False)}
+    parts = {
+        ".".join(part for part in name.split(".") if part != COMPILED_PART): module
+        for name, module in module.named_modules(remove_duplicate=False)
+    }
     found = {layer.module: layer.name for layer in selection.layers}
     return found | {parts[name]: name for name in reversed(selection.nested)}
-
-
-def _plain_name(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != COMPILED_PART)
 
 
 def _lean_parameters(module: nn.Module, islands: Collection[nn.Module]) -> list[nn.Parameter]:
     """All but those of fp32 islands, computed weights, and kernels that need float32; bf16 ones are never exempt."""
     exempt = {*islands, *(part for part in module.modules() if _is_norm(part)), *iterate_computing(module)}
-    kept = {parameter for part in exempt for parameter in part.parameters(recurse=False)}
-    return [p for p in module.parameters() if p not in kept or p.dtype is torch.bfloat16]
+    in_float32 = {parameter for part in exempt for parameter in part.parameters(recurse=False)}
+    return [p for p in module.parameters() if p not in in_float32 or p.dtype is torch.bfloat16]
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, (*_NORMS, nn.Bilinear)) or type(module).__name__.endswith("Norm")
+    kinds = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.Bilinear)
+    return isinstance(module, kinds) or type(module).__name__.endswith("Norm")

@@ -34,7 +34,7 @@ class PausedSchedules:
         self._trainer = module.trainer
         self._configs = [config for config in configs if config.interval == "step"]
         self._num_missed = [0] * len(self._configs)  # steps of the optimizer that a schedule has to wait for
-        self._shadow = Shadow(module, "lr_scheduler_step", self._make_step)
+        self._patch = Shadow(module, "lr_scheduler_step", partial(partial, self._step))
 
     def pause(self) -> None:
         """Count an optimizer step that was skipped."""
@@ -42,7 +42,7 @@ class PausedSchedules:
 
     def remove(self) -> None:
         """Let schedules step as before. Calling it again does nothing."""
-        self._shadow.remove()
+        self._patch.remove()
 
     def state_dict(self) -> list[int]:
         """State for a checkpoint."""
@@ -53,19 +53,14 @@ class PausedSchedules:
         if len(state) == len(self._num_missed):
             self._num_missed = list(state)
 
-    def _make_step(self, inner: Callable[..., Any]) -> Callable[..., None]:
-        def step(scheduler: Any, /, *args: Any, **kwargs: Any) -> None:
-            for index, config in enumerate(self._configs):
-                if config.scheduler is scheduler and self._num_missed[index] >= self._steps_per_update(config):
-                    self._num_missed[index] -= self._steps_per_update(config)
-                    return
-            inner(scheduler, *args, **kwargs)
-
-        return step
-
-    def _steps_per_update(self, config: LRSchedulerConfig) -> int:
-        """Optimizer steps between two of the schedule, which Lightning counts in batches."""
-        return config.frequency // gcd(config.frequency, self._trainer.accumulate_grad_batches)
+    def _step(self, inner: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> None:
+        for index, config in enumerate(self._configs):
+            # optimizer steps between two of the schedule, which Lightning counts in batches
+            num_steps = config.frequency // gcd(config.frequency, self._trainer.accumulate_grad_batches)
+            if config.scheduler is scheduler and self._num_missed[index] >= num_steps:
+                self._num_missed[index] -= num_steps
+                return
+        inner(scheduler, *args, **kwargs)
 
 
 CURRENT = "current_model_state"
@@ -87,10 +82,11 @@ class PrecisionRun:
     averages: LeanAverages | None = None
 
     def __post_init__(self) -> None:
-        if self.changes.lean is not None:
-            self.averages = LeanAverages(self.trainer, self.module, self.changes.lean)
-        if self.changes.lean is not None and self.changes.settings.check_updates:
-            self.changes.lean.check_updates(partial(is_logging, self.module))
+        lean = self.changes.lean
+        if lean is not None:
+            self.averages = LeanAverages(self.trainer, self.module, lean)
+        if lean is not None and self.changes.settings.check_updates:
+            lean.check_updates(partial(is_logging, self.module))
         _alive.add(self)
 
     def connect(
@@ -131,8 +127,7 @@ class PrecisionRun:
         if names := self.changes.idle_islands:
             rank_zero_warn(
                 f"LeanMixedPrecision(fp32_modules): the first training step did not call {', '.join(names)}. A module "
-                "that "
-                "reads their weights computes in 16 bits. Name the module that is called, for example "
+                "that reads their weights computes in 16 bits. Name the module that is called, for example "
                 "nn.MultiheadAttention instead of its out_proj."
             )
 

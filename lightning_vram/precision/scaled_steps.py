@@ -27,13 +27,13 @@ class ScaledSteps:
         self._has_stepped = False
         self._over_ranks = over_ranks
         self._on_end = on_end
-        self._shadows: list[Shadow] = []
+        self._patches: list[Shadow] = []
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         """Keep the gradients of these optimizers correctly scaled from now on."""
         scaler = self.scaling.scaler
         self.scaling.watch(optimizers)
-        if not self._shadows and scaler.is_enabled():
+        if not self._patches and scaler.is_enabled():
             own: dict[str, Callable[..., Any]] = {
                 "scale": self.scale,
                 "unscale_": self.unscale,
@@ -41,12 +41,12 @@ class ScaledSteps:
                 "update": self._update,
                 "get_scale": self._get_scale,
             }
-            self._shadows = [Shadow(scaler, name, instead(call)) for name, call in own.items()]
+            self._patches = [Shadow(scaler, name, instead(call)) for name, call in own.items()]
 
     def remove(self) -> None:
         """Undo the patches of the scaler. Calling it again does nothing."""
-        while self._shadows:
-            self._shadows.pop().remove()
+        while self._patches:
+            self._patches.pop().remove()
 
     def scale(self, loss: Any) -> Any:
         """Scale what backward is called on next; the scale moves first if there were steps."""
