@@ -32,25 +32,11 @@ def list_averages(trainer: pl.Trainer | None, module: nn.Module) -> list[tuple[W
     return found
 
 
-class LeanAverages:
-    """Averages the exact weights, and swaps with them, until :meth:`remove`."""
-
-    def __init__(self, trainer: pl.Trainer, module: nn.Module, lean: LeanParameters) -> None:
-        self._averages: list[LeanAverage] = []
-        self._patches: list[Shadow] = []
-        for callback, whole in list_averages(trainer, module):
-            average = LeanAverage(whole, module, lean)
-            self._averages.append(average)
-            self._patches += [
-                Shadow(callback, SWAP_WITH_AVERAGE, instead(average.swap)),
-                Shadow(callback, PUT_AVERAGE, instead(average.put)),
-            ]
-
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self._averages)
-
-    def remove(self) -> None:
-        """Undo the patches of callbacks and averages."""
-        for change in (*self._patches, *self._averages):
-            change.remove()
+def average_exact_weights(trainer: pl.Trainer, module: nn.Module, lean: LeanParameters) -> list[Shadow | LeanAverage]:
+    """Let averages follow the exact weights, and swap with them, until all that is returned is removed."""
+    changes: list[Shadow | LeanAverage] = []
+    for callback, whole in list_averages(trainer, module):
+        average = LeanAverage(whole, module, lean)
+        swap = Shadow(callback, SWAP_WITH_AVERAGE, instead(average.swap))
+        changes += [swap, Shadow(callback, PUT_AVERAGE, instead(average.put)), average]
+    return changes

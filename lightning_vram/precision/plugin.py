@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -34,6 +33,7 @@ from lightning_vram.precision.module_changes import ModuleChanges, Settings
 from lightning_vram.precision.overflow_watch import OnLimit, OverflowWatch
 from lightning_vram.precision.run import PrecisionRun, end_dead_runs
 from lightning_vram.precision.scaled_steps import ScaledSteps
+from lightning_vram.private_names.lightning.callbacks import is_searching_rate
 from lightning_vram.private_names.lightning.strategies import call_after_closure
 from lightning_vram.techniques.mixed_precision import without_optimizers
 
@@ -320,7 +320,7 @@ class LeanMixedPrecision(MixedPrecision):
         """The closure of manual optimization, run by the optimizer, holds a forward."""
         if not torch.is_autocast_enabled(self.device):
             return closure
-        return partial(_run_under, self.autocast_context_manager(), closure)
+        return self.autocast_context_manager()(closure)
 
     # --- the loss scale ---
 
@@ -332,7 +332,8 @@ class LeanMixedPrecision(MixedPrecision):
         self._overflows.log(run.module, run.steps.scaling)
         if num_overflowed and run.paused is not None:
             run.paused.pause()
-        if is_enough and not run.is_tuning:
+        # a search for the learning rate goes on until the training diverges
+        if is_enough and not is_searching_rate(run.trainer.callbacks):  # type: ignore[attr-defined]
             if self._on_limit == "error":
                 raise self._overflows.error(run.steps.scaling.scale_value)
             rank_zero_warn(
@@ -413,8 +414,3 @@ class LeanMixedPrecision(MixedPrecision):
 
 def _has_gradients(optimizer: Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
-
-
-def _run_under(context: AbstractContextManager[Any], run: Callable[[], Any]) -> Any:
-    with context:
-        return run()

@@ -1,7 +1,7 @@
 """What the plugin has from the setup of a run to its teardown."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import gcd
 from typing import Any
@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_vram.core.surgery.shadow import Shadow
+from lightning_vram.optimizers.lean import LeanAverage
 from lightning_vram.precision.arguments import refuse_optimizers
-from lightning_vram.precision.averages import LeanAverages
+from lightning_vram.precision.averages import average_exact_weights
 from lightning_vram.precision.module_changes import ModuleChanges
 from lightning_vram.precision.overflow_watch import is_logging, log_of_step
 from lightning_vram.precision.scaled_steps import ScaledSteps
-from lightning_vram.private_names.lightning.callbacks import is_searching_rate
 from lightning_vram.private_names.lightning.strategies import MockOptimizer
 
 
@@ -63,8 +63,8 @@ class PausedSchedules:
         inner(scheduler, *args, **kwargs)
 
 
-CURRENT = "current_model_state"
-"""Key of the module's own weights in a checkpoint of Lightning's ``WeightAveraging``, whose average is its weights."""
+# Key of the module's own weights in a checkpoint of Lightning's WeightAveraging, which has the average as its weights.
+_CURRENT = "current_model_state"
 
 _alive: WeakSet["PrecisionRun"] = WeakSet()
 
@@ -79,12 +79,12 @@ class PrecisionRun:
     steps: ScaledSteps | None = None  # in float16, while it trains
     paused: PausedSchedules | None = None
     has_warned: bool = False  # whether the first training step is over
-    averages: LeanAverages | None = None
+    averages: list[Shadow | LeanAverage] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         lean = self.changes.lean
         if lean is not None:
-            self.averages = LeanAverages(self.trainer, self.module, lean)
+            self.averages = average_exact_weights(self.trainer, self.module, lean)
         if lean is not None and self.changes.settings.check_updates:
             lean.check_updates(partial(is_logging, self.module))
         _alive.add(self)
@@ -114,11 +114,6 @@ class PrecisionRun:
         if share is not None:
             log_of_step(self.module, {"vram/lost_updates": share})
 
-    @property
-    def is_tuning(self) -> bool:
-        """Whether a search for the learning rate is under way, which goes on until the training diverges."""
-        return is_searching_rate(self.trainer.callbacks)  # type: ignore[attr-defined]
-
     def warn_of_idle_islands(self) -> None:
         """Warn once, after a training step, of ``fp32_modules`` that it did not call."""
         if self.has_warned:
@@ -142,15 +137,15 @@ class PrecisionRun:
         if self.paused is not None:
             self.paused.remove()
         self.end_scaling()
-        if self.averages is not None:
-            self.averages.remove()
+        for change in self.averages:
+            change.remove()
         self.changes.remove()
         _alive.discard(self)
 
     def load_weights(self, checkpoint: Mapping[str, Any]) -> None:
         """Load weights of a checkpoint exactly; with averaging it has them under another key."""
-        has_average = bool(self.averages) and CURRENT in checkpoint
-        self.changes.load_weights(checkpoint.get(CURRENT if has_average else "state_dict", {}))
+        has_average = bool(self.averages) and _CURRENT in checkpoint
+        self.changes.load_weights(checkpoint.get(_CURRENT if has_average else "state_dict", {}))
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint."""

@@ -22,13 +22,13 @@ from lightning_vram.callbacks.micro_batching.checks import (
     why_counts_must_be_equal,
 )
 from lightning_vram.callbacks.micro_batching.closure import MicroBatchClosure
-from lightning_vram.callbacks.micro_batching.evaluation import MicroBatchEvaluation
+from lightning_vram.callbacks.micro_batching.evaluation import patch_evaluation_steps
 from lightning_vram.callbacks.micro_batching.runner import MicroBatchRunner
 from lightning_vram.core.batches.cutting import BatchCutter, find_time_first
 from lightning_vram.core.batches.path import check_shared_keys
 from lightning_vram.core.batches.weights import BatchWeight, WeightName, make_batch_weight
 from lightning_vram.core.processes.agreement import RankAgreement
-from lightning_vram.core.surgery.shadow import Shadow
+from lightning_vram.core.surgery.shadow import Shadow, instead
 from lightning_vram.memory.device.room import device_room
 from lightning_vram.private_names.lightning.loops import MAKE_CLOSURE
 from lightning_vram.techniques.micro_batching import AgreedSizes, FixedSize, MicroBatchSizes, SizePlanning
@@ -40,9 +40,8 @@ Size = int | Literal["auto"]
 class _Run:
     """State from setup to teardown."""
 
-    shadow: Shadow | None = None
-    evaluation: MicroBatchEvaluation | None = None
-    runners: dict[str, MicroBatchRunner] = field(default_factory=dict)
+    patches: list[Shadow] = field(default_factory=list)
+    runners: dict[str, MicroBatchRunner] = field(default_factory=dict)  # "training", "evaluation"
     agreement: RankAgreement | None = None
     is_checked: bool = False  # whether gradients are reduced and used in a way that MicroBatching can keep
     logged_size: int | None = None
@@ -228,19 +227,17 @@ class MicroBatching(FitTechnique):
         def make_closure(kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
             return MicroBatchClosure(loop, kwargs, optimizer, batch_idx, self._get_runner(trainer, "training"))
 
-        self._run.shadow = Shadow(loop, MAKE_CLOSURE, lambda _: make_closure)
+        self._run.patches.append(Shadow(loop, MAKE_CLOSURE, instead(make_closure)))
         if self.eval is not None:
             self._apply_to_evaluation(trainer)
 
     def _apply_to_evaluation(self, trainer: pl.Trainer) -> None:
-        self._run.evaluation = MicroBatchEvaluation(trainer, lambda: self._get_runner(trainer, "evaluation"))
+        self._run.patches += patch_evaluation_steps(trainer, lambda: self._get_runner(trainer, "evaluation"))
 
     @override
     def _undo(self) -> None:
-        if self._run.shadow is not None:
-            self._run.shadow.remove()
-        if self._run.evaluation is not None:
-            self._run.evaluation.remove()
+        for patch in self._run.patches:
+            patch.remove()
         if self._run.agreement is not None:
             self._run.agreement.close()
         self._last_size = self.micro_batch_size
@@ -257,7 +254,7 @@ class MicroBatching(FitTechnique):
 
     def _start(self, trainer: pl.Trainer) -> None:
         """Once the module is wrapped: whether ranks meet in its forward decides how they agree."""
-        if self._run.agreement is not None or (self._run.shadow is None and self._run.evaluation is None):
+        if self._run.agreement is not None or not self._run.patches:
             return
         if "auto" in (self.size, self.eval):
             check_recovery(trainer)

@@ -13,27 +13,19 @@ from lightning_vram.core.gradients.reduction import sync_buffers
 from lightning_vram.core.surgery.shadow import Shadow
 
 
-class MicroBatchEvaluation:
-    """Replaces the evaluation steps of a strategy, until :meth:`remove`."""
+def patch_evaluation_steps(trainer: pl.Trainer, get_runner: Callable[[], MicroBatchRunner]) -> list[Shadow]:
+    """Let ``get_runner()`` run the evaluation steps of the strategy, until the patches are removed."""
 
-    def __init__(self, trainer: pl.Trainer, get_runner: Callable[[], MicroBatchRunner]) -> None:
-        self._trainer = trainer
-        self._get_runner = get_runner
-        steps = ("validation_step", "test_step", "predict_step")
-        self._patches = [Shadow(trainer.strategy, name, partial(partial, self._step)) for name in steps]
-
-    def remove(self) -> None:
-        """Put the steps back. Calling it again does nothing."""
-        for patch in self._patches:
-            patch.remove()
-
-    def _step(self, inner: Callable[..., Any], /, batch: Any, *args: Any) -> Any:
-        runner = self._get_runner()
-        model = self._trainer.strategy.model
+    def step(inner: Callable[..., Any], /, batch: Any, *args: Any) -> Any:
+        runner = get_runner()
+        model = trainer.strategy.model
         if isinstance(model, DistributedDataParallel) and runner.retries:
             sync_buffers(model)  # not inside of an attempt, which must not wait for other ranks
         outputs = runner.run(batch, lambda part: inner(part.batch, *args))
         if len(outputs) == 1:
             return outputs[0][1]
         parts = [part for part, _ in outputs]
-        return combine_step_outputs(self._trainer.lightning_module, [output for _, output in outputs], parts)
+        return combine_step_outputs(trainer.lightning_module, [output for _, output in outputs], parts)
+
+    steps = ("validation_step", "test_step", "predict_step")
+    return [Shadow(trainer.strategy, name, partial(partial, step)) for name in steps]

@@ -21,20 +21,20 @@ class Checkpoints:
         self._trainer = trainer
         self._prepare = prepare
         strategy = trainer.strategy
-        self._shadows = [Shadow(strategy, "load_model_state_dict", lambda inner: partial(self._load, inner))]
+        self._patches = [Shadow(strategy, "load_model_state_dict", lambda inner: partial(self._load, inner))]
         if isinstance(strategy, ModelParallelStrategy):
-            self._shadows.append(
+            self._patches.append(
                 Shadow(strategy, "load_checkpoint", lambda inner: partial(self._load_into_shards, inner))
             )
         if not has_frozen:
-            self._shadows.append(
+            self._patches.append(
                 Shadow(strategy, "lightning_module_state_dict", lambda inner: lambda: self._without_frozen(inner()))
             )
 
     def remove(self) -> None:
         """Undo the patches. Calling it again does nothing."""
-        for shadow in self._shadows:
-            shadow.remove()
+        for patch in self._patches:
+            patch.remove()
 
     def _load(self, load: Callable[..., None], checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         self._prepare()
@@ -55,10 +55,10 @@ class Checkpoints:
         if frozen and frozen.isdisjoint(given):  # it was saved without
             # a module may leave them out of its state_dict, and have strict_loading=False
             return {**given, **{name: _whole(own[name]) for name in frozen & own.keys()}}
-        plain = {name: given[name] for name in _plain_names(given, own)}
-        if plain:
-            module.load_state_dict(plain, strict=False)  # into what ``own`` shares
-        return {**given, **{name: own[name] for name in plain}}
+        full = {name: given[name] for name in _full_precision_names(given, own)}
+        if full:
+            module.load_state_dict(full, strict=False)  # into what ``own`` shares
+        return {**given, **{name: own[name] for name in full}}
 
     def _load_into_shards(self, load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
         """Read a file as ModelParallelStrategy does, parameter by parameter."""
@@ -67,7 +67,7 @@ class Checkpoints:
             return load(path, *args, **kwargs)
         own, frozen, strict = module.state_dict(), _frozen_names(module), module.strict_loading
         given = torch.load(path, mmap=True, map_location="cpu", weights_only=kwargs.get("weights_only"))["state_dict"]
-        for name in _plain_names(given, own):
+        for name in _full_precision_names(given, own):
             raise ValueError(
                 f"the checkpoint has {name} in full precision, and {type(self._trainer.strategy).__name__} would load "
                 "it into quantized shards: load it in __init__, or use strategy='fsdp_offload'."
@@ -93,7 +93,7 @@ def _is_packed(value: object) -> bool:
     return isinstance(value, Tensor) and value.dtype is torch.uint8
 
 
-def _plain_names(given: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+def _full_precision_names(given: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     """Names of weights that are quantized here, and not in the checkpoint."""
     return [name for name, value in given.items() if _is_packed(own.get(name)) and value.is_floating_point()]
 

@@ -60,22 +60,14 @@ def explain(
     try:
         if trainer.progress_bar_callback is not None:  # it ends before another one begins
             trainer.progress_bar_callback.on_exception(trainer, trainer.lightning_module, error)
-        return _explain(trainer, error, source, last, folder)
+        found, estimate = _with_remedies(trainer, _facts(trainer, error, source, last), last)
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = _NAME if trainer.global_rank == 0 else f"{_NAME}.rank{trainer.global_rank}"
+        path = folder / f"{stem}.md"
+        write_page(found, path, _write_pictures(trainer, folder, stem, estimate))
+        return f"VRAMMonitor: {summary(found)} Report: {path}"
     except (Exception, KeyboardInterrupt) as failure:
         return f"VRAMMonitor could not write its report: {type(failure).__name__}: {failure}"
-
-
-def _explain(
-    trainer: pl.Trainer, error: BaseException, source: OutOfMemorySource, last: LastBatches, folder: Path
-) -> str:
-    found = _facts(trainer, error, source, last)
-    found, estimate = _with_remedies(trainer, found, last)
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = _NAME if trainer.global_rank == 0 else f"{_NAME}.rank{trainer.global_rank}"
-    pictures = _write_pictures(trainer, folder, stem, estimate)
-    path = folder / f"{stem}.md"
-    write_page(found, path, pictures)
-    return f"VRAMMonitor: {summary(found)} Report: {path}"
 
 
 def _facts(trainer: pl.Trainer, error: BaseException, source: OutOfMemorySource, last: LastBatches) -> OutOfMemory:

@@ -56,12 +56,12 @@ class Readings:
         self._probe = MemoryProbe(device, peaks, track=self._tracks(trainer))
         self._probe.start(pl_module, trainer.optimizers, batch)
 
-    def end(self, trainer: pl.Trainer, batch_idx: int) -> Measurement | None:
+    def end(self, trainer: pl.Trainer) -> Measurement | None:
         """End a batch. Returns its measurement, of all ranks, if it was measured and is one of the training."""
         if self._probe is None:
             return None
         probe, self._probe = self._probe, None
-        measurement = self._finish(probe, trainer, trainer.current_epoch, batch_idx)
+        measurement = self._finish(probe, trainer, trainer.current_epoch, self._batch_idx)
         if measurement is None:
             return None
         if self._stage == "train":
