@@ -9,7 +9,6 @@ from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.optim import LBFGS, Optimizer
 
 from lightning_vram.argument_checks import check_positive_int
 from lightning_vram.core.layers.patterns import check_layers
@@ -26,15 +25,15 @@ def check_arguments(
     fp32_modules: Any, parameters: object, max_consecutive_overflows: object, on_overflow_limit: object, scaler: object
 ) -> None:
     """Check the arguments of ``LeanMixedPrecision``."""
-    is_pattern = isinstance(fp32_modules, str | type)
-    if not is_pattern and not isinstance(fp32_modules, list | tuple):
+    patterns = [fp32_modules] if isinstance(fp32_modules, str | type) else fp32_modules
+    if not isinstance(patterns, list | tuple):
         raise TypeError(
             "LeanMixedPrecision(fp32_modules) must be a list of class names, module names, globs or nn.Module classes, "
             f"got {fp32_modules!r} of type {type(fp32_modules).__name__}."
         )
     if fp32_modules:
         check_layers("LeanMixedPrecision(fp32_modules)", fp32_modules)
-    if "auto" in ([fp32_modules] if is_pattern else fp32_modules):
+    if "auto" in patterns:
         raise ValueError("LeanMixedPrecision(fp32_modules) cannot be 'auto': name the modules that need float32.")
     _check_one_of("parameters", parameters, ("fp32", *SCHEMES))
     _check_one_of("on_overflow_limit", on_overflow_limit, ON_LIMIT)
@@ -92,15 +91,6 @@ def refuse_second_run(running: pl.Trainer, other: pl.Trainer) -> None:
     if running is not other and running.state.status == TrainerStatus.RUNNING:
         raise MisconfigurationException(
             "This LeanMixedPrecision belongs to a trainer that is running. Create another one for the inner trainer."
-        )
-
-
-def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that run their closure several times per step: it cannot skip one that overflows."""
-    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
-        raise MisconfigurationException(
-            "LeanMixedPrecision(precision='fp16') does not work with LBFGS, which evaluates the loss several times "
-            "per step, and cannot skip one that overflows. Use precision='bf16', or another optimizer."
         )
 
 

@@ -75,11 +75,6 @@ class Settings:
         """Whether parameters are stored in 16 bits."""
         return self.parameters != "fp32"
 
-    @property
-    def changes_layers(self) -> bool:
-        """Whether some layers compute in another precision than others."""
-        return bool(self.fp32_modules) or self.low_precision_norms or self.is_lean
-
 
 @dataclass
 class ModuleChanges:

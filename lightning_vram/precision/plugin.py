@@ -148,7 +148,6 @@ class LeanMixedPrecision(MixedPrecision):
         self._ended: dict[str, Any] = {}  # the state of the last fit, once it has ended
 
     def __repr__(self) -> str:
-        """In messages of Lightning."""
         return f"{type(self).__name__}({self.precision!r})"
 
     @property
@@ -158,7 +157,7 @@ class LeanMixedPrecision(MixedPrecision):
 
     @property
     def _steps(self) -> ScaledSteps | None:
-        """Those of a fit in float16."""
+        """Scaled steps of a fit in float16."""
         return self._run.steps if self._run is not None else None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -219,7 +218,9 @@ class LeanMixedPrecision(MixedPrecision):
     @override
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        is_skipped = self.settings.changes_layers and self.device != "cuda"
+        settings = self.settings
+        mixes_layers = bool(settings.fp32_modules) or settings.low_precision_norms or settings.is_lean
+        is_skipped = mixes_layers and self.device != "cuda"
         calls = self._run.changes.calls if self._run is not None else None
         with (
             self.autocast_context_manager(),
@@ -273,7 +274,8 @@ class LeanMixedPrecision(MixedPrecision):
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         assert self._run is not None
-        closure = self._under_present_autocast(closure)
+        if torch.is_autocast_enabled(self.device):  # in manual optimization, whose closure holds a forward
+            closure = self.autocast_context_manager()(closure)
         with self._without_autocast():
             if self._run.steps is not None:
                 return self._scaled_step(self._run, self._run.steps, optimizer, closure, **kwargs)
@@ -303,7 +305,8 @@ class LeanMixedPrecision(MixedPrecision):
         self, run: PrecisionRun, steps: ScaledSteps, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         result = closure()
-        if run.module.automatic_optimization and result is None and not _has_gradients(optimizer):
+        has_gradients = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        if run.module.automatic_optimization and result is None and not has_gradients:
             call_after_closure(self, run.module, optimizer)
             return None
         steps.unscale(optimizer)
@@ -315,12 +318,6 @@ class LeanMixedPrecision(MixedPrecision):
         if not torch.is_autocast_enabled(self.device):
             return nullcontext()
         return torch.autocast(self.device, enabled=False)
-
-    def _under_present_autocast(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure of manual optimization, run by the optimizer, holds a forward."""
-        if not torch.is_autocast_enabled(self.device):
-            return closure
-        return self.autocast_context_manager()(closure)
 
     # --- the loss scale ---
 
@@ -410,7 +407,3 @@ class LeanMixedPrecision(MixedPrecision):
                 self.load_state_dict(state)
         if self._run is not None:
             self._run.load_weights(checkpoint)
-
-
-def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

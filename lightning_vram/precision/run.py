@@ -9,14 +9,14 @@ from weakref import WeakSet
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.optimizers.lean import LeanAverage
-from lightning_vram.precision.arguments import refuse_optimizers
 from lightning_vram.precision.averages import average_exact_weights
 from lightning_vram.precision.module_changes import ModuleChanges
 from lightning_vram.precision.overflow_watch import is_logging, log_of_step
@@ -94,8 +94,11 @@ class PrecisionRun:
     ) -> None:
         """Register the optimizers and schedules of a fit."""
         optimizers = [optimizer for optimizer in optimizers if not isinstance(optimizer, MockOptimizer)]
-        if self.steps is not None:
-            refuse_optimizers(optimizers)
+        if self.steps is not None and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+            raise MisconfigurationException(
+                "LeanMixedPrecision(precision='fp16') does not work with LBFGS, which evaluates the loss several times "
+                "per step, and cannot skip one that overflows. Use precision='bf16', or another optimizer."
+            )
         self.changes.attach(optimizers)
         if self.steps is not None:
             self.steps.begin(optimizers)
@@ -149,12 +152,8 @@ class PrecisionRun:
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint."""
-        state: dict[str, Any] = {}
-        if self.paused is not None:
-            state["held"] = self.paused.state_dict()
-        if self.changes.lean is not None:
-            state["lean"] = self.changes.lean.state_dict()
-        return state
+        parts = {"held": self.paused, "lean": self.changes.lean}
+        return {name: part.state_dict() for name, part in parts.items() if part is not None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a checkpoint, with what both have."""

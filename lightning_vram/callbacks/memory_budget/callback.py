@@ -13,7 +13,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
 from lightning_vram.callbacks.hook_points import check_trainer, rank_timeout
@@ -33,7 +32,6 @@ from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.report.estimate.progress import ProgressDisplay
 
-_FIRST_STEP = "first step"
 _LIMIT = "MemoryBudget(limit)"
 _NAMES = {Category.OPTIMIZER_STATE: "optimizer state"}
 _PER_SAMPLE = (Category.INPUTS, Category.ACTIVATIONS, Category.TEMPORARIES)
@@ -143,13 +141,11 @@ class MemoryBudget(Callback):
             self._first_step = trainer.global_step
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if self._watch is None or trainer.global_step == self._first_step:
             return
         watch, self._watch = self._watch, None
-        expected = self._expected[TRAIN if self._first_step else _FIRST_STEP]  # a resumed run has its states already
+        expected = self._expected[TRAIN if self._first_step else "first step"]  # a resumed run has its states already
         measured = watch.read().peak_allocated_bytes - self._bytes_of_others
         rank_zero_info(
             f"MemoryBudget: up to the first optimizer step, peak memory on {trainer.strategy.root_device} was "
@@ -192,12 +188,11 @@ def _judge(on_progress: Progress, read: Callable[[], RunningTrainer], _: int | N
         message = f"MemoryBudget cannot estimate whether the run fits: {reason}. Training continues."
         return _Verdict(message, fits=None)
     expected = tuple((name, stage.allocated_bytes) for name, stage in estimate.stages.items())
-    return _Verdict(_excess_message(estimate) if not estimate.fits else _fit_message(estimate), estimate.fits, expected)
-
-
-def _fit_message(estimate: MemoryEstimate) -> str:
+    if not estimate.fits:
+        return _Verdict(_excess_message(estimate), estimate.fits, expected)
     needed, available = format_bytes(estimate.needed_bytes), format_bytes(estimate.device.memory_bytes)
-    return f"MemoryBudget: a step needs {needed} of the {available} available on {estimate.device.name}."
+    message = f"MemoryBudget: a step needs {needed} of the {available} available on {estimate.device.name}."
+    return _Verdict(message, estimate.fits, expected)
 
 
 def _excess_message(estimate: MemoryEstimate) -> str:

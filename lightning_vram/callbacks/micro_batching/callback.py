@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.optimization.automatic import Closure
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -19,11 +18,10 @@ from lightning_vram.callbacks.micro_batching.checks import (
     check_micro_batching,
     check_recovery,
     reduces_by_hand,
-    why_counts_must_be_equal,
 )
 from lightning_vram.callbacks.micro_batching.closure import MicroBatchClosure
 from lightning_vram.callbacks.micro_batching.evaluation import patch_evaluation_steps
-from lightning_vram.callbacks.micro_batching.runner import MicroBatchRunner
+from lightning_vram.callbacks.micro_batching.runner import MicroBatchRunner, why_counts_must_be_equal
 from lightning_vram.core.batches.cutting import BatchCutter, find_time_first
 from lightning_vram.core.batches.path import check_shared_keys
 from lightning_vram.core.batches.weights import BatchWeight, WeightName, make_batch_weight
@@ -189,9 +187,7 @@ class MicroBatching(FitTechnique):
     on_predict_start = on_validation_start
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         size = self.micro_batch_size
         if size is None or size == self._run.logged_size:
             return
@@ -201,11 +197,8 @@ class MicroBatching(FitTechnique):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {
-            name: chooser.state_dict()
-            for name, chooser in self._choosers.items()
-            if isinstance(chooser, MicroBatchSizes)
-        }
+        choosers = self._choosers.items()
+        return {name: chooser.state_dict() for name, chooser in choosers if isinstance(chooser, MicroBatchSizes)}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -312,9 +305,6 @@ def _check_batch_dim(batch_dim: object, split: object, weight: object) -> None:
 
 
 def _read_weight(weight: Any) -> BatchWeight | Literal["sum"] | None:
-    if isinstance(weight, str):
-        if weight == "samples":
-            return None
-        if weight == "sum":
-            return "sum"
+    if isinstance(weight, str) and weight in ("samples", "sum"):
+        return "sum" if weight == "sum" else None
     return make_batch_weight(weight, "MicroBatching(weight)", "sum")

@@ -106,7 +106,10 @@ class MicroBatchClosure(Closure):
                 self._run_backward(self._backward, _weighted(result.closure_loss, part.factor), part)
         if part.is_first and part.is_last:
             return result
-        return _detached(result, part.factor)
+        detached = ClosureResult(None, extra=recursive_detach(result.extra))  # the graph is large
+        if result.loss is not None:
+            detached.loss = _weighted(result.loss, part.factor)
+        return detached
 
     def _run_backward(self, backward: Callable[[Tensor], None], loss: Tensor, part: MicroBatch) -> None:
         if part.factor == 0 and not self._runner.has_equal_counts:  # else others wait in their backward
@@ -145,13 +148,6 @@ def _hears_micro_batches(callback: Callback) -> bool:
 
 def _weighted(loss: Tensor, factor: float) -> Tensor:
     return loss if factor == 1 else loss * factor
-
-
-def _detached(result: ClosureResult, factor: float) -> ClosureResult:
-    """Without the graph, which is as large as what splitting saves."""
-    kept = ClosureResult(None, extra=recursive_detach(result.extra))
-    kept.loss = None if result.loss is None else _weighted(result.loss, factor)
-    return kept
 
 
 def combine_step_outputs(module: pl.LightningModule, outputs: Sequence[Any], parts: Sequence[MicroBatch]) -> Any:

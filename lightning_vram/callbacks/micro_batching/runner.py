@@ -13,15 +13,16 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_vram.callbacks.hook_points import Relief
 from lightning_vram.callbacks.micro_batching.attempt import MicroBatch, MicroBatchTry, Output, Step
-from lightning_vram.callbacks.micro_batching.checks import why_counts_must_be_equal
 from lightning_vram.callbacks.micro_batching.metric_states import MetricStates
 from lightning_vram.callbacks.micro_batching.undo import StepUndo
 from lightning_vram.core.batches.cutting import BatchCutter, BatchFacts, shares_of
 from lightning_vram.core.batches.guard import BatchGuard, hand_back
 from lightning_vram.core.batches.weights import BatchWeight
+from lightning_vram.core.gradients.reduction import has_collectives_in_forward
 from lightning_vram.core.processes.agreement import RankAgreementError
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory, release_frames
 from lightning_vram.techniques.micro_batching import PROBED_SIZES, Agreed, AgreedSizes, SizePlanning
@@ -131,7 +132,7 @@ class MicroBatchRunner:
         return MicroBatchTry(self._trainer, self._metrics, self._guard, is_training=is_training, is_again=is_again)
 
     def _probe(self, planning: SizePlanning, batch: Any, facts: BatchFacts, step: Step[Output]) -> None:
-        """Run a few small micro-batches that count for nothing."""
+        """Run a few small micro-batches that are dropped."""
         for size in PROBED_SIZES:
             attempt = self._make_try()
             part, size = self._cutter.cut(batch, facts, size)[0]
@@ -145,7 +146,7 @@ class MicroBatchRunner:
         planning.is_probed = True
 
     def _run_probe(self, attempt: MicroBatchTry, part: MicroBatch, step: Step[Output]) -> Exception | None:
-        """Run what was not asked for: whatever goes wrong in it is no reason to end the run."""
+        """Run a micro-batch that the user did not ask for: no error in it ends the run."""
         try:
             attempt.run([part], step)
         except Exception as error:
@@ -242,3 +243,13 @@ class MicroBatchRunner:
         way_out = "ActivationCheckpointing(), ActivationOffload()" if self._is_training else "smaller inputs"
         error.add_note(f"{message} Reduce the memory per sample: {way_out}.")
         return error
+
+
+def why_counts_must_be_equal(trainer: pl.Trainer, *, is_training: bool) -> str | None:
+    """Say where ranks wait for one another inside a step, if they do."""
+    if trainer.world_size == 1:
+        return None
+    module = trainer.lightning_module
+    if any(isinstance(member, Metric) and member.dist_sync_on_step for member in module.modules()):
+        return "a metric with dist_sync_on_step=True"
+    return has_collectives_in_forward(module, is_training=is_training)

@@ -122,9 +122,7 @@ class QuantizationAwareTraining(FitTechnique):
             )
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if self._quantization is not None:
             self._quantization.is_on = trainer.current_epoch >= self.start_epoch
 

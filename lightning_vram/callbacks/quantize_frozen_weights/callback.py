@@ -151,7 +151,7 @@ class QuantizeFrozenWeights(FitTechnique):
         _report(self._quantized, module, is_fit=trainer.training)
 
     def _quantize(self, trainer: pl.Trainer) -> None:
-        """Quantize what there is and is not yet."""
+        """Quantize the layers that exist and are not quantized yet."""
         module: Any = trainer.lightning_module
         is_loaded = trainer.ckpt_path is not None
 

@@ -21,15 +21,12 @@ class Checkpoints:
         self._trainer = trainer
         self._prepare = prepare
         strategy = trainer.strategy
-        self._patches = [Shadow(strategy, "load_model_state_dict", lambda inner: partial(self._load, inner))]
+        replaced: dict[str, Callable[..., Any]] = {"load_model_state_dict": self._load}
         if isinstance(strategy, ModelParallelStrategy):
-            self._patches.append(
-                Shadow(strategy, "load_checkpoint", lambda inner: partial(self._load_into_shards, inner))
-            )
+            replaced["load_checkpoint"] = self._load_into_shards
         if not has_frozen:
-            self._patches.append(
-                Shadow(strategy, "lightning_module_state_dict", lambda inner: lambda: self._without_frozen(inner()))
-            )
+            replaced["lightning_module_state_dict"] = self._without_frozen
+        self._patches = [Shadow(strategy, name, partial(partial, run)) for name, run in replaced.items()]
 
     def remove(self) -> None:
         """Undo the patches. Calling it again does nothing."""
@@ -79,9 +76,9 @@ class Checkpoints:
         finally:
             module.strict_loading = strict
 
-    def _without_frozen(self, state: dict[str, Any]) -> dict[str, Any]:
+    def _without_frozen(self, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         frozen = _frozen_names(self._trainer.lightning_module)
-        return {name: value for name, value in state.items() if name not in frozen}
+        return {name: value for name, value in state_dict().items() if name not in frozen}
 
 
 def _frozen_names(module: nn.Module) -> set[str]:

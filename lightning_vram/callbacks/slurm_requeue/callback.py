@@ -146,7 +146,7 @@ class SlurmRequeue(Callback):
             self._set_up_fit(trainer, job, self._stops)
 
     def _take_over(self, trainer: pl.Trainer) -> None:
-        """From Lightning, whose handlers wait for other ranks."""
+        """Replace the signal handlers of Lightning, which wait for other ranks."""
         environment = cluster_environment(trainer)
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             self._environment, environment.auto_requeue = environment, False
@@ -182,10 +182,10 @@ class SlurmRequeue(Callback):
             return
         trusts = None if self.weights_only is None else not self.weights_only
         if resume_fit(trainer, job, self._folder, start, *args, trusts=trusts, **kwargs):
-            self._resume.expect_end()
+            self._resume.fit_has_ended = trainer.should_stop = True  # nothing is left to do
 
     def _run(self, trainer: pl.Trainer, run: Callable[[], None]) -> None:
-        """Keep a fit that has ended, for a restart of a program that has more to do."""
+        """Save a fit that has ended, for a restart of a program that has more to do."""
         run()
         if self._is_trial(trainer) or self._resume is None or self._folder is None:
             return
@@ -212,7 +212,10 @@ class SlurmRequeue(Callback):
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._stops is not None:
-            self._stops.begin_evaluation(trainer.num_val_batches)
+            self._stops.begin_evaluation()
+
+    on_test_start = on_validation_start
+    on_predict_start = on_validation_start
 
     @override
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
@@ -221,16 +224,6 @@ class SlurmRequeue(Callback):
 
     on_test_batch_end = on_validation_batch_end
     on_predict_batch_end = on_validation_batch_end
-
-    @override
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._stops is not None:
-            self._stops.begin_evaluation(trainer.num_test_batches)
-
-    @override
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._stops is not None:
-            self._stops.begin_evaluation(trainer.num_predict_batches)
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -114,10 +114,6 @@ class ExactResume:
         if monitors and monitors <= self._trainer.callback_metrics.keys():
             stop_restarting(self._trainer.fit_loop)
 
-    def expect_end(self) -> None:
-        """Call before the end of a fit is loaded: nothing is left to do."""
-        self.fit_has_ended = self._trainer.should_stop = True
-
     def end(self) -> None:
         """Put a fit that had nothing left to do into the state of one that has just ended."""
         state, self._to_load = self._to_load, None
@@ -141,8 +137,6 @@ class ExactResume:
             if loader is not None:
                 remove_state(loader)
         self._loaders, self._to_load = [], None
-
-    # --- data ---
 
     def _reset(self, reset: Callable[[], None]) -> None:
         with warnings.catch_warnings():

@@ -43,10 +43,13 @@ class StopPoints:
             self._stop()
         advance(fetcher)
 
-    def begin_evaluation(self, num_batches: list[int | float]) -> None:
-        """Agree on the votes of an evaluation, of so many batches of each loader."""
-        if not self._trainer.sanity_checking:
-            known = sum(num_batches) if is_sequential(self._trainer) else min(num_batches, default=0)
+    def begin_evaluation(self) -> None:
+        """Agree on the votes of the validation, test or prediction that begins."""
+        trainer = self._trainer
+        if not trainer.sanity_checking:
+            stage = "test" if trainer.testing else "predict" if trainer.predicting else "val"
+            num_batches = getattr(trainer, f"num_{stage}_batches")  # of each loader
+            known = sum(num_batches) if is_sequential(trainer) else min(num_batches, default=0)
             with self._peers:
                 self._vote.limit(known)
 

@@ -74,9 +74,7 @@ class TokenTiling(FitTechnique):
             raise MisconfigurationException(f"TokenTiling: {error}") from None
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         if self._has_reported or self._handle is None:
             return
         self._has_reported = True

@@ -14,9 +14,8 @@ from torch import nn
 from lightning_vram.report.out_of_memory.facts import Place, Work
 
 _STAGES = ("train", "validation", "test", "predict")
-_STEPS = {"training_step", "validation_step", "test_step", "predict_step"}
 _BY_FUNCTION = {
-    **dict.fromkeys(_STEPS, Work.FORWARD),
+    **dict.fromkeys(("training_step", "validation_step", "test_step", "predict_step"), Work.FORWARD),
     **dict.fromkeys((f"on_{stage}_{end}" for stage in _STAGES for end in ("epoch_end", "end")), Work.EPOCH_END),
     "on_run_end": Work.EPOCH_END,  # where Lightning computes the metrics that are logged
     "model_to_device": Work.MOVING,

@@ -71,19 +71,18 @@ def explain(
 
 
 def _facts(trainer: pl.Trainer, error: BaseException, source: OutOfMemorySource, last: LastBatches) -> OutOfMemory:
-    device, module = trainer.strategy.root_device, trainer.lightning_module
+    device = trainer.strategy.root_device
     errors = path_to_out_of_memory(error)
-    message = str(errors[-1])
-    request = read_failed_request(message, device)
+    request = read_failed_request(str(errors[-1]), device)
     by_category, by_module = _held(trainer, last, request)
     where = f", batch {last.batch_idx}" if last.batch is not None else ""
     return OutOfMemory(
-        message=message,
+        message=str(errors[-1]),
         source=source,
         device=str(device),
         request=request,
         stage=f"{last.stage}, epoch {trainer.current_epoch}{where}",
-        place=read_place(errors, module),
+        place=read_place(errors, trainer.lightning_module),
         by_category=by_category,
         by_module=by_module,
         growth=tuple(last.ends),

@@ -65,7 +65,9 @@ class Readings:
         if measurement is None:
             return None
         if self._stage == "train":
-            self._keep_timeline(probe.timeline)
+            timeline = probe.timeline
+            if timeline is not None and (self.timeline is None or timeline.peak_bytes > self.timeline.peak_bytes):
+                self.timeline = timeline
             return self._reduce(trainer, measurement)
         self._keep_largest(measurement)
         return None
@@ -124,10 +126,6 @@ class Readings:
         probe = MemoryProbe(device, self._peaks_of(self._stage, device), track=False)
         batch_idx = max(0, trainer.fit_loop.epoch_loop.batch_idx) if self._stage == "train" else 0
         return self._finish(probe, trainer, trainer.current_epoch if last is None else last.epoch, batch_idx)
-
-    def _keep_timeline(self, timeline: MemoryTimeline | None) -> None:
-        if timeline is not None and (self.timeline is None or timeline.peak_bytes > self.timeline.peak_bytes):
-            self.timeline = timeline
 
     def _keep_largest(self, measurement: Measurement) -> None:
         self._largest = measurement if self._largest is None else largest([self._largest, measurement])
