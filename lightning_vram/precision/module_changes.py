@@ -25,21 +25,19 @@ from lightning_vram.private_names.torch.modules import NormBase
 from lightning_vram.techniques.mixed_precision import Float32Islands, WeightCasts, keep_norms_low, run_in_fp32
 from lightning_vram.techniques.quantize_frozen_weights import read_weights_as
 
-_KEY = "_lightning_vram_between_steps"
-
 
 class CallsBetweenSteps(Swaps):
     """Runs calls of a module and its direct children between steps under autocast, until :meth:`remove`."""
 
     def __init__(self, module: nn.Module, device_type: str, dtype: torch.dtype) -> None:
-        super().__init__(_KEY)
+        super().__init__("_lightning_vram_between_steps")
         self.device_type, self.dtype = device_type, dtype
         self.is_in_step = False
         with self.all_or_none():
             for part in (module, *module.children()):
                 is_called = plain_class_forward(part) is not nn.Module.forward or has_own_forward(part)
                 if is_called and not isinstance(part, torch.jit.ScriptModule):
-                    self.add(part, self, _run)
+                    self.add(part, self, _forward_between_steps)
 
     @contextmanager
     def in_step(self) -> Generator[None, None, None]:
@@ -51,12 +49,14 @@ class CallsBetweenSteps(Swaps):
             self.is_in_step = outer
 
 
-def _run(module: nn.Module, calls: CallsBetweenSteps, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Replaces ``module.forward``, which is ``plain``."""
+def _forward_between_steps(
+    module: nn.Module, calls: CallsBetweenSteps, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Replaces ``module.forward``, which is ``forward``."""
     if calls.is_in_step or torch.is_autocast_enabled(calls.device_type):
-        return plain(*args, **kwargs)
+        return forward(*args, **kwargs)
     with torch.autocast(calls.device_type, dtype=calls.dtype, cache_enabled=False):
-        output = plain(*args, **kwargs)
+        output = forward(*args, **kwargs)
     return cast_where(lambda leaf: isinstance(leaf, Tensor) and leaf.dtype == calls.dtype, torch.float32, output)
 
 

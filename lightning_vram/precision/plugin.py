@@ -31,7 +31,7 @@ from lightning_vram.precision.averages import list_averages
 from lightning_vram.precision.choice import DTYPES, Choice, Precision16, check_choice, resolve_precision
 from lightning_vram.precision.module_changes import ModuleChanges, Settings
 from lightning_vram.precision.overflow_watch import OnLimit, OverflowWatch
-from lightning_vram.precision.run import PrecisionRun, end_dead_runs
+from lightning_vram.precision.run import PrecisionRun, undo_interrupted_runs
 from lightning_vram.precision.scaled_steps import ScaledSteps
 from lightning_vram.private_names.lightning.callbacks import is_searching_rate
 from lightning_vram.private_names.lightning.strategies import call_after_closure
@@ -173,7 +173,7 @@ class LeanMixedPrecision(MixedPrecision):
         if self._run is not None:
             refuse_second_run(self._run.trainer, trainer)
         self.teardown()  # a run whose end was cut short
-        end_dead_runs()
+        undo_interrupted_runs()
         refuse_strategy(trainer)
         self.device = trainer.strategy.root_device.type
         precision = resolve_precision(self._choice, self.device)

@@ -163,7 +163,7 @@ class PrecisionRun:
             self.changes.lean.load_state_dict(state["lean"])
 
 
-def end_dead_runs() -> None:
+def undo_interrupted_runs() -> None:
     """Undo what runs have left behind whose trainer was interrupted in its own teardown."""
     for run in list(_alive):
         if run.trainer.state.status in (TrainerStatus.INTERRUPTED, TrainerStatus.FINISHED):

@@ -1,4 +1,4 @@
-"""Tell before a run whether it fits the device, so that it does not end hours later, or after minutes of loading.
+"""Check before a run whether it fits the device, so that it does not end hours later, or after minutes of loading.
 
 Two steps of the same Trainer run on tensors without memory (``estimate_memory``), and what they need is held against
 what the device has left. It costs the seconds of that estimate and saves no memory by itself.

@@ -70,7 +70,7 @@ class MetricOffload(FitTechnique):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         for offloaded in self._offloaded.values():
-            offloaded.move_back()  # after an error they stay: there may be no room, and Lightning moves all to the host
+            offloaded.move_back()  # not after an error: memory may be full, and Lightning moves all to the host
         super().teardown(trainer, pl_module, stage)
 
     @override

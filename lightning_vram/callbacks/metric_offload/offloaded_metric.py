@@ -55,12 +55,12 @@ class OffloadedMetric:
         for name in ("forward", APPLY, SYNC_STATES):
             if vars(metric).get(name) == MethodType(getattr(type(metric), name), metric):
                 del vars(metric)[name]  # a copy of an offloaded metric (MetricTracker) has it on itself
-        self._shadows = [Shadow(metric, name, partial(partial, run)) for name, run in replaced.items()]
+        self._patches = [Shadow(metric, name, partial(partial, run)) for name, run in replaced.items()]
 
     def remove(self) -> None:
         """Leave the metric with its states where they are. Calling it again does nothing."""
-        for shadow in reversed(self._shadows):
-            shadow.remove()
+        for patch in reversed(self._patches):
+            patch.remove()
 
     def move_back(self) -> None:
         """Move the lists to where the metric is."""

@@ -37,7 +37,7 @@ class MicroBatch:
 Step = Callable[[MicroBatch], Output]
 
 
-class MicroBatchTry:
+class MicroBatchAttempt:
     """Runs the micro-batches of a batch, once."""
 
     def __init__(

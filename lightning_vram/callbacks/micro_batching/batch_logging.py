@@ -88,12 +88,9 @@ def _combine(fx: str, name: str, calls: Sequence[_Entry]) -> tuple[Tensor, dict[
     meta = Metadata(fx, name, reduce_fx=options.get("reduce_fx", torch.mean))  # knows all ways to name a reduction
     if meta.is_mean_reduction:
         sizes = [call.size for call in calls]
-        return weighted_mean([_to_floating(value) for value in values], weights, sizes), options
+        floats = torch.float32, torch.float64  # Lightning converts others
+        values = [value if value.dtype in floats else value.to(default_dtype()) for value in values]
+        return weighted_mean(values, weights, sizes), options
     if meta.is_sum_reduction:
         return reduce(torch.add, [value.long() if value.dtype is torch.bool else value for value in values]), options
     return reduce(torch.maximum if meta.is_max_reduction else torch.minimum, values), options
-
-
-def _to_floating(value: Tensor) -> Tensor:
-    """As Lightning does: in float32 or higher."""
-    return value if value.dtype in (torch.float32, torch.float64) else value.to(default_dtype())

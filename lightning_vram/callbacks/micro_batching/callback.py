@@ -269,8 +269,9 @@ class MicroBatching(FitTechnique):
                 time_first=time_first,
                 has_all_keys=is_training,
             )
-            room = device_room(trainer.strategy.root_device) if collective is not None and sizes.retries else None
-            planning = SizePlanning(room) if room is not None else None
+            plans = collective is not None and sizes.retries
+            available = device_room(trainer.strategy.root_device) if plans else None
+            planning = SizePlanning(available) if available is not None else None
             self._run.runners[name] = MicroBatchRunner(
                 trainer, cutter, sizes, weight, is_training=is_training, planning=planning, relief=self.relief
             )

@@ -68,9 +68,11 @@ class MicroBatchClosure(Closure):
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
         batch = next(iter(self._kwargs.values()))
-        by_hand = self._reduced_by_hand()
+        model = self._trainer.strategy.model  # under DDP, where the reducer must not be at work in a backward:
+        is_by_hand = self._runner.reduces_by_hand and self._backward is not None
+        by_hand = model if is_by_hand and isinstance(model, DistributedDataParallel) else None
         if by_hand is not None:
-            sync_buffers(by_hand)  # not inside of a try, which must not wait for other ranks
+            sync_buffers(by_hand)  # not inside of an attempt, which must not wait for other ranks
         with blocked_sync(self._trainer.strategy, block=by_hand is not None):
             outputs = self._runner.run(batch, self._step, self._parameters, zeroes=self._zero_grad is not None)
         if by_hand is not None and not is_accumulating(self._trainer.fit_loop.epoch_loop):
@@ -80,16 +82,9 @@ class MicroBatchClosure(Closure):
             call_hook(self._trainer, _AFTER)  # once, for those who have not heard it of each part
         return self._combine(outputs)
 
-    def _reduced_by_hand(self) -> DistributedDataParallel | None:
-        """Under DDP, where the reducer must not be at work in a backward."""
-        model = self._trainer.strategy.model
-        if not isinstance(model, DistributedDataParallel) or self._backward is None:
-            return None
-        return model if self._runner.reduces_by_hand else None
-
     def _step(self, part: MicroBatch) -> ClosureResult:
         if part.is_first:
-            self._has_run_backward = False  # of a try that failed
+            self._has_run_backward = False  # of an attempt that failed
         kwargs = OrderedDict(self._kwargs)
         kwargs[next(iter(kwargs))] = part.batch
         with nullcontext() if part.is_last else blocked_sync(self._trainer.strategy, block=True):

@@ -1,7 +1,8 @@
 """Run a step in micro-batches, and again in smaller ones where memory ran out: on all ranks together.
 
-Nothing of a try that ran out stays: its graph, its gradients, what it wrote into buffers, metrics and attributes, what
-it logged and drew from the generators. So the run goes on as if it had used the smaller micro-batches from the start.
+Nothing of an attempt that ran out of memory stays: its graph, its gradients, what it wrote into buffers, metrics and
+attributes, what it logged and drew from the generators. So the run goes on as if it had used the smaller micro-batches
+from the start.
 """
 
 import time
@@ -16,7 +17,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_vram.callbacks.hook_points import Relief
-from lightning_vram.callbacks.micro_batching.attempt import MicroBatch, MicroBatchTry, Output, Step
+from lightning_vram.callbacks.micro_batching.attempt import MicroBatch, MicroBatchAttempt, Output, Step
 from lightning_vram.callbacks.micro_batching.metric_states import MetricStates
 from lightning_vram.callbacks.micro_batching.undo import StepUndo
 from lightning_vram.core.batches.cutting import BatchCutter, BatchFacts, shares_of
@@ -27,7 +28,7 @@ from lightning_vram.core.processes.agreement import RankAgreementError
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory, release_frames
 from lightning_vram.techniques.micro_batching import PROBED_SIZES, Agreed, AgreedSizes, SizePlanning
 
-_SILENCE_SECONDS = 60.0  # and ten times what the longest try took: ranks began the try together
+_SILENCE_SECONDS = 60.0  # and ten times what the longest attempt took: ranks began it together
 
 
 class MicroBatchRunner:
@@ -84,7 +85,7 @@ class MicroBatchRunner:
         agreed = self._sizes.start(facts, self._planning.limit(facts) if self._planning is not None else None)
         num_retries = self.num_retries
         while True:
-            attempt = self._make_try(is_again=self.num_retries > num_retries)
+            attempt = self._make_attempt(is_again=self.num_retries > num_retries)
             started = time.monotonic()
             outputs, error = self._attempt(attempt, step, partial(self._cut, batch, facts, agreed), agreed.size)
             if not self.retries or not self._has_failed(error, started):
@@ -127,14 +128,14 @@ class MicroBatchRunner:
             )
         return facts
 
-    def _make_try(self, *, is_again: bool = False) -> MicroBatchTry:
+    def _make_attempt(self, *, is_again: bool = False) -> MicroBatchAttempt:
         is_training = self._is_training
-        return MicroBatchTry(self._trainer, self._metrics, self._guard, is_training=is_training, is_again=is_again)
+        return MicroBatchAttempt(self._trainer, self._metrics, self._guard, is_training=is_training, is_again=is_again)
 
     def _probe(self, planning: SizePlanning, batch: Any, facts: BatchFacts, step: Step[Output]) -> None:
         """Run a few small micro-batches that are dropped."""
         for size in PROBED_SIZES:
-            attempt = self._make_try()
+            attempt = self._make_attempt()
             part, size = self._cutter.cut(batch, facts, size)[0]
             idle = MicroBatch(part, size, 1.0, 1.0, is_first=False, is_last=False, is_idle=True)
             started = time.monotonic()
@@ -145,7 +146,7 @@ class MicroBatchRunner:
                 break
         planning.is_probed = True
 
-    def _run_probe(self, attempt: MicroBatchTry, part: MicroBatch, step: Step[Output]) -> Exception | None:
+    def _run_probe(self, attempt: MicroBatchAttempt, part: MicroBatch, step: Step[Output]) -> Exception | None:
         """Run a micro-batch that the user did not ask for: no error in it ends the run."""
         try:
             attempt.run([part], step)
@@ -157,7 +158,7 @@ class MicroBatchRunner:
         return None
 
     def _attempt(
-        self, attempt: MicroBatchTry, step: Step[Output], cut: Callable[[], list[MicroBatch]], size: int
+        self, attempt: MicroBatchAttempt, step: Step[Output], cut: Callable[[], list[MicroBatch]], size: int
     ) -> tuple[list[tuple[MicroBatch, Output]], Exception | None]:
         """Returns an out-of-memory error rather than raising it: its traceback would keep the graph alive."""
         try:

@@ -26,7 +26,7 @@ States = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownValue:
     """What ``forward`` of a metric returned in a micro-batch."""
 
     micro_batch: int  # its number
@@ -36,7 +36,7 @@ class Shown:
     original: Any  # the very object that the metric stores, of the latest call only
 
 
-def value_of_batch(metric: Metric, shown: list[Shown]) -> Any:
+def value_of_batch(metric: Metric, shown: list[ShownValue]) -> Any:
     """The value of the batch, computed from the states of its micro-batches, or else a mean."""
     states = [one.states for one in shown if one.states is not None]
     if len(states) == len(shown) and _is_mergeable(metric):
@@ -75,7 +75,7 @@ def read_states(metric: Metric) -> States:
     return {name: getattr(metric, name) for name in default_states(metric)}
 
 
-def without_past(value: Any) -> Any:
+def detach_nest(value: Any) -> Any:
     """Detach a nest of tensors; the same object if nothing needs gradients."""
     leaves, spec = tree_flatten(value)
     if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):

@@ -11,11 +11,11 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_vram.callbacks.micro_batching.shown_values import (
-    Shown,
+    ShownValue,
     States,
+    detach_nest,
     read_states,
     value_of_batch,
-    without_past,
 )
 from lightning_vram.core.rollback.attribute_state import AttributeState
 from lightning_vram.core.surgery.shadow import Shadow
@@ -32,7 +32,7 @@ class WatchedMetric:
     def __init__(self, metric: Metric, num_micro_batches: int) -> None:
         self._metric = metric
         if _NOTES not in vars(metric):  # else another one watches this batch already
-            show_value(metric, without_past(shown_value(metric)))  # the graph of the last batch would live on
+            show_value(metric, detach_nest(shown_value(metric)))  # the graph of the last batch would live on
         self._before = AttributeState(metric, max_items=sys.maxsize)  # forward empties lists of any length
         attributes = vars(metric)
         self._originals: dict[str, Tensor] = {
@@ -40,7 +40,7 @@ class WatchedMetric:
         }
         self._number = 0  # of the micro-batch
         self._share: float = 1.0
-        self._shown: list[Shown] = []
+        self._shown: list[ShownValue] = []
         self._states: States | None = None
         replaced = {"update": self._update}
         if num_micro_batches > 1:
@@ -100,10 +100,10 @@ class WatchedMetric:
         value = forward(*args, **kwargs)
         if value is not None and shown_value(self._metric) is value:
             self._forget_latest()
-            self._shown.append(Shown(self._number, self._share, without_past(value), self._states, value))
+            self._shown.append(ShownValue(self._number, self._share, detach_nest(value), self._states, value))
         return value
 
     def _compute(self, compute: Call, /, *args: Any, **kwargs: Any) -> Any:
         # forward merges the states into new ones, or drops them
-        self._states = {name: without_past(state) for name, state in read_states(self._metric).items()}
+        self._states = {name: detach_nest(state) for name, state in read_states(self._metric).items()}
         return compute(*args, **kwargs)

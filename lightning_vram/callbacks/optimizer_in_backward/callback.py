@@ -125,12 +125,8 @@ class OptimizerInBackward(FitTechnique):
                 f"accumulate_grad_batches={trainer.accumulate_grad_batches}."
             )
         limit = trainer.gradient_clip_val or None
-        is_by_norm = clips_by_norm(trainer)
-        clipping = Clipping(
-            value=None if is_by_norm else limit,
-            norm=limit if is_by_norm else None,
-            by_previous=self.max_norm == "previous",
-        )
+        value, norm = (None, limit) if clips_by_norm(trainer) else (limit, None)
+        clipping = Clipping(value, norm, by_previous=self.max_norm == "previous")
         assert trainer.strategy.model is not None
         self._steps = BackwardSteps(
             trainer.strategy.model,

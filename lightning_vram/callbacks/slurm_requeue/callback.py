@@ -1,9 +1,9 @@
 """Save, requeue and leave when SLURM is about to end the job, all ranks together and never within a signal handler.
 
 Lightning saves in the handler of SIGUSR1, on each rank wherever it is: one of them within a collective, and the job
-hangs until its time is over (Lightning #21406). Here the handler notes the signal. Between two batches the ranks tell
-each other, which costs no time since a vote goes on beside the next batch; then they save one checkpoint together, the
-first asks for the requeue, and all leave.
+hangs until its time is over (Lightning #21406). Here the handler only records the signal. Between two batches the ranks
+vote, which costs no time because the vote runs during the next batch; then they save one checkpoint together, the first
+requeues the job, and all exit.
 """
 
 import atexit
@@ -138,14 +138,14 @@ class SlurmRequeue(Callback):
         self._peers = naming_lost_peers(
             trainer.global_rank, trainer.world_size, lambda: f"step {trainer.global_step}, after a batch", timeout
         )
-        self._take_over(trainer)
+        self._replace_handlers(trainer)
         vote = StopVote(self._agreement, self._signals)
         self._stops = StopPoints(trainer, job, vote, self._peers, self._resume, partial(self._is_trial, trainer))
         leave_group_at_exit()
         if stage == "fit":
             self._set_up_fit(trainer, job, self._stops)
 
-    def _take_over(self, trainer: pl.Trainer) -> None:
+    def _replace_handlers(self, trainer: pl.Trainer) -> None:
         """Replace the signal handlers of Lightning, which wait for other ranks."""
         environment = cluster_environment(trainer)
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:

@@ -16,7 +16,7 @@ class RequeueFolder:
     """The folder of one program of a job. All methods but ``is_open`` are for one rank."""
 
     # It is named by job and step, so that another run in the same folder does not start from a checkpoint of this one.
-    # It is made for this user alone: nobody else can have written what is in there.
+    # It is made for this user alone: no other user can have written what is in there.
 
     def __init__(self, root: Path, job_id: str, step_id: str, fit: int) -> None:  # fit: from 1, one per trainer.fit
         self.path = root / "slurm_requeue" / job_id / f"step-{step_id}"
@@ -59,7 +59,7 @@ class RequeueFolder:
         return None if owner == self._own_uid() else owner
 
     def is_private(self) -> bool:
-        """Whether nobody else can have written here."""
+        """Whether no other user can have written here."""
         own = self._own_uid()
         found = [folder.stat() for folder in (self.path.parent, self.path)]
         return all(each.st_uid == own and not each.st_mode & _FOR_OTHERS for each in found)

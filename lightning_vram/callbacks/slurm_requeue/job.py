@@ -20,7 +20,7 @@ class Fate(Enum):
 
     OPEN = "open"  # preempted, or out of time
     CANCELLED = "cancelled"  # a request to requeue would undo it
-    REQUEUED = "requeued"  # by somebody else
+    REQUEUED = "requeued"  # by another process
 
 
 @dataclass(frozen=True)

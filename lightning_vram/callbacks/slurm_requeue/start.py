@@ -48,7 +48,7 @@ def resume_fit(
     start: Callable[..., None],
     checkpoint_path: Any = None,
     *,
-    trusts: bool | None,  # whether to unpickle any class; None: if nobody else can have written the file
+    trusts: bool | None,  # whether to unpickle any class; None: if no other user can have written the file
     **options: Any,
 ) -> bool:
     """Resume from the job's newest checkpoint, if any; returns whether the fit had ended. All ranks raise, or none."""

@@ -17,8 +17,6 @@ from lightning_vram.private_names.lightning.callbacks import (
 )
 from lightning_vram.private_names.lightning.connectors import checkpoint_connector
 
-_LEARNING_RATES = ("lr", "learning_rate")  # where Lightning looks, in this order
-
 
 class TunerTrials:
     """Trials of the tuners in one fit."""
@@ -32,7 +30,7 @@ class TunerTrials:
         self._trainer = trainer
         self._undo = Shadow(
             checkpoint_connector(trainer), "restore", partial(partial, self._restore)
-        )  # which nobody else calls
+        )  # only tuners call it
         self._searches: list[Shadow] = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,7 +81,7 @@ def _argument_names(tuner: Any) -> tuple[str, ...]:
     if not sets_learning_rate(tuner):
         return ()
     name = learning_rate_argument(tuner)
-    return (name,) if name else _LEARNING_RATES
+    return (name,) if name else ("lr", "learning_rate")  # Lightning looks in this order
 
 
 def _find_nothing(*args: Any, **kwargs: Any) -> None:

@@ -74,7 +74,7 @@ def _facts(trainer: pl.Trainer, error: BaseException, source: OutOfMemorySource,
     device = trainer.strategy.root_device
     errors = path_to_out_of_memory(error)
     request = read_failed_request(str(errors[-1]), device)
-    by_category, by_module = _held(trainer, last, request)
+    by_category, by_module = _memory_at_error(trainer, last, request)
     where = f", batch {last.batch_idx}" if last.batch is not None else ""
     return OutOfMemory(
         message=str(errors[-1]),
@@ -89,7 +89,9 @@ def _facts(trainer: pl.Trainer, error: BaseException, source: OutOfMemorySource,
     )
 
 
-def _held(trainer: pl.Trainer, last: LastBatches, request: FailedRequest) -> tuple[dict[str, int], dict[str, int]]:
+def _memory_at_error(
+    trainer: pl.Trainer, last: LastBatches, request: FailedRequest
+) -> tuple[dict[str, int], dict[str, int]]:
     """What was allocated, by category and by module: as it was tracked, else what can be found, and the rest."""
     device = trainer.strategy.root_device
     timeline = last.timeline
@@ -109,7 +111,7 @@ def _with_remedies(
 ) -> tuple[OutOfMemory, MemoryEstimate | None]:
     reason = _why_not(trainer, last)
     if reason:
-        return replace(found, no_remedies=f"{reason}{_say_half(found, last)}"), None
+        return replace(found, no_remedies=f"{reason}{_half_batch_hint(found, last)}"), None
     limit = _Limit()
     try:
         with ProgressDisplay.of(trainer) as on_progress:
@@ -123,7 +125,7 @@ def _with_remedies(
     except (Exception, KeyboardInterrupt) as error:  # a step on tensors without values may fail where the run does not
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         reason = "stopped by Ctrl-C." if isinstance(error, KeyboardInterrupt) else f"{reason:.{_MOST_CHARACTERS}}"
-        return replace(found, no_remedies=f"{reason}{_say_half(found, last)}"), None
+        return replace(found, no_remedies=f"{reason}{_half_batch_hint(found, last)}"), None
     timeline = estimate.timeline
     by_module = found.by_module if last.timeline is not None else dict(timeline.peak_by_module)
     found = replace(found, budget_bytes=_budget_bytes(found, timeline))
@@ -162,7 +164,7 @@ def _why_not(trainer: pl.Trainer, last: LastBatches) -> str:
     return ""
 
 
-def _say_half(found: OutOfMemory, last: LastBatches) -> str:
+def _half_batch_hint(found: OutOfMemory, last: LastBatches) -> str:
     """What a smaller batch of an evaluation would save: it scales all but what is there for the whole run."""
     kinds = (Category.INPUTS, Category.ACTIVATIONS, Category.TEMPORARIES, _REST)
     num_bytes = sum(found.by_category.get(kind, 0) for kind in kinds) // 2
@@ -227,9 +229,9 @@ def _measure(
 def _free_device(trainer: pl.Trainer, found: OutOfMemory) -> tuple[DeviceSpec, DeviceSpec | None]:
     """Undo the features, and return the device, twice if it is an accelerator."""
     device = trainer.strategy.root_device
-    _undo_parts(trainer)
+    _undo_features(trainer)
     if has_cache(device):
-        empty_cache(device)  # tensors beside the parameters are copied
+        empty_cache(device)  # the estimate copies tensors that are not parameters
     spec = describe_device(device, found.request.room_bytes or found.request.allocated_bytes or 1)
     return spec, None if device.type == "cpu" else spec
 
@@ -269,11 +271,11 @@ def _budget_bytes(found: OutOfMemory, estimated: MemoryTimeline) -> int | None:
     return max(1, min(room_bytes - _foreign_bytes(found, estimated), estimated.peak_bytes - missing_bytes))
 
 
-def _undo_parts(trainer: pl.Trainer) -> None:
+def _undo_features(trainer: pl.Trainer) -> None:
     """Restore the module to its state before the run, which is over. Features do nothing when undone again."""
     for callback in list(trainer.callbacks):  # type: ignore[attr-defined]
         if isinstance(callback, FitTechnique) and not getattr(callback, "takes_no_memory", False):
-            callback.give_up()  # teardown may move to the device what is on the host: there is no room for it
+            callback.give_up()  # teardown may move offloaded tensors to the device, which is full
 
 
 def _ranked(tried: list[Measured], budget_bytes: int | None) -> tuple[Remedy, ...]:

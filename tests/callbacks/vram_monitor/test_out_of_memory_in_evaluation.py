@@ -205,7 +205,7 @@ def test_what_lies_on_the_host_is_not_moved_back_to_a_full_device(monkeypatch):
 
     callback = MetricOffload()
     monkeypatch.setattr(callback, "teardown", move_back)
-    out_of_memory._undo_parts(types.SimpleNamespace(callbacks=[callback], lightning_module=None))
+    out_of_memory._undo_features(types.SimpleNamespace(callbacks=[callback], lightning_module=None))
 
 
 def test_remedies_that_are_alike_are_told_once():
