@@ -59,7 +59,7 @@ class BatchLogging:
         self._occurrences.clear()
 
     def replay(self) -> None:
-        """Log the batch, once: each name over the micro-batches that logged it, in the n-th call the n-th values."""
+        """Log the batch, once. A name counts over the micro-batches that logged it."""
         entries, self._entries = self._entries, {}
         for (fx, name, _), calls in entries.items():
             value, options = calls[0].value, calls[0].options

@@ -68,7 +68,8 @@ class MicroBatchClosure(Closure):
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
         batch = next(iter(self._kwargs.values()))
-        model = self._trainer.strategy.model  # under DDP, where the reducer must not be at work in a backward:
+        model = self._trainer.strategy.model
+        # under DDP, if its reducer must not run in a backward
         is_by_hand = self._runner.reduces_by_hand and self._backward is not None
         by_hand = model if is_by_hand and isinstance(model, DistributedDataParallel) else None
         if by_hand is not None:
@@ -101,7 +102,7 @@ class MicroBatchClosure(Closure):
                 self._run_backward(self._backward, _weighted(result.closure_loss, part.factor), part)
         if part.is_first and part.is_last:
             return result
-        detached = ClosureResult(None, extra=recursive_detach(result.extra))  # the graph is large
+        detached = ClosureResult(None, extra=recursive_detach(result.extra))  # without the graph, which is large
         if result.loss is not None:
             detached.loss = _weighted(result.loss, part.factor)
         return detached
