@@ -1,4 +1,4 @@
-"""Lightning's averages of weights, where they are changed for a run."""
+"""Lightning's averages of weights, where the weights are changed for a run."""
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import WeightAveraging
@@ -17,15 +17,7 @@ from lightning_vram.private_names.lightning.callbacks import (
 
 
 def list_averages(trainer: pl.Trainer | None, module: nn.Module) -> list[tuple[WeightAveraging, AveragedModel]]:
-    """Return the ``WeightAveraging`` callbacks of a trainer, and their averages.
-
-    Args:
-        trainer: Of the module, if there is one.
-        module: That was copied.
-
-    Raises:
-        MisconfigurationException: If the module has got parameters since it was copied.
-    """
+    """List ``WeightAveraging`` callbacks and their averages; refuse a module that has grown since it was copied."""
     found = []
     for callback in averaging_callbacks(trainer):
         average = average_of(callback)
@@ -40,33 +32,11 @@ def list_averages(trainer: pl.Trainer | None, module: nn.Module) -> list[tuple[W
     return found
 
 
-class LeanAverages:
-    """Has the averages of a run be those of the exact weights, and be put in their place, until :meth:`remove`.
-
-    Args:
-        trainer: Of the run.
-        module: That trains.
-        lean: Its parameters.
-    """
-
-    def __init__(self, trainer: pl.Trainer, module: nn.Module, lean: LeanParameters) -> None:
-        self._averages: list[LeanAverage] = []
-        self._stand_ins: list[Shadow] = []
-        for callback, whole in list_averages(trainer, module):
-            average = LeanAverage(whole, module, lean)
-            self._averages.append(average)
-            self._stand_ins += [
-                Shadow(callback, SWAP_WITH_AVERAGE, instead(average.swap)),
-                Shadow(callback, PUT_AVERAGE, instead(average.put)),
-            ]
-
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self._averages)
-
-    def remove(self) -> None:
-        """Let callbacks and averages do as they do."""
-        for stand_in in self._stand_ins:
-            stand_in.remove()
-        for average in self._averages:
-            average.remove()
+def average_exact_weights(trainer: pl.Trainer, module: nn.Module, lean: LeanParameters) -> list[Shadow | LeanAverage]:
+    """Let averages follow the exact weights, and swap with them, until all that is returned is removed."""
+    changes: list[Shadow | LeanAverage] = []
+    for callback, whole in list_averages(trainer, module):
+        average = LeanAverage(whole, module, lean)
+        swap = Shadow(callback, SWAP_WITH_AVERAGE, instead(average.swap))
+        changes += [swap, Shadow(callback, PUT_AVERAGE, instead(average.put)), average]
+    return changes

@@ -1,4 +1,4 @@
-"""Which 16-bit format a run computes in: what the user wrote, what the device has."""
+"""Which 16-bit format a run computes in: what the user chose, what the device supports."""
 
 import warnings
 from typing import Literal
@@ -10,10 +10,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_vram.memory.device.accelerators import has_native_bf16
 from lightning_vram.private_names.torch.autocast import can_autocast
 
-Choice = Literal["auto", "bf16", "fp16", "bf16-mixed", "16-mixed"]
-"""Of a user; Lightning's own names are understood, too."""
-Precision16 = Literal["bf16-mixed", "16-mixed"]
-"""As Lightning names them."""
+Choice = Literal["auto", "bf16", "fp16", "bf16-mixed", "16-mixed"]  # of a user
+Precision16 = Literal["bf16-mixed", "16-mixed"]  # Lightning's names
 
 _PRECISIONS: dict[str, Precision16 | None] = {
     "auto": None,
@@ -26,12 +24,7 @@ DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 def check_choice(precision: object) -> Precision16 | None:
-    """Translate what the user wrote; ``None`` stands for ``"auto"``.
-
-    Raises:
-        TypeError: If it is no text.
-        ValueError: If it is none of the known ones.
-    """
+    """Translate what the user wrote; ``None`` means ``"auto"``."""
     if not isinstance(precision, str):
         raise TypeError(
             f"LeanMixedPrecision(precision) must be a string, got {precision!r} of type {type(precision).__name__}."
@@ -45,15 +38,7 @@ def check_choice(precision: object) -> Precision16 | None:
 
 
 def resolve_precision(choice: Precision16 | None, device_type: str) -> Precision16:
-    """Decide for a device: bf16 where its hardware computes in it, else fp16; or check what was chosen.
-
-    Args:
-        choice: See :func:`check_choice`.
-        device_type: Such as ``"cuda"``.
-
-    Raises:
-        MisconfigurationException: If the device has no autocast to it.
-    """
+    """Choose for a device: bf16 where its hardware computes in it, else fp16; or check what was chosen."""
     precision = choice or ("bf16-mixed" if has_native_bf16(device_type) else "16-mixed")
     if why := _why_not(device_type, DTYPES[precision]):
         other = "bf16" if precision == "16-mixed" else "fp16"
@@ -70,7 +55,7 @@ def resolve_precision(choice: Precision16 | None, device_type: str) -> Precision
 
 
 def _why_not(device_type: str, dtype: torch.dtype) -> str | None:
-    """What autocast says about a device and a format, which it would otherwise only warn about."""
+    """The reason why autocast refuses a device and a format, which it would otherwise only warn about."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

@@ -25,104 +25,65 @@ from lightning_vram.private_names.torch.modules import NormBase
 from lightning_vram.techniques.mixed_precision import Float32Islands, WeightCasts, keep_norms_low, run_in_fp32
 from lightning_vram.techniques.quantize_frozen_weights import read_weights_as
 
-_KEY = "_lightning_vram_between_steps"
-
 
 class CallsBetweenSteps(Swaps):
-    """Of a module and its direct parts, until :meth:`remove`.
-
-    Args:
-        module: With weights in ``dtype``.
-        device_type: Where it runs.
-        dtype: Of autocast.
-
-    Raises:
-        ValueError: If the class of a module cannot be changed.
-    """
+    """Runs calls of a module and its direct children between steps under autocast, until :meth:`remove`."""
 
     def __init__(self, module: nn.Module, device_type: str, dtype: torch.dtype) -> None:
-        super().__init__(_KEY)
+        super().__init__("_lightning_vram_between_steps")
         self.device_type, self.dtype = device_type, dtype
-        self._is_in_step = False
+        self.is_in_step = False
         with self.all_or_none():
             for part in (module, *module.children()):
                 is_called = plain_class_forward(part) is not nn.Module.forward or has_own_forward(part)
                 if is_called and not isinstance(part, torch.jit.ScriptModule):
-                    self.add(part, self, _run)
+                    self.add(part, self, _forward_between_steps)
 
     @contextmanager
     def in_step(self) -> Generator[None, None, None]:
-        """While a step decides for itself what is autocast."""
-        outer, self._is_in_step = self._is_in_step, True
+        """While a step controls autocast itself."""
+        outer, self.is_in_step = self.is_in_step, True
         try:
             yield
         finally:
-            self._is_in_step = outer
-
-    def computes(self) -> bool:
-        """Whether a call that begins now is one between steps."""
-        return not self._is_in_step and not torch.is_autocast_enabled(self.device_type)
+            self.is_in_step = outer
 
 
-def _run(module: nn.Module, calls: CallsBetweenSteps, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for ``module.forward``, which is ``plain``."""
-    if not calls.computes():
-        return plain(*args, **kwargs)
+def _forward_between_steps(
+    module: nn.Module, calls: CallsBetweenSteps, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Replaces ``module.forward``, which is ``forward``."""
+    if calls.is_in_step or torch.is_autocast_enabled(calls.device_type):
+        return forward(*args, **kwargs)
     with torch.autocast(calls.device_type, dtype=calls.dtype, cache_enabled=False):
-        output = plain(*args, **kwargs)
+        output = forward(*args, **kwargs)
     return cast_where(lambda leaf: isinstance(leaf, Tensor) and leaf.dtype == calls.dtype, torch.float32, output)
-
-
-_NORMS = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """As the plugin was given them.
-
-    Args:
-        fp32_modules: Patterns of modules that run in float32.
-        low_precision_norms: Whether outputs of norms stay in 16 bit.
-        recast_in_backward: Whether 16-bit copies of weights are made again in the backward.
-        parameters: How parameters are kept.
-        check_updates: Whether to count updates of them that are lost.
-    """
+    """Arguments of the plugin that change the module."""
 
     fp32_modules: tuple[LayerPattern, ...] = ()
-    low_precision_norms: bool = False
-    recast_in_backward: bool = False
-    parameters: str = "fp32"
-    check_updates: bool = False
+    low_precision_norms: bool = False  # whether outputs of norms stay in 16 bits
+    recast_in_backward: bool = False  # whether weights are cast again in the backward
+    parameters: str = "fp32"  # how they are stored
+    check_updates: bool = False  # whether to count lost updates
 
     @property
     def is_lean(self) -> bool:
-        """Whether parameters are kept in 16 bit."""
+        """Whether parameters are stored in 16 bits."""
         return self.parameters != "fp32"
-
-    @property
-    def changes_layers(self) -> bool:
-        """Whether some layers compute in another precision than others."""
-        return bool(self.fp32_modules) or self.low_precision_norms or self.is_lean
 
 
 @dataclass
 class ModuleChanges:
-    """All of them, with their undo.
-
-    Args:
-        module: That is going to run.
-        device_type: It will run on.
-        settings: What to change.
-        is_training: Whether the run trains; otherwise only what changes results is done.
-
-    Raises:
-        ValueError: If patterns match nothing, or a module or parameter cannot be changed. Nothing is changed then.
-    """
+    """All changes of a module, with their undo. If one of them cannot be made, nothing is changed."""
 
     module: pl.LightningModule
     device_type: str
     settings: Settings
-    is_training: bool
+    is_training: bool  # otherwise only what changes results is done
     lean: LeanParameters | None = None
     calls: CallsBetweenSteps | None = None
     _islands: Float32Islands = field(init=False)
@@ -151,44 +112,31 @@ class ModuleChanges:
 
     @property
     def idle_islands(self) -> list[str]:
-        """Names of ``fp32_modules`` whose ``forward`` nobody has called so far: nothing of them is in float32."""
+        """Names of ``fp32_modules`` whose ``forward`` was not called so far: nothing of them is in float32."""
         return [self._island_names[module] for module in self._islands.idle]
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let ``optimizers`` step what is kept, or refuse those that cannot.
-
-        Raises:
-            ValueError: If one cannot step parameters that are kept in 16 bit.
-        """
-        if self.lean is None:
+        """Let ``optimizers`` step the stored weights, or refuse those that cannot."""
+        lean = self.lean
+        if lean is None:
             refuse_lost_updates(optimizers)
         else:
-            self._attach_lean(self.lean, optimizers)
-        self._cast_weights()
-
-    def _cast_weights(self) -> None:
-        """Swap classes only now: code that tells layers by their type has made its groups of parameters."""
+            lean.attach(optimizers)
+            self._broadcast_rests(lean)
+            # The one place from which all checkpoints get weights, those of weights alone included.
+            strategy, name = self.module.trainer.strategy, "lightning_module_state_dict"
+            self._undo.callback(Shadow(strategy, name, lambda inner: lambda: lean.full_state(inner())).remove)
+        # Swap classes only now: code that selects layers by their type has made its parameter groups.
         casts = WeightCasts(
             self.module, self.device_type, recast_in_backward=self.settings.recast_in_backward, skip=self._inside
         )
         self._undo.callback(casts.remove)
         # Of all optimizers: some are made in the midst of training, and steps do not all pass the plugin.
-        hook = register_optimizer_step_post_hook(partial(_tell_of_step, ref(casts)))
+        hook = register_optimizer_step_post_hook(partial(_after_any_step, ref(casts)))
         self._undo.callback(hook.remove)
 
-    def _attach_lean(self, lean: LeanParameters, optimizers: Sequence[Optimizer]) -> None:
-        lean.attach(optimizers)
-        self._broadcast_rests(lean)
-        # The one place from which all checkpoints get weights, those of weights alone included.
-        shadow = Shadow(self.module.trainer.strategy, "lightning_module_state_dict", self._make_state_dict)
-        self._undo.callback(shadow.remove)
-
     def load_weights(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over weights of a checkpoint in full: what loads them into the module while they are lean rounds them.
-
-        Args:
-            state_dict: As of the module, with any keys. Weights that the user's code has made something else of stay.
-        """
+        """Load weights of a checkpoint exactly, which were rounded on loading. Weights changed by user code stay."""
         if self.lean is None:
             return
         named = self._named_parameters()
@@ -201,7 +149,7 @@ class ModuleChanges:
         self._undo.close()
 
     def _broadcast_rests(self, lean: LeanParameters) -> None:
-        """Let all replicas have the exact weights of the first, of which DDP has handed the bfloat16 half around."""
+        """Give all replicas the exact weights of the first, of which DDP has broadcast the bfloat16 half."""
         trainer = self.module.trainer
         if trainer.world_size == 1:
             return
@@ -213,13 +161,6 @@ class ModuleChanges:
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.module.named_parameters(remove_duplicate=False))
 
-    def _make_state_dict(self, inner: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
-        def state_dict() -> dict[str, Any]:
-            assert self.lean is not None
-            return self.lean.full_state(inner())
-
-        return state_dict
-
 
 def _is_rounded(value: Tensor, parameter: Tensor) -> bool:
     """Whether ``parameter`` holds ``value``, but for the rounding to bfloat16."""
@@ -230,14 +171,14 @@ def _is_rounded(value: Tensor, parameter: Tensor) -> bool:
     return torch.allclose(present, exact, rtol=torch.finfo(torch.bfloat16).eps, atol=0.0, equal_nan=True)
 
 
-def _tell_of_step(casts: "ref[WeightCasts]", optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _after_any_step(casts: "ref[WeightCasts]", optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     living = casts()
     if living is not None:  # parameters without a gradient were not stepped
         living.after_step(p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
 
 
 def _find_islands(module: nn.Module, patterns: Sequence[LayerPattern]) -> dict[nn.Module, str]:
-    """All that match, with their names. Those inside of others count as well: who says that the others are called?"""
+    """All that match, with their names. Those inside others count as well: the others may never be called."""
     if not patterns:
         return {}
     try:
@@ -246,24 +187,21 @@ def _find_islands(module: nn.Module, patterns: Sequence[LayerPattern]) -> dict[n
         message = str(error).replace("layers=", "fp32_modules=", 1)
         raise ValueError(f"LeanMixedPrecision: {message}") from None
     # What is compiled has two names; the second is that of what was compiled.
-    parts = {_plain_name(name): part for name, part in module.named_modules(remove_duplicate=False)}
+    parts = {
+        ".".join(part for part in name.split(".") if part != COMPILED_PART): module
+        for name, module in module.named_modules(remove_duplicate=False)
+    }
     found = {layer.module: layer.name for layer in selection.layers}
     return found | {parts[name]: name for name in reversed(selection.nested)}
 
 
-def _plain_name(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != COMPILED_PART)
-
-
 def _lean_parameters(module: nn.Module, islands: Collection[nn.Module]) -> list[nn.Parameter]:
-    """All but those of fp32 islands, computed weights, and kernels that want float32, such as those of norms.
-
-    What is bf16 already is not spared: it needs what it lacks.
-    """
+    """All but those of fp32 islands, computed weights, and kernels that need float32; bf16 ones are never exempt."""
     exempt = {*islands, *(part for part in module.modules() if _is_norm(part)), *iterate_computing(module)}
-    kept = {parameter for part in exempt for parameter in part.parameters(recurse=False)}
-    return [p for p in module.parameters() if p not in kept or p.dtype is torch.bfloat16]
+    in_float32 = {parameter for part in exempt for parameter in part.parameters(recurse=False)}
+    return [p for p in module.parameters() if p not in in_float32 or p.dtype is torch.bfloat16]
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, (*_NORMS, nn.Bilinear)) or type(module).__name__.endswith("Norm")
+    kinds = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.Bilinear)
+    return isinstance(module, kinds) or type(module).__name__.endswith("Norm")

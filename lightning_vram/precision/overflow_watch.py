@@ -1,4 +1,4 @@
-"""What becomes of optimizer steps that were skipped because gradients overflowed."""
+"""Optimizer steps that were skipped because gradients overflowed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,20 +16,14 @@ ON_LIMIT = get_args(OnLimit)
 
 @dataclass
 class OverflowWatch:
-    """Counts them, and says when it is enough.
+    """Counts skipped steps, and reports when there are too many in a row."""
 
-    Args:
-        max_consecutive: How many in a row are too many; ``None``: never.
-        num_steps: Steps that were skipped, since the run began.
-        num_consecutive: The last so many were.
-    """
-
-    max_consecutive: int | None
+    max_consecutive: int | None  # None: no limit
     num_steps: int = 0
     num_consecutive: int = 0
 
     def note(self, num_overflowed: int) -> bool:
-        """Count steps that belong to one scale, of which some overflowed; return whether it is enough."""
+        """Count steps that belong to one scale, of which some overflowed; return whether it is too many."""
         self.num_steps += num_overflowed
         self.num_consecutive = self.num_consecutive + 1 if num_overflowed else 0
         return self.max_consecutive is not None and self.num_consecutive >= self.max_consecutive
@@ -50,16 +44,16 @@ class OverflowWatch:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         return {"num_steps": self.num_steps, "num_consecutive": self.num_consecutive}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
         self.num_steps, self.num_consecutive = int(state["num_steps"]), int(state["num_consecutive"])
 
 
 def is_logging(module: pl.LightningModule, *, always: bool = False) -> bool:
-    """Whether somebody gets the values of this step; ``always``: whether anybody could."""
+    """Whether values of this step are logged; ``always``: whether they could be."""
     trainer = module.trainer
     is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
     is_due = is_last or logs_are_due(trainer) or trainer.fast_dev_run  # type: ignore[attr-defined]
@@ -67,7 +61,7 @@ def is_logging(module: pl.LightningModule, *, always: bool = False) -> bool:
 
 
 def log_of_step(module: pl.LightningModule, values: Mapping[str, float | Tensor]) -> None:
-    """Log them, where :func:`is_logging`."""
+    """Log values of a step, where :func:`is_logging`."""
     # Under manual optimization the step ends where no hook runs that Lightning lets values be logged from.
     with logging_from(module, "optimizer_step"):
         for name, value in values.items():

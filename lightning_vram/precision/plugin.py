@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -18,6 +18,7 @@ from lightning_vram.argument_checks import check_bool
 from lightning_vram.core.gradients.clipping import clip_gradient_norm
 from lightning_vram.core.layers.patterns import LayerPattern
 from lightning_vram.core.surgery.held_setting import without_fast_path
+from lightning_vram.memory.device.accelerators import current_kind
 from lightning_vram.precision.arguments import (
     check_arguments,
     check_combination,
@@ -27,21 +28,23 @@ from lightning_vram.precision.arguments import (
     refuse_strategy,
 )
 from lightning_vram.precision.averages import list_averages
-from lightning_vram.precision.choice import DTYPES, Choice, check_choice, resolve_precision
+from lightning_vram.precision.choice import DTYPES, Choice, Precision16, check_choice, resolve_precision
 from lightning_vram.precision.module_changes import ModuleChanges, Settings
-from lightning_vram.precision.overflow_watch import OnLimit
-from lightning_vram.precision.run import PrecisionRun, end_dead_runs
-from lightning_vram.precision.scaled import ScaledPrecision
+from lightning_vram.precision.overflow_watch import OnLimit, OverflowWatch
+from lightning_vram.precision.run import PrecisionRun, undo_interrupted_runs
 from lightning_vram.precision.scaled_steps import ScaledSteps
+from lightning_vram.private_names.lightning.callbacks import is_searching_rate
 from lightning_vram.private_names.lightning.strategies import call_after_closure
+from lightning_vram.techniques.mixed_precision import without_optimizers
 
 Parameters = Literal["fp32", "bf16+master", "bf16+split", "bf16+kahan", "bf16+stochastic"]
 
-
+_LIGHTNINGS = "MixedPrecision"
+_OTHERS = ("LeanMixedPrecision", _LIGHTNINGS, "FSDPPrecision")  # Lightning keeps states by the name of the class
 _OVERWRITTEN = "modified by an inplace operation", "BFloat16Type"  # in an error of autograd
 
 
-class LeanMixedPrecision(ScaledPrecision):
+class LeanMixedPrecision(MixedPrecision):
     """Train in bfloat16 or float16 mixed precision, in less memory than ``Trainer(precision="bf16-mixed")``.
 
     Without further arguments results are bitwise those of ``"bf16-mixed"`` or ``"16-mixed"``, with these fixes:
@@ -105,6 +108,8 @@ class LeanMixedPrecision(ScaledPrecision):
         >>> trainer = pl.Trainer(plugins=[LeanMixedPrecision("bf16", recast_in_backward=True)], logger=False)
     """
 
+    precision: Any  # "32-true" after a fall-back
+
     def __init__(  # noqa: PLR0913 - set by name in configuration files
         self,
         precision: Choice = "auto",
@@ -130,11 +135,34 @@ class LeanMixedPrecision(ScaledPrecision):
         patterns = (fp32_modules,) if isinstance(fp32_modules, str | type) else tuple(fp32_modules)
         self.settings = Settings(patterns, low_precision_norms, recast_in_backward, parameters, check_updates)
         self._holds_lr = hold_lr_on_overflow
-        super().__init__(choice, max_consecutive_overflows, on_overflow_limit, scaler)
+        self._choice = choice
+        self._on_limit = on_overflow_limit
+        self._overflows = OverflowWatch(max_consecutive_overflows)
+        self._given_scaler = scaler
+        # Lightning's names; what "auto" stands for is known when the device is.
+        self.precision = choice or "bf16-mixed"
+        self.device = current_kind()
+        self.scaler = scaler
+        self._run: PrecisionRun | None = None
+        self._has_fallen_back = False
+        self._ended: dict[str, Any] = {}  # the state of the last fit, once it has ended
 
     def __repr__(self) -> str:
-        """As it is told apart from others in messages of Lightning."""
         return f"{type(self).__name__}({self.precision!r})"
+
+    @property
+    def overflow_steps(self) -> int:
+        """Optimizer steps that were skipped so far, including the last one."""
+        return self._overflows.num_steps + (self._steps.num_overflowed if self._steps is not None else 0)
+
+    @property
+    def _steps(self) -> ScaledSteps | None:
+        """Scaled steps of a fit in float16."""
+        return self._run.steps if self._run is not None else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """In a copy, such as worker processes get of the trainer, there is no run."""
+        return vars(self) | {"_run": None, "scaler": self.scaler and without_optimizers(self.scaler)}
 
     # --- set up and undo ---
 
@@ -145,7 +173,7 @@ class LeanMixedPrecision(ScaledPrecision):
         if self._run is not None:
             refuse_second_run(self._run.trainer, trainer)
         self.teardown()  # a run whose end was cut short
-        end_dead_runs()
+        undo_interrupted_runs()
         refuse_strategy(trainer)
         self.device = trainer.strategy.root_device.type
         precision = resolve_precision(self._choice, self.device)
@@ -190,7 +218,9 @@ class LeanMixedPrecision(ScaledPrecision):
     @override
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        is_skipped = self.settings.changes_layers and self.device != "cuda"
+        settings = self.settings
+        mixes_layers = bool(settings.fp32_modules) or settings.low_precision_norms or settings.is_lean
+        is_skipped = mixes_layers and self.device != "cuda"
         calls = self._run.changes.calls if self._run is not None else None
         with (
             self.autocast_context_manager(),
@@ -202,14 +232,8 @@ class LeanMixedPrecision(ScaledPrecision):
     @override
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        with self._training_step():
-            yield
-        if self._run is not None:
-            self._run.warn_of_idle_islands()
-
-    @contextmanager
-    def _training_step(self) -> Generator[None, None, None]:
-        steps = self._run.steps if self._run is not None and not self._run.module.automatic_optimization else None
+        run = self._run
+        steps = run.steps if run is not None and not run.module.automatic_optimization else None
         if steps is not None:
             steps.is_deferring = True
         try:
@@ -220,6 +244,8 @@ class LeanMixedPrecision(ScaledPrecision):
                 steps.is_deferring = False
         if steps is not None:
             steps.end()
+        if self._run is not None:
+            self._run.warn_of_idle_islands()
 
     @override
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
@@ -248,7 +274,8 @@ class LeanMixedPrecision(ScaledPrecision):
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         assert self._run is not None
-        closure = self._under_present_autocast(closure)
+        if torch.is_autocast_enabled(self.device):  # in manual optimization, whose closure holds a forward
+            closure = self.autocast_context_manager()(closure)
         with self._without_autocast():
             if self._run.steps is not None:
                 return self._scaled_step(self._run, self._run.steps, optimizer, closure, **kwargs)
@@ -278,7 +305,8 @@ class LeanMixedPrecision(ScaledPrecision):
         self, run: PrecisionRun, steps: ScaledSteps, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         result = closure()
-        if run.module.automatic_optimization and result is None and not _has_gradients(optimizer):
+        has_gradients = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        if run.module.automatic_optimization and result is None and not has_gradients:
             call_after_closure(self, run.module, optimizer)
             return None
         steps.unscale(optimizer)
@@ -291,17 +319,91 @@ class LeanMixedPrecision(ScaledPrecision):
             return nullcontext()
         return torch.autocast(self.device, enabled=False)
 
-    def _under_present_autocast(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure of manual optimization, run by the optimizer, holds a forward."""
-        if not torch.is_autocast_enabled(self.device):
-            return closure
-        return partial(_run_under, self.autocast_context_manager(), closure)
+    # --- the loss scale ---
 
+    def _after_scale_moved(self, num_overflowed: int) -> None:
+        run = self._run
+        assert run is not None
+        assert run.steps is not None
+        is_enough = self._overflows.note(num_overflowed)
+        self._overflows.log(run.module, run.steps.scaling)
+        if num_overflowed and run.paused is not None:
+            run.paused.pause()
+        # a search for the learning rate goes on until the training diverges
+        if is_enough and not is_searching_rate(run.trainer.callbacks):  # type: ignore[attr-defined]
+            if self._on_limit == "error":
+                raise self._overflows.error(run.steps.scaling.scale_value)
+            rank_zero_warn(
+                f"LeanMixedPrecision: gradients overflowed in {self._overflows.num_consecutive} optimizer steps in a "
+                f"row. Training continues in {self._on_limit}."
+            )
+            self._fall_back(run)
 
-def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+    def _start_in(self, precision: Precision16, run: PrecisionRun | None) -> None:
+        self._has_fallen_back = False
+        self.precision = precision
+        if precision != "16-mixed":
+            self.scaler = None
+            return
+        self.scaler = self.scaler or self._given_scaler or torch.amp.GradScaler(self.device)
+        if run is not None:
+            run.steps = ScaledSteps(self.scaler, run.over_ranks(), self._after_scale_moved)
 
+    def _fall_back(self, run: PrecisionRun) -> None:
+        self._has_fallen_back = True
+        self.precision = "bf16-mixed" if self._on_limit == "bf16" else "32-true"
+        self._overflows.num_consecutive = 0
+        if run.steps is not None:
+            run.steps.scaling.end()
+        run.end_scaling()
+        self.scaler = None
 
-def _run_under(context: AbstractContextManager[Any], run: Callable[[], Any]) -> Any:
-    with context:
-        return run()
+    # --- checkpoints ---
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        state = {
+            "precision": self.precision,
+            "has_fallen_back": self._has_fallen_back,
+            "overflows": self._overflows.state_dict(),
+        }
+        if self.scaler is not None and self.scaler.is_enabled():
+            state["scaler"] = self.scaler.state_dict()
+        return state | (self._run.state_dict() if self._run is not None else self._ended)
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if "scale" in state_dict:  # of GradScaler.state_dict: all that Lightning's plugins keep
+            self._load_scale(state_dict)
+            return
+        if self._run is None or not self._run.changes.is_training:  # an evaluation says nothing about the fit before
+            return
+        self._overflows.load_state_dict(state_dict["overflows"])
+        if state_dict["has_fallen_back"]:
+            self._overflows.num_consecutive = 0
+            if self.scaler is not None and self._on_limit != "error":
+                self._fall_back(self._run)
+        elif self._has_fallen_back:  # in a search for a batch size, say
+            self._start_in("16-mixed", self._run)
+            assert self._run.steps is not None
+            self._run.steps.begin(self._run.trainer.optimizers)
+        self._load_scale(state_dict.get("scaler", {}))
+        self._run.load_state_dict(state_dict)
+
+    def _load_scale(self, state: dict[str, Any]) -> None:
+        if self.scaler is not None and state:
+            self.scaler.load_state_dict(state)
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.scaler is not None and self.scaler.is_enabled():
+            checkpoint[_LIGHTNINGS] = self.scaler.state_dict()
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if type(self).__qualname__ not in checkpoint:  # else Lightning hands it over by itself
+            state = next((checkpoint[key] for key in _OTHERS if checkpoint.get(key)), None)
+            if state is not None:
+                self.load_state_dict(state)
+        if self._run is not None:
+            self._run.load_weights(checkpoint)

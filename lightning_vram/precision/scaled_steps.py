@@ -1,4 +1,4 @@
-"""Optimizer steps under a loss scale, whoever makes them: the plugin, or the user's code with the scaler itself."""
+"""Optimizer steps under a loss scale: of the plugin, or of the user's code with the scaler itself."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,21 +13,13 @@ from lightning_vram.techniques.mixed_precision import LossScaling
 
 
 class ScaledSteps:
-    """Lets the scale move once after all optimizer steps that follow one backward.
-
-    From :meth:`begin` to :meth:`remove` it stands in for methods of the scaler.
-
-    Args:
-        scaler: Has the scale.
-        over_ranks: How ranks agree on an overflow; ``None``: this one is alone.
-        on_end: Called when the scale has moved, with the number of steps before it that were skipped.
-    """
+    """Moves the scale once after all optimizer steps that follow one backward. Patches the scaler."""
 
     def __init__(
         self,
         scaler: torch.amp.GradScaler,
-        over_ranks: Callable[[Tensor], Tensor] | None,
-        on_end: Callable[[int], None],
+        over_ranks: Callable[[Tensor], Tensor] | None,  # how ranks agree on an overflow
+        on_end: Callable[[int], None],  # gets the number of steps that were skipped
     ) -> None:
         self.scaling = LossScaling(scaler)
         self.is_deferring = False  # more steps may follow the same backward
@@ -35,13 +27,13 @@ class ScaledSteps:
         self._has_stepped = False
         self._over_ranks = over_ranks
         self._on_end = on_end
-        self._shadows: list[Shadow] = []
+        self._patches: list[Shadow] = []
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        """Keep the gradients of these optimizers right from now on."""
+        """Keep the gradients of these optimizers correctly scaled from now on."""
         scaler = self.scaling.scaler
         self.scaling.watch(optimizers)
-        if not self._shadows and scaler.is_enabled():
+        if not self._patches and scaler.is_enabled():
             own: dict[str, Callable[..., Any]] = {
                 "scale": self.scale,
                 "unscale_": self.unscale,
@@ -49,15 +41,15 @@ class ScaledSteps:
                 "update": self._update,
                 "get_scale": self._get_scale,
             }
-            self._shadows = [Shadow(scaler, name, instead(call)) for name, call in own.items()]
+            self._patches = [Shadow(scaler, name, instead(call)) for name, call in own.items()]
 
     def remove(self) -> None:
-        """Give the scaler its methods back. Calling it again does nothing."""
-        while self._shadows:
-            self._shadows.pop().remove()
+        """Undo the patches of the scaler. Calling it again does nothing."""
+        while self._patches:
+            self._patches.pop().remove()
 
     def scale(self, loss: Any) -> Any:
-        """Scale what backward is called on next; the scale moves first where there were steps."""
+        """Scale what backward is called on next; the scale moves first if there were steps."""
         self.end()
         return self.scaling.scale(loss)
 
@@ -88,7 +80,7 @@ class ScaledSteps:
             type(scaler).update(scaler, new_scale)
 
     def _get_scale(self) -> float:
-        """The scale, as it will be where it has still to move: many ask it whether a step was skipped."""
+        """The scale, as it will be where it has still to move: much code reads it to see whether a step was skipped."""
         scaler = self.scaling.scaler
         return type(scaler).get_scale(scaler) * (scaler.get_backoff_factor() if self.num_overflowed else 1.0)
 

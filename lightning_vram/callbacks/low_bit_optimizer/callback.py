@@ -101,16 +101,12 @@ class LowBitOptimizer(MomentsTechnique):
         super()._apply(trainer)
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
         if self._updates is not None:
             self._updates.begin()
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         share = None if self._updates is None else self._updates.share
         if share is not None:
             pl_module.log("vram/lost_updates", share, batch_size=1)

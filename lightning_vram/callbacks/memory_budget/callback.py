@@ -1,4 +1,4 @@
-"""Tell before a run whether it fits the device, so that it does not end hours later, or after minutes of loading.
+"""Check before a run whether it fits the device, so that it does not end hours later, or after minutes of loading.
 
 Two steps of the same Trainer run on tensors without memory (``estimate_memory``), and what they need is held against
 what the device has left. It costs the seconds of that estimate and saves no memory by itself.
@@ -13,11 +13,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
 from lightning_vram.callbacks.hook_points import check_trainer, rank_timeout
-from lightning_vram.callbacks.memory_budget.words import excess_message, first_step_line, fit_line, unknown_line
 from lightning_vram.estimation.estimate import Estimator, Progress
 from lightning_vram.estimation.fake_trainer import RunCallbacks, check_run_callbacks
 from lightning_vram.estimation.running_trainer.decision import (
@@ -29,17 +27,24 @@ from lightning_vram.estimation.running_trainer.decision import (
 from lightning_vram.estimation.running_trainer.limit import AUTO, check_limit, limit_bytes
 from lightning_vram.memory.device.allocator import PeakWatch, has_cache
 from lightning_vram.memory.device.process_limit import ProcessLimit, can_limit
-from lightning_vram.memory.estimate.result import TRAIN
+from lightning_vram.memory.estimate.result import TRAIN, MemoryEstimate
+from lightning_vram.memory.tracking.timeline import Category
+from lightning_vram.memory.units import format_bytes
 from lightning_vram.report.estimate.progress import ProgressDisplay
 
-_FIRST_STEP = "first step"
 _LIMIT = "MemoryBudget(limit)"
-_ACTIONS = ("warn", "error")
+_NAMES = {Category.OPTIMIZER_STATE: "optimizer state"}
+_PER_SAMPLE = (Category.INPUTS, Category.ACTIVATIONS, Category.TEMPORARIES)
+_HELPS_PER_SAMPLE = (
+    "a smaller batch with accumulate_grad_batches, MicroBatching('auto'), ActivationCheckpointing() or "
+    "ActivationOffload()"
+)
+_HELPS_PER_PARAMETER = "strategy='fsdp_offload' or LeanMixedPrecision('bf16', parameters='bf16+split')"
 
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What rank zero tells the others."""
+    """What rank zero broadcasts to the others."""
 
     message: str
     fits: bool | None
@@ -90,7 +95,7 @@ class MemoryBudget(Callback):
         run_callbacks: RunCallbacks = (),
     ) -> None:
         check_limit(_LIMIT, limit)
-        if on_excess not in _ACTIONS:
+        if on_excess not in ("warn", "error"):
             raise ValueError(f"MemoryBudget(on_excess) must be 'warn' or 'error', got {on_excess!r}.")
         self.limit = limit
         self.on_excess = on_excess
@@ -136,15 +141,17 @@ class MemoryBudget(Callback):
             self._first_step = trainer.global_step
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if self._watch is None or trainer.global_step == self._first_step:
             return
         watch, self._watch = self._watch, None
-        expected = self._expected[TRAIN if self._first_step else _FIRST_STEP]  # a resumed run has its states already
+        expected = self._expected[TRAIN if self._first_step else "first step"]  # a resumed run has its states already
         measured = watch.read().peak_allocated_bytes - self._bytes_of_others
-        rank_zero_info(first_step_line(measured, expected, str(trainer.strategy.root_device)))
+        rank_zero_info(
+            f"MemoryBudget: up to the first optimizer step, peak memory on {trainer.strategy.root_device} was "
+            f"{format_bytes(measured)}; predicted: {format_bytes(expected)} "
+            f"({(expected - measured) / max(1, measured):+.1%})."
+        )
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -177,7 +184,29 @@ def _judge(on_progress: Progress, read: Callable[[], RunningTrainer], _: int | N
             largest = estimator.max_batch_size()
             estimate = replace(estimate, max_batch_size=largest.size, batch_size_refusal=largest.refusal)
     except Exception as error:  # a step on tensors without values may fail where the run does not
-        return _Verdict(unknown_line(f"{type(error).__name__}: {error}"), fits=None)
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
+        message = f"MemoryBudget cannot estimate whether the run fits: {reason}. Training continues."
+        return _Verdict(message, fits=None)
     expected = tuple((name, stage.allocated_bytes) for name, stage in estimate.stages.items())
-    message = fit_line(estimate) if estimate.fits else excess_message(estimate)
+    if not estimate.fits:
+        return _Verdict(_excess_message(estimate), estimate.fits, expected)
+    needed, available = format_bytes(estimate.needed_bytes), format_bytes(estimate.device.memory_bytes)
+    message = f"MemoryBudget: a step needs {needed} of the {available} available on {estimate.device.name}."
     return _Verdict(message, estimate.fits, expected)
+
+
+def _excess_message(estimate: MemoryEstimate) -> str:
+    needed, available = estimate.needed_bytes, estimate.device.memory_bytes
+    largest = max(estimate.by_category, key=lambda category: estimate.by_category[category])
+    module, size = next(iter(estimate.by_module.items()), ("", 0))
+    place = f"; the largest module is {module} with {format_bytes(size)}" if module else ""
+    sentences = [
+        f"MemoryBudget: the run does not fit. A step needs {format_bytes(needed)}, but only {format_bytes(available)} "
+        f"are available on {estimate.device.name}: {format_bytes(needed - available)} too few.",
+        f"Largest category: {_NAMES.get(largest, largest)}, {format_bytes(estimate.by_category[largest])}{place}.",
+    ]
+    if estimate.max_batch_size is not None and estimate.batch_size:
+        most = f"{estimate.max_batch_size} would fit" if estimate.max_batch_size else "and not even one fits"
+        sentences.append(f"The batch has {estimate.batch_size} samples, {most}.")
+    helps = _HELPS_PER_SAMPLE if largest in _PER_SAMPLE else _HELPS_PER_PARAMETER
+    return " ".join([*sentences, f"What helps: {helps}."])

@@ -9,14 +9,14 @@ fixed size stay as they are.
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_vram.callbacks.hook_points import FitTechnique
 from lightning_vram.callbacks.metric_offload.offloaded_metric import OffloadedMetric, list_states
-from lightning_vram.callbacks.metric_offload.words import say_called, say_collected, say_found
+from lightning_vram.memory.units import format_bytes
 from lightning_vram.techniques.metric_offload import GrowingLists
 
 
@@ -46,14 +46,20 @@ class MetricOffload(FitTechnique):
 
     def __init__(self) -> None:
         self._offloaded: dict[int, OffloadedMetric] = {}  # by the identity of the metric, which it keeps alive
-        self._said_called = False
         self._collected: GrowingLists | None = None
-        self._said_collected = False
+        self._has_warned_of_calls = self._has_warned_of_outputs = False
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
         self._offload(trainer.lightning_module)
-        rank_zero_info(say_found([one.metric for one in self._offloaded.values()], trainer.strategy.root_device))
+        kinds = {type(one.metric).__name__ for one in self._offloaded.values()}
+        if not kinds:
+            rank_zero_info("MetricOffload has no effect: no metric of the module stores lists.")
+        elif trainer.strategy.root_device.type == "cpu":
+            rank_zero_info("MetricOffload has no effect: the model is on the CPU, and so are its metrics' lists.")
+        else:
+            named = ", ".join(sorted(kinds))
+            rank_zero_info(f"MetricOffload stores the lists of {len(self._offloaded)} metrics on the CPU: {named}.")
 
     @override
     def _undo(self) -> None:
@@ -64,7 +70,7 @@ class MetricOffload(FitTechnique):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         for offloaded in self._offloaded.values():
-            offloaded.move_back()  # after an error they stay: there may be no room, and Lightning moves all to the host
+            offloaded.move_back()  # not after an error: memory may be full, and Lightning moves all to the host
         super().teardown(trainer, pl_module, stage)
 
     @override
@@ -86,27 +92,15 @@ class MetricOffload(FitTechnique):
     on_predict_batch_start = on_validation_batch_start
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         self._warn_of_calls(pl_module)
 
     @override
     def on_validation_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: STEP_OUTPUT,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         self._warn_of_calls(pl_module)
-        if self._collected is None or self._said_collected or trainer.strategy.root_device.type == "cpu":
-            return
-        if found := self._collected.look():
-            self._said_collected = True
-            rank_zero_warn(say_collected(found, trainer.strategy.root_device))
+        self._warn_of_outputs(trainer.strategy.root_device)
 
     on_test_batch_end = on_validation_batch_end
     on_predict_batch_end = on_validation_batch_end
@@ -115,12 +109,8 @@ class MetricOffload(FitTechnique):
         return vars(self) | self._between_runs()  # a copy is not part of any run
 
     def _between_runs(self) -> dict[str, Any]:
-        return {
-            "_offloaded": {},
-            "_said_called": False,
-            "_collected": None,
-            "_said_collected": False,
-        }
+        flags = {"_has_warned_of_calls": False, "_has_warned_of_outputs": False}
+        return {"_offloaded": {}, "_collected": None, **flags}
 
     def _offload(self, module: pl.LightningModule) -> None:
         """Offload the metrics that are not yet: users make some anew for each epoch (``MetricTracker``)."""
@@ -134,9 +124,30 @@ class MetricOffload(FitTechnique):
                 self._offloaded[identity] = OffloadedMetric(metric)
 
     def _warn_of_calls(self, module: pl.LightningModule) -> None:
-        if self._said_called or not any(one.is_called for one in self._offloaded.values()):
-            return
-        self._said_called = True
-        names = {id(member): name for name, member in module.named_modules()}
         called = [one.metric for one in self._offloaded.values() if one.is_called]
-        rank_zero_warn(say_called([(names.get(id(metric), "metric"), metric) for metric in called]))
+        if self._has_warned_of_calls or not called:
+            return
+        self._has_warned_of_calls = True
+        names = {id(member): name for name, member in module.named_modules()}
+        metrics = ", ".join(f"{names.get(id(metric), 'metric')} ({type(metric).__name__})" for metric in called)
+        rank_zero_warn(
+            f"MetricOffload: a step calls metrics that store lists: {metrics}. Each call copies the whole list. Write "
+            "`metric.update(preds, target)` instead of `metric(preds, target)`, and log the metric itself, "
+            "`self.log('name', metric)`, or its value at the end of the epoch."
+        )
+
+    def _warn_of_outputs(self, device: torch.device) -> None:
+        if self._collected is None or self._has_warned_of_outputs or device.type == "cpu":
+            return
+        if not (found := self._collected.look()):
+            return
+        self._has_warned_of_outputs = True
+        lists = ", ".join(
+            f"`self.{one.name}` ({format_bytes(one.total_bytes)}, {format_bytes(one.growth_bytes)} more with each "
+            "batch)"
+            for one in found
+        )
+        rank_zero_warn(
+            f"MetricOffload: the module collects tensors on {device} in {lists}. Move them to the CPU, as in "
+            f"`self.{found[0].name}.append(output.detach().cpu())`, or let a metric collect them."
+        )

@@ -1,11 +1,4 @@
-"""One torchmetrics metric whose list states are on the host: between steps, in ``compute``, and on their way to it.
-
-``compute_on_cpu=True`` of torchmetrics moves lists after each update, but ``self.log("auc", self.auc)`` moves the
-metric to its device at each step, and the lists with it; ranks then gather tensors on the host over NCCL, which fails.
-
-``compute`` runs on the host, as if the metric were there; what it returns is on the metric's device again. The value
-of a batch (``metric(preds, target)``) is computed on the device, of that batch alone.
-"""
+"""One torchmetrics metric whose list states are on the host between steps and in ``compute``."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,16 +32,16 @@ def list_states(metric: Metric) -> list[str]:
 
 
 class OffloadedMetric:
-    """A metric until :meth:`remove`. Copies and pickles of it are plain metrics.
+    """A metric whose lists are on the host until :meth:`remove`. Copies and pickles of it are ordinary metrics."""
 
-    Args:
-        metric: With list states, which are moved at once.
-    """
+    # compute_on_cpu=True of torchmetrics moves lists after each update, but ``self.log("auc", self.auc)`` moves the
+    # metric to its device at each step, and the lists with it; ranks then gather tensors on the host over NCCL, which
+    # fails. What ``compute`` returns is on the metric's device again. The value of a batch (``metric(preds, target)``)
+    # is computed on the device, of that batch alone.
 
     def __init__(self, metric: Metric) -> None:
         self.metric = metric
-        self.is_called = False
-        """Whether ``forward`` was called."""
+        self.is_called = False  # whether forward was called
         self._names = list_states(metric)
         self._is_in_forward = False
         self._move(looks_at_all=True)
@@ -62,12 +55,12 @@ class OffloadedMetric:
         for name in ("forward", APPLY, SYNC_STATES):
             if vars(metric).get(name) == MethodType(getattr(type(metric), name), metric):
                 del vars(metric)[name]  # a copy of an offloaded metric (MetricTracker) has it on itself
-        self._shadows = [Shadow(metric, name, partial(partial, run)) for name, run in replaced.items()]
+        self._patches = [Shadow(metric, name, partial(partial, run)) for name, run in replaced.items()]
 
     def remove(self) -> None:
         """Leave the metric with its states where they are. Calling it again does nothing."""
-        for shadow in reversed(self._shadows):
-            shadow.remove()
+        for patch in reversed(self._patches):
+            patch.remove()
 
     def move_back(self) -> None:
         """Move the lists to where the metric is."""
@@ -104,12 +97,12 @@ class OffloadedMetric:
         return copy_to(self.metric.device, value)
 
     def _sync(self, sync: Call, /, dist_sync_fn: Call | None = None, process_group: Any = None) -> None:
+        gather = dist_sync_fn or gather_all_tensors
         if self._is_in_forward:  # states of one batch, on the device (dist_sync_on_step)
-            sync(dist_sync_fn=dist_sync_fn or gather_all_tensors, process_group=process_group)
-            return
-        gather = partial(_gather_on_host, dist_sync_fn or gather_all_tensors)
-        with self._on_host():
             sync(dist_sync_fn=gather, process_group=process_group)
+            return
+        with self._on_host():
+            sync(dist_sync_fn=partial(_gather_on_host, gather), process_group=process_group)
 
     def _apply(self, apply: Call, /, function: Call, *args: Any, **kwargs: Any) -> Any:
         """``to`` and the like: lists are left out, unless their dtype changes."""
@@ -133,17 +126,15 @@ class OffloadedMetric:
         others = {name: getattr(metric, name) for name in default_states(metric) if name not in self._names}
         others |= dict(metric.named_buffers(recurse=False))
         copies = copy_to(_HOST, others)
-        self._set(copies)
+        for name, state in copies.items():
+            setattr(metric, name, state)
         try:
             with placed_on(metric, _HOST):
                 yield
         finally:
-            now = {name: getattr(metric, name) for name in others}
-            self._set({name: others[name] if now[name] is copies[name] else copy_to(device, now[name]) for name in now})
-
-    def _set(self, states: dict[str, Any]) -> None:
-        for name, state in states.items():
-            setattr(self.metric, name, state)
+            for name, state in others.items():
+                now = getattr(metric, name)
+                setattr(metric, name, state if now is copies[name] else copy_to(device, now))
 
 
 def _gather_on_host(gather: Call, tensor: Tensor, group: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""One try to run a batch in micro-batches: it counts in metrics, norms and logs only if it is kept."""
+"""One attempt to run a batch in micro-batches: it counts in metrics, norms and logs only if it succeeds."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -13,7 +13,6 @@ from lightning_vram.callbacks.micro_batching.metric_states import MetricStates
 from lightning_vram.core.batches.guard import BatchGuard
 from lightning_vram.core.batches.path import BatchSplitError
 from lightning_vram.core.rollback.step_rollback import BufferCopies, StepState
-from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 from lightning_vram.private_names.lightning.logging import running_results
 from lightning_vram.techniques.micro_batching import NormCounting
@@ -23,42 +22,23 @@ Output = TypeVar("Output")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A part of a batch.
+    """A part of a batch."""
 
-    Args:
-        batch: Views of the batch.
-        size: Number of samples.
-        share: Of what the batch counts: its weight in means.
-        factor: Of the loss.
-        is_first: Of its batch.
-        is_last: Of its batch.
-        is_idle: Runs because other ranks have one more, and counts for nothing.
-        batch_dim: The dimension of samples, in tensors that have it.
-    """
-
-    batch: Any
-    size: int
-    share: float
-    factor: float
+    batch: Any  # views of the batch
+    size: int  # number of samples
+    share: float  # weight in means
+    factor: float  # of the loss
     is_first: bool
     is_last: bool
-    is_idle: bool = False
+    is_idle: bool = False  # runs because other ranks have one more, and counts for nothing
     batch_dim: int = 0
 
 
 Step = Callable[[MicroBatch], Output]
 
 
-class MicroBatchTry:
-    """Runs the parts of a batch, once.
-
-    Args:
-        trainer: That runs a step.
-        metrics: Of its module.
-        guard: Of its batch.
-        is_training: Whether norms move their statistics.
-        is_again: Whether one of the same batch ran out of memory before.
-    """
+class MicroBatchAttempt:
+    """Runs the micro-batches of a batch, once."""
 
     def __init__(
         self,
@@ -67,7 +47,7 @@ class MicroBatchTry:
         guard: BatchGuard,
         *,
         is_training: bool,
-        is_again: bool = False,
+        is_again: bool = False,  # whether an attempt of the same batch ran out of memory before
     ) -> None:
         self._trainer = trainer
         self._module = trainer.lightning_module
@@ -91,13 +71,13 @@ class MicroBatchTry:
         outputs = []
         with self._logging or nullcontext():
             for number, part in enumerate(micro_batches, 1):
-                self._number = min(number, len(parts))  # the idle ones are the last part again
+                self._number = min(number, len(parts))  # the idle ones repeat the last part
                 if part.is_idle:
                     self._run_idle(part, step)
                     continue
-                self._metrics.start_chunk(part.share)
+                self._metrics.start_micro_batch(part.share)
                 if self._logging is not None:
-                    self._logging.start_chunk(part.size, part.share)
+                    self._logging.start_micro_batch(part.size, part.share)
                 if self._norms is not None:
                     self._norms.begin_part(part.size / num_samples)
                 lent = replace(part, batch=self._guard.lend(part.batch))
@@ -105,7 +85,7 @@ class MicroBatchTry:
         return outputs
 
     def keep(self) -> None:
-        """Let it count. May be a collective, where the user logs with ``sync_dist=True``."""
+        """Let it count. A collective if the user logs with ``sync_dist=True``."""
         self._guard.settle()
         if self._norms is not None:
             self._norms.finish()
@@ -114,13 +94,13 @@ class MicroBatchTry:
             self._logging.replay()
 
     def drop(self) -> None:
-        """Forget it. Calling it again does nothing."""
+        """Undo what it left in norms and metrics. Calling it again does nothing."""
         if self._norms is not None:
             self._norms.restore()
         self._metrics.restore()
 
     def add_note(self, error: BaseException) -> None:
-        """Tell the user that the cut may be the cause of an error of the model. Its type stays, for who catches it."""
+        """Note on an error of the model that splitting may be the cause. The type of the error does not change."""
         is_of_cut = isinstance(error, BatchSplitError) or not isinstance(error, Exception) or is_out_of_memory(error)
         if self._num_parts == 1 or is_of_cut:
             return
@@ -137,11 +117,9 @@ class MicroBatchTry:
         metrics = MetricStates(self._module)
         metrics.begin(1)
         results = running_results(self._trainer)
-        muted = Shadow(results, "log", lambda _: lambda *args, **kwargs: None) if results is not None else None
-        try:
-            step(replace(part, batch=self._guard.lend(part.batch)))
-        finally:
-            if muted is not None:
-                muted.remove()
-            metrics.restore()
-            state.restore()
+        with BatchLogging(results) if results is not None else nullcontext():  # without replay
+            try:
+                step(replace(part, batch=self._guard.lend(part.batch)))
+            finally:
+                metrics.restore()
+                state.restore()

@@ -1,18 +1,9 @@
-"""``self.log`` of a batch that runs in micro-batches: one entry for the batch, or none if the try is dropped.
-
-Lightning would take each micro-batch for a batch: the step's value would be that of the last one, and the epoch's mean
-would weigh each of them like the whole batch. Here calls are noted, and made once at the end: means weighted, sums
-added, minima and maxima taken. Processes exchange values (``sync_dist=True``) at the end only, once for each name.
-
-Lightning resets the values of the epoch before when the first batch logs. That happens at once and in each try; a
-second time it changes nothing.
-"""
+"""``self.log`` of a batch that runs in micro-batches: one entry for the batch, or none if the attempt is dropped."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -21,93 +12,66 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_vram.core.batches.weighted_mean import weighted_mean
-from lightning_vram.core.surgery.shadow import Shadow
+from lightning_vram.core.surgery.shadow import Shadow, instead
 from lightning_vram.private_names.lightning.logging import Metadata, ResultCollection, default_dtype
-
-Log = Callable[..., None]
 
 
 @dataclass
 class _Entry:
-    """One call of ``log``.
+    """One call of ``log`` in one micro-batch."""
 
-    Args:
-        value: Detached, if its graph was not asked for.
-        size: Samples of the micro-batch.
-        share: Of the micro-batch.
-        options: All other arguments by name.
-    """
-
-    value: Any
+    value: Any  # detached, unless its graph was asked for
     size: int
     share: float
-    options: dict[str, Any]
+    options: dict[str, Any]  # all other arguments by name
 
 
 class BatchLogging:
-    """As a context manager, one try: what is logged inside is noted, and comes out of :meth:`replay`.
+    """Inside the context, ``log`` calls of one attempt are recorded; :meth:`replay` makes them, once per batch."""
 
-    Args:
-        results: Of the running loop, for training or for an evaluation.
-    """
+    # Lightning would treat each micro-batch as a batch: the step's value would be that of the last one, and the epoch's
+    # mean would weigh each of them like the whole batch. Processes exchange values (``sync_dist=True``) once per name.
+    # Lightning resets the values of the epoch before when the first batch logs, in each attempt; a second time it
+    # changes nothing.
 
     def __init__(self, results: ResultCollection) -> None:
         self._results = results
         self._entries: dict[tuple[str, str, int], list[_Entry]] = {}
-        self._num_chunks = 0
+        self._num_micro_batches = 0
         self._size = 1
         self._share = 1.0
         self._occurrences: Counter[tuple[str, str]] = Counter()
-        self._log: Log = results.log
-        self._shadow: Shadow | None = None
+        self._log: Callable[..., None] = results.log
+        self._patch: Shadow | None = None
 
     def __enter__(self) -> Self:
-        self._shadow = Shadow(self._results, "log", self._make_note)
+        self._patch = Shadow(self._results, "log", instead(self._record))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._shadow is not None
-        self._shadow.remove()
+    def __exit__(self, *error: object) -> None:
+        assert self._patch is not None
+        self._patch.remove()
 
-    def start_chunk(self, size: int, share: float) -> None:
-        """Call before each micro-batch.
-
-        Args:
-            size: Its samples: weight of its values where all shares are 0.
-            share: Weight of its values in a mean. A call's own ``batch_size=`` comes first, unless it is ``size``.
-        """
-        self._num_chunks += 1
+    def start_micro_batch(self, size: int, share: float) -> None:
+        """Call before each micro-batch. ``share`` is its weight in means, ``size`` where all shares are 0."""
+        self._num_micro_batches += 1
         self._size, self._share = size, share
         self._occurrences.clear()
 
     def replay(self) -> None:
-        """Log the batch: inside of the context or after it, once.
-
-        A name counts over the micro-batches that logged it. One that a micro-batch logs several times is logged as
-        many times. With a single micro-batch the calls are repeated as they were.
-
-        Raises:
-            MisconfigurationException: If calls for one name contradict each other.
-        """
+        """Log the batch, once. A name counts over the micro-batches that logged it."""
         entries, self._entries = self._entries, {}
         for (fx, name, _), calls in entries.items():
             value, options = calls[0].value, calls[0].options
-            if self._num_chunks > 1 and isinstance(value, Tensor):
+            if self._num_micro_batches > 1 and isinstance(value, Tensor):
                 value, options = _combine(fx, name, calls)
             self._log(fx, name, value, **options)
 
-    def _make_note(self, log: Log) -> Log:
-        self._log = log
-
-        def note(fx: str, name: str, value: Tensor | Metric, **options: Any) -> None:
-            occurrence = self._occurrences[fx, name]
-            self._occurrences[fx, name] += 1
-            kept = value if options.get("enable_graph") else recursive_detach(value)
-            self._entries.setdefault((fx, name, occurrence), []).append(_Entry(kept, self._size, self._share, options))
-
-        return note
+    def _record(self, fx: str, name: str, value: Tensor | Metric, **options: Any) -> None:
+        occurrence = self._occurrences[fx, name]
+        self._occurrences[fx, name] += 1
+        saved = value if options.get("enable_graph") else recursive_detach(value)
+        self._entries.setdefault((fx, name, occurrence), []).append(_Entry(saved, self._size, self._share, options))
 
 
 def _combine(fx: str, name: str, calls: Sequence[_Entry]) -> tuple[Tensor, dict[str, Any]]:
@@ -124,12 +88,9 @@ def _combine(fx: str, name: str, calls: Sequence[_Entry]) -> tuple[Tensor, dict[
     meta = Metadata(fx, name, reduce_fx=options.get("reduce_fx", torch.mean))  # knows all ways to name a reduction
     if meta.is_mean_reduction:
         sizes = [call.size for call in calls]
-        return weighted_mean([_to_floating(value) for value in values], weights, sizes), options
+        floats = torch.float32, torch.float64  # Lightning converts others
+        values = [value if value.dtype in floats else value.to(default_dtype()) for value in values]
+        return weighted_mean(values, weights, sizes), options
     if meta.is_sum_reduction:
         return reduce(torch.add, [value.long() if value.dtype is torch.bool else value for value in values]), options
     return reduce(torch.maximum if meta.is_max_reduction else torch.minimum, values), options
-
-
-def _to_floating(value: Tensor) -> Tensor:
-    """As Lightning does: in float32 or higher."""
-    return value if value.dtype in (torch.float32, torch.float64) else value.to(default_dtype())

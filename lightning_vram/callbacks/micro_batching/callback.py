@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.optimization.automatic import Closure
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -19,16 +18,15 @@ from lightning_vram.callbacks.micro_batching.checks import (
     check_micro_batching,
     check_recovery,
     reduces_by_hand,
-    why_counts_must_be_equal,
 )
 from lightning_vram.callbacks.micro_batching.closure import MicroBatchClosure
-from lightning_vram.callbacks.micro_batching.evaluation import MicroBatchEvaluation
-from lightning_vram.callbacks.micro_batching.runner import MicroBatchRunner
+from lightning_vram.callbacks.micro_batching.evaluation import patch_evaluation_steps
+from lightning_vram.callbacks.micro_batching.runner import MicroBatchRunner, why_counts_must_be_equal
 from lightning_vram.core.batches.cutting import BatchCutter, find_time_first
 from lightning_vram.core.batches.path import check_shared_keys
 from lightning_vram.core.batches.weights import BatchWeight, WeightName, make_batch_weight
 from lightning_vram.core.processes.agreement import RankAgreement
-from lightning_vram.core.surgery.shadow import Shadow
+from lightning_vram.core.surgery.shadow import Shadow, instead
 from lightning_vram.memory.device.room import device_room
 from lightning_vram.private_names.lightning.loops import MAKE_CLOSURE
 from lightning_vram.techniques.micro_batching import AgreedSizes, FixedSize, MicroBatchSizes, SizePlanning
@@ -38,22 +36,12 @@ Size = int | Literal["auto"]
 
 @dataclass
 class _Run:
-    """What is there from setup to teardown.
+    """State from setup to teardown."""
 
-    Args:
-        shadow: In the place of Lightning's closure.
-        evaluation: In the place of the evaluation steps.
-        runners: By what they run: "training", "evaluation".
-        agreement: Between the ranks.
-        is_checked: Whether gradients are reduced and used in a way that can be kept.
-        logged_size: The last one that was logged.
-    """
-
-    shadow: Shadow | None = None
-    evaluation: MicroBatchEvaluation | None = None
-    runners: dict[str, MicroBatchRunner] = field(default_factory=dict)
+    patches: list[Shadow] = field(default_factory=list)
+    runners: dict[str, MicroBatchRunner] = field(default_factory=dict)  # "training", "evaluation"
     agreement: RankAgreement | None = None
-    is_checked: bool = False
+    is_checked: bool = False  # whether gradients are reduced and used in a way that MicroBatching can keep
     logged_size: int | None = None
 
 
@@ -199,9 +187,7 @@ class MicroBatching(FitTechnique):
     on_predict_start = on_validation_start
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         size = self.micro_batch_size
         if size is None or size == self._run.logged_size:
             return
@@ -211,11 +197,8 @@ class MicroBatching(FitTechnique):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {
-            name: chooser.state_dict()
-            for name, chooser in self._choosers.items()
-            if isinstance(chooser, MicroBatchSizes)
-        }
+        choosers = self._choosers.items()
+        return {name: chooser.state_dict() for name, chooser in choosers if isinstance(chooser, MicroBatchSizes)}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -237,19 +220,17 @@ class MicroBatching(FitTechnique):
         def make_closure(kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
             return MicroBatchClosure(loop, kwargs, optimizer, batch_idx, self._get_runner(trainer, "training"))
 
-        self._run.shadow = Shadow(loop, MAKE_CLOSURE, lambda _: make_closure)
+        self._run.patches.append(Shadow(loop, MAKE_CLOSURE, instead(make_closure)))
         if self.eval is not None:
             self._apply_to_evaluation(trainer)
 
     def _apply_to_evaluation(self, trainer: pl.Trainer) -> None:
-        self._run.evaluation = MicroBatchEvaluation(trainer, lambda: self._get_runner(trainer, "evaluation"))
+        self._run.patches += patch_evaluation_steps(trainer, lambda: self._get_runner(trainer, "evaluation"))
 
     @override
     def _undo(self) -> None:
-        if self._run.shadow is not None:
-            self._run.shadow.remove()
-        if self._run.evaluation is not None:
-            self._run.evaluation.remove()
+        for patch in self._run.patches:
+            patch.remove()
         if self._run.agreement is not None:
             self._run.agreement.close()
         self._last_size = self.micro_batch_size
@@ -266,7 +247,7 @@ class MicroBatching(FitTechnique):
 
     def _start(self, trainer: pl.Trainer) -> None:
         """Once the module is wrapped: whether ranks meet in its forward decides how they agree."""
-        if self._run.agreement is not None or (self._run.shadow is None and self._run.evaluation is None):
+        if self._run.agreement is not None or not self._run.patches:
             return
         if "auto" in (self.size, self.eval):
             check_recovery(trainer)
@@ -288,8 +269,9 @@ class MicroBatching(FitTechnique):
                 time_first=time_first,
                 has_all_keys=is_training,
             )
-            room = device_room(trainer.strategy.root_device) if collective is not None and sizes.retries else None
-            planning = SizePlanning(room) if room is not None else None
+            plans = collective is not None and sizes.retries
+            available = device_room(trainer.strategy.root_device) if plans else None
+            planning = SizePlanning(available) if available is not None else None
             self._run.runners[name] = MicroBatchRunner(
                 trainer, cutter, sizes, weight, is_training=is_training, planning=planning, relief=self.relief
             )
@@ -324,9 +306,6 @@ def _check_batch_dim(batch_dim: object, split: object, weight: object) -> None:
 
 
 def _read_weight(weight: Any) -> BatchWeight | Literal["sum"] | None:
-    if isinstance(weight, str):
-        if weight == "samples":
-            return None
-        if weight == "sum":
-            return "sum"
+    if isinstance(weight, str) and weight in ("samples", "sum"):
+        return "sum" if weight == "sum" else None
     return make_batch_weight(weight, "MicroBatching(weight)", "sum")

@@ -44,15 +44,7 @@ _BEFORE, _AFTER = "on_before_backward", "on_after_backward"
 
 
 class MicroBatchClosure(Closure):
-    """Runs one batch.
-
-    Args:
-        loop: That runs automatic optimization.
-        kwargs: Of ``training_step``.
-        optimizer: Of the trainer.
-        batch_idx: In the epoch.
-        runner: Runs the parts.
-    """
+    """Runs one batch: forward, zeroing and backward."""
 
     def __init__(
         self,
@@ -76,9 +68,12 @@ class MicroBatchClosure(Closure):
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
         batch = next(iter(self._kwargs.values()))
-        by_hand = self._reduced_by_hand()
+        model = self._trainer.strategy.model
+        # under DDP, if its reducer must not run in a backward
+        is_by_hand = self._runner.reduces_by_hand and self._backward is not None
+        by_hand = model if is_by_hand and isinstance(model, DistributedDataParallel) else None
         if by_hand is not None:
-            sync_buffers(by_hand)  # not inside of a try, which must not wait for other ranks
+            sync_buffers(by_hand)  # not inside of an attempt, which must not wait for other ranks
         with blocked_sync(self._trainer.strategy, block=by_hand is not None):
             outputs = self._runner.run(batch, self._step, self._parameters, zeroes=self._zero_grad is not None)
         if by_hand is not None and not is_accumulating(self._trainer.fit_loop.epoch_loop):
@@ -88,16 +83,9 @@ class MicroBatchClosure(Closure):
             call_hook(self._trainer, _AFTER)  # once, for those who have not heard it of each part
         return self._combine(outputs)
 
-    def _reduced_by_hand(self) -> DistributedDataParallel | None:
-        """Under DDP, where the reducer must not be at work in a backward."""
-        model = self._trainer.strategy.model
-        if not isinstance(model, DistributedDataParallel) or self._backward is None:
-            return None
-        return model if self._runner.reduces_by_hand else None
-
     def _step(self, part: MicroBatch) -> ClosureResult:
         if part.is_first:
-            self._has_run_backward = False  # of a try that failed
+            self._has_run_backward = False  # of an attempt that failed
         kwargs = OrderedDict(self._kwargs)
         kwargs[next(iter(kwargs))] = part.batch
         with nullcontext() if part.is_last else blocked_sync(self._trainer.strategy, block=True):
@@ -114,7 +102,10 @@ class MicroBatchClosure(Closure):
                 self._run_backward(self._backward, _weighted(result.closure_loss, part.factor), part)
         if part.is_first and part.is_last:
             return result
-        return _detached(result, part.factor)
+        detached = ClosureResult(None, extra=recursive_detach(result.extra))  # without the graph, which is large
+        if result.loss is not None:
+            detached.loss = _weighted(result.loss, part.factor)
+        return detached
 
     def _run_backward(self, backward: Callable[[Tensor], None], loss: Tensor, part: MicroBatch) -> None:
         if part.factor == 0 and not self._runner.has_equal_counts:  # else others wait in their backward
@@ -155,19 +146,8 @@ def _weighted(loss: Tensor, factor: float) -> Tensor:
     return loss if factor == 1 else loss * factor
 
 
-def _detached(result: ClosureResult, factor: float) -> ClosureResult:
-    """Without the graph, which is as large as what splitting saves."""
-    kept = ClosureResult(None, extra=recursive_detach(result.extra))
-    kept.loss = None if result.loss is None else _weighted(result.loss, factor)
-    return kept
-
-
 def combine_step_outputs(module: pl.LightningModule, outputs: Sequence[Any], parts: Sequence[MicroBatch]) -> Any:
-    """Combine by the module's own ``combine_outputs(outputs, sizes)``, else by the rule of the package.
-
-    Raises:
-        OutputCombineError: If there is no way to combine them.
-    """
+    """Combine by the module's ``combine_outputs(outputs, sizes)``, else by the rule of the package."""
     sizes = [part.size for part in parts]
     own = getattr(module, "combine_outputs", None)
     if callable(own):
@@ -178,11 +158,7 @@ def combine_step_outputs(module: pl.LightningModule, outputs: Sequence[Any], par
 def _combine_extras(
     module: pl.LightningModule, outputs: Sequence[Mapping[str, Any]], parts: Sequence[MicroBatch]
 ) -> dict[str, Any]:
-    """Combine what training steps returned beside their loss.
-
-    It goes to ``on_train_batch_end``, if anybody looks at it. So what cannot be combined does not end a run that has
-    just survived an out-of-memory error: it is handed over as a list, with a warning.
-    """
+    """Combine what training steps returned in addition to their loss; what cannot be combined becomes a list."""
     if callable(getattr(module, "combine_outputs", None)) or any(one.keys() != outputs[0].keys() for one in outputs):
         whole = combine_step_outputs(module, outputs, parts)
         return {key: value for key, value in whole.items() if key != "loss"}

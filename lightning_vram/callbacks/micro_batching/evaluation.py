@@ -1,6 +1,7 @@
 """Validation, test and prediction steps in micro-batches."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,37 +12,20 @@ from lightning_vram.callbacks.micro_batching.runner import MicroBatchRunner
 from lightning_vram.core.gradients.reduction import sync_buffers
 from lightning_vram.core.surgery.shadow import Shadow
 
-_STEPS = ("validation_step", "test_step", "predict_step")
 
+def patch_evaluation_steps(trainer: pl.Trainer, get_runner: Callable[[], MicroBatchRunner]) -> list[Shadow]:
+    """Let ``get_runner()`` run the evaluation steps of the strategy, until the patches are removed."""
 
-class MicroBatchEvaluation:
-    """Stands in for the evaluation steps of a strategy, until :meth:`remove`.
+    def step(inner: Callable[..., Any], /, batch: Any, *args: Any) -> Any:
+        runner = get_runner()
+        model = trainer.strategy.model
+        if isinstance(model, DistributedDataParallel) and runner.retries:
+            sync_buffers(model)  # not inside of an attempt, which must not wait for other ranks
+        outputs = runner.run(batch, lambda part: inner(part.batch, *args))
+        if len(outputs) == 1:
+            return outputs[0][1]
+        parts = [part for part, _ in outputs]
+        return combine_step_outputs(trainer.lightning_module, [output for _, output in outputs], parts)
 
-    Args:
-        trainer: That is set up.
-        get_runner: Returns what runs the parts, once the run has started.
-    """
-
-    def __init__(self, trainer: pl.Trainer, get_runner: Callable[[], MicroBatchRunner]) -> None:
-        self._trainer = trainer
-        self._get_runner = get_runner
-        self._shadows = [Shadow(trainer.strategy, name, self._make_step) for name in _STEPS]
-
-    def remove(self) -> None:
-        """Put the steps back. Calling it again does nothing."""
-        for shadow in self._shadows:
-            shadow.remove()
-
-    def _make_step(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        def step(batch: Any, *args: Any) -> Any:
-            runner = self._get_runner()
-            model = self._trainer.strategy.model
-            if isinstance(model, DistributedDataParallel) and runner.retries:
-                sync_buffers(model)  # not inside of a try, which must not wait for other ranks
-            outputs = runner.run(batch, lambda part: inner(part.batch, *args))
-            if len(outputs) == 1:
-                return outputs[0][1]
-            parts = [part for part, _ in outputs]
-            return combine_step_outputs(self._trainer.lightning_module, [output for _, output in outputs], parts)
-
-        return step
+    steps = ("validation_step", "test_step", "predict_step")
+    return [Shadow(trainer.strategy, name, partial(partial, step)) for name in steps]

@@ -7,31 +7,21 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
-from lightning_vram.core.surgery.shadow import Shadow
+from lightning_vram.core.surgery.shadow import Shadow, instead
 
 
 @contextmanager
 def quiet_hooks(trainer: pl.Trainer, names: Collection[str], heard_by: Callable[[Callback], bool]) -> Iterator[None]:
-    """Let nobody hear some hooks of ``trainer``, for a time.
-
-    Args:
-        trainer: Its LightningModule does not hear them, and of its callbacks only those for which ``heard_by`` is true.
-        names: Of the hooks, such as ``"on_after_backward"``.
-        heard_by: Asked once for each callback that has such a hook.
-
-    Yields:
-        The time in which the hooks are quiet. At its end, also by an error, everything is as before.
-    """
+    """Within the context, call hooks ``names`` only on callbacks for which ``heard_by`` is true, not on the module."""
+    module = trainer.lightning_module
+    quiet: list[tuple[Any, str]] = [(module, name) for name in names if _overrides(module, name, pl.LightningModule)]
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        heard = [name for name in names if _overrides(callback, name, Callback)]
+        if heard and not heard_by(callback):
+            quiet += [(callback, name) for name in heard]
     with ExitStack() as stack:
-        module = trainer.lightning_module
-        for name in names:
-            if _overrides(module, name, pl.LightningModule):
-                stack.callback(Shadow(module, name, _make_silence).remove)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            heard = [name for name in names if _overrides(callback, name, Callback)]
-            if heard and not heard_by(callback):
-                for name in heard:
-                    stack.callback(Shadow(callback, name, _make_silence).remove)
+        for owner, name in quiet:
+            stack.callback(Shadow(owner, name, instead(_do_nothing)).remove)
         yield
 
 
@@ -39,5 +29,5 @@ def _overrides(owner: Any, name: str, base: type) -> bool:
     return name in vars(owner) or getattr(type(owner), name, None) is not getattr(base, name)
 
 
-def _make_silence(hook: Callable[..., Any]) -> Callable[..., None]:
-    return lambda *_, **__: None
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Replaces a hook."""

@@ -1,48 +1,38 @@
 """Run a step in micro-batches, and again in smaller ones where memory ran out: on all ranks together.
 
-Nothing of a try that ran out stays: its graph, its gradients, what it wrote into buffers, metrics and attributes, what
-it logged and drew from the generators. So the run goes on as if it had used the smaller micro-batches from the start.
+Nothing of an attempt that ran out of memory stays: its graph, its gradients, what it wrote into buffers, metrics and
+attributes, what it logged and drew from the generators. So the run goes on as if it had used the smaller micro-batches
+from the start.
 """
 
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_vram.callbacks.hook_points import Relief
-from lightning_vram.callbacks.micro_batching.attempt import MicroBatch, MicroBatchTry, Step
-from lightning_vram.callbacks.micro_batching.checks import why_counts_must_be_equal
+from lightning_vram.callbacks.micro_batching.attempt import MicroBatch, MicroBatchAttempt, Output, Step
 from lightning_vram.callbacks.micro_batching.metric_states import MetricStates
 from lightning_vram.callbacks.micro_batching.undo import StepUndo
 from lightning_vram.core.batches.cutting import BatchCutter, BatchFacts, shares_of
 from lightning_vram.core.batches.guard import BatchGuard, hand_back
 from lightning_vram.core.batches.weights import BatchWeight
+from lightning_vram.core.gradients.reduction import has_collectives_in_forward
 from lightning_vram.core.processes.agreement import RankAgreementError
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory, release_frames
 from lightning_vram.techniques.micro_batching import PROBED_SIZES, Agreed, AgreedSizes, SizePlanning
 
-_SILENCE_SECONDS = 60.0  # and ten times what the longest try took: ranks began the try together
-
-Output = TypeVar("Output")
+_SILENCE_SECONDS = 60.0  # and ten times what the longest attempt took: ranks began it together
 
 
 class MicroBatchRunner:
-    """Runs one kind of step of a trainer.
-
-    Args:
-        trainer: That is set up.
-        cutter: Cuts batches.
-        sizes: Chooses how.
-        weight: What a micro-batch counts, if not its samples; ``"sum"`` where losses are sums over samples.
-        is_training: Whether norms move their statistics.
-        planning: Says how many samples fit, where a rank cannot try alone.
-        relief: Is tried before a batch is cut.
-    """
+    """Runs one kind of step of a trainer: training, or evaluation."""
 
     def __init__(  # noqa: PLR0913 - by name
         self,
@@ -53,14 +43,17 @@ class MicroBatchRunner:
         *,
         is_training: bool,
         planning: SizePlanning | None = None,
-        relief: Relief | None = None,
+        relief: Relief | None = None,  # is tried before a batch is cut
     ) -> None:
         self._trainer = trainer
         self._relief = relief
         self._cutter = cutter
         self._sizes = sizes
+        self.retries = sizes.retries  # whether a batch that ran out of memory runs again
+        self.has_equal_counts = sizes.has_equal_counts  # of micro-batches, on all ranks, forward and backward
         self._losses_are_sums = weight == "sum"
         self._weight = None if isinstance(weight, str) else weight
+        self.weighs = self._weight is not None  # whether a micro-batch may have weight 0
         self._is_training = is_training
         self._planning = planning
         self._metrics = MetricStates(trainer.lightning_module)
@@ -72,21 +65,6 @@ class MicroBatchRunner:
         self.num_retries = 0
         self.reduces_by_hand = False
 
-    @property
-    def retries(self) -> bool:
-        """Whether a batch that ran out of memory runs again."""
-        return self._sizes.retries
-
-    @property
-    def weighs(self) -> bool:
-        """Whether a micro-batch may count for nothing."""
-        return self._weight is not None
-
-    @property
-    def has_equal_counts(self) -> bool:
-        """Whether all ranks run the same number of micro-batches, forward and backward."""
-        return self._sizes.has_equal_counts
-
     def run(
         self,
         batch: Any,
@@ -95,21 +73,7 @@ class MicroBatchRunner:
         *,
         zeroes: bool = True,
     ) -> list[tuple[MicroBatch, Output]]:
-        """Run ``step`` on every micro-batch of ``batch``.
-
-        Args:
-            batch: On the device.
-            step: Forward, and backward if there is one.
-            find_parameters: Yields those whose gradients the step accumulates.
-            zeroes: Whether gradients are zeroed before the first backward.
-
-        Returns:
-            Micro-batches and what the step returned for them.
-
-        Raises:
-            BatchSplitError: If the batch cannot be split, and does not run whole as with ``"auto"``.
-            RuntimeError: On all ranks, if one sample at a time does not fit on one of them.
-        """
+        """Run ``step`` (forward, and backward if there is one) on every micro-batch of ``batch``; return both."""
         facts = self._measure(batch)
         parameters = list(find_parameters()) if self.retries else []
         if self._planning is not None and not self._planning.is_probed:
@@ -121,18 +85,18 @@ class MicroBatchRunner:
         agreed = self._sizes.start(facts, self._planning.limit(facts) if self._planning is not None else None)
         num_retries = self.num_retries
         while True:
-            attempt = self._make_try(is_again=self.num_retries > num_retries)
+            attempt = self._make_attempt(is_again=self.num_retries > num_retries)
             started = time.monotonic()
             outputs, error = self._attempt(attempt, step, partial(self._cut, batch, facts, agreed), agreed.size)
             if not self.retries or not self._has_failed(error, started):
                 break
             assert undo is not None
-            has_room = self._make_room(error)
-            if not has_room and (agreed.size == 1 or not self._may_cut):
+            has_freed = self._free_memory(error)
+            if not has_freed and (agreed.size == 1 or (self._relief is not None and not self._relief.may_cut)):
                 raise self._give_up(error, facts.why_whole)
             attempt.drop()
             undo()
-            agreed = agreed if has_room else self._shrink(facts, agreed, error)
+            agreed = agreed if has_freed else self._shrink(facts, agreed, error)
         self._undo.forget_gradients()
         attempt.keep()
         if len(outputs) == 1:
@@ -142,16 +106,14 @@ class MicroBatchRunner:
         return outputs
 
     def remember_gradients(self) -> None:
-        """To be called by a step before its first backward, when gradients are what they are added to."""
+        """Save gradients; a step calls it before its first backward."""
         if self.retries:
             self._undo.remember_gradients()
 
     def _remember(self, batch: Any, parameters: list[Tensor], *, zeroes: bool) -> Callable[[], None] | None:
-        if not self.retries:
-            return None
-        undo = self._undo.remember(batch, parameters)
+        undo = self._undo.remember(batch, parameters) if self.retries else None
         if not zeroes:  # a forward that fails makes FSDP2 drop those of the batches before
-            self._undo.remember_gradients()
+            self.remember_gradients()
         return undo
 
     def _measure(self, batch: Any) -> BatchFacts:
@@ -166,14 +128,14 @@ class MicroBatchRunner:
             )
         return facts
 
-    def _make_try(self, *, is_again: bool = False) -> MicroBatchTry:
+    def _make_attempt(self, *, is_again: bool = False) -> MicroBatchAttempt:
         is_training = self._is_training
-        return MicroBatchTry(self._trainer, self._metrics, self._guard, is_training=is_training, is_again=is_again)
+        return MicroBatchAttempt(self._trainer, self._metrics, self._guard, is_training=is_training, is_again=is_again)
 
     def _probe(self, planning: SizePlanning, batch: Any, facts: BatchFacts, step: Step[Output]) -> None:
-        """Run a few small micro-batches that count for nothing."""
+        """Run a few small micro-batches that are dropped."""
         for size in PROBED_SIZES:
-            attempt = self._make_try()
+            attempt = self._make_attempt()
             part, size = self._cutter.cut(batch, facts, size)[0]
             idle = MicroBatch(part, size, 1.0, 1.0, is_first=False, is_last=False, is_idle=True)
             started = time.monotonic()
@@ -184,8 +146,8 @@ class MicroBatchRunner:
                 break
         planning.is_probed = True
 
-    def _run_probe(self, attempt: MicroBatchTry, part: MicroBatch, step: Step[Output]) -> Exception | None:
-        """Run what was not asked for: whatever goes wrong in it is no reason to end the run."""
+    def _run_probe(self, attempt: MicroBatchAttempt, part: MicroBatch, step: Step[Output]) -> Exception | None:
+        """Run a micro-batch that the user did not ask for: no error in it ends the run."""
         try:
             attempt.run([part], step)
         except Exception as error:
@@ -196,7 +158,7 @@ class MicroBatchRunner:
         return None
 
     def _attempt(
-        self, attempt: MicroBatchTry, step: Step[Output], cut: Callable[[], list[MicroBatch]], size: int
+        self, attempt: MicroBatchAttempt, step: Step[Output], cut: Callable[[], list[MicroBatch]], size: int
     ) -> tuple[list[tuple[MicroBatch, Output]], Exception | None]:
         """Returns an out-of-memory error rather than raising it: its traceback would keep the graph alive."""
         try:
@@ -254,11 +216,7 @@ class MicroBatchRunner:
             )
             raise error from silence
 
-    @property
-    def _may_cut(self) -> bool:
-        return self._relief is None or self._relief.may_cut
-
-    def _make_room(self, error: Exception | None) -> bool:
+    def _free_memory(self, error: Exception | None) -> bool:
         if self._relief is None or not self._relief.make_room():
             return False
         if error is not None:
@@ -272,7 +230,7 @@ class MicroBatchRunner:
         return smaller
 
     def _give_up(self, error: Exception | None, why_whole: str | None) -> Exception:
-        """What to raise when one sample at a time does not fit: on all ranks, each knows the same."""
+        """The error of one sample that does not fit; all ranks raise, each knows the same."""
         if self._relief is not None and not self._relief.may_cut:
             error = error or RuntimeError("Another rank ran out of memory; see its error.")
             error.add_note(self._relief.note)
@@ -286,3 +244,13 @@ class MicroBatchRunner:
         way_out = "ActivationCheckpointing(), ActivationOffload()" if self._is_training else "smaller inputs"
         error.add_note(f"{message} Reduce the memory per sample: {way_out}.")
         return error
+
+
+def why_counts_must_be_equal(trainer: pl.Trainer, *, is_training: bool) -> str | None:
+    """Say where ranks wait for one another inside a step, if they do."""
+    if trainer.world_size == 1:
+        return None
+    module = trainer.lightning_module
+    if any(isinstance(member, Metric) and member.dist_sync_on_step for member in module.modules()):
+        return "a metric with dist_sync_on_step=True"
+    return has_collectives_in_forward(module, is_training=is_training)

@@ -1,4 +1,4 @@
-"""What a metric returned for micro-batches, and what it would have returned for the whole batch."""
+"""The value that a metric returned for each micro-batch, and what it would have returned for the whole batch."""
 
 import sys
 from dataclasses import dataclass
@@ -26,35 +26,22 @@ States = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What ``forward`` returned in a micro-batch.
+class ShownValue:
+    """What ``forward`` of a metric returned in a micro-batch."""
 
-    Args:
-        chunk: Number of the micro-batch.
-        share: Of the micro-batch.
-        value: The value, without its past: a graph would keep all that the micro-batch saved for backward.
-        states: The micro-batch's own states, where the value was computed from states; without their past.
-        original: The very object that the metric keeps, of the latest call only.
-    """
-
-    chunk: int
-    share: float
-    value: Any
-    states: States | None
-    original: Any
+    micro_batch: int  # its number
+    share: float  # of the micro-batch
+    value: Any  # detached: a graph would keep all that the micro-batch saved for backward
+    states: States | None  # the micro-batch's own, detached; None if the value was not computed from states
+    original: Any  # the very object that the metric stores, of the latest call only
 
 
-def value_of_batch(metric: Metric, shown: list[Shown]) -> Any:
-    """Return the value of the batch: computed from the states of its micro-batches, or else a mean.
-
-    Args:
-        metric: Whose states are what they were before and after.
-        shown: One for each micro-batch.
-    """
-    states = [chunk.states for chunk in shown if chunk.states is not None]
+def value_of_batch(metric: Metric, shown: list[ShownValue]) -> Any:
+    """The value of the batch, computed from the states of its micro-batches, or else a mean."""
+    states = [one.states for one in shown if one.states is not None]
     if len(states) == len(shown) and _is_mergeable(metric):
         return _compute(metric, states)
-    return _mean([chunk.value for chunk in shown], [chunk.share for chunk in shown])
+    return _mean([one.value for one in shown], [one.share for one in shown])
 
 
 def _is_mergeable(metric: Metric) -> bool:
@@ -68,11 +55,11 @@ def _is_mergeable(metric: Metric) -> bool:
 
 
 @torch.no_grad()
-def _compute(metric: Metric, chunks: list[States]) -> Any:
+def _compute(metric: Metric, all_states: list[States]) -> Any:
     """The value of the batch, as ``forward`` computes it: from the states of all its micro-batches."""
     now = AttributeState(metric, max_items=sys.maxsize)
-    merged = chunks[0]
-    for count, states in enumerate(chunks[1:], start=2):
+    merged = all_states[0]
+    for count, states in enumerate(all_states[1:], start=2):
         vars(metric).update(states)
         merge_states(metric, merged, count)
         merged = read_states(metric)
@@ -88,8 +75,8 @@ def read_states(metric: Metric) -> States:
     return {name: getattr(metric, name) for name in default_states(metric)}
 
 
-def without_past(value: Any) -> Any:
-    """A nest of tensors cut off from what they were computed from; the same object if nothing needs gradients."""
+def detach_nest(value: Any) -> Any:
+    """Detach a nest of tensors; the same object if nothing needs gradients."""
     leaves, spec = tree_flatten(value)
     if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
         return value
@@ -100,8 +87,7 @@ def _mean(values: list[Any], shares: list[float]) -> Any:
     """Mean over nests of floating tensors that are alike; else the last value."""
     leaves, specs = zip(*map(tree_flatten, values), strict=True)
     columns = list(zip(*leaves, strict=False))
-    is_alike = all(spec == specs[0] for spec in specs) and all(map(_is_alike, columns))
-    if not is_alike:
+    if not (all(spec == specs[0] for spec in specs) and all(map(_is_alike, columns))):
         return values[-1]
     return tree_unflatten([weighted_mean(column, shares, [1] * len(shares)) for column in columns], specs[0])
 

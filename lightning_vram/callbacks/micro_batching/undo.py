@@ -1,4 +1,4 @@
-"""Take a step back: gradients, modules, generators and the batch as they were, and the device's memory free."""
+"""Undo a step: restore gradients, module, generators and the batch, and free the device's memory."""
 
 import gc
 from collections.abc import Callable
@@ -17,12 +17,7 @@ from lightning_vram.techniques.sharding import discard_failed_iteration
 
 
 class StepUndo:
-    """Remembers what a step may change. Metrics and logged values are looked after by each try.
-
-    Args:
-        trainer: That runs steps.
-        guard: Of their batches.
-    """
+    """Saves what a step may change, except metrics and logged values, which each attempt restores."""
 
     def __init__(self, trainer: pl.Trainer, guard: BatchGuard) -> None:
         self._module = trainer.lightning_module
@@ -33,15 +28,7 @@ class StepUndo:
         self._gradients: GradientState | None = None
 
     def remember(self, batch: Any, parameters: list[Tensor]) -> Callable[[], None]:
-        """Take the state now, but for that of gradients: see :meth:`remember_gradients`.
-
-        Args:
-            batch: That the step gets.
-            parameters: Whose gradients it may change.
-
-        Returns:
-            What goes back to this state, as often as it is called.
-        """
+        """Save all but gradients; returns what restores the state, as often as it is called."""
         self._parameters, self._gradients = parameters, None
         try:
             return self._take(batch)
@@ -52,15 +39,12 @@ class StepUndo:
         return self._take(batch)
 
     def remember_gradients(self) -> None:
-        """Take the state of gradients, before the first backward and after zeroing, when there are none to copy.
-
-        Calling it again in another try of the step does nothing.
-        """
+        """Save gradients once per step: before the first backward and after zeroing, when there are none to copy."""
         if self._gradients is None:
             self._gradients = GradientState(self._parameters)
 
     def forget_gradients(self) -> None:
-        """Free the copies: the step counts, and the optimizer needs the room."""
+        """Free the copies: the step counts, and the optimizer needs the memory."""
         self._gradients = None
 
     def _take(self, batch: Any) -> Callable[[], None]:

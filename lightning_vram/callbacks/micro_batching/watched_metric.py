@@ -1,8 +1,9 @@
-"""One torchmetrics metric during one try of a step: what it was before, and what its micro-batches showed."""
+"""One torchmetrics metric during one attempt: its state before, and the values of its micro-batches."""
 
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,11 +11,11 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_vram.callbacks.micro_batching.shown_values import (
-    Shown,
+    ShownValue,
     States,
+    detach_nest,
     read_states,
     value_of_batch,
-    without_past,
 )
 from lightning_vram.core.rollback.attribute_state import AttributeState
 from lightning_vram.core.surgery.shadow import Shadow
@@ -26,50 +27,47 @@ Call = Callable[..., Any]
 
 
 class WatchedMetric:
-    """A metric from the beginning of a try to its end.
+    """A metric during one attempt. It works on copies of its tensor states, made where it writes to them."""
 
-    Args:
-        metric: The metric. Until the end it works on copies of its tensor states, made where it writes to them.
-        num_chunks: How many micro-batches will come.
-    """
-
-    def __init__(self, metric: Metric, num_chunks: int) -> None:
+    def __init__(self, metric: Metric, num_micro_batches: int) -> None:
         self._metric = metric
-        if _NOTES not in vars(metric):  # else somebody watches this batch already
-            show_value(metric, without_past(shown_value(metric)))  # the graph of the last batch would live on
+        if _NOTES not in vars(metric):  # else another one watches this batch already
+            show_value(metric, detach_nest(shown_value(metric)))  # the graph of the last batch would live on
         self._before = AttributeState(metric, max_items=sys.maxsize)  # forward empties lists of any length
         attributes = vars(metric)
         self._originals: dict[str, Tensor] = {
             name: attributes[name] for name in default_states(metric) if isinstance(attributes.get(name), Tensor)
         }
-        self._chunk = 0
+        self._number = 0  # of the micro-batch
         self._share: float = 1.0
-        self._shown: list[Shown] = []
+        self._shown: list[ShownValue] = []
         self._states: States | None = None
-        self._shadows = [Shadow(metric, "update", self._make_update)]
-        if num_chunks > 1:
-            self._shadows.append(Shadow(metric, "forward", self._make_forward))
-            self._shadows.append(Shadow(metric, "compute", self._make_compute))
-            attributes[_NOTES] = self._shown  # taken back with the other attributes by one who drops a part of this try
+        replaced = {"update": self._update}
+        if num_micro_batches > 1:
+            replaced |= {"forward": self._forward, "compute": self._compute}
+            attributes[_NOTES] = self._shown  # an inner attempt that is dropped restores it with the other attributes
+        self._patches = [Shadow(metric, name, partial(partial, run)) for name, run in replaced.items()]
 
-    def start_chunk(self, share: float) -> None:
+    def start_micro_batch(self, share: float) -> None:
         """Call before each micro-batch."""
-        is_shown = self._is_last_shown()
-        value = self._let_go(self._shown[-1].value if is_shown else None)
-        if is_shown:
+        if self._is_last_shown():
+            value = self._shown[-1].value
+            self._forget_latest(value)
             show_value(self._metric, value)
-        self._chunk += 1
+        else:
+            self._forget_latest()
+        self._number += 1
         self._share = share
 
     def restore(self) -> None:
         """Put the metric back into its state at the beginning."""
-        self._remove_shadows()
+        self._remove_patches()
         self._before.restore()
 
     def finish(self) -> None:
         """Keep what was accumulated, and show the value of the batch."""
-        self._remove_shadows()
-        shown = list({chunk.chunk: chunk for chunk in self._shown}.values())  # of several calls in each the last
+        self._remove_patches()
+        shown = list({one.micro_batch: one for one in self._shown}.values())  # of several calls in each the last
         if len(shown) < 2 or not self._is_last_shown():
             return
         show_value(self._metric, value_of_batch(self._metric, shown))
@@ -78,44 +76,34 @@ class WatchedMetric:
         cache = shown_value(self._metric)
         return bool(self._shown) and cache is not None and cache is self._shown[-1].original
 
-    def _let_go(self, original: Any = None) -> Any:
-        """Forget the object that the latest call returned, and with it the graph of the micro-batch."""
+    def _forget_latest(self, original: Any = None) -> None:
+        """Drop the object that the latest call returned, and with it the graph of the micro-batch."""
         if self._shown:
             self._shown[-1] = replace(self._shown[-1], original=original)
-        return original
 
-    def _remove_shadows(self) -> None:
-        for shadow in reversed(self._shadows):
-            shadow.remove()
+    def _remove_patches(self) -> None:
+        for patch in reversed(self._patches):
+            patch.remove()
         if vars(self._metric).get(_NOTES) is self._shown:
             del vars(self._metric)[_NOTES]
 
-    def _make_update(self, update: Call) -> Call:
-        def update_on_copies(*args: Any, **kwargs: Any) -> Any:
-            attributes = vars(self._metric)
-            for name, original in self._originals.items():
-                if attributes.get(name) is original:
-                    with torch.no_grad(), torch.inference_mode(mode=original.is_inference()):
-                        attributes[name] = original.clone()
-            return update(*args, **kwargs)
+    def _update(self, update: Call, /, *args: Any, **kwargs: Any) -> Any:
+        attributes = vars(self._metric)
+        for name, original in self._originals.items():
+            if attributes.get(name) is original:
+                with torch.no_grad(), torch.inference_mode(mode=original.is_inference()):
+                    attributes[name] = original.clone()
+        return update(*args, **kwargs)
 
-        return update_on_copies
+    def _forward(self, forward: Call, /, *args: Any, **kwargs: Any) -> Any:
+        self._states = None
+        value = forward(*args, **kwargs)
+        if value is not None and shown_value(self._metric) is value:
+            self._forget_latest()
+            self._shown.append(ShownValue(self._number, self._share, detach_nest(value), self._states, value))
+        return value
 
-    def _make_forward(self, forward: Call) -> Call:
-        def forward_and_note(*args: Any, **kwargs: Any) -> Any:
-            self._states = None
-            value = forward(*args, **kwargs)
-            if value is not None and shown_value(self._metric) is value:
-                self._let_go()
-                self._shown.append(Shown(self._chunk, self._share, without_past(value), self._states, value))
-            return value
-
-        return forward_and_note
-
-    def _make_compute(self, compute: Call) -> Call:
-        def note_and_compute(*args: Any, **kwargs: Any) -> Any:
-            states = {name: without_past(state) for name, state in read_states(self._metric).items()}
-            self._states = states  # forward merges them into new ones, or drops them
-            return compute(*args, **kwargs)
-
-        return note_and_compute
+    def _compute(self, compute: Call, /, *args: Any, **kwargs: Any) -> Any:
+        # forward merges the states into new ones, or drops them
+        self._states = {name: detach_nest(state) for name, state in read_states(self._metric).items()}
+        return compute(*args, **kwargs)

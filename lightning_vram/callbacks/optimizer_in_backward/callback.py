@@ -86,8 +86,8 @@ class OptimizerInBackward(FitTechnique):
         check_bool("OptimizerInBackward(keep_gradients)", keep_gradients)
         self.max_norm, self.keep_gradients = max_norm, keep_gradients
         self._steps: BackwardSteps | None = None
-        self._shadows: list[Shadow] = []
-        self._has_told = False
+        self._patches: list[Shadow] = []
+        self._has_warned = False
         self._previous_norm: float | None = None  # of the run before, or of a checkpoint
 
     @override
@@ -100,7 +100,7 @@ class OptimizerInBackward(FitTechnique):
         self._previous_norm = state_dict.get("previous_norm")
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_steps": None, "_shadows": []}  # a copy is not part of any run
+        return vars(self) | {"_steps": None, "_patches": []}  # a copy is not part of any run
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
@@ -115,22 +115,18 @@ class OptimizerInBackward(FitTechnique):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         check_training(trainer, self.max_norm, keep_gradients=self.keep_gradients)
-        self._has_told = False
+        self._has_warned = False
         user = next(gradient_users(trainer), None)
         if user is not None:
-            self._tell_of(user)
+            self._warn_of(user)
         elif trainer.accumulate_grad_batches > 1 and self.keep_gradients:
             rank_zero_info(
                 "OptimizerInBackward keeps gradients until the last micro-batch of each optimizer step: "
                 f"accumulate_grad_batches={trainer.accumulate_grad_batches}."
             )
         limit = trainer.gradient_clip_val or None
-        is_by_norm = clips_by_norm(trainer)
-        clipping = Clipping(
-            value=None if is_by_norm else limit,
-            norm=limit if is_by_norm else None,
-            by_previous=self.max_norm == "previous",
-        )
+        value, norm = (None, limit) if clips_by_norm(trainer) else (limit, None)
+        clipping = Clipping(value, norm, by_previous=self.max_norm == "previous")
         assert trainer.strategy.model is not None
         self._steps = BackwardSteps(
             trainer.strategy.model,
@@ -142,13 +138,13 @@ class OptimizerInBackward(FitTechnique):
             self._steps.previous_norm = torch.tensor(self._previous_norm, device=pl_module.device)
         self._steps.attach(trainer.optimizers)
         plugin = trainer.precision_plugin
-        self._shadows = [
+        self._patches = [
             Shadow(plugin, "optimizer_step", partial(partial, self._optimizer_step, trainer)),
             Shadow(plugin, "backward", partial(partial, self._backward, trainer)),
             Shadow(plugin, "clip_gradients", partial(partial, self._clip_gradients)),
         ]
         if is_overridden("optimizer_zero_grad", pl_module):
-            self._shadows.append(Shadow(pl_module, "optimizer_zero_grad", partial(partial, self._zero_grad)))
+            self._patches.append(Shadow(pl_module, "optimizer_zero_grad", partial(partial, self._zero_grad)))
 
     def _zero_grad(self, inner: Callable[..., None], /, epoch: int, batch_idx: int, optimizer: Any) -> None:
         assert self._steps is not None
@@ -156,19 +152,19 @@ class OptimizerInBackward(FitTechnique):
 
     def _may_be_early(self, trainer: pl.Trainer, closure: Any) -> bool:
         user = why_not_early(trainer, closure)
-        if user is not None and not self._has_told:
-            self._tell_of(user)
+        if user is not None and not self._has_warned:
+            self._warn_of(user)
         return user is None
 
-    def _tell_of(self, user: str) -> None:
-        self._has_told = True
+    def _warn_of(self, user: str) -> None:
+        self._has_warned = True
         rank_zero_warn(
             "OptimizerInBackward steps after the backward, one parameter at a time, and all gradients are in memory at "
             f"once, because {user} may use them."
         )
 
     def _backward(self, trainer: pl.Trainer, inner: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
-        """Stand in for the backward of the precision plugin, between its hooks."""
+        """Replaces the backward of the precision plugin, between its hooks."""
         assert self._steps is not None
         backward = partial(inner, *args, **kwargs)
         if self._steps.needs_two:
@@ -179,7 +175,7 @@ class OptimizerInBackward(FitTechnique):
     def _optimizer_step(
         self, trainer: Any, inner: Callable[..., Any], /, optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> Any:
-        """Stand in for the step of the precision plugin, which with a scaler runs the backward before the step."""
+        """Replaces the step of the precision plugin, which with a scaler runs the backward before the step."""
         assert self._steps is not None
         scaler = getattr(trainer.precision_plugin, "scaler", None)  # it may end in the midst of a run
         if scaler is None or not scaler.is_enabled():
@@ -198,9 +194,9 @@ class OptimizerInBackward(FitTechnique):
 
     @override
     def _undo(self) -> None:
-        for shadow in reversed(self._shadows):
-            shadow.remove()
+        for patch in reversed(self._patches):
+            patch.remove()
         if self._steps is not None:
             self._previous_norm = self._last_norm()
             self._steps.let_go()
-        self._steps, self._shadows = None, []
+        self._steps, self._patches = None, []

@@ -19,23 +19,14 @@ from lightning_vram.callbacks.hook_points import (
 from lightning_vram.core.gradients.reduction import why_reducer_is_needed
 
 NAME = "OptimizerInBackward"
-_TAKES_IN = (
+_NEEDS_ALL = (
     "OptimizerInBackward(keep_gradients=False) does not work with {}, which needs the gradients of all micro-batches "
     "at once: use {}, or keep_gradients=True."
 )
 
 
 def check_run(trainer: pl.Trainer, max_norm: str | None, *, keep_gradients: bool) -> None:
-    """Refuse what cannot work, before anything of the run happens.
-
-    Args:
-        trainer: In its ``setup`` hooks.
-        max_norm: Argument of the callback.
-        keep_gradients: The other one.
-
-    Raises:
-        MisconfigurationException: With the reason and the way out.
-    """
+    """Refuse what cannot work, in the ``setup`` hooks, before anything has changed."""
     refuse_moved_parameters(NAME, trainer, "it steps")
     if hasattr(trainer.strategy, "moments"):  # of fsdp_offload
         raise MisconfigurationException(
@@ -59,18 +50,9 @@ def clips_by_norm(trainer: pl.Trainer) -> bool:
 
 
 def check_training(trainer: pl.Trainer, max_norm: str | None, *, keep_gradients: bool) -> None:
-    """Refuse what shows only once the module is wrapped: a scaler, and what only the reducer of DDP can do.
-
-    Args:
-        trainer: That is about to train.
-        max_norm: Argument of the callback.
-        keep_gradients: The other one.
-
-    Raises:
-        MisconfigurationException: With the reason and the way out.
-    """
+    """Refuse what shows only once the module is wrapped: a scaler, and what only DDP's reducer can do."""
     if is_scaled(trainer) and not keep_gradients:
-        raise MisconfigurationException(_TAKES_IN.format("a GradScaler", "precision='bf16-mixed'"))
+        raise MisconfigurationException(_NEEDS_ALL.format("a GradScaler", "precision='bf16-mixed'"))
     if is_scaled(trainer) and max_norm != "two-pass":
         raise MisconfigurationException(
             f"{NAME}(max_norm={max_norm!r}) does not work with a GradScaler, which checks all gradients before any "
@@ -94,11 +76,7 @@ def check_training(trainer: pl.Trainer, max_norm: str | None, *, keep_gradients:
 
 
 def leaves_zeros(zero: Callable[[], None], optimizer: Optimizer) -> bool:
-    """Zero gradients, of which one is there to try; return whether that has become zeros, and not ``None``.
-
-    Raises:
-        MisconfigurationException: If it has stayed: a step would have used it up.
-    """
+    """Zero gradients, among them a probe; return whether it became zeros rather than ``None``, refuse if it stays."""
     parameters = (one for group in optimizer.param_groups for one in group["params"])
     free = (one for one in parameters if one.requires_grad and one.grad is None)
     probe = min(free, key=torch.numel, default=None)
@@ -118,13 +96,12 @@ def leaves_zeros(zero: Callable[[], None], optimizer: Optimizer) -> bool:
 
 def _check_accumulation(trainer: pl.Trainer) -> None:
     if trainer.gradient_clip_val:
-        raise MisconfigurationException(_TAKES_IN.format("gradient_clip_val", "no clipping"))
+        raise MisconfigurationException(_NEEDS_ALL.format("gradient_clip_val", "no clipping"))
     user = next((type(one).__name__ for one in trainer.callbacks if uses_gradients(one)), None)  # type: ignore[attr-defined]
     if user is not None:
-        raise MisconfigurationException(_TAKES_IN.format(user, f"no {user}"))
+        raise MisconfigurationException(_NEEDS_ALL.format(user, f"no {user}"))
     if not isinstance(trainer.strategy, SingleDeviceStrategy):
-        strategy = type(trainer.strategy).__name__
-        raise MisconfigurationException(_TAKES_IN.format(strategy, "a single device"))
+        raise MisconfigurationException(_NEEDS_ALL.format(type(trainer.strategy).__name__, "a single device"))
 
 
 def _check_hooks(trainer: pl.Trainer) -> None:

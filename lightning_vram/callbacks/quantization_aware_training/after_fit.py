@@ -1,4 +1,4 @@
-"""Quantize a trained module, save it, and tell what that does to its metrics."""
+"""Quantize a trained module, save it, and report how its metrics change."""
 
 from collections.abc import Mapping
 from os import PathLike
@@ -22,9 +22,9 @@ class QuantizedMetrics(NamedTuple):
     """Validation metrics before and after quantization; prints as a table."""
 
     before: Mapping[str, float]
-    """By name, of the module with plain weights."""
+    """By name, of the module with full-precision weights."""
     after: Mapping[str, float]
-    """Of the copy."""
+    """By name, of the quantized copy."""
 
     def __str__(self) -> str:
         rows = [f"{'metric':<24}{'before':>12}{'quantized':>12}"]

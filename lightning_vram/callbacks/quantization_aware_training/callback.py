@@ -122,9 +122,7 @@ class QuantizationAwareTraining(FitTechnique):
             )
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if self._quantization is not None:
             self._quantization.is_on = trainer.current_epoch >= self.start_epoch
 
@@ -160,12 +158,7 @@ def _check_epoch(start_epoch: object) -> None:
 
 
 def check_scheme(name: str, scheme: object) -> None:
-    """Refuse what is no scheme.
-
-    Raises:
-        TypeError: If it is no ``str``.
-        ValueError: If it is another one.
-    """
+    """Refuse an unknown scheme."""
     if not isinstance(scheme, str):
         raise TypeError(f"{name}(scheme) must be 'int8' or 'int4', got {scheme!r} of type {type(scheme).__name__}.")
     if scheme not in get_args(Scheme):
@@ -173,11 +166,7 @@ def check_scheme(name: str, scheme: object) -> None:
 
 
 def check_strategy(name: str, trainer: pl.Trainer) -> None:
-    """Refuse strategies that shard weights.
-
-    Raises:
-        MisconfigurationException: If the trainer has one.
-    """
+    """Refuse strategies that shard weights."""
     refuse_moved_parameters(name, trainer, "scales are taken from")
     if hasattr(type(trainer.strategy), "device_mesh"):  # ModelParallelStrategy, fsdp_offload
         raise MisconfigurationException(

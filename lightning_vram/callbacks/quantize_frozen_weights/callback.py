@@ -45,6 +45,10 @@ from lightning_vram.techniques.quantize_frozen_weights import (
 from lightning_vram.techniques.sharding import has_meta, materialize
 
 _NAME, _SEED = "QuantizeFrozenWeights", 0
+_REFUSED = (
+    (BaseFinetuning, "unfreezes layers: a quantized weight cannot be trained"),
+    ((WeightAveraging, StochasticWeightAveraging), "cannot average quantized weights"),
+)
 
 
 class QuantizeFrozenWeights(FitTechnique):
@@ -144,10 +148,10 @@ class QuantizeFrozenWeights(FitTechnique):
         module = trainer.lightning_module
         for part in filter(is_sharded, module.modules()):
             _fit_shards(part)
-        _tell(self._quantized, module, is_fit=trainer.training)
+        _report(self._quantized, module, is_fit=trainer.training)
 
     def _quantize(self, trainer: pl.Trainer) -> None:
-        """Quantize what there is and is not yet."""
+        """Quantize the layers that exist and are not quantized yet."""
         module: Any = trainer.lightning_module
         is_loaded = trainer.ckpt_path is not None
 
@@ -195,7 +199,7 @@ class QuantizeFrozenWeights(FitTechnique):
 
 
 def _fit_shards(part: nn.Module) -> None:
-    """Let FSDP2 shard quantized weights of ``part`` by their bytes, and be them what it casts plain ones to."""
+    """Let FSDP2 shard quantized weights of ``part`` by their bytes, and read them in the dtype that it casts to."""
     for group in groups_of(part):
         for parameter in group.fsdp_params:
             look_past_attribute(parameter)
@@ -204,7 +208,7 @@ def _fit_shards(part: nn.Module) -> None:
                 weight.form.read_as = dtype_to_compute(group, parameter)
 
 
-def _tell(quantized: QuantizedLayers, module: nn.Module, *, is_fit: bool) -> None:
+def _report(quantized: QuantizedLayers, module: nn.Module, *, is_fit: bool) -> None:
     weights = list(quantized.weights())
     if weights:
         before = sum(weight.form.shape.numel() * weight.form.dtype.itemsize for weight in weights)
@@ -239,16 +243,7 @@ def _check_library(library: object, block_size: int) -> None:
 
 
 def _check_run(callback: Callback, trainer: pl.Trainer, *, has_frozen: bool) -> None:
-    """Refuse what cannot work, before anything of the run happens.
-
-    Args:
-        callback: Of ours.
-        trainer: In its ``setup`` hooks.
-        has_frozen: Whether checkpoints have what is frozen.
-
-    Raises:
-        MisconfigurationException: With the reason and the way out.
-    """
+    """Refuse what cannot work, in the ``setup`` hooks, before anything has changed."""
     refuse_moved_parameters(_NAME, trainer, "quantized weights belong to")
     strategy = type(trainer.strategy)
     if hasattr(strategy, "device_mesh") and not shards_integers:  # ModelParallelStrategy, fsdp_offload
@@ -265,24 +260,15 @@ def _check_run(callback: Callback, trainer: pl.Trainer, *, has_frozen: bool) -> 
     for other in trainer.callbacks:  # type: ignore[attr-defined]
         if type(other) is type(callback) and other is not callback:
             raise MisconfigurationException(f"Two {_NAME} in one Trainer: leave one out.")
-        if isinstance(other, BaseFinetuning):
+        why = next((why for kinds, why in _REFUSED if isinstance(other, kinds)), None)
+        if why is not None:
             raise MisconfigurationException(
-                f"{_NAME} does not work with {type(other).__name__}, which unfreezes layers: a quantized weight cannot "
-                "be trained. Leave one out."
-            )
-        if isinstance(other, WeightAveraging | StochasticWeightAveraging):
-            raise MisconfigurationException(
-                f"{_NAME} does not work with {type(other).__name__}, which cannot average quantized weights. Leave "
-                "one out."
+                f"{_NAME} does not work with {type(other).__name__}, which {why}. Leave one out."
             )
 
 
 def _check_memory(trainer: pl.Trainer) -> None:
-    """Refuse meta layers of ``configure_model`` where Lightning empties all layers to give these memory.
-
-    Raises:
-        MisconfigurationException: If there are some.
-    """
+    """Refuse meta layers of ``configure_model`` where Lightning empties all layers to materialize them."""
     if isinstance(trainer.strategy, ModelParallelStrategy) and has_meta(trainer.lightning_module):
         raise MisconfigurationException(
             f"{_NAME} does not work with {type(trainer.strategy).__name__} where configure_model leaves layers on the "

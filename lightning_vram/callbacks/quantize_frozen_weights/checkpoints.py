@@ -1,4 +1,4 @@
-"""Checkpoints of a run with quantized weights: with them, or without anything that is frozen."""
+"""Checkpoints of a run with quantized weights: with frozen weights, or without."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,32 +15,23 @@ from lightning_vram.core.surgery.shadow import Shadow
 
 
 class Checkpoints:
-    """Stands between a run and the checkpoints of its module, until :meth:`remove`.
-
-    Args:
-        trainer: That is set up.
-        prepare: Called before a checkpoint is loaded, which may come before anything else happens to the module.
-        has_frozen: Whether checkpoints have what is frozen. Those without it load all the same.
-    """
+    """Patches loading and saving of the module, until :meth:`remove`."""
 
     def __init__(self, trainer: pl.Trainer, prepare: Callable[[], None], *, has_frozen: bool) -> None:
         self._trainer = trainer
         self._prepare = prepare
         strategy = trainer.strategy
-        self._shadows = [Shadow(strategy, "load_model_state_dict", lambda inner: partial(self._load, inner))]
+        replaced: dict[str, Callable[..., Any]] = {"load_model_state_dict": self._load}
         if isinstance(strategy, ModelParallelStrategy):
-            self._shadows.append(
-                Shadow(strategy, "load_checkpoint", lambda inner: partial(self._load_into_shards, inner))
-            )
+            replaced["load_checkpoint"] = self._load_into_shards
         if not has_frozen:
-            self._shadows.append(
-                Shadow(strategy, "lightning_module_state_dict", lambda inner: lambda: self._without_frozen(inner()))
-            )
+            replaced["lightning_module_state_dict"] = self._without_frozen
+        self._patches = [Shadow(strategy, name, partial(partial, run)) for name, run in replaced.items()]
 
     def remove(self) -> None:
-        """Step aside. Twice does nothing."""
-        for shadow in self._shadows:
-            shadow.remove()
+        """Undo the patches. Calling it again does nothing."""
+        for patch in self._patches:
+            patch.remove()
 
     def _load(self, load: Callable[..., None], checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         self._prepare()
@@ -49,7 +40,7 @@ class Checkpoints:
         load(checkpoint, *args, **kwargs)
 
     def _fit(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return weights of a checkpoint in the form that the module has."""
+        """Return weights of a checkpoint in the format that the module has."""
         module = self._trainer.lightning_module
         own, frozen = module.state_dict(), _frozen_names(module)
         for name, value in given.items():
@@ -61,10 +52,10 @@ class Checkpoints:
         if frozen and frozen.isdisjoint(given):  # it was saved without
             # a module may leave them out of its state_dict, and have strict_loading=False
             return {**given, **{name: _whole(own[name]) for name in frozen & own.keys()}}
-        plain = {name: given[name] for name in _plain_names(given, own)}
-        if plain:
-            module.load_state_dict(plain, strict=False)  # into what ``own`` shares
-        return {**given, **{name: own[name] for name in plain}}
+        full = {name: given[name] for name in _full_precision_names(given, own)}
+        if full:
+            module.load_state_dict(full, strict=False)  # into what ``own`` shares
+        return {**given, **{name: own[name] for name in full}}
 
     def _load_into_shards(self, load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
         """Read a file as ModelParallelStrategy does, parameter by parameter."""
@@ -73,7 +64,7 @@ class Checkpoints:
             return load(path, *args, **kwargs)
         own, frozen, strict = module.state_dict(), _frozen_names(module), module.strict_loading
         given = torch.load(path, mmap=True, map_location="cpu", weights_only=kwargs.get("weights_only"))["state_dict"]
-        for name in _plain_names(given, own):
+        for name in _full_precision_names(given, own):
             raise ValueError(
                 f"the checkpoint has {name} in full precision, and {type(self._trainer.strategy).__name__} would load "
                 "it into quantized shards: load it in __init__, or use strategy='fsdp_offload'."
@@ -85,9 +76,9 @@ class Checkpoints:
         finally:
             module.strict_loading = strict
 
-    def _without_frozen(self, state: dict[str, Any]) -> dict[str, Any]:
+    def _without_frozen(self, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         frozen = _frozen_names(self._trainer.lightning_module)
-        return {name: value for name, value in state.items() if name not in frozen}
+        return {name: value for name, value in state_dict().items() if name not in frozen}
 
 
 def _frozen_names(module: nn.Module) -> set[str]:
@@ -99,8 +90,8 @@ def _is_packed(value: object) -> bool:
     return isinstance(value, Tensor) and value.dtype is torch.uint8
 
 
-def _plain_names(given: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """Names of weights that are packed here, and not in the checkpoint."""
+def _full_precision_names(given: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """Names of weights that are quantized here, and not in the checkpoint."""
     return [name for name, value in given.items() if _is_packed(own.get(name)) and value.is_floating_point()]
 
 

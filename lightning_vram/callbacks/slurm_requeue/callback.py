@@ -1,9 +1,9 @@
 """Save, requeue and leave when SLURM is about to end the job, all ranks together and never within a signal handler.
 
 Lightning saves in the handler of SIGUSR1, on each rank wherever it is: one of them within a collective, and the job
-hangs until its time is over (Lightning #21406). Here the handler notes the signal. Between two batches the ranks tell
-each other, which costs no time since a vote goes on beside the next batch; then they save one checkpoint together, the
-first asks for the requeue, and all leave.
+hangs until its time is over (Lightning #21406). Here the handler only records the signal. Between two batches the ranks
+vote, which costs no time because the vote runs during the next batch; then they save one checkpoint together, the first
+requeues the job, and all exit.
 """
 
 import atexit
@@ -30,7 +30,7 @@ from lightning_vram.callbacks.slurm_requeue.exact_resume import ExactResume
 from lightning_vram.callbacks.slurm_requeue.folder import RequeueFolder
 from lightning_vram.callbacks.slurm_requeue.job import SlurmJob, check_job, check_tasks
 from lightning_vram.callbacks.slurm_requeue.job_stop import JobStopped, StopPoints, save_together
-from lightning_vram.callbacks.slurm_requeue.start import go_on, open_folder
+from lightning_vram.callbacks.slurm_requeue.start import open_folder, resume_fit
 from lightning_vram.core.processes.agreement import RankAgreement
 from lightning_vram.core.processes.clean_exit import leave_group_at_exit
 from lightning_vram.core.processes.lost_peers import naming_lost_peers
@@ -114,7 +114,7 @@ class SlurmRequeue(Callback):
         self._agreement: RankAgreement | None = None
         self._stops: StopPoints | None = None
         self._resume: ExactResume | None = None
-        self._shadows: list[Shadow] = []
+        self._patches: list[Shadow] = []
         self._environment: SLURMEnvironment | None = None
         self._peers: AbstractContextManager[None] = nullcontext()
 
@@ -138,20 +138,20 @@ class SlurmRequeue(Callback):
         self._peers = naming_lost_peers(
             trainer.global_rank, trainer.world_size, lambda: f"step {trainer.global_step}, after a batch", timeout
         )
-        self._take_over(trainer)
+        self._replace_handlers(trainer)
         vote = StopVote(self._agreement, self._signals)
         self._stops = StopPoints(trainer, job, vote, self._peers, self._resume, partial(self._is_trial, trainer))
         leave_group_at_exit()
         if stage == "fit":
             self._set_up_fit(trainer, job, self._stops)
 
-    def _take_over(self, trainer: pl.Trainer) -> None:
-        """From Lightning, whose handlers wait for other ranks."""
+    def _replace_handlers(self, trainer: pl.Trainer) -> None:
+        """Replace the signal handlers of Lightning, which wait for other ranks."""
         environment = cluster_environment(trainer)
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             self._environment, environment.auto_requeue = environment, False
         connector = signal_connector(trainer)
-        self._shadows.append(Shadow(connector, SIGTERM_HANDLER, instead(self._signals.note)))
+        self._patches.append(Shadow(connector, SIGTERM_HANDLER, instead(self._signals.note)))
         self._shield.raise_it()
         if not self._signals.install():
             rank_zero_warn("SlurmRequeue has no effect outside of the main thread: only that thread receives signals.")
@@ -168,7 +168,7 @@ class SlurmRequeue(Callback):
         atexit.unregister(_end_program)
         if trainer.is_global_zero:
             _folders.append(folder)
-        self._shadows += [
+        self._patches += [
             Shadow(checkpoint_connector(trainer), "resume_start", partial(partial, self._start, trainer, job)),
             Shadow(trainer.fit_loop, "run", partial(partial, self._run, trainer)),
             Shadow(trainer.fit_loop.epoch_loop, "advance", partial(partial, stops.advance)),
@@ -181,11 +181,11 @@ class SlurmRequeue(Callback):
             start(*args, **kwargs)
             return
         trusts = None if self.weights_only is None else not self.weights_only
-        if go_on(trainer, job, self._folder, start, *args, trusts=trusts, **kwargs):
-            self._resume.expect_end()
+        if resume_fit(trainer, job, self._folder, start, *args, trusts=trusts, **kwargs):
+            self._resume.fit_has_ended = trainer.should_stop = True  # nothing is left to do
 
     def _run(self, trainer: pl.Trainer, run: Callable[[], None]) -> None:
-        """Keep a fit that has ended, for a restart of a program that has more to do."""
+        """Save a fit that has ended, for a restart of a program that has more to do."""
         run()
         if self._is_trial(trainer) or self._resume is None or self._folder is None:
             return
@@ -212,7 +212,10 @@ class SlurmRequeue(Callback):
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._stops is not None:
-            self._stops.begin_evaluation(trainer.num_val_batches)
+            self._stops.begin_evaluation()
+
+    on_test_start = on_validation_start
+    on_predict_start = on_validation_start
 
     @override
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
@@ -221,16 +224,6 @@ class SlurmRequeue(Callback):
 
     on_test_batch_end = on_validation_batch_end
     on_predict_batch_end = on_validation_batch_end
-
-    @override
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._stops is not None:
-            self._stops.begin_evaluation(trainer.num_test_batches)
-
-    @override
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._stops is not None:
-            self._stops.begin_evaluation(trainer.num_predict_batches)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -266,8 +259,8 @@ class SlurmRequeue(Callback):
         return type(self), (self.dirpath, self.requeue_signal, self.weights_only)
 
     def _release(self, *, has_failed: bool = False) -> None:
-        for shadow in reversed(self._shadows):
-            shadow.remove()
+        for patch in reversed(self._patches):
+            patch.remove()
         if self._resume is not None:
             self._resume.remove()
         if self._environment is not None:
@@ -278,7 +271,7 @@ class SlurmRequeue(Callback):
         # Nothing is to be saved until the next run.
         self._signals.remove(harmless=self._signals.signals if has_failed else (requeue_signal,))
         self._shield.lower()
-        self._shadows, self._resume, self._environment, self._agreement = [], None, None, None
+        self._patches, self._resume, self._environment, self._agreement = [], None, None, None
         self._folder, self._stops, self._peers = None, None, nullcontext()
 
 

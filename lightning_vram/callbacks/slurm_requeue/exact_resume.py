@@ -6,12 +6,13 @@ generators with the seed. Here the place in the data and the generators of every
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from math import isinf
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 
 from lightning_vram.callbacks.slurm_requeue.tuner_trials import TunerTrials
 from lightning_vram.core.processes.agreement import RankAgreement
@@ -41,21 +42,11 @@ _NO_LENGTH = "its position is not in the checkpoint, because another loader has 
 
 
 class ExactResume:
-    """Of one fit.
-
-    Args:
-        trainer: In its ``setup`` hooks, its processes connected.
-        agreement: Of all ranks.
-
-    Attributes:
-        repeats_validation: Whether what is saved now will begin with the validation that is running.
-        fit_has_ended: Whether what is saved now, or was loaded, is the end of the fit.
-        trials: Of Lightning's tuners, in this fit.
-    """
+    """Position in the data and random generators of one fit, in its checkpoints."""
 
     def __init__(self, trainer: pl.Trainer, agreement: RankAgreement) -> None:
-        self.repeats_validation = False
-        self.fit_has_ended = False
+        self.repeats_validation = False  # whether what is saved now will begin with the validation that is running
+        self.fit_has_ended = False  # whether what is saved now, or was loaded, is the end of the fit
         self.trials = TunerTrials(trainer)
         self._trainer = trainer
         self._agreement = agreement
@@ -66,15 +57,15 @@ class ExactResume:
         self._before_validation: dict[str, Any] | None = None
         loop = trainer.fit_loop
         epoch_loop = loop.epoch_loop
-        self._shadows = [
-            Shadow(loop, LOAD_LOADER_STATES, lambda load: lambda: self._load_loaders(load)),
-            Shadow(loop, "setup_data", lambda set_up: lambda: self._set_up_data(set_up)),
-            Shadow(epoch_loop, "reset", lambda reset: lambda: _without_warning(reset, self._is_resumable)),
-            Shadow(epoch_loop.val_loop, "run", lambda run: lambda: self._validate(run)),
+        self._patches = [
+            Shadow(loop, LOAD_LOADER_STATES, partial(partial, self._load_loaders)),
+            Shadow(loop, "setup_data", partial(partial, self._set_up_data)),
+            Shadow(epoch_loop, "reset", partial(partial, self._reset)),
+            Shadow(epoch_loop.val_loop, "run", partial(partial, self._validate)),
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Collect the place in the data, and the generators of all ranks; a collective."""
+        """Collect the position in the data, and the generators of all ranks; a collective."""
         before = self._before_validation if self.repeats_validation else None
         mine = before or read_random_states(self._trainer.strategy.root_device)
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
@@ -93,13 +84,13 @@ class ExactResume:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``, unless it is that of a tuner. Before loaders are made."""
+        """Resume from ``state``, unless it is that of a tuner. Before loaders are made."""
         if not self.trials.are_undone:
             self._to_load = state
             self.trials.skip(state.get("found", {}))
 
     def on_train_start(self) -> None:
-        """Put generators where they were: all before this has drawn for another time."""
+        """Restore the generators: everything before this has drawn numbers that an uninterrupted run does not draw."""
         self.trials.allow()
         self.fit_has_ended = False  # there is something left to do
         state, self._to_load = self._to_load, None
@@ -117,18 +108,14 @@ class ExactResume:
             restore_random_states(random, self._trainer.strategy.root_device)
 
     def on_train_epoch_end(self) -> None:
-        """Let schedulers that follow a metric step if it is there. Lightning takes it for lost after a restart."""
+        """Let schedulers step that follow a metric, if it is there. After a restart Lightning assumes it is not."""
         configs = self._trainer.lr_scheduler_configs
         monitors = {config.monitor for config in configs if config.reduce_on_plateau}
         if monitors and monitors <= self._trainer.callback_metrics.keys():
             stop_restarting(self._trainer.fit_loop)
 
-    def expect_end(self) -> None:
-        """Before the end of a fit is loaded: there is nothing left to do."""
-        self.fit_has_ended = self._trainer.should_stop = True
-
     def end(self) -> None:
-        """Let a fit that had nothing left to do be as the one that has come to its end."""
+        """Put a fit that had nothing left to do into the state of one that has just ended."""
         state, self._to_load = self._to_load, None
         assert state is not None
         stop_restarting_all(self._trainer.fit_loop)  # as loops do when they run
@@ -144,17 +131,18 @@ class ExactResume:
     def remove(self) -> None:
         """Leave loops and loaders as they were. Calling it again does nothing."""
         self.trials.remove()
-        for shadow in self._shadows:
-            shadow.remove()
+        for patch in self._patches:
+            patch.remove()
         for loader in self._loaders:
             if loader is not None:
                 remove_state(loader)
         self._loaders, self._to_load = [], None
 
-    # --- data ---
-
-    def _is_resumable(self) -> bool:
-        return all(loader is not None for loader in self._loaders)
+    def _reset(self, reset: Callable[[], None]) -> None:
+        with warnings.catch_warnings():
+            if all(loader is not None for loader in self._loaders):
+                warnings.filterwarnings("ignore", _NOT_RESUMABLE)
+            reset()
 
     def _set_up_data(self, set_up: Callable[[], None]) -> None:
         set_up()
@@ -195,7 +183,7 @@ class ExactResume:
                 )
 
     def _load_all(self, state: dict[str, Any]) -> list[str]:
-        """Return, for each loader, why it could not be brought to its place."""
+        """Return, for each loader, why its position could not be restored; ``""`` if it was."""
         is_same = len(state["loaders"]) == len(self._loaders) and self._random_of(state) is not None
         places = state["loaders"] if is_same else [None] * len(self._loaders)
         lacking = _NO_LENGTH if is_same else "the loaders or the number of ranks differ from those of the checkpoint"
@@ -212,12 +200,12 @@ class ExactResume:
         return ""
 
     def _random_of(self, state: dict[str, Any]) -> dict[str, Any] | None:
-        """Those of this rank, if there were as many ranks."""
+        """Random states of this rank, if there were as many ranks."""
         is_same = len(state["random"]) == self._trainer.world_size
         return state["random"][self._trainer.global_rank] if is_same else None
 
     def _validate(self, run: Callable[[], Any]) -> Any:
-        """A validation that is broken off is run again, with the numbers that it began with."""
+        """An interrupted validation runs again, with the random numbers that it began with."""
         self._before_validation = read_random_states(self._trainer.strategy.root_device)
         try:
             return run()
@@ -225,18 +213,7 @@ class ExactResume:
             self._before_validation = None
 
 
-def _without_warning(reset: Callable[[], None], is_resumable: Callable[[], bool]) -> None:
-    with warnings.catch_warnings():
-        if is_resumable():
-            warnings.filterwarnings("ignore", _NOT_RESUMABLE)
-        reset()
-
-
 def _read_end(trainer: pl.Trainer) -> dict[str, Any]:
-    """What a trainer is left with, on this rank, and no checkpoint of Lightning's has: metrics, on the host."""
-    metrics = {kind: {name: _on_host(value) for name, value in getattr(trainer, kind).items()} for kind in _METRICS}
+    """What a trainer has after a fit on this rank, and Lightning's checkpoints do not: metrics, on the host."""
+    metrics = {kind: move_data_to_device(dict(getattr(trainer, kind)), "cpu") for kind in _METRICS}
     return metrics | {"should_stop": bool(trainer.should_stop)}
-
-
-def _on_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value

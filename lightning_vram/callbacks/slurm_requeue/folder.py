@@ -1,15 +1,4 @@
-"""Where a job that SLURM requeues leaves what it goes on from: ``slurm_requeue/<job>/step-<n>/`` in the run's folder.
-
-By job and step, so that another run in the same folder does not start from a checkpoint that was none of its own.
-Removed once the program has ended. Of its n-th fit there are
-
-* ``fit-n.started``, empty: when the job first came to it;
-* ``fit-n.part``: a checkpoint that is being written;
-* ``fit-n.ckpt``: where it was stopped, until it goes on to its end;
-* ``fit-n.ended``: a checkpoint of its end.
-
-The folder of the job is made for this user alone: what lies in there, he has written.
-"""
+"""Where a job that SLURM requeues saves its checkpoint: ``slurm_requeue/<job>/step-<n>/`` in the run's folder."""
 
 import math
 import os
@@ -24,21 +13,17 @@ _FOR_OTHERS = 0o077
 
 
 class RequeueFolder:
-    """The folder of one program of a job.
+    """The folder of one program of a job. All methods but ``is_open`` are for one rank."""
 
-    Args:
-        root: Of the run, on a file system that all nodes share.
-        job_id: Number of the job.
-        step_id: Of the job: a batch script may start several programs.
-        fit: Which fit of the program it is, from 1: a program that fits twice has two checkpoints.
-    """
+    # It is named by job and step, so that another run in the same folder does not start from a checkpoint of this one.
+    # It is made for this user alone: no other user can have written what is in there.
 
-    def __init__(self, root: Path, job_id: str, step_id: str, fit: int) -> None:
+    def __init__(self, root: Path, job_id: str, step_id: str, fit: int) -> None:  # fit: from 1, one per trainer.fit
         self.path = root / "slurm_requeue" / job_id / f"step-{step_id}"
-        self.checkpoint = self.path / f"fit-{fit}.ckpt"
+        self.checkpoint = self.path / f"fit-{fit}.ckpt"  # where it was stopped
         self.ended = self.path / f"fit-{fit}.ended"  # the checkpoint of its end
-        self.part = self.path / f"fit-{fit}.part"  # of one that is being written
-        self._started = self.path / f"fit-{fit}.started"
+        self.part = self.path / f"fit-{fit}.part"  # a checkpoint that is being written
+        self._started = self.path / f"fit-{fit}.started"  # empty; its time is when the job first came to this fit
         self._next_started = self.path / f"fit-{fit + 1}.started"
 
     @property
@@ -50,20 +35,13 @@ class RequeueFolder:
             return False
 
     def try_open(self, restart_count: int) -> str:
-        """Make it, and note when the job first came to this fit. For one rank.
-
-        Args:
-            restart_count: Of the job: what is there at its first start is of another job that had this number.
-
-        Returns:
-            Why it cannot be written; ``""`` if it can.
-        """
+        """Make it, and record when the job first came to this fit; returns why it cannot be written, or ``""``."""
         job = self.path.parent
         try:
             job.parent.mkdir(parents=True, exist_ok=True)
             for folder in (job, self.path):
                 folder.mkdir(mode=_FOR_THIS_USER, exist_ok=True)
-            if restart_count == 0:
+            if restart_count == 0:  # what is there is of another job that had this number
                 for old in (self._started, self.checkpoint, self.ended):
                     _remove(old)
                 for folder in (job, self.path):
@@ -75,38 +53,24 @@ class RequeueFolder:
             return str(error)
         return ""
 
-    def stranger(self, path: Path) -> int | None:
-        """Say whose checkpoint it is, if not of the user who writes here. For one rank.
-
-        Args:
-            path: One of this folder.
-
-        Returns:
-            His number; ``None`` if it is this user's.
-        """
+    def foreign_owner(self, path: Path) -> int | None:
+        """The number of another user who owns checkpoint ``path`` of this folder; ``None`` if this user does."""
         owner = path.lstat().st_uid
-        return None if owner == self._own_number() else owner
+        return None if owner == self._own_uid() else owner
 
     def is_private(self) -> bool:
-        """Whether nobody else can have written here. For one rank."""
-        own = self._own_number()
+        """Whether no other user can have written here."""
+        own = self._own_uid()
         found = [folder.stat() for folder in (self.path.parent, self.path)]
         return all(each.st_uid == own and not each.st_mode & _FOR_OTHERS for each in found)
 
-    def _own_number(self) -> int:
+    def _own_uid(self) -> int:
         """Of this user on this file system, which may be another than in this process."""
         with tempfile.TemporaryFile(dir=self.path) as file:
             return os.fstat(file.fileno()).st_uid
 
     def newest(self, others: Iterable[Path]) -> Path | None:
-        """Choose what to go on from.
-
-        Args:
-            others: Checkpoints that the fit may have written, too, as ``ModelCheckpoint`` does.
-
-        Returns:
-            The end of the fit, or the newest of this job; ``None`` if there is none.
-        """
+        """The end of the fit, or the newest of the job's checkpoint and ``others`` that the fit may have written."""
         if self.ended.exists():
             return self.ended
         since = _time(self._started, 0.0)
@@ -116,7 +80,7 @@ class RequeueFolder:
         return max(of_fit, key=lambda path: of_fit[path], default=None)
 
     def publish(self) -> None:
-        """Let what was written take the place of the checkpoint. For one rank."""
+        """Replace the checkpoint by what was written."""
         old = self.checkpoint.with_suffix(".old")
         if self.checkpoint.is_dir():  # which cannot be replaced
             self.checkpoint.replace(old)
@@ -125,22 +89,22 @@ class RequeueFolder:
         _remove(self.ended)  # it was given more to do
 
     def publish_end(self) -> None:
-        """Let what was written be the end of the fit. For one rank."""
+        """Let what was written be the end of the fit."""
         _remove(self.ended)
         self.part.replace(self.ended)
         self.remove_checkpoint()
 
     def touch(self) -> None:
-        """Let the checkpoint be the newest. For one rank."""
+        """Let the checkpoint be the newest."""
         if self.checkpoint.exists():
             self.checkpoint.touch()
 
     def remove_checkpoint(self) -> None:
-        """For a fit that does not need it any more. That it was here stays known. For one rank."""
+        """Remove it for a fit that does not need it any more; the record that the job was here stays."""
         _remove(self.checkpoint)
 
     def remove(self) -> None:
-        """Remove all of this program, for one that has ended. For one rank."""
+        """Remove all of this program, when it has ended."""
         shutil.rmtree(self.path, ignore_errors=True)
         for folder in (self.path.parent, self.path.parent.parent):
             with suppress(OSError):  # other programs and jobs have theirs in there

@@ -1,4 +1,4 @@
-"""The SLURM job that this process is a task of: what it says about itself, and what it can be asked for."""
+"""The SLURM job that this process is a task of: its folder, how it stops, and how it starts again."""
 
 import os
 import subprocess
@@ -16,38 +16,28 @@ _PATIENCE_SECONDS = 120.0  # a controller that is being restarted answers later
 
 
 class Fate(Enum):
-    """What becomes of a job whose tasks are told to end."""
+    """What happens to a job whose tasks have got SIGTERM."""
 
     OPEN = "open"  # preempted, or out of time
     CANCELLED = "cancelled"  # a request to requeue would undo it
-    REQUEUED = "requeued"  # by somebody else
+    REQUEUED = "requeued"  # by another process
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A job.
+    """The job, as its environment variables describe it."""
 
-    Attributes:
-        job_id: Its number; of an element of an array ``7_2``, for one of its elements has the number of the array.
-        name: By ``--job-name``.
-        restart_count: How often it has been requeued.
-        num_tasks: Of the step, or of the job where there is no step.
-        num_nodes: As ``num_tasks``.
-        is_step: Whether ``srun`` started this process.
-        step_id: Of which step it is; ``"batch"`` in the batch script.
-    """
-
-    job_id: str
+    job_id: str  # of an element of an array ``7_2``, for one of its elements has the number of the array
     name: str
-    restart_count: int
-    num_tasks: int
-    num_nodes: int
-    is_step: bool
+    restart_count: int  # how often it has been requeued
+    num_tasks: int  # of the step, or of the job where there is no step
+    num_nodes: int  # as ``num_tasks``
+    is_step: bool  # whether ``srun`` started this process
     step_id: str = "batch"
 
     @staticmethod
     def from_environment(environment: Mapping[str, str] = os.environ) -> "SlurmJob | None":
-        """Read what SLURM tells its processes; ``None`` outside of a job."""
+        """Read the variables that SLURM sets; ``None`` outside of a job."""
         job_id = environment.get("SLURM_JOB_ID")
         if job_id is None:
             return None
@@ -64,7 +54,7 @@ class SlurmJob:
         )
 
     def fate(self) -> Fate:
-        """Ask the controller why it has sent SIGTERM. If it does not answer, the job is taken for a running one."""
+        """Ask the controller why it has sent SIGTERM. If it does not answer, the job counts as running."""
         answer = _scontrol("show", "job", "--oneliner", self.job_id)
         fields = dict(word.partition("=")[::2] for word in answer.stdout.split())
         if int(fields.get("Restarts", "0")) > self.restart_count:
@@ -74,21 +64,13 @@ class SlurmJob:
         return Fate.CANCELLED if is_ending and fields.get("Reason") != "TimeLimit" else Fate.OPEN
 
     def requeue(self) -> str:
-        """Ask the controller to put the job back into the queue, which ends all tasks. Returns why not, if so."""
+        """Ask the controller to requeue the job, which ends all tasks; returns why not, or ``""``."""
         answer = _scontrol("requeue", self.job_id)
         return "" if answer.returncode == 0 else answer.stderr.strip() or f"scontrol ended with {answer.returncode}"
 
 
 def check_job(job: SlurmJob | None) -> None:
-    """Refuse a job whose tasks would not find each other, before they wait for each other.
-
-    Args:
-        job: ``None`` outside of SLURM, where all is well.
-
-    Raises:
-        MisconfigurationException: If several tasks are asked for and this process was not started by ``srun``, or the
-            job has a name that Lightning takes for that of an interactive session.
-    """
+    """Refuse a job whose tasks would not find each other, before they wait for each other; ``None``: no job."""
     if job is None or job.num_tasks <= 1 or any(name in os.environ for name in _OTHER_LAUNCHERS):
         return
     if job.name in _INTERACTIVE and job.is_step:
@@ -104,11 +86,7 @@ def check_job(job: SlurmJob | None) -> None:
 
 
 def check_tasks(environment: object, num_devices: int, num_nodes: int) -> None:
-    """Refuse a step with more or fewer tasks than the Trainer has processes, unless something else counts them.
-
-    Raises:
-        MisconfigurationException: If the numbers differ.
-    """
+    """Refuse a step with more or fewer tasks than the Trainer has processes, unless something else counts them."""
     job = SlurmJob.from_environment()
     if job is None or not isinstance(environment, SLURMEnvironment) or job.num_tasks == num_devices * num_nodes:
         return

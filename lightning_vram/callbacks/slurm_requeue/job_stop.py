@@ -1,9 +1,10 @@
-"""End a job that SLURM is about to end, so that it can go on: one checkpoint of all ranks, and a request."""
+"""Stop a job that SLURM is about to end, so that it can be resumed: one checkpoint of all ranks, and a requeue."""
 
 import atexit
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,43 +19,23 @@ from lightning_vram.private_names.lightning.loops import is_accumulating, is_seq
 
 
 class JobStopped(SystemExit):
-    """Ends the program, all ranks together, after the checkpoint has been saved. Its code is 0 if the job goes on."""
+    """Ends the program on all ranks after the checkpoint has been saved. Its code is 0 if the job is requeued."""
 
 
+@dataclass
 class StopPoints:
-    """Where a run may stop, and how it does: it saves, is requeued and ends, on all ranks.
+    """Where a run may stop: it then saves, is requeued and ends, on all ranks."""
 
-    Args:
-        trainer: That runs.
-        job: It is part of.
-        vote: Of its ranks.
-        peers: Entered around a vote.
-        resume: Of the fit, if it is one.
-        is_trial: Asked whether a tuner tries something.
-
-    Attributes:
-        folder: Where a fit saves.
-    """
-
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        job: SlurmJob,
-        vote: StopVote,
-        peers: AbstractContextManager[None],
-        resume: ExactResume | None,
-        is_trial: Callable[[], bool],
-    ) -> None:
-        self._trainer = trainer
-        self._job = job
-        self._vote = vote
-        self._peers = peers
-        self._resume = resume
-        self._is_trial = is_trial
-        self.folder: RequeueFolder | None = None
+    _trainer: pl.Trainer
+    _job: SlurmJob
+    _vote: StopVote
+    _peers: AbstractContextManager[None]  # entered around a vote
+    _resume: ExactResume | None  # of the fit, if it is one
+    _is_trial: Callable[[], bool]  # whether a tuner tries something
+    folder: RequeueFolder | None = None  # where a fit saves
 
     def advance(self, advance: Callable[[Any], None], fetcher: Any) -> None:
-        """Stand in for ``advance``, which runs the next batch of a fit."""
+        """Replaces ``advance``, which runs the next batch of a fit."""
         with self._peers:
             is_stopping = self._vote.exchange() and not self._is_trial()
         loop = self._trainer.fit_loop.epoch_loop
@@ -62,10 +43,13 @@ class StopPoints:
             self._stop()
         advance(fetcher)
 
-    def begin_evaluation(self, num_batches: list[int | float]) -> None:
-        """Agree on the votes of an evaluation, of so many batches of each loader."""
-        if not self._trainer.sanity_checking:
-            known = sum(num_batches) if is_sequential(self._trainer) else min(num_batches, default=0)
+    def begin_evaluation(self) -> None:
+        """Agree on the votes of the validation, test or prediction that begins."""
+        trainer = self._trainer
+        if not trainer.sanity_checking:
+            stage = "test" if trainer.testing else "predict" if trainer.predicting else "val"
+            num_batches = getattr(trainer, f"num_{stage}_batches")  # of each loader
+            known = sum(num_batches) if is_sequential(trainer) else min(num_batches, default=0)
             with self._peers:
                 self._vote.limit(known)
 
@@ -80,7 +64,7 @@ class StopPoints:
             self._stop()
 
     def _is_between_steps(self, fetcher: Any) -> bool:
-        """Whether a checkpoint of this moment goes on here. Lightning's counters do not tell what follows a batch."""
+        """Whether a checkpoint made now can be resumed here. Lightning's counters do not say what follows a batch."""
         loop = self._trainer.fit_loop.epoch_loop
         by_clock = validates_by_clock(self._trainer)  # ranks' clocks differ
         return not is_accumulating(loop) and (by_clock or not validation_follows(loop, fetcher))
@@ -100,12 +84,9 @@ class StopPoints:
 
 
 def save_together(trainer: pl.Trainer, folder: RequeueFolder, resume: ExactResume) -> None:
-    """Save between two batches, within a validation, which will then be run again, or at the end; a collective.
-
-    The checkpoint is there, and complete, when this returns; with asynchronous saves too.
-    """
+    """Save between two batches, within a validation, or at the end; a collective. Waits for asynchronous saves."""
     val_progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
-    kept = val_progress.state_dict()
+    saved = val_progress.state_dict()
     resume.repeats_validation = trainer.validating
     if trainer.validating:  # so that Lightning runs it again, from its first batch
         val_progress.reset()
@@ -114,7 +95,7 @@ def save_together(trainer: pl.Trainer, folder: RequeueFolder, resume: ExactResum
         trainer.save_checkpoint(folder.part, weights_only=False)
     finally:
         resume.repeats_validation = False
-        val_progress.load_state_dict(kept)
+        val_progress.load_state_dict(saved)
     finish = getattr(trainer.strategy, "wait_for_checkpoints", None)
     trainer.strategy.checkpoint_io.teardown() if finish is None else finish()
     trainer.strategy.barrier("SlurmRequeue.save")
@@ -125,7 +106,7 @@ def save_together(trainer: pl.Trainer, folder: RequeueFolder, resume: ExactResum
 
 
 def requeue(job: SlurmJob) -> tuple[int, str]:
-    """Ask SLURM to start the job again, unless it was cancelled. For one rank. Returns an exit code and what to say."""
+    """Requeue the job, unless it was cancelled. For one rank. Returns an exit code and a message."""
     fate = job.fate()
     if fate is Fate.CANCELLED:
         return 1, f"job {job.job_id} was cancelled and is not requeued"

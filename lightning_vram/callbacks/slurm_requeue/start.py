@@ -1,4 +1,4 @@
-"""Let the fit of a job that SLURM has started again go on where the job was."""
+"""Resume the fit of a job that SLURM has started again."""
 
 import pickle
 from collections.abc import Callable
@@ -21,18 +21,7 @@ _WAY_OUT = "Give a folder that all nodes share: SlurmRequeue(dirpath=...), or th
 def open_folder(
     trainer: pl.Trainer, agreement: RankAgreement, dirpath: str | Path | None, job: SlurmJob, fit: int
 ) -> RequeueFolder:
-    """Make the folder of the job, and have every rank look for it. A collective: all ranks raise, or none.
-
-    Args:
-        trainer: In its ``setup`` hooks, its processes connected.
-        agreement: Of all ranks.
-        dirpath: Where the folder is made; ``None``: in the trainer's ``default_root_dir``.
-        job: That this program is part of.
-        fit: Which fit of the program it is, from 1.
-
-    Raises:
-        MisconfigurationException: If it is none of a file system, cannot be written, or a rank does not see it.
-    """
+    """Make the folder of the job, and check that every rank sees it. A collective: all ranks raise, or none."""
     root = str(trainer.default_root_dir if dirpath is None else dirpath)
     if "://" in root:
         raise MisconfigurationException(
@@ -52,44 +41,27 @@ def open_folder(
     return folder
 
 
-def go_on(
+def resume_fit(
     trainer: pl.Trainer,
     job: SlurmJob,
     folder: RequeueFolder,
     start: Callable[..., None],
     checkpoint_path: Any = None,
     *,
-    trusts: bool | None,
+    trusts: bool | None,  # whether to unpickle any class; None: if no other user can have written the file
     **options: Any,
 ) -> bool:
-    """Go on from the newest checkpoint of this job, if it has been here before. A collective: all ranks raise, or none.
-
-    Args:
-        trainer: That fits.
-        job: It is part of.
-        folder: Of the job.
-        start: Lightning's ``resume_start``, for which this stands in.
-        checkpoint_path: What the fit was asked to go on from: for the first start.
-        trusts: Whether to run what pickles in its checkpoint say; ``None``: if nobody else can have written it.
-        options: Further ones of ``start``.
-
-    Returns:
-        Whether the fit had come to its end.
-
-    Raises:
-        MisconfigurationException: If the checkpoint is another user's.
-        pickle.UnpicklingError: If it holds more than is trusted.
-    """
+    """Resume from the job's newest checkpoint, if any; returns whether the fit had ended. All ranks raise, or none."""
     found: tuple[Path | None, int | None, bool | None] = None, None, trusts
     if trainer.is_global_zero and job.restart_count > 0:
         found = _find(trainer, folder, checkpoint_path, trusts=trusts)
-    newest, stranger, trusts = trainer.strategy.broadcast(found)
+    newest, foreign_owner, trusts = trainer.strategy.broadcast(found)
     if newest is None:
         start(checkpoint_path, **options)
         return False
-    if stranger is not None:
+    if foreign_owner is not None:
         raise MisconfigurationException(
-            f"SlurmRequeue does not load {str(newest)!r}: it belongs to user {stranger}, not to you. Remove it to "
+            f"SlurmRequeue does not load {str(newest)!r}: it belongs to user {foreign_owner}, not to you. Remove it to "
             "start anew, or use your own folder: SlurmRequeue(dirpath=...)."
         )
     has_ended = newest == folder.ended
@@ -114,15 +86,10 @@ def _find(
     trainer: pl.Trainer, folder: RequeueFolder, checkpoint_path: Any, *, trusts: bool | None
 ) -> tuple[Path | None, int | None, bool | None]:
     """The newest checkpoint, if there is one; whose it is, if not this user's; and whether to trust it."""
-    given = [] if checkpoint_path is None else [Path(checkpoint_path)]
-    newest = folder.newest([*_last_checkpoints(trainer), *given])
-    if newest is None or newest not in (folder.checkpoint, folder.ended):
-        return newest, None, trusts
-    return newest, folder.stranger(newest), folder.is_private() if trusts is None else trusts
-
-
-def _last_checkpoints(trainer: pl.Trainer) -> list[Path]:
-    """What ``ModelCheckpoint(save_last=True)`` has written."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     savers = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
-    return [Path(path) for saver in savers for path in last_checkpoints(saver, trainer)]
+    paths = [path for saver in savers for path in last_checkpoints(saver, trainer)]  # of save_last=True
+    newest = folder.newest(map(Path, paths if checkpoint_path is None else [*paths, checkpoint_path]))
+    if newest is None or newest not in (folder.checkpoint, folder.ended):
+        return newest, None, trusts
+    return newest, folder.foreign_owner(newest), folder.is_private() if trusts is None else trusts

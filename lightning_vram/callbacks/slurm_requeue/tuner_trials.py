@@ -1,11 +1,7 @@
-"""Keep the trials of Lightning's tuners apart from the fit that they are made in.
-
-A tuner tries batch sizes or learning rates within the fit, without the trainer's callbacks, and goes back to a
-checkpoint of its own. In a fit that is resumed it does so between the two halves in which Lightning loads a checkpoint:
-the fit would begin at step 0 again (Lightning 2.6). So there it does not search, and finds what it has found before.
-"""
+"""Keep the trials of Lightning's tuners apart from the fit that they are made in."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,33 +17,30 @@ from lightning_vram.private_names.lightning.callbacks import (
 )
 from lightning_vram.private_names.lightning.connectors import checkpoint_connector
 
-_LEARNING_RATES = ("lr", "learning_rate")  # where Lightning looks, in this order
-
 
 class TunerTrials:
-    """Of one fit.
+    """Trials of the tuners in one fit."""
 
-    Args:
-        trainer: In its ``setup`` hooks.
-
-    Attributes:
-        are_undone: Whether a tuner is loading what was before its trials.
-    """
+    # A tuner tries batch sizes or learning rates within the fit, without the trainer's callbacks, and returns to a
+    # checkpoint of its own. In a resumed fit it does so between the two halves in which Lightning loads a checkpoint:
+    # the fit would begin at step 0 again (Lightning 2.6). So it does not search there, and uses what it found before.
 
     def __init__(self, trainer: pl.Trainer) -> None:
-        self.are_undone = False
+        self.are_undone = False  # whether a tuner is loading the state before its trials
         self._trainer = trainer
-        self._undo = Shadow(checkpoint_connector(trainer), "restore", self._watch)  # which nobody else calls
+        self._undo = Shadow(
+            checkpoint_connector(trainer), "restore", partial(partial, self._restore)
+        )  # only tuners call it
         self._searches: list[Shadow] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was found, by the name of the argument."""
+        """Return the values that were found, by the name of the argument."""
         module = self._trainer.lightning_module
         names = [name for tuner in self._tuners() for name in _argument_names(tuner)]
         return {name: lightning_getattr(module, name) for name in names if lightning_hasattr(module, name)}
 
     def skip(self, found: dict[str, Any]) -> None:
-        """Take what :meth:`state_dict` found, and let nobody search before training starts."""
+        """Set what :meth:`state_dict` found, and prevent searches before training starts."""
         module = self._trainer.lightning_module
         for tuner in self._tuners():
             names = [name for name in _argument_names(tuner) if name in found and lightning_hasattr(module, name)]
@@ -74,15 +67,12 @@ class TunerTrials:
         callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
         return (callback for callback in callbacks if isinstance(callback, (BatchSizeFinder, LearningRateFinder)))
 
-    def _watch(self, restore: Callable[..., None]) -> Callable[..., None]:
-        def undo(*args: Any, **kwargs: Any) -> None:
-            self.are_undone = True
-            try:
-                restore(*args, **kwargs)
-            finally:
-                self.are_undone = False
-
-        return undo
+    def _restore(self, restore: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
+        self.are_undone = True
+        try:
+            restore(*args, **kwargs)
+        finally:
+            self.are_undone = False
 
 
 def _argument_names(tuner: Any) -> tuple[str, ...]:
@@ -91,8 +81,8 @@ def _argument_names(tuner: Any) -> tuple[str, ...]:
     if not sets_learning_rate(tuner):
         return ()
     name = learning_rate_argument(tuner)
-    return (name,) if name else _LEARNING_RATES
+    return (name,) if name else ("lr", "learning_rate")  # Lightning looks in this order
 
 
 def _find_nothing(*args: Any, **kwargs: Any) -> None:
-    """Stand in for a search."""
+    """Replaces a search."""

@@ -57,7 +57,7 @@ class TokenTiling(FitTechnique):
         self.layers = layers
         self.tile = tile
         self._handle: TilingHandle | None = None
-        self._has_told = False
+        self._has_reported = False
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
@@ -74,12 +74,10 @@ class TokenTiling(FitTechnique):
             raise MisconfigurationException(f"TokenTiling: {error}") from None
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self._has_told or self._handle is None:
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        if self._has_reported or self._handle is None:
             return
-        self._has_told = True
+        self._has_reported = True
         verdicts = self._handle.verdicts()
         tiled = {name: how for name, (is_alone, how) in verdicts.items() if is_alone}
         if not tiled:
@@ -99,10 +97,10 @@ class TokenTiling(FitTechnique):
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.remove()
-        self._has_told = False
+        self._has_reported = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_handle": None, "_has_told": False}  # a copy is not part of any run
+        return vars(self) | {"_handle": None, "_has_reported": False}  # a copy is not part of any run
 
 
 def _refuse(layer: str, reason: str) -> None:

@@ -20,7 +20,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -187,9 +186,13 @@ class VRAMMonitor(Callback):
 
     @override
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._begin(trainer, pl_module, batch, batch_idx)
+        every_n_batches = self.every_n_batches or trainer.log_every_n_steps  # type: ignore[attr-defined]
+        self._batches.batch, self._batches.batch_idx = batch, batch_idx
+        is_nth = every_n_batches > 0 and (batch_idx + 1) % every_n_batches == 0
+        if not trainer.sanity_checking and (is_nth or batch_idx < _NUM_FIRST_BATCHES):
+            self._readings.begin(trainer, pl_module, batch, batch_idx)
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -206,20 +209,18 @@ class VRAMMonitor(Callback):
         self._readings.switch_phase(Phase.OPTIMIZER_STEP)
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         now = time.perf_counter()
-        self._batches.end_training_batch(trainer)
+        self._batches.end_batch(trainer)
         if self._previous_end is not None and not self._readings.is_tracking:
             self._seconds.append(now - self._previous_end)
-        self._publish(trainer, self._readings.end(trainer, batch_idx))
+        self._publish(trainer, self._readings.end(trainer))
         self._previous_end = time.perf_counter()
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._readings.abort()  # a batch that was skipped after it began
-        self._batches.end()
+        self._batches.batch = None
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -235,24 +236,12 @@ class VRAMMonitor(Callback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._switch_stage("validate", trainer)
 
-    @override
-    def on_validation_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._begin(trainer, pl_module, batch, batch_idx)
+    on_validation_batch_start = on_train_batch_start
 
     @override
-    def on_validation_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: STEP_OUTPUT,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._batches.end_evaluation_batch(trainer)
-        self._publish(trainer, self._readings.end(trainer, batch_idx))
+    def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        self._batches.end_batch(trainer)
+        self._publish(trainer, self._readings.end(trainer))
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -263,7 +252,7 @@ class VRAMMonitor(Callback):
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._switch_stage("test", trainer)
 
-    on_test_batch_start = on_validation_batch_start
+    on_test_batch_start = on_train_batch_start
     on_test_batch_end = on_validation_batch_end
     on_test_end = on_validation_end
 
@@ -271,7 +260,7 @@ class VRAMMonitor(Callback):
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._switch_stage("predict", trainer)
 
-    on_predict_batch_start = on_validation_batch_start
+    on_predict_batch_start = on_train_batch_start
     on_predict_batch_end = on_validation_batch_end
     on_predict_end = on_validation_end
 
@@ -281,13 +270,6 @@ class VRAMMonitor(Callback):
     def _between_runs(self) -> dict[str, Any]:
         nothing = dict.fromkeys(("_last", "_file", "_bar", "_previous_end"))
         return {"_readings": Readings(self.track), "_batches": LastBatches(), **nothing}
-
-    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        every_n_batches = self.every_n_batches or trainer.log_every_n_steps  # type: ignore[attr-defined]
-        self._batches.begin(batch, batch_idx)
-        is_nth = every_n_batches > 0 and (batch_idx + 1) % every_n_batches == 0
-        if not trainer.sanity_checking and (is_nth or batch_idx < _NUM_FIRST_BATCHES):
-            self._readings.begin(trainer, pl_module, batch, batch_idx)
 
     def _explain(self, trainer: pl.Trainer, exception: BaseException, source: OutOfMemorySource) -> None:
         measurement, self._batches.timeline = self._readings.end_alone(trainer)
@@ -304,7 +286,7 @@ class VRAMMonitor(Callback):
         self._previous_end = None  # what lies between batches of different stages is no batch
 
     def _show(self, get_metrics: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-        """Stand in for ``get_metrics`` of the progress bar."""
+        """Replaces ``get_metrics`` of the progress bar."""
         peak = {"vram": format_bytes(largest(self.peaks.values()).peak_allocated_bytes)} if self.peaks else {}
         return get_metrics(*args) | peak
 

@@ -14,9 +14,8 @@ from torch import nn
 from lightning_vram.report.out_of_memory.facts import Place, Work
 
 _STAGES = ("train", "validation", "test", "predict")
-_STEPS = {"training_step", "validation_step", "test_step", "predict_step"}
 _BY_FUNCTION = {
-    **dict.fromkeys(_STEPS, Work.FORWARD),
+    **dict.fromkeys(("training_step", "validation_step", "test_step", "predict_step"), Work.FORWARD),
     **dict.fromkeys((f"on_{stage}_{end}" for stage in _STAGES for end in ("epoch_end", "end")), Work.EPOCH_END),
     "on_run_end": Work.EPOCH_END,  # where Lightning computes the metrics that are logged
     "model_to_device": Work.MOVING,
@@ -25,19 +24,14 @@ _BY_FUNCTION = {
         ("restore", "resume_start", "restore_training_state", "restore_optimizers", "load_checkpoint"), Work.RESTORING
     ),
 }
-_MOST_CHARACTERS = 100
+_MOST_CHARACTERS_OF_LINE = 100
 _IN_BACKWARD = {"backward", "_engine_run_backward"}
 _OWN_FOLDER = str(Path(__file__).parents[2])
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def read_place(errors: Sequence[BaseException], module: nn.Module) -> Place:
-    """Find out what was being done when memory ran out.
-
-    Args:
-        errors: From the outermost to the one that says so: each has the frames that the next one has not.
-        module: Of the run.
-    """
+    """Find out what was being done when memory ran out; ``errors`` from the outermost to the out-of-memory error."""
     names = {id(part): name for name, part in module.named_modules()}
     work, inner, line, function = Work.OTHER, "", "", ""
     for frame, number in chain.from_iterable(traceback.walk_tb(error.__traceback__) for error in errors):
@@ -47,7 +41,7 @@ def read_place(errors: Sequence[BaseException], module: nn.Module) -> Place:
         if path.endswith("nn/functional.py"):
             function = frame.f_code.co_name
         if _is_users(path):
-            line = f"{Path(path).name}:{number}: {linecache.getline(path, number).strip():.{_MOST_CHARACTERS}}"
+            line = f"{Path(path).name}:{number}: {linecache.getline(path, number).strip():.{_MOST_CHARACTERS_OF_LINE}}"
     return Place(work, "" if work in (Work.RESTORING, Work.SAVING, Work.MOVING) else inner, line, function)
 
 

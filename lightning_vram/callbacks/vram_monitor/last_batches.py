@@ -1,9 +1,10 @@
-"""The batch that is running, and what the last ones have left: for the page about memory that ran out."""
+"""The batch that is running, and the memory that the last ones left allocated."""
 
 from collections import deque
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 from lightning_vram.memory.device.allocator import has_cache, read_allocator
 from lightning_vram.memory.tracking.timeline import MemoryTimeline
@@ -12,20 +13,13 @@ _NUM_ENDS = 64
 
 
 class LastBatches:
-    """Those of one run.
-
-    Attributes:
-        stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        batch: That is running; ``None``: none is.
-        batch_idx: Its index.
-        timeline: Of what was tracked in it, once it has ended in an error; ``None``: nothing was.
-    """
+    """The running batch of one run, and the ends of the last ones."""
 
     def __init__(self) -> None:
         self.stage = "train"
-        self.batch: Any = None
+        self.batch: Any = None  # that is running
         self.batch_idx = 0
-        self.timeline: MemoryTimeline | None = None
+        self.timeline: MemoryTimeline | None = None  # of what was tracked in a batch that has ended in an error
         self._ends: dict[str, deque[tuple[int, int]]] = {}
 
     @property
@@ -34,29 +28,21 @@ class LastBatches:
         return self._ends.setdefault(self.stage, deque(maxlen=_NUM_ENDS))
 
     def switch_stage(self, stage: str) -> None:
-        """Note what runs now. Training goes on where it was."""
+        """Record what runs now. Training continues where it was."""
         self.stage = stage
         if stage != "train":
             self._ends.pop(stage, None)
 
-    def begin(self, batch: Any, batch_idx: int) -> None:
-        """Note that a batch begins."""
-        self.batch, self.batch_idx = batch, batch_idx
-
-    def end(self) -> None:
-        """Note that it has ended."""
+    def end_batch(self, trainer: pl.Trainer) -> None:
+        """Record that it has ended, and what is allocated on the device."""
         self.batch = None
+        allocated_bytes = _allocated_bytes(trainer.strategy.root_device)
+        if allocated_bytes is not None:
+            num_before = self.ends[-1][0] if self.ends else 0
+            if self.stage == "train":
+                num_before = trainer.fit_loop.epoch_loop.total_batch_idx
+            self.ends.append((num_before + 1, allocated_bytes))
 
-    def end_training_batch(self, trainer: pl.Trainer) -> None:
-        """Note that it has ended, and what is alive on the device, if that tells."""
-        self._end(trainer, trainer.fit_loop.epoch_loop.total_batch_idx + 1)
 
-    def end_evaluation_batch(self, trainer: pl.Trainer) -> None:
-        """The same for a batch of another stage."""
-        self._end(trainer, self.ends[-1][0] + 1 if self.ends else 1)
-
-    def _end(self, trainer: pl.Trainer, num_batches: int) -> None:
-        self.end()
-        device = trainer.strategy.root_device
-        if has_cache(device):
-            self.ends.append((num_batches, read_allocator(device).allocated_bytes))
+def _allocated_bytes(device: torch.device) -> int | None:
+    return read_allocator(device).allocated_bytes if has_cache(device) else None

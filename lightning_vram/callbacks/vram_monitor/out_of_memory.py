@@ -1,4 +1,4 @@
-"""The page that is written when memory runs out: facts of the run, and what would have helped."""
+"""The report about an out-of-memory error: facts of the run, and which features would have helped."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -54,60 +54,45 @@ _MOST_SECONDS = 30
 def explain(
     trainer: pl.Trainer, error: BaseException, source: OutOfMemorySource, last: LastBatches, folder: Path
 ) -> str:
-    """Write the page, and files beside it, and return what to say of it. Raises nothing: that would hide the error.
-
-    Args:
-        trainer: In its ``on_exception`` hooks.
-        error: That memory has run out.
-        source: Of the error.
-        last: What is known of the batch.
-        folder: Where files go; it is made.
-    """
+    """Write the report, and pictures, into ``folder``; return a note. Raises nothing, which would hide the error."""
     most = f"for at most {_MOST_SECONDS} s; Ctrl-C skips the rest"
     rank_zero_info(f"VRAMMonitor: out of memory. Estimating which features would help, {most} ...")
     try:
         if trainer.progress_bar_callback is not None:  # it ends before another one begins
             trainer.progress_bar_callback.on_exception(trainer, trainer.lightning_module, error)
-        return _explain(trainer, error, source, last, folder)
+        found, estimate = _with_remedies(trainer, _facts(trainer, error, source, last), last)
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = _NAME if trainer.global_rank == 0 else f"{_NAME}.rank{trainer.global_rank}"
+        path = folder / f"{stem}.md"
+        write_page(found, path, _write_pictures(trainer, folder, stem, estimate))
+        return f"VRAMMonitor: {summary(found)} Report: {path}"
     except (Exception, KeyboardInterrupt) as failure:
         return f"VRAMMonitor could not write its report: {type(failure).__name__}: {failure}"
 
 
-def _explain(
-    trainer: pl.Trainer, error: BaseException, source: OutOfMemorySource, last: LastBatches, folder: Path
-) -> str:
-    found = _facts(trainer, error, source, last)
-    found, estimate = _with_remedies(trainer, found, last)
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = _NAME if trainer.global_rank == 0 else f"{_NAME}.rank{trainer.global_rank}"
-    pictures = _write_pictures(trainer, folder, stem, estimate)
-    path = folder / f"{stem}.md"
-    write_page(found, path, pictures)
-    return f"VRAMMonitor: {summary(found)} Report: {path}"
-
-
 def _facts(trainer: pl.Trainer, error: BaseException, source: OutOfMemorySource, last: LastBatches) -> OutOfMemory:
-    device, module = trainer.strategy.root_device, trainer.lightning_module
+    device = trainer.strategy.root_device
     errors = path_to_out_of_memory(error)
-    message = str(errors[-1])
-    request = read_failed_request(message, device)
-    by_category, by_module = _held(trainer, last, request)
+    request = read_failed_request(str(errors[-1]), device)
+    by_category, by_module = _memory_at_error(trainer, last, request)
     where = f", batch {last.batch_idx}" if last.batch is not None else ""
     return OutOfMemory(
-        message=message,
+        message=str(errors[-1]),
         source=source,
         device=str(device),
         request=request,
         stage=f"{last.stage}, epoch {trainer.current_epoch}{where}",
-        place=read_place(errors, module),
+        place=read_place(errors, trainer.lightning_module),
         by_category=by_category,
         by_module=by_module,
         growth=tuple(last.ends),
     )
 
 
-def _held(trainer: pl.Trainer, last: LastBatches, request: FailedRequest) -> tuple[dict[str, int], dict[str, int]]:
-    """What was alive, by purpose and by module: as it was tracked, else what can be told apart, and the rest."""
+def _memory_at_error(
+    trainer: pl.Trainer, last: LastBatches, request: FailedRequest
+) -> tuple[dict[str, int], dict[str, int]]:
+    """What was allocated, by category and by module: as it was tracked, else what can be found, and the rest."""
     device = trainer.strategy.root_device
     timeline = last.timeline
     if timeline is None or not timeline.peak_bytes:
@@ -126,7 +111,7 @@ def _with_remedies(
 ) -> tuple[OutOfMemory, MemoryEstimate | None]:
     reason = _why_not(trainer, last)
     if reason:
-        return replace(found, no_remedies=f"{reason}{_say_half(found, last)}"), None
+        return replace(found, no_remedies=f"{reason}{_half_batch_hint(found, last)}"), None
     limit = _Limit()
     try:
         with ProgressDisplay.of(trainer) as on_progress:
@@ -140,7 +125,7 @@ def _with_remedies(
     except (Exception, KeyboardInterrupt) as error:  # a step on tensors without values may fail where the run does not
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         reason = "stopped by Ctrl-C." if isinstance(error, KeyboardInterrupt) else f"{reason:.{_MOST_CHARACTERS}}"
-        return replace(found, no_remedies=f"{reason}{_say_half(found, last)}"), None
+        return replace(found, no_remedies=f"{reason}{_half_batch_hint(found, last)}"), None
     timeline = estimate.timeline
     by_module = found.by_module if last.timeline is not None else dict(timeline.peak_by_module)
     found = replace(found, budget_bytes=_budget_bytes(found, timeline))
@@ -152,7 +137,7 @@ def _with_remedies(
 
 
 def _foreign_bytes(found: OutOfMemory, estimated: MemoryTimeline) -> int:
-    """Bytes in tensors that a step does not have: what is left of another model, say. What is little is an error."""
+    """Bytes in tensors that a step does not have, of another model, say. A small difference is estimation error."""
     allocated_bytes = found.request.allocated_bytes or 0
     foreign_bytes = allocated_bytes - estimated.peak_bytes
     return foreign_bytes if foreign_bytes > _LARGE_SHARE * allocated_bytes else 0
@@ -168,19 +153,19 @@ def _without_foreign(found: OutOfMemory, estimated: MemoryTimeline) -> OutOfMemo
 
 
 def _why_not(trainer: pl.Trainer, last: LastBatches) -> str:
-    """Say why no step of this run can be run again on tensors without memory; empty if one can."""
+    """Why no step of this run can run again on fake tensors; empty if one can."""
     if last.batch is None:
         return "the error was outside of a batch, and features save memory within a step."
-    strategy, plugin = trainer.strategy, trainer.precision_plugin
-    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
-        return f"{type(strategy).__name__} has changed the module. `lightning-vram plan --config ...` does it before."
-    if _is_ours(plugin):
-        return f"{type(plugin).__name__} has changed the module. `lightning-vram plan --config ...` does it before."
+    strategy, plugin = type(trainer.strategy), type(trainer.precision_plugin)
+    is_other_strategy = not issubclass(strategy, SingleDeviceStrategy | DDPStrategy)
+    if is_other_strategy or plugin.__module__.startswith("lightning_vram."):
+        name = strategy.__name__ if is_other_strategy else plugin.__name__
+        return f"{name} has changed the module. `lightning-vram plan --config ...` does it before."
     return ""
 
 
-def _say_half(found: OutOfMemory, last: LastBatches) -> str:
-    """Say what a smaller batch of an evaluation would save: it scales all but what is there for the whole run."""
+def _half_batch_hint(found: OutOfMemory, last: LastBatches) -> str:
+    """What a smaller batch of an evaluation would save: it scales all but what is there for the whole run."""
     kinds = (Category.INPUTS, Category.ACTIVATIONS, Category.TEMPORARIES, _REST)
     num_bytes = sum(found.by_category.get(kind, 0) for kind in kinds) // 2
     if last.batch is None or last.stage == "train" or not num_bytes:
@@ -222,31 +207,31 @@ class _Limit:
 def _measure(
     trainer: pl.Trainer, found: OutOfMemory, last: LastBatches, limit: _Limit, on_progress: Progress
 ) -> tuple[MemoryEstimate, list[Measured], str]:
-    """Run steps on tensors without memory: as it was, and with parts; and what of it was left out."""
+    """Run steps on fake tensors: the baseline, and with features; and describe what of it was left out."""
     module, own = trainer.lightning_module, read_trainer_arguments(trainer)
-    spec, card = _make_room(trainer, found)
+    spec, card = _free_device(trainer, found)
     run = FitRun(own, card, num_ranks=trainer.world_size, with_validation=False, with_times=True, known=[])
     on_progress("tracing baseline", 0.0)
     traced = trace_fit(module, last.batch, run)
     stage = estimate_stages(traced, None if card is None else workspaces_of(card))[STEP]
     budget_bytes = _budget_bytes(found, stage.timeline)
-    room = spec if budget_bytes is None else DeviceSpec("available to this step", budget_bytes)
+    available = spec if budget_bytes is None else DeviceSpec("available to this step", budget_bytes)
     steps = TracedSteps(module, last.batch, run, on_progress, is_late=limit.is_late)
     exact, every = (
         remedies_for(own, level, on_card=card is not None, module=module) for level in (Exactness.EXACT, Exactness.ANY)
     )
     with limit:
         measure_singles(steps, exact, every, budget_bytes)
-    estimate = MemoryEstimate(room, {TRAIN: stage}, batch_size=steps.batch_size)
+    estimate = MemoryEstimate(available, {TRAIN: stage}, batch_size=steps.batch_size)
     return estimate, steps.tried, limit.note(len(steps.left_out))
 
 
-def _make_room(trainer: pl.Trainer, found: OutOfMemory) -> tuple[DeviceSpec, DeviceSpec | None]:
-    """Undo what was applied, and return the device; and the card, if it is one."""
+def _free_device(trainer: pl.Trainer, found: OutOfMemory) -> tuple[DeviceSpec, DeviceSpec | None]:
+    """Undo the features, and return the device, twice if it is an accelerator."""
     device = trainer.strategy.root_device
-    _undo_parts(trainer)
+    _undo_features(trainer)
     if has_cache(device):
-        empty_cache(device)  # tensors beside the parameters are copied
+        empty_cache(device)  # the estimate copies tensors that are not parameters
     spec = describe_device(device, found.request.room_bytes or found.request.allocated_bytes or 1)
     return spec, None if device.type == "cpu" else spec
 
@@ -254,21 +239,21 @@ def _make_room(trainer: pl.Trainer, found: OutOfMemory) -> tuple[DeviceSpec, Dev
 def _measure_evaluation(
     trainer: pl.Trainer, found: OutOfMemory, last: LastBatches, limit: _Limit, on_progress: Progress
 ) -> OutOfMemory:
-    """Run batches of an evaluation on tensors without memory: what they save is what the run would, too."""
+    """Run batches of an evaluation on fake tensors; what they save, the run would save, too."""
     own = read_trainer_arguments(trainer)
-    _, card = _make_room(trainer, found)
+    _, card = _free_device(trainer, found)
     run = FitRun(own, card, num_ranks=trainer.world_size, evaluation=last.stage)
     how: dict[str, Any] = {"keeps_precision": trainer.state.fn == "fit", "is_late": limit.is_late}
     measured: list[LeanerEvaluation | None] = []
     with limit:
         for one in measure_evaluation(trainer.lightning_module, last.batch, run, on_progress, **how):
             measured.append(one)  # what an interrupt leaves
-    plain, *leaner = filter(None, measured)
+    baseline, *leaner = filter(None, measured)
     request, remedies = found.request, []
     # What a training, or the batches before, have left stays. At least what was asked for is missing, as it seems.
     asked_bytes, budget_bytes = request.asked_bytes or 0, found.budget_bytes
     for one in leaner:
-        saved_bytes = plain.needed_bytes - one.needed_bytes
+        saved_bytes = baseline.needed_bytes - one.needed_bytes
         needed_bytes = max(one.needed_bytes, (request.allocated_bytes or 0) + asked_bytes - saved_bytes)
         fits = None if budget_bytes is None else needed_bytes <= budget_bytes and saved_bytes >= asked_bytes
         if saved_bytes > 0:
@@ -278,7 +263,7 @@ def _measure_evaluation(
 
 
 def _budget_bytes(found: OutOfMemory, estimated: MemoryTimeline) -> int | None:
-    """What a step may need; ``None`` if nobody knows. At least what was asked for is missing, as it seems."""
+    """What a step may need; ``None`` if unknown. At least what was requested is missing, as it seems."""
     room_bytes = found.request.room_bytes
     if room_bytes is None:
         return None
@@ -286,34 +271,30 @@ def _budget_bytes(found: OutOfMemory, estimated: MemoryTimeline) -> int | None:
     return max(1, min(room_bytes - _foreign_bytes(found, estimated), estimated.peak_bytes - missing_bytes))
 
 
-def _undo_parts(trainer: pl.Trainer) -> None:
-    """Let the module be what it was before the run, which is over. Parts do nothing when they are asked again."""
+def _undo_features(trainer: pl.Trainer) -> None:
+    """Restore the module to its state before the run, which is over. Features do nothing when undone again."""
     for callback in list(trainer.callbacks):  # type: ignore[attr-defined]
         if isinstance(callback, FitTechnique) and not getattr(callback, "takes_no_memory", False):
-            callback.give_up()  # teardown may move to the device what is on the host: there is no room for it
-
-
-def _is_ours(part: object) -> bool:
-    return type(part).__module__.startswith("lightning_vram.")
+            callback.give_up()  # teardown may move offloaded tensors to the device, which is full
 
 
 def _ranked(tried: list[Measured], budget_bytes: int | None) -> tuple[Remedy, ...]:
-    """What saves anything: first what fits, as true as possible and fast, then what comes nearest."""
-    plain = tried[0]
+    """What saves anything: first what fits, by exactness and time, then what comes nearest."""
+    baseline = tried[0]
     ranked: list[tuple[Any, Remedy]] = []
-    told = set()
+    seen = set()
     for one in sorted(tried, key=lambda one: one.seconds):
-        saved_bytes = plain.needed_bytes - one.needed_bytes
+        saved_bytes = baseline.needed_bytes - one.needed_bytes
         if saved_bytes <= 0:
             continue
         fits = None if budget_bytes is None else one.needed_bytes <= budget_bytes
         exactness = one.scheme.exactness
         # an argument may differ by what changes nothing, such as budgets of 5493 and 5494 KiB
         alike = (one.needed_bytes, exactness, *sorted(part.name for part in one.scheme.parts))
-        if alike in told:
+        if alike in seen:
             continue
-        told.add(alike)
-        ratio = one.seconds / plain.seconds
+        seen.add(alike)
+        ratio = one.seconds / baseline.seconds
         remedy = Remedy(as_code(one.scheme.parts), one.needed_bytes, saved_bytes, ratio, results_of(exactness), fits)
         ranked.append(((not fits, exactness if fits else 0, ratio if fits else one.needed_bytes), remedy))
     return tuple(remedy for _, remedy in sorted(ranked, key=lambda pair: pair[0])[:_MOST_REMEDIES])

@@ -1,4 +1,4 @@
-"""Read the memory of batches and of stages, and reduce the readings over the ranks."""
+"""Measure the memory of batches and of stages, and reduce the measurements over the ranks."""
 
 from typing import Any
 
@@ -17,11 +17,7 @@ from lightning_vram.private_names.torch.compiled import is_compiled
 
 
 class Readings:
-    """Those of one run, from setup to teardown.
-
-    Args:
-        track: As ``VRAMMonitor`` has it.
-    """
+    """Measurements of one run, from setup to teardown. ``track`` is that of ``VRAMMonitor``."""
 
     def __init__(self, track: bool | None) -> None:  # noqa: FBT001
         self._track = track
@@ -35,7 +31,7 @@ class Readings:
 
     @property
     def is_tracking(self) -> bool:
-        """Whether the reading under way follows tensors."""
+        """Whether the measurement under way tracks tensors."""
         return self._probe is not None and self._probe.is_tracking
 
     def switch_stage(self, stage: str, trainer: pl.Trainer) -> None:
@@ -52,7 +48,7 @@ class Readings:
             self._probe.switch(phase)
 
     def begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin to read a batch."""
+        """Begin to measure a batch."""
         self.abort()
         self._batch_idx = batch_idx
         device = trainer.strategy.root_device
@@ -60,22 +56,24 @@ class Readings:
         self._probe = MemoryProbe(device, peaks, track=self._tracks(trainer))
         self._probe.start(pl_module, trainer.optimizers, batch)
 
-    def end(self, trainer: pl.Trainer, batch_idx: int) -> Measurement | None:
-        """End a batch. Returns its reading, of all ranks, if it was read and is one of the training."""
+    def end(self, trainer: pl.Trainer) -> Measurement | None:
+        """End a batch. Returns its measurement, of all ranks, if it was measured and is one of the training."""
         if self._probe is None:
             return None
         probe, self._probe = self._probe, None
-        measurement = self._finish(probe, trainer, trainer.current_epoch, batch_idx)
+        measurement = self._finish(probe, trainer, trainer.current_epoch, self._batch_idx)
         if measurement is None:
             return None
         if self._stage == "train":
-            self._keep_timeline(probe.timeline)
+            timeline = probe.timeline
+            if timeline is not None and (self.timeline is None or timeline.peak_bytes > self.timeline.peak_bytes):
+                self.timeline = timeline
             return self._reduce(trainer, measurement)
         self._keep_largest(measurement)
         return None
 
     def end_training(self, trainer: pl.Trainer, last: Measurement | None) -> Measurement | None:
-        """Return what there was since the ``last`` reading, of all ranks."""
+        """Return the peaks since the ``last`` measurement, of all ranks."""
         flushed = self._flush(trainer, last)
         return None if flushed is None else self._reduce(trainer, flushed)
 
@@ -88,14 +86,13 @@ class Readings:
         device = trainer.strategy.root_device
         if trainer.sanity_checking or not (has_cache(device) or self._tracks(trainer)):
             return None
-        nothing = Measurement(
-            self._stage, trainer.current_epoch, 0, trainer.global_step, str(device), "tracker", -1, -1
-        )
+        place = self._stage, trainer.current_epoch, 0, trainer.global_step, str(device)
+        nothing = Measurement(*place, "tracker", -1, -1)
         measurement = self._reduce(trainer, found or nothing)
         return measurement if measurement.peak_allocated_bytes >= 0 else None
 
     def end_alone(self, trainer: pl.Trainer) -> tuple[Measurement | None, MemoryTimeline | None]:
-        """End the reading under way, if there is one, without the other ranks: they may not be there."""
+        """End the measurement under way, if any, without the other ranks: they may not be there."""
         if self._probe is None:
             return None, None
         probe, self._probe = self._probe, None
@@ -103,7 +100,7 @@ class Readings:
         return measurement, probe.timeline
 
     def abort(self) -> None:
-        """Forget the reading under way."""
+        """Discard the measurement under way."""
         if self._probe is not None:
             self._probe.abort()
             self._probe = None
@@ -121,7 +118,7 @@ class Readings:
         return measurement
 
     def _flush(self, trainer: pl.Trainer, last: Measurement | None) -> Measurement | None:
-        """Read the allocator's peaks since the last reading."""
+        """Read the allocator's peaks since the last measurement."""
         self.abort()
         device = trainer.strategy.root_device
         if not has_cache(device):
@@ -129,10 +126,6 @@ class Readings:
         probe = MemoryProbe(device, self._peaks_of(self._stage, device), track=False)
         batch_idx = max(0, trainer.fit_loop.epoch_loop.batch_idx) if self._stage == "train" else 0
         return self._finish(probe, trainer, trainer.current_epoch if last is None else last.epoch, batch_idx)
-
-    def _keep_timeline(self, timeline: MemoryTimeline | None) -> None:
-        if timeline is not None and (self.timeline is None or timeline.peak_bytes > self.timeline.peak_bytes):
-            self.timeline = timeline
 
     def _keep_largest(self, measurement: Measurement) -> None:
         self._largest = measurement if self._largest is None else largest([self._largest, measurement])
@@ -150,11 +143,9 @@ class Readings:
 
 
 class MaxOverRanks(Metric):
-    """Element-wise maximum of ``num_values`` integers over updates and over ranks, -1 where there was none.
+    """Element-wise maximum of ``num_values`` integers over updates and over ranks, -1 where there was none."""
 
-    ``torchmetrics.MaxMetric`` computes in float32, which rounds bytes above 16 MiB.
-    """
-
+    # torchmetrics.MaxMetric computes in float32, which rounds bytes above 16 MiB.
     full_state_update = False
     values: Tensor
 

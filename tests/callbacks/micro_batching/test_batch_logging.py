@@ -94,8 +94,8 @@ class InChunks(Callback):
             with BatchLogging(trainer._results) as logging:
                 total = 0
                 for part in zip(*(column.split(sizes) for column in batch), strict=True):
-                    logging.start_chunk(len(part[0]), len(part[0]) / len(batch[0]))
-                    metrics.start_chunk(len(part[0]) / len(batch[0]))
+                    logging.start_micro_batch(len(part[0]), len(part[0]) / len(batch[0]))
+                    metrics.start_micro_batch(len(part[0]) / len(batch[0]))
                     output = step(part, *args)
                     total = None if output is None else total + output * len(part[0]) / len(batch[0])
             return total, logging
@@ -171,7 +171,7 @@ def replay(chunks, shares=None, **options):
     calls = Calls()
     with BatchLogging(calls.results) as logging:
         for number, chunk in enumerate(chunks):
-            logging.start_chunk(1, shares[number] if shares else 1 / len(chunks))
+            logging.start_micro_batch(1, shares[number] if shares else 1 / len(chunks))
             for value in chunk if isinstance(chunk, list) else [chunk]:
                 name, value, own = value if isinstance(value, tuple) else ("x", value, {})
                 calls.results.log("training_step", name, value, **options, **own)
@@ -284,7 +284,7 @@ class LitSynced(LitTiny):
     def training_step(self, batch, batch_idx):
         with BatchLogging(self.trainer._results) as logging:
             for images in batch[0].chunk(self.num_parts):
-                logging.start_chunk(len(images), len(images) / len(batch[0]))
+                logging.start_micro_batch(len(images), len(images) / len(batch[0]))
                 self.log("pixel", images.double().mean(), sync_dist=True, on_step=True, on_epoch=True)
         logging.replay()
         return super().training_step(batch, batch_idx)

@@ -60,7 +60,7 @@ def batches(make_batch, num_batches=3):
 def run_chunks(model, states, batch, sizes, style):
     states.begin(len(sizes))
     for chunk in zip(*(column.split(sizes) for column in batch), strict=True):
-        states.start_chunk(len(chunk[0]) / NUM_SAMPLES)
+        states.start_micro_batch(len(chunk[0]) / NUM_SAMPLES)
         getattr(model.metric, style)(*chunk)
 
 
@@ -262,7 +262,7 @@ def test_a_metric_called_twice_in_a_step_shows_its_last_call():
     states = MetricStates(model)
     states.begin(2)
     for first, last in ((10.0, 1.0), (20.0, 3.0)):
-        states.start_chunk(0.5)
+        states.start_micro_batch(0.5)
         model.metric(first)
         model.metric(last)
     states.finish()
@@ -275,7 +275,7 @@ def test_a_part_that_counts_for_nothing_is_not_shown():
     states, of_the_part = MetricStates(model), MetricStates(model)
     states.begin(2)
     for value in (1.0, 3.0):
-        states.start_chunk(0.5)
+        states.start_micro_batch(0.5)
         model.metric(value)
     of_the_part.begin(1)
     model.metric(100.0)
@@ -325,7 +325,7 @@ def run_differentiable(model, states, batch, sizes):
     tokens, alive = [], []
     states.begin(len(sizes))
     for predictions, target in zip(*(column.split(sizes) for column in batch), strict=True):
-        states.start_chunk(len(target) / NUM_SAMPLES)
+        states.start_micro_batch(len(target) / NUM_SAMPLES)
         alive.append([token() is not None for token in tokens])
         token = Token()
         tokens.append(weakref.ref(token))
@@ -372,7 +372,7 @@ def test_the_value_in_a_micro_batch_has_its_gradient():
     states = MetricStates(model)
     states.begin(2)
     for _ in range(2):
-        states.start_chunk(0.5)
+        states.start_micro_batch(0.5)
         predictions = torch.full((3,), 2.0, requires_grad=True)
         model.metric(predictions, torch.zeros(3)).backward()
         assert predictions.grad.tolist() == pytest.approx([4 / 3] * 3)

@@ -357,7 +357,7 @@ def test_an_open_folder_does_not_keep_a_plain_program_from_going_on(slurm, tmp_p
 def test_a_checkpoint_of_another_user_is_not_taken(slurm, tmp_path, monkeypatch):
     fit(Noting, tmp_path, Send(1), SlurmRequeue())
     slurm.start(1)
-    monkeypatch.setattr(RequeueFolder, "_own_number", lambda folder: -1)
+    monkeypatch.setattr(RequeueFolder, "_own_uid", lambda folder: -1)
     path = tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit-1.ckpt"
     with pytest.raises(MisconfigurationException) as caught:
         fit(Noting, tmp_path, SlurmRequeue())

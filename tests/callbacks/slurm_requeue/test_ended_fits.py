@@ -111,12 +111,12 @@ def test_a_program_that_is_stopped_in_its_test_does_not_train_again(case, slurm,
 
 
 def test_the_end_goes_before_a_checkpoint_of_the_fit(slurm, tmp_path, monkeypatch):
-    said: list[str] = []
-    monkeypatch.setattr(requeued_start, "rank_zero_info", said.append)
     checkpoints = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=1, save_last=True, save_top_k=0)
     expected = Program(tmp_path, checkpoints, enable_checkpointing=True)
     Program(tmp_path, checkpoints, at=expected.num_fit_batches, enable_checkpointing=True)
     slurm.start(1)
+    said: list[str] = []
+    monkeypatch.setattr(requeued_start, "rank_zero_info", said.append)
     again = Program(tmp_path, checkpoints, enable_checkpointing=True)
     assert again.fit.module.seen == []
     again.assert_as(expected)

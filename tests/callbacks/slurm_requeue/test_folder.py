@@ -59,10 +59,10 @@ def test_the_folder_of_a_job_is_for_this_user_alone(folder, tmp_path):
 
 def test_a_checkpoint_of_another_user_is_a_strangers(folder, monkeypatch):
     folder.checkpoint.touch()
-    assert folder.stranger(folder.checkpoint) is None
+    assert folder.foreign_owner(folder.checkpoint) is None
     owner = folder.checkpoint.stat().st_uid
-    monkeypatch.setattr(folder, "_own_number", lambda: owner + 1)
-    assert folder.stranger(folder.checkpoint) == owner
+    monkeypatch.setattr(folder, "_own_uid", lambda: owner + 1)
+    assert folder.foreign_owner(folder.checkpoint) == owner
     assert not folder.is_private()
 
 

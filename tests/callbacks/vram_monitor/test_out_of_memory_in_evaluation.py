@@ -85,10 +85,7 @@ def explain(make_trainer, tmp_path):
 def growing(monkeypatch):
     """A device on which each batch leaves a MiB more."""
     readings = iter(range(40 * MIB, 400 * MIB, MIB))
-    monkeypatch.setattr(last_batches, "has_cache", lambda device: True)
-    monkeypatch.setattr(
-        last_batches, "read_allocator", lambda device: types.SimpleNamespace(allocated_bytes=next(readings))
-    )
+    monkeypatch.setattr(last_batches, "_allocated_bytes", lambda device: next(readings))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -208,7 +205,7 @@ def test_what_lies_on_the_host_is_not_moved_back_to_a_full_device(monkeypatch):
 
     callback = MetricOffload()
     monkeypatch.setattr(callback, "teardown", move_back)
-    out_of_memory._undo_parts(types.SimpleNamespace(callbacks=[callback], lightning_module=None))
+    out_of_memory._undo_features(types.SimpleNamespace(callbacks=[callback], lightning_module=None))
 
 
 def test_remedies_that_are_alike_are_told_once():
