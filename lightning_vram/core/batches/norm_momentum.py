@@ -1,10 +1,4 @@
-"""Keep running statistics at the pace of whole batches, where a layer sees them in several parts.
-
-A batch norm moves its running statistics by ``momentum`` m at every forward. A batch in k parts would move them k
-times, each by noisier statistics. With ``1 - (1 - m)**(1 / k)`` the parts together forget as much as one batch does,
-and the statistics are a mean over the parts. The variance between parts is not in it: no part sees it. What the layer
-*normalises* by in training stays the part's own.
-"""
+"""Batch norm momentum for micro-batches."""
 
 from torch import nn
 
@@ -12,20 +6,22 @@ from lightning_vram.private_names.torch.modules import BatchNormBase, NormBase
 
 
 def find_batch_norms(module: nn.Module) -> tuple[str, ...]:
-    """Names of the layers within ``module`` that normalise by the statistics of the batch as things stand."""
+    """Names of the layers within ``module`` that normalise by the statistics of the batch in their present mode."""
     return tuple(
         name for name, part in module.named_modules() if isinstance(part, BatchNormBase) and _is_of_batch(part)
     )
 
 
 class NormMomentum:
-    """Scales and restores the momentum of all layers with running statistics.
+    """Scales and restores the momentum of all layers of a module that have running statistics.
 
-    Layers in eval mode at the time of :meth:`scale`, layers without running statistics, and those that take the
-    cumulative mean (``momentum=None``: it is right in any case) are left alone.
+    A batch norm moves its running statistics by ``momentum`` m in every forward. A batch in k parts would move them k
+    times, each by noisier statistics. With ``1 - (1 - m)**(1 / k)`` the parts together forget as much as one batch
+    does, and the statistics are a mean over the parts, without the variance between parts. In training a layer still
+    normalises by the statistics of its own part.
 
-    Args:
-        module: Whose layers, as they are now.
+    Layers in eval mode at the time of :meth:`scale`, layers without running statistics, and those with a cumulative
+    mean (``momentum=None``, correct in any case) are left alone.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -35,16 +31,13 @@ class NormMomentum:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Dotted names of the layers whose statistics are corrected, as things stand."""
+        """Dotted names of the layers whose statistics are corrected in their present mode."""
         return tuple(name for name, layer in self._layers.items() if _is_moving(layer))
 
     def scale(self, share: float) -> None:
-        """Let one update count as much as ``share`` of an update.
+        """Let one update count as much as ``share`` of an update: 1 / k for each of k equal parts, in (0, 1].
 
-        What counts is the momentum before the first call since :meth:`restore`, so that two objects can be nested.
-
-        Args:
-            share: 1 / k for each of k equal parts of a batch; in (0, 1].
+        The momentum before the first call since :meth:`restore` counts, so that two objects can be nested.
         """
         for name in self.names:
             layer = self._layers[name]
@@ -53,7 +46,7 @@ class NormMomentum:
             layer.momentum = self._written[name]
 
     def restore(self) -> None:
-        """Put back what was there, unless somebody else has written since. Calling it again does nothing."""
+        """Put the momentum back, unless other code has written it since. Calling it again does nothing."""
         for name, momentum in self._plain.items():
             if self._layers[name].momentum == self._written[name]:
                 self._layers[name].momentum = momentum

@@ -1,8 +1,4 @@
-"""Read a nest of containers as a batch of a given size: which entries follow the samples, and which are for all.
-
-A list can be read in two ways: as columns, as collate functions make them, or as samples, one entry each. Columns go
-first. A list that fits both ways and holds entries of one kind is a doubt, which nothing in the batch can settle.
-"""
+"""The layouts of a batch of an assumed size: which entries follow the samples, and which are for all."""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -31,12 +27,10 @@ class Misfit(Exception):  # noqa: N818
 
 
 class Reading:
-    """One way to read a batch: as ``size`` samples.
+    """The layout of a batch of ``size`` samples; lists in ``known`` keep the role they had in earlier batches.
 
-    Args:
-        size: The number of samples.
-        shared: Entries that are not looked at.
-        known: What lists were in earlier batches; these are read in no other way.
+    A list can be columns, as collate functions make them, or samples, one entry each. Columns are tried first. A list
+    that fits both and holds entries of one kind is ambiguous.
     """
 
     def __init__(self, size: int, shared: SharedKeys, known: Mapping[BatchPath, Role]) -> None:
@@ -56,15 +50,7 @@ class Reading:
         return self._is_confirmed or not self._has_odd_samples
 
     def read(self, value: object, path: BatchPath) -> bool:
-        """Return whether an entry is cut; ``False``: it is for all samples.
-
-        Args:
-            value: The entry.
-            path: Where it lies.
-
-        Raises:
-            Misfit: If it can be neither.
-        """
+        """Return whether an entry is cut, or is for all samples; raise :class:`Misfit` if it can be neither."""
         if self._shared.cover(path):
             return False
         rows = count_rows(value)

@@ -1,8 +1,4 @@
-"""Find how many samples a batch holds, and how its lists are to be read.
-
-Every size that something in the batch suggests is tried; exactly one has to fit all of it. A wrong guess would train
-on wrong pairs without a word, so that what can be read in two ways is refused.
-"""
+"""Find how many samples a batch holds, and the layout of its lists."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -26,18 +22,10 @@ _ROOT = BatchPath()
 
 
 def find_reading(batch: object, shared: SharedKeys, known: Mapping[BatchPath, Role]) -> Reading:
-    """Return the one way to read a batch.
+    """Return the only layout of a batch that fits; lists inside may stay ambiguous, which matters only if it is cut.
 
-    Args:
-        batch: What the loader made.
-        shared: Entries that are the same for all samples.
-        known: What lists were in earlier batches.
-
-    Returns:
-        The reading. It may leave doubts about lists inside, which matter only if the batch is cut.
-
-    Raises:
-        BatchSplitError: If no size fits, or several do.
+    Every size that some entry suggests is tried; exactly one must fit all of the batch. A wrong guess would silently
+    train on wrong pairs, so an ambiguous batch raises ``BatchSplitError``.
     """
     samples = _read_as_samples(batch, shared, known)
     role = known.get(_ROOT)

@@ -1,11 +1,11 @@
-"""Cut a batch into micro-batches, whatever it is made of.
+"""Cut a batch into micro-batches: by the user's function if there is one, else by the contents of the batch.
 
-Tensors are cut along dimension 0 into views, lists of samples into shorter lists; containers are built anew, so that
-a step which changes them does not change the batch. What is the same for all samples goes into every part. What cannot
-be told is refused, and the message says which entry it was.
+Tensors are cut along dimension 0 into views, lists of samples into shorter lists; containers are built anew, so a step
+that changes a container does not change the batch. Entries that are the same for all samples go into every part. An
+ambiguous entry is refused, and the message names it.
 
-What it costs: some microseconds of Python for each entry; no memory, but for sparse tensors and packed sequences.
-A step that writes into a tensor of its micro-batch writes into the batch.
+The cost: some microseconds of Python for each entry; no memory, except for sparse tensors and packed sequences. A step
+that writes into a tensor of its micro-batch writes into the batch.
 """
 
 import hashlib
@@ -28,18 +28,12 @@ _MAX_LENGTH = 160  # of the name of a shape
 class BatchSplitter:
     """Finds the samples of batches, and cuts batches between them.
 
-    Follow the samples: tensors (sparse and nested ones, too), NumPy arrays and packed sequences with a row for each,
-    and lists with an entry for each, such as captions, pictures of different sizes or targets of a detector. For all
-    samples are: ``None``, numbers, texts, tensors without dimensions or with one row, and ``shared_keys``.
+    These follow the samples: tensors (also sparse and nested ones), NumPy arrays and packed sequences with a row for
+    each, and lists with an entry for each, such as captions, pictures of different sizes or targets of a detector.
+    These are for all samples: ``None``, numbers, texts, tensors without dimensions or with one row, and ``shared_keys``
+    (such as ``"meta.weights"`` or ``"1.mask"``), which must be in every batch if ``has_all_keys``.
 
-    A list may hold columns or samples. Where a batch leaves that open, what its lists were in earlier batches decides.
-
-    Args:
-        shared_keys: Entries that are the same for all samples: keys or field names, at any depth, or dotted ways from
-            the root, such as ``"meta.weights"`` or ``"1.mask"``. Each has to be there in every batch.
-
-    Raises:
-        TypeError: If ``shared_keys`` is no sequence of ``str``.
+    A list may hold columns or samples. If a batch leaves that open, the layout of its lists in earlier batches decides.
 
     Example:
         >>> import torch
@@ -57,30 +51,11 @@ class BatchSplitter:
         self._known: dict[BatchPath, Role] = {}
 
     def batch_size(self, batch: Any) -> int:
-        """Return the number of samples.
-
-        Args:
-            batch: What the loader made.
-
-        Raises:
-            BatchSplitError: If no number of samples fits all of the batch, several do, or a shared key is not there.
-        """
+        """Return the number of samples; ``BatchSplitError`` if none or several fit, or a shared key is missing."""
         return self._read(batch).size
 
     def split(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
-        """Cut a batch.
-
-        Args:
-            batch: What the loader made.
-            sizes: The number of samples in each part; together all that there are.
-
-        Returns:
-            One batch for each size, in order, in containers of their own around views of the tensors.
-
-        Raises:
-            ValueError: If ``sizes`` are not those of parts of this batch.
-            BatchSplitError: As :meth:`batch_size`; or if a list inside could hold columns as well as samples.
-        """
+        """Cut a batch into parts of ``sizes`` samples, together all, in new containers around views of the tensors."""
         reading = self._read(batch)
         if min(sizes, default=0) < 1 or sum(sizes) != reading.size:
             raise ValueError(f"split(sizes) must be numbers above 0 that add up to {reading.size}, got {list(sizes)}.")
@@ -95,14 +70,7 @@ class BatchSplitter:
             raise BatchSplitError(f"A micro-batch cannot be rebuilt: {error} Please {WAY_OUT}.") from error
 
     def shape_key(self, batch: Any) -> str:
-        """Return a short text that is equal for batches of the same structure, dtypes and shapes, on all ranks.
-
-        Args:
-            batch: Any object, also one that cannot be cut.
-
-        Returns:
-            Up to 160 characters; of a longer description the beginning, and a hash of all of it.
-        """
+        """Return at most 160 characters, equal for batches of one structure, dtypes and shapes, on all ranks."""
         text = describe_all(batch)
         if len(text) <= _MAX_LENGTH:
             return text
@@ -110,11 +78,7 @@ class BatchSplitter:
         return f"{text[: _MAX_LENGTH - len(digest) - 4]}... {digest}"
 
     def elements(self, batch: Any) -> int:
-        """Return the number of elements of what follows the samples: a measure of how large a batch is.
-
-        Args:
-            batch: Any object; of one that cannot be cut all tensors count that are not shared.
-        """
+        """Count the elements of entries that follow the samples, or of all that are not shared if it cannot be cut."""
         try:
             reading = self._read(batch)
         except BatchSplitError:
@@ -165,7 +129,7 @@ class BatchSplitter:
 
 
 def describe_all(value: Any) -> str:
-    """Return dtypes and shapes of what is in a nest of containers."""
+    """Return dtypes and shapes of everything in a nest of containers."""
     parts = take_apart(value)
     if parts is None:
         return describe(value)

@@ -1,4 +1,4 @@
-"""What is going on in this thread: a backward, a transform, a checkpoint that keeps results of operators."""
+"""What runs in this thread: a backward, a transform, a selective checkpoint."""
 
 import torch.utils.checkpoint
 
@@ -7,7 +7,7 @@ from lightning_vram.private_names.torch.dispatch import TorchDispatchMode, curre
 
 
 class SelectiveCheckpointMode:
-    """What our dispatch modes derive from that keep results for a second run, or hand them out in it."""
+    """Base of our dispatch modes that save results for the recomputation, or return them in it."""
 
 
 def is_in_backward() -> bool:
@@ -16,12 +16,12 @@ def is_in_backward() -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether ``torch.func`` or a tracer is at work: neither knows the saved-tensor hooks checkpoints are made of."""
+    """Whether ``torch.func`` or a tracer runs: neither knows the saved-tensor hooks that checkpoints consist of."""
     return is_in_transform() or is_tracing()
 
 
 def is_in_selective_checkpoint() -> bool:
-    """Whether results of operators are kept for, or taken in, a second run, which has to do what the first did."""
+    """Whether results of operators are saved for, or read in, a recomputation, which must repeat the forward."""
     return any(map(_is_of_selective_checkpoint, current_dispatch_modes()))
 
 

@@ -1,10 +1,4 @@
-"""Step aside where a dispatch mode or saved-tensor hooks would change what runs.
-
-``torch.func`` transforms refuse to run while saved-tensor hooks are set; inside of them nothing would be packed
-anyway. In a backward, some formulas of autograd (``prod``, ``cumprod``) round differently under any dispatch mode, and
-there is nothing to note. PyTorch has no hook for either: the functions through which both pass are replaced while
-anybody needs it, and ask the thread they run in whether it does.
-"""
+"""Step aside where a dispatch mode or saved-tensor hooks would change what runs."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -73,11 +67,7 @@ _backward: RunBackward | None = engine_run_backward()
 class stepping_aside:  # noqa: N801 - a context, quicker than one made by a generator
     """Take ``hooks`` off for each ``torch.func`` transform inside the block, and ``mode`` for each backward.
 
-    To be entered right after the hooks: where several are nested, they are taken off from the innermost on.
-
-    Args:
-        hooks: That are set.
-        mode: That is entered.
+    Enter it right after the hooks: nested ones are taken off from the innermost on.
     """
 
     def __init__(self, hooks: Hooks, mode: TorchDispatchMode | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The generators of random numbers in a process: how to read the state of each, and how to set it."""
+"""The random generators of a process: how to read and set their states."""
 
 import random
 import sys
@@ -49,7 +49,7 @@ def accelerator_source(device: torch.device) -> Source | None:
 
 
 def own_sources() -> Mapping[type, Callable[[Any], Source]]:
-    """Return, for each kind of generator that somebody may have for himself, what makes its source."""
+    """Return, for each kind of generator that an object may own, what makes its source."""
     return _own_sources(sys.modules.get("numpy.random"))
 
 
@@ -74,7 +74,7 @@ def differs(one: Any, other: Any) -> bool:
 
 
 def _flat(state: tuple[Any, ...]) -> list[Any]:
-    """What there is to compare: NumPy's state holds an array, which compares as bytes."""
+    """Return what to compare: NumPy's state holds an array, which compares as bytes."""
     # Python's holds words, then the position of the next: a draw moves the position, or makes all words anew.
     parts = (part[-9:] if type(part) is tuple else part for part in state)
     return [part.tobytes() if hasattr(part, "tobytes") else part for part in parts]

@@ -1,4 +1,4 @@
-"""Classes of ordinary tensors and parameters: what computes with one need not know more."""
+"""Classes of ordinary tensors and parameters."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ PLAIN_TYPES: set[type] = {Tensor, nn.Parameter, nn.Buffer, FakeTensor, FakeParam
 
 
 def add_parameter_class(kind: type[nn.Parameter]) -> None:
-    """Take a class of ours, which only watches what is done with a parameter, for an ordinary one."""
+    """Treat a class of ours, which only watches what is done with a parameter, as an ordinary one."""
     PARAMETER_CLASSES.add(kind)
     PLAIN_TYPES.add(kind)
     REAL_TYPES.add(kind)
