@@ -71,7 +71,7 @@ class _Combination:
             return self._combine_lists(values, path) if parts.is_list else self._combine_columns(values, path)
         if is_constant(first) and not isinstance(first, PackedSequence) and all(value == first for value in values):
             return first
-        if _is_fractional(first):
+        if isinstance(first, float) or getattr(getattr(first, "dtype", None), "kind", "") == "f":  # or a NumPy number
             return weighted_mean_of_numbers(values, self.shares, self.sizes)
         raise _refuse(path, values, f"differ: {values[0]!r}, {values[1]!r}" if is_constant(first) else "are unknown")
 
@@ -137,7 +137,6 @@ def _detach(value: Any) -> Any:
 
 
 def _is_count(value: Any) -> bool:
-    """Whether it is a whole number."""
     if isinstance(value, Tensor):
         kind = value.dtype
         return not (value.ndim or kind.is_floating_point or kind.is_complex or kind is torch.bool)
@@ -145,10 +144,6 @@ def _is_count(value: Any) -> bool:
     if dtype is not None:
         return not getattr(value, "ndim", 0) and dtype.kind in "iu"
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_fractional(value: object) -> bool:
-    return isinstance(value, float) or getattr(getattr(value, "dtype", None), "kind", "") == "f"  # or a NumPy number
 
 
 def _size(value: Any, dim: int) -> int | None:

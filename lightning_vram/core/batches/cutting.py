@@ -21,7 +21,6 @@ from lightning_vram.core.batches.path import (
 from lightning_vram.core.batches.sizing import WAY_OUT
 from lightning_vram.core.batches.splitting import BatchSplitter, describe_all
 from lightning_vram.core.batches.structure import refresh, take_apart
-from lightning_vram.core.batches.weights import BatchWeight
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 
 _SEQUENCE_DIMS = (2, 3)  # [T, B] of tokens, [T, B, D]
@@ -177,19 +176,3 @@ def _move_dim(value: Any, source: int, destination: int) -> Any:
         return moved if destination == 0 else numpy.ascontiguousarray(moved)
     parts = take_apart(value)
     return value if parts is None else parts.build([_move_dim(part, source, destination) for part in parts.values])
-
-
-def shares_of(parts: Sequence[Any], sizes: Sequence[int], weight: BatchWeight | None) -> list[float]:
-    """Return how much each micro-batch counts in its batch, together 1."""
-    by_samples = [size / sum(sizes) for size in sizes]
-    if weight is None or len(parts) == 1:
-        return by_samples
-    weights = _read([weight(part) for part in parts])
-    total = sum(weights)
-    return [one / total for one in weights] if total > 0 else by_samples
-
-
-def _read(weights: Sequence[float | Tensor]) -> list[float]:
-    tensors = [one.detach().reshape(()) for one in weights if isinstance(one, Tensor)]
-    values = iter(torch.stack(tensors).tolist() if tensors else ())
-    return [next(values) if isinstance(one, Tensor) else float(one) for one in weights]

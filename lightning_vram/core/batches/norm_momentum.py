@@ -8,7 +8,10 @@ from lightning_vram.private_names.torch.modules import BatchNormBase, NormBase
 def find_batch_norms(module: nn.Module) -> tuple[str, ...]:
     """Names of the layers within ``module`` that normalise by the statistics of the batch in their present mode."""
     return tuple(
-        name for name, part in module.named_modules() if isinstance(part, BatchNormBase) and _is_of_batch(part)
+        name
+        for name, part in module.named_modules()
+        # Without running statistics it normalises by the batch in eval mode, too.
+        if isinstance(part, BatchNormBase) and (part.training or part.running_mean is None)
     )
 
 
@@ -32,7 +35,11 @@ class NormMomentum:
     @property
     def names(self) -> tuple[str, ...]:
         """Dotted names of the layers whose statistics are corrected in their present mode."""
-        return tuple(name for name, layer in self._layers.items() if _is_moving(layer))
+        return tuple(
+            name
+            for name, layer in self._layers.items()
+            if layer.training and layer.track_running_stats and layer.momentum is not None
+        )
 
     def scale(self, share: float) -> None:
         """Let one update count as much as ``share`` of an update: 1 / k for each of k equal parts, in (0, 1].
@@ -51,12 +58,3 @@ class NormMomentum:
             if self._layers[name].momentum == self._written[name]:
                 self._layers[name].momentum = momentum
         self._plain, self._written = {}, {}
-
-
-def _is_moving(layer: NormBase) -> bool:
-    return layer.training and layer.track_running_stats and layer.momentum is not None
-
-
-def _is_of_batch(layer: BatchNormBase) -> bool:
-    # Without running statistics it goes by the batch in eval mode, too.
-    return layer.training or layer.running_mean is None

@@ -28,7 +28,8 @@ class BatchPath:
     def children(self, parts: Parts) -> Iterator["BatchPath"]:
         """Return the paths of the parts of the value at this path, in order."""
         for label in parts.labels:
-            step = f".{label}" if parts.has_attributes else f"[{_quote(label)}]"
+            quoted = f'"{label}"' if isinstance(label, str) else repr(label)
+            step = f".{label}" if parts.has_attributes else f"[{quoted}]"
             yield BatchPath(f"{self.code}{step}", (*self.labels, label))
 
     @property
@@ -91,14 +92,9 @@ def iterate(value: object, path: BatchPath, shared: SharedKeys) -> Iterator[tupl
         return
     yield path, value
     parts = take_apart(value)
-    if parts is not None and not (parts.is_list and is_plain(parts.values) and not _holds_lists(parts)):
+    if parts is None:
+        return
+    holds_containers = any(take_apart(inner) is not None for inner in parts.values)
+    if holds_containers or not (parts.is_list and is_plain(parts.values)):
         for inner, child in zip(parts.values, path.children(parts), strict=True):
             yield from iterate(inner, child, shared)
-
-
-def _holds_lists(parts: Parts) -> bool:
-    return any(take_apart(value) is not None for value in parts.values)
-
-
-def _quote(label: Hashable) -> str:
-    return f'"{label}"' if isinstance(label, str) else repr(label)

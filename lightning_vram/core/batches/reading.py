@@ -144,12 +144,10 @@ def are_too_many_for_columns(values: Sequence[Any]) -> bool:
     """Return whether tensors of one shape and dtype are more than a batch has columns alike: they may be samples."""
     num_dims = getattr(values[0], "ndim", 0)
     if num_dims == 1:
-        return len(values) > _MOST_ROWS_OF_NUMBERS and _is_floating(values[0])
+        first = values[0]
+        is_floating = first.is_floating_point() if isinstance(first, Tensor) else first.dtype.kind == "f"
+        return len(values) > _MOST_ROWS_OF_NUMBERS and is_floating
     return num_dims > 1 and len(values) > _MOST_EQUAL_COLUMNS
-
-
-def _is_floating(value: Any) -> bool:
-    return value.is_floating_point() if isinstance(value, Tensor) else value.dtype.kind == "f"
 
 
 def look_like_columns(values: Sequence[Any]) -> bool:

@@ -6,10 +6,11 @@ divides by those that are not ignored, which differ from batch to batch.
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from lightning_vram.core.batches.path import BatchSplitError
@@ -52,15 +53,11 @@ def _count_samples(splitter: BatchSplitter, batch: Any, name: str) -> float:
     try:
         return float(splitter.batch_size(batch))
     except BatchSplitError as error:
+        problem = re.split(r" (?=To split|If it belongs|Please )", str(error))[0]  # without advice on cutting it
         raise ValueError(
             f"{name}='samples' cannot count the samples of a batch. Give a function of the batch that returns their "
-            f"number, or {HOOK}. {_without_advice(error)}"
+            f"number, or {HOOK}. {problem}"
         ) from None
-
-
-def _without_advice(error: BatchSplitError) -> str:
-    """Return the part of the message that describes the batch: advice on cutting it does not help to count it."""
-    return re.split(r" (?=To split|If it belongs|Please )", str(error))[0]
 
 
 def _count_labels(labels: Tensor) -> Tensor:
@@ -101,3 +98,16 @@ def check_weight(weight: Any, name: str) -> float | Tensor:
     if not math.isfinite(weight) or weight < 0:
         raise ValueError(f"{name} must return a finite number of at least 0 for each batch, got {weight}.")
     return float(weight)
+
+
+def shares_of(parts: Sequence[Any], sizes: Sequence[int], weight: BatchWeight | None) -> list[float]:
+    """Return how much each micro-batch counts in its batch, together 1: by samples without weights above zero."""
+    by_samples = [size / sum(sizes) for size in sizes]
+    if weight is None or len(parts) == 1:
+        return by_samples
+    weights = [weight(part) for part in parts]
+    tensors = [one.detach().reshape(()) for one in weights if isinstance(one, Tensor)]
+    values = iter(torch.stack(tensors).tolist() if tensors else ())  # the host blocks once for all of them
+    numbers = [next(values) if isinstance(one, Tensor) else float(one) for one in weights]
+    total = sum(numbers)
+    return [one / total for one in numbers] if total > 0 else by_samples

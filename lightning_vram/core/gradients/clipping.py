@@ -12,7 +12,7 @@ from torch.nn.utils import get_total_norm
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 from lightning_vram.private_names.torch.operators import multiply_each, norm_each, order_by_group
 
-_NARROW = (torch.bfloat16, torch.float16)
+_HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def clip_gradient_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
@@ -25,12 +25,15 @@ def clip_gradient_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     if not gradients:
         return torch.tensor(0.0)
     device = gradients[0].device
-    norms = [_norm(gradient).to(device) for gradient in gradients]
+    norms: list[Tensor] = [
+        torch.linalg.vector_norm(gradient, dtype=torch.float32 if gradient.dtype in _HALF_DTYPES else None).to(device)
+        for gradient in gradients
+    ]
     dtype = torch.float64 if any(norm.dtype is torch.float64 for norm in norms) else torch.float32
     norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(dtype) for norm in norms]))
     factor = clip_factor(norm, max_norm)
     for gradient in gradients:
-        if gradient.dtype in _NARROW:  # a 16-bit product would round the factor first
+        if gradient.dtype in _HALF_DTYPES:  # a 16-bit product would round the factor first
             gradient.copy_(gradient.float().mul_(factor.to(gradient.device)))
         else:
             gradient.mul_(factor.to(gradient.device))
@@ -103,10 +106,4 @@ def _total_norm(gradients: Sequence[Tensor], local: Callable[[Tensor], Tensor]) 
     norms: list[Tensor] = [torch.linalg.vector_norm(local(gradient)) for gradient in gradients]
     device = norms[0].device
     norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in order_by_group(norms)]))
-    return norm
-
-
-def _norm(gradient: Tensor) -> Tensor:
-    dtype = torch.float32 if gradient.dtype in _NARROW else None
-    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=dtype)
     return norm

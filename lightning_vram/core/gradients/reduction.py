@@ -86,13 +86,10 @@ def has_collectives_in_forward(module: nn.Module, *, is_training: bool = True) -
         return "FSDP1 modules"
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         return "DTensor parameters, as of tensor parallelism"
-    if is_training and any(isinstance(part, nn.SyncBatchNorm) and _is_syncing(part) for part in module.modules()):
+    norms = [part for part in module.modules() if isinstance(part, nn.SyncBatchNorm)]
+    if is_training and any(dist.get_world_size(norm.process_group) > 1 for norm in norms):
         return "SyncBatchNorm"
     return None
-
-
-def _is_syncing(norm: nn.SyncBatchNorm) -> bool:
-    return dist.get_world_size(norm.process_group) > 1
 
 
 def _parameters(ddp: DistributedDataParallel) -> Iterator[nn.Parameter]:
@@ -109,26 +106,22 @@ def _parameters(ddp: DistributedDataParallel) -> Iterator[nn.Parameter]:
 
 def _agreed_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> list[Tensor]:
     """Average sparse gradients, and return the dense ones: of the same parameters on all ranks."""
-    kinds = [(_is_dense(parameter), _sparse_dim(parameter)) for parameter in parameters]
+    gradients = [parameter.grad for parameter in parameters]
+    kinds = [
+        (grad is not None and not grad.is_sparse, grad.sparse_dim() if grad is not None and grad.is_sparse else 0)
+        for grad in gradients
+    ]
     flags = torch.tensor(kinds, dtype=torch.uint8, device=parameters[0].device)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-    gradients = []
+    dense = []
     for parameter, (is_dense, sparse_dim) in zip(parameters, flags.tolist(), strict=True):
         if is_dense:
-            gradients.append(_make_dense(parameter))
+            dense.append(_make_dense(parameter))
         elif sparse_dim:
             if parameter.grad is None:
                 parameter.grad = sparse_zeros(parameter, sparse_dim)
             average_sparse(parameter.grad, group)
-    return gradients
-
-
-def _is_dense(parameter: nn.Parameter) -> bool:
-    return parameter.grad is not None and not parameter.grad.is_sparse
-
-
-def _sparse_dim(parameter: nn.Parameter) -> int:
-    return parameter.grad.sparse_dim() if parameter.grad is not None and parameter.grad.is_sparse else 0
+    return dense
 
 
 def _make_dense(parameter: nn.Parameter) -> Tensor:

@@ -3,7 +3,7 @@
 import torch.utils.checkpoint
 
 from lightning_vram.private_names.torch.autograd import current_graph_task_id, is_in_transform, is_tracing
-from lightning_vram.private_names.torch.dispatch import TorchDispatchMode, current_dispatch_modes
+from lightning_vram.private_names.torch.dispatch import current_dispatch_modes
 
 
 class SelectiveCheckpointMode:
@@ -22,10 +22,6 @@ def is_transformed() -> bool:
 
 def is_in_selective_checkpoint() -> bool:
     """Whether results of operators are saved for, or read in, a recomputation, which must repeat the forward."""
-    return any(map(_is_of_selective_checkpoint, current_dispatch_modes()))
-
-
-def _is_of_selective_checkpoint(mode: TorchDispatchMode) -> bool:
-    if isinstance(mode, SelectiveCheckpointMode):
-        return True
-    return any(kind.__module__ == torch.utils.checkpoint.__name__ for kind in type(mode).__mro__)  # PyTorch's own
+    kinds = [kind for mode in current_dispatch_modes() for kind in type(mode).__mro__]
+    # Ours, or one of PyTorch's own.
+    return any(kind is SelectiveCheckpointMode or kind.__module__ == torch.utils.checkpoint.__name__ for kind in kinds)

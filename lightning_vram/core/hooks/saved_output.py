@@ -55,8 +55,6 @@ def _read(output: Tensor) -> Tensor:
 
 
 class _Save(torch.autograd.Function):
-    """Does nothing but save."""
-
     @staticmethod
     def forward(ctx: Any, dummy: Tensor, tensors: tuple[Tensor]) -> Tensor:
         ctx.save_for_backward(*tensors)  # inside of a tuple they are no inputs of the node, and keep their own past

@@ -3,7 +3,6 @@
 import threading
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -51,10 +50,8 @@ class Taken(ABC):
 
 
 class _Chain(threading.local):
-    """The stages entered in this thread, innermost last."""
-
     def __init__(self) -> None:
-        self.stages: list[SavedTensorStage] = []
+        self.stages: list[SavedTensorStage] = []  # entered in this thread, innermost last
         self.exactness = 0
 
 
@@ -129,9 +126,7 @@ class SavedTensorStage(ABC):
             self._exit = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *args: object) -> None:
         stack, self._exit = self._exit, None
         if stack is not None:
             stack.close()

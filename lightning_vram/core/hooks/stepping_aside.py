@@ -4,7 +4,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.autograd import graph
@@ -19,18 +19,6 @@ from lightning_vram.private_names.torch.autograd import (
     replace_run_backward,
 )
 from lightning_vram.private_names.torch.dispatch import TorchDispatchMode, current_dispatch_mode
-
-
-class Hooks(Protocol):
-    """Saved-tensor hooks that can be taken off and put back."""
-
-    @property
-    def pack_hook(self) -> Callable[[Tensor], Any]:
-        """What gets a tensor that autograd saves."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *args: object) -> None: ...
 
 
 class OwnHooks(ABC):
@@ -51,11 +39,12 @@ class OwnHooks(ABC):
         pop_hooks()
 
 
-class _Active(threading.local):
-    """What is entered in this thread, innermost last."""
+Hooks = graph.saved_tensors_hooks | OwnHooks
 
+
+class _Active(threading.local):
     def __init__(self) -> None:
-        self.entered: list[tuple[Hooks, TorchDispatchMode | None]] = []
+        self.entered: list[tuple[Hooks, TorchDispatchMode | None]] = []  # in this thread, innermost last
 
 
 _active = _Active()
@@ -87,17 +76,13 @@ def _disable_without_ours(message: str) -> Iterator[None]:
     # Hooks of the user's own on top of ours stay: the transform refuses them, as it would without us.
     with ExitStack() as stack:
         for hooks, _ in reversed(_active.entered):
-            if not _is_innermost(hooks):
+            innermost = innermost_hooks()
+            if innermost is None or innermost[0] != hooks.pack_hook:
                 break
             hooks.__exit__(None, None, None)
             stack.callback(hooks.__enter__)
         with _disable(message):
             yield
-
-
-def _is_innermost(hooks: Hooks) -> bool:
-    top = innermost_hooks()
-    return top is not None and top[0] == hooks.pack_hook
 
 
 def _run_backward(*args: Any, **kwargs: Any) -> Any:

@@ -11,8 +11,6 @@ from lightning_vram.private_names.torch.tensors import is_view
 
 
 class _Saving(threading.local):
-    """What autograd is saving in this thread."""
-
     tensor: Tensor | None = None
 
 

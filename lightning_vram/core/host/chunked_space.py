@@ -121,7 +121,6 @@ class ChunkedSpace(Generic[Payload]):
         self.total_bytes += sum(sizes)
 
     def _collect(self) -> None:
-        """Make released space available again."""
         while self._released:
             self._num_blocks -= 1
             for chunk in self._released.popleft():

@@ -3,19 +3,9 @@
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 WAIT_FOR_SENDING, WAIT_FOR_FETCHING = "wait for sending", "wait for fetching"
-
-
-class Clock(Protocol):
-    """Makes marks, and computes later how far they are apart."""
-
-    def mark(self, stream: Any = None) -> Any:
-        """Return the present moment of ``stream``, or of the current one."""
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """Return the time between two marks; the second is waited for."""
 
 
 class HostClock:
@@ -42,6 +32,10 @@ class StreamClock:
     def seconds(self, start: Any, end: Any) -> float:  # noqa: D102
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
+
+
+Clock = HostClock | StreamClock
+"""Makes marks of the present moment of a stream, or of the current one; blocks to compute the time between two."""
 
 
 class CopyTimes:

@@ -22,11 +22,6 @@ class DiskWorker(HostWorker):
         self._buffer: Tensor | None = None
         super().__init__("lightning_vram disk_path", on_end=self._clean_up)
 
-    @property
-    def has_buffer(self) -> bool:
-        """Whether it took host memory."""
-        return self._buffer is not None
-
     def submit(self, job: Callable[[], None]) -> Ticket:
         """Run without gradients; raises ``OffloadError`` after an error, or when it is stopped."""
         self.check_alive()

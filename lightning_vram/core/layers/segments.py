@@ -43,7 +43,6 @@ def select_segments(
 
 
 def _layer_starts(body: nn.Module) -> list[int]:
-    """Positions of the children with parameters."""
     return [place for place, child in enumerate(body.children()) if any(True for _ in child.parameters())]
 
 

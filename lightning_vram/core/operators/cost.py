@@ -116,11 +116,6 @@ def operator_work(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out
     return OperatorWork(flops * num_calls, (read_bytes + written_bytes) * num_calls, num_calls)
 
 
-def operator_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> float:
-    """Estimate what one call of an operator costs, in FLOP equivalents: see :func:`operator_work`."""
-    return operator_work(func, args, kwargs, outputs).cost
-
-
 def resolve_operators(names: Sequence[str]) -> frozenset[Any]:
     """Find operators, as a dispatch mode sees them, by the names they have under ``torch.ops``.
 

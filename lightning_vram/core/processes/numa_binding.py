@@ -15,29 +15,23 @@ from lightning_vram.memory.host.numa import BoundThreads, cores_by_node, node_of
 
 @dataclass(frozen=True)
 class _Claim:
-    """What one rank could be bound to."""
-
     machine: tuple[str, ...]
     node: int | None  # of its device; None: it is not bound
     cores: frozenset[int]  # that it will run on
     nodes: frozenset[int]  # that it may run on now
 
 
+@dataclass(frozen=True)
 class NumaBinding:
-    """Bound threads of this rank, until :meth:`undo`.
+    """Bound threads of this rank, until :meth:`undo`."""
 
-    ``num_threads`` is what this rank can keep busy while the other ranks of the node do the same; ``description`` lists
-    which ranks of this machine are on which node.
-    """
-
-    def __init__(self, threads: BoundThreads, num_threads: int, description: str) -> None:
-        self._threads = threads
-        self.num_threads = num_threads
-        self.description = description
+    threads: BoundThreads
+    num_threads: int  # that this rank can keep busy while the other ranks of the node do the same
+    description: str  # which ranks of this machine are on which node
 
     def undo(self) -> None:
         """Let the threads run where they ran before."""
-        self._threads.undo()
+        self.threads.undo()
 
 
 def bind_to_node_of(

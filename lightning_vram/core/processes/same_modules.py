@@ -2,8 +2,8 @@
 
 import ctypes
 import hashlib
-from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import Sequence
+from itertools import chain, zip_longest
 
 import torch
 import torch.distributed as dist
@@ -64,18 +64,15 @@ def spread_values(module: nn.Module, group: "dist.ProcessGroup | None" = None) -
 def _describe(module: nn.Module) -> list[Entry]:
     """Return all names with what must be equal, tensors that have several names included."""
     first_names: dict[int, str] = {}
-    return [
-        *_describe_all("parameter", module.named_parameters(remove_duplicate=False), first_names),
-        *_describe_all("buffer", module.named_buffers(remove_duplicate=False), first_names),
-    ]
-
-
-def _describe_all(kind: str, named: Iterator[tuple[str, Tensor]], first_names: dict[int, str]) -> Iterator[Entry]:
-    for name, tensor in named:
+    entries = []
+    parameters = (("parameter", *one) for one in module.named_parameters(remove_duplicate=False))
+    buffers = (("buffer", *one) for one in module.named_buffers(remove_duplicate=False))
+    for kind, name, tensor in chain(parameters, buffers):
         first_name = first_names.setdefault(id(tensor), name)
         shape = "no shape yet" if is_lazy(tensor) else f"shape {tuple(tensor.shape)}"
         text = f"has {shape}, {str(tensor.dtype).removeprefix('torch.')}, requires_grad={tensor.requires_grad}"
-        yield f"{kind} {name!r}", text if first_name == name else f"is the same as {first_name!r}"
+        entries.append((f"{kind} {name!r}", text if first_name == name else f"is the same as {first_name!r}"))
+    return entries
 
 
 def _tell_difference(described: Sequence[list[Entry]]) -> str:

@@ -67,6 +67,5 @@ class StopSignals:
 
 
 def _noting(handler: Handler) -> StopSignals | None:
-    """Return the object whose handler it is, if it is one of ours."""
     owner = getattr(handler, "__self__", None)
     return owner if isinstance(owner, StopSignals) else None

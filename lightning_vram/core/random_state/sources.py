@@ -86,7 +86,10 @@ def _is_host(device: torch.device) -> bool:
 
 @cache
 def _own_sources(numpy_random: ModuleType | None) -> dict[type, Callable[[Any], Source]]:
-    kinds: dict[type, Callable[[Any], Source]] = {_TorchGenerator: _source_of_torch, random.Random: _source_of_python}
+    kinds: dict[type, Callable[[Any], Source]] = {
+        _TorchGenerator: _source_of_torch,
+        random.Random: lambda generator: (generator.getstate, generator.setstate),
+    }
     if numpy_random is not None:
         kinds |= {numpy_random.Generator: _source_of_numpy, numpy_random.RandomState: _source_of_old_numpy}
     return kinds
@@ -94,10 +97,6 @@ def _own_sources(numpy_random: ModuleType | None) -> dict[type, Callable[[Any], 
 
 def _source_of_torch(generator: torch.Generator) -> Source:
     return generator.get_state, generator.set_state
-
-
-def _source_of_python(generator: random.Random) -> Source:
-    return generator.getstate, generator.setstate
 
 
 def _source_of_numpy(generator: Any) -> Source:

@@ -115,7 +115,6 @@ class BufferCopies:
 
 
 def _group(copies: list[BufferCopy]) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Values and tensors by type and device: those of a kind are copied in one operation."""
     groups: dict[tuple[torch.dtype, torch.device], list[BufferCopy]] = defaultdict(list)
     for copy in copies:
         groups[copy.tensor.dtype, copy.tensor.device].append(copy)

@@ -48,7 +48,8 @@ class StepState:
             for parameter in own_parameters(member).values()
             if parameter is not None
         ]
-        self._buffers = copies.take([*_iterate_buffers(members), *_iterate_plain_tensors(self._attributes)])
+        buffers = (buffer for member in members for buffer in own_buffers(member).values() if buffer is not None)
+        self._buffers = copies.take([*buffers, *_iterate_plain_tensors(self._attributes)])
         self._generators = [(write, read()) for read, write in global_sources(device)]
 
     def restore(self) -> None:
@@ -62,10 +63,6 @@ class StepState:
                 parameter.requires_grad_(requires_grad)
         for write, state in self._generators:
             write(state)
-
-
-def _iterate_buffers(members: list[nn.Module]) -> Iterator[Tensor]:
-    return (buffer for member in members for buffer in own_buffers(member).values() if buffer is not None)
 
 
 def _iterate_plain_tensors(states: list[AttributeState]) -> Iterator[Tensor]:

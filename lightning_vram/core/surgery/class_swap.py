@@ -18,8 +18,6 @@ _FORWARD = "_lightning_vram_forward"  # on instances: a forward of their own, wh
 
 
 class _Technique(NamedTuple):
-    """What one of our classes was made for."""
-
     key: str
     run: Run
     in_copies: bool
@@ -57,7 +55,6 @@ class _Swapped:
 
 
 def _make_swapped(make: Callable[..., Any], arguments: tuple[Any, ...], swaps: tuple[Any, ...]) -> nn.Module:
-    """Make a copy; its ``__dict__`` is filled afterwards."""
     module: nn.Module = make(*arguments)
     for key, state, run in swaps:
         swap_class(module, key, state, run, in_copies=True)
@@ -155,13 +152,9 @@ def _without(kind: type[nn.Module], mixin: type) -> type[nn.Module]:
     technique = _technique_of(kind)
     if technique is not None:
         return _swapped_class(_without(kind.__bases__[-1], mixin), technique)
-    return kind.__bases__[-1] if _is_mixed_in(mixin, kind) else kind
-
-
-def _is_mixed_in(mixin: type, kind: type) -> bool:
-    """Whether the first base of ``kind`` is ``mixin``, or its :func:`mixin_for`."""
     first = kind.__bases__[0]
-    return first is mixin or (mixin in first.__bases__ and first.__name__ == mixin.__name__)
+    is_mixed_in = first is mixin or (mixin in first.__bases__ and first.__name__ == mixin.__name__)  # of mixin_for
+    return kind.__bases__[-1] if is_mixed_in else kind
 
 
 def _drop_idle(module: nn.Module) -> None:

@@ -103,7 +103,6 @@ def draw_of(place: int, seed: int) -> int:
 
 
 def _draws(numbers: Tensor, start: int) -> Tensor:
-    """Return the draws of as many places from ``start`` on."""
     stop = start + numbers.numel()
     if numbers.device.type != "cpu" or isinstance(numbers, FakeTensor) or stop > _ROW:
         return _make_draws(start, stop, numbers.device)

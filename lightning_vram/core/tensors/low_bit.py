@@ -102,7 +102,10 @@ class LowBitTensor(Tensor):
         blocks = (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(-1, size)
         if not blocks.numel():
             return
-        scales = _find_scales(blocks)
+        # Of the largest magnitude in each row, with its sign, [n, 1].
+        largest, smallest = blocks.amax(1, keepdim=True), blocks.amin(1, keepdim=True)
+        scales = torch.where(smallest.neg() > largest, smallest, largest)
+        scales.masked_fill_(scales.isinf(), math.nan)
         codes = _encode(blocks, scales, self.bits, is_positive=self.is_positive)
         self.records[:, :-_SCALE_BYTES].copy_(codes)
         self.records[:, -_SCALE_BYTES:].copy_(scales.view(torch.uint8))
@@ -147,13 +150,13 @@ class LowBitTensor(Tensor):
         ours = args[0] if args and isinstance(args[0], cls) else None
         if ours is not None and kwargs.get("memory_format") in (None, torch.preserve_format):
             if func in _KEEPING or func is torch.ops.aten.clone.default:
-                return ours.each(_itself if func in _KEEPING else Tensor.clone)
+                return ours.each(lambda inner: inner if func in _KEEPING else inner.clone())
             if func is TO_COPY and kwargs.get("dtype") in (None, torch.float32):
                 device = kwargs.get("device") or ours.device
                 return ours.each(lambda inner: inner.to(device, copy=True))
             if func is torch.ops.aten.view.default:
                 like = torch.empty_strided(ours.shape, ours.stride(), device="meta").view(args[1])
-                return ours.each(_itself, like.shape, like.stride())
+                return ours.each(lambda inner: inner, like.shape, like.stride())
             if func is torch.ops.aten.copy_.default:
                 ours.take_over(args[1])
                 return ours
@@ -163,13 +166,6 @@ class LowBitTensor(Tensor):
             ours.take_over(result)
             return ours
         return result
-
-
-def _find_scales(blocks: Tensor) -> Tensor:
-    """Return the number of the largest magnitude in each row, with its sign, [n, 1]."""
-    largest, smallest = blocks.amax(1, keepdim=True), blocks.amin(1, keepdim=True)
-    scales = torch.where(smallest.neg() > largest, smallest, largest)
-    return scales.masked_fill_(scales.isinf(), math.nan)
 
 
 def _encode(blocks: Tensor, scales: Tensor, bits: Bits, *, is_positive: bool) -> Tensor:
@@ -191,10 +187,6 @@ def _encode(blocks: Tensor, scales: Tensor, bits: Bits, *, is_positive: bool) ->
 def _root(ratios: Tensor) -> Tensor:
     """Return square roots, rounded right: on a CPU ``torch.sqrt`` is that of MKL, which is off by a bit in a fifth."""
     return ratios.sqrt_() if ratios.device.type != "cpu" else ratios.double().sqrt_().float()
-
-
-def _itself(inner: Tensor) -> Tensor:
-    return inner
 
 
 def decoded(value: Any) -> Any:

@@ -77,15 +77,13 @@ class NativeCodecs:
 
     def decode_low_bit(self, records: Tensor, numbers: Tensor, bits: int, *, is_positive: bool) -> None:
         """Write what is in records of numbers of so many bits and a scale to float32, as many as are wanted."""
-        places, count = (records.data_ptr(), numbers.data_ptr()), numbers.numel()
-        size = (records.shape[1] - 4) * 8 // bits
-        self._library.decode_low_bit(*places, count, bits, is_positive, size, torch.get_num_threads())
+        size, places = (records.shape[1] - 4) * 8 // bits, (records.data_ptr(), numbers.data_ptr())
+        self._library.decode_low_bit(*places, numbers.numel(), bits, is_positive, size, torch.get_num_threads())
 
     def encode_low_bit(self, numbers: Tensor, records: Tensor, bits: int, *, is_positive: bool) -> None:
         """Write float32 numbers to such records, the last of which is filled up with zeros."""
-        places, count = (numbers.data_ptr(), records.data_ptr()), numbers.numel()
-        size = (records.shape[1] - 4) * 8 // bits
-        self._library.encode_low_bit(*places, count, bits, is_positive, size, torch.get_num_threads())
+        size, places = (records.shape[1] - 4) * 8 // bits, (numbers.data_ptr(), records.data_ptr())
+        self._library.encode_low_bit(*places, numbers.numel(), bits, is_positive, size, torch.get_num_threads())
 
     def step_adamw(
         self, step: AdamWStep, tensors: Sequence[Tensor], bits: int, draws: tuple[int, int] = (0, 0)
@@ -143,15 +141,9 @@ class NativeCodecs:
             self.step_adamw(step, ours, 32)
             places, halves = self.step_split(step, split, 32)
             weights, gradients, averages, squares = ([tensor] for tensor in theirs)
+            counts = [torch.tensor(step.number - 1.0, dtype=torch.float32, device="cpu")]
             adamw(
-                *(
-                    weights,
-                    gradients,
-                    averages,
-                    squares,
-                    [],
-                    [torch.tensor(step.number - 1.0, dtype=torch.float32, device="cpu")],
-                ),
+                *(weights, gradients, averages, squares, [], counts),
                 fused=True,
                 amsgrad=False,
                 beta1=step.betas[0],
@@ -168,8 +160,6 @@ class NativeCodecs:
 
 
 class _Supply:
-    """The codecs of this process, once they are compiled."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_coded, self._is_tried = 0, False

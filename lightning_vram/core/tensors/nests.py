@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -27,15 +28,11 @@ def flatten_arguments(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tupl
 def flatten_output(output: Any) -> tuple[list[Any], Rebuild]:
     """Return the leaves of an output, and a function that rebuilds it from as many others."""
     if isinstance(output, Tensor):
-        return [output], _first
+        return [output], itemgetter(0)
     if type(output) is tuple and all(map(tree_is_leaf, output)):
         return list(output), tuple
     leaves, structure = tree_flatten(output)
     return leaves, partial(_unflatten, structure)
-
-
-def _first(leaves: Sequence[Any]) -> Any:
-    return leaves[0]
 
 
 def _make_arguments(num_args: int, names: tuple[str, ...], leaves: Sequence[Any]) -> Any:
@@ -88,7 +85,6 @@ def _cast_fields(is_meant: Callable[[object], bool], dtype: torch.dtype, data: A
 
 
 def _read(data: Any) -> dict[str, Any]:
-    """Return the fields that are set."""
     return {field.name: getattr(data, field.name) for field in fields(data) if hasattr(data, field.name)}
 
 
