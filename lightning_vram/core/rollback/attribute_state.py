@@ -1,4 +1,4 @@
-"""Restore the attributes of a module in the objects that held them."""
+"""The state of a module, to restore: its attributes, and its buffers."""
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -68,8 +68,14 @@ def take_states(
 class AttributeState:
     """All attributes of one module, without its children: modes, hooks, registries and its own.
 
-    ``layout``: that of an earlier state, which saves time; one that does not fit is ignored. ``shortens``: whether
-    containers with more than ``max_items`` lose what was added; else they stay as they are.
+    They are restored in the very objects that held them, since other code holds on to these: the handle of a hook
+    refers to the dict it is in, a logger to the list it reads. So lists, dicts and the like (also nested ones) get
+    their former content back. Generators of torch, NumPy and Python go back to their positions, in containers as well.
+    Of containers with more than ``max_items`` nothing inside is checked, as that would cost too much: if ``shortens``,
+    lists and dicts lose what was added at the end, sets and deques get their items back up to ten thousand, and larger
+    ones stay as they are. Not detected: objects of other kinds that change inside.
+
+    ``layout``: that of an earlier state, which saves time; one that does not fit is ignored.
     """
 
     __slots__ = ("_kind", "_max_items", "_notes", "_parameters", "_shortens", "_values", "layout", "module")

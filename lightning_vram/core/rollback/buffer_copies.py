@@ -82,7 +82,14 @@ class BufferCopy:
 
 
 class BufferCopies:
-    """Copies of a model's tensors, held over a run; with them the layouts of its modules, which only save time."""
+    """Copies of a model's tensors, held over many steps; with them the layouts of its modules, which only save time.
+
+    Most bytes of buffers are constants (masks, rotary tables): autograd counts writes, so a constant is copied once. Up
+    to 1 MiB is copied in every step all the same, in one operation for all tensors of a kind: kernels such as those of
+    batch normalization write without being counted. A large tensor that is written uncounted is found in the second
+    step, when all of them are compared once, and copied in every step from then on. Copies of large tensors are on the
+    host, those of written ones in pinned memory, so that nothing blocks.
+    """
 
     def __init__(self) -> None:
         self.layouts: list[AttributeLayout] = []

@@ -1,10 +1,4 @@
-"""How tensors are stored: the order of their numbers in memory, shards, and tensors in nested structures.
-
-Nested structures are what modules take and return: pytrees, and dataclasses, which torch does not open. No input is
-changed. ``tree_flatten`` makes a function that refers to itself for every call: garbage that only the cyclic collector
-finds, dozens of times per layer and step. Arguments and results are flat nearly always, and are flattened without it
-then.
-"""
+"""How tensors are stored: the order of their numbers in memory."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

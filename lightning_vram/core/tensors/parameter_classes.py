@@ -1,4 +1,11 @@
-"""Classes of ordinary tensors and parameters."""
+"""Properties of tensors: which classes are ordinary, versions, memory, layout, shards, and tensors in nested structures.
+
+While saved-tensor hooks are set, autograd does not check whether a saved tensor was overwritten. The functions for
+versions do. Nested structures are what modules take and return: pytrees, and dataclasses, which torch does not open. No
+input is changed. ``tree_flatten`` makes a function that refers to itself for every call: garbage that only the cyclic
+collector finds, dozens of times per layer and step. Arguments and results are flat nearly always, and are flattened
+without it then.
+"""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

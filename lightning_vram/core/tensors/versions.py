@@ -1,7 +1,4 @@
-"""Which tensors are ordinary, their versions (one more with each write, shared by views), and values by their memory.
-
-While saved-tensor hooks are set, autograd does not check whether a saved tensor was overwritten. These functions do.
-"""
+"""Versions of tensors: one more with each write, shared by views."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
