@@ -33,7 +33,10 @@ class SavedOutput:
     """
 
     def __init__(self, tensor: Tensor, others: Sequence[Tensor] = ()) -> None:
-        self._counters = [(_counter_of(other), version_of(other)) for other in (tensor, *others)]
+        self._counters = [
+            (version_counter(one) if type(one) in PLAIN_TYPES and is_strided(one) else one, version_of(one))
+            for one in (tensor, *others)
+        ]
         self._read = save(tensor)
 
     def give(self) -> Tensor | None:
@@ -41,11 +44,6 @@ class SavedOutput:
         if any(version_of(counter) != version for counter, version in self._counters):
             return None
         return self._read()
-
-
-def _counter_of(tensor: Tensor) -> Tensor:
-    is_plain = type(tensor) in PLAIN_TYPES and is_strided(tensor)
-    return version_counter(tensor) if is_plain else tensor
 
 
 def _read(output: Tensor) -> Tensor:

@@ -104,7 +104,9 @@ def operator_work(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out
     """
     name = _qualified_name(func)
     results = list(tensors_in(outputs))
-    if name in _FREE or _is_view(func) or not (results or _is_mutable(func)):
+    if name in _FREE or _is_view(func):
+        return NO_WORK
+    if not results and isinstance(func, OpOverload) and not schema_of(func).is_mutable:
         return NO_WORK
     given = list(tensors_in((args, kwargs)))
     written_bytes = sum(map(_touched_bytes, results))
@@ -184,11 +186,6 @@ def _is_view(func: Any) -> bool:
         return False
     aliases = [result.alias_info for result in schema_of(func).returns]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
-
-
-@cache
-def _is_mutable(func: Any) -> bool:
-    return not isinstance(func, OpOverload) or bool(schema_of(func).is_mutable)
 
 
 def _touched_bytes(tensor: Tensor) -> int:

@@ -1,1 +1,1 @@
-"""Restore a module as it was before a forward or a step, for recomputation and for retries. May import: rooms of core."""
+"""Restore a module as it was before a forward or step, to recompute or retry. May import: rooms of core below."""

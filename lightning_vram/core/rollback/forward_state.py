@@ -80,7 +80,10 @@ class ForwardState:
                 self._take_buffers(number, buffers)
             if self._states[number].layout.tensors:
                 self._take_tensors(number)
-        self._ambient = AmbientState({*devices, *self._devices()}, has_numpy=learned.draws_from_numpy is not False)
+        # Those of the parameters, too: a layer may get its tensors inside an object of the user's.
+        parameters = chain.from_iterable(map(_read_values, self._own(PARAMETERS)))
+        devices = {*devices, *(parameter.device for parameter in parameters if parameter is not None)}
+        self._ambient = AmbientState(devices, has_numpy=learned.draws_from_numpy is not False)
 
     def settle(self) -> set[str]:
         """Save the starts of tensors that the forward wrote, and watch the others; call it after the forward.
@@ -187,11 +190,6 @@ class ForwardState:
             own = [kind for kind in classes if not kind.__module__.startswith("torch.nn.modules.")]
             self._learned.reads_statistics = any(_names_statistics(one) for kind in own for one in vars(kind).values())
         return self._learned.reads_statistics
-
-    def _devices(self) -> set[torch.device]:
-        """Return those of the parameters: a layer may get its tensors inside an object of the user's."""
-        parameters = chain.from_iterable(map(_read_values, self._own(PARAMETERS)))
-        return {parameter.device for parameter in parameters if parameter is not None}
 
     def _own(self, registry: str) -> Iterator[dict[str, Any]]:
         """Yield the registries of all members: this and its callers call no Python function for each."""

@@ -22,7 +22,7 @@ def flatten_arguments(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tupl
     if all(map(tree_is_leaf, values)):
         return values, partial(_make_arguments, len(args), tuple(kwargs))
     leaves, structure = tree_flatten(arguments)
-    return leaves, partial(_unflatten, structure)
+    return leaves, partial(tree_unflatten, treespec=structure)
 
 
 def flatten_output(output: Any) -> tuple[list[Any], Rebuild]:
@@ -32,15 +32,11 @@ def flatten_output(output: Any) -> tuple[list[Any], Rebuild]:
     if type(output) is tuple and all(map(tree_is_leaf, output)):
         return list(output), tuple
     leaves, structure = tree_flatten(output)
-    return leaves, partial(_unflatten, structure)
+    return leaves, partial(tree_unflatten, treespec=structure)
 
 
 def _make_arguments(num_args: int, names: tuple[str, ...], leaves: Sequence[Any]) -> Any:
     return tuple(leaves[:num_args]), dict(zip(names, leaves[num_args:], strict=True))
-
-
-def _unflatten(structure: Any, leaves: Sequence[Any]) -> Any:
-    return tree_unflatten(leaves, structure)
 
 
 def iterate_leaves(tree: Any, _open: frozenset[int] = frozenset()) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Properties of tensors: which classes are ordinary, versions, memory, layout, shards, and tensors in nested structures.
+"""Properties of tensors: ordinary classes, versions, memory, layout, shards; and tensors in nested structures.
 
 While saved-tensor hooks are set, autograd does not check whether a saved tensor was overwritten. The functions for
 versions do. Nested structures are what modules take and return: pytrees, and dataclasses, which torch does not open. No
