@@ -29,7 +29,7 @@ class NormMomentum:
 
     def __init__(self, module: nn.Module) -> None:
         self._layers = {name: part for name, part in module.named_modules() if isinstance(part, NormBase)}
-        self._plain: dict[str, float] = {}
+        self._saved: dict[str, float] = {}
         self._written: dict[str, float] = {}
 
     @property
@@ -48,13 +48,13 @@ class NormMomentum:
         """
         for name in self.names:
             layer = self._layers[name]
-            momentum = self._plain.setdefault(name, layer.momentum)  # type: ignore[arg-type]
+            momentum = self._saved.setdefault(name, layer.momentum)  # type: ignore[arg-type]
             self._written[name] = momentum if share == 1 else 1 - (1 - momentum) ** share  # 1 to the bit
             layer.momentum = self._written[name]
 
     def restore(self) -> None:
         """Put the momentum back, unless other code has written it since. Calling it again does nothing."""
-        for name, momentum in self._plain.items():
+        for name, momentum in self._saved.items():
             if self._layers[name].momentum == self._written[name]:
                 self._layers[name].momentum = momentum
-        self._plain, self._written = {}, {}
+        self._saved, self._written = {}, {}

@@ -37,7 +37,7 @@ class Reading:
         self.size = size
         self.roles: dict[BatchPath, Role] = {}
         """How each list that follows the batch is read."""
-        self.doubts: dict[BatchPath, str] = {}
+        self.ambiguous: dict[BatchPath, str] = {}
         """Lists that could be read the other way as well."""
         self._is_confirmed = False
         self._has_odd_samples = False
@@ -94,9 +94,9 @@ class Reading:
         misfit = columns._try_columns(parts, path) if known != "samples" else None
         if path in columns.roles:
             self.roles |= columns.roles
-            self.doubts |= columns.doubts
+            self.ambiguous |= columns.ambiguous
             if could_be_samples and known is None and is_uniform(parts.values):
-                self.doubts[path] = f"{self.size} columns, or {self.size} samples"
+                self.ambiguous[path] = f"{self.size} columns, or {self.size} samples"
             self._is_confirmed |= columns._is_confirmed
             self._has_odd_samples |= columns._has_odd_samples
             return True

@@ -56,14 +56,14 @@ class BatchSplitter:
 
     def split(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
         """Cut a batch into parts of ``sizes`` samples, together all, in new containers around views of the tensors."""
-        reading = self._read(batch)
-        if min(sizes, default=0) < 1 or sum(sizes) != reading.size:
-            raise ValueError(f"split(sizes) must be numbers above 0 that add up to {reading.size}, got {list(sizes)}.")
+        layout = self._read(batch)
+        if min(sizes, default=0) < 1 or sum(sizes) != layout.size:
+            raise ValueError(f"split(sizes) must be numbers above 0 that add up to {layout.size}, got {list(sizes)}.")
         if len(sizes) > 1:
-            for path, ways in reading.doubts.items():
-                raise BatchSplitError(f"{path.code} is ambiguous: {ways}. To split it, {WAY_OUT}.")
+            for path, layouts in layout.ambiguous.items():
+                raise BatchSplitError(f"{path.code} is ambiguous: {layouts}. To split it, {WAY_OUT}.")
         try:
-            return self._cut(batch, _ROOT, reading, sizes)
+            return self._cut(batch, _ROOT, layout, sizes)
         except (AttributeError, KeyError, RuntimeError, TypeError) as error:
             if is_out_of_memory(error):
                 raise
@@ -80,52 +80,52 @@ class BatchSplitter:
     def elements(self, batch: Any) -> int:
         """Count the elements of entries that follow the samples, or of all that are not shared if it cannot be cut."""
         try:
-            reading = self._read(batch)
+            layout = self._read(batch)
         except BatchSplitError:
             return sum(count_elements(value) for _, value in iterate(batch, _ROOT, self._shared))
-        return self._count(batch, _ROOT, reading)
+        return self._count(batch, _ROOT, layout)
 
     def _read(self, batch: Any) -> Reading:
         if self._has_all_keys:
             self._shared.check(batch)
         try:
-            reading = find_reading(batch, self._shared, self._known)
+            layout = find_reading(batch, self._shared, self._known)
         except BatchSplitError:
             if not self._known:
                 raise
-            reading = find_reading(batch, self._shared, {})
-        if reading.size > 1:  # one sample is read alike either way
-            self._known |= {path: role for path, role in reading.roles.items() if path not in reading.doubts}
-        return reading
+            layout = find_reading(batch, self._shared, {})
+        if layout.size > 1:  # one sample is read alike either way
+            self._known |= {path: role for path, role in layout.roles.items() if path not in layout.ambiguous}
+        return layout
 
-    def _cut(self, value: Any, path: BatchPath, reading: Reading, sizes: Sequence[int]) -> list[Any]:
+    def _cut(self, value: Any, path: BatchPath, layout: Reading, sizes: Sequence[int]) -> list[Any]:
         if self._shared.cover(path):
             return [value for _ in sizes]
         starts = [sum(sizes[:position]) for position in range(len(sizes))]
         rows = count_rows(value)
         if rows is not None:
-            is_cut = rows == reading.size and len(sizes) > 1
+            is_cut = rows == layout.size and len(sizes) > 1
             return [cut_rows(value, *part) if is_cut else refresh(value) for part in zip(starts, sizes, strict=True)]
         parts = take_apart(value)
         if parts is None:
             return [value for _ in sizes]
-        if reading.roles.get(path) == "samples":
+        if layout.roles.get(path) == "samples":
             samples = [refresh(sample) for sample in parts.values]
             return [parts.build(samples[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
         children = zip(parts.values, path.children(parts), strict=True)
-        columns = [self._cut(inner, child, reading, sizes) for inner, child in children]
+        columns = [self._cut(inner, child, layout, sizes) for inner, child in children]
         return [parts.build([column[part] for column in columns]) for part in range(len(sizes))]
 
-    def _count(self, value: Any, path: BatchPath, reading: Reading) -> int:
+    def _count(self, value: Any, path: BatchPath, layout: Reading) -> int:
         if self._shared.cover(path) or is_constant(value):
             return 0
         parts = take_apart(value)
         if parts is None:
-            return count_elements(value) if count_rows(value) == reading.size else 0
-        if reading.roles.get(path) == "samples":
+            return count_elements(value) if count_rows(value) == layout.size else 0
+        if layout.roles.get(path) == "samples":
             return sum(count_elements(inner) for _, inner in iterate(value, path, self._shared))
         children = zip(parts.values, path.children(parts), strict=True)
-        return sum(self._count(inner, child, reading) for inner, child in children)
+        return sum(self._count(inner, child, layout) for inner, child in children)
 
 
 def describe_all(value: Any) -> str:

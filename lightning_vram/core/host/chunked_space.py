@@ -85,9 +85,9 @@ class ChunkedSpace(Generic[Payload]):
         with self._lock:
             self._collect()
             rounded = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-            room = self._free_bytes + (self._open.size - self._open.used if self._open is not None else 0)
-            if rounded > room:
-                self._grow(rounded - room, make_chunks)
+            free_bytes = self._free_bytes + (self._open.size - self._open.used if self._open is not None else 0)
+            if rounded > free_bytes:
+                self._grow(rounded - free_bytes, make_chunks)
             return self._fill(num_bytes, rounded)
 
     def _fill(self, num_bytes: int, rounded: int) -> Block[Payload]:

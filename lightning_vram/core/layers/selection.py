@@ -68,10 +68,10 @@ def select_layers(model: nn.Module, layers: LayerPattern | Sequence[LayerPattern
 def thin_out(selection: LayerSelection, every_n_layers: int = 1, *, skip_last: bool = False) -> LayerSelection:
     """Keep the first and every n-th layer after it; ``skip_last`` drops the last (of each body cut into spans)."""
     last_of = {_body_of(layer): layer for layer in selection.layers} if skip_last else {}
-    kept = [layer for layer in selection.layers[::every_n_layers] if layer is not last_of.get(_body_of(layer))]
-    if not kept:
+    remaining = [layer for layer in selection.layers[::every_n_layers] if layer is not last_of.get(_body_of(layer))]
+    if not remaining:
         raise ValueError(f"skip_last=True leaves no layer: the only one is {selection.layers[0].name!r}.")
-    return LayerSelection(tuple(kept), selection.nested)
+    return LayerSelection(tuple(remaining), selection.nested)
 
 
 def _body_of(layer: Layer) -> nn.Module | None:

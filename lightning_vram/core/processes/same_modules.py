@@ -80,9 +80,9 @@ def _tell_difference(described: Sequence[list[Entry]]) -> str:
     by_name = [dict(entries) for entries in described]
     at_once = next(row for row in zip_longest(*described) if len(set(row)) > 1)
     for entry in filter(None, at_once):
-        told = _join([names.get(entry[0], _MISSING) for names in by_name])
-        if told:
-            return f"{entry[0]} {told}"
+        difference = _join([names.get(entry[0], _MISSING) for names in by_name])
+        if difference:
+            return f"{entry[0]} {difference}"
     return f"the order, {_join([f'first comes {entry[0]}' for entry in at_once if entry])}"
 
 
