@@ -46,7 +46,7 @@ class DiskRing:
     @property
     def staging_bytes(self) -> int:
         """Host memory taken."""
-        return (self._num_buffers + (self._worker._buffer is not None)) * self._staging_bytes
+        return (self._num_buffers + (self._worker.staging_buffer is not None)) * self._staging_bytes
 
     @property
     def num_blocks(self) -> int:

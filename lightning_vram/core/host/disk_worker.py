@@ -19,7 +19,7 @@ class DiskWorker(HostWorker):
         self._file = file
         self._is_stopped = False
         self._copies: dict[Callable[[], Copies], Copies] = {}
-        self._buffer: Tensor | None = None
+        self.staging_buffer: Tensor | None = None
         super().__init__("lightning_vram disk_path", on_end=self._clean_up)
 
     def submit(self, job: Callable[[], None]) -> Ticket:
@@ -54,9 +54,9 @@ class DiskWorker(HostWorker):
 
     def buffer(self, size: int, *, pin_memory: bool) -> Tensor:
         """Return the thread's own staging buffer: it never waits for one of the others."""
-        if self._buffer is None:
-            self._buffer = make_staging(size, pin_memory=pin_memory)
-        return self._buffer
+        if self.staging_buffer is None:
+            self.staging_buffer = make_staging(size, pin_memory=pin_memory)
+        return self.staging_buffer
 
     def write(self, buffer: Tensor, length: int, position: int) -> None:
         """Write the first bytes of ``buffer``."""
@@ -70,7 +70,7 @@ class DiskWorker(HostWorker):
         self._file.read(bytes_of(buffer, 0, length), position)
 
     def _clean_up(self) -> None:
-        self._buffer = None
+        self.staging_buffer = None
         self._copies.clear()
         self._file.close()  # here: a file that is closed under a write may have become another one
 

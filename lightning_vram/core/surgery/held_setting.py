@@ -13,13 +13,13 @@ from lightning_vram.private_names.torch.compiled import (
     set_backward_autocast,
 )
 
-T = TypeVar("T")
+Setting = TypeVar("Setting")
 
 
-class HeldSetting(Generic[T]):
+class HeldSetting(Generic[Setting]):
     """A setting that several may hold at ``value``, in any order and thread: the last one puts it back."""
 
-    def __init__(self, read: Callable[[], T], write: Callable[[T], None], value: T) -> None:
+    def __init__(self, read: Callable[[], Setting], write: Callable[[Setting], None], value: Setting) -> None:
         self._read, self._write, self._value = read, write, value
         self._before = value
         self._num_holders = 0
