@@ -1,6 +1,6 @@
-"""What several techniques share, room by room. Knows torch, not Lightning, and no technique.
+"""What several techniques share. Knows torch, not Lightning, and no technique.
 
-From top to bottom: ``rollback`` and ``processes``; ``hooks`` and ``random_state``; then ``tensors``, ``operators``,
-``surgery``, ``layers``, ``gradients``, ``batches`` and ``host``, which do not know one another. A new room has to be
-named in the import contracts of pyproject.toml.
+From top to bottom: ``rollback``, ``module_state``, ``processes``, ``ranks``, ``recomputed_saves``, ``hooks`` and
+``random_state``, and below these ``tensors``, ``operators``, ``patching``, ``layers``, ``gradients``, ``batches`` and
+``host``, which do not import one another. A new module must be added to the contract in ``pyproject.toml``.
 """

@@ -20,9 +20,9 @@ from lightning_vram.callbacks.hook_points import Relief
 from lightning_vram.callbacks.micro_batching.attempt import MicroBatch, MicroBatchAttempt, Output, Step
 from lightning_vram.callbacks.micro_batching.metric_states import MetricStates
 from lightning_vram.callbacks.micro_batching.undo import StepUndo
-from lightning_vram.core.batches.cutting import BatchCutter, BatchFacts, shares_of
+from lightning_vram.core.batches.cutting import BatchCutter, BatchFacts
 from lightning_vram.core.batches.guard import BatchGuard, hand_back
-from lightning_vram.core.batches.weights import BatchWeight
+from lightning_vram.core.batches.weights import BatchWeight, shares_of
 from lightning_vram.core.gradients.reduction import has_collectives_in_forward
 from lightning_vram.core.processes.agreement import RankAgreementError
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory, release_frames

@@ -1,4 +1,1 @@
-"""What a batch is made of: measure it, cut it, guard it against writes, weigh it, put its results together.
-
-Used by micro-batching and accumulation. May import: memory.
-"""
+"""What a batch is made of, how to cut it into micro-batches, and how to combine their outputs. May import: memory."""

@@ -1,4 +1,4 @@
-"""Put what a step returned for the parts of a batch together to what it would have returned for the whole."""
+"""Combine what a step returned for micro-batches to what it would have returned for the whole batch."""
 
 import sys
 from collections.abc import Sequence
@@ -22,28 +22,19 @@ class OutputCombineError(ValueError):
 
 
 def combine_outputs(outputs: Sequence[Any], sizes: Sequence[int], shares: Sequence[float], batch_dim: int = 0) -> Any:
-    """Combine the outputs of micro-batches. What is joined or averaged has no graph.
+    """Combine the outputs of micro-batches of ``sizes`` samples; joined or averaged entries have no graph.
 
     The rule, entry by entry, through mappings, lists, tuples, dataclasses and the like:
 
-    * what is the same object, or an equal text, ``bool`` or ``None`` in all: that,
-    * tensors and arrays with as many rows as there are samples: all rows, in order,
-    * single numbers with a fraction, as losses are: their mean, weighted by ``shares``; equal ones to the bit,
+    * the same object, or an equal text, ``bool`` or ``None`` in all: that,
+    * tensors and arrays with as many rows as there are samples, also along ``batch_dim``: all rows, in order,
+    * single numbers with a fraction, as losses are: their mean, weighted by ``shares``; equal ones stay bitwise equal,
     * lists with an entry for each sample: all entries, in order,
-    * anything else: refused. So are whole numbers, which may be counts or the same for all, and mappings with whole
-      numbers for keys.
+    * anything else: refused (``OutputCombineError``). So are whole numbers, which may be counts or the same for all,
+      and mappings with whole numbers for keys.
 
-    A tensor that has as many rows as each micro-batch has samples by chance, such as a histogram, cannot be told from
-    one with a row for each.
-
-    Args:
-        outputs: One for each micro-batch. A single one is returned as it is.
-        sizes: The number of samples of each.
-        shares: The part of the whole that each stands for; together 1.
-        batch_dim: Where samples may be in tensors and arrays, besides dimension 0.
-
-    Raises:
-        OutputCombineError: If the outputs differ in structure, or an entry fits none of the rules.
+    A tensor that has as many rows as each micro-batch has samples by chance, such as a histogram, cannot be
+    distinguished from one with a row for each.
 
     Example:
         >>> parts = [{"loss": 1.0, "logits": torch.zeros(3, 2)}, {"loss": 5.0, "logits": torch.ones(1, 2)}]
@@ -57,7 +48,7 @@ def combine_outputs(outputs: Sequence[Any], sizes: Sequence[int], shares: Sequen
 
 
 class _Combination:
-    """Combines entries of outputs; counts what it joined, row by row."""
+    """Combines entries of outputs; counts the entries that it joined row by row."""
 
     def __init__(self, sizes: Sequence[int], shares: Sequence[float], batch_dim: int) -> None:
         self.sizes = list(sizes)
@@ -80,7 +71,7 @@ class _Combination:
             return self._combine_lists(values, path) if parts.is_list else self._combine_columns(values, path)
         if is_constant(first) and not isinstance(first, PackedSequence) and all(value == first for value in values):
             return first
-        if _is_fractional(first):
+        if isinstance(first, float) or getattr(getattr(first, "dtype", None), "kind", "") == "f":  # or a NumPy number
             return weighted_mean_of_numbers(values, self.shares, self.sizes)
         raise _refuse(path, values, f"differ: {values[0]!r}, {values[1]!r}" if is_constant(first) else "are unknown")
 
@@ -146,7 +137,6 @@ def _detach(value: Any) -> Any:
 
 
 def _is_count(value: Any) -> bool:
-    """Whether it is a whole number."""
     if isinstance(value, Tensor):
         kind = value.dtype
         return not (value.ndim or kind.is_floating_point or kind.is_complex or kind is torch.bool)
@@ -156,10 +146,6 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_fractional(value: object) -> bool:
-    return isinstance(value, float) or getattr(getattr(value, "dtype", None), "kind", "") == "f"  # or a NumPy number
-
-
 def _size(value: Any, dim: int) -> int | None:
     if isinstance(value, Tensor) and value.is_nested:
         return value.size(0) if dim == 0 else None
@@ -167,7 +153,7 @@ def _size(value: Any, dim: int) -> int | None:
 
 
 def _row(value: Any, dim: int) -> tuple[object, ...]:
-    """What values that are joined have in common: all sizes but one."""
+    """Return what values must have in common to be joined: all sizes but one."""
     if isinstance(value, Tensor) and value.is_nested:
         return value.dtype, value.ndim
     return value.dtype, *value.shape[:dim], *value.shape[dim + 1 :], getattr(value, "layout", None)

@@ -1,4 +1,4 @@
-"""Cut a batch into micro-batches: by the user's function where there is one, else by what the batch is made of."""
+"""Cut a batch by the user's function, or along ``batch_dim``."""
 
 import math
 import sys
@@ -21,7 +21,6 @@ from lightning_vram.core.batches.path import (
 from lightning_vram.core.batches.sizing import WAY_OUT
 from lightning_vram.core.batches.splitting import BatchSplitter, describe_all
 from lightning_vram.core.batches.structure import refresh, take_apart
-from lightning_vram.core.batches.weights import BatchWeight
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 
 _SEQUENCE_DIMS = (2, 3)  # [T, B] of tokens, [T, B, D]
@@ -30,19 +29,12 @@ SplitFunction = Callable[[Any, int], Sequence[Any]]
 
 @dataclass(frozen=True)
 class BatchFacts:
-    """What sizes are chosen by.
-
-    Args:
-        num_samples: N.
-        num_elements: Of everything in the batch that has one entry per sample.
-        shape: Equal for batches that cost the same.
-        why_whole: What keeps the batch from being cut, if something does: it counts as one sample.
-    """
+    """The size of a batch, by which micro-batch sizes are chosen."""
 
     num_samples: int
-    num_elements: int
-    shape: str
-    why_whole: str | None = None
+    num_elements: int  # of everything that has one entry per sample
+    shape: str  # equal for batches that cost the same
+    why_whole: str | None = None  # why it cannot be cut, so that it counts as one sample
 
     def elements_of(self, size: int) -> int:
         """Elements of a micro-batch of ``size`` samples."""
@@ -50,17 +42,12 @@ class BatchFacts:
 
 
 class BatchCutter:
-    """Cuts batches, views of what they hold.
+    """Cuts batches into views of their tensors.
 
-    Args:
-        shared_keys: See :class:`~lightning_vram.core.batches.splitting.BatchSplitter`.
-        split: ``split(batch, size)`` returns micro-batches of ``size`` samples, the last one of what is left. It alone
-            knows how many samples a batch has: that many it returns for size 1.
-        batch_dim: The dimension of samples in tensors and arrays that have it; those with fewer dimensions are cut
-            along their first.
-        time_first: The name of a layer that takes time before samples, for which ``batch_dim`` would have to be
-            known: batches that do not show where their samples are cannot be cut then.
-        has_all_keys: Whether a shared key that is not in a batch is an error.
+    ``split(batch, size)`` returns micro-batches of ``size`` samples, the last one with the remainder; for size 1 it
+    must return as many as there are samples. Tensors with too few dimensions for ``batch_dim`` are cut along their
+    first. ``time_first`` names a layer that takes time before samples: batches that do not show where their samples are
+    cannot be cut then.
     """
 
     def __init__(
@@ -79,11 +66,7 @@ class BatchCutter:
         self._time_first = time_first if split is None else None
 
     def measure(self, batch: Any) -> BatchFacts:
-        """Find out how large a batch is.
-
-        Raises:
-            BatchSplitError: If it cannot be split.
-        """
+        """Measure a batch; ``BatchSplitError`` if it cannot be split."""
         moved = self._move(batch, self.batch_dim, 0)
         num_samples = self._count(moved) if self._split is None else len(self._split(batch, 1))
         if num_samples < 1:
@@ -140,11 +123,7 @@ class BatchCutter:
                 )
 
     def measure_or_keep_whole(self, batch: Any) -> BatchFacts:
-        """As :meth:`measure`, for those who can run a batch that cannot be cut.
-
-        Raises:
-            SplitArgumentError: If it cannot be cut in the way the user gave.
-        """
+        """As :meth:`measure`, but a batch that cannot be cut is one sample, unless the arguments are wrong."""
         try:
             return self.measure(batch)
         except SplitArgumentError:
@@ -154,19 +133,7 @@ class BatchCutter:
             return BatchFacts(1, num_elements, f"whole {self._splitter.shape_key(batch)}", why_whole=str(error))
 
     def cut(self, batch: Any, facts: BatchFacts, size: int) -> list[tuple[Any, int]]:
-        """Cut into as few micro-batches as there have to be, as equal as they can be.
-
-        Args:
-            batch: Any nest of tensors.
-            facts: As measured.
-            size: Most samples per micro-batch.
-
-        Returns:
-            Micro-batches with their numbers of samples.
-
-        Raises:
-            BatchSplitError: If it cannot be split, or the user's function returned another number of parts.
-        """
+        """Cut into the fewest micro-batches of at most ``size`` samples, as equal as possible; with their sizes."""
         if facts.why_whole is not None:
             return [(refresh(batch), 1)]
         num_samples = facts.num_samples
@@ -198,10 +165,7 @@ def find_time_first(module: nn.Module) -> str | None:
 
 
 def _move_dim(value: Any, source: int, destination: int) -> Any:
-    """Return a nest of containers whose tensors and arrays have a dimension elsewhere, if they have it.
-
-    Views where it is moved to the front; moved back they are in one piece, as loaders make them.
-    """
+    """Move a dimension of all tensors and arrays that have it: to the front as views, back contiguous."""
     has_dim = getattr(value, "ndim", 0) > max(source, destination)
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
         moved = value.movedim(source, destination) if has_dim else value
@@ -212,26 +176,3 @@ def _move_dim(value: Any, source: int, destination: int) -> Any:
         return moved if destination == 0 else numpy.ascontiguousarray(moved)
     parts = take_apart(value)
     return value if parts is None else parts.build([_move_dim(part, source, destination) for part in parts.values])
-
-
-def shares_of(parts: Sequence[Any], sizes: Sequence[int], weight: BatchWeight | None) -> list[float]:
-    """Return how much each micro-batch counts in its batch, together 1.
-
-    Args:
-        parts: The micro-batches.
-        sizes: Their numbers of samples.
-        weight: What a micro-batch counts, such as its number of tokens; ``None`` for samples. Where all weights are
-            zero, samples count. The host waits for weights that are tensors, once for all of them.
-    """
-    by_samples = [size / sum(sizes) for size in sizes]
-    if weight is None or len(parts) == 1:
-        return by_samples
-    weights = _read([weight(part) for part in parts])
-    total = sum(weights)
-    return [one / total for one in weights] if total > 0 else by_samples
-
-
-def _read(weights: Sequence[float | Tensor]) -> list[float]:
-    tensors = [one.detach().reshape(()) for one in weights if isinstance(one, Tensor)]
-    values = iter(torch.stack(tensors).tolist() if tensors else ())
-    return [next(values) if isinstance(one, Tensor) else float(one) for one in weights]

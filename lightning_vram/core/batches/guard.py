@@ -1,4 +1,4 @@
-"""Keep a batch as it was, for a second try: a step may write into what it is given."""
+"""Keep a batch unchanged for a retry: a step may write into its batch."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,10 +14,10 @@ _NUM_WATCHED = 2  # batches in which a step shows whether it writes into them
 
 
 class BatchGuard:
-    """Lends micro-batches to a step: copies to one that writes into them, views to one that does not.
+    """Gives micro-batches to a step: copies if it writes into them, else views.
 
-    Which of the two a step is, it shows in its first batches, which it gets as copies. Writes past the version
-    counter (``.data``, NumPy) are not seen.
+    The first batches are given as copies, and show which of the two it is. Writes past the version counter (``.data``,
+    NumPy) are not detected.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class BatchGuard:
         self._own: list[tuple[Tensor, int]] = []
 
     def watch(self, batch: Any) -> None:
-        """A batch begins that may need a second try."""
+        """Begin a batch that may need a retry."""
         tensors = list(_iterate_tensors(batch))
         self._is_watching = True
         self._counts = not any(tensor.is_inference() for tensor in tensors)  # as evaluation loops make them
@@ -37,7 +37,7 @@ class BatchGuard:
         self._lent = []
 
     def lend(self, part: Any) -> Any:
-        """Return what the step gets for this part of the batch."""
+        """Return this part of the batch as the step gets it."""
         is_known = self._counts and not self._is_writing and self._num_seen >= _NUM_WATCHED
         if not self._is_watching or is_known:
             return part
@@ -47,17 +47,13 @@ class BatchGuard:
         return copied
 
     def settle(self) -> None:
-        """A batch ended: learn from it."""
+        """End a batch: learn from it."""
         self._num_seen += self._is_watching
         self._learn()
         self._is_watching, self._own = False, []
 
     def check(self) -> None:
-        """Make sure that the batch is what it was.
-
-        Raises:
-            RuntimeError: If the step wrote into it, as it had not done before.
-        """
+        """Raise ``RuntimeError`` if the step wrote into the batch, which it had not done before."""
         self._learn()
         if any(num_writes(tensor) != version for tensor, version in self._own):
             raise RuntimeError(
@@ -95,7 +91,7 @@ def _copy(value: Any) -> Any:
 
 
 def hand_back(batch: Any, lent: Any) -> None:
-    """Show in a batch what a step has put into, or taken out of, the dict or list that it was lent instead."""
+    """Repeat in ``batch`` what a step added to, or removed from, the dict or list that it got instead."""
     if lent is batch:
         return
     if isinstance(batch, dict) and isinstance(lent, dict):

@@ -1,8 +1,4 @@
-"""What holds one row per sample, and how to cut it between samples: tensors of all layouts, arrays, packed sequences.
-
-Parts are views wherever the layout allows it. Sparse tensors, packed sequences and nested tensors of the old, strided
-layout are copied: their samples do not lie one behind the other.
-"""
+"""Entries with one row per sample, and how to cut them between samples."""
 
 import enum
 import numbers
@@ -28,7 +24,7 @@ def is_array(value: object) -> bool:
 
 
 def is_constant(value: object) -> bool:
-    """Return whether it is the same for all samples by its kind: a number, a text, a tensor without dimensions."""
+    """Return whether its type makes it equal for all samples: a number, a text, a tensor without dimensions."""
     if isinstance(value, str):
         return True
     if isinstance(value, Tensor) or is_array(value):
@@ -69,7 +65,7 @@ def count_elements(value: object) -> int:
 
 
 def describe(value: object) -> str:
-    """Return dtype and shape, or the type: what tells how much a step on it costs."""
+    """Return dtype and shape, or the type: what determines how much a step on it costs."""
     if isinstance(value, PackedSequence):
         return f"PackedSequence({describe(value.data)}, {len(value.batch_sizes)} steps of {count_rows(value)} samples)"
     if isinstance(value, Tensor) and value.is_nested:
@@ -86,13 +82,7 @@ def describe(value: object) -> str:
 
 
 def cut_rows(value: Any, start: int, size: int) -> Any:
-    """Return ``size`` samples of ``value``, from ``start`` on.
-
-    Args:
-        value: Something that :func:`count_rows` has a number for.
-        start: The first sample.
-        size: The number of samples, at least 1.
-    """
+    """Return ``size`` samples, at least 1, from ``start`` on, of something that :func:`count_rows` has a number for."""
     if isinstance(value, PackedSequence):
         return _cut_packed(value, start, size)
     if not isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Where something lies in a batch, or in what a step returns: as code reaches it, and as ``shared_keys`` name it."""
+"""Paths of entries in a batch or an output: as code reaches them, and as ``shared_keys`` names them."""
 
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,21 +14,22 @@ class BatchSplitError(ValueError):
 
 
 class SplitArgumentError(BatchSplitError):
-    """It cannot be cut in the way the user gave: that is to be mended, where another batch may run whole."""
+    """It cannot be cut as the user's arguments say: the arguments must change, whereas another batch may run whole."""
 
 
 @dataclass(frozen=True)
 class BatchPath:
-    """The way from the root to an entry."""
+    """The path from the root to an entry."""
 
     code: str = "batch"
     """As code reaches it: ``batch["meta"].weights[0]``."""
     labels: tuple[Hashable, ...] = field(default=(), compare=False)
 
     def children(self, parts: Parts) -> Iterator["BatchPath"]:
-        """Return the paths of the parts of what lies here, in order."""
+        """Return the paths of the parts of the value at this path, in order."""
         for label in parts.labels:
-            step = f".{label}" if parts.has_attributes else f"[{_quote(label)}]"
+            quoted = f'"{label}"' if isinstance(label, str) else repr(label)
+            step = f".{label}" if parts.has_attributes else f"[{quoted}]"
             yield BatchPath(f"{self.code}{step}", (*self.labels, label))
 
     @property
@@ -38,20 +39,13 @@ class BatchPath:
 
     @property
     def shared_key(self) -> str:
-        """What to write into ``shared_keys`` for it: its own name, or the whole way where it has none."""
+        """The text for ``shared_keys``: the entry's own name, or the dotted path where it has none."""
         name = self.labels[-1] if self.labels else ""
         return name if isinstance(name, str) else self.dotted
 
 
 class SharedKeys:
-    """The names of entries that are the same for all samples.
-
-    Args:
-        names: Keys or field names at any depth, or dotted ways from the root.
-
-    Raises:
-        TypeError: If ``names`` is no list, tuple or the like of ``str``.
-    """
+    """Entries that are the same for all samples: keys or field names at any depth, or dotted paths from the root."""
 
     def __init__(self, names: Sequence[str]) -> None:
         check_shared_keys("shared_keys", names)
@@ -62,14 +56,7 @@ class SharedKeys:
         return bool(self.names) and (path.shared_key in self.names or path.dotted in self.names)
 
     def check(self, batch: object) -> None:
-        """Refuse names of entries that are not there.
-
-        Args:
-            batch: What the loader made.
-
-        Raises:
-            SplitArgumentError: If an entry is not there.
-        """
+        """Raise ``SplitArgumentError`` if a named entry is not in ``batch``."""
         if not self.names:
             return
         paths = [path for path, _ in iterate(batch, BatchPath(), SharedKeys(()))][1:]
@@ -82,15 +69,7 @@ class SharedKeys:
 
 
 def check_shared_keys(name: str, names: object) -> None:
-    """Reject what are no names of entries.
-
-    Args:
-        name: Argument as the user wrote it.
-        names: What the user passed.
-
-    Raises:
-        TypeError: If ``names`` is one text, or no list, tuple or the like of texts.
-    """
+    """Raise ``TypeError`` if ``names`` is not a list, tuple or the like of texts; ``name`` is the argument as typed."""
     if isinstance(names, str) or not isinstance(names, Collection) or not all(isinstance(one, str) for one in names):
         raise TypeError(f"{name} must be a list of names of entries, such as ['mask'] or [] for none, got {names!r}.")
 
@@ -108,19 +87,14 @@ def _is_plain(value: object) -> bool:
 
 
 def iterate(value: object, path: BatchPath, shared: SharedKeys) -> Iterator[tuple[BatchPath, object]]:
-    """Return all entries of a batch that are not shared, containers and what they hold, with their paths."""
+    """Yield all entries of a batch that are not shared, containers and their contents, with their paths."""
     if shared.cover(path):
         return
     yield path, value
     parts = take_apart(value)
-    if parts is not None and not (parts.is_list and is_plain(parts.values) and not _holds_lists(parts)):
+    if parts is None:
+        return
+    holds_containers = any(take_apart(inner) is not None for inner in parts.values)
+    if holds_containers or not (parts.is_list and is_plain(parts.values)):
         for inner, child in zip(parts.values, path.children(parts), strict=True):
             yield from iterate(inner, child, shared)
-
-
-def _holds_lists(parts: Parts) -> bool:
-    return any(take_apart(value) is not None for value in parts.values)
-
-
-def _quote(label: Hashable) -> str:
-    return f'"{label}"' if isinstance(label, str) else repr(label)

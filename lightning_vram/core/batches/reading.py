@@ -1,8 +1,4 @@
-"""Read a nest of containers as a batch of a given size: which entries follow the samples, and which are for all.
-
-A list can be read in two ways: as columns, as collate functions make them, or as samples, one entry each. Columns go
-first. A list that fits both ways and holds entries of one kind is a doubt, which nothing in the batch can settle.
-"""
+"""The layouts of a batch of an assumed size: which entries follow the samples, and which are for all."""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -31,19 +27,17 @@ class Misfit(Exception):  # noqa: N818
 
 
 class Reading:
-    """One way to read a batch: as ``size`` samples.
+    """The layout of a batch of ``size`` samples; lists in ``known`` keep the role they had in earlier batches.
 
-    Args:
-        size: The number of samples.
-        shared: Entries that are not looked at.
-        known: What lists were in earlier batches; these are read in no other way.
+    A list can be columns, as collate functions make them, or samples, one entry each. Columns are tried first. A list
+    that fits both and holds entries of one kind is ambiguous.
     """
 
     def __init__(self, size: int, shared: SharedKeys, known: Mapping[BatchPath, Role]) -> None:
         self.size = size
         self.roles: dict[BatchPath, Role] = {}
         """How each list that follows the batch is read."""
-        self.doubts: dict[BatchPath, str] = {}
+        self.ambiguous: dict[BatchPath, str] = {}
         """Lists that could be read the other way as well."""
         self._is_confirmed = False
         self._has_odd_samples = False
@@ -56,15 +50,7 @@ class Reading:
         return self._is_confirmed or not self._has_odd_samples
 
     def read(self, value: object, path: BatchPath) -> bool:
-        """Return whether an entry is cut; ``False``: it is for all samples.
-
-        Args:
-            value: The entry.
-            path: Where it lies.
-
-        Raises:
-            Misfit: If it can be neither.
-        """
+        """Return whether an entry is cut, or is for all samples; raise :class:`Misfit` if it can be neither."""
         if self._shared.cover(path):
             return False
         rows = count_rows(value)
@@ -108,9 +94,9 @@ class Reading:
         misfit = columns._try_columns(parts, path) if known != "samples" else None
         if path in columns.roles:
             self.roles |= columns.roles
-            self.doubts |= columns.doubts
+            self.ambiguous |= columns.ambiguous
             if could_be_samples and known is None and is_uniform(parts.values):
-                self.doubts[path] = f"{self.size} columns, or {self.size} samples"
+                self.ambiguous[path] = f"{self.size} columns, or {self.size} samples"
             self._is_confirmed |= columns._is_confirmed
             self._has_odd_samples |= columns._has_odd_samples
             return True
@@ -158,12 +144,10 @@ def are_too_many_for_columns(values: Sequence[Any]) -> bool:
     """Return whether tensors of one shape and dtype are more than a batch has columns alike: they may be samples."""
     num_dims = getattr(values[0], "ndim", 0)
     if num_dims == 1:
-        return len(values) > _MOST_ROWS_OF_NUMBERS and _is_floating(values[0])
+        first = values[0]
+        is_floating = first.is_floating_point() if isinstance(first, Tensor) else first.dtype.kind == "f"
+        return len(values) > _MOST_ROWS_OF_NUMBERS and is_floating
     return num_dims > 1 and len(values) > _MOST_EQUAL_COLUMNS
-
-
-def _is_floating(value: Any) -> bool:
-    return value.is_floating_point() if isinstance(value, Tensor) else value.dtype.kind == "f"
 
 
 def look_like_columns(values: Sequence[Any]) -> bool:

@@ -1,8 +1,4 @@
-"""Find how many samples a batch holds, and how its lists are to be read.
-
-Every size that something in the batch suggests is tried; exactly one has to fit all of it. A wrong guess would train
-on wrong pairs without a word, so that what can be read in two ways is refused.
-"""
+"""Find how many samples a batch holds, and the layout of its lists."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -26,18 +22,10 @@ _ROOT = BatchPath()
 
 
 def find_reading(batch: object, shared: SharedKeys, known: Mapping[BatchPath, Role]) -> Reading:
-    """Return the one way to read a batch.
+    """Return the only layout of a batch that fits; lists inside may stay ambiguous, which matters only if it is cut.
 
-    Args:
-        batch: What the loader made.
-        shared: Entries that are the same for all samples.
-        known: What lists were in earlier batches.
-
-    Returns:
-        The reading. It may leave doubts about lists inside, which matter only if the batch is cut.
-
-    Raises:
-        BatchSplitError: If no size fits, or several do.
+    Every size that some entry suggests is tried; exactly one must fit all of the batch. A wrong guess would silently
+    train on wrong pairs, so an ambiguous batch raises ``BatchSplitError``.
     """
     samples = _read_as_samples(batch, shared, known)
     role = known.get(_ROOT)
@@ -45,7 +33,7 @@ def find_reading(batch: object, shared: SharedKeys, known: Mapping[BatchPath, Ro
         return samples
     fits, misfits = _try_sizes(batch, shared, known)
     if len(fits) > 1:
-        evidence = ", but ".join(_find_evidence(batch, shared, reading.size) for reading in fits)
+        evidence = ", but ".join(_find_evidence(batch, shared, layout.size) for layout in fits)
         raise BatchSplitError(f"The batch size is ambiguous: {evidence}. To split it, {WAY_OUT}.")
     if not fits and samples is None:
         raise _explain(batch, shared, misfits)
@@ -68,13 +56,13 @@ def _try_sizes(
     fits, misfits = [], {}
     parts = take_apart(batch)
     for size in _suggest_sizes(batch, shared):
-        reading = Reading(size, shared, known)
+        layout = Reading(size, shared, known)
         try:
-            is_cut = reading.read(batch, _ROOT) if parts is None else reading.read_columns(parts, _ROOT)
+            is_cut = layout.read(batch, _ROOT) if parts is None else layout.read_columns(parts, _ROOT)
         except Misfit as misfit:
             misfits[size] = misfit
         else:
-            fits += [reading] if is_cut and reading.is_sound else []
+            fits += [layout] if is_cut and layout.is_sound else []
     return fits, misfits
 
 
@@ -98,9 +86,9 @@ def _read_as_samples(batch: Any, shared: SharedKeys, known: Mapping[BatchPath, R
         return None
     if isinstance(batch, tuple) and count_rows(batch[0]) is not None:
         return None
-    reading = Reading(len(parts.values), shared, known)
-    reading.read_samples(parts, _ROOT)
-    return reading
+    layout = Reading(len(parts.values), shared, known)
+    layout.read_samples(parts, _ROOT)
+    return layout
 
 
 def _look_like_samples(batch: Any) -> bool:
@@ -118,7 +106,7 @@ def _refuse_two_batches(batch: Any, shared: SharedKeys) -> None:
     """Refuse two entries that are batches by themselves: of two loaders, or two columns of unequal size."""
     if len(batch) != 2:
         return
-    sizes = [reading.size for value in batch for reading in _try_sizes(value, shared, {})[0][:1]]
+    sizes = [layout.size for value in batch for layout in _try_sizes(value, shared, {})[0][:1]]
     if len(sizes) == len(batch):
         raise BatchSplitError(
             f"batch[0] has {sizes[0]} rows, batch[1] has {sizes[1]}: two samples, or two batches of different "

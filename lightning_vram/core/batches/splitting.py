@@ -1,11 +1,11 @@
-"""Cut a batch into micro-batches, whatever it is made of.
+"""Cut a batch into micro-batches: by the user's function if there is one, else by the contents of the batch.
 
-Tensors are cut along dimension 0 into views, lists of samples into shorter lists; containers are built anew, so that
-a step which changes them does not change the batch. What is the same for all samples goes into every part. What cannot
-be told is refused, and the message says which entry it was.
+Tensors are cut along dimension 0 into views, lists of samples into shorter lists; containers are built anew, so a step
+that changes a container does not change the batch. Entries that are the same for all samples go into every part. An
+ambiguous entry is refused, and the message names it.
 
-What it costs: some microseconds of Python for each entry; no memory, but for sparse tensors and packed sequences.
-A step that writes into a tensor of its micro-batch writes into the batch.
+The cost: some microseconds of Python for each entry; no memory, except for sparse tensors and packed sequences. A step
+that writes into a tensor of its micro-batch writes into the batch.
 """
 
 import hashlib
@@ -28,18 +28,12 @@ _MAX_LENGTH = 160  # of the name of a shape
 class BatchSplitter:
     """Finds the samples of batches, and cuts batches between them.
 
-    Follow the samples: tensors (sparse and nested ones, too), NumPy arrays and packed sequences with a row for each,
-    and lists with an entry for each, such as captions, pictures of different sizes or targets of a detector. For all
-    samples are: ``None``, numbers, texts, tensors without dimensions or with one row, and ``shared_keys``.
+    These follow the samples: tensors (also sparse and nested ones), NumPy arrays and packed sequences with a row for
+    each, and lists with an entry for each, such as captions, pictures of different sizes or targets of a detector.
+    These are for all samples: ``None``, numbers, texts, tensors without dimensions or with one row, and ``shared_keys``
+    (such as ``"meta.weights"`` or ``"1.mask"``), which must be in every batch if ``has_all_keys``.
 
-    A list may hold columns or samples. Where a batch leaves that open, what its lists were in earlier batches decides.
-
-    Args:
-        shared_keys: Entries that are the same for all samples: keys or field names, at any depth, or dotted ways from
-            the root, such as ``"meta.weights"`` or ``"1.mask"``. Each has to be there in every batch.
-
-    Raises:
-        TypeError: If ``shared_keys`` is no sequence of ``str``.
+    A list may hold columns or samples. If a batch leaves that open, the layout of its lists in earlier batches decides.
 
     Example:
         >>> import torch
@@ -57,52 +51,26 @@ class BatchSplitter:
         self._known: dict[BatchPath, Role] = {}
 
     def batch_size(self, batch: Any) -> int:
-        """Return the number of samples.
-
-        Args:
-            batch: What the loader made.
-
-        Raises:
-            BatchSplitError: If no number of samples fits all of the batch, several do, or a shared key is not there.
-        """
+        """Return the number of samples; ``BatchSplitError`` if none or several fit, or a shared key is missing."""
         return self._read(batch).size
 
     def split(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
-        """Cut a batch.
-
-        Args:
-            batch: What the loader made.
-            sizes: The number of samples in each part; together all that there are.
-
-        Returns:
-            One batch for each size, in order, in containers of their own around views of the tensors.
-
-        Raises:
-            ValueError: If ``sizes`` are not those of parts of this batch.
-            BatchSplitError: As :meth:`batch_size`; or if a list inside could hold columns as well as samples.
-        """
-        reading = self._read(batch)
-        if min(sizes, default=0) < 1 or sum(sizes) != reading.size:
-            raise ValueError(f"split(sizes) must be numbers above 0 that add up to {reading.size}, got {list(sizes)}.")
+        """Cut a batch into parts of ``sizes`` samples, together all, in new containers around views of the tensors."""
+        layout = self._read(batch)
+        if min(sizes, default=0) < 1 or sum(sizes) != layout.size:
+            raise ValueError(f"split(sizes) must be numbers above 0 that add up to {layout.size}, got {list(sizes)}.")
         if len(sizes) > 1:
-            for path, ways in reading.doubts.items():
-                raise BatchSplitError(f"{path.code} is ambiguous: {ways}. To split it, {WAY_OUT}.")
+            for path, layouts in layout.ambiguous.items():
+                raise BatchSplitError(f"{path.code} is ambiguous: {layouts}. To split it, {WAY_OUT}.")
         try:
-            return self._cut(batch, _ROOT, reading, sizes)
+            return self._cut(batch, _ROOT, layout, sizes)
         except (AttributeError, KeyError, RuntimeError, TypeError) as error:
             if is_out_of_memory(error):
                 raise
             raise BatchSplitError(f"A micro-batch cannot be rebuilt: {error} Please {WAY_OUT}.") from error
 
     def shape_key(self, batch: Any) -> str:
-        """Return a short text that is equal for batches of the same structure, dtypes and shapes, on all ranks.
-
-        Args:
-            batch: Any object, also one that cannot be cut.
-
-        Returns:
-            Up to 160 characters; of a longer description the beginning, and a hash of all of it.
-        """
+        """Return at most 160 characters, equal for batches of one structure, dtypes and shapes, on all ranks."""
         text = describe_all(batch)
         if len(text) <= _MAX_LENGTH:
             return text
@@ -110,62 +78,58 @@ class BatchSplitter:
         return f"{text[: _MAX_LENGTH - len(digest) - 4]}... {digest}"
 
     def elements(self, batch: Any) -> int:
-        """Return the number of elements of what follows the samples: a measure of how large a batch is.
-
-        Args:
-            batch: Any object; of one that cannot be cut all tensors count that are not shared.
-        """
+        """Count the elements of entries that follow the samples, or of all that are not shared if it cannot be cut."""
         try:
-            reading = self._read(batch)
+            layout = self._read(batch)
         except BatchSplitError:
             return sum(count_elements(value) for _, value in iterate(batch, _ROOT, self._shared))
-        return self._count(batch, _ROOT, reading)
+        return self._count(batch, _ROOT, layout)
 
     def _read(self, batch: Any) -> Reading:
         if self._has_all_keys:
             self._shared.check(batch)
         try:
-            reading = find_reading(batch, self._shared, self._known)
+            layout = find_reading(batch, self._shared, self._known)
         except BatchSplitError:
             if not self._known:
                 raise
-            reading = find_reading(batch, self._shared, {})
-        if reading.size > 1:  # one sample is read alike either way
-            self._known |= {path: role for path, role in reading.roles.items() if path not in reading.doubts}
-        return reading
+            layout = find_reading(batch, self._shared, {})
+        if layout.size > 1:  # one sample is read alike either way
+            self._known |= {path: role for path, role in layout.roles.items() if path not in layout.ambiguous}
+        return layout
 
-    def _cut(self, value: Any, path: BatchPath, reading: Reading, sizes: Sequence[int]) -> list[Any]:
+    def _cut(self, value: Any, path: BatchPath, layout: Reading, sizes: Sequence[int]) -> list[Any]:
         if self._shared.cover(path):
             return [value for _ in sizes]
         starts = [sum(sizes[:position]) for position in range(len(sizes))]
         rows = count_rows(value)
         if rows is not None:
-            is_cut = rows == reading.size and len(sizes) > 1
+            is_cut = rows == layout.size and len(sizes) > 1
             return [cut_rows(value, *part) if is_cut else refresh(value) for part in zip(starts, sizes, strict=True)]
         parts = take_apart(value)
         if parts is None:
             return [value for _ in sizes]
-        if reading.roles.get(path) == "samples":
+        if layout.roles.get(path) == "samples":
             samples = [refresh(sample) for sample in parts.values]
             return [parts.build(samples[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
         children = zip(parts.values, path.children(parts), strict=True)
-        columns = [self._cut(inner, child, reading, sizes) for inner, child in children]
+        columns = [self._cut(inner, child, layout, sizes) for inner, child in children]
         return [parts.build([column[part] for column in columns]) for part in range(len(sizes))]
 
-    def _count(self, value: Any, path: BatchPath, reading: Reading) -> int:
+    def _count(self, value: Any, path: BatchPath, layout: Reading) -> int:
         if self._shared.cover(path) or is_constant(value):
             return 0
         parts = take_apart(value)
         if parts is None:
-            return count_elements(value) if count_rows(value) == reading.size else 0
-        if reading.roles.get(path) == "samples":
+            return count_elements(value) if count_rows(value) == layout.size else 0
+        if layout.roles.get(path) == "samples":
             return sum(count_elements(inner) for _, inner in iterate(value, path, self._shared))
         children = zip(parts.values, path.children(parts), strict=True)
-        return sum(self._count(inner, child, reading) for inner, child in children)
+        return sum(self._count(inner, child, layout) for inner, child in children)
 
 
 def describe_all(value: Any) -> str:
-    """Return dtypes and shapes of what is in a nest of containers."""
+    """Return dtypes and shapes of everything in a nest of containers."""
     parts = take_apart(value)
     if parts is None:
         return describe(value)

@@ -1,7 +1,8 @@
-"""Take containers of any kind apart, and build equal ones around other contents.
+"""What a batch contains: containers of any kind, tensors and arrays with one row per sample, and the paths of entries.
 
-A container is never built by its constructor where it can be copied: what it knows beside its entries stays, and no
-``__post_init__`` runs again.
+Containers are copied rather than constructed, so their other attributes stay and no ``__post_init__`` runs again. Parts
+of tensors are views wherever the layout allows it. Sparse tensors, packed sequences and nested tensors of the strided
+layout are copied: their samples are not contiguous in memory.
 """
 
 import copy
@@ -55,12 +56,7 @@ def take_apart(value: object) -> Parts | None:
 
 
 def refresh(value: Any, is_kept: Callable[[Any], bool] = lambda value: False) -> Any:
-    """Return an equal value in new containers, down to the leaves, which are the same objects.
-
-    Args:
-        value: Any nest of containers.
-        is_kept: Tells what to hand over as it is.
-    """
+    """Return an equal value in new containers; leaves, and what ``is_kept`` accepts, are the same objects."""
     parts = None if is_kept(value) else take_apart(value)
     return value if parts is None else parts.build([refresh(part, is_kept) for part in parts.values])
 

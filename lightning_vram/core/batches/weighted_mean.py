@@ -1,9 +1,4 @@
-"""The mean over micro-batches: equal values stay equal to the bit, and nobody waits for the device.
-
-It is computed from differences to the first value. Where that is infinite, as a loss in half precision may be, the
-difference is not a number; there the plain sum is taken. What has no weight does not count, even where it is no number:
-the mean over no tokens is 0 / 0.
-"""
+"""The mean over micro-batches, without blocking the host."""
 
 import math
 from collections.abc import Sequence
@@ -16,15 +11,11 @@ Value = TypeVar("Value")
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float], sizes: Sequence[int]) -> Tensor:
-    """Return the mean of ``values``, each ``weights[i] / sum(weights)`` of it.
+    """Return the mean of ``values``; ``sizes`` weigh if all ``weights`` are 0. Equal values stay bitwise equal.
 
-    Args:
-        values: Floating point or complex tensors of one shape and dtype; at least one.
-        weights: A number of at least 0 for each.
-        sizes: Weights for the case that all others are 0.
-
-    Returns:
-        A tensor of that shape and dtype. Infinite and NaN values show up in it as they do in a sum.
+    It is computed from differences to the first value. If that is infinite, as a loss in half precision may be, the
+    difference is NaN, so the plain sum is used. A value with weight 0 does not count, even if it is NaN: the mean over
+    no tokens is 0 / 0. Infinite and NaN values show up in the result as they do in a sum.
     """
     counted = _counted(values, weights, sizes)
     first = mean = counted[0][0]

@@ -1,4 +1,4 @@
-"""What a batch counts in a mean over several: its samples, its labelled tokens, or whatever the loss divides by.
+"""Weigh micro-batches, combine their outputs, and keep batches and batch norms unchanged by them.
 
 The mean of two losses is that of both batches together only where both divide by the same number. A loss over tokens
 divides by those that are not ignored, which differ from batch to batch.
@@ -6,10 +6,11 @@ divides by those that are not ignored, which differ from batch to batch.
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from lightning_vram.core.batches.path import BatchSplitError
@@ -26,24 +27,12 @@ _LABEL_KEYS = ("labels", "label", "targets", "target")
 
 
 def make_batch_weight(weight: WeightName | BatchWeight, name: str, *also: str) -> BatchWeight:
-    """Make the function that weighs batches.
+    """Make the function that weighs batches; ``name``: the argument as typed, ``also``: further allowed texts.
 
-    Args:
-        weight: ``"samples"`` counts samples. ``"tokens"`` counts labels that are not -100: under ``"labels"`` (or
-            ``"label"``, ``"targets"``, ``"target"``) of a mapping, the last of a sequence, or all of a single tensor.
-            ``"shifted_tokens"`` leaves out the first label of each sequence, as losses do that shift labels by one.
-            A function weighs by itself.
-        name: Argument as the user wrote it, with its class.
-        also: Texts that the caller knows by itself, for the message.
-
-    Returns:
-        A function of the batch. It raises ``TypeError`` or ``ValueError`` for a batch it cannot weigh, or a weight
-        that is no finite number of at least 0; the value of a tensor is not looked at on an accelerator, which would
-        have to be waited for.
-
-    Raises:
-        TypeError: If ``weight`` is neither text nor callable.
-        ValueError: If it is text that is not listed.
+    ``"samples"`` counts samples. ``"tokens"`` counts labels that are not -100: under ``"labels"`` (or ``"label"``,
+    ``"targets"``, ``"target"``) of a mapping, the last of a sequence, or all of a single tensor. ``"shifted_tokens"``
+    leaves out the first label of each sequence, as losses do that shift labels by one. A function weighs by itself; its
+    value is checked unless it is a tensor on an accelerator, which would block the host.
     """
     if weight == "samples":
         splitter = BatchSplitter()  # one for all: it learns from batch to batch
@@ -64,15 +53,11 @@ def _count_samples(splitter: BatchSplitter, batch: Any, name: str) -> float:
     try:
         return float(splitter.batch_size(batch))
     except BatchSplitError as error:
+        problem = re.split(r" (?=To split|If it belongs|Please )", str(error))[0]  # without advice on cutting it
         raise ValueError(
             f"{name}='samples' cannot count the samples of a batch. Give a function of the batch that returns their "
-            f"number, or {HOOK}. {_without_advice(error)}"
+            f"number, or {HOOK}. {problem}"
         ) from None
-
-
-def _without_advice(error: BatchSplitError) -> str:
-    """What is wrong with the batch; ways to cut it are none to count it."""
-    return re.split(r" (?=To split|If it belongs|Please )", str(error))[0]
 
 
 def _count_labels(labels: Tensor) -> Tensor:
@@ -102,12 +87,7 @@ def _describe(value: Any) -> str:
 
 
 def check_weight(weight: Any, name: str) -> float | Tensor:
-    """Return what a function of the user found a batch to weigh, as a number or a tensor without dimensions.
-
-    Raises:
-        TypeError: If it is no number.
-        ValueError: If it is known to be negative or not finite.
-    """
+    """Return the weight that a user's function found, as a number or a tensor without dimensions; refuse all else."""
     if isinstance(weight, Tensor) and weight.numel() == 1:
         if weight.device.type != "cpu":
             return weight.detach().reshape(())
@@ -118,3 +98,16 @@ def check_weight(weight: Any, name: str) -> float | Tensor:
     if not math.isfinite(weight) or weight < 0:
         raise ValueError(f"{name} must return a finite number of at least 0 for each batch, got {weight}.")
     return float(weight)
+
+
+def shares_of(parts: Sequence[Any], sizes: Sequence[int], weight: BatchWeight | None) -> list[float]:
+    """Return how much each micro-batch counts in its batch, together 1: by samples without weights above zero."""
+    by_samples = [size / sum(sizes) for size in sizes]
+    if weight is None or len(parts) == 1:
+        return by_samples
+    weights = [weight(part) for part in parts]
+    tensors = [one.detach().reshape(()) for one in weights if isinstance(one, Tensor)]
+    values = iter(torch.stack(tensors).tolist() if tensors else ())  # the host blocks once for all of them
+    numbers = [next(values) if isinstance(one, Tensor) else float(one) for one in weights]
+    total = sum(numbers)
+    return [one / total for one in numbers] if total > 0 else by_samples

@@ -15,7 +15,7 @@ _BUCKET_BYTES = 25 * 2**20  # the reducer's of DistributedDataParallel
 
 @dataclass
 class _Bucket:
-    """Gradients on their way, in one tensor: a copy, or the only gradient itself."""
+    """Gradients in one tensor, a copy or the only gradient itself, during their all-reduce."""
 
     gradients: list[Tensor]
     flat: Tensor
@@ -28,17 +28,10 @@ class _Bucket:
 
 
 def average_dense(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Average ``gradients`` over ``group``, in place. A collective.
+    """Average ``gradients``, of the same shapes and order on all ranks, over ``group``, in place. A collective.
 
-    Small ones are sent together; one that fills a bucket is sent as it is. At most two buckets are held, so that one
-    is filled while the other is under way.
-
-    Args:
-        gradients: Of the same shapes, types and devices on all ranks, in the same order; their strides may differ.
-        group: Ranks to average over.
-
-    Raises:
-        RuntimeError: If the backend fails.
+    Small ones are sent together; one that fills a bucket is sent as it is. At most two buckets are held: one is filled
+    while the other is sent.
     """
     under_way: _Bucket | None = None
     for bucket in _buckets(gradients):
@@ -81,29 +74,17 @@ def _views(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
 
 
 def sparse_zeros(like: Tensor, sparse_dim: int) -> Tensor:
-    """Return a sparse tensor without entries.
-
-    Args:
-        like: Tensor of any layout, for shape, type and device.
-        sparse_dim: Number of leading dimensions that are indexed: 1 for rows.
-    """
+    """Return a sparse tensor without entries like ``like``, with ``sparse_dim`` indexed dimensions: 1 for rows."""
     indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=like.device)
     values = torch.empty(0, *like.shape[sparse_dim:], dtype=like.dtype, device=like.device)
     return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False)
 
 
 def average_sparse(gradient: Tensor, group: dist.ProcessGroup) -> None:
-    """Average ``gradient`` over ``group``, in place, on any backend. A collective.
+    """Average a sparse ``gradient`` over ``group``, in place, on any backend. A collective.
 
-    Everybody's rows are sent to everybody, as many as the rank with the most has; they are added in the order of the
-    ranks, as gloo does it for ``DistributedDataParallel``.
-
-    Args:
-        gradient: Sparse COO tensor of the same shape on all ranks.
-        group: Ranks to average over.
-
-    Raises:
-        RuntimeError: If the backend fails.
+    All rows are sent to all ranks, padded to the largest number of rows; they are added in the order of the ranks, as
+    gloo does for ``DistributedDataParallel``.
     """
     mine = gradient.coalesce()
     world_size = dist.get_world_size(group)

@@ -12,32 +12,28 @@ from torch.nn.utils import get_total_norm
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 from lightning_vram.private_names.torch.operators import multiply_each, norm_each, order_by_group
 
-_NARROW = (torch.bfloat16, torch.float16)
+_HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def clip_gradient_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scale gradients so that their common 2-norm is ``max_norm`` at most, as ``torch.nn.utils.clip_grad_norm_`` does.
+    """Scale gradients to a common 2-norm of at most ``max_norm``; return the norm before, in float32 or float64.
 
-    That one computes norm and factor in the format of the gradients: with the 8 bits of bfloat16, up to half a percent
-    beside.
-
-    Args:
-        parameters: With dense gradients, or none.
-        max_norm: Largest norm.
-
-    Returns:
-        The norm before, a scalar of float32, or float64 where gradients are.
+    ``torch.nn.utils.clip_grad_norm_`` computes norm and factor in the dtype of the gradients: in bfloat16 with an error
+    of up to half a percent.
     """
     gradients = _gradients_of(parameters)
     if not gradients:
         return torch.tensor(0.0)
     device = gradients[0].device
-    norms = [_norm(gradient).to(device) for gradient in gradients]
+    norms: list[Tensor] = [
+        torch.linalg.vector_norm(gradient, dtype=torch.float32 if gradient.dtype in _HALF_DTYPES else None).to(device)
+        for gradient in gradients
+    ]
     dtype = torch.float64 if any(norm.dtype is torch.float64 for norm in norms) else torch.float32
     norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(dtype) for norm in norms]))
     factor = clip_factor(norm, max_norm)
     for gradient in gradients:
-        if gradient.dtype in _NARROW:  # a 16-bit product would round the factor first
+        if gradient.dtype in _HALF_DTYPES:  # a 16-bit product would round the factor first
             gradient.copy_(gradient.float().mul_(factor.to(gradient.device)))
         else:
             gradient.mul_(factor.to(gradient.device))
@@ -47,11 +43,8 @@ def clip_gradient_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 def sharded_norm(parameters: Iterable[Tensor], local: Callable[[Tensor], Tensor] = local_part) -> Tensor:
     """Return the common 2-norm of all gradients, the same on every rank. A collective, unless nothing is sharded.
 
-    On one rank it is that of ``torch.nn.utils.get_total_norm`` to the bit.
-
-    Args:
-        parameters: Sharded over the last dimension of one mesh, or whole on every rank; with gradients or without.
-        local: Gives the local part of a gradient; it may be made for this, one at a time.
+    Parameters are sharded over the last dimension of one mesh, or whole on every rank. ``local`` returns the local part
+    of a gradient, and may make it for this call. On one rank the result is bitwise that of ``get_total_norm``.
     """
     gradients = _gradients_of(parameters)
     sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
@@ -68,19 +61,13 @@ def sharded_norm(parameters: Iterable[Tensor], local: Callable[[Tensor], Tensor]
 
 
 def norm_part(gradient: Tensor) -> Tensor:
-    """Return the 2-norm of a gradient, for :func:`join_norms`; of a shard, what its rank has of it."""
+    """Return the 2-norm of a gradient, for :func:`join_norms`; of a shard, that of this rank's part."""
     part: Tensor = norm_each([gradient])[0] if isinstance(gradient, DTensor) else get_total_norm([gradient])
     return part
 
 
 def join_norms(parts: Sequence[Tensor]) -> Tensor:
-    """Return the norm of all gradients, as ``torch.nn.utils.get_total_norm`` has it of them, to the bit.
-
-    A collective, if they are sharded: then it is the same on every rank.
-
-    Args:
-        parts: Of :func:`norm_part`, in the order of the gradients; at least one.
-    """
+    """Return the norm of gradients from their norms, bitwise that of ``get_total_norm``. A collective if sharded."""
     if not isinstance(parts[0], DTensor):
         return get_total_norm(list(parts))
     norm: Any = torch.linalg.vector_norm(torch.stack(order_by_group(list(parts))))
@@ -89,7 +76,7 @@ def join_norms(parts: Sequence[Tensor]) -> Tensor:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """Return what gradients of this norm are scaled by, as ``torch.nn.utils.clip_grads_with_norm_`` has it."""
+    """Return the factor for gradients of this norm, as in ``torch.nn.utils.clip_grads_with_norm_``."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
@@ -119,10 +106,4 @@ def _total_norm(gradients: Sequence[Tensor], local: Callable[[Tensor], Tensor]) 
     norms: list[Tensor] = [torch.linalg.vector_norm(local(gradient)) for gradient in gradients]
     device = norms[0].device
     norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in order_by_group(norms)]))
-    return norm
-
-
-def _norm(gradient: Tensor) -> Tensor:
-    dtype = torch.float32 if gradient.dtype in _NARROW else None
-    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=dtype)
     return norm

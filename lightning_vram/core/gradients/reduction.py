@@ -1,10 +1,4 @@
-"""Do by hand what ``DistributedDataParallel`` does between ranks, at a moment of one's own.
-
-A backward that may run out of memory must not reduce anything: the other ranks would wait for the rest. So it runs
-under ``ddp.no_sync()``, with the buffers broadcast before, and once all ranks are through, the gradients are averaged.
-The result has the same bits as that of the reducer with two ranks, with more up to the order of the sum. What is lost
-is the overlap with the backward, so it costs the time of sending all gradients; two buckets of memory are needed.
-"""
+"""Do by hand what ``DistributedDataParallel`` does between ranks."""
 
 from collections.abc import Iterator
 
@@ -31,17 +25,10 @@ if dist.is_available():
 
 @torch.no_grad()
 def reduce_gradients(ddp: DistributedDataParallel) -> None:
-    """Average the gradients of all parameters over the ranks of ``ddp``, in place. A collective.
+    """Average the gradients of backwards under ``ddp.no_sync()`` over the ranks, in place. A collective.
 
-    For gradients of backwards that ran under ``ddp.no_sync()``. A parameter with a gradient on some ranks only counts
-    as zero on the others and has one everywhere afterwards; one without any stays without, as with
-    ``find_unused_parameters``. The host waits for the device once.
-
-    Args:
-        ddp: Whose reducer could have done it: see :func:`why_reducer_is_needed`.
-
-    Raises:
-        RuntimeError: If the backend fails.
+    A parameter with a gradient on some ranks only counts as zero on the others and has one everywhere afterwards; one
+    without any stays without, as with ``find_unused_parameters``. The host blocks once.
     """
     group = ddp.process_group
     if dist.get_world_size(group) > 1:
@@ -54,11 +41,7 @@ def reduce_gradients(ddp: DistributedDataParallel) -> None:
 
 
 def why_reducer_is_needed(ddp: DistributedDataParallel) -> str | None:
-    """Name what only the reducer of ``ddp`` itself can do, so that :func:`reduce_gradients` would not do the same.
-
-    Returns:
-        The reason, to follow "does not work with", or ``None``.
-    """
+    """Name what :func:`reduce_gradients` cannot replace, to follow "does not work with"; or ``None``."""
     reasons = {
         "static_graph=True, which fails in a first backward under no_sync": ddp.static_graph,
         "a communication hook": bool(logged_by(ddp).get("comm_hook")),
@@ -75,11 +58,8 @@ def sync_buffers(ddp: DistributedDataParallel) -> None:
     """Broadcast the buffers from rank 0 now, as the next forward of ``ddp`` would, and keep forwards from doing it.
 
     After a synchronised backward, the next forward begins with this collective; one that is run again after a failure
-    on one rank only would wait for the others. So: once before the tries of a step, :func:`expect_buffer_sync` after.
-    Nothing is sent where the forward would send nothing. Where PyTorch changed its private names, it is left to it.
-
-    Raises:
-        RuntimeError: If the backend fails.
+    on one rank only would wait for the others. So call it once before the tries of a step, :func:`expect_buffer_sync`
+    after. Nothing is sent if the forward would send nothing, or if PyTorch changed its private names.
     """
     if not can_sync_buffers(ddp) or not hasattr(ddp, "require_forward_param_sync"):
         return
@@ -97,13 +77,6 @@ def has_collectives_in_forward(module: nn.Module, *, is_training: bool = True) -
     """Name what in ``module`` talks to other ranks in every forward or backward.
 
     Ranks then have to run as many chunks as the others, and one that fails leaves the others waiting.
-
-    Args:
-        module: As the strategy has wrapped it.
-        is_training: Whether for training: a norm that is frozen now may be thawed later.
-
-    Returns:
-        The reason, such as "FSDP2 modules", or ``None``. Collectives in the user's own code cannot be seen.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
@@ -113,13 +86,10 @@ def has_collectives_in_forward(module: nn.Module, *, is_training: bool = True) -
         return "FSDP1 modules"
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         return "DTensor parameters, as of tensor parallelism"
-    if is_training and any(isinstance(part, nn.SyncBatchNorm) and _is_syncing(part) for part in module.modules()):
+    norms = [part for part in module.modules() if isinstance(part, nn.SyncBatchNorm)]
+    if is_training and any(dist.get_world_size(norm.process_group) > 1 for norm in norms):
         return "SyncBatchNorm"
     return None
-
-
-def _is_syncing(norm: nn.SyncBatchNorm) -> bool:
-    return dist.get_world_size(norm.process_group) > 1
 
 
 def _parameters(ddp: DistributedDataParallel) -> Iterator[nn.Parameter]:
@@ -136,26 +106,22 @@ def _parameters(ddp: DistributedDataParallel) -> Iterator[nn.Parameter]:
 
 def _agreed_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> list[Tensor]:
     """Average sparse gradients, and return the dense ones: of the same parameters on all ranks."""
-    kinds = [(_is_dense(parameter), _sparse_dim(parameter)) for parameter in parameters]
+    gradients = [parameter.grad for parameter in parameters]
+    kinds = [
+        (grad is not None and not grad.is_sparse, grad.sparse_dim() if grad is not None and grad.is_sparse else 0)
+        for grad in gradients
+    ]
     flags = torch.tensor(kinds, dtype=torch.uint8, device=parameters[0].device)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-    gradients = []
+    dense = []
     for parameter, (is_dense, sparse_dim) in zip(parameters, flags.tolist(), strict=True):
         if is_dense:
-            gradients.append(_make_dense(parameter))
+            dense.append(_make_dense(parameter))
         elif sparse_dim:
             if parameter.grad is None:
                 parameter.grad = sparse_zeros(parameter, sparse_dim)
             average_sparse(parameter.grad, group)
-    return gradients
-
-
-def _is_dense(parameter: nn.Parameter) -> bool:
-    return parameter.grad is not None and not parameter.grad.is_sparse
-
-
-def _sparse_dim(parameter: nn.Parameter) -> int:
-    return parameter.grad.sparse_dim() if parameter.grad is not None and parameter.grad.is_sparse else 0
+    return dense
 
 
 def _make_dense(parameter: nn.Parameter) -> Tensor:

@@ -11,14 +11,9 @@ from lightning_vram.private_names.torch.tensors import sparse_values
 
 
 def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
-    """Multiply the gradients of ``parameters`` by ``factor``, in place.
+    """Multiply the gradients of ``parameters``, each once, in place: shards, sparse ones, and on several devices, too.
 
-    Shards of distributed tensors, sparse gradients and gradients on different devices are all right. The device is
-    waited for only where a gradient lies on another one than a ``factor`` that is a tensor.
-
-    Args:
-        parameters: One that is given twice is scaled once; one without a gradient is passed over.
-        factor: A number, or a tensor without dimensions.
+    The host blocks only if a gradient is on another device than a ``factor`` that is a tensor.
     """
     gradients = {id(parameter): parameter.grad for parameter in parameters if parameter.grad is not None}
     by_device: dict[torch.device, list[Tensor]] = {}
@@ -30,7 +25,7 @@ def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> Non
 
 
 def _values(gradient: Tensor) -> Tensor:
-    """The memory that holds a gradient: of this rank, and without zeros that are not stored."""
+    """Return the memory of a gradient: of this rank, and without zeros that are not stored."""
     values: Tensor = local_part(gradient.detach())
     if values.layout is torch.sparse_coo:
         return sparse_values(values)

@@ -1,4 +1,4 @@
-"""What all dispatch modes of ours have in common: ``torch.compile`` neither compiles them nor runs eagerly for them."""
+"""Our dispatch modes: ``torch.compile`` neither compiles them nor runs eagerly because of them."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -41,5 +41,5 @@ class QuietMode(UnwrappedMode):  # type: ignore[no-untyped-call]
 
 
 def count_writes(targets: Iterable[Tensor]) -> None:
-    """Count what an operator on lists has written: under a dispatch mode autograd does not hear of it on the host."""
+    """Count the writes of an operator on lists: under a dispatch mode autograd does not count them on the host."""
     increment_version([target for target in targets if not target.is_inference()])

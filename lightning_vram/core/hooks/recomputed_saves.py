@@ -1,16 +1,21 @@
-"""What autograd saves in a call that runs again in the backward: empty places, which the second run fills.
+"""What autograd saves in a call that is recomputed in the backward: placeholders, which the recomputation fills.
 
 This is the inside of a checkpoint, by the rules of PyTorch's own (``torch.utils.checkpoint``, not reentrant). The two
 nest in any order:
 
-* The first tensor that a backward asks for lets the call run again, once for each backward. Each tensor is handed out
-  once and forgotten then, whether the graph is retained or not.
-* A place that autograd no longer wants stays empty.
-* The second run ends with the operator that saves the last tensor, unless it is to be compared to the first.
-* A backward inside of the call finds what was saved so far. One on the graph of the second run finds its tensors.
+* The first tensor that a backward asks for starts the recomputation, once for each backward. Each tensor is returned
+  once and dropped then, whether the graph is retained or not.
+* A placeholder that autograd no longer holds stays empty.
+* The recomputation ends with the operator that saves the last tensor, unless it is compared with the forward.
+* A backward inside of the call finds what was saved so far. One on the graph of the recomputation finds its tensors.
 
 PyTorch's hooks take some 25 calls of Python functions for each saved tensor, and it enters autocast, a fork of the
-generators and Dynamo around each second run. These hooks take three; what surrounds the run is left to the caller.
+generators and Dynamo around each recomputation. These hooks take three; the ambient state is left to the caller.
+
+PyTorch compares shapes and dtypes of saved tensors, so a layer that draws from an untracked generator, or reads a
+changed global, passes, with gradients of a network that never ran. Outputs show no more if a branch starts at zero
+(LoRA's B, adaLN-zero, LayerScale), while the tensors inside of the branch are saved all the same. Here some elements of
+each saved tensor are compared, up to rounding: kernels with atomic additions are not bit-exact twice.
 """
 
 from collections.abc import Callable
@@ -43,21 +48,18 @@ _Kind = tuple[torch.Size, torch.dtype, torch.device, int]
 
 
 class Place(dict[Any, Tensor]):
-    """Stands for a saved tensor: the tensor, by the backward for which it was made again."""
+    """Placeholder of a saved tensor: the recomputed tensor, by the backward that it is for."""
 
     __slots__ = ("__weakref__",)
 
 
 class RecomputedSaves(OwnHooks):
-    """What autograd saves in one call; as a context manager, the time of its first run.
+    """What autograd saves in one call; as a context manager, its forward.
 
-    Args:
-        run_again: Runs the call again, with the hooks that it gets set around the forward.
-        places: Gets a reference for each tensor that is saved, in order; autograd holds the places.
-        difference: Makes an error of what is different in the second run.
-        compares_kinds: Whether tensors must have the shapes, types and devices that they had.
-        stops_early: Whether the second run ends with the last tensor that the first has saved.
-        samples: Of the first run, if values are compared.
+    ``run_again`` repeats the call with the hooks that it gets set around the forward. ``places`` gets a reference for
+    each saved tensor, in order; autograd holds the placeholders. ``difference`` makes an error of a sentence.
+    ``compares_kinds``: shapes, dtypes and devices must be equal. ``stops_early``: end with the last tensor that the
+    forward saved. ``samples``: of the forward, if values are compared.
     """
 
     def __init__(
@@ -122,14 +124,10 @@ class RecomputedSaves(OwnHooks):
 
 
 class SecondRun(OwnHooks):
-    """The hooks of one second run; the context for its forward.
+    """The hooks of one recomputation, for one backward.
 
-    ``rrelu`` saves noise that its kernel is going to draw (``unfinished_saves.py``): a run that ends with the last save
-    ends when the operator that made it is through, which is when the next one saves something.
-
-    Args:
-        saves: Of the first run.
-        backward: Which the tensors are for.
+    ``rrelu`` saves noise that its kernel is going to draw (:func:`may_be_unfinished`): a run that ends with the last
+    save ends when the operator that made it has finished, which is when the next one saves something.
     """
 
     def __init__(self, saves: RecomputedSaves, backward: Any) -> None:
@@ -177,7 +175,7 @@ class SecondRun(OwnHooks):
         return packed
 
     def difference(self) -> str | None:
-        """Return what is different from the first run, as far as it can be seen here."""
+        """Return what differs from the forward, as far as it can be seen here."""
         expected = len(self._saves.places)
         if self._number == expected or self._ignores_number:
             is_sampled = self._difference is None and self._samples is not None

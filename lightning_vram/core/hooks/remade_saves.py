@@ -1,8 +1,4 @@
-"""Let autograd keep nothing of a tensor that can be made again from what is alive anyway, such as a weight.
-
-The backward makes it again. Whatever else is saved meanwhile goes to the hooks outside: those of a checkpoint, of
-offloading, of the user.
-"""
+"""Let autograd save nothing of a tensor that can be computed again from tensors that stay alive, such as a weight."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +16,7 @@ Make = Callable[[], Tensor]
 
 
 class _Remade:
-    """What is kept of a saved tensor, or of a view of one: how it is made, and how to get there."""
+    """How to compute a saved tensor, and where in it the saved view is."""
 
     __slots__ = ("_make", "_offset", "_shape", "_strides")
 
@@ -34,9 +30,9 @@ class _Remade:
 
 
 class RemadeSaves:
-    """What is made for one call; a context manager that sees it saved.
+    """The tensors of one call that the backward computes again from others that stay alive, such as a weight.
 
-    Its hooks are the innermost ones inside.
+    Its hooks are the innermost ones inside; other tensors go to the hooks outside.
     """
 
     __slots__ = ("_hooks", "_makes", "_pack_outside", "_unpack_outside")
@@ -46,7 +42,7 @@ class RemadeSaves:
         self._pack_outside, self._unpack_outside = innermost_hooks() or (pack_in_place, unpack)
 
     def add(self, tensor: Tensor, make: Make) -> Tensor:
-        """Return ``tensor``, which ``make`` makes again. It must live to the end of the call."""
+        """Return ``tensor``, which ``make`` computes again. It must live to the end of the call."""
         self._makes[storage_address(tensor)] = make
         return tensor
 

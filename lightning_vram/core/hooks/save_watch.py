@@ -1,4 +1,4 @@
-"""See what autograd saves, and leave what becomes of it to whatever hooks are set outside."""
+"""Observe what autograd saves."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +12,7 @@ from lightning_vram.private_names.torch.autograd import hide_warning_of_hooks, i
 
 
 class SaveWatch:
-    """Hooks that tell what is saved, and hand on to those that are set when it is made.
-
-    Args:
-        on_save: Called with each tensor that autograd saves; must not keep it.
-    """
+    """Hooks that call ``on_save`` with each saved tensor, not to be kept, and pass it on to the hooks outside."""
 
     def __init__(self, on_save: Callable[[Tensor], None]) -> None:
         hide_warning_of_hooks()
@@ -29,6 +25,6 @@ class SaveWatch:
 
     @hide_from_dynamo
     def pack(self, tensor: Tensor) -> Any:
-        """Tell, and hand on."""
+        """The hook: observe a tensor, and pass it on."""
         self._on_save(tensor)
         return self._pack(tensor)

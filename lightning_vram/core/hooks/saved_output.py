@@ -1,4 +1,4 @@
-"""Keep a tensor for the backward by hand, as autograd would: under the saved-tensor hooks that are set."""
+"""Save a tensor for backward by hand, under the saved-tensor hooks that are set."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,10 +13,9 @@ from lightning_vram.private_names.torch.autograd import make_saved_tensor
 
 
 def save(tensor: Tensor) -> Callable[[], Tensor]:
-    """Keep ``tensor`` as a node of the graph keeps what it saves, under the hooks that are set now.
+    """Save ``tensor`` as a graph node does, under the hooks that are set now; return what gives it back.
 
-    Returns:
-        What gives it back, each time it is called. Raises ``RuntimeError`` if it was overwritten since.
+    It raises ``RuntimeError`` if the tensor was overwritten since.
     """
     if make_saved_tensor is not None:
         is_output = False
@@ -27,27 +26,24 @@ def save(tensor: Tensor) -> Callable[[], Tensor]:
 
 
 class SavedOutput:
-    """A tensor that some backward will ask for, offloaded or compressed by whoever does that to saved tensors.
+    """A tensor that some backward will ask for, offloaded or compressed by the stages around it.
 
-    Args:
-        tensor: A tensor without gradients, usually an alias of the one it is about.
-        others: Tensors on the same memory that count versions on their own.
+    ``tensor`` has no gradient, and usually is an alias; ``others`` are tensors on its memory with version counters of
+    their own.
     """
 
     def __init__(self, tensor: Tensor, others: Sequence[Tensor] = ()) -> None:
-        self._counters = [(_counter_of(other), version_of(other)) for other in (tensor, *others)]
+        self._counters = [
+            (version_counter(one) if type(one) in PLAIN_TYPES and is_strided(one) else one, version_of(one))
+            for one in (tensor, *others)
+        ]
         self._read = save(tensor)
 
     def give(self) -> Tensor | None:
-        """Return the tensor, each time it is asked; ``None`` if it was overwritten since."""
+        """Return the tensor, as often as it is called; ``None`` if it was overwritten since."""
         if any(version_of(counter) != version for counter, version in self._counters):
             return None
         return self._read()
-
-
-def _counter_of(tensor: Tensor) -> Tensor:
-    is_plain = type(tensor) in PLAIN_TYPES and is_strided(tensor)
-    return version_counter(tensor) if is_plain else tensor
 
 
 def _read(output: Tensor) -> Tensor:
@@ -57,8 +53,6 @@ def _read(output: Tensor) -> Tensor:
 
 
 class _Save(torch.autograd.Function):
-    """Does nothing but to save."""
-
     @staticmethod
     def forward(ctx: Any, dummy: Tensor, tensors: tuple[Tensor]) -> Tensor:
         ctx.save_for_backward(*tensors)  # inside of a tuple they are no inputs of the node, and keep their own past

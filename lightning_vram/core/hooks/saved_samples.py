@@ -1,10 +1,4 @@
-"""Compare what autograd saves in a forward and in its recomputation: gradients come from nothing else.
-
-PyTorch compares shapes and dtypes of saved tensors, so a layer that draws from a generator nobody rewinds, or reads a
-global that has changed, passes, with gradients of a network that never ran. Outputs tell no more where a branch starts
-at zero (LoRA's B, adaLN-zero, LayerScale), while the tensors inside of the branch are saved all the same. Here some
-elements of each saved tensor are compared, up to rounding: kernels that add atomically do not give the same bits twice.
-"""
+"""Compare what autograd saves in a forward and in its recomputation."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -29,17 +23,11 @@ _COMPARED = _FLOATING | {torch.int16, torch.int32, torch.int64}  # what can be c
 
 
 class RecomputationError(RuntimeError):
-    """A recomputation is not what the forward was."""
+    """A recomputation differs from the forward."""
 
 
 def differed(name: str, reason: str, way_out: str) -> RecomputationError:
-    """Return the error for a layer.
-
-    Args:
-        name: Of the layer.
-        reason: A sentence that says what differs.
-        way_out: What else the user can do, as sentences.
-    """
+    """Return the error for a layer: ``reason`` says what differs, ``way_out`` what to do, in sentences."""
     return RecomputationError(
         f"recomputation of layer {name} diverged from the forward: {reason} Gradients would be wrong. Does the layer "
         "use a random number generator other than the global ones of torch, Python and NumPy, or a value that changes "
@@ -53,14 +41,10 @@ def is_due(number: int) -> bool:
 
 
 class SavedSamples:
-    """Samples of what autograd saves in one run of a layer.
+    """Samples of what autograd saves in one run of a layer with these buffers; ``first``: those of the forward.
 
     Parameters, buffers and views of either are left out: statistics go on moving. So are integers that are no indices:
     fused attention saves a seed without having set it, cuDNN its workspace.
-
-    Args:
-        buffers: Of the layer.
-        first: Those of the forward, if these are of a recomputation.
     """
 
     def __init__(self, buffers: Iterable[Tensor] = (), first: "SavedSamples | None" = None) -> None:
@@ -81,7 +65,7 @@ class SavedSamples:
         self._samples.append(None if is_pending else self._sample(tensor))
 
     def settle(self) -> None:
-        """Take the samples that had to wait until their operator was through."""
+        """Take the samples that had to wait until their operator had finished."""
         for place, tensor in self._pending:
             self._samples[place] = self._sample(tensor)
         self._pending.clear()
@@ -107,7 +91,7 @@ class SavedSamples:
 
 
 def take_sample(tensor: Any) -> Tensor | None:
-    """Return some elements of a tensor, at equal distances; ``None`` of what has none that can be compared."""
+    """Return some elements of a tensor, at equal distances; ``None`` if it has none that can be compared."""
     is_plain = type(tensor) in REAL_TYPES and is_strided(tensor)
     if not is_plain or tensor.is_meta or tensor.numel() == 0 or tensor.dtype not in _COMPARED:
         return None

@@ -1,14 +1,8 @@
-"""Stages that take over what autograd keeps for the backward: one chain, whichever of them are in use.
-
-Autograd hands a saved tensor to the innermost hooks only, so two techniques with hooks of their own would shadow each
-other. Here the innermost stage hands on what it keeps to the next one outside of it: drop what can be made again, then
-make what is left smaller, then move it off the device. Nested ``with`` blocks are the chain.
-"""
+"""Stages that take over what autograd saves for backward."""
 
 import threading
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -27,7 +21,7 @@ from lightning_vram.private_names.torch.tensors import base_of, is_view, num_wri
 
 
 class Taken(ABC):
-    """What a stage took over: a snapshot, which later writes to the tensor do not reach."""
+    """A tensor that a stage took over: a snapshot, which later writes to the tensor do not reach."""
 
     __slots__ = ("__weakref__",)
 
@@ -38,12 +32,12 @@ class Taken(ABC):
 
     @property
     def is_snapshot(self) -> bool:
-        """Whether it is one yet: a tensor may be taken over a moment later, when its operator has written it."""
+        """Whether it is complete yet: a tensor may be copied a moment later, when its operator has written it."""
         return True
 
     @property
     def is_exact(self) -> bool:
-        """Whether it gives the tensor to the bit."""
+        """Whether it returns the tensor bit-exactly."""
         return True
 
     def before_write(self) -> None:
@@ -52,14 +46,12 @@ class Taken(ABC):
 
     @abstractmethod
     def give(self) -> Tensor:
-        """Return the tensor with its shape, strides, dtype and device, each time it is asked. Without gradients."""
+        """Return the tensor with its shape, strides, dtype and device, as often as it is called. Without gradients."""
 
 
 class _Chain(threading.local):
-    """The stages entered in this thread, innermost last."""
-
     def __init__(self) -> None:
-        self.stages: list[SavedTensorStage] = []
+        self.stages: list[SavedTensorStage] = []  # entered in this thread, innermost last
         self.exactness = 0
 
 
@@ -67,7 +59,7 @@ _chain = _Chain()
 
 
 def innermost_stage() -> "SavedTensorStage | None":
-    """Return the stage that autograd asks, and that one about to be entered would ask next."""
+    """Return the stage that autograd calls; a stage that is entered now would pass tensors to it."""
     return _chain.stages[-1] if _chain.stages else None
 
 
@@ -84,7 +76,7 @@ exact_only = _ExactOnly()
 
 
 def is_exact_only() -> bool:
-    """Whether what is saved now has to come back to the bit."""
+    """Whether tensors that are saved now must come back bit-exactly."""
     return _chain.exactness > 0
 
 
@@ -92,11 +84,8 @@ class SavedTensorStage(ABC):
     """Takes over what autograd saves, and what stages inside of it keep, while it is entered.
 
     Enter it around a forward, or a whole training step; leave it before the backward, or not. It can be entered again,
-    once at a time. Never offered to :meth:`take`: parameters, buffers of ``module``, views of either, sparse, nested
-    and wrapped tensors.
-
-    Args:
-        module: Its parameters and buffers stay alive anyway.
+    once at a time. Never offered to :meth:`take`: parameters, buffers of ``module``, views of either (they stay alive
+    anyway), sparse, nested and wrapped tensors.
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:
@@ -107,9 +96,9 @@ class SavedTensorStage(ABC):
 
     @abstractmethod
     def take(self, tensor: Tensor) -> Taken | None:
-        """Take a tensor over, or return ``None`` to let it stay where it is.
+        """Take a tensor over, or return ``None`` to leave it in place.
 
-        A stage hands what it makes of the tensor on with :meth:`hand_on`, and a tensor that it does not want, too.
+        A stage passes what it makes of the tensor on with :meth:`hand_on`, also a tensor that it does not want.
         """
 
     def hand_on(self, tensor: Tensor) -> Taken | None:
@@ -117,7 +106,7 @@ class SavedTensorStage(ABC):
         return self._next.take(tensor) if self._next is not None else None
 
     def begin(self, stack: ExitStack) -> TorchDispatchMode | None:
-        """Enter, on ``stack``, what else is needed; a dispatch mode among it is returned, to be off in backwards."""
+        """Enter, on ``stack``, what else is needed; return the dispatch mode in it, if any, to be off in backwards."""
         return None
 
     def __enter__(self) -> Self:
@@ -137,9 +126,7 @@ class SavedTensorStage(ABC):
             self._exit = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *args: object) -> None:
         stack, self._exit = self._exit, None
         if stack is not None:
             stack.close()
@@ -164,7 +151,7 @@ class SavedTensorStage(ABC):
 
 
 def pack_in_place(tensor: Tensor) -> Any:
-    """Keep a saved tensor as autograd would; see :func:`unpack`."""
+    """Save a tensor as autograd would; see :func:`unpack`."""
     kind = type(tensor)
     if kind in PARAMETER_CLASSES:
         return tensor, num_writes(tensor)  # itself: FSDP refills the memory of parameters

@@ -1,16 +1,10 @@
-"""Step aside where a dispatch mode or saved-tensor hooks would change what runs.
-
-``torch.func`` transforms refuse to run while saved-tensor hooks are set; inside of them nothing would be packed
-anyway. In a backward, some formulas of autograd (``prod``, ``cumprod``) round differently under any dispatch mode, and
-there is nothing to note. PyTorch has no hook for either: the functions through which both pass are replaced while
-anybody needs it, and ask the thread they run in whether it does.
-"""
+"""Step aside where a dispatch mode or saved-tensor hooks would change what runs."""
 
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.autograd import graph
@@ -25,18 +19,6 @@ from lightning_vram.private_names.torch.autograd import (
     replace_run_backward,
 )
 from lightning_vram.private_names.torch.dispatch import TorchDispatchMode, current_dispatch_mode
-
-
-class Hooks(Protocol):
-    """Saved-tensor hooks that can be taken off and put back."""
-
-    @property
-    def pack_hook(self) -> Callable[[Tensor], Any]:
-        """What gets a tensor that autograd saves."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *args: object) -> None: ...
 
 
 class OwnHooks(ABC):
@@ -57,11 +39,12 @@ class OwnHooks(ABC):
         pop_hooks()
 
 
-class _Active(threading.local):
-    """What is entered in this thread, innermost last."""
+Hooks = graph.saved_tensors_hooks | OwnHooks
 
+
+class _Active(threading.local):
     def __init__(self) -> None:
-        self.entered: list[tuple[Hooks, TorchDispatchMode | None]] = []
+        self.entered: list[tuple[Hooks, TorchDispatchMode | None]] = []  # in this thread, innermost last
 
 
 _active = _Active()
@@ -73,11 +56,7 @@ _backward: RunBackward | None = engine_run_backward()
 class stepping_aside:  # noqa: N801 - a context, quicker than one made by a generator
     """Take ``hooks`` off for each ``torch.func`` transform inside the block, and ``mode`` for each backward.
 
-    To be entered right after the hooks: where several are nested, they are taken off from the innermost on.
-
-    Args:
-        hooks: That are set.
-        mode: That is entered.
+    Enter it right after the hooks: nested ones are taken off from the innermost on.
     """
 
     def __init__(self, hooks: Hooks, mode: TorchDispatchMode | None = None) -> None:
@@ -97,17 +76,13 @@ def _disable_without_ours(message: str) -> Iterator[None]:
     # Hooks of the user's own on top of ours stay: the transform refuses them, as it would without us.
     with ExitStack() as stack:
         for hooks, _ in reversed(_active.entered):
-            if not _is_innermost(hooks):
+            innermost = innermost_hooks()
+            if innermost is None or innermost[0] != hooks.pack_hook:
                 break
             hooks.__exit__(None, None, None)
             stack.callback(hooks.__enter__)
         with _disable(message):
             yield
-
-
-def _is_innermost(hooks: Hooks) -> bool:
-    top = innermost_hooks()
-    return top is not None and top[0] == hooks.pack_hook
 
 
 def _run_backward(*args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,4 @@
-"""Tensors that autograd saves before the operator has written them.
-
-``rrelu`` saves the noise that its kernel is going to draw. Whoever copies a saved tensor at once copies what happened
-to be in that memory, and a second run that ends with the last save ends before there is any noise: see
-``recomputed_saves.py``. An operator can only do so with a tensor that asks for no gradient and is no view. It is
-through when the next one saves something: each makes a node of the graph before it does.
-"""
+"""Tensors that autograd saves before the operator has written them."""
 
 import threading
 from collections.abc import Iterator
@@ -17,8 +11,6 @@ from lightning_vram.private_names.torch.tensors import is_view
 
 
 class _Saving(threading.local):
-    """What autograd is saving in this thread."""
-
     tensor: Tensor | None = None
 
 
@@ -41,5 +33,11 @@ def is_unfinished(tensor: Tensor) -> bool:
 
 
 def may_be_unfinished(tensor: Tensor) -> bool:
-    """Whether an operator that saves ``tensor`` may write it only afterwards."""
+    """Whether an operator that saves ``tensor`` may write it only afterwards.
+
+    ``rrelu`` saves the noise that its kernel is going to draw: a copy made at once would hold uninitialised memory, and
+    a recomputation that ends with the last save would end before the noise is drawn. An operator can only do so with a
+    tensor that needs no gradient and is no view. It has finished when the next one saves something: each makes its
+    graph node before it saves.
+    """
     return not tensor.requires_grad and type(tensor) not in PARAMETER_CLASSES and not is_view(tensor)

@@ -1,4 +1,4 @@
-"""Graphs that end in the call that begins them: what they save is nobody else's."""
+"""Graphs that end in the call that begins them: what they save concerns no other hooks."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,10 +10,10 @@ from lightning_vram.private_names.torch.autograd import hide_warning_of_hooks, i
 
 
 def unseen_saves() -> AbstractContextManager[Any]:
-    """Return a context in which nobody's hooks see what is saved.
+    """Return a context in which no hooks see what is saved, for a graph that ends in the call that begins it.
 
-    A checkpoint around would run all of its layer again to give the first tensor back, offloading would move it to the
-    host and back at once.
+    Otherwise a checkpoint outside would recompute all of its layer to return the first tensor, and offload would copy
+    it to the host and back at once.
     """
     if innermost_hooks() is None:
         return nullcontext()

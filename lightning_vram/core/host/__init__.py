@@ -1,4 +1,1 @@
-"""Host memory, copies beside the computation, files without names, threads that work beside the training.
-
-May import: memory.
-"""
+"""Host memory, host-device copies that overlap with computation, unnamed files, threads. May import: memory."""

@@ -1,10 +1,4 @@
-"""Host memory for offloaded tensors: pinned where there is a GPU, taken once and used again in every step.
-
-Pinning is slow and pinned memory is lost to everybody else, so nothing is taken that is not needed, and nothing is
-given back before :meth:`HostArena.close`. PyTorch's allocator of pinned memory rounds up to powers of two, which is
-what chunks have. A host that is too small is refused with an error: pinned memory cannot be swapped, the kernel would
-kill the process.
-"""
+"""Host memory for offloaded tensors."""
 
 import mmap
 import os
@@ -49,11 +43,12 @@ class HostBlock:
 
 
 class HostArena:
-    """Hands out host memory.
+    """Host memory, pinned (needs an accelerator) or not; copies overlap with computation only if it is pinned.
 
-    Args:
-        pin_memory: Whether to pin it, which needs an accelerator. Without, copies do not run beside the computation.
-        like: A fake tensor to make fake memory by, of which there is enough. ``None`` for real memory.
+    Pinning is slow and pinned memory is lost to everything else, so memory is taken only when needed, and given back
+    only by :meth:`close`. PyTorch's allocator of pinned memory rounds up to powers of two, which is the size of the
+    chunks. A host that is too small is refused with an error: pinned memory cannot be swapped, the kernel would kill
+    the process. ``like`` is a fake tensor from which to make fake memory, of which there is enough.
     """
 
     def __init__(self, *, pin_memory: bool, like: Tensor | None = None) -> None:
@@ -68,19 +63,15 @@ class HostArena:
 
     @property
     def num_blocks(self) -> int:
-        """Tensors that lie here."""
+        """Number of tensors in it."""
         return self._space.num_blocks
 
     def take(self, num_bytes: int) -> HostBlock:
-        """Return memory for ``num_bytes``.
-
-        Raises:
-            OffloadError: If the host has not enough; nothing is taken then.
-        """
+        """Return memory for ``num_bytes``; ``OffloadError`` if the host has not enough, and nothing is taken then."""
         return HostBlock(self._space.take(num_bytes, self._make_chunks))
 
     def close(self) -> None:
-        """Give all memory back. What still lies here can be read until it is gone, and keeps its chunk."""
+        """Give all memory back. A tensor that is still in it stays readable, and keeps its chunk."""
         self._space = ChunkedSpace()
         if self._pin_memory and self._like is None:
             free_pinned_memory()  # else PyTorch keeps it, pinned, for itself
@@ -96,15 +87,7 @@ class HostArena:
 
 
 def check_host_bytes(needed_bytes: int, taken_bytes: int = 0) -> None:
-    """Refuse to take more memory than the host has.
-
-    Args:
-        needed_bytes: What is about to be taken.
-        taken_bytes: What was taken before, for the message.
-
-    Raises:
-        OffloadError: If less is available, 1 GiB for everything else left aside.
-    """
+    """Raise ``OffloadError`` if less host memory is available than needed, with 1 GiB left for everything else."""
     available = available_host_bytes()
     if available is None or needed_bytes <= available - MARGIN_BYTES:
         return
@@ -122,16 +105,11 @@ def make_host_bytes(num_bytes: int, *, pin_memory: bool) -> Tensor:
 
 
 def make_host_tensor(numel: int, dtype: torch.dtype, *, pin_memory: bool) -> Tensor:
-    """Return a flat tensor without values on the host, for as long as training takes.
+    """Return an uninitialised flat tensor on the host, for as long as training takes.
 
     PyTorch rounds up what it pins to powers of two, up to twice as much (1.78 times measured on a model's parameters),
     and keeps it. So memory on pages of its own is taken and registered with CUDA. If CUDA refuses, it stays unpinned,
     with one warning per process. As with PyTorch's pinned memory, a forked process cannot read it.
-
-    Args:
-        numel: Of the tensor.
-        dtype: Of the tensor.
-        pin_memory: Whether to pin it.
     """
     if not pin_memory or not numel:
         return torch.empty(numel, dtype=dtype, device="cpu")
@@ -161,7 +139,7 @@ def _empty_on_own_pages(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def _let_go(mapping: mmap.mmap, owner: int) -> None:
-    """Drop a mapping. A forked process does not have it: unmapping would hit what lies at its addresses there."""
+    """Drop a mapping. A forked process does not have it: unmapping would hit other memory at its addresses there."""
     if os.getpid() != owner:
         _never_unmapped.append(mapping)
 
@@ -178,5 +156,5 @@ def _warn_unpinned(num_bytes: int) -> None:
 
 
 def unseen(tensor: Tensor) -> AbstractContextManager[object]:
-    """Return a context in which no dispatch mode sees what is done to ``tensor``, but that of fake ones."""
+    """Return a context in which no dispatch mode sees what is done to ``tensor``, except the mode of fake tensors."""
     return without_modes() if isinstance(tensor, FakeTensor) else without_dispatch()

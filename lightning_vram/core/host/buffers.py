@@ -1,8 +1,4 @@
-"""Host memory that is taken in the same sizes again and again, as gradients do that come from a device.
-
-PyTorch rounds each that it pins up to a power of two. Here ordinary memory is taken as it is asked for, pinned where it
-lies, and given to the next who asks once nobody has it any more: pinning is slow, and needs the driver.
-"""
+"""Host memory for gradients from a device."""
 
 import weakref
 from dataclasses import dataclass
@@ -18,7 +14,7 @@ _MOST_IDLE = 8  # backwards: how many gradients are on their way at once differs
 
 @dataclass(slots=True, eq=False)
 class _Buffer:
-    """Memory, and what was given out of it: its storage lives as long as any tensor over it."""
+    """Memory, and the storage given out of it, which lives as long as any tensor over it."""
 
     memory: Tensor
     given: "weakref.ref[torch.UntypedStorage] | None" = None
@@ -35,12 +31,11 @@ class _Buffer:
 
 
 class HostBuffers:
-    """Gives out flat tensors; called by one thread at a time.
+    """Gives out flat tensors in sizes that recur, as gradients do; called by one thread at a time.
 
-    Whoever has a copy to one under way has to keep it until that has come.
-
-    Args:
-        pin_memory: Whether to pin them. Without, PyTorch's allocator has them each time.
+    PyTorch rounds pinned memory up to a power of two. Here ordinary memory is taken in the size that is needed, pinned
+    in place, and given out again when no tensor uses it any more: pinning is slow, and needs the driver. A tensor must
+    be held until a copy to it has finished.
     """
 
     def __init__(self, *, pin_memory: bool) -> None:
@@ -49,11 +44,11 @@ class HostBuffers:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that are kept here, given out or not."""
+        """Bytes held here, given out or not."""
         return sum(buffer.memory.nbytes for buffer in self._buffers)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor without values: the memory of the smallest that is free and large enough, or more."""
+        """Return an uninitialised tensor: over the smallest memory that is free and large enough, or new memory."""
         num_bytes = numel * dtype.itemsize
         if not self._pin_memory or not num_bytes or detect_fake_mode() is not None:
             return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self._pin_memory)
@@ -66,11 +61,11 @@ class HostBuffers:
             return buffer.give(num_bytes, dtype)
 
     def end_backward(self) -> None:
-        """Give back what was not needed in the last backwards, such as that of a first one in another dtype."""
+        """Free memory that the last backwards did not need, such as that of a first one in another dtype."""
         for buffer in self._buffers:
             buffer.num_idle = buffer.num_idle + 1 if buffer.is_free else 0
         self._buffers = [buffer for buffer in self._buffers if buffer.num_idle < _MOST_IDLE]
 
     def close(self) -> None:
-        """Give back what is free, and the rest when nobody has it any more."""
+        """Free the memory; what is given out, when no tensor uses it any more."""
         self._buffers = []

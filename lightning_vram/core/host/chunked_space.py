@@ -1,10 +1,4 @@
-"""Hand out space in fixed chunks that are used again: what offloaded tensors lie in, on the host and on disk.
-
-Within a chunk space is handed out front to back; a chunk is free again when the last that lies in it is gone. A
-training step frees everything it took, so from the second step on the space of the first one is enough. Something
-large spans chunks; something small does not make a large one: the first chunk has 1 MiB, each further one twice as
-much as the last, up to 64 MiB.
-"""
+"""Host memory: chunks used again in every step, pinned where there is a GPU, and weights split in two halves."""
 
 import threading
 from collections import deque
@@ -56,7 +50,13 @@ class Block(Generic[Payload]):
 
 
 class ChunkedSpace(Generic[Payload]):
-    """Space that grows by chunks and never shrinks. Safe to use from several threads."""
+    """Space in fixed chunks, which grows and never shrinks. Safe to use from several threads.
+
+    Within a chunk space is given front to back; a chunk is free again when the last block in it is gone. A training
+    step frees everything it took, so from the second step on the space of the first one is enough. A large block spans
+    chunks; a small one does not make a large one: the first chunk has 1 MiB, each further one twice as much, up to 64
+    MiB.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -77,19 +77,17 @@ class ChunkedSpace(Generic[Payload]):
             return self._num_blocks
 
     def take(self, num_bytes: int, make_chunks: Callable[[list[int]], list[Payload]]) -> Block[Payload]:
-        """Return a block of ``num_bytes``, in one piece or several.
+        """Return a block of ``num_bytes``, at least 1, in one piece or several.
 
-        Args:
-            num_bytes: At least 1.
-            make_chunks: Called if there is not enough: makes chunks of the given sizes, of all or of none. What it
-                raises reaches the caller, and nothing has changed then.
+        ``make_chunks`` is called if there is not enough: it makes chunks of the given sizes, all or none. If it raises,
+        nothing has changed.
         """
         with self._lock:
             self._collect()
             rounded = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-            room = self._free_bytes + (self._open.size - self._open.used if self._open is not None else 0)
-            if rounded > room:
-                self._grow(rounded - room, make_chunks)
+            free_bytes = self._free_bytes + (self._open.size - self._open.used if self._open is not None else 0)
+            if rounded > free_bytes:
+                self._grow(rounded - free_bytes, make_chunks)
             return self._fill(num_bytes, rounded)
 
     def _fill(self, num_bytes: int, rounded: int) -> Block[Payload]:
@@ -123,7 +121,6 @@ class ChunkedSpace(Generic[Payload]):
         self.total_bytes += sum(sizes)
 
     def _collect(self) -> None:
-        """Let what was released be taken again."""
         while self._released:
             self._num_blocks -= 1
             for chunk in self._released.popleft():

@@ -1,4 +1,4 @@
-"""Who wants to know what travels between host and device: copies of parts of the package run unseen by modes."""
+"""Listeners for host-device copies, which dispatch modes do not see."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ _listeners: list[Callable[[str, int], None]] = []
 
 @contextmanager
 def copies_noted(listener: Callable[[str, int], None]) -> Iterator[None]:
-    """Have ``listener`` told of each copy inside the block: its way, and its bytes."""
+    """Call ``listener`` with the direction and bytes of each copy inside the block."""
     _listeners.append(listener)
     try:
         yield
@@ -18,6 +18,6 @@ def copies_noted(listener: Callable[[str, int], None]) -> Iterator[None]:
 
 
 def note_copy(way: str, num_bytes: int) -> None:
-    """Tell of a copy."""
+    """Call the listeners."""
     for listener in _listeners:
         listener(way, num_bytes)

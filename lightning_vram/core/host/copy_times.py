@@ -1,25 +1,11 @@
-"""How long copies take, and how long the computation waits for them: pairs of marks that a clock makes.
-
-A device is timed by events on its streams, which cost nothing until they are read; elsewhere the host's clock is right,
-since copies block.
-"""
+"""How long copies take, and how long the computation waits for them."""
 
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 WAIT_FOR_SENDING, WAIT_FOR_FETCHING = "wait for sending", "wait for fetching"
-
-
-class Clock(Protocol):
-    """Makes marks, and tells later how far they are apart."""
-
-    def mark(self, stream: Any = None) -> Any:
-        """Return the present moment of ``stream``, or of the current one."""
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """Return the time between two marks; the second is waited for."""
 
 
 class HostClock:
@@ -33,11 +19,7 @@ class HostClock:
 
 
 class StreamClock:
-    """Events on the streams of a device.
-
-    Args:
-        module: Of the device in torch, such as ``torch.cuda``.
-    """
+    """Events on the streams of a device, such as ``module=torch.cuda``; they cost nothing until they are read."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -52,12 +34,12 @@ class StreamClock:
         return float(start.elapsed_time(end)) / 1e3
 
 
-class CopyTimes:
-    """Notes spans of time.
+Clock = HostClock | StreamClock
+"""Makes marks of the present moment of a stream, or of the current one; blocks to compute the time between two."""
 
-    Args:
-        clock: Makes the marks.
-    """
+
+class CopyTimes:
+    """Records spans of time between marks of a clock."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -65,20 +47,20 @@ class CopyTimes:
 
     @contextmanager
     def span(self, what: str, num_bytes: int, stream: Any) -> Iterator[None]:
-        """Note how long ``stream``, or the current one, takes for what is queued in the block."""
+        """Record how long ``stream``, or the current one, takes for what is queued in the block."""
         start = self.clock.mark(stream)
         yield
         self._spans.append((what, num_bytes, start, self.clock.mark(stream)))
 
     def num_bytes(self, what: str) -> int:
-        """Return the bytes of all that was noted as ``what``."""
+        """Return the bytes of all spans of this name."""
         return sum(span[1] for span in self._spans if span[0] == what)
 
     def seconds(self, what: str) -> float:
-        """Return the seconds of all that was noted as ``what``; waits for it."""
+        """Return the seconds of all spans of this name; blocks until they have ended."""
         return sum(self.clock.seconds(start, end) for kind, _, start, end in self._spans if kind == what)
 
 
 def timed(times: CopyTimes | None, what: str, num_bytes: int = 0, stream: Any = None) -> AbstractContextManager[None]:
-    """Return a context whose span is noted in ``times``, if anybody wants to know."""
+    """Return a context whose span is recorded in ``times``, if that is given."""
     return times.span(what, num_bytes, stream) if times is not None else nullcontext()

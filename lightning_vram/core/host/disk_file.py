@@ -1,9 +1,4 @@
-"""A file without a name: it vanishes with the process, killed or not.
-
-Long runs of bytes may go past the page cache where the system can do that: it takes a third of the processor time,
-keeps up the rate of the disk, and leaves the cache to others. The ends of runs and short ones go through the cache.
-Linux keeps both, and tensors over a mapping of the file, in agreement as long as they are not used at the same time.
-"""
+"""Offloaded tensors on disk, for hosts that are short of memory: an unnamed file, and one thread for it."""
 
 import ctypes
 import errno
@@ -25,20 +20,13 @@ _MIN_DIRECT_BYTES = MIB
 
 
 class DiskFile:
-    """An empty file in ``folder``, which exists as long as this object is not closed.
+    """An empty file in ``folder``, as long as this object is not closed; it vanishes with the process, killed or not.
 
-    Args:
-        folder: On a local disk that is fast: an NVMe drive, not a network file system.
-        argument: What the user calls the folder, for messages.
-        is_direct: Whether long runs go past the page cache. Memory and file must begin at the same byte of a page.
-
-    Attributes:
-        name: Argument and folder, for messages.
-        num_bytes: Its size.
-
-    Raises:
-        ValueError: If ``folder`` is no folder.
-        OffloadError: If no file can be made there.
+    ``folder`` must be on a fast local disk: an NVMe drive, not a network file system. ``argument`` is its name in
+    messages. If ``is_direct``, long runs bypass the page cache where the system can do that: it takes a third of the
+    processor time, keeps up the rate of the disk, and leaves the cache to others. Memory and file must begin at the
+    same byte of a page. The ends of runs and short ones go through the cache. Linux keeps both, and tensors over a
+    mapping of the file, consistent as long as they are not used at the same time.
     """
 
     def __init__(self, folder: str | os.PathLike[str], argument: str, *, is_direct: bool = False) -> None:
@@ -58,16 +46,7 @@ class DiskFile:
         self._is_direct = self._direct is not None
 
     def grow(self, num_bytes: int, purpose: str, way_out: str) -> None:
-        """Reserve space at the end: a full disk is found out here, not in the middle of a step.
-
-        Args:
-            num_bytes: How much.
-            purpose: For the message: what it needs that for.
-            way_out: For the message: what else to do than to name another disk.
-
-        Raises:
-            OffloadError: If there is not enough. The file is what it was.
-        """
+        """Reserve space at the end: a full disk raises here, with the file unchanged, not in the middle of a step."""
         free = shutil.disk_usage(self._folder).free
         error = _reserve(self._file.fileno(), self.num_bytes, num_bytes) if num_bytes <= free else None
         if num_bytes > free or error is not None:
@@ -94,12 +73,12 @@ class DiskFile:
         return self._mappings[-1]
 
     def release(self) -> None:
-        """Give back the pages that were looked at through the mapping. What was written to them stays."""
+        """Give back the pages that were read through the mapping. What was written to them stays."""
         for mapping in self._mappings if hasattr(mmap, "MADV_DONTNEED") else ():
             mapping.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Let go of the file; tensors over it keep it alive."""
+        """Close the file; tensors over it keep it alive."""
         self._mappings = []
         direct, self._direct = self._direct, None
         if direct is not None:
@@ -122,7 +101,7 @@ class DiskFile:
             buffer, position = buffer[moved:], position + moved
 
     def _choose(self, position: int, length: int) -> tuple[int, int]:
-        """Return which file to use, and for how many bytes: past the cache go whole pages."""
+        """Return which file to use, and for how many bytes: only whole pages bypass the cache."""
         if not self._is_direct or self._direct is None:
             return self._file.fileno(), length
         if position % PAGE_BYTES == 0 and length >= PAGE_BYTES:
@@ -136,7 +115,7 @@ def bytes_of(buffer: Tensor, start: int, length: int) -> memoryview:
 
 
 def _reserve(file: int, start: int, length: int) -> OSError | None:
-    """Reserve file space; return why there is none. A file system that cannot reserve is believed to have it."""
+    """Reserve file space; return the error if there is none. A file system that cannot reserve should have it."""
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file, start, length)
@@ -149,7 +128,7 @@ def _reserve(file: int, start: int, length: int) -> OSError | None:
 
 
 def _open_direct(file: int) -> int | None:
-    """Open the same file once more, past the page cache; ``None`` where that is not possible."""
+    """Open the same file once more, bypassing the page cache; ``None`` where that is not possible."""
     if not hasattr(os, "O_DIRECT"):
         return None
     try:

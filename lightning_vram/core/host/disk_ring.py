@@ -1,10 +1,4 @@
-"""Offloaded tensors on disk, for hosts that are short of memory: a file without a name, and one thread that serves it.
-
-Bytes pass through a few staging buffers, the only host memory this takes: a step that saves faster than the disk
-writes waits for it. The file has no name from the start, so that it vanishes with the process, killed or not; its
-space is used again in every step. Jobs are done in the order they were asked for, so space is used again only after
-what lay there was read. The thread needs nobody to get on with its work, and hands an error to whoever asks next.
-"""
+"""Offloaded tensors on disk."""
 
 import os
 import queue
@@ -27,16 +21,11 @@ NUM_STAGING_BUFFERS = 4  # on the way out; the thread has one more for the way b
 
 
 class DiskRing:
-    """Bytes in a file in ``folder``, which exists as long as this object is not closed.
+    """Bytes in a file without a name in ``folder``, as long as this object is not closed.
 
-    Args:
-        folder: On a local disk that is fast: an NVMe drive, not a network file system.
-        pin_memory: Whether to pin the staging buffers.
-        staging_bytes: Size of one staging buffer.
-
-    Raises:
-        ValueError: If ``folder`` is no folder.
-        OffloadError: If no file can be made there.
+    Bytes pass through a few staging buffers, the only host memory this takes: a step that saves faster than the disk
+    writes waits for it. Space is used again in every step. Jobs run in order, so space is used again only after it was
+    read. The thread never waits for the callers, and the next call raises its error.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, pin_memory: bool, staging_bytes: int = STAGING_BYTES) -> None:
@@ -57,19 +46,15 @@ class DiskRing:
     @property
     def staging_bytes(self) -> int:
         """Host memory taken."""
-        return (self._num_buffers + self._worker.has_buffer) * self._staging_bytes
+        return (self._num_buffers + (self._worker.staging_buffer is not None)) * self._staging_bytes
 
     @property
     def num_blocks(self) -> int:
-        """Tensors that lie here."""
+        """Number of tensors in it."""
         return self._space.num_blocks
 
     def write(self, source: Tensor, copies: Copies, window_bytes: int) -> "DiskBlock":
-        """Write flat bytes; returns when the last of them are on their way.
-
-        Raises:
-            OffloadError: If the disk is full, or something went wrong before.
-        """
+        """Write flat bytes; return when the last are in flight; ``OffloadError`` if the disk is full."""
         self._worker.check_alive()
         block = self._space.take(source.numel(), self._make_chunks)
         extents, start = [], 0
@@ -85,7 +70,7 @@ class DiskRing:
         return DiskBlock(self, block, extents)
 
     def close(self) -> None:
-        """End the thread after what it has to do, and give file and buffers back."""
+        """End the thread after its jobs, and give file and buffers back."""
         self._worker.stop()
 
     def _write_part(self, source: Tensor, position: int, copies: Copies, window_bytes: int) -> None:
@@ -138,11 +123,7 @@ class DiskBlock:
         self._extents = extents
 
     def read(self, target: Tensor, make_copies: Callable[[], Copies], moment: Any) -> Arrival:
-        """Begin to read into ``target``, which was made before ``moment``.
-
-        Raises:
-            OffloadError: If something went wrong before.
-        """
+        """Begin to read into ``target``, which was made before ``moment``; ``OffloadError`` after an error."""
         worker, extents = self._ring._worker, self._extents  # the job must hold neither the ring nor this object
         size, pin_memory = self._ring._staging_bytes, self._ring._pin_memory
         copied: list[Arrival] = []
@@ -161,7 +142,7 @@ class DiskBlock:
 
 
 class _Loan:
-    """A staging buffer that goes back to the others once: when it is written, or never will be."""
+    """A staging buffer that is returned once: when it is written, or never will be."""
 
     def __init__(self, buffer: Tensor, buffers: "queue.SimpleQueue[Tensor]") -> None:
         self.buffer = buffer

@@ -1,8 +1,4 @@
-"""The thread that writes offloaded tensors to a file and reads them back.
-
-It does jobs in the order in which they came, needs nobody to get on with them, and holds no reference to who asked,
-who may go away at any time. What goes wrong in it is raised by whoever asks next.
-"""
+"""The thread that writes offloaded tensors to a file and reads them back."""
 
 from collections.abc import Callable
 
@@ -17,30 +13,17 @@ from lightning_vram.private_names.torch.dispatch import without_dispatch
 
 
 class DiskWorker(HostWorker):
-    """The thread, and all it touches. It is started by the first job.
-
-    Args:
-        file: Closed when the thread ends.
-    """
+    """The thread, and all that it uses; it closes the file when it ends, and holds no reference to its callers."""
 
     def __init__(self, file: DiskFile) -> None:
         self._file = file
         self._is_stopped = False
         self._copies: dict[Callable[[], Copies], Copies] = {}
-        self._buffer: Tensor | None = None
+        self.staging_buffer: Tensor | None = None
         super().__init__("lightning_vram disk_path", on_end=self._clean_up)
 
-    @property
-    def has_buffer(self) -> bool:
-        """Whether it took host memory."""
-        return self._buffer is not None
-
     def submit(self, job: Callable[[], None]) -> Ticket:
-        """As any, without gradients.
-
-        Raises:
-            OffloadError: What went wrong in a job before, or that it is stopped.
-        """
+        """Run without gradients; raises ``OffloadError`` after an error, or when it is stopped."""
         self.check_alive()
         return super().submit(torch.no_grad()(job))
 
@@ -59,24 +42,21 @@ class DiskWorker(HostWorker):
             raise OffloadError(f"{self._file.name}: already closed; the offloaded activations are gone.")
 
     def stop(self, *, wait: bool = True) -> None:
-        """As any, but what is not written yet will not be."""
+        """Stop; what is not written yet will not be."""
         self._is_stopped = True
         super().stop(wait=wait)
 
     def copies(self, make: Callable[[], Copies]) -> Copies:
-        """Return the thread's own copies for what ``make`` stands for, a device.
-
-        Those of the training step are not made for two threads.
-        """
+        """Return the thread's own copies for the device of ``make``: those of the training step are not thread-safe."""
         if make not in self._copies:
             self._copies[make] = make()
         return self._copies[make]
 
     def buffer(self, size: int, *, pin_memory: bool) -> Tensor:
         """Return the thread's own staging buffer: it never waits for one of the others."""
-        if self._buffer is None:
-            self._buffer = make_staging(size, pin_memory=pin_memory)
-        return self._buffer
+        if self.staging_buffer is None:
+            self.staging_buffer = make_staging(size, pin_memory=pin_memory)
+        return self.staging_buffer
 
     def write(self, buffer: Tensor, length: int, position: int) -> None:
         """Write the first bytes of ``buffer``."""
@@ -90,12 +70,12 @@ class DiskWorker(HostWorker):
         self._file.read(bytes_of(buffer, 0, length), position)
 
     def _clean_up(self) -> None:
-        self._buffer = None
+        self.staging_buffer = None
         self._copies.clear()
         self._file.close()  # here: a file that is closed under a write may have become another one
 
 
 def make_staging(size: int, *, pin_memory: bool) -> Tensor:
-    """Return a staging buffer, which nobody counts as memory of the device."""
+    """Return a staging buffer, which does not count as memory of the device."""
     with without_dispatch():
         return make_host_bytes(size, pin_memory=pin_memory)

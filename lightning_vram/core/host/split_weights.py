@@ -1,9 +1,4 @@
-"""Float32 weights as the bf16 ones that travel and the sixteen bits that those lack: four bytes each, to the bit.
-
-A copy of its own for the way to the device would make six. The bf16 weight is the nearest one, halves to even, as any
-conversion makes it: 65537 float32 numbers come to each even one, and sixteen bits tell 65536 apart. The one too many,
-about one weight of 131072, is in a list.
-"""
+"""Float32 weights split into bf16 weights and a 16-bit remainder."""
 
 from collections.abc import Iterator, Sequence
 
@@ -25,15 +20,12 @@ _NOTHING: Odd = torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.in
 
 
 class SplitWeights:
-    """Some tensors of float32 on the host, one after the other, in parts that are read and written at once.
+    """Float32 tensors of these ``sizes`` as bf16 weights and a 16-bit remainder: 4 bytes each, bit-exact.
 
-    Args:
-        sizes: Numbers of weights of the tensors.
-        pin_memory: Whether to pin what travels.
-
-    Attributes:
-        upper: What travels: bf16, flat, to be read only.
-        parts: Of each tensor where its parts begin and end, counted in all of them. One without weights has one.
+    A separate bf16 copy to send to the device would make six. The bf16 weight is the nearest one, halves to even, as in
+    any conversion: 65537 float32 numbers round to each even one, and sixteen bits distinguish 65536. The one too many,
+    about one weight of 131072, is in a list. ``upper`` is the flat bf16 tensor that is sent, to be read only; ``parts``
+    are the ranges of each tensor that are read and written at once, counted over all of them. An empty tensor has one.
     """
 
     def __init__(self, sizes: Sequence[int], *, pin_memory: bool) -> None:
@@ -46,17 +38,17 @@ class SplitWeights:
 
     @property
     def nbytes(self) -> int:
-        """Memory that all takes."""
+        """Memory of everything."""
         lists = [tensor for pair in self._exceptions.values() for tensor in pair if tensor is not None]
         return sum(tensor.nbytes for tensor in (self.upper, self._lower, *lists))
 
     def write_all(self, numbers: Tensor) -> None:
-        """Take over all weights, flat."""
+        """Set all weights from a flat tensor."""
         for start, stop in self._parts_to_do(numbers):
             self.write((start, stop), numbers[start:stop])
 
     def read_all(self) -> Tensor:
-        """Return all weights, flat, in memory of their own."""
+        """Return all weights, flat, in new memory."""
         numbers = torch.empty(self.upper.numel(), dtype=torch.float32, device="cpu")
         for start, stop in self._parts_to_do(numbers):
             self._read((start, stop), numbers[start:stop])
@@ -69,13 +61,13 @@ class SplitWeights:
         return parts
 
     def read(self, part: Part) -> Tensor:
-        """Return the weights of one part, flat, in memory of their own."""
+        """Return the weights of one part, flat, in new memory."""
         numbers = torch.empty(part[1] - part[0], dtype=torch.float32, device="cpu")
         self._read(part, numbers)
         return numbers
 
     def write(self, part: Part, numbers: Tensor) -> None:
-        """Take over the weights of one part, flat."""
+        """Set the weights of one part from a flat tensor."""
         bits, upper = numbers.view(torch.int32), self.upper[slice(*part)]
         upper.copy_(numbers)
         lacking = torch.sub(bits, upper.float().view(torch.int32))
@@ -90,11 +82,11 @@ class SplitWeights:
             self._exceptions[part[0]] = places.int(), bits[places].bitwise_right_shift_(16).to(torch.int16)
 
     def pieces(self, part: Part) -> tuple[Tensor, Tensor, Odd]:
-        """Return what one part is at rest, to be written to: what travels, what that lacks, and :data:`Odd`."""
+        """Return the memory of one part, to be written to: bf16 weights, remainders, and :data:`Odd`."""
         return self.upper[slice(*part)], self._lower[slice(*part)], self._exceptions.get(part[0], _NOTHING)
 
     def note_odd(self, part: Part, places: Tensor, halves: Tensor) -> None:
-        """Take over what is odd of a part whose :meth:`pieces` were written."""
+        """Set the odd weights of a part whose :meth:`pieces` were written."""
         self._exceptions.pop(part[0], None)
         if places.numel():
             self._exceptions[part[0]] = places, halves
@@ -112,7 +104,7 @@ class SplitWeights:
 
 
 def cut_parts(start: int, stop: int, most: int | None = None) -> Iterator[Part]:
-    """Cut a tensor into parts. Kernels round the end of a vector otherwise than its middle: few bits before it."""
+    """Cut a tensor into parts. Kernels round the end of a vector differently from its middle: few bits before it."""
     if start == stop:
         yield start, stop
     most = PART_ELEMENTS if most is None else most

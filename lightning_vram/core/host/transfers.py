@@ -1,11 +1,11 @@
-"""Copy bytes between the device and the host beside the computation, without the two running into each other.
+"""Host-device copies and host work that overlap with the computation.
 
 On an accelerator all copies of both directions are queued on one side stream, so that host memory which is used again
-is written after it was read. What a copy touches on the device is held until the stream of the computation waits for
-that copy, or it is over: after that, the allocator may hand the memory to the next kernel of that stream. Elsewhere
-(the CPU, which has one memory; fake tensors) copies are plain.
+is written after it was read. The device memory of a copy is held until the stream of the computation waits for that
+copy, or it has finished: after that, the allocator may give the memory to the next kernel of that stream. Elsewhere
+(the CPU, which has one memory; fake tensors) copies block.
 
-The current stream is asked for at each call: the backward runs in a thread of autograd's own.
+The current stream is looked up at each call: the backward runs in a thread of autograd's own.
 """
 
 import weakref
@@ -31,7 +31,7 @@ from lightning_vram.memory.device.accelerators import has_streams
 
 
 class Departure:
-    """A copy to the host; ``source`` is what it reads, held as long as it is in flight, then ``None``."""
+    """A copy to the host; ``source`` is held as long as the copy is in flight, then ``None``."""
 
     __slots__ = ("event", "num_bytes", "source", "stream", "times")
 
@@ -60,26 +60,23 @@ class Departure:
 
 
 class Arrival:
-    """A copy to the device, finished or under way."""
+    """A copy to the device, finished or in flight."""
 
     def wait(self, target: Tensor) -> None:
-        """Let what is queued from now on, on the current stream, find the bytes in ``target``."""
+        """Let later work on the current stream find the bytes in ``target``."""
 
     def finish(self) -> None:
         """Block until the bytes have left the host."""
 
 
 class Copies:
-    """Copies flat tensors of bytes between one device and host memory in pieces.
-
-    These are done at once: without a stream of its own nobody could wait for a copy that is left to itself.
-    """
+    """Copies flat tensors of bytes between one device and host memory in pieces; blocking, on the current stream."""
 
     times: CopyTimes | None = None
     """Where it is noted how long copies take from now on."""
 
     def make_clock(self) -> Clock | None:
-        """Return what measures the computation and its copies alike; ``None`` if the device has no such clock."""
+        """Return a clock for both the computation and its copies; ``None`` if the device has none."""
         return HostClock()
 
     def send(self, source: Tensor, pieces: Sequence[Tensor], window_bytes: int) -> Departure:
@@ -98,22 +95,18 @@ class Copies:
         return Arrival()
 
     def note_made(self, target: Tensor) -> Arrival:
-        """Return what lets other streams wait for what the current one makes in ``target``."""
+        """Return a handle by which other streams wait for what the current one makes in ``target``."""
         return Arrival()
 
     def settle(self, window_bytes: int | None = None) -> None:
-        """Let go of what finished copies hold, and of all but ``window_bytes`` of what is on its way out."""
+        """Release what finished copies hold, and all but ``window_bytes`` of copies to the host in flight."""
 
     def close(self) -> None:
-        """Let go of everything: what is still in flight comes before whatever gets its memory next."""
+        """Release everything: copies in flight are ordered before the next use of their memory."""
 
 
 class StreamCopies(Copies):
-    """Copies on a side stream of an accelerator.
-
-    Args:
-        device: Of all sources and targets.
-    """
+    """Copies on a side stream of an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -179,7 +172,7 @@ class StreamCopies(Copies):
 
 
 class _StreamArrival(Arrival):
-    """Holds its target until the copy is over or waited for: nobody else may get that memory before."""
+    """Holds its target until the copy has finished or is waited for: its memory must not be given out before."""
 
     __slots__ = ("_event", "_module", "_stream", "_times", "target")
 
@@ -231,7 +224,7 @@ def _let_go_of_all(departures: deque[Departure], arrivals: "deque[_StreamArrival
 
 
 def note_use(tensor: Tensor, stream: Any) -> None:
-    """Tell the allocator, if ``tensor`` was made for another stream, that ``stream`` uses it."""
+    """Tell the allocator that ``stream`` uses ``tensor``, if it was made for another stream."""
     with unseen(tensor):
         tensor.record_stream(stream)
 
@@ -262,7 +255,7 @@ def _is_pinned(piece: Tensor) -> bool:
 
 
 def make_copies(tensor: Tensor) -> Copies:
-    """Return what copies to and from the device of ``tensor``."""
+    """Return the copies for the device of ``tensor``."""
     if type(tensor) is Tensor and has_streams(tensor.device.type):
         return StreamCopies(tensor.device)
     return Copies()

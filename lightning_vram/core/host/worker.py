@@ -1,4 +1,4 @@
-"""One thread for work on host memory that goes on beside the training: jobs in the order they were given."""
+"""One thread for work on host memory that overlaps with the training."""
 
 import queue
 import threading
@@ -14,7 +14,7 @@ PATIENCE_SECONDS = 1.0  # between two looks whether the thread is still there
 
 
 class Ticket:
-    """For one job: to wait for it."""
+    """One job, to wait for."""
 
     def __init__(self, worker: "HostWorker") -> None:
         self._worker = worker
@@ -26,25 +26,18 @@ class Ticket:
         return self._is_done.is_set()
 
     def wait(self) -> None:
-        """Return when the job has ended.
-
-        Raises:
-            BaseException: What the job, or one before it, has raised.
-            RuntimeError: If the thread is no longer there.
-        """
+        """Return when the job has ended; raise what it, or a job before it, raised, or if the thread is gone."""
         while not self._is_done.wait(PATIENCE_SECONDS):
             self._worker.check_alive()
         self._worker.check()
 
 
 class HostWorker:
-    """After an error the jobs that follow are dropped, and whoever asks next gets the error, every time.
+    """One thread for jobs in order. After an error it drops all later jobs, and every later call raises that error.
 
-    Args:
-        name: Of the thread.
-        num_threads: That an operator of PyTorch uses in a job. Those of the other threads stay as they are. ``None``:
-            as many as elsewhere, and the thread is started by the first job.
-        on_end: Called in the thread when it ends; without one, by :meth:`stop`.
+    ``num_threads`` is for PyTorch's operators in a job, without effect on other threads; ``None``: as many as
+    elsewhere, and the thread is started by the first job. ``on_end`` is called in the thread when it ends, or without
+    one by :meth:`stop`.
     """
 
     def __init__(self, name: str, num_threads: int | None = None, *, on_end: Callable[[], None] | None = None) -> None:
@@ -61,11 +54,7 @@ class HostWorker:
         self._end = weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, job: Callable[[], None]) -> Ticket:
-        """Have ``job`` done after those before. On fake tensors it is done at once: their mode knows one thread.
-
-        Raises:
-            BaseException: What a job before has raised.
-        """
+        """Run ``job`` after those before; on fake tensors at once, since their mode belongs to one thread."""
         self.check()
         ticket = Ticket(self)
         if detect_fake_mode() is not None:
@@ -78,11 +67,7 @@ class HostWorker:
         return ticket
 
     def arrange(self, tickets: Sequence[Ticket]) -> None:
-        """Do jobs that have not begun in another order.
-
-        Args:
-            tickets: Of those jobs, in that order. All others stay in their turn.
-        """
+        """Run the waiting jobs of ``tickets`` in that order; all others keep their place."""
         waiting = []
         with suppress(queue.Empty):
             while True:
@@ -99,7 +84,7 @@ class HostWorker:
             raise self._errors[0]
 
     def check_alive(self) -> None:
-        """Raise if nobody does the jobs, as in a forked process."""
+        """Raise if the thread is gone, as in a forked process."""
         if not self._thread.is_alive():
             raise RuntimeError(f"The thread {self._thread.name!r} ended with unfinished jobs: was the process forked?")
 
@@ -111,12 +96,7 @@ class HostWorker:
             ticket._is_done.wait(PATIENCE_SECONDS)
 
     def stop(self, *, wait: bool = True) -> None:
-        """End the thread after what it has to do.
-
-        Args:
-            wait: Whether to return when it has ended. Not in a finalizer: the garbage collector calls it in the midst
-                of anything, even of what a thread does with the lock that waiting needs.
-        """
+        """End the thread after what it has to do."""
         if self._end.detach():
             self._jobs.put(None)
             if self._thread.ident is None and self._on_end is not None:

@@ -1,4 +1,4 @@
-"""Find convolution-norm-activation stages: runs of children of a plain ``nn.Sequential``, as VGG networks have."""
+"""Find convolution-norm-activation stages, as VGG networks have."""
 
 from collections.abc import Iterator
 from typing import TypeGuard
@@ -18,13 +18,10 @@ _NORMS = (
 
 
 def find_conv_stages(module: nn.Module) -> Iterator[tuple[int, int]]:
-    """Yield the stages of ``module`` as (first child, one after the last child).
+    """Yield the stages of a stock ``nn.Sequential`` as (first child, one after the last child).
 
     A stage is a convolution, at least one normalisation, at least one activation, and the dropout and pooling layers
-    among and right after them, so that what it hands on is as small as it gets.
-
-    Args:
-        module: Any module; only an ``nn.Sequential`` with the stock ``forward`` has stages.
+    among and right after them, so that its output is as small as possible.
     """
     if not is_stock_sequential(module):
         return

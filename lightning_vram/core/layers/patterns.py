@@ -1,4 +1,4 @@
-"""What users may write where layers are chosen, and what it matches."""
+"""Patterns by which users choose layers."""
 
 import difflib
 import re
@@ -13,16 +13,7 @@ _SHOWN_NAMES = 5
 
 
 def check_layers(name: str, layers: object) -> None:
-    """Reject what :func:`~lightning_vram.core.layers.selection.select_layers` does not take.
-
-    Args:
-        name: Argument as the user wrote it, with its class.
-        layers: What the user passed.
-
-    Raises:
-        TypeError: If it is, or holds, something else than text and module classes.
-        ValueError: If it names nothing.
-    """
+    """Refuse values that :func:`select_layers` does not take; ``name`` is the argument as typed, with its class."""
     patterns = layers if isinstance(layers, Sequence) and not isinstance(layers, str) else [layers]
     for pattern in patterns:
         if not (isinstance(pattern, str) or (isinstance(pattern, type) and issubclass(pattern, nn.Module))):
@@ -66,7 +57,7 @@ def _translate_set(part: str) -> str:
 
 
 def _class_names(kind: type) -> set[str]:
-    """Names a class answers to: its own and those of its bases below ``nn.Module``, short and qualified."""
+    """Names that match a class: its own and those of its bases below ``nn.Module``, short and qualified."""
     kinds = [base for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
     return {name for base in kinds for name in (base.__name__, f"{base.__module__}.{base.__qualname__}")}
 

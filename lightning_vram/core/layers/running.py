@@ -1,4 +1,4 @@
-"""Know, at any moment and in any thread, whether one of the chosen layers is running its forward."""
+"""Detect, at any moment and in any thread, whether one of the chosen layers is running its forward."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ class _Stack(threading.local):
 
 
 class RunningLayers:
-    """Watches ``layers`` while :meth:`watching`: with hooks on them, which are gone afterwards."""
+    """Detects, in any thread, whether one of ``layers`` runs, by hooks that exist during :meth:`watching`."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._layers = list(dict.fromkeys(layers))

@@ -1,9 +1,4 @@
-"""Cut sequential bodies into segments that are checkpointed as one layer each.
-
-A body of n equal layers in k segments keeps k inputs, and n / k layers while one segment is recomputed: least at
-k = sqrt(n) (Chen et al. 2016, https://arxiv.org/abs/1604.06174). ``torch.utils.checkpoint.checkpoint_sequential`` does
-not checkpoint the last segment, so that one segment is none; here all are.
-"""
+"""Cut sequential bodies into segments that are checkpointed as one layer each."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -23,20 +18,15 @@ _MIN_BODY = 4  # layers of a Sequential that is found by itself: heads and the l
 def select_segments(
     model: nn.Module, layers: LayerPattern | Sequence[LayerPattern], segments: Segments
 ) -> LayerSelection:
-    """Choose the segments of the sequential bodies of ``model``.
+    """Choose the segments of the sequential bodies of ``model``, one layer each, in the model's order.
 
-    Args:
-        model: The whole model.
-        layers: ``"auto"``: the outermost ``nn.Sequential`` s with four or more layers; else patterns, as in
-            :func:`~lightning_vram.core.layers.selection.select_layers`; what they match must have two or more.
-        segments: Number per body, at least 2, or ``"sqrt"`` of its layers. Layers are children with parameters; what
-            has none (activations, dropout) goes with the layer before it.
+    A body of n equal layers in k segments saves k inputs, and n / k layers while one segment is recomputed: least at k
+    = sqrt(n) (Chen et al. 2016, https://arxiv.org/abs/1604.06174). ``torch.utils.checkpoint.checkpoint_sequential``
+    does not checkpoint the last segment, so that one segment is none; here all are.
 
-    Returns:
-        One layer per segment, in the model's order.
-
-    Raises:
-        ValueError: If there is no sequential body, or one has fewer layers than segments.
+    ``layers``: ``"auto"`` for the outermost ``nn.Sequential`` s with four or more layers; else patterns, which must
+    match ones with two or more. ``segments``: number per body, at least 2, or ``"sqrt"`` of its layers. Layers are
+    children with parameters; children without (activations, dropout) go with the layer before them.
     """
     chosen: list[Layer] = []
     for body in _find_bodies(model, layers):
@@ -53,7 +43,6 @@ def select_segments(
 
 
 def _layer_starts(body: nn.Module) -> list[int]:
-    """Positions of the children with parameters."""
     return [place for place, child in enumerate(body.children()) if any(True for _ in child.parameters())]
 
 

@@ -1,4 +1,4 @@
-"""Choose layers of a model: by class, by name or glob, or by finding the blocks it repeats."""
+"""Choose layers of a model."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -19,17 +19,11 @@ _METRIC = "torchmetrics.metric.Metric"  # some hold networks; nothing of theirs 
 
 @dataclass(frozen=True)
 class Layer:
-    """One chosen layer.
-
-    Args:
-        name: Path in the model, as in ``named_modules()``; a run of children is written ``"net[0:3]"``.
-        module: The module, or the ``nn.Sequential`` that holds the run.
-        span: First child and the one after the last, if the layer is a run of children; else ``None``.
-    """
+    """One chosen layer: a module, or a run of children of an ``nn.Sequential``, written ``"net[0:3]"``."""
 
     name: str
-    module: nn.Module = field(repr=False)
-    span: tuple[int, int] | None = None
+    module: nn.Module = field(repr=False)  # of a run of children: the ``nn.Sequential``
+    span: tuple[int, int] | None = None  # first child of the run, and one after the last
 
     @property
     def title(self) -> str:
@@ -39,30 +33,22 @@ class Layer:
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """What was chosen, and what was matched but left out since it lies inside a chosen layer."""
+    """The chosen layers, and the names of matches that are left out since they are inside a chosen layer."""
 
     layers: tuple[Layer, ...]
     nested: tuple[str, ...] = ()
 
 
 def select_layers(model: nn.Module, layers: LayerPattern | Sequence[LayerPattern] = "auto") -> LayerSelection:
-    """Choose layers of ``model``.
+    """Choose layers of ``model``, in its order: of nested matches the outermost, never the root.
 
-    Args:
-        model: The whole model. It is never chosen itself: nothing guarantees that its ``forward`` is called.
-        layers: ``"auto"``: what a model declares (transformers does: layers made for checkpointing, and the classes in
-            ``_no_split_modules``); else the children of the outermost ``ModuleList``, ``ModuleDict`` or ``Sequential``
-            that holds two or more of one class, together with the convolution-norm-activation stages of its
-            ``Sequential``s if those children hold less than half of the parameters. Otherwise class names, module
-            names, globs
-            over module names (``*`` stays within one part of a name, ``**`` crosses dots) or classes, one or several.
-            A container without a forward stands for its children.
-
-    Returns:
-        The layers in the model's order. Where matches are nested, the outermost is chosen.
-
-    Raises:
-        ValueError: If a pattern matches nothing, or ``"auto"`` finds no candidate.
+    ``"auto"``: what a model declares (transformers does: layers made for checkpointing, and the classes in
+    ``_no_split_modules``); else the children of the outermost ``ModuleList``, ``ModuleDict`` or ``Sequential`` that
+    holds two or more of one class, together with the convolution-norm-activation stages of its ``Sequential``s if those
+    children hold less than half of the parameters. Otherwise class names, module names, globs over module names (``*``
+    stays within one part of a name, ``**`` crosses dots) or classes, one or several. A container without a forward
+    stands for its children. Nothing guarantees that the forward of the root is called. ``ValueError`` if a pattern
+    matches nothing, or ``"auto"`` finds no candidate.
     """
     names = name_layers(model)
     if isinstance(layers, str) and layers == "auto":
@@ -80,21 +66,12 @@ def select_layers(model: nn.Module, layers: LayerPattern | Sequence[LayerPattern
 
 
 def thin_out(selection: LayerSelection, every_n_layers: int = 1, *, skip_last: bool = False) -> LayerSelection:
-    """Leave layers out of a selection.
-
-    Args:
-        selection: What was found.
-        every_n_layers: Keep the first and every n-th after it.
-        skip_last: Leave out the last, or the last of each body that is cut into spans.
-
-    Raises:
-        ValueError: If nothing is left.
-    """
+    """Keep the first and every n-th layer after it; ``skip_last`` drops the last (of each body cut into spans)."""
     last_of = {_body_of(layer): layer for layer in selection.layers} if skip_last else {}
-    kept = [layer for layer in selection.layers[::every_n_layers] if layer is not last_of.get(_body_of(layer))]
-    if not kept:
+    remaining = [layer for layer in selection.layers[::every_n_layers] if layer is not last_of.get(_body_of(layer))]
+    if not remaining:
         raise ValueError(f"skip_last=True leaves no layer: the only one is {selection.layers[0].name!r}.")
-    return LayerSelection(tuple(kept), selection.nested)
+    return LayerSelection(tuple(remaining), selection.nested)
 
 
 def _body_of(layer: Layer) -> nn.Module | None:
@@ -102,7 +79,7 @@ def _body_of(layer: Layer) -> nn.Module | None:
 
 
 def name_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """All modules but the root under every name a user knows, compiled ones replaced by what they compile."""
+    """All modules but the root under every name a user knows, compiled ones replaced by their originals."""
     names: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(".".join(part for part in name.split(".") if part != COMPILED_PART), uncompiled(module))
@@ -110,7 +87,7 @@ def name_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def other_owners(model: nn.Module, layers: Collection[nn.Module]) -> set[int]:
-    """Ids of the parameters that are something else than the ``weight`` of one of ``layers``, too."""
+    """Ids of the parameters that are not only the ``weight`` of one of ``layers``."""
     ours = set(layers)
     return {
         id(parameter)
@@ -121,7 +98,7 @@ def other_owners(model: nn.Module, layers: Collection[nn.Module]) -> set[int]:
 
 
 def outermost(matched: set[str], names: dict[str, nn.Module]) -> list[Layer]:
-    """The matches that lie in no other, each module once, in the model's order."""
+    """The matches that are inside no other, each module once, in the model's order."""
     found: dict[nn.Module, str] = {}
     for name in names:
         if name in matched and matched.isdisjoint(_ancestors(name)):
@@ -157,7 +134,7 @@ def _find_repeated_layers(model: nn.Module, names: dict[str, nn.Module]) -> list
 
 
 def _find_declared_layers(model: nn.Module, names: dict[str, nn.Module]) -> list[Layer]:
-    """What a model of transformers says of itself: layers made to be checkpointed, and classes not to be split."""
+    """Layers that a transformers model declares: made to be checkpointed, or classes not to be split."""
     unsplit = {kind for module in (model, *names.values()) for kind in getattr(module, "_no_split_modules", None) or ()}
     made_for_it = {name for name, module in names.items() if _has_base(module, _TRANSFORMERS_LAYER)}
     holders = {holder for name in made_for_it for holder in _ancestors(name)}

@@ -1,4 +1,4 @@
-"""Work on a large tensor part by part, which on a fake tensor is done once for all parts of the same size."""
+"""Work on a large tensor part by part."""
 
 from collections.abc import Iterator
 
@@ -10,15 +10,10 @@ _num_alike = 1
 
 
 def parts_of(num_rows: int, part_rows: int, tensor: Tensor) -> Iterator[slice]:
-    """Yield the rows of each part, in order.
+    """Yield the rows of each part of ``part_rows`` rows, in order.
 
-    Of a fake tensor, the first part stands for all whole ones: the others would allocate and free the same bytes. What
-    the loop has allocated for a part must be free before the next part.
-
-    Args:
-        num_rows: Of the tensor.
-        part_rows: Of a whole part.
-        tensor: What the loop reads.
+    Of a fake tensor, the first part stands for all whole ones: the others would allocate and free the same bytes. The
+    loop must free what it has allocated for a part before the next part.
     """
     global _num_alike
     if not isinstance(tensor, FakeTensor):
@@ -37,5 +32,5 @@ def parts_of(num_rows: int, part_rows: int, tensor: Tensor) -> Iterator[slice]:
 
 
 def num_alike() -> int:
-    """Return how many parts the running one stands for."""
+    """Return how many parts the current one stands for."""
     return _num_alike

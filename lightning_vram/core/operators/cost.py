@@ -1,13 +1,4 @@
-"""What an operator costs to run again, and which operators are worth keeping from a second run.
-
-Cost is counted in FLOP equivalents: a kernel is as slow as the slower of its arithmetic and its memory traffic, and
-a byte of traffic is worth :data:`BALANCE` FLOPs. So an activation over a large tensor is not free, and a matrix
-product of a thin matrix costs what reading it costs. The figures rank operators of one model; they are not times.
-They do not see what kernels share in caches, nor the latency of launches, which rules where tensors are tiny.
-
-Costly operators are the matrix products, convolutions and recurrent kernels (:data:`MATMULS`) and the attention
-kernels (:data:`ATTENTION`): much arithmetic for few bytes of result. Names that this torch does not have do no harm.
-"""
+"""What an operator costs to run again."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -91,13 +82,7 @@ _SHOWN_NAMES = 5
 
 @dataclass(frozen=True)
 class OperatorWork:
-    """What one call of an operator does.
-
-    Args:
-        flops: Additions and multiplications.
-        num_bytes: That it reads and writes.
-        num_calls: How many calls these are: of a part that stands for others on fake tensors.
-    """
+    """FLOPs, bytes read and written, and the number of calls: of a part that stands for others on fake tensors."""
 
     flops: int
     num_bytes: int
@@ -113,20 +98,15 @@ NO_WORK = OperatorWork(0, 0)
 
 
 def operator_work(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> OperatorWork:
-    """Estimate what one call of an operator does.
+    """Estimate what one call of an operator does; fake and meta tensors do, and no number is read.
 
-    Args:
-        func: Operator as a dispatch mode sees it.
-        args: Its positional arguments. Fake and meta tensors do; no number is read.
-        kwargs: Its keyword arguments.
-        outputs: What it returned.
-
-    Returns:
-        :data:`NO_WORK` for views, for uninitialised memory, and for what gives no tensor and writes to none.
+    :data:`NO_WORK` for views, for uninitialised memory, and for operators that give no tensor and write to none.
     """
     name = _qualified_name(func)
     results = list(tensors_in(outputs))
-    if name in _FREE or _is_view(func) or not (results or _is_mutable(func)):
+    if name in _FREE or _is_view(func):
+        return NO_WORK
+    if not results and isinstance(func, OpOverload) and not schema_of(func).is_mutable:
         return NO_WORK
     given = list(tensors_in((args, kwargs)))
     written_bytes = sum(map(_touched_bytes, results))
@@ -138,24 +118,11 @@ def operator_work(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out
     return OperatorWork(flops * num_calls, (read_bytes + written_bytes) * num_calls, num_calls)
 
 
-def operator_cost(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> float:
-    """Estimate what one call of an operator costs, in FLOP equivalents: see :func:`operator_work`."""
-    return operator_work(func, args, kwargs, outputs).cost
-
-
 def resolve_operators(names: Sequence[str]) -> frozenset[Any]:
-    """Find operators by the names they have under ``torch.ops``.
+    """Find operators, as a dispatch mode sees them, by the names they have under ``torch.ops``.
 
-    Args:
-        names: Such as ``"aten.mm"`` (all its overloads), ``"aten.mm.default"``, ``"torch.ops.mylib.flash"`` or
-            ``"higher_order.flex_attention"``. A profiler's ``"aten::mm"`` is understood, too.
-
-    Returns:
-        Overloads and higher-order operators, as a dispatch mode sees them.
-
-    Raises:
-        TypeError: If ``names`` is one string, or a name is none.
-        ValueError: If there is no such operator. It names close ones.
+    Such as ``"aten.mm"`` (all its overloads), ``"aten.mm.default"``, ``"torch.ops.mylib.flash"`` or
+    ``"higher_order.flex_attention"``. A profiler's ``"aten::mm"`` is understood, too. ``ValueError`` names close ones.
 
     Example:
         >>> sorted(str(operator) for operator in resolve_operators(["aten.dot"]))
@@ -219,11 +186,6 @@ def _is_view(func: Any) -> bool:
         return False
     aliases = [result.alias_info for result in schema_of(func).returns]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
-
-
-@cache
-def _is_mutable(func: Any) -> bool:
-    return not isinstance(func, OpOverload) or bool(schema_of(func).is_mutable)
 
 
 def _touched_bytes(tensor: Tensor) -> int:

@@ -1,10 +1,4 @@
-"""Which operators must not read a saved argument or result with an error, because their backward magnifies it.
-
-It is divided by, taken the logarithm of, exponentiated, compared for equality with a result (no match: 0 / 0), or its
-sign decides. The formulas are those of PyTorch's ``derivatives.yaml``. Not listed: activations that branch on a sign,
-such as leaky ReLU, of which few elements lie near the step, and products, norms and attention, whose error is in
-proportion to that of the argument.
-"""
+"""Operators that must not read a saved argument or result with an error, because their backward magnifies it."""
 
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -104,7 +98,7 @@ def _is_polynomial(args: tuple[Any, ...]) -> bool:
 
 
 def is_constant(function: Any) -> bool:
-    """Whether ``function`` makes a tensor out of nothing, and not out of random numbers or for somebody to fill."""
+    """Whether ``function`` makes a tensor from nothing: no random numbers, and no uninitialised memory."""
     return function.namespace == "aten" and base_name(function) in ("eye", "ones", "full", "linspace", "scalar_tensor")
 
 

@@ -1,8 +1,4 @@
-"""Which operators are cheap to run again, and which write into their arguments.
-
-Cheap means: no matrix product, no convolution, no attention, no draw of random numbers, and the same kernel gives the
-same bits from the same inputs. PyTorch tags its elementwise operators itself; the others are listed here by family.
-"""
+"""Which operators are cheap to run again, and which write into their arguments."""
 
 from collections.abc import Iterator
 from enum import Enum, auto
@@ -26,7 +22,7 @@ aten = torch.ops.aten
 
 
 class Family(Enum):
-    """What an operator is to recomputation."""
+    """The families of operators, by which recomputation treats them."""
 
     COSTLY = auto()  # or unknown: its results are kept
     ELEMENTWISE = auto()
@@ -94,7 +90,7 @@ _FAMILIES: dict[Any, Family] = {
 
 @cache
 def family_of(function: Any) -> Family:
-    """Return what ``function``, an operator overload, is to recomputation."""
+    """Return the family of ``function``, an operator overload."""
     if not isinstance(function, OpOverload):
         return Family.COSTLY  # a higher-order operator
     known = _FAMILIES.get(function)
@@ -124,7 +120,7 @@ def shares_version(function: Any) -> bool:
 
 @cache
 def functional_form(function: Any) -> Any | None:
-    """Return the cheap operator that gives what ``function`` writes to its first argument: ``relu`` for ``relu_``."""
+    """Return the cheap operator that returns what ``function`` writes to its first argument: ``relu`` for ``relu_``."""
     name = schema_of(function).name.partition("::")[2]
     packet = getattr(aten, name[:-1], None) if name.endswith("_") and function.namespace == "aten" else None
     form = getattr(packet, overload_name(function), None) if packet is not None else None
@@ -136,7 +132,7 @@ def functional_form(function: Any) -> Any | None:
 
 @cache
 def in_place_form(function: Any) -> Any | None:
-    """Return the operator that does what ``function``, an activation, does in the memory of its input."""
+    """Return the in-place operator of ``function``, an activation."""
     if function not in _ACTIVATIONS:
         return None
     return getattr(getattr(aten, schema_of(function).name.partition("::")[2] + "_"), overload_name(function))

@@ -1,4 +1,4 @@
-"""Which operators give indices, and how large those can be: autograd keeps them as 64-bit integers."""
+"""Operators that give indices, and how large those can be: autograd saves them as 64-bit integers."""
 
 import math
 from collections.abc import Callable

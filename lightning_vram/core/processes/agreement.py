@@ -1,9 +1,4 @@
-"""Small decisions that all ranks take together, on the host.
-
-A rank that ran out of memory has to tell the others before any of them goes on. The vote runs over gloo in a group of
-its own: it waits for no device, mixes with no collective of the training, and where a rank never comes it ends in an
-error after a timeout rather than in a hang. A vote between two processes of one machine takes some 0.1 ms.
-"""
+"""Other ranks: small decisions that all take together on the host, and errors that all raise."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,19 +15,16 @@ class RankAgreementError(RuntimeError):
 
 
 class RankAgreement:
-    """Agree on integers over all ranks.
+    """Agree on integers over all ranks, over gloo in a group of its own.
 
-    Making one is a collective over all ranks, and so is each call of :meth:`largest` and :meth:`smallest`: with as
-    many values on every rank, in the same order. Without ``torch.distributed``, or with one rank, nothing is sent.
-    After an error the group is of no use: every further call raises at once, on the other ranks too.
+    So a vote blocks on no device, mixes with no collective of the training, and if a rank never comes it ends in an
+    error after a timeout rather than in a hang. A vote between two processes of one machine takes some 0.1 ms. Making
+    one is a collective over all ranks, and so is each call of :meth:`largest` and :meth:`smallest`: with as many values
+    on every rank, in the same order. Without ``torch.distributed``, or with one rank, nothing is sent. After an error
+    the group is unusable: every further call raises ``RankAgreementError`` at once, on the other ranks too.
 
-    Args:
-        timeout: How long to wait for the slowest rank. ``None`` waits 30 minutes, as ``torch.distributed`` does: a
-            rank may compile, or write a checkpoint, while the others wait.
-
-    Raises:
-        ValueError: If ``timeout`` is not positive.
-        RankAgreementError: If a rank does not come to make the group.
+    ``timeout=None`` waits 30 minutes for the slowest rank, as ``torch.distributed`` does: a rank may compile, or write
+    a checkpoint, while the others wait.
 
     Example:
         >>> RankAgreement().largest(3, 1)
@@ -57,49 +49,26 @@ class RankAgreement:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is nobody to agree with."""
+        """Whether there is only one rank."""
         return self._group is None and self._failure is None
 
     def largest(self, *values: int, timeout: timedelta | None = None) -> tuple[int, ...]:
-        """Find the largest of each value over the ranks.
-
-        Args:
-            values: Integers of at most 64 bits.
-            timeout: How long to wait for this decision; ``None`` as long as for any, and never longer.
-
-        Returns:
-            As many values, the same on every rank.
-
-        Raises:
-            RankAgreementError: If a rank did not come, or gave up before this one came, or the group was closed.
-        """
+        """Return the largest of each value (at most 64 bits) over the ranks; ``timeout`` can only be shorter."""
         return self._begin(values, dist.ReduceOp.MAX, timeout)() if not self.is_alone else values
 
     def smallest(self, *values: int, timeout: timedelta | None = None) -> tuple[int, ...]:
-        """Find the smallest of each value over the ranks: see :meth:`largest`.
-
-        Raises:
-            RankAgreementError: As :meth:`largest`.
-        """
+        """Find the smallest of each value over the ranks: see :meth:`largest`."""
         return self._begin(values, dist.ReduceOp.MIN, timeout)() if not self.is_alone else values
 
     def begin_largest(self, *values: int) -> Callable[[], tuple[int, ...]]:
         """Begin to find the largest of each value; ranks go on meanwhile. All begin and end decisions in one order.
 
-        Returns:
-            What waits for the other ranks, if it has to, and returns what :meth:`largest` does.
-
-        Raises:
-            RankAgreementError: As :meth:`largest`; from what is returned as well.
+        Returns a function that waits for the other ranks, if it has to, and returns the result of :meth:`largest`.
         """
         return self._begin(values, dist.ReduceOp.MAX, None) if not self.is_alone else lambda: values
 
     def gather(self, value: Any) -> list[Any]:
-        """Collect one small value of each rank, which can be pickled, on all ranks, in their order.
-
-        Raises:
-            RankAgreementError: As :meth:`largest`.
-        """
+        """Collect one small value of each rank, which can be pickled, on all ranks, in their order."""
         if self.is_alone:
             return [value]
         if self._failure is not None or self._group is None:
@@ -112,7 +81,7 @@ class RankAgreement:
         return values
 
     def close(self) -> None:
-        """Give the group up; no collective. Calling it again does nothing."""
+        """Destroy the group; no collective. Calling it again does nothing."""
         group, self._group = self._group, None
         if group is None:
             return

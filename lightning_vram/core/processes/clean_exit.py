@@ -1,8 +1,4 @@
-"""Take the process group down before Python ends.
-
-Otherwise a process that has done all its work may abort ("terminate called without an active exception"), and
-``torchrun`` or SLURM takes the job for failed. Lightning destroys groups of the backend ``"nccl"`` only, by that name.
-"""
+"""Destroy the process group before Python ends."""
 
 import atexit
 import time
@@ -16,7 +12,12 @@ _SETTLE_SECONDS = 0.1
 
 
 def leave_group_at_exit() -> None:
-    """Have the process group destroyed when Python ends, if there is one then. Calling it again does nothing."""
+    """Destroy the process group when Python ends, if there is one then. Calling it again does nothing.
+
+    Otherwise a process that has finished its work may abort ("terminate called without an active exception"), and
+    ``torchrun`` or SLURM takes the job for failed. Lightning destroys groups of the backend ``"nccl"`` only, by that
+    name.
+    """
     atexit.unregister(_leave)
     atexit.register(_leave)
 

@@ -1,9 +1,4 @@
-"""Errors of a collective whose peer is gone, said so that a reader of one log knows what to do.
-
-When a rank dies, its own log says why, and the log of every other rank ends in "Connection reset by peer". When one
-hangs, the others end in "Timed out waiting 1800000ms", half an hour later. Neither names a rank, a step or a cause.
-Here they become a :class:`LostPeerError`, which does, and is logged; the error of the backend stays as its cause.
-"""
+"""Errors of a collective whose peer is gone."""
 
 import logging
 import re
@@ -50,8 +45,20 @@ class LostPeerError(RuntimeError):
     """Another rank died, hangs, or runs other collectives than this one."""
 
 
-class LostPeerNaming:
-    """What :func:`naming_lost_peers` returns. It keeps no state: one may be entered again and again, and nested."""
+class naming_lost_peers:  # noqa: N801 - a context, used as one
+    """A context in which the loss of another rank is raised, and logged, as a :class:`LostPeerError`.
+
+    When a rank dies, its own log says why, and the log of every other rank ends in "Connection reset by peer". When one
+    hangs, the others end in "Timed out waiting 1800000ms", half an hour later. Neither names a rank, a step or a cause:
+    ``describe`` is called after an error and says where the run is. The backend's error stays as the cause. It has no
+    state: it may be entered again and again, and nested: then the innermost one names the place. Only a
+    ``RuntimeError`` with the words of a ``torch.distributed`` backend or its store is taken for a lost peer; CUDA out
+    of memory, and all else, passes unchanged.
+
+    Example:
+        >>> with naming_lost_peers(0, 2, lambda: "step 12, backward", timedelta(minutes=30)):
+        ...     pass
+    """
 
     def __init__(self, rank: int, world_size: int, describe: Callable[[], str], timeout: timedelta) -> None:
         self._rank = rank
@@ -95,25 +102,3 @@ class LostPeerNaming:
 
     def _here(self) -> str:
         return f"Rank {self._rank} of {self._world_size} on {socket.gethostname()}, {self._describe()},"
-
-
-def naming_lost_peers(rank: int, world_size: int, describe: Callable[[], str], timeout: timedelta) -> LostPeerNaming:
-    """Make a context in which the loss of another rank is raised as a :class:`LostPeerError`.
-
-    Inside another such context the innermost one names the place. Only a ``RuntimeError`` that a backend of
-    ``torch.distributed`` or its store words so is taken for one; memory that ran out, and all else, passes as it is.
-
-    Args:
-        rank: Global rank of this process.
-        world_size: Number of ranks.
-        describe: Called after an error only: where the run is, as in ``"step 12, backward"``.
-        timeout: Of the process group.
-
-    Returns:
-        The context manager; it may be kept and entered at every step.
-
-    Example:
-        >>> with naming_lost_peers(0, 2, lambda: "step 12, backward", timedelta(minutes=30)):
-        ...     pass
-    """
-    return LostPeerNaming(rank, world_size, describe, timeout)

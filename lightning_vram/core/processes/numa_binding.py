@@ -1,4 +1,4 @@
-"""Each rank on the NUMA node of its device: its threads, and the host memory that they are the first to write to."""
+"""Bind each rank to the NUMA node of its device."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,53 +15,33 @@ from lightning_vram.memory.host.numa import BoundThreads, cores_by_node, node_of
 
 @dataclass(frozen=True)
 class _Claim:
-    """What one rank could be bound to.
-
-    Attributes:
-        machine: That it runs on.
-        node: Of its device; ``None``: it is left alone.
-        cores: That it will run on.
-        nodes: That it may run on now.
-    """
-
     machine: tuple[str, ...]
-    node: int | None
-    cores: frozenset[int]
-    nodes: frozenset[int]
+    node: int | None  # of its device; None: it is not bound
+    cores: frozenset[int]  # that it will run on
+    nodes: frozenset[int]  # that it may run on now
 
 
+@dataclass(frozen=True)
 class NumaBinding:
-    """Threads of this rank that are bound, until :meth:`undo`.
+    """Bound threads of this rank, until :meth:`undo`."""
 
-    Attributes:
-        num_threads: That this rank can keep busy while its neighbours on the node do the same.
-        description: Which ranks of this machine are on which node.
-    """
-
-    def __init__(self, threads: BoundThreads, num_threads: int, description: str) -> None:
-        self._threads = threads
-        self.num_threads = num_threads
-        self.description = description
+    threads: BoundThreads
+    num_threads: int  # that this rank can keep busy while the other ranks of the node do the same
+    description: str  # which ranks of this machine are on which node
 
     def undo(self) -> None:
-        """Let the threads run where they did before."""
-        self._threads.undo()
+        """Let the threads run where they ran before."""
+        self.threads.undo()
 
 
 def bind_to_node_of(
     device: torch.device, local_world_size: int, *, idle_nodes_ok: bool = False, root: Path = Path("/")
 ) -> NumaBinding | None:
-    """Bind this process to the node of its device, with what it may use there. A collective.
+    """Bind the threads of this rank, and the host memory that they write to first, to its device's node. A collective.
 
-    Args:
-        device: Of this rank.
-        local_world_size: Ranks on this machine, this one included.
-        idle_nodes_ok: Whether to do so where a node has no rank: its cores, and the rate of its memory, would lie idle.
-        root: Where ``proc`` and ``sys`` are mounted.
-
-    Returns:
-        ``None`` if nothing has changed: there is one node, the device does not tell its own, no core there may be used,
-        a node would lie idle, or the process is bound already.
+    ``None`` if nothing has changed: there is one node, the device does not name its own, no core there may be used, the
+    process is bound already, or a node has no rank and ``idle_nodes_ok`` is false: its cores and memory bandwidth would
+    be idle. ``root`` is where ``proc`` and ``sys`` are mounted.
     """
     claim = _claim(device, root)
     on_machine = [(rank, other) for rank, other in enumerate(gather_objects(claim)) if other.machine == claim.machine]

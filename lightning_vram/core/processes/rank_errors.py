@@ -20,21 +20,10 @@ class CheckpointError(RuntimeError):
 
 
 def on_all_ranks(action: Callable[[], Result], what: str, group: dist.ProcessGroup | None = None) -> Result:
-    """Do something on every rank, and wait for the others.
+    """Run ``action`` on every rank, and raise the same error on all of them if it failed on any. A collective.
 
-    A collective. The action may be one too if it fails on all ranks together.
-
-    Args:
-        action: What to do.
-        what: For the message: "The checkpoint x.ckpt could not be saved".
-        group: The ranks; ``None`` means all of them.
-
-    Returns:
-        What the action returned here.
-
-    Raises:
-        CheckpointError: If it failed on any rank; the same on every rank. Errors that say what is wrong with an
-            argument keep their class.
+    The action may be a collective too if it fails on all ranks together. ``what`` is for the message: "The checkpoint
+    x.ckpt could not be saved". Errors about an argument keep their class, others become a :class:`CheckpointError`.
     """
     failure: tuple[int, str, str] | None = None
     cause: BaseException | None = None
@@ -56,17 +45,17 @@ def on_all_ranks(action: Callable[[], Result], what: str, group: dist.ProcessGro
 
 
 def current_rank() -> int:
-    """Say which rank this process is; 0 without ``torch.distributed``."""
+    """Return the rank of this process; 0 without ``torch.distributed``."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def num_ranks(group: "dist.ProcessGroup | None" = None) -> int:
-    """Say how many processes there are, in a group or in all; 1 without ``torch.distributed``."""
+    """Return the number of processes, in a group or in all; 1 without ``torch.distributed``."""
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
 def gather_objects(value: Result, group: "dist.ProcessGroup | None" = None) -> list[Result]:
-    """Return what every rank has given, in their order. A collective, unless there is one rank."""
+    """Return the values of all ranks, in their order. A collective, unless there is one rank."""
     values = [value] * num_ranks(group)
     if len(values) > 1:
         dist.all_gather_object(values, value, group)

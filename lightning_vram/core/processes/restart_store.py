@@ -1,14 +1,4 @@
-"""A key-value store of this attempt alone, where ``torchrun`` keeps one over all restarts.
-
-``torchrun`` restarts its workers, but the store that they meet in belongs to the agent and lives on: the second
-attempt finds the addresses of the first one's dead processes and connects to them ("Gloo connectFullMesh failed ...
-Connection refused"). Older releases of torch put ``/worker/attempt_N`` before every key; newer ones do not, in the
-belief that each restart gets a store of its own, while the agent makes it once and hands out the same one ever after.
-And N counts the restarts of one agent: that of a node which came later counts fewer, so its ranks would wait for ever.
-
-So the ranks agree on a prefix that nobody used before. Stale keys mislead no one, since each answer is filed under
-a number that its reader drew.
-"""
+"""A key-value store of this attempt alone, where ``torchrun`` uses one over all restarts."""
 
 import os
 import time
@@ -26,17 +16,14 @@ _MEETING = "lightning_vram/attempt"
 def attempt_store(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
     """Return a view of ``store`` which holds nothing of an earlier attempt; a collective over all ranks.
 
-    Args:
-        store: The store that all ranks share, as it came from the rendezvous.
-        rank: Global rank of this process. Rank 0 draws the prefix.
-        world_size: Number of ranks of this attempt; the one before may have had others.
-        timeout: How long to wait for the other ranks.
+    ``torchrun`` restarts its workers, but their store belongs to the agent and lives on: the second attempt finds the
+    addresses of the first one's dead processes and connects to them ("Gloo connectFullMesh failed ... Connection
+    refused"). Older releases of torch put ``/worker/attempt_N`` before every key; newer ones do not, although the agent
+    makes the store once and returns the same one ever after. And N counts the restarts of one agent: that of a node
+    which came later counts fewer, so its ranks would wait for ever.
 
-    Returns:
-        ``store`` itself where no agent owns it, so that it is new anyway; else the same store under a new prefix.
-
-    Raises:
-        LostPeerError: If a rank does not come in time.
+    So rank 0 draws a prefix that nobody used before, and all agree on it. Stale keys mislead no rank, since each answer
+    is filed under a number that its reader drew. Without an agent the store is new anyway, and returned as it is.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return store

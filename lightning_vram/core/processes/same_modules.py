@@ -1,13 +1,9 @@
-"""Make sure that all ranks train the same model.
-
-Sharded training puts the shards of all ranks together to one parameter. Ranks whose models differ give an error far
-from its cause, a hang, or a model that is made of two. Both functions are collectives: every rank must call them.
-"""
+"""Make sure that all ranks train the same model."""
 
 import ctypes
 import hashlib
-from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import Sequence
+from itertools import chain, zip_longest
 
 import torch
 import torch.distributed as dist
@@ -23,14 +19,11 @@ Entry = tuple[str, str]  # name, and what is to be the same
 
 
 def check_same_modules(module: nn.Module, group: "dist.ProcessGroup | None" = None) -> None:
-    """Refuse a model that is not built alike on all ranks.
+    """Raise ``ValueError`` on every rank if the model is not the same on all of them. A collective.
 
-    Args:
-        module: The whole model. Values are not compared.
-        group: The ranks to compare, with a backend for the host; ``None`` is all ranks.
-
-    Raises:
-        ValueError: On every rank, if names, shapes, dtypes, ``requires_grad`` or sharing of tensors differ.
+    Compared are names, shapes, dtypes, ``requires_grad`` and sharing of tensors, not values. Sharded training combines
+    the shards of all ranks to one parameter: if models differ, it fails far from the cause, hangs, or trains a mixture
+    of two. ``group`` needs a backend for the host.
     """
     if num_ranks(group) == 1:
         return
@@ -44,19 +37,10 @@ def check_same_modules(module: nn.Module, group: "dist.ProcessGroup | None" = No
 
 
 def spread_values(module: nn.Module, group: "dist.ProcessGroup | None" = None) -> bool:
-    """Give the parameters and buffers of every rank the values of the first one, if any differ.
+    """Copy parameters and buffers from the first rank to all; return whether any differed. A collective.
 
-    Checksums go over the network first, and then only the tensors that differ.
-
-    Args:
-        module: Built alike on all ranks. What is not a plain tensor on the host is left alone: shards, meta tensors.
-        group: The ranks to make alike, with a backend for the host; ``None`` is all ranks.
-
-    Returns:
-        Whether any tensor differed; the same on all ranks.
-
-    Raises:
-        ValueError: On every rank, if a tensor lies on the host on some ranks only.
+    Checksums are sent first, and then only the tensors that differ. Shards and meta tensors are left alone.
+    ``ValueError`` on every rank if a tensor is on the host on some ranks only. ``group`` needs a backend for the host.
     """
     named = [*module.named_parameters(), *module.named_buffers()]
     if num_ranks(group) == 1 or not named or detect_fake_mode() is not None:  # fake tensors have no values
@@ -78,35 +62,32 @@ def spread_values(module: nn.Module, group: "dist.ProcessGroup | None" = None) -
 
 
 def _describe(module: nn.Module) -> list[Entry]:
-    """Return all names with what must be the same, tensors that have several names included."""
+    """Return all names with what must be equal, tensors that have several names included."""
     first_names: dict[int, str] = {}
-    return [
-        *_describe_all("parameter", module.named_parameters(remove_duplicate=False), first_names),
-        *_describe_all("buffer", module.named_buffers(remove_duplicate=False), first_names),
-    ]
-
-
-def _describe_all(kind: str, named: Iterator[tuple[str, Tensor]], first_names: dict[int, str]) -> Iterator[Entry]:
-    for name, tensor in named:
+    entries = []
+    parameters = (("parameter", *one) for one in module.named_parameters(remove_duplicate=False))
+    buffers = (("buffer", *one) for one in module.named_buffers(remove_duplicate=False))
+    for kind, name, tensor in chain(parameters, buffers):
         first_name = first_names.setdefault(id(tensor), name)
         shape = "no shape yet" if is_lazy(tensor) else f"shape {tuple(tensor.shape)}"
         text = f"has {shape}, {str(tensor.dtype).removeprefix('torch.')}, requires_grad={tensor.requires_grad}"
-        yield f"{kind} {name!r}", text if first_name == name else f"is the same as {first_name!r}"
+        entries.append((f"{kind} {name!r}", text if first_name == name else f"is the same as {first_name!r}"))
+    return entries
 
 
 def _tell_difference(described: Sequence[list[Entry]]) -> str:
-    """Say what is different first, and where."""
+    """Describe the first difference, and on which ranks it is."""
     by_name = [dict(entries) for entries in described]
     at_once = next(row for row in zip_longest(*described) if len(set(row)) > 1)
     for entry in filter(None, at_once):
-        told = _join([names.get(entry[0], _MISSING) for names in by_name])
-        if told:
-            return f"{entry[0]} {told}"
+        difference = _join([names.get(entry[0], _MISSING) for names in by_name])
+        if difference:
+            return f"{entry[0]} {difference}"
     return f"the order, {_join([f'first comes {entry[0]}' for entry in at_once if entry])}"
 
 
 def _join(texts: list[str]) -> str:
-    """Say which ranks have which text; nothing if all have the same."""
+    """Return which ranks have which text; nothing if all have the same."""
     ranks: dict[str, list[str]] = {}
     for rank, text in enumerate(texts):
         ranks.setdefault(text, []).append(str(rank))

@@ -1,9 +1,4 @@
-"""Keep workers of data loaders alive when a cluster signals every process of a job.
-
-SLURM sends SIGUSR1 and SIGTERM to all processes of a step, and a worker that dies of them ends the training before it
-has saved. Workers are daemons of ``multiprocessing``: all that are started while a shield is up begin with the signals
-blocked, whoever starts them. Python ends daemons by SIGTERM, and waits for them: here it is SIGKILL.
-"""
+"""Keep data loader workers alive when a cluster signals every process of a job."""
 
 import signal
 from collections.abc import Sequence
@@ -13,10 +8,10 @@ from typing import Any
 
 
 class DaemonShield:
-    """Up from :meth:`raise_it` to :meth:`lower`. Where signals cannot be blocked (Windows), it does nothing.
+    """From :meth:`raise_it` to :meth:`lower`, daemons of ``multiprocessing`` start with ``signals`` blocked.
 
-    Args:
-        signals: That daemons do not receive.
+    A data loader worker that dies of a signal ends the training before it has saved. Python ends daemons by SIGTERM,
+    and waits for them: here it is SIGKILL. Where signals cannot be blocked (Windows), it does nothing.
     """
 
     def __init__(self, signals: Sequence[int]) -> None:

@@ -1,9 +1,4 @@
-"""Note the signals by which a job is told to end, and do nothing in their handler.
-
-Python runs a handler between two bytecodes of the main thread, which may hold locks or be within a collective: whatever
-waits for another rank there can hang the job (Lightning #21406). So the handler notes the signal, and who can act on it
-looks.
-"""
+"""Record the signals by which a job is stopped, and do nothing else in their handler."""
 
 import signal
 import threading
@@ -14,11 +9,7 @@ Handler = Callable[[int, Any], Any] | int | None
 
 
 class StopSignals:
-    """What has arrived while they were installed.
-
-    Args:
-        signals: In order of importance, the least first.
-    """
+    """Records which of ``signals`` (the least important first) arrive while it is installed."""
 
     def __init__(self, signals: Sequence[signal.Signals]) -> None:
         self.signals = tuple(signals)
@@ -27,16 +18,13 @@ class StopSignals:
 
     @property
     def strongest(self) -> int:
-        """Of those that arrived the place in ``signals``, from 1; 0 if there was none."""
+        """The place in ``signals``, from 1, of the most important that arrived; 0 if there was none."""
         return max((place for place, one in enumerate(self.signals, 1) if one in self._arrived), default=0)
 
     def install(self) -> bool:
-        """Note signals from now on, and take in those that were blocked and wait, or that another has noted meanwhile.
+        """Record signals from now on, also blocked ones and those that another object recorded; return success.
 
-        Calling it again does nothing.
-
-        Returns:
-            Whether it could be done: only the main thread may.
+        Only the main thread can. Calling it again does nothing.
         """
         if threading.current_thread() is not threading.main_thread():
             return False
@@ -50,21 +38,19 @@ class StopSignals:
         return True
 
     def unblock(self) -> None:
-        """Let through what was held back in this thread."""
+        """Unblock the signals in this thread."""
         if hasattr(signal, "pthread_sigmask"):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals)
 
     def note(self, number: int, frame: Any = None) -> None:
-        """Be the handler."""
+        """The handler."""
         self._arrived.add(number)
 
     def remove(self, harmless: Sequence[signal.Signals] = ()) -> None:
-        """Put back the handlers of before, who learn what has arrived if they note it, too. It stays noted here.
+        """Put the previous handlers back, which get what has arrived if they record it, too. It stays recorded here.
 
-        Calling it again does nothing.
-
-        Args:
-            harmless: Signals that are noted further where nobody else handles them, for they would end the process.
+        Calling it again does nothing. ``harmless`` signals stay recorded if no handler is left: they would end the
+        process.
         """
         if threading.current_thread() is threading.main_thread():
             kept = [one for one, handler in self._before.items() if one in harmless and handler == signal.SIG_DFL]
@@ -81,6 +67,5 @@ class StopSignals:
 
 
 def _noting(handler: Handler) -> StopSignals | None:
-    """Whose handler it is, if it is one of ours."""
     owner = getattr(handler, "__self__", None)
     return owner if isinstance(owner, StopSignals) else None

@@ -1,7 +1,4 @@
-"""Tell all ranks that one of them was told to stop, at the same moment, without making any of them wait.
-
-What a rank knows goes out when a batch begins and is read when the next one does: by then it has long arrived.
-"""
+"""Stop all ranks at the same moment, without blocking any of them."""
 
 import math
 from collections.abc import Callable
@@ -13,11 +10,9 @@ _ENDLESS = 2**62
 
 
 class StopVote:
-    """A sequence of votes that all ranks take in step.
+    """A sequence of votes on stop signals that all ranks take in step, without blocking.
 
-    Args:
-        agreement: Of all ranks.
-        signals: Of this one.
+    A rank sends what it knows when a batch begins and reads the result when the next one does: by then it has arrived.
     """
 
     def __init__(self, agreement: RankAgreement, signals: StopSignals) -> None:
@@ -29,17 +24,13 @@ class StopVote:
 
     @property
     def name(self) -> str:
-        """Of the signal that all know of."""
+        """The name of the signal that all ranks know of."""
         return self._signals.signals[self._strongest - 1].name
 
     def exchange(self) -> bool:
-        """End the vote before, and begin the next unless it is known. All ranks call it as often.
+        """End the last vote, begin the next; return whether the ranks know of a signal, all since the same call.
 
-        Returns:
-            Whether the ranks know of a signal, all of them since the same call.
-
-        Raises:
-            RankAgreementError: If a rank is gone.
+        All ranks must call it equally often.
         """
         if self._agreement.is_alone:
             self._strongest = max(self._strongest, self._signals.strongest)
@@ -50,13 +41,9 @@ class StopVote:
         return self._strongest > 0
 
     def limit(self, num_batches: float) -> None:
-        """Agree on how often :meth:`exchange_limited` votes: ranks may evaluate different numbers of batches.
+        """Agree on how often :meth:`exchange_limited` votes; infinity if this rank does not know its number of batches.
 
-        Args:
-            num_batches: Of this rank; infinity if it does not know.
-
-        Raises:
-            RankAgreementError: If a rank is gone.
+        Ranks may evaluate different numbers of batches.
         """
         if self._agreement.is_alone:
             self._num_left = _ENDLESS

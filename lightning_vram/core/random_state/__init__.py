@@ -1,1 +1,1 @@
-"""Read, write and compare every generator of random numbers. May import: core.tensors, memory."""
+"""Read, write and compare random generators, and the state around a forward. May import: core.tensors, memory."""

@@ -1,4 +1,4 @@
-"""What surrounds a forward: random generators, autocast, the default dtype and device, backends, context variables."""
+"""The state around a forward: random generators, autocast, default dtype and device, backends, context variables."""
 
 import random
 from collections.abc import Callable
@@ -24,11 +24,10 @@ _Autocast = tuple[bool, torch.dtype, bool]
 
 
 class AmbientState:
-    """The state at the time it is made.
+    """Random generators, autocast, default dtype and device, backends and context variables at the time it is made.
 
-    Args:
-        devices: On which a forward may compute or draw random numbers, besides the host.
-        has_numpy: Whether NumPy's global generator counts, whose state takes long to read.
+    ``devices`` are those on which a forward may compute or draw random numbers, in addition to the host. ``has_numpy``:
+    whether NumPy's global generator counts, whose state takes long to read.
     """
 
     def __init__(self, devices: set[torch.device], *, has_numpy: bool = True) -> None:
@@ -44,16 +43,12 @@ class AmbientState:
         self._hosts = [(read, write, read()) for read, write in host_sources()[: None if has_numpy else 1]]
 
     def settle(self) -> set[str]:
-        """Forget the states of Python's and NumPy's generators that no number was drawn from since.
-
-        Returns:
-            Which of the two were drawn from: ``"python"``, ``"numpy"``.
-        """
+        """Drop unchanged states of Python's and NumPy's generators; return the changed: ``"python"``, ``"numpy"``."""
         self._hosts = [one for one in self._hosts if differs(one[2], one[0]())]
         return {"python" if write is random.setstate else "numpy" for _, write, _ in self._hosts}
 
     def run(self, work: Callable[[], _T]) -> _T:
-        """Return what ``work`` returns in this state; generators go on afterwards from where they are now."""
+        """Return the result of ``work`` in this state; generators go on afterwards from where they are now."""
         # A copy: a context can be entered once at a time, and a graph that is retained is recomputed again.
         return self._context.copy().run(self._run, work)
 

@@ -1,4 +1,4 @@
-"""States of random generators of torch, Python and NumPy, in a form that ``torch.load(weights_only=True)`` reads."""
+"""States of random generators that ``torch.load(weights_only=True)`` reads."""
 
 import random
 import sys
@@ -25,14 +25,7 @@ def is_generator(value: object) -> bool:
 
 
 def read_state(generator: Any) -> State:
-    """Return the state of a generator, or of the module ``random`` or ``numpy.random``.
-
-    Args:
-        generator: One that :func:`is_generator` accepts, or one of the two modules.
-
-    Returns:
-        A copy.
-    """
+    """Return the state of a generator, or of the module ``random`` or ``numpy.random``, as a copy."""
     if isinstance(generator, torch.Generator):
         return {"torch": generator.get_state()}
     if hasattr(generator, "getstate"):
@@ -68,25 +61,13 @@ def write_global_states(states: State) -> None:
 
 
 def read_random_states(device: torch.device) -> State:
-    """Read all that a training draws from by default: the global generators, and that of its device.
-
-    Args:
-        device: Its generator counts if it is an accelerator that is in use.
-
-    Returns:
-        For :func:`restore_random_states`.
-    """
+    """Read what a training draws from by default: the global generators, and that of an accelerator in use."""
     states, source = read_global_states(), accelerator_source(device)
     return states if source is None else states | {device.type: source[0]()}
 
 
 def restore_random_states(states: State, device: torch.device) -> None:
-    """Put generators into the states that were read; those of other kinds of devices are left alone.
-
-    Args:
-        states: From :func:`read_random_states`.
-        device: As there.
-    """
+    """Restore the states of :func:`read_random_states`; those of other kinds of devices are left alone."""
     write_global_states(states)
     source = accelerator_source(device)
     if source is not None and device.type in states:
@@ -120,7 +101,7 @@ def _numpy_state(generator: Any) -> State:
 
 
 def _encode(value: Any) -> Any:
-    """Let arrays be tensors; signed ones, since others are rare in torch."""
+    """Turn arrays into tensors; signed ones, since others are rare in torch."""
     if isinstance(value, dict):
         return {name: _encode(part) for name, part in value.items()}
     if getattr(value, "ndim", 0):
@@ -129,7 +110,7 @@ def _encode(value: Any) -> Any:
 
 
 def _decode(value: Any, like: Any) -> Any:
-    """Let tensors be arrays of the kind that the generator has there now."""
+    """Turn tensors into arrays of the kind that the generator has now."""
     if isinstance(value, dict):
         return {name: _decode(part, like.get(name) if isinstance(like, dict) else None) for name, part in value.items()}
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""The generators of random numbers in a process: how to read the state of each, and how to set it."""
+"""The random generators of a process: how to read and set their states."""
 
 import random
 import sys
@@ -49,7 +49,7 @@ def accelerator_source(device: torch.device) -> Source | None:
 
 
 def own_sources() -> Mapping[type, Callable[[Any], Source]]:
-    """Return, for each kind of generator that somebody may have for himself, what makes its source."""
+    """Return, for each kind of generator that an object may own, what makes its source."""
     return _own_sources(sys.modules.get("numpy.random"))
 
 
@@ -74,7 +74,7 @@ def differs(one: Any, other: Any) -> bool:
 
 
 def _flat(state: tuple[Any, ...]) -> list[Any]:
-    """What there is to compare: NumPy's state holds an array, which compares as bytes."""
+    """Return what to compare: NumPy's state holds an array, which compares as bytes."""
     # Python's holds words, then the position of the next: a draw moves the position, or makes all words anew.
     parts = (part[-9:] if type(part) is tuple else part for part in state)
     return [part.tobytes() if hasattr(part, "tobytes") else part for part in parts]
@@ -86,7 +86,10 @@ def _is_host(device: torch.device) -> bool:
 
 @cache
 def _own_sources(numpy_random: ModuleType | None) -> dict[type, Callable[[Any], Source]]:
-    kinds: dict[type, Callable[[Any], Source]] = {_TorchGenerator: _source_of_torch, random.Random: _source_of_python}
+    kinds: dict[type, Callable[[Any], Source]] = {
+        _TorchGenerator: _source_of_torch,
+        random.Random: lambda generator: (generator.getstate, generator.setstate),
+    }
     if numpy_random is not None:
         kinds |= {numpy_random.Generator: _source_of_numpy, numpy_random.RandomState: _source_of_old_numpy}
     return kinds
@@ -94,10 +97,6 @@ def _own_sources(numpy_random: ModuleType | None) -> dict[type, Callable[[Any], 
 
 def _source_of_torch(generator: torch.Generator) -> Source:
     return generator.get_state, generator.set_state
-
-
-def _source_of_python(generator: random.Random) -> Source:
-    return generator.getstate, generator.setstate
 
 
 def _source_of_numpy(generator: Any) -> Source:

@@ -1,1 +1,1 @@
-"""The state of a module before a forward or a step, to go back to. May import: the rooms of core below it, memory."""
+"""Restore a module as it was before a forward or step, to recompute or retry. May import: rooms of core below."""

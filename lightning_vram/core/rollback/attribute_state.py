@@ -1,13 +1,4 @@
-"""Put the attributes of a module back, in the very objects that held them.
-
-Others hold on to these objects: the handle of a hook refers to the dict it is in, a logger to the list it reads. So
-lists, dicts and the like (also inside of one another) get their former content back; they are not replaced by copies.
-Generators of torch, NumPy and Python go back to their positions, in containers as well.
-
-Of containers with more than a thousand items nothing inside is looked at, as that would cost more than it is worth:
-from lists and dicts only what was added at the end is taken away, sets and deques get their items back up to ten
-thousand, and larger ones stay as they are. What cannot be seen: objects of other kinds that change inside.
-"""
+"""The state of a module, to restore: its attributes, and its buffers."""
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -37,14 +28,10 @@ Undo = Callable[[], object]
 
 
 class AttributeLayout:
-    """What the attributes of a module are: containers, generators, tensors. Of most modules it is found out once.
+    """Which attributes of a module are containers, generators and tensors. Of most modules it is computed once.
 
     It follows from names and types, which are quick to compare: an attribute that a step replaces or adds is noticed,
     and no value is held from step to step.
-
-    Args:
-        names: Of all attributes.
-        values: Of all attributes, in the same order.
     """
 
     __slots__ = ("containers", "generators", "kinds", "names", "registries", "start", "tensors")
@@ -79,13 +66,16 @@ def take_states(
 
 
 class AttributeState:
-    """All attributes of one module: modes, hooks, registries of parameters, buffers and children, and its own.
+    """All attributes of one module, without its children: modes, hooks, registries and its own.
 
-    Args:
-        module: Whose. Children have their own state.
-        max_items: In containers with more items nothing is looked at.
-        layout: That of an earlier state, to save looking for what needs to be kept. One that does not fit is ignored.
-        shortens: Whether containers with more items lose what was added; else they stay as they are.
+    They are restored in the very objects that held them, since other code holds on to these: the handle of a hook
+    refers to the dict it is in, a logger to the list it reads. So lists, dicts and the like (also nested ones) get
+    their former content back. Generators of torch, NumPy and Python go back to their positions, in containers as well.
+    Of containers with more than ``max_items`` nothing inside is checked, as that would cost too much: if ``shortens``,
+    lists and dicts lose what was added at the end, sets and deques get their items back up to ten thousand, and larger
+    ones stay as they are. Not detected: objects of other kinds that change inside.
+
+    ``layout``: that of an earlier state, which saves time; one that does not fit is ignored.
     """
 
     __slots__ = ("_kind", "_max_items", "_notes", "_parameters", "_shortens", "_values", "layout", "module")
@@ -170,7 +160,7 @@ class AttributeState:
 
 
 def _put_parameters_back(registered: dict[str, Tensor | None], before: dict[str, Tensor | None]) -> None:
-    """Fill the dict in which a module has its parameters with those from before."""
+    """Fill the dict of a module's parameters with those from before."""
     # FSDP2 moves sharded and unsharded parameters in and out itself.
     if not any(map(is_shard, (*registered.values(), *before.values()))):
         _refill(registered, before)
@@ -187,7 +177,7 @@ def _refill(container: Any, content: Any) -> None:
 
 
 def _has(container: dict[Any, Any], content: dict[Any, Any]) -> bool:
-    """Whether it holds these very objects: nothing is written then, somebody may be in a loop over it."""
+    """Whether it holds these very objects: then nothing is written, since other code may be in a loop over it."""
     return all(map(is_, container.values(), content.values())) and [*container] == [*content]
 
 

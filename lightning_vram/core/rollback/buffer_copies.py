@@ -1,11 +1,4 @@
-"""Keep copies of tensors over many steps, and copy again only what may have changed.
-
-Most bytes of buffers are constants (masks, rotary tables): autograd counts writes, so a constant is copied once. Up to
-1 MiB is copied in every step all the same, in one operation for all tensors of a kind: kernels such as those of batch
-normalization write without being counted. A large tensor that is written uncounted is found in the second step, when
-all of them are compared once, and copied in every step from then on. Copies of large tensors lie on the host, those of
-written ones in pinned memory, so that nobody waits for them.
-"""
+"""Hold copies of tensors over many steps, and copy again only what may have changed."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -26,7 +19,7 @@ _PLAIN_KINDS = (Tensor, nn.Parameter, nn.Buffer)
 
 
 def differs(tensor: Tensor, start: Tensor | None) -> bool:
-    """Whether a tensor was written past its version counter, through ``.data`` or by a kernel that does not tell."""
+    """Whether a tensor was written past its version counter: through ``.data``, or by a kernel."""
     is_plain = (type(tensor) is nn.Buffer or type(tensor) in REAL_TYPES) and tensor.layout is torch.strided
     if type(start) is not Tensor or not is_plain or tensor.is_meta or tensor.is_nested:
         return False
@@ -36,11 +29,7 @@ def differs(tensor: Tensor, start: Tensor | None) -> bool:
 
 
 class BufferCopy:
-    """One tensor, and its value at one time.
-
-    Args:
-        tensor: The tensor.
-    """
+    """One tensor, and its value at one time."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -93,7 +82,14 @@ class BufferCopy:
 
 
 class BufferCopies:
-    """Copies of a model's tensors, held over a run; with them the layouts of its modules, which only save time."""
+    """Copies of a model's tensors, held over many steps; with them the layouts of its modules, which only save time.
+
+    Most bytes of buffers are constants (masks, rotary tables): autograd counts writes, so a constant is copied once. Up
+    to 1 MiB is copied in every step all the same, in one operation for all tensors of a kind: kernels such as those of
+    batch normalization write without being counted. A large tensor that is written uncounted is found in the second
+    step, when all of them are compared once, and copied in every step from then on. Copies of large tensors are on the
+    host, those of written ones in pinned memory, so that nothing blocks.
+    """
 
     def __init__(self) -> None:
         self.layouts: list[AttributeLayout] = []
@@ -103,14 +99,7 @@ class BufferCopies:
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
 
     def take(self, tensors: Iterable[Tensor]) -> list[BufferCopy]:
-        """Bring the copies of ``tensors`` up to date; drop those of other tensors.
-
-        Args:
-            tensors: On any device. Those without memory of their own (meta, lazy) are left out.
-
-        Returns:
-            One copy for each tensor, good until the next call.
-        """
+        """Return up-to-date copies of tensors with memory, good until the next call; drop those of others."""
         before, self._copies = self._copies, {}
         small: list[BufferCopy] = []
         with torch.inference_mode(mode=False), torch.no_grad():  # a copy made for an evaluation serves training as well
@@ -133,7 +122,6 @@ class BufferCopies:
 
 
 def _group(copies: list[BufferCopy]) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Values and tensors by type and device: those of a kind are copied in one operation."""
     groups: dict[tuple[torch.dtype, torch.device], list[BufferCopy]] = defaultdict(list)
     for copy in copies:
         groups[copy.tensor.dtype, copy.tensor.device].append(copy)

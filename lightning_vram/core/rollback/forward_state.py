@@ -1,17 +1,4 @@
-"""Run a forward again as it ran the first time: the one place for everything that recomputes.
-
-Recomputation runs a forward a second time, in the backward. By then the module and its surroundings may be others: an
-adapter is switched, ``eval()`` was called, ``sdpa_kernel(...)`` is left, a buffer has moved. And what the forward
-writes would be written twice: BatchNorm would move its running statistics two times per step (pytorch#96136), a list of
-auxiliary losses would grow. Recomputation may also be stopped early, so what a forward sets and resets may stay set.
-
-:class:`ForwardState` puts all of that back for the second run, and undoes it afterwards: attributes (lists, dicts and
-the like with what is in them, up to a thousand items), hooks, training flags, which parameters stand where, buffers
-and tensor attributes by value, random generators, and what surrounds the forward
-(:mod:`~lightning_vram.core.random_state.ambient_state`). Tensors that are not copied are watched: one that was
-overwritten meanwhile is an error, as in autograd. What cannot be seen: other objects that change inside, globals, and
-parameters that the forward itself overwrites. One thread at a time: a second one would see the state of the first.
-"""
+"""Run a forward again as it ran the first time."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -41,26 +28,17 @@ _read_values = methodcaller("values")
 
 @dataclass
 class Learned:
-    """What the forwards of a module have shown so far.
+    """What the forwards of a module have shown so far; ``None`` before the first."""
 
-    Args:
-        written: Buffers and tensor attributes that it writes, by number of the submodule and name; ``None`` before the
-            first forward.
-        layouts: Of the attributes of its submodules. They hold no values.
-        draws_from_numpy: Whether it draws from NumPy's global generator; ``None`` before the first forward. One that
-            does so in later forwards only is not noticed.
-        reads_statistics: Whether its code names the running statistics of its norms; ``None`` before it is looked at.
-    """
-
-    written: set[tuple[int, str]] | None = None
-    layouts: list[AttributeLayout] = field(default_factory=list)
-    draws_from_numpy: bool | None = None
-    reads_statistics: bool | None = None
+    written: set[tuple[int, str]] | None = None  # buffers and tensor attributes: number of the submodule, and name
+    layouts: list[AttributeLayout] = field(default_factory=list)  # of the submodules, in order
+    draws_from_numpy: bool | None = None  # one that does so in later forwards only is not noticed
+    reads_statistics: bool | None = None  # whether its code names the running statistics of its norms
 
 
 @dataclass(slots=True)
 class _Held:
-    """A buffer or tensor attribute. ``start`` is its value before the forward, if that is kept."""
+    """A buffer or tensor attribute. ``start`` is its value before the forward, if that is saved."""
 
     registry: dict[str, Any]
     tensor: Tensor
@@ -69,12 +47,21 @@ class _Held:
 
 
 class ForwardState:
-    """What a forward is about to see. Call :meth:`settle` right after the forward, and :meth:`run` to repeat it.
+    """The start of a forward of ``modules``: call :meth:`settle` right after it, and :meth:`run` to repeat it.
 
-    Args:
-        modules: Modules whose forward runs, with their children.
-        learned: What is known about them; filled in after the first forward.
-        devices: On which they may compute, besides those of their parameters.
+    Recomputation runs a forward again in the backward. By then the module and its ambient state may have changed: an
+    adapter is switched, ``eval()`` was called, ``sdpa_kernel(...)`` is left, a buffer has moved. And what the forward
+    writes would be written twice: BatchNorm would move its running statistics two times per step (pytorch#96136), a
+    list of auxiliary losses would grow. Recomputation may also be stopped early, so what a forward sets and resets may
+    stay set.
+
+    All of that is restored for the recomputation, and afterwards put back: attributes (lists, dicts and the like with
+    their contents, up to a thousand items), hooks, training flags, which parameters are where, buffers and tensor
+    attributes by value, and the :class:`AmbientState`. Tensors that are not copied are watched: one that was
+    overwritten meanwhile is an error, as in autograd. Not detected: other objects that change inside, globals, and
+    parameters that the forward itself overwrites. One thread at a time: a second one would see the state of the first.
+
+    ``devices`` are those on which the modules may compute in addition to those of their parameters.
     """
 
     def __init__(self, modules: Sequence[nn.Module], learned: Learned, devices: Iterable[torch.device] = ()) -> None:
@@ -93,16 +80,16 @@ class ForwardState:
                 self._take_buffers(number, buffers)
             if self._states[number].layout.tensors:
                 self._take_tensors(number)
-        self._ambient = AmbientState({*devices, *self._devices()}, has_numpy=learned.draws_from_numpy is not False)
+        # Those of the parameters, too: a layer may get its tensors inside an object of the user's.
+        parameters = chain.from_iterable(map(_read_values, self._own(PARAMETERS)))
+        devices = {*devices, *(parameter.device for parameter in parameters if parameter is not None)}
+        self._ambient = AmbientState(devices, has_numpy=learned.draws_from_numpy is not False)
 
     def settle(self) -> set[str]:
-        """Call after the forward: keep the starts of what it wrote, and watch what it did not write.
+        """Save the starts of tensors that the forward wrote, and watch the others; call it after the forward.
 
-        Returns:
-            From which generators of the host it drew numbers: ``"python"``, ``"numpy"``.
-
-        Raises:
-            RuntimeError: If it wrote a large tensor that is not copied: it did not write it in its first forward.
+        Returns from which generators of the host it drew numbers: ``"python"``, ``"numpy"``. Raises ``RuntimeError`` if
+        it wrote a large tensor that is not copied, since it did not write it in its first forward.
         """
         is_first = self._learned.written is None
         known = self._learned.written = self._learned.written or set()
@@ -127,10 +114,9 @@ class ForwardState:
         return drawn
 
     def run(self, work: Callable[[], _T]) -> _T:
-        """Return what ``work`` returns where everything is as it was before the forward. May be called again.
+        """Return the result of ``work`` in the state before the forward. May be called again.
 
-        Raises:
-            RuntimeError: If a tensor that the forward read has been overwritten since.
+        Raises ``RuntimeError`` if a tensor that the forward read has been overwritten since.
         """
         now = [num_writes(one) for _, one in self._watched]
         if now != self._versions:
@@ -205,13 +191,8 @@ class ForwardState:
             self._learned.reads_statistics = any(_names_statistics(one) for kind in own for one in vars(kind).values())
         return self._learned.reads_statistics
 
-    def _devices(self) -> set[torch.device]:
-        """Return those of the parameters: a layer may get its tensors inside an object of the user's."""
-        parameters = chain.from_iterable(map(_read_values, self._own(PARAMETERS)))
-        return {parameter.device for parameter in parameters if parameter is not None}
-
     def _own(self, registry: str) -> Iterator[dict[str, Any]]:
-        """Return the very dictionaries of all members: this and what follows calls no function of Python for each."""
+        """Yield the registries of all members: this and its callers call no Python function for each."""
         return map(itemgetter(registry), map(vars, self._members))
 
     def _iterate_parameters(self) -> Iterator[Tensor]:
@@ -237,7 +218,7 @@ def _names_statistics(value: Any) -> bool:
 
 
 def _is_moved(parameter: Tensor, data: Tensor) -> bool:
-    """Whether a parameter lies elsewhere than ``data``, which was its own; fake tensors have no ``data_ptr()``."""
+    """Whether a parameter is elsewhere than ``data``, which was its own; fake tensors have no ``data_ptr()``."""
     if parameter.storage_offset() != data.storage_offset():
         return True
     try:

@@ -1,9 +1,4 @@
-"""Put gradients back to what they were before a backward that broke off.
-
-A backward that ran out of memory has added to some gradients and not to others. At the start of an accumulation window
-there is nothing to keep: gradients are set to ``None`` again. Later in a window a copy is needed, as large as the
-gradients: on their device, or on the host where the device has no room.
-"""
+"""Restore gradients after a backward that failed."""
 
 from collections.abc import Iterable
 
@@ -15,11 +10,11 @@ from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
 
 class GradientState:
-    """The gradients of some parameters, to go back to.
+    """Gradients to restore, in the same tensors: others, such as DDP's buckets, share their memory.
 
-    Args:
-        parameters: Whose gradients. The tensors in ``.grad`` stay the same ones: others, such as DDP's buckets, share
-            their memory.
+    A backward that ran out of memory has added to some gradients and not to others. At the start of an accumulation
+    window there is nothing to save: gradients are set to ``None`` again. Later in a window a copy is needed, as large
+    as the gradients: on their device, or on the host if the device has too little free memory.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:

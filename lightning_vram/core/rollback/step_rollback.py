@@ -1,14 +1,4 @@
-"""Take a training step back: the module and the generators as they were before, in the objects that were there.
-
-A step that ran out of memory has moved running statistics, drawn random numbers, counted in attributes. Run again on
-top of that it would train another model. Taken back are attributes of all modules (modes, hooks, flags, lists and dicts
-with what they hold), ``requires_grad``, generators, buffers, and plain tensor attributes of up to 1 MiB. Taking the
-state waits for no device and copies small tensors only, but for its first two times.
-
-Not taken back: parameters' values and gradients (a forward does not change the first; for the others see
-:mod:`~lightning_vram.core.rollback.gradients`), objects of other kinds that change inside, tensors in containers
-that are written in place, and parameters under FSDP1.
-"""
+"""Restore the module and the generators as they were before a training step."""
 
 from collections.abc import Callable, Iterator
 
@@ -25,14 +15,19 @@ __all__ = ["BufferCopies", "StepState", "iterate_members"]
 
 
 class StepState:
-    """The state of a module and of the global generators, to go back to.
+    """The state of a module and of the global generators before a training step that may have to be run again.
 
-    Args:
-        module: With all modules in it.
-        device: The step runs here; its generator counts, beside those of the host.
-        copies: Kept by the caller over the run, so that constant buffers are copied once. The state is good until the
-            next one is taken with the same copies. ``None``: everything is copied.
-        skip: Modules whose attributes somebody else looks after. Their children and buffers are looked after here.
+    A step that ran out of memory has moved running statistics, drawn random numbers, counted in attributes: run again
+    on top of that it would train another model. Restored are attributes of all modules (modes, hooks, flags, lists and
+    dicts with their contents) but those in ``skip``, ``requires_grad``, generators, buffers, and plain tensor
+    attributes of up to 1 MiB. It blocks on no device and copies small tensors only, except for its first two times.
+
+    Not restored: parameters' values and gradients (a forward does not change the first; for the others see
+    :class:`GradientState`), objects of other kinds that change inside, tensors in containers that are written in place,
+    and parameters under FSDP1.
+
+    ``copies`` are held by the caller over the run, so that constant buffers are copied once; the state is good until
+    the next one is taken with the same copies. ``None``: everything is copied.
     """
 
     def __init__(
@@ -53,7 +48,8 @@ class StepState:
             for parameter in own_parameters(member).values()
             if parameter is not None
         ]
-        self._buffers = copies.take([*_iterate_buffers(members), *_iterate_plain_tensors(self._attributes)])
+        buffers = (buffer for member in members for buffer in own_buffers(member).values() if buffer is not None)
+        self._buffers = copies.take([*buffers, *_iterate_plain_tensors(self._attributes)])
         self._generators = [(write, read()) for read, write in global_sources(device)]
 
     def restore(self) -> None:
@@ -67,10 +63,6 @@ class StepState:
                 parameter.requires_grad_(requires_grad)
         for write, state in self._generators:
             write(state)
-
-
-def _iterate_buffers(members: list[nn.Module]) -> Iterator[Tensor]:
-    return (buffer for member in members for buffer in own_buffers(member).values() if buffer is not None)
 
 
 def _iterate_plain_tensors(states: list[AttributeState]) -> Iterator[Tensor]:

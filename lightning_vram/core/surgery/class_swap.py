@@ -1,10 +1,4 @@
-"""Let a module run something else by changing its class, and change it back.
-
-Names, ``state_dict``, ``torch.compile(fullgraph=True)`` and FSDP2 see the module they know; copies and pickles are
-plain modules, so that a file does not need this package, unless a technique goes into copies. Wrappers, patched
-``forward`` methods and hooks each break one of these. Several techniques may take one module, each under its own key:
-the last one runs first, and they are undone in any order.
-"""
+"""Swap the class of a module, and swap it back."""
 
 import copy
 import copyreg
@@ -24,8 +18,6 @@ _FORWARD = "_lightning_vram_forward"  # on instances: a forward of their own, wh
 
 
 class _Technique(NamedTuple):
-    """What one of our classes was made for."""
-
     key: str
     run: Run
     in_copies: bool
@@ -63,7 +55,6 @@ class _Swapped:
 
 
 def _make_swapped(make: Callable[..., Any], arguments: tuple[Any, ...], swaps: tuple[Any, ...]) -> nn.Module:
-    """Make a copy; what it has in its ``__dict__`` is put there afterwards."""
     module: nn.Module = make(*arguments)
     for key, state, run in swaps:
         swap_class(module, key, state, run, in_copies=True)
@@ -75,18 +66,12 @@ def swap_class(
 ) -> None:
     """Let ``module`` run ``run`` in the place of its ``forward`` as long as ``key`` is in its ``__dict__``.
 
-    Args:
-        module: Any module. A ``forward`` on the instance is taken for the plain one meanwhile.
-        key: Name of the technique; the state is kept under it.
-        state: Handed to ``run``.
-        run: See :data:`Run`. Always the same function for the same class and key.
-        in_copies: Whether copies and pickles are swapped as well, each with a copy of the state, which holds no
-            module. Pickles find ``run`` by its name. Nobody undoes their swap unless by :func:`restore_class`.
-        is_lowest: Whether it runs last, below techniques that came before: they change how it is called, it changes
-            what the plain module does. Classes of others stay below it.
-
-    Raises:
-        ValueError: If the class cannot be changed, or ``key`` is in it already.
+    ``state`` is stored under ``key``, the name of the technique, and handed to ``run``, always the same function for
+    the same class and key. A ``forward`` on the instance is taken for the plain one meanwhile. ``in_copies``: copies
+    and pickles are swapped as well, each with a copy of the state, which holds no module; pickles find ``run`` by its
+    name, and only :func:`restore_class` undoes their swap. ``is_lowest``: it runs last, below techniques that came
+    before: they change how it is called, it changes what the plain module does. Classes of others stay below it.
+    ``ValueError`` if the class cannot be changed, or ``key`` is in it already.
     """
     name = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):  # traced ones too
@@ -114,11 +99,7 @@ def restore_class(module: nn.Module, key: str) -> None:
 
 
 class Swaps:
-    """Modules that are swapped under one key and restored together: the undo of a technique.
-
-    Args:
-        key: See :func:`swap_class`.
-    """
+    """Modules that are swapped under one key and restored together: the undo of a technique."""
 
     def __init__(self, key: str) -> None:
         self._key = key
@@ -145,15 +126,11 @@ class Swaps:
 
 
 def mixin_for(mixin: type, original: type) -> type:
-    """Return ``mixin``, or a class of its own derived from it, to be the first base beside ``original``.
+    """Return ``mixin``, or a class derived from it, to be the first base next to ``original``.
 
     Python lets an object change its class only where both keep attributes in the same place. A class whose first base
     has no ``__dict__`` (``class Model(ABC, nn.Module)``, ``Generic[T]``) keeps them right behind that base; a mixin
     that comes before it has to do so, too.
-
-    Args:
-        mixin: Derives from ``object`` alone.
-        original: The class of an object whose new class has both as its bases.
     """
     kind = original
     while kind.__base__ is not None and kind.__base__.__dictoffset__:
@@ -166,7 +143,7 @@ def mixin_for(mixin: type, original: type) -> type:
 
 
 def remove_mixin(module: nn.Module, mixin: type) -> None:
-    """Take the class out that somebody mixed ``mixin`` into (FSDP2), from below what has been swapped since, too."""
+    """Remove the class into which FSDP2 mixed ``mixin``, also from below what has been swapped since."""
     module.__class__ = _without(type(module), mixin)
     _drop_idle(module)
 
@@ -175,13 +152,9 @@ def _without(kind: type[nn.Module], mixin: type) -> type[nn.Module]:
     technique = _technique_of(kind)
     if technique is not None:
         return _swapped_class(_without(kind.__bases__[-1], mixin), technique)
-    return kind.__bases__[-1] if _is_mixed_in(mixin, kind) else kind
-
-
-def _is_mixed_in(mixin: type, kind: type) -> bool:
-    """Whether the first base of ``kind`` is ``mixin``, or what :func:`mixin_for` has made of it."""
     first = kind.__bases__[0]
-    return first is mixin or (mixin in first.__bases__ and first.__name__ == mixin.__name__)
+    is_mixed_in = first is mixin or (mixin in first.__bases__ and first.__name__ == mixin.__name__)  # of mixin_for
+    return kind.__bases__[-1] if is_mixed_in else kind
 
 
 def _drop_idle(module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Hold a setting of the whole process at a value for as long as anybody needs it."""
+"""Hold a setting of the whole process at a value."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -13,19 +13,13 @@ from lightning_vram.private_names.torch.compiled import (
     set_backward_autocast,
 )
 
-T = TypeVar("T")
+Setting = TypeVar("Setting")
 
 
-class HeldSetting(Generic[T]):
-    """Several may hold it at once, in any order and thread: the first one sets it, the last one puts it back.
+class HeldSetting(Generic[Setting]):
+    """A setting that several may hold at ``value``, in any order and thread: the last one puts it back."""
 
-    Args:
-        read: Returns the setting.
-        write: Sets it.
-        value: What it is held at.
-    """
-
-    def __init__(self, read: Callable[[], T], write: Callable[[T], None], value: T) -> None:
+    def __init__(self, read: Callable[[], Setting], write: Callable[[Setting], None], value: Setting) -> None:
         self._read, self._write, self._value = read, write, value
         self._before = value
         self._num_holders = 0
@@ -61,7 +55,7 @@ _backward_autocast = HeldSetting(read_backward_autocast, set_backward_autocast, 
 
 
 def without_fast_path() -> AbstractContextManager[None]:
-    """Let transformer layers call the layers that they are made of inside the block, in evaluations too.
+    """Let transformer layers call the layers that they consist of inside the block, in evaluations too.
 
     Their fast path reads the weights of those, past any ``forward``. PyTorch leaves it under the autocast of CUDA, and
     of no other device.
@@ -70,7 +64,7 @@ def without_fast_path() -> AbstractContextManager[None]:
 
 
 def compiled_backward_without_autocast() -> AbstractContextManager[None]:
-    """Let what is compiled inside the block have a backward that does not autocast, as it has where it is not compiled.
+    """Let what is compiled inside the block have a backward that does not autocast, as in eager mode.
 
     By default PyTorch traces it under the autocast of the forward, so that float32 parts of a model have gradients in
     16 bit once they are compiled. What was compiled before stays as it is.

@@ -1,4 +1,4 @@
-"""Let another callable stand in for a method of one object, for a time."""
+"""Patch a method of one object, for a time."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,13 +7,7 @@ from typing import Any
 
 
 class Shadow:
-    """Stands in for ``getattr(owner, name)`` on this one object, until :meth:`remove`.
-
-    Args:
-        owner: Whose method it is.
-        name: Of the method.
-        make: Gets what was there, and returns what is called instead.
-    """
+    """Replaces ``getattr(owner, name)`` on this one object by ``make(original)``, until :meth:`remove`."""
 
     _wrapped_by_lr_sched = True  # else schedules warn of an optimizer's overridden step, or cannot wrap it
 
@@ -27,21 +21,21 @@ class Shadow:
         vars(owner)[name] = self  # past nn.Module's way to set attributes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what stands in, or after :meth:`remove` what was there."""
+        """Call the replacement, or after :meth:`remove` the original."""
         return self._call(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """In a copy of the owner, such as a worker process gets of the trainer, nothing stands in.
+        """In a copy of the owner, such as a worker process gets of the trainer, nothing is patched.
 
-        Optimizers leave what is on the instance out of theirs. Where a method was there, a pickle has no need of this
-        package to be read.
+        Optimizers leave what is on the instance out of theirs. If the original is a method, the pickle can be read
+        without this package.
         """
         if isinstance(self._inner, MethodType):
             return getattr, (self._inner.__self__, self._inner.__name__)
         return _pass_on, (self._inner,)
 
     def remove(self) -> None:
-        """Put back what was there. Calling it again does nothing."""
+        """Put the original back. Calling it again does nothing."""
         self._is_removed = True
         self._call = self._inner  # one that somebody else's stand-in was put over stays, and passes calls on
         attributes = vars(self._owner)
@@ -57,7 +51,7 @@ class Shadow:
 
 
 def instead(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For ``make``: ``call`` is called, and what was there is not."""
+    """For ``make``: ``call`` is called, and the original is not."""
     return partial(_return_first, call)
 
 
@@ -66,5 +60,5 @@ def _return_first(call: Callable[..., Any], inner: Callable[..., Any]) -> Callab
 
 
 def _pass_on(inner: Callable[..., Any]) -> Callable[..., Any]:
-    """What a stand-in becomes in a pickle: what it stands in for."""
+    """Stand for a patch in a pickle."""
     return inner

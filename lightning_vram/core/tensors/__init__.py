@@ -1,1 +1,1 @@
-"""Versions of tensors, the memory behind them, tensors in nested structures. May import: memory."""
+"""Versions of tensors, the memory behind them, tensors in nested structures, and codecs. May import: memory."""

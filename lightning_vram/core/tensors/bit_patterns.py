@@ -1,7 +1,4 @@
-"""Cut fp32 numbers to 16 bits without losing what is cut off, or losing it without a bias.
-
-All work in place on large flat tensors, in a handful of kernels. A NaN stays one.
-"""
+"""Cut fp32 numbers to 16 bits: with the remainder saved, or rounded without a bias."""
 
 import math
 from functools import cache
@@ -20,15 +17,11 @@ _UPPER = -0x10000  # the mask of the sixteen bits that bf16 has in common with f
 
 
 def split_(numbers: Tensor, lower: Tensor) -> None:
-    """Round ``numbers`` to the nearest bf16, half away from zero, and keep what that took in ``lower``.
+    """Round fp32 ``numbers`` to the nearest bf16, half away from zero, and save the lower half in ``lower`` (int16).
 
     A conversion to bf16 rounds halves to the even neighbour: 65537 numbers to each even one, which is one more than the
-    lower half can tell apart. Here 65536 go to each. So both differ in a half beside an even number, one number of
-    131072.
-
-    Args:
-        numbers: fp32, of any shape. Is left with numbers that a conversion to bf16 does not change.
-        lower: int16, of the same shape: gets the lower half of the patterns, as a signed number. See :func:`join_`.
+    lower half can distinguish. Here 65536 go to each. So both differ in a half next to an even number, one number of
+    131072. A conversion to bf16 does not change the result.
     """
     bits = _regular_bits(numbers)
     lower.copy_(bits)  # a narrowing copy keeps the lower half
@@ -36,14 +29,10 @@ def split_(numbers: Tensor, lower: Tensor) -> None:
 
 
 def join_(numbers: Tensor, lower: Tensor) -> None:
-    """Undo :func:`split_`, to the bit; NaNs come back in their usual pattern.
+    """Undo :func:`split_` in ``numbers``, bit-exactly; NaNs come back in their usual pattern.
 
     Numbers that were written since move by half a unit in the last place of bf16 at most, NaNs not at all, and zeros
     stay zeros: so what was split from numbers below 2^-134 is lost.
-
-    Args:
-        numbers: fp32 numbers that came out of bf16. Is left with what was split.
-        lower: What :func:`split_` kept. Is not changed.
     """
     is_nonzero = numbers.bfloat16().view(torch.int16).bitwise_and_(0x7FFF).ne_(0)
     own = is_nonzero.mul_(lower)
@@ -52,17 +41,10 @@ def join_(numbers: Tensor, lower: Tensor) -> None:
 
 
 def compensate_(numbers: Tensor, compensation: Tensor) -> Tensor:
-    """Write ``numbers`` as the sum of two bf16 tensors, of which the second is at most half a unit of the first.
+    """Return fp32 ``numbers``, which are overwritten, as bf16; ``compensation`` (bf16) gets the rest.
 
-    What is a sum already comes out as it was: to write again what was read changes nothing
-    but the sign of a zero.
-
-    Args:
-        numbers: fp32, of any shape. Is left with rubbish.
-        compensation: bf16, of the same shape: gets the smaller one.
-
-    Returns:
-        The larger one: bf16. Numbers too large for bf16 become infinite.
+    The rest is at most half a unit in the last place. A sum of two such numbers comes out unchanged, except for the
+    sign of a zero. Numbers too large for bf16 become infinite.
     """
     nearest = numbers.bfloat16()
     compensation.copy_(numbers.sub_(nearest).nan_to_num_(0.0, 0.0, 0.0))  # infinity less infinity
@@ -74,14 +56,10 @@ def compensate_(numbers: Tensor, compensation: Tensor) -> Tensor:
 
 
 def add_compensation_(numbers: Tensor, compensation: Tensor) -> None:
-    """Undo :func:`compensate_`.
+    """Undo :func:`compensate_` in ``numbers``.
 
     A compensation of more than half a unit in the last place of its number is not its own: the number was written
     since, and is right as it is. Zeros and infinities have none.
-
-    Args:
-        numbers: fp32 numbers that came out of bf16. Is left with the sums.
-        compensation: What :func:`compensate_` kept. Is not changed.
     """
     sums = compensation.float().add_(numbers)
     is_own = sums.bfloat16().view(torch.int16) == numbers.bfloat16().view(torch.int16)
@@ -89,14 +67,10 @@ def add_compensation_(numbers: Tensor, compensation: Tensor) -> None:
 
 
 def round_randomly_(numbers: Tensor, generator: torch.Generator) -> None:
-    """Round to one of the two nearest bf16 numbers, to each with the probability of its closeness.
+    """Round fp32 ``numbers`` stochastically to bf16, in place: to each neighbour with the probability of its closeness.
 
-    So small updates are right on average, where rounding to the nearest loses all of them.
-
-    Args:
-        numbers: fp32, of any shape. Is left with numbers that a conversion to bf16 does not change; those that it
-            did not change before, infinities among them, are the same.
-        generator: On the same device.
+    So small updates are right on average, where rounding to the nearest loses all of them. What a conversion to bf16
+    does not change, infinities among it, stays the same. ``generator`` is on the same device.
     """
     bits = _regular_bits(numbers)
     draws = torch.empty((bits.numel() + 3) // 4, dtype=torch.int64, device=bits.device)
@@ -106,19 +80,11 @@ def round_randomly_(numbers: Tensor, generator: torch.Generator) -> None:
 
 
 def rounded_by_place(numbers: Tensor, first: int, seed: int, kept: Tensor | None = None) -> Tensor:
-    """Round as :func:`round_randomly_` does, with draws that follow from the seed and the place of each number.
+    """Round to bf16 with draws that follow from a 16-bit ``seed`` and each place; ``numbers`` are overwritten.
 
-    So it is all the same in which parts numbers are rounded. Each number has another draw with each seed, as good as
-    independent; those of neighbours are evenly spread.
-
-    Args:
-        numbers: fp32, flat. Is left with rubbish.
-        first: Place of the first one.
-        seed: Of 16 bit, such as it comes out of a hash.
-        kept: bf16, of the same shape: gets what is returned; ``None`` for memory of its own.
-
-    Returns:
-        bf16.
+    So it does not matter in which parts numbers are rounded. Each number has another draw with each seed, as good as
+    independent; those of neighbours are evenly spread. ``first`` is the place of the first number, ``kept`` bf16 memory
+    for the result.
     """
     kept = torch.empty_like(numbers, dtype=torch.bfloat16) if kept is None else kept
     # Draws are place * stride + seed, in 16 bit: a row that comes again after 65536, and begins elsewhere by the seed.
@@ -132,12 +98,11 @@ def rounded_by_place(numbers: Tensor, first: int, seed: int, kept: Tensor | None
 
 
 def draw_of(place: int, seed: int) -> int:
-    """Return the draw of 16 bits that :func:`rounded_by_place` has there."""
+    """Return the draw of 16 bits of :func:`rounded_by_place` for a place."""
     return (place * _STRIDE + seed) & 0xFFFF
 
 
 def _draws(numbers: Tensor, start: int) -> Tensor:
-    """The draws of so many places from ``start`` on."""
     stop = start + numbers.numel()
     if numbers.device.type != "cpu" or isinstance(numbers, FakeTensor) or stop > _ROW:
         return _make_draws(start, stop, numbers.device)
@@ -156,5 +121,5 @@ def _make_draws(start: int, stop: int, device: torch.device) -> Tensor:
 
 
 def _regular_bits(numbers: Tensor) -> Tensor:
-    """The patterns, all NaNs in the usual one: CUDA's would overflow to zero, and others would end as infinity."""
+    """Return the patterns, NaNs in the usual one: CUDA's would overflow to zero, others end as infinity."""
     return numbers.nan_to_num_(math.nan, math.inf, -math.inf).view(torch.int32)

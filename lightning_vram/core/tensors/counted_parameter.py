@@ -1,7 +1,4 @@
-"""A parameter that counts what is written to it by way of ``parameter.data``, too, which autograd does not.
-
-Code that averages, clips or normalises weights writes so.
-"""
+"""A parameter that counts writes through ``parameter.data``, too, which autograd does not."""
 
 from typing import Any
 
@@ -17,11 +14,11 @@ _NUM_SET = f"{OURS}num_set"
 
 
 class CountedParameter(nn.Parameter):
-    """What the class of a parameter is while it is counted: functions and autograd see an ordinary one."""
+    """The class of a parameter while it counts writes through ``.data``: averages, clipping, normalisation."""
 
     @property
     def data(self) -> Tensor:
-        """As of any parameter; all that is handed out shares one count of writes."""
+        """As of any parameter; all tensors that it returns share one count of writes."""
         known = vars(self)
         if _HANDED_OUT not in known:
             known[_HANDED_OUT] = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]

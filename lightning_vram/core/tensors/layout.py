@@ -1,4 +1,4 @@
-"""In which order the numbers of a tensor lie in memory: that of its dimensions, ``channels_last``, transposed."""
+"""How tensors are stored: the order of their numbers in memory."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,9 +11,9 @@ WHOLE_LAYOUT = "lightning_vram_layout"
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the numbers of a strided tensor fill their part of memory, in whatever order, each in a place of its own.
+    """Whether the numbers of a strided tensor fill their part of memory, in any order, each in its own place.
 
-    Others are expanded, or cut out of larger ones.
+    Others are expanded, or slices of larger ones.
     """
     if tensor.is_contiguous():
         return True
@@ -43,7 +43,7 @@ def stored_as(tensor: Tensor, stride: Sequence[int]) -> Tensor:
 
 
 def stored_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return ``tensor`` with its numbers in the order of those of a new tensor like ``like``; itself where they are."""
+    """Return ``tensor`` with its numbers in the order of a new tensor like ``like``; itself if they are already."""
     if tensor.is_contiguous() and like.is_contiguous():
         return tensor
     stride = dense_stride(like)
@@ -53,7 +53,7 @@ def stored_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def state_stored_like(state: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
-    """Return an optimizer's state of a parameter, its plain tensors in the order of that: fused kernels want it so."""
+    """Return an optimizer's state of a parameter, tensors stored in its order, as fused kernels need it."""
     return {
         key: stored_like(value, like) if type(value) is Tensor and value.shape == like.shape else value
         for key, value in state.items()

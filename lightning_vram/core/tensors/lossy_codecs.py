@@ -1,9 +1,4 @@
-"""Store floating-point numbers in fewer bits, with an error that has a bound.
-
-One scale per block of neighbours in memory keeps one large number from spoiling all others. A block that holds an
-infinity or NaN comes back as NaN as a whole: it is not worth a look from the host, which would have to wait for the
-device, and must not come back as a number. bf16 has no blocks; there infinities and NaN stay what they are.
-"""
+"""Store floating-point numbers in fewer bits, with a bound on the error."""
 
 import math
 from typing import Literal
@@ -22,7 +17,7 @@ def encoded_itemsize(to: LossyFormat) -> int:
 
 
 def encode(numbers: Tensor, to: LossyFormat, block_size: int = 128) -> list[Tensor]:
-    """Store ``numbers`` in fewer bits.
+    """Store flat, contiguous ``numbers`` in fewer bits; return the pieces for :func:`decode`: numbers, and scales.
 
     The error of a number ``x``, in a block of which the largest magnitude is ``m``, before it is rounded to the dtype
     of ``numbers``:
@@ -31,15 +26,10 @@ def encode(numbers: Tensor, to: LossyFormat, block_size: int = 128) -> list[Tens
     * ``"fp8"`` (e4m3): at most ``|x| / 16``, or ``m / 458752`` for the smallest ones.
     * ``"int8"``: at most half a step, ``m / 254``.
 
-    With the last two a block with ``m`` below 1.2e-38 times 448 or 127 becomes zeros.
-
-    Args:
-        numbers: Of a floating-point dtype, [n], contiguous.
-        to: How.
-        block_size: Neighbours that share a scale, all of them if there are fewer; not for ``"bf16"``.
-
-    Returns:
-        The pieces :func:`decode` wants: numbers, and scales. The last block is filled up.
+    With the last two a block with ``m`` below 1.2e-38 times 448 or 127 becomes zeros. One scale per block of
+    ``block_size`` neighbours keeps one large number from spoiling all others. A block that holds an infinity or NaN
+    comes back as NaN as a whole: to check it would block the host, and it must not come back as a number. bf16 has no
+    blocks; there infinities and NaN stay what they are.
     """
     if to == "bf16":
         return [numbers.to(torch.bfloat16)]

@@ -1,16 +1,4 @@
-"""A float32 tensor that takes 8 or 4 bits for a number, and 32 for 128 neighbours: the largest of them.
-
-A number is a square: the largest one of its block times (n / 128)^2 with the sign of n, -127 <= n <= 128, or in 4 bits
-(n / 8)^2, -7 <= n <= 8; what is divided by times (n / 256)^2, 1 <= n <= 256, or (n / 16)^2, and none of it is zero. So
-roots, by which Adam divides, are at even distances. As the largest number of a block is exact, all others follow it
-where it decays by less than half a distance; and what was read is written again to the same bits.
-
-Blocks of 128 and no zero for what is divided by are those of Li, Chen and Zhu, "Memory Efficient Optimizers with 4-bit
-States" (2023); roots those of "FlashOptim" (arXiv 2602.23349).
-
-For whoever reads it is a float32 tensor: each operator works on a copy of its values, and what writes to it rounds to
-the nearest. Those who work on a part at a time cut it. It is pickled as a plain tensor on the host.
-"""
+"""Float32 tensors of 8 or 4 bits per number."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -34,15 +22,21 @@ _KEEPING = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
 class LowBitTensor(Tensor):
-    """Numbers in blocks.
+    """A float32 tensor of 8 or 4 bits per number, and 32 for each block of 128 neighbours: its largest number.
 
-    Args:
-        records: A block in each row, uint8: its numbers, then the float32 that they are multiplied by, which is NaN
-            where one of them was none or infinite.
-        shape: Of the tensor.
-        stride: Of it, as of a dense one: blocks are of numbers as they would lie in memory; ``None``: contiguous.
-        bits: Of a number.
-        is_positive: Whether numbers are above zero, and none becomes zero: they would be divided by.
+    A number is a square: the largest one of its block times (n / 128)^2 with the sign of n, -127 <= n <= 128, or in 4
+    bits (n / 8)^2, -7 <= n <= 8; if it ``is_positive`` (a divisor) times (n / 256)^2, 1 <= n <= 256, or (n / 16)^2, and
+    never zero. So roots, by which Adam divides, are at even distances. As the largest number of a block is exact, all
+    others follow it where it decays by less than half a distance; and what was read is written again to the same bits.
+
+    Blocks of 128 and no zero for divisors are those of Li, Chen and Zhu, "Memory Efficient Optimizers with 4-bit
+    States" (2023); roots those of "FlashOptim" (arXiv 2602.23349).
+
+    Readers see a float32 tensor: each operator works on a copy of its values, and writes round to the nearest. Code
+    that works on a part at a time cuts it. It is pickled as a plain tensor on the host.
+
+    ``records`` has a block in each row, uint8: its numbers, then the float32 scale, which is NaN if one of them was NaN
+    or infinite. ``stride`` is that of a dense tensor: blocks are of numbers as they would be in memory.
     """
 
     records: Tensor
@@ -65,12 +59,12 @@ class LowBitTensor(Tensor):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Memory that it takes."""
+        """Bytes of its memory."""
         names, _ = self.__tensor_flatten__()
         return sum(getattr(self, name).nbytes for name in names)
 
     def decode(self, wide: Tensor | None = None) -> Tensor:
-        """Return the values, in memory of their own, or in that of a flat float32 tensor."""
+        """Return the values, in new memory, or in that of a flat float32 tensor."""
         wide = self.records.new_empty(self.numel(), dtype=torch.float32) if wide is None else wide
         native = native_codecs(wide, self.records)
         if native is None:
@@ -94,7 +88,7 @@ class LowBitTensor(Tensor):
         return numbers.view(-1)[: self.numel()]
 
     def take_over(self, numbers: Tensor) -> None:
-        """Take over values of a float32 tensor of this shape."""
+        """Set the values from a float32 tensor of this shape."""
         if isinstance(numbers, LowBitTensor) and numbers.kind == self.kind:
             self.records.copy_(numbers.records)
             return
@@ -108,14 +102,17 @@ class LowBitTensor(Tensor):
         blocks = (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(-1, size)
         if not blocks.numel():
             return
-        scales = _find_scales(blocks)
+        # Of the largest magnitude in each row, with its sign, [n, 1].
+        largest, smallest = blocks.amax(1, keepdim=True), blocks.amin(1, keepdim=True)
+        scales = torch.where(smallest.neg() > largest, smallest, largest)
+        scales.masked_fill_(scales.isinf(), math.nan)
         codes = _encode(blocks, scales, self.bits, is_positive=self.is_positive)
         self.records[:, :-_SCALE_BYTES].copy_(codes)
         self.records[:, -_SCALE_BYTES:].copy_(scales.view(torch.uint8))
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What tensors have in common whose memory means the same."""
+        """Equal for tensors whose memory has the same format."""
         return self.bits, self.is_positive, self.records.shape, self.stride()
 
     def cut(self, start: int, stop: int) -> "LowBitTensor":
@@ -126,25 +123,22 @@ class LowBitTensor(Tensor):
     def each(
         self, change: Callable[[Tensor], Tensor], shape: torch.Size | None = None, stride: Sequence[int] | None = None
     ) -> "LowBitTensor":
-        """Return another one of the same kind, over what becomes of its memory; of this shape, if none is given."""
+        """Return another one of the same kind, over ``change`` of its memory; of this shape, if none is given."""
         shape, stride = (self.shape, self.stride()) if shape is None else (shape, stride)
         return LowBitTensor(change(self.records), shape, stride, bits=self.bits, is_positive=self.is_positive)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
-        """Show the values."""
         return f"LowBitTensor({self.decode()!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Be a plain tensor for whoever reads the pickle; a device may have no memory for one."""
+        """Pickle as a plain tensor on the host; a device may have no memory for one."""
         return self.each(Tensor.cpu).decode().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Name the tensors that this one is made of."""
         return ["records"], (self.bits, self.is_positive)
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "LowBitTensor":
-        """Make one of such."""
         bits, is_positive = context
         return cls(inner["records"], size, stride, bits=bits, is_positive=is_positive)
 
@@ -152,18 +146,17 @@ class LowBitTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Work on the values."""
         kwargs = kwargs or {}
         ours = args[0] if args and isinstance(args[0], cls) else None
         if ours is not None and kwargs.get("memory_format") in (None, torch.preserve_format):
             if func in _KEEPING or func is torch.ops.aten.clone.default:
-                return ours.each(_itself if func in _KEEPING else Tensor.clone)
+                return ours.each(lambda inner: inner if func in _KEEPING else inner.clone())
             if func is TO_COPY and kwargs.get("dtype") in (None, torch.float32):
                 device = kwargs.get("device") or ours.device
                 return ours.each(lambda inner: inner.to(device, copy=True))
             if func is torch.ops.aten.view.default:
                 like = torch.empty_strided(ours.shape, ours.stride(), device="meta").view(args[1])
-                return ours.each(_itself, like.shape, like.stride())
+                return ours.each(lambda inner: inner, like.shape, like.stride())
             if func is torch.ops.aten.copy_.default:
                 ours.take_over(args[1])
                 return ours
@@ -173,13 +166,6 @@ class LowBitTensor(Tensor):
             ours.take_over(result)
             return ours
         return result
-
-
-def _find_scales(blocks: Tensor) -> Tensor:
-    """Return the number of the largest magnitude in each row, with its sign, [n, 1]."""
-    largest, smallest = blocks.amax(1, keepdim=True), blocks.amin(1, keepdim=True)
-    scales = torch.where(smallest.neg() > largest, smallest, largest)
-    return scales.masked_fill_(scales.isinf(), math.nan)
 
 
 def _encode(blocks: Tensor, scales: Tensor, bits: Bits, *, is_positive: bool) -> Tensor:
@@ -203,17 +189,13 @@ def _root(ratios: Tensor) -> Tensor:
     return ratios.sqrt_() if ratios.device.type != "cpu" else ratios.double().sqrt_().float()
 
 
-def _itself(inner: Tensor) -> Tensor:
-    return inner
-
-
 def decoded(value: Any) -> Any:
     """Return the values of a tensor in low bits; anything else as it is."""
     return value.decode() if isinstance(value, LowBitTensor) else value
 
 
 def record_bytes(count: int, bits: Bits) -> int:
-    """Bytes that so many numbers take; of more than a block, those of several are those of all."""
+    """Bytes of so many numbers; if there is more than one block, parts add up to the whole."""
     size = _block_size(count, bits)
     return -(-count // size) * (size * bits // 8 + _SCALE_BYTES)
 
@@ -221,10 +203,7 @@ def record_bytes(count: int, bits: Bits) -> int:
 def low_bit_over(
     memory: Tensor, count: int, *, bits: Bits, is_positive: bool, like: Tensor | None = None
 ) -> LowBitTensor:
-    """Return a tensor over ``record_bytes(count)`` bytes, or those of a part of a larger one.
-
-    It is flat, or has the shape and order of ``like``.
-    """
+    """Return a tensor over ``record_bytes(count)`` bytes, or a part of larger ones: flat, or like ``like``."""
     row = BLOCK_SIZE * bits // 8 + _SCALE_BYTES
     if memory.numel() % row:
         row = _block_size(count, bits) * bits // 8 + _SCALE_BYTES
@@ -246,12 +225,9 @@ def _block_size(count: int, bits: Bits) -> int:
 
 
 class CodeMap:
-    """What codes mean.
+    """The numbers that codes stand for, in a block whose scale is 1: 256 or 16, ascending, on the host, the last is 1.
 
-    Args:
-        values: All numbers of a block whose scale is 1, ascending, on the host: 256, or 16 for codes of 4 bits, two of
-            which are in a byte, the first in its upper half. The last is 1.
-        block_size: Numbers with one scale.
+    Two codes of 4 bits are in a byte, the first in its upper half. ``block_size`` numbers have one scale.
     """
 
     def __init__(self, values: Tensor, block_size: int) -> None:
@@ -264,27 +240,21 @@ class CodeMap:
 
     @lru_cache  # noqa: B019
     def on(self, device: torch.device) -> Tensor:
-        """Return the values there, which stay: there are a few maps for the life of the process."""
+        """Return the values on a device, which stay: there are a few maps for the life of the process."""
         return self.values.to(device)
 
 
 class MappedTensor(LowBitTensor):
-    """Codes: numbers of a map of 256 or 16, times the scale of their block; always contiguous.
+    """Codes: numbers of a map of 256 or 16, times the float32 scale of their block; always contiguous.
 
-    So torchao and bitsandbytes keep moments (arXiv 2110.02861, 2309.01507); their kernels write to this memory.
-
-    Args:
-        records: Codes, uint8, flat.
-        scales: Of the blocks, float32, flat.
-        shape: Of the tensor.
-        code_map: What codes mean.
+    torchao and bitsandbytes keep moments so (arXiv 2110.02861, 2309.01507); their kernels write to this memory.
     """
 
     scales: Tensor
     code_map: CodeMap
 
     def __new__(cls, records: Tensor, scales: Tensor, shape: Sequence[int], code_map: CodeMap) -> "MappedTensor":
-        """Make a tensor that has no memory but ``records`` and ``scales``."""
+        """Make a tensor that has no memory but ``records`` and ``scales``, both flat."""
         made: MappedTensor = make_wrapper(cls, shape, dtype=torch.float32, device=records.device)
         made.records, made.scales, made.code_map = records, scales, code_map
         made.bits, made.is_positive = 4 if code_map.is_packed else 8, bool(code_map.values[0] >= 0)
@@ -292,7 +262,6 @@ class MappedTensor(LowBitTensor):
 
     @override
     def decode(self, wide: Tensor | None = None) -> Tensor:
-        """Return the values, in memory of their own, or in that of a flat float32 tensor."""
         codes = self.records
         if self.code_map.is_packed:
             codes = torch.stack([codes >> 4, codes & 15], dim=-1)
@@ -302,7 +271,7 @@ class MappedTensor(LowBitTensor):
 
     @override
     def take_over(self, numbers: Tensor) -> None:
-        """Take over values of a float32 tensor of this shape; what :meth:`decode` returned to the same values."""
+        """Set the values from a float32 tensor; what :meth:`decode` returned to the same codes."""
         flat = decoded(numbers).detach().to(self.device, torch.float32).flatten()
         size, values = self.code_map.block_size, self.code_map.on(self.device)
         blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % size)).view(-1, size)
@@ -323,26 +292,22 @@ class MappedTensor(LowBitTensor):
     @property
     @override
     def kind(self) -> tuple[Any, ...]:
-        """What tensors have in common whose memory means the same."""
         return self.code_map, self.shape
 
     @override
     def each(
         self, change: Callable[[Tensor], Tensor], shape: torch.Size | None = None, stride: Any = None
     ) -> LowBitTensor:
-        """Return another one of the same kind, over what becomes of its memory; of this shape, if none is given."""
         shape = self.shape if shape is None else shape
         return MappedTensor(change(self.records), change(self.scales), shape, self.code_map)
 
     @override
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Name the tensors that this one is made of."""
         return ["records", "scales"], self.code_map
 
     @classmethod
     @override
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "MappedTensor":
-        """Make one of such."""
         return cls(inner["records"], inner["scales"], size, context)
 
 

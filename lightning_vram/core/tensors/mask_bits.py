@@ -1,4 +1,4 @@
-"""Keep a mask of zeros and ones as one bit per element: a thirty-second of its float32 form, an eighth of its bool."""
+"""Store numbers in fewer bits: masks, lossy codecs, fp32 cut to 16 bits, and low-bit tensors."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ def pack_bits(mask: Tensor) -> Tensor:
 def unpack_bits(bits: Tensor, like: Tensor) -> Tensor:
     """Write the mask back into ``like``, whose shape, strides and dtype are those of the original, and return it.
 
-    Elements are counted in the order of indices, not of memory, so that any strides come back.
+    Elements are counted in the order of indices, not of memory, so any strides come back.
     """
     flags = bits.unsqueeze(1).bitwise_and(_weights(bits.device)).ne_(0).view(-1)[: like.numel()]
     return like.copy_(flags.view(like.shape))

@@ -1,7 +1,7 @@
-"""Codecs of narrow moments in C, and AdamW between them: one pass over memory in place of a dozen, to the same bits.
+"""Codecs of low-precision moments in C, and AdamW between them: one pass over memory in place of a dozen, bit-exact.
 
-Compiled by the C compiler of the machine, in less than a second, once as much time as that was spent without: a process
-that steps little never does. Without a compiler, and on a device, operators do it. Threads are those of PyTorch.
+Compiled by the C compiler of the machine, in less than a second, after operators have spent as much time: a process
+with few steps never does. Without a compiler, and on a device, operators do the work. Threads are those of PyTorch.
 """
 
 import ctypes
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AdamWStep:
-    """What a step of AdamW depends on, ``number`` 1 being the first."""
+    """The arguments of a step of AdamW; the first step has ``number`` 1."""
 
     number: int
     lr: float
@@ -54,7 +54,7 @@ class AdamWStep:
     weight_decay: float
 
     def numbers(self) -> tuple[float, ...]:
-        """As the kernel has them, computed as torch's does."""
+        """Return the numbers for the kernel, computed as torch's does."""
         first, second = self.betas
         root, rate = math.sqrt(1 - second**self.number), -(self.lr / (1 - first**self.number))
         return 1 - self.lr * self.weight_decay, 1 - first, second, 1 - second, root, self.eps, rate
@@ -77,27 +77,21 @@ class NativeCodecs:
 
     def decode_low_bit(self, records: Tensor, numbers: Tensor, bits: int, *, is_positive: bool) -> None:
         """Write what is in records of numbers of so many bits and a scale to float32, as many as are wanted."""
-        places, count = (records.data_ptr(), numbers.data_ptr()), numbers.numel()
-        size = (records.shape[1] - 4) * 8 // bits
-        self._library.decode_low_bit(*places, count, bits, is_positive, size, torch.get_num_threads())
+        size, places = (records.shape[1] - 4) * 8 // bits, (records.data_ptr(), numbers.data_ptr())
+        self._library.decode_low_bit(*places, numbers.numel(), bits, is_positive, size, torch.get_num_threads())
 
     def encode_low_bit(self, numbers: Tensor, records: Tensor, bits: int, *, is_positive: bool) -> None:
         """Write float32 numbers to such records, the last of which is filled up with zeros."""
-        places, count = (numbers.data_ptr(), records.data_ptr()), numbers.numel()
-        size = (records.shape[1] - 4) * 8 // bits
-        self._library.encode_low_bit(*places, count, bits, is_positive, size, torch.get_num_threads())
+        size, places = (records.shape[1] - 4) * 8 // bits, (numbers.data_ptr(), records.data_ptr())
+        self._library.encode_low_bit(*places, numbers.numel(), bits, is_positive, size, torch.get_num_threads())
 
     def step_adamw(
         self, step: AdamWStep, tensors: Sequence[Tensor], bits: int, draws: tuple[int, int] = (0, 0)
     ) -> None:
-        """Step flat float32 weights, whose moments are in float32, bf16, or records of numbers of 8 or 4 bits.
+        """Step flat float32 weights, with moments of ``bits``: float32, bf16 (rounded by ``draws``), or records.
 
-        Args:
-            step: Which.
-            tensors: Weights, gradient, average and average of squares. A number of weights that :data:`LANES` divides:
-                torch's kernel rounds what is left over otherwise.
-            bits: Of a number in moments.
-            draws: Of the first place, for moments in bf16.
+        ``tensors``: weights, gradient, average and average of squares. :data:`LANES` must divide the number of weights:
+        torch's kernel rounds a remainder differently.
         """
         settings, both = (c_float * 7)(*step.numbers()), (c_uint32 * 2)(*draws)
         places = (tensor.data_ptr() for tensor in tensors)
@@ -114,19 +108,11 @@ class NativeCodecs:
         factor: float = 1.0,
         odd: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Step flat weights that are bf16 ones and the sixteen bits that those lack.
+        """Step flat weights that are split into bf16 weights and a 16-bit remainder; return the new ``odd``.
 
-        Args:
-            step: Which.
-            tensors: The bf16 weights, what they lack (int16), gradient in float32 or bf16, and moments as in
-                :meth:`step_adamw`.
-            bits: Of a number in moments.
-            draws: Of the first place.
-            factor: Of a gradient in bf16.
-            odd: Places (int32) of weights that those bits do not tell apart, and their upper halves (int16).
-
-        Returns:
-            Those that there are then.
+        ``tensors``: the bf16 weights, the remainder (int16), gradient in float32, or in bf16 to be scaled by
+        ``factor``, and moments as in :meth:`step_adamw`. ``odd``: places (int32) of weights that the remainder does not
+        distinguish, and their upper halves (int16).
         """
         upper, lower, gradient, average, square = tensors
         settings, both = (c_float * 7)(*step.numbers()), (c_uint32 * 2)(*draws)
@@ -155,15 +141,9 @@ class NativeCodecs:
             self.step_adamw(step, ours, 32)
             places, halves = self.step_split(step, split, 32)
             weights, gradients, averages, squares = ([tensor] for tensor in theirs)
+            counts = [torch.tensor(step.number - 1.0, dtype=torch.float32, device="cpu")]
             adamw(
-                *(
-                    weights,
-                    gradients,
-                    averages,
-                    squares,
-                    [],
-                    [torch.tensor(step.number - 1.0, dtype=torch.float32, device="cpu")],
-                ),
+                *(weights, gradients, averages, squares, [], counts),
                 fused=True,
                 amsgrad=False,
                 beta1=step.betas[0],
@@ -180,8 +160,6 @@ class NativeCodecs:
 
 
 class _Supply:
-    """The codecs of this process, when they are there."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_coded, self._is_tried = 0, False
@@ -202,7 +180,7 @@ _supply = _Supply()
 
 
 def native_codecs(numbers: Tensor, *others: Tensor) -> NativeCodecs | None:
-    """Return codecs that can be used on ``numbers`` and what they are made of or become; ``None`` if none can."""
+    """Return codecs that can be used on these tensors; ``None`` if there are none."""
     count = numbers.numel()
     if count < LEAST or any(map(_is_beyond, (numbers, *others))):
         return None
@@ -210,7 +188,7 @@ def native_codecs(numbers: Tensor, *others: Tensor) -> NativeCodecs | None:
 
 
 def compile_codecs() -> NativeCodecs | None:
-    """Compile the codecs. Without a compiler that can, say so in the log, and return ``None``."""
+    """Compile the codecs. Without a suitable compiler, log a warning, and return ``None``."""
     compiler = os.environ.get("CC", "cc")
     reason = "no such compiler; set the environment variable CC to another one"
     with tempfile.TemporaryDirectory(prefix="lightning_vram_") as folder:

@@ -1,14 +1,10 @@
-"""Take apart, look at, and cast what modules take and return: pytrees, and dataclasses, which torch does not open.
-
-Nothing that was handed in is changed. ``tree_flatten`` makes a function that refers to itself for every call: garbage
-that only the cyclic collector finds, dozens of times per layer and step. Arguments and results are flat nearly always,
-and are taken apart without it then.
-"""
+"""Flatten, iterate and cast what modules take and return."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -20,43 +16,31 @@ Rebuild = Callable[[Sequence[Any]], Any]
 
 
 def flatten_arguments(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[list[Any], Rebuild]:
-    """Return the leaves of positional and keyword arguments, and what makes arguments of as many others."""
+    """Return the leaves of positional and keyword arguments, and a function that rebuilds them from as many others."""
     args, kwargs = arguments
     values = [*args, *kwargs.values()]
     if all(map(tree_is_leaf, values)):
         return values, partial(_make_arguments, len(args), tuple(kwargs))
     leaves, structure = tree_flatten(arguments)
-    return leaves, partial(_unflatten, structure)
+    return leaves, partial(tree_unflatten, treespec=structure)
 
 
 def flatten_output(output: Any) -> tuple[list[Any], Rebuild]:
-    """Return the leaves of what was returned, and what makes the like of as many others."""
+    """Return the leaves of an output, and a function that rebuilds it from as many others."""
     if isinstance(output, Tensor):
-        return [output], _first
+        return [output], itemgetter(0)
     if type(output) is tuple and all(map(tree_is_leaf, output)):
         return list(output), tuple
     leaves, structure = tree_flatten(output)
-    return leaves, partial(_unflatten, structure)
-
-
-def _first(leaves: Sequence[Any]) -> Any:
-    return leaves[0]
+    return leaves, partial(tree_unflatten, treespec=structure)
 
 
 def _make_arguments(num_args: int, names: tuple[str, ...], leaves: Sequence[Any]) -> Any:
     return tuple(leaves[:num_args]), dict(zip(names, leaves[num_args:], strict=True))
 
 
-def _unflatten(structure: Any, leaves: Sequence[Any]) -> Any:
-    return tree_unflatten(leaves, structure)
-
-
 def iterate_leaves(tree: Any, _open: frozenset[int] = frozenset()) -> Iterator[Any]:
-    """Yield the leaves of ``tree``, those in the fields of its dataclasses included.
-
-    Args:
-        tree: Any pytree.
-    """
+    """Yield the leaves of a pytree, those in the fields of its dataclasses included."""
     if isinstance(tree, Tensor):  # what most modules take
         yield tree
         return
@@ -71,13 +55,7 @@ def iterate_leaves(tree: Any, _open: frozenset[int] = frozenset()) -> Iterator[A
 def cast_where(
     is_meant: Callable[[object], bool], dtype: torch.dtype, tree: Any, _open: frozenset[int] = frozenset()
 ) -> Any:
-    """Return ``tree`` with some of its tensors cast.
-
-    Args:
-        is_meant: Whether a leaf is a tensor that is to be cast.
-        dtype: To this one.
-        tree: Any pytree. Where nothing is meant it is returned itself, and may be written into; dataclasses likewise.
-    """
+    """Return ``tree`` with its tensors that ``is_meant`` accepts cast; what does not change is returned itself."""
     if isinstance(tree, Tensor):
         return tree.to(dtype) if is_meant(tree) else tree
     if not any(is_meant(leaf) for leaf in iterate_leaves(tree, _open)):
@@ -103,7 +81,6 @@ def _cast_fields(is_meant: Callable[[object], bool], dtype: torch.dtype, data: A
 
 
 def _read(data: Any) -> dict[str, Any]:
-    """The fields that are set."""
     return {field.name: getattr(data, field.name) for field in fields(data) if hasattr(data, field.name)}
 
 

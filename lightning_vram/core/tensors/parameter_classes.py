@@ -1,4 +1,11 @@
-"""Classes of ordinary tensors and parameters: what computes with one need not know more."""
+"""Properties of tensors: ordinary classes, versions, memory, layout, shards; and tensors in nested structures.
+
+While saved-tensor hooks are set, autograd does not check whether a saved tensor was overwritten. The functions for
+versions do. Nested structures are what modules take and return: pytrees, and dataclasses, which torch does not open. No
+input is changed. ``tree_flatten`` makes a function that refers to itself for every call: garbage that only the cyclic
+collector finds, dozens of times per layer and step. Arguments and results are flat nearly always, and are flattened
+without it then.
+"""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,7 +26,7 @@ PLAIN_TYPES: set[type] = {Tensor, nn.Parameter, nn.Buffer, FakeTensor, FakeParam
 
 
 def add_parameter_class(kind: type[nn.Parameter]) -> None:
-    """Take a class of ours, which only watches what is done with a parameter, for an ordinary one."""
+    """Treat a class of ours, which only watches what is done with a parameter, as an ordinary one."""
     PARAMETER_CLASSES.add(kind)
     PLAIN_TYPES.add(kind)
     REAL_TYPES.add(kind)

@@ -1,7 +1,4 @@
-"""What autograd counts: the version of a tensor goes up with each write, and views share it.
-
-While saved-tensor hooks are set, autograd does not look whether a saved tensor was overwritten. These do.
-"""
+"""Versions of tensors: one more with each write, shared by views."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -51,7 +48,7 @@ def num_bytes_of(tensor: Tensor) -> int:
 
 
 def version_counter(tensor: Tensor) -> Tensor:
-    """Return an empty tensor with the version counter of ``tensor``: it tells of writes and holds no memory."""
+    """Return an empty tensor with the version counter of ``tensor``: it counts its writes and holds no memory."""
     counter = alias(tensor)
     counter.data = _nothing(tensor.dtype, tensor.device)
     return counter
@@ -63,7 +60,7 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """Return another tensor on the same memory and version counter, without a past and deaf to ``.data =``."""
+    """Return another tensor on the same memory and version counter, without graph, unaffected by ``.data =``."""
     key = DispatchKey.ADInplaceOrView
     if is_key_excluded(key):  # below autograd an alias would count versions on its own
         is_excluded = False

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_vram.callbacks.slurm_requeue import SlurmJob, check_job, check_tasks
 from lightning_vram.core.processes.clean_exit import leave_group_at_exit
-from lightning_vram.core.processes.lost_peers import LostPeerNaming, naming_lost_peers
+from lightning_vram.core.processes.lost_peers import naming_lost_peers
 from lightning_vram.core.processes.restart_store import attempt_store
 from lightning_vram.private_names.lightning.connectors import find_trainer
 from lightning_vram.private_names.lightning.strategies import (
@@ -103,7 +103,7 @@ class ConnectedStrategy(PlainStrategy):
         self.num_nodes = 1
         self._backend = process_group_backend
         self._mesh: DeviceMesh | None = None
-        self._peers: LostPeerNaming | None = None
+        self._peers: naming_lost_peers | None = None
         self._phase = "setup"
 
     @property

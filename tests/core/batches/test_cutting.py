@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_vram.core.batches.cutting import BatchCutter, BatchFacts, find_time_first, shares_of
+from lightning_vram.core.batches.cutting import BatchCutter, BatchFacts, find_time_first
 from lightning_vram.core.batches.path import BatchSplitError, SplitArgumentError
+from lightning_vram.core.batches.weights import shares_of
 
 
 class Graph:

@@ -14,7 +14,7 @@ from lightning_vram.core.operators.cost import (
     ATTENTION,
     BALANCE,
     MATMULS,
-    operator_cost,
+    operator_work,
     resolve_operators,
 )
 
@@ -26,7 +26,7 @@ def is_costly(func: Any) -> bool:
 
 
 def run(func: Any, *args: Any, **kwargs: Any) -> float:
-    return operator_cost(func, args, kwargs, func(*args, **kwargs))
+    return operator_work(func, args, kwargs, func(*args, **kwargs)).cost
 
 
 class Costs(TorchDispatchMode):
@@ -36,7 +36,7 @@ class Costs(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         outputs = func(*args, **(kwargs or {}))
-        self.seen.append((str(func), operator_cost(func, args, kwargs or {}, outputs), is_costly(func)))
+        self.seen.append((str(func), operator_work(func, args, kwargs or {}, outputs).cost, is_costly(func)))
         return outputs
 
 
@@ -164,7 +164,7 @@ def test_a_recurrent_kernel_costs_every_weight_for_every_row() -> None:
     weights = list(lstm.parameters())
     args = (input, *weights)
 
-    cost = operator_cost(aten.mkldnn_rnn_layer.default, args, {}, outputs)
+    cost = operator_work(aten.mkldnn_rnn_layer.default, args, {}, outputs).cost
 
     assert cost == 2 * (2 * 4 * 512 * 512) * (64 * 32)
 

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_vram.core.hooks.mode import QuietMode
 from lightning_vram.core.hooks.save_watch import SaveWatch
 from lightning_vram.core.hooks.stepping_aside import stepping_aside
-from lightning_vram.core.operators.cost import operator_cost
+from lightning_vram.core.operators.cost import operator_work
 from lightning_vram.core.tensors.by_storage import ByStorage
 from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES
 from lightning_vram.core.tensors.versions import is_strided, version_counter, version_of
@@ -139,7 +139,7 @@ class StepObserver:
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         birth = (place, len(self._rounds))
         storages = dict(entry for tensor in tensors for entry in self._storages.number(tensor, birth))
-        cost = operator_cost(func, args, kwargs, output)
+        cost = operator_work(func, args, kwargs, output).cost
         if place is None or self._call is None:
             self._rounds[-1].other_cost += cost
             return
