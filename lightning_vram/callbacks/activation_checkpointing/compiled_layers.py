@@ -69,19 +69,23 @@ class CompiledLayersBudget:
             self._tell()
 
     def _tell(self) -> None:
-        kept = self._technique.kept_bytes
-        best = self._technique.best
+        kept = self._technique.search.kept_bytes
+        best = self._technique.search.best
         points = ", ".join(f"{share:.3f}: {format_bytes(kept[share])}" for share in sorted(kept))
         rank_zero_info(
             f"{self._title} sets the compiler's activation memory budget to {best:.3f}: "
             f"{format_bytes(kept[best])} saved for backward, {kept[best] / self._budget_bytes:.0%} of the budget. "
             f"Tried: {points}."
         )
-        if not self._technique.is_close:
+        if not self._technique.search.is_close:
             rank_zero_warn(f"{self._title} is missed by more than 3 %: {self._gap()}")
 
     def _gap(self) -> str:
-        kept, best, above = self._technique.kept_bytes, self._technique.best, self._technique.next_above
+        kept, best, above = (
+            self._technique.search.kept_bytes,
+            self._technique.search.best,
+            self._technique.search.next_above,
+        )
         below = f"a share of {best:.3f} saves {format_bytes(kept[best])} and is used"
         if above is None:
             return f"{below}; no larger share was tried."

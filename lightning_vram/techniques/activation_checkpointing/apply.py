@@ -45,21 +45,15 @@ Guard = Callable[[Recomputing | None, Arguments], Recomputing | None]
 
 @dataclass
 class _State:
-    """What a checkpointed module carries, in its ``__dict__``: without it the module runs as it always did.
+    """State of a checkpointed module, in its ``__dict__``: without it the module runs its own forward."""
 
-    Args:
-        spans: Runs of children to checkpoint one by one; empty if the whole module is.
-        is_compilable: Whether it may be recomputed in compiled code.
-        recomputing: How, by span, or under ``None`` for the module; what is absent runs plain.
-        guards: Who may decide otherwise for a call, by its arguments.
-        observations: What was learned about each.
-    """
-
-    spans: tuple[_Span, ...]
-    is_compilable: bool
+    spans: tuple[_Span, ...]  # runs of children to checkpoint one by one; empty if the whole module is
+    is_compilable: bool  # whether it may be recomputed in compiled code
+    # how, by span, or under ``None`` for the module; what is absent runs plain
     recomputing: dict[_Span | None, Recomputing]
+    # who may decide otherwise for a call, by its arguments
     guards: dict[_Span | None, Guard] = field(default_factory=dict)
-    observations: dict[_Span | None, Observation] = field(default_factory=dict)
+    observations: dict[_Span | None, Observation] = field(default_factory=dict)  # what was learned about each
 
     def observation(self, span: _Span | None) -> Observation:
         return self.observations.setdefault(span, Observation())
@@ -70,11 +64,7 @@ class _State:
 
 
 class CheckpointingHandle(Swaps):
-    """Undoes :func:`apply_activation_checkpointing`.
-
-    Args:
-        selection: What is checkpointed.
-    """
+    """Undoes :func:`apply_activation_checkpointing`."""
 
     def __init__(self, selection: LayerSelection) -> None:
         super().__init__(_STATE)
@@ -82,13 +72,7 @@ class CheckpointingHandle(Swaps):
         self._disabled: list[nn.Module] = []
 
     def change(self, layer: Layer, recomputing: Recomputing | None, guard: Guard | None = None) -> None:
-        """Recompute ``layer`` in another way from its next call on; ``None``: let it run plain.
-
-        Args:
-            layer: One of the selection.
-            recomputing: How.
-            guard: Asked before each call.
-        """
+        """Recompute ``layer`` as given from its next call on (``None``: plain), unless ``guard`` decides otherwise."""
         state: _State | None = vars(layer.module).get(_STATE)
         if state is None:
             return

@@ -33,12 +33,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class KeptArguments:
-    """The arguments of a call.
-
-    Args:
-        arguments: Of the call.
-        overwrites_inputs: Whether the layer writes to its inputs; ``None`` before its first call.
-    """
+    """The arguments of a call; ``overwrites_inputs``: whether the layer writes to them, ``None`` if not known."""
 
     def __init__(self, arguments: Arguments, overwrites_inputs: bool | None) -> None:  # noqa: FBT001 - three states
         self._leaves, self._rebuild = flatten_arguments(arguments)
@@ -81,14 +76,7 @@ class KeptArguments:
         self._leaves, self._versions = [], []
 
     def give(self, *, is_overwritten: bool | None) -> Arguments:
-        """Return what the second run gets.
-
-        Args:
-            is_overwritten: Whether it must not get what is kept: a retained graph needs it again.
-
-        Raises:
-            RuntimeError: If a tensor was overwritten since the layer's forward.
-        """
+        """Return what the second run gets; copies where it overwrites them, since a retained graph needs them again."""
         for one, now, then in zip(self._inner, self._read_inner(), self._inner_versions, strict=True):
             if now != then:
                 raise _overwritten(one.shape)
@@ -185,14 +173,10 @@ _MAX_DEPTH = 16
 
 
 class _Copies:
-    """Copies of objects, each made once, with the containers and objects in them. What cannot be copied is shared.
-
-    Attributes:
-        tensors: Large ones that were found, by ``id``. They are shared.
-    """
+    """Copies of objects, each made once, with the containers and objects in them. What cannot be copied is shared."""
 
     def __init__(self) -> None:
-        self.tensors: dict[int, Tensor] = {}
+        self.tensors: dict[int, Tensor] = {}  # large ones that were found, by ``id``. They are shared.
         self._made: dict[int, Any] = {}
 
     def copy(self, value: Any, depth: int = 0) -> Any:

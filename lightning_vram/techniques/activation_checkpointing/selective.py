@@ -39,16 +39,11 @@ _UNSAFE_VIEWS = frozenset(
 
 
 class KeptOutputs:
-    """The results kept of one call of a layer.
-
-    Args:
-        choice: What to keep.
-        saves: One for each tensor that autograd has saved so far: results made after the last of them are not wanted.
-    """
+    """The results kept of one call of a layer."""
 
     def __init__(self, choice: SavePolicy, saves: Sequence[object]) -> None:
         self.choice = choice
-        self.saves = saves
+        self.saves = saves  # one per tensor that autograd has saved so far: later results are not needed
         self.results: list[KeptResult] = []
         self.by_address: dict[int, list[KeptResult]] = {}
         self.is_complete = False  # a backward inside of the layer recomputes it before its forward has ended
@@ -61,11 +56,7 @@ class KeptOutputs:
         self.by_address.clear()
 
     def settle(self) -> int:
-        """Call after the first forward, outside of the checkpoint: saves what the second run will want.
-
-        Returns:
-            How many results are kept.
-        """
+        """Save what recomputation needs, after the first forward, outside of the checkpoint; return how many."""
         self.is_complete = True
         return sum(result.settle(len(self.saves)) for result in self.results)
 

@@ -151,11 +151,7 @@ class ActivationOffloading(SavedTensorStage):
         return self._places.num_away
 
     def keep_in_place(self, nest: Any) -> None:
-        """Name tensors that are held anyway, such as the batch: their memory does not travel as long as it lives.
-
-        Args:
-            nest: Any nest of tensors.
-        """
+        """Name tensors that are held anyway, such as the batch: their memory does not travel as long as it lives."""
         with self._lock:
             self._candidates.keep_in_place(nest)
 

@@ -32,13 +32,7 @@ from lightning_vram.techniques.activation_checkpointing.two_runs import CallWatc
 
 
 class StepObserver:
-    """Watches while :meth:`observing`; tell it about layers with :meth:`watch`.
-
-    Args:
-        model: Its parameters and buffers are not counted.
-        inputs: Any nest of tensors that stay alive anyway, such as the batch.
-        min_offload_bytes: Smaller tensors cannot be offloaded.
-    """
+    """Watches while :meth:`observing`; tell it about layers with :meth:`watch`."""
 
     def __init__(self, model: nn.Module, inputs: Any = None, min_offload_bytes: int = 0) -> None:
         self._min_offload_bytes = min_offload_bytes
