@@ -1,13 +1,12 @@
-"""Activation checkpointing (gradient checkpointing, rematerialisation) of chosen layers, on any module.
+"""Activation checkpointing (gradient checkpointing, activation recomputation) of chosen layers, on any module.
 
-A checkpointed layer keeps its inputs and runs its forward again when the backward needs what is inside. Of a network
-of n equal layers the inputs of n layers stay, and the inside of one at a time; the price is one more forward
-(Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174). It does not help
-where a layer is a single cheap operation: its input is all it keeps anyway. Forward hooks on modules inside of a layer
-fire in both runs, those on the layer itself once.
+A checkpointed layer saves its inputs and runs its forward again when the backward needs its activations: of n equal
+layers the inputs of n are saved, and the activations of one at a time, for one more forward (Chen et al. 2016,
+https://arxiv.org/abs/1604.06174). It does not help where a layer is a single cheap operation. Forward hooks on modules
+inside a layer fire in both runs, those on the layer itself once.
 
 The layer changes its class instead of being wrapped, so that names, ``state_dict``, copies, pickles,
-``torch.compile`` and FSDP2 see the model they know. How it is run: ``recomputed_call.py``.
+``torch.compile`` and FSDP2 see the model they know.
 """
 
 import functools

@@ -1,10 +1,9 @@
-"""What stays of a layer's arguments until it runs again.
+"""What is saved of a layer's arguments until it is recomputed.
 
-Tensors count as inputs wherever they are passed, by keyword or deep inside of containers: they are saved as autograd
-saves them, under the hooks that are set. Objects of the caller (graphs, dot dicts, configurations) are copied with the
-containers and objects inside of them, so that only the first run writes to them; tensors above 64 KiB in them are
-shared. One of these, or an input, that is overwritten before the backward is an error. Objects without a ``__dict__``
-and what lies beyond a thousand objects are shared; a class with its own ``__copy__`` decides by itself.
+Tensors count as inputs wherever they are passed, and are saved as autograd saves them, under the hooks that are set.
+Objects of the caller (graphs, dot dicts, configurations) are copied with the containers and objects in them, so that
+only the first run writes to them; tensors above 64 KiB in them are shared, and an error if they are overwritten before
+the backward, as inputs are. Objects without a ``__dict__``, and beyond a thousand objects, are shared.
 """
 
 import copy

@@ -1,9 +1,8 @@
-"""Selective checkpointing: the second run of a layer takes the results of chosen operators from the first.
+"""Selective checkpointing: recomputation takes the results of chosen operators from the first run.
 
-PyTorch has this as ``create_selective_checkpoint_contexts`` and keeps the results in a list that no saved-tensor hook
-sees, so that they can be neither offloaded nor compressed; it keeps results that the second run never reaches; it
-refuses a layer that overwrites one, if it notices; and operators that draw random numbers (attention with dropout)
-leave the generator behind in the second run, so that the masks after them differ. Here each of these works.
+PyTorch's ``create_selective_checkpoint_contexts`` keeps results where no saved-tensor hook sees them, so that they can
+be neither offloaded nor compressed; it keeps results that recomputation never reaches, refuses layers that overwrite
+one, and redraws different dropout masks after an operator with random numbers. Here each of these works.
 """
 
 from collections.abc import Iterator, Sequence

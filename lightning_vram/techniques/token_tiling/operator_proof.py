@@ -45,7 +45,9 @@ def ask_operators(body: Body, call: CutCall, tensors: list[Tensor]) -> str:
     sizes = {size for one in (*tensors, *parameters.values()) for size in one.shape}
     traces = []
     for prime in [one for one in _PRIMES if all(size % one for size in sizes)][:2]:
-        parts = call.cut(tensors, lambda one, to=prime: one.new_empty(_replaced(one, call.dim, to)))  # type: ignore[misc]
+        parts = call.cut(
+            tensors, lambda one, to=prime: one.new_empty((*one.shape[: call.dim], to, *one.shape[call.dim + 1 :]))
+        )  # type: ignore[misc]
         parts = [part if is_cut else part.detach() for part, is_cut in zip(parts, call.is_cut, strict=True)]
         with detect_fake_mode(parts) or nullcontext(), _Watch(prime, parts) as watch:
             results, _ = body.having(parameters, lambda parts=parts: body.run(call.arguments(parts)))  # type: ignore[misc]
@@ -57,10 +59,6 @@ def ask_operators(body: Body, call: CutCall, tensors: list[Tensor]) -> str:
     if len(traces) != 2 or traces[0] != traces[1]:
         raise NotAlone("depends on the number of tokens")
     return "by its operators"
-
-
-def _replaced(one: Tensor, dim: int, size: int) -> tuple[int, ...]:
-    return (*one.shape[:dim], size, *one.shape[dim + 1 :])
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -1,12 +1,9 @@
-"""Checkpoint just as much as a byte budget for activations asks for.
+"""Checkpoint just as much as a byte budget for activations needs.
 
-The first step runs with every layer checkpointed, and is watched (``observer.py``).
-From what was seen a plan is made (``solver.py``): some layers run plain, others keep
-the results of some of their costly operators, and the least possible is computed twice. No compiler is needed;
-PyTorch's own ``activation_memory_budget`` takes a share instead of bytes and needs ``torch.compile``.
-
-Counted are the bytes that the tracker calls activations: what is kept for the backward, and what one layer at a time
-makes again there. Temporaries inside of operators and gradients are not among them.
+The first step runs with every layer checkpointed, and is observed. From that a plan is made: some layers run plain,
+others save results of costly operators, and as little as possible is recomputed. No compiler is needed. The budget
+counts what is saved for backward, and what one layer at a time recomputes there; no gradients, and no temporaries
+inside operators.
 """
 
 from collections.abc import Iterator, Mapping

@@ -28,7 +28,10 @@ class CompiledBudget:
         """Run one training step on ``batch`` inside; raises ``CompiledBudgetError`` on all ranks if nothing fits."""
         share = self.search.next_share() or self.search.best
         if share != self._share:
-            self._compile_with(share)
+            self._setting.close()
+            self._setting.enter_context(activation_share(share))
+            torch.compiler.reset()  # a share holds for what is compiled from now on; also resets recompile_limit
+            self._share = share
         if self.is_done:
             yield
             return
@@ -38,12 +41,6 @@ class CompiledBudget:
             yield
         self.search.note(share, _largest_of_ranks(kept.peak_bytes))
         self.is_done = self.search.next_share() is None
-
-    def _compile_with(self, share: float) -> None:
-        self._setting.close()
-        self._setting.enter_context(activation_share(share))
-        torch.compiler.reset()  # a share holds for what is compiled from now on; also resets recompile_limit's count
-        self._share = share
 
     def remove(self) -> None:
         """Put the setting back; what was compiled with it is compiled again. Calling it again does nothing."""
