@@ -14,17 +14,11 @@ from lightning_vram.argument_checks import check_positive_int
 
 @dataclass(frozen=True)
 class AccumulationSchedule:
-    """Factors by epoch or by optimizer step; 1 before the first.
+    """Factors by epoch or by optimizer step; 1 before the first."""
 
-    Args:
-        unit: What ``starts`` count: epochs, or optimizer steps.
-        starts: From when on each factor holds, ascending.
-        factors: Micro-batches per optimizer step, one for each start.
-    """
-
-    unit: Literal["epoch", "step"]
-    starts: tuple[int, ...]
-    factors: tuple[int, ...]
+    unit: Literal["epoch", "step"]  # what ``starts`` count: epochs, or optimizer steps
+    starts: tuple[int, ...]  # from when on each factor holds, ascending
+    factors: tuple[int, ...]  # micro-batches per optimizer step, one for each start
 
     @property
     def largest(self) -> int:
@@ -36,15 +30,7 @@ class AccumulationSchedule:
         return self._stretch(epoch if self.unit == "epoch" else step)[0]
 
     def count_steps(self, num_batches: int, num_epochs: int) -> int:
-        """Optimizer steps of a whole training; the last window of an epoch may be incomplete.
-
-        Args:
-            num_batches: Of one epoch, on one rank.
-            num_epochs: Of the training.
-
-        Returns:
-            Their number, at a cost that depends on the length of the schedule alone.
-        """
+        """Optimizer steps of a whole training; the last window of an epoch may be incomplete."""
         if num_batches == 0:
             return 0
         epoch = step = 0
@@ -80,20 +66,7 @@ class AccumulationSchedule:
 
 
 def read_schedule(name: str, unit: Literal["epoch", "step"], factors: Mapping[int, int]) -> AccumulationSchedule:
-    """Make a schedule of what the user gave.
-
-    Args:
-        name: Argument as the user wrote it, with its class.
-        unit: What the keys count.
-        factors: From when on, counted from 0, how many micro-batches make a step.
-
-    Returns:
-        The schedule; ``factors`` stays as it is.
-
-    Raises:
-        TypeError: If ``factors`` is no mapping of ``int`` to ``int``.
-        ValueError: If it is empty, a key is negative or out of order, or a factor is below 1.
-    """
+    """Make a schedule of what the user gave."""
     if not isinstance(factors, Mapping):
         raise TypeError(
             f"{name} must be a dict such as {{0: 8, 4: 4}}, got {factors!r} of type {type(factors).__name__}."

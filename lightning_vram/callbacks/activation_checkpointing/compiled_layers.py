@@ -55,16 +55,17 @@ class CompiledLayersBudget:
             self._report()
 
     def _report(self) -> None:
-        saved, best = self._technique.kept_bytes, self._technique.best
+        search = self._technique.search
+        saved, best = search.kept_bytes, search.best
         points = ", ".join(f"{share:.3f}: {format_bytes(saved[share])}" for share in sorted(saved))
         rank_zero_info(
             f"{self._title} sets the compiler's activation memory budget to {best:.3f}: "
             f"{format_bytes(saved[best])} saved for backward, {saved[best] / self._budget_bytes:.0%} of the budget. "
             f"Tried: {points}."
         )
-        if self._technique.is_close:
+        if search.is_close:
             return
-        above, more = self._technique.next_above, "no larger share was tried."
+        above, more = search.next_above, "no larger share was tried."
         if above is not None:
             more = (
                 f"a share of {above:.3f} saves {format_bytes(saved[above])}. The compiler saves whole tensors or "

@@ -1,13 +1,12 @@
-"""Activation checkpointing (gradient checkpointing, rematerialisation) of chosen layers, on any module.
+"""Activation checkpointing (gradient checkpointing, activation recomputation) of chosen layers, on any module.
 
-A checkpointed layer keeps its inputs and runs its forward again when the backward needs what is inside. Of a network
-of n equal layers the inputs of n layers stay, and the inside of one at a time; the price is one more forward
-(Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174). It does not help
-where a layer is a single cheap operation: its input is all it keeps anyway. Forward hooks on modules inside of a layer
-fire in both runs, those on the layer itself once.
+A checkpointed layer saves its inputs and runs its forward again when the backward needs its activations: of n equal
+layers the inputs of n are saved, and the activations of one at a time, for one more forward (Chen et al. 2016,
+https://arxiv.org/abs/1604.06174). It does not help where a layer is a single cheap operation. Forward hooks on modules
+inside a layer fire in both runs, those on the layer itself once.
 
 The layer changes its class instead of being wrapped, so that names, ``state_dict``, copies, pickles,
-``torch.compile`` and FSDP2 see the model they know. How it is run: ``recomputed_call.py``.
+``torch.compile`` and FSDP2 see the model they know.
 """
 
 import functools
@@ -45,21 +44,15 @@ Guard = Callable[[Recomputing | None, Arguments], Recomputing | None]
 
 @dataclass
 class _State:
-    """What a checkpointed module carries, in its ``__dict__``: without it the module runs as it always did.
+    """State of a checkpointed module, in its ``__dict__``: without it the module runs its own forward."""
 
-    Args:
-        spans: Runs of children to checkpoint one by one; empty if the whole module is.
-        is_compilable: Whether it may be recomputed in compiled code.
-        recomputing: How, by span, or under ``None`` for the module; what is absent runs plain.
-        guards: Who may decide otherwise for a call, by its arguments.
-        observations: What was learned about each.
-    """
-
-    spans: tuple[_Span, ...]
-    is_compilable: bool
+    spans: tuple[_Span, ...]  # runs of children to checkpoint one by one; empty if the whole module is
+    is_compilable: bool  # whether it may be recomputed in compiled code
+    # how, by span, or under ``None`` for the module; what is absent runs plain
     recomputing: dict[_Span | None, Recomputing]
+    # who may decide otherwise for a call, by its arguments
     guards: dict[_Span | None, Guard] = field(default_factory=dict)
-    observations: dict[_Span | None, Observation] = field(default_factory=dict)
+    observations: dict[_Span | None, Observation] = field(default_factory=dict)  # what was learned about each
 
     def observation(self, span: _Span | None) -> Observation:
         return self.observations.setdefault(span, Observation())
@@ -70,11 +63,7 @@ class _State:
 
 
 class CheckpointingHandle(Swaps):
-    """Undoes :func:`apply_activation_checkpointing`.
-
-    Args:
-        selection: What is checkpointed.
-    """
+    """Undoes :func:`apply_activation_checkpointing`."""
 
     def __init__(self, selection: LayerSelection) -> None:
         super().__init__(_STATE)
@@ -82,13 +71,7 @@ class CheckpointingHandle(Swaps):
         self._disabled: list[nn.Module] = []
 
     def change(self, layer: Layer, recomputing: Recomputing | None, guard: Guard | None = None) -> None:
-        """Recompute ``layer`` in another way from its next call on; ``None``: let it run plain.
-
-        Args:
-            layer: One of the selection.
-            recomputing: How.
-            guard: Asked before each call.
-        """
+        """Recompute ``layer`` as given from its next call on (``None``: plain), unless ``guard`` decides otherwise."""
         state: _State | None = vars(layer.module).get(_STATE)
         if state is None:
             return

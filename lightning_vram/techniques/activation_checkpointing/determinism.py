@@ -30,15 +30,10 @@ class OperatorTrace(QuietMode):
     """
 
     def __init__(self, buffers: Iterable[Tensor] = (), records: list[_Record] | None = None) -> None:
-        """Make one.
-
-        Args:
-            buffers: Of the layer: statistics go on moving, and what is read of them is not compared.
-            records: Of a first run; ``None`` for the first run.
-        """
         super().__init__()
+        # Statistics in buffers are updated in both runs: what is read from them is not compared.
         self._buffers = {storage_address(buffer) for buffer in buffers} - {0}
-        self._expected = records
+        self._expected = records  # of the first run; ``None`` in the first run
         self._backward = current_graph_task_id()
         self._records: list[_Record] = []
 

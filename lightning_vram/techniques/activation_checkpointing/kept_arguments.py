@@ -1,10 +1,9 @@
-"""What stays of a layer's arguments until it runs again.
+"""What is saved of a layer's arguments until it is recomputed.
 
-Tensors count as inputs wherever they are passed, by keyword or deep inside of containers: they are saved as autograd
-saves them, under the hooks that are set. Objects of the caller (graphs, dot dicts, configurations) are copied with the
-containers and objects inside of them, so that only the first run writes to them; tensors above 64 KiB in them are
-shared. One of these, or an input, that is overwritten before the backward is an error. Objects without a ``__dict__``
-and what lies beyond a thousand objects are shared; a class with its own ``__copy__`` decides by itself.
+Tensors count as inputs wherever they are passed, and are saved as autograd saves them, under the hooks that are set.
+Objects of the caller (graphs, dot dicts, configurations) are copied with the containers and objects in them, so that
+only the first run writes to them; tensors above 64 KiB in them are shared, and an error if they are overwritten before
+the backward, as inputs are. Objects without a ``__dict__``, and beyond a thousand objects, are shared.
 """
 
 import copy
@@ -33,12 +32,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class KeptArguments:
-    """The arguments of a call.
-
-    Args:
-        arguments: Of the call.
-        overwrites_inputs: Whether the layer writes to its inputs; ``None`` before its first call.
-    """
+    """The arguments of a call; ``overwrites_inputs``: whether the layer writes to them, ``None`` if not known."""
 
     def __init__(self, arguments: Arguments, overwrites_inputs: bool | None) -> None:  # noqa: FBT001 - three states
         self._leaves, self._rebuild = flatten_arguments(arguments)
@@ -81,14 +75,7 @@ class KeptArguments:
         self._leaves, self._versions = [], []
 
     def give(self, *, is_overwritten: bool | None) -> Arguments:
-        """Return what the second run gets.
-
-        Args:
-            is_overwritten: Whether it must not get what is kept: a retained graph needs it again.
-
-        Raises:
-            RuntimeError: If a tensor was overwritten since the layer's forward.
-        """
+        """Return what the second run gets; copies where it overwrites them, since a retained graph needs them again."""
         for one, now, then in zip(self._inner, self._read_inner(), self._inner_versions, strict=True):
             if now != then:
                 raise _overwritten(one.shape)
@@ -185,14 +172,10 @@ _MAX_DEPTH = 16
 
 
 class _Copies:
-    """Copies of objects, each made once, with the containers and objects in them. What cannot be copied is shared.
-
-    Attributes:
-        tensors: Large ones that were found, by ``id``. They are shared.
-    """
+    """Copies of objects, each made once, with the containers and objects in them. What cannot be copied is shared."""
 
     def __init__(self) -> None:
-        self.tensors: dict[int, Tensor] = {}
+        self.tensors: dict[int, Tensor] = {}  # large ones that were found, by ``id``. They are shared.
         self._made: dict[int, Any] = {}
 
     def copy(self, value: Any, depth: int = 0) -> Any:

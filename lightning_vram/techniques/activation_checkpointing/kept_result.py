@@ -19,17 +19,10 @@ class KeptResult:
     )
 
     def __init__(self, function: Any, signature: Any, num_saves: int) -> None:
-        """Make one that is not kept.
-
-        Args:
-            function: The operator.
-            signature: Of its arguments.
-            num_saves: Tensors that autograd had saved in the layer before it ran.
-        """
         self.function = function
         self.signature = signature
         self.addresses: set[int] = set()
-        self._num_saves = num_saves
+        self._num_saves = num_saves  # tensors that autograd had saved in the layer before it ran
         self._leaves: list[Any] | None = None
         self._watched: list[tuple[Tensor, int]] = []  # other tensors on its memory, with their versions
         self._kept: list[Any] | None = None  # from the end of the first run on: a backward inside of it finds nothing

@@ -1,19 +1,15 @@
-"""One call of a layer that is run again in the backward, with everything in place for the second run.
+"""One call of a layer that is recomputed in the backward.
 
-It follows the rules of :func:`torch.utils.checkpoint.checkpoint`, not reentrant: see
-:mod:`~lightning_vram.core.hooks.recomputed_saves`. What is more: modules and what surrounds them are as in the first
-run (:mod:`~lightning_vram.core.rollback.forward_state`); inputs may be passed anywhere (``kept_arguments.py``); the
-results of chosen operators are taken from the first run (``selective.py``); and a second run that does something else
-is noticed (``two_runs.py``). In compiled code the compiler's partitioner does all that, under PyTorch's checkpoint.
-
-Key-value caches of transformers stay out of it. A decoder layer appends its keys and values to a cache that is passed
-in (``use_cache=True`` is the default, in training too). Run a second time it would append them twice, and the cache
-would keep alive what checkpointing frees. transformers itself drops the cache under its own gradient checkpointing.
+It follows the rules of non-reentrant :func:`torch.utils.checkpoint.checkpoint`: see
+:mod:`~lightning_vram.core.hooks.recomputed_saves`. In addition, modules and random state are as in the first run,
+inputs may be passed anywhere, results of chosen operators are taken from the first run, and a recomputation that
+diverges is an error. In compiled code the compiler's partitioner does all that, under PyTorch's checkpoint.
 """
 
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,18 +36,12 @@ _HOOKS: dict[str, Any] = {_RESPECT: False} if _RESPECT in inspect.signature(chec
 
 @dataclass
 class Observation:
-    """What the first call of a layer taught about it.
+    """What is known about a layer from its earlier calls."""
 
-    Args:
-        learned: What it writes and draws.
-        overwrites_inputs: Whether it writes its input tensors in place; ``None`` before the first call.
-        num_kept: Results of operators it kept in its last call, besides its inputs.
-        counts: Its calls.
-    """
-
-    learned: Learned = field(default_factory=Learned)
+    learned: Learned = field(default_factory=Learned)  # what it writes and draws
+    # whether it writes its input tensors in place; ``None`` before the first call
     overwrites_inputs: bool | None = None
-    num_kept: int | None = None
+    num_kept: int | None = None  # results of operators it kept in its last call, besides its inputs
     counts: Counts = field(default_factory=Counts)
 
 
@@ -63,40 +53,13 @@ def call_recomputed(
     observation: Observation,
     recomputing: Recomputing,
 ) -> Any:
-    """Call ``forward`` and keep its inputs only; the backward calls it again.
-
-    Args:
-        modules: The modules that ``forward`` runs.
-        forward: What to call.
-        arguments: Positional and keyword arguments.
-        observation: What is known about the layer; filled in by the first call.
-        recomputing: What is kept and what is checked.
-
-    Returns:
-        What ``forward`` returns.
-
-    Raises:
-        RuntimeError: If the layer overwrites an input or a large buffer in this call, but did not in its first, or a
-            tensor above 64 KiB inside of an object. In the
-            backward, a ``RecomputationError`` if the second run is not what the first was.
-    """
+    """Call ``forward`` and save its inputs only; the backward calls it again."""
     if observation.overwrites_inputs is None and _has_lazy(modules):
         args, kwargs = arguments
         return forward(*args, **kwargs)  # draws its weights in this call, as a second run would not
-    if recomputing.watch is None:
-        return _call(modules, forward, arguments, observation, recomputing)
-    with recomputing.watch.call(flatten_arguments(arguments)[0]):
-        return _call(modules, forward, arguments, observation, recomputing)
-
-
-def _call(
-    modules: Sequence[nn.Module],
-    forward: Callable[..., Any],
-    arguments: Arguments,
-    observation: Observation,
-    recomputing: Recomputing,
-) -> Any:
-    with exact_only:
+    watch = recomputing.watch
+    watching = watch.call(flatten_arguments(arguments)[0]) if watch is not None else nullcontext()
+    with watching, exact_only:
         kept = KeptArguments(arguments, observation.overwrites_inputs)
         state = ForwardState(modules, observation.learned, kept.devices())
         runs = LayerRuns(modules, recomputing, observation.counts)
@@ -161,17 +124,10 @@ def compiled_checkpoint(save: SavePolicy | None, forward: Callable[..., Any], /,
 
 
 def drop_empty_caches(layer: nn.Module, arguments: Arguments) -> Arguments:
-    """Replace key-value caches in ``arguments`` by ``None``.
+    """Replace key-value caches in ``arguments`` by ``None``, as transformers does under its own checkpointing.
 
-    Args:
-        layer: Layer that gets the arguments.
-        arguments: Any nests.
-
-    Returns:
-        The same nest, or a copy of it without caches.
-
-    Raises:
-        RuntimeError: If a cache already holds keys for this layer, as with prefix tuning: the layer needs them.
+    A layer appends its keys and values to a cache (``use_cache=True`` is the default, in training too): a second run
+    would append them twice, and the cache would keep alive what checkpointing frees.
     """
     if not any(_is_cache(leaf) for leaf in (*arguments[0], *arguments[1].values())):
         return arguments

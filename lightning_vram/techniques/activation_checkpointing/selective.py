@@ -1,9 +1,8 @@
-"""Selective checkpointing: the second run of a layer takes the results of chosen operators from the first.
+"""Selective checkpointing: recomputation takes the results of chosen operators from the first run.
 
-PyTorch has this as ``create_selective_checkpoint_contexts`` and keeps the results in a list that no saved-tensor hook
-sees, so that they can be neither offloaded nor compressed; it keeps results that the second run never reaches; it
-refuses a layer that overwrites one, if it notices; and operators that draw random numbers (attention with dropout)
-leave the generator behind in the second run, so that the masks after them differ. Here each of these works.
+PyTorch's ``create_selective_checkpoint_contexts`` keeps results where no saved-tensor hook sees them, so that they can
+be neither offloaded nor compressed; it keeps results that recomputation never reaches, refuses layers that overwrite
+one, and redraws different dropout masks after an operator with random numbers. Here each of these works.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,16 +38,11 @@ _UNSAFE_VIEWS = frozenset(
 
 
 class KeptOutputs:
-    """The results kept of one call of a layer.
-
-    Args:
-        choice: What to keep.
-        saves: One for each tensor that autograd has saved so far: results made after the last of them are not wanted.
-    """
+    """The results kept of one call of a layer."""
 
     def __init__(self, choice: SavePolicy, saves: Sequence[object]) -> None:
         self.choice = choice
-        self.saves = saves
+        self.saves = saves  # one per tensor that autograd has saved so far: later results are not needed
         self.results: list[KeptResult] = []
         self.by_address: dict[int, list[KeptResult]] = {}
         self.is_complete = False  # a backward inside of the layer recomputes it before its forward has ended
@@ -61,11 +55,7 @@ class KeptOutputs:
         self.by_address.clear()
 
     def settle(self) -> int:
-        """Call after the first forward, outside of the checkpoint: saves what the second run will want.
-
-        Returns:
-            How many results are kept.
-        """
+        """Save what recomputation needs, after the first forward, outside of the checkpoint; return how many."""
         self.is_complete = True
         return sum(result.settle(len(self.saves)) for result in self.results)
 

@@ -25,48 +25,31 @@ DeterminismCheck = Literal["outputs", "operators", "none"]
 
 @dataclass(frozen=True)
 class CallWatch:
-    """Whoever wants to know what a layer does.
+    """Callbacks of an observer of one layer."""
 
-    Args:
-        call: Gets the arguments of a call; returns a context for all of it, from before anything is saved for it.
-        inside: Returns a context for the first run of the layer's forward.
-        on_recomputation: Called before the second run.
-    """
-
+    # gets the arguments of a call; returns a context for all of it, from before anything is saved for it
     call: Callable[[Sequence[Any]], AbstractContextManager[None]]
-    inside: Callable[[], AbstractContextManager[None]]
-    on_recomputation: Callable[[], None]
+    inside: Callable[[], AbstractContextManager[None]]  # returns a context for the first run of the layer's forward
+    on_recomputation: Callable[[], None]  # called before the second run
 
 
 @dataclass(frozen=True)
 class Recomputing:
-    """How a layer is recomputed.
+    """How a layer is recomputed."""
 
-    Args:
-        name: Of the layer, for messages.
-        save: Results of operators that the second run takes from the first; ``None``: it gets the inputs only.
-        determinism_check: ``"outputs"`` compares samples of what autograd saves, in calls 1, 2, 4, 8, ... of the layer;
-            ``"operators"`` compares all operators of each call; ``"none"`` nothing, not even shapes.
-        watch: Is told what the layer does.
-    """
-
-    name: str
+    name: str  # of the layer, for messages
+    # results of operators that the second run takes from the first; ``None``: it gets the inputs only
     save: SavePolicy | None = None
+    # ``"outputs"`` compares samples of what autograd saves, in calls 1, 2, 4, 8, ... of the layer; ``"operators"``
+    # compares all operators of each call; ``"none"`` nothing, not even shapes.
     determinism_check: DeterminismCheck = "outputs"
     watch: CallWatch | None = None
 
 
 class LayerRuns:
-    """The runs of one call: sees to it that the second is what the first was, or that the user gets to know."""
+    """The two runs of one call; an error says where the second differs from the first."""
 
     def __init__(self, modules: Sequence[nn.Module], recomputing: Recomputing, counts: Counts) -> None:
-        """Prepare them.
-
-        Args:
-            modules: That run.
-            recomputing: How.
-            counts: Calls of the layer so far; is counted on.
-        """
         check = recomputing.determinism_check
         kind = recomputing.save, is_in_backward()  # where a checkpoint around it recomputes: counted apart
         counts[kind] += 1
@@ -103,11 +86,7 @@ class LayerRuns:
 
     @contextmanager
     def second(self, run: SecondRun) -> Iterator[None]:
-        """Call it again inside.
-
-        Raises:
-            RecomputationError: If it does something else.
-        """
+        """Run the forward again inside; raises ``RecomputationError`` if it differs."""
         if self._watch is not None:
             self._watch.on_recomputation()
         replaying = self._outputs.replaying() if self._outputs is not None else None

@@ -1,7 +1,4 @@
-"""Keep saved tensors in fewer bytes. ``stage.py`` is a stage of the saved-tensor pipeline.
-
-May import: core, memory.
-"""
+"""Saved tensors in fewer bytes, as a stage of the saved-tensor pipeline. May import: core, memory."""
 
 from lightning_vram.techniques.activation_compression.gradient_error import gradient_cosine
 from lightning_vram.techniques.activation_compression.stage import CompressionStage

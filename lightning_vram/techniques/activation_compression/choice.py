@@ -1,4 +1,4 @@
-"""Choose how the memory of a saved tensor is encoded: by what is known of its values, and by who saves it."""
+"""Choose the encoding of a saved tensor: lossless by what its values are known to be, or lossy where allowed."""
 
 from functools import partial
 
@@ -33,12 +33,9 @@ class EncodingChoice:
         """What is kept as it is: another view of it needs no encoding with a loss."""
 
     def choose(self, tensor: Tensor, *, is_lossy: bool, is_autograds: bool) -> tuple[Encode | None, str]:
-        """Return how ``tensor`` is encoded and what that is called; ``None`` if it is not.
+        """Return how ``tensor`` is encoded (``None``: it is not) and the name of the kind.
 
-        Args:
-            tensor: What is saved.
-            is_lossy: Whether it may get an error.
-            is_autograds: Whether autograd saves it: another stage may read the values of what it hands on.
+        ``is_autograds`` is false if another stage hands it on, which may read its values.
         """
         if self._lossless:
             if tensor.dtype is torch.bool:

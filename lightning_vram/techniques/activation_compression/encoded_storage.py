@@ -48,15 +48,7 @@ class WhichGiven:
 
 
 class EncodedStorage:
-    """The encoding of the memory of a tensor.
-
-    Args:
-        tensor: A tensor on that memory.
-        encode: Makes an encoding of its elements, and would make the same one again.
-        encoding: What it made.
-        hand_on: Offers a piece to the next stage.
-        is_exact: Whether it gives what it was made of to the bit.
-    """
+    """The encoding of the memory of a tensor."""
 
     __slots__ = (
         *("__weakref__", "_decode", "_encode", "_exact", "_last", "_pieces", "_which"),
@@ -67,7 +59,7 @@ class EncodedStorage:
         self, tensor: Tensor, encode: Encode, encoding: Encoding, hand_on: HandOn, *, is_exact: bool = True
     ) -> None:
         self.dtype, self.is_exact = tensor.dtype, is_exact
-        self._encode = encode
+        self._encode = encode  # makes an encoding of its elements, and would make the same one again
         self._decode = encoding.decode
         self._pieces: list[Tensor | Taken] = [hand_on(piece) or piece for piece in encoding.pieces]
         self._exact: Tensor | None = None

@@ -1,9 +1,4 @@
-"""Know which tensors must not be stored with an error: statistics, what is made of weights, and what is made of those.
-
-Followed through operators: what is made of weights alone is as good as a weight, and what is made of statistics
-element by element (``std.clamp(min=eps)``) as good as a statistic. A product of a statistic with a weight matrix is an
-activation like others.
-"""
+"""Tensors that must not be stored with an error: statistics, and what is made of weights or statistics."""
 
 from collections.abc import Iterable
 from enum import Enum, auto
@@ -28,7 +23,11 @@ class Origin(Enum):
 
 
 class ExactValues:
-    """The exact tensors of a run."""
+    """The exact tensors of a run, followed through operators.
+
+    What is made of weights alone counts as a weight, what is made of statistics element by element
+    (``std.clamp(min=eps)``) as a statistic. A product of a statistic with a weight matrix is an ordinary activation.
+    """
 
     def __init__(self) -> None:
         self._origins: ByStorage[Origin] = ByStorage()

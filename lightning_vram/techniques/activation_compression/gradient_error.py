@@ -1,8 +1,4 @@
-"""Measure what a loss in saved tensors does to the gradient: one cosine, for one batch.
-
-The same graph is run backward twice, once with the exact numbers and once with the stored ones. Costs two backwards
-and, for that batch, the memory of the exact numbers.
-"""
+"""Measure what lossy saved tensors do to the gradient: one cosine, for one batch."""
 
 import math
 from collections.abc import Iterable
@@ -16,9 +12,11 @@ from lightning_vram.techniques.activation_compression.stage import CompressionSt
 def gradient_cosine(stage: CompressionStage, loss: Tensor, parameters: Iterable[Tensor]) -> float:
     """Return the cosine between the exact gradient and the one that ``stage`` gives.
 
-    The graph stays usable, no ``.grad`` is touched, no random number is drawn. Hooks on tensors run, those on the
-    accumulation of gradients (as of DDP) do not. Not for sharded parameters (FSDP), whose hooks move them, nor with
-    reentrant checkpointing, and not for DDP with ``static_graph=True``, which counts the backwards.
+    The same graph is run backward twice, with the exact numbers and with the stored ones: it costs two backwards and,
+    for that batch, the memory of the exact numbers. The graph stays usable, no ``.grad`` is touched, no random number
+    is drawn. Hooks on tensors run, those on the accumulation of gradients (as of DDP) do not. Not for sharded
+    parameters (FSDP), whose hooks move them, nor with reentrant checkpointing, and not for DDP with
+    ``static_graph=True``, which counts the backwards.
 
     Args:
         stage: What compressed the graph of ``loss``, entered within

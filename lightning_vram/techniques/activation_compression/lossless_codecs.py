@@ -1,4 +1,4 @@
-"""Store what holds less than its dtype could: masks as bits, indices in small integers, signs alone."""
+"""Store masks as bits, indices in small integers, and signs alone."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Decide which saved tensors may be stored with an error, and refuse what cannot be asked for."""
+"""Which saved tensors may be stored with an error."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -43,13 +43,7 @@ def check_compression(lossy: object, layers: object, block_size: object, min_byt
 
 
 class LossyPermission:
-    """What ``lossy`` is allowed for, apart from the values a tensor holds.
-
-    Args:
-        lossy: How it would be stored.
-        layers: Modules, or a selection, in whose forwards. ``None``: everywhere.
-        min_bytes: Smaller tensors are not.
-    """
+    """Which tensors may be stored lossy, apart from their values: those saved in ``layers``; ``None``: everywhere."""
 
     def __init__(self, lossy: LossyFormat, layers: LayerSelection | Sequence[nn.Module] | None, min_bytes: int) -> None:
         self._itemsize = encoded_itemsize(lossy)

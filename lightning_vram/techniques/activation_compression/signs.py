@@ -60,11 +60,9 @@ class NewActivation:
         self._result = None
 
     def find_condition(self, tensor: Tensor) -> _Condition | None:
-        """Return what stands for ``tensor`` if the noted activation is saving it, for the first time.
+        """Return how to encode ``tensor`` if the noted activation is saving it for the first time, else ``None``.
 
-        Returns:
-            A function of the values. It gives ``True`` where the backward must find a positive number, and ``False``
-            where it must find zero. ``None`` if the values are needed, or may be.
+        A function of the values: ``True`` where the backward must find a positive number, ``False`` where zero.
         """
         result = self._result() if self._result is not None else None
         if result is None or result is not tensor.untyped_storage():

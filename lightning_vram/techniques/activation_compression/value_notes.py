@@ -41,7 +41,7 @@ class _Note:
 
 
 class Listener(Protocol):
-    """Who is told what operators are about to do with tensors, and did."""
+    """Gets events of operators."""
 
     def on_write(self, target: Tensor) -> None:
         """``target``, which is watched, is about to be written to."""
@@ -54,16 +54,12 @@ class Listener(Protocol):
 
 
 class ValueNotes(QuietMode):
-    """Notes what is known about results while it is entered.
-
-    Args:
-        notes_exact: Whether to note, too, what must not be stored with an error.
-    """
+    """Notes what is known about results of operators while it is entered."""
 
     def __init__(self, *, notes_exact: bool) -> None:
         super().__init__()
         self._handlers = _HANDLERS[notes_exact]
-        self._notes_exact = notes_exact
+        self._notes_exact = notes_exact  # whether to note, too, what must not be stored with an error
         self._notes: ByStorage[_Note] = ByStorage()
         self._num_writes: dict[int, int] = {}  # by address of the storage
         self._last_clone: weakref.ref[Tensor] | None = None

@@ -1,9 +1,4 @@
-"""Saved tensors to the host or a disk, and back in time for the backward.
-
-``stage.py`` is a stage of the saved-tensor pipeline; items, places and transfers are what it moves, where and how;
-``pace.py`` measures how much can travel in time.
-May import: core, memory.
-"""
+"""Saved tensors to host memory or disk, and back in time for the backward. May import: core, memory."""
 
 from lightning_vram.techniques.activation_offload.argument_checks import check_max_slowdown
 from lightning_vram.techniques.activation_offload.pace import OffloadMeasures

@@ -1,13 +1,8 @@
-"""What is refused, with a message that names the argument."""
+"""Checks of arguments."""
 
 
 def check_bytes(name: str, value: object, allowed: str = "bytes as an int") -> None:
-    """Refuse what is no size.
-
-    Raises:
-        TypeError: If ``value`` is no ``int``.
-        ValueError: If it is negative.
-    """
+    """Raise ``TypeError`` or ``ValueError`` unless ``value`` is a non-negative int."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be {allowed}, got {value!r} of type {type(value).__name__}.")
     if value < 0:
@@ -15,12 +10,7 @@ def check_bytes(name: str, value: object, allowed: str = "bytes as an int") -> N
 
 
 def check_max_slowdown(name: str, value: object, disk_path: object) -> None:
-    """Refuse what is no slowdown, and one with a disk, whose own waits are not measured.
-
-    Raises:
-        TypeError: If ``value`` is neither a number nor ``None``.
-        ValueError: If it is below 1, or ``disk_path`` is set as well.
-    """
+    """Refuse an invalid slowdown, and one with a disk, whose own waits are not measured."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float):

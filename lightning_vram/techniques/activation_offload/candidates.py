@@ -1,4 +1,4 @@
-"""Which saved tensors may leave the device: large ones on it, that nobody holds there anyway."""
+"""Which saved tensors may leave the device."""
 
 from typing import Any
 
@@ -13,11 +13,7 @@ from lightning_vram.private_names.torch.dispatch import FakeTensor
 
 
 class OffloadCandidates:
-    """Knows what stays.
-
-    Args:
-        min_bytes: Of the memory of a tensor, for it to travel.
-    """
+    """Chooses tensors on the device with at least ``min_bytes`` of memory that is not held there anyway."""
 
     def __init__(self, min_bytes: int) -> None:
         self._min_bytes = max(1, min_bytes)

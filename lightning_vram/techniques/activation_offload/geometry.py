@@ -1,4 +1,4 @@
-"""How tensors lie in their memory: taken from it as flat bytes, and made of such bytes again."""
+"""How tensors lie in their memory, as flat bytes."""
 
 import torch
 from torch import Tensor

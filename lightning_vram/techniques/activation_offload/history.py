@@ -1,4 +1,4 @@
-"""Which forward is running, and how much one like it saved when it ran last: then one knows what comes last."""
+"""Which forward is running, and how much one like it saved last time."""
 
 import weakref
 from typing import Any, Protocol
@@ -13,12 +13,7 @@ class _Saved(Protocol):
 
 
 class Run:
-    """What one forward saved, in order, and how much of it is on the device for the backward.
-
-    Args:
-        expected_bytes: What a forward like this one saved when it was run last; 0 if it never was.
-        largest_bytes: The largest item of that one.
-    """
+    """What one forward saved, in order, and how much of it is on the device; expected is last time's, or 0."""
 
     __slots__ = ("_prune_at", "expected_bytes", "items", "largest_bytes", "resident_bytes", "saved_bytes")
 

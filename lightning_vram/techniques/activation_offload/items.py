@@ -243,17 +243,11 @@ class OffloadedItem:
 
 
 _Bring = Callable[[OffloadedItem, int], tuple[Tensor, int]]
+"""Gets an item and the load at which a handle was last asked; returns the bytes and the load now."""
 
 
 class OffloadHandle(Taken):
-    """A tensor that was offloaded: how it lies in the bytes of its item, which it may share with others.
-
-    Args:
-        bring: Returns the bytes of an item for a handle that was asked at some load last, and what to say next time.
-        item: The bytes.
-        tensor: The tensor that was saved.
-        offset: Its first element, counted from the first byte of the item.
-    """
+    """A tensor that was offloaded: how it lies in the bytes of its item, which it may share with others."""
 
     __slots__ = ("_bring", "_dtype", "_geometry", "_load", "item")
 
@@ -262,7 +256,7 @@ class OffloadHandle(Taken):
         self._load = item.note_handle()
         self._bring = bring
         self._dtype = tensor.dtype
-        self._geometry = Geometry(tensor, offset)
+        self._geometry = Geometry(tensor, offset)  # offset in elements, from the first byte of the item
 
     def __del__(self) -> None:
         self.item.forget_handle(self._load)

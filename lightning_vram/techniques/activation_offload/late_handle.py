@@ -1,4 +1,4 @@
-"""A saved tensor that its operator may still write: it is taken over when the next one is saved."""
+"""A saved tensor that its operator may still write."""
 
 from collections.abc import Callable
 
@@ -9,12 +9,7 @@ from lightning_vram.core.tensors.versions import alias
 
 
 class LateHandle(Taken):
-    """Holds a tensor until it is finished, and what was made of it from then on.
-
-    Args:
-        tensor: The tensor that is saved.
-        take: Takes it over, or returns ``None``: then it stays where it is.
-    """
+    """Holds a tensor until its operator has finished, then what ``take`` returns for it (``None``: it stays)."""
 
     __slots__ = ("_take", "_taken", "_tensor")
 

@@ -1,9 +1,4 @@
-"""How much may travel so that a step takes at most so many times what it takes without waiting for copies.
-
-Offloading all of it can make a step slower and its peak higher at once: copies queue up, and the queue holds memory of
-the device. So the first steps are measured, on the device's own timeline, and a limit is set from what was found. It is
-changed again only if the computation still waits too long: memory would jump with it.
-"""
+"""Limit offloading so that a step takes at most a given multiple of its time without waiting for copies."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,14 +61,7 @@ class OffloadMeasures:
         return round(waited / self.travelling_share * excess / self.wait_seconds) if excess else 0
 
     def most_bytes(self, max_slowdown: float) -> int:
-        """Return how much of a forward can travel.
-
-        Args:
-            max_slowdown: How many times what it takes without waits a step may take.
-
-        Returns:
-            Bytes, at most what is saved.
-        """
+        """Return how many bytes of a forward can be offloaded, at most what is saved."""
         allowed = (max_slowdown - 1) * self.compute_seconds
         beside = float(self.copies_run_beside)
         forward, backward = beside * self.forward_seconds, beside * self.backward_seconds
@@ -89,10 +77,11 @@ class OffloadMeasures:
 
 
 class OffloadPace:
-    """Measures steps, and sets how much of a forward may travel.
+    """Measures steps, and sets how much of a forward may be offloaded; with ``None`` nothing is measured.
 
-    Args:
-        max_slowdown: How many times what it takes without waits a step may take. ``None``: nothing is measured.
+    Offloading everything can make a step slower and its peak higher at once: copies queue up and hold device memory.
+    The first steps are measured on the device's own timeline and a limit is set, which changes again only if the
+    computation still waits too long: memory would jump with it.
     """
 
     def __init__(self, max_slowdown: float | None) -> None:

@@ -23,19 +23,13 @@ class Parcel(NamedTuple):
 
 
 class Place:
-    """Takes flat bytes of one device and gives them back.
-
-    Args:
-        arena: Host memory of this device only: what lay there before may still be read by copies, and the copies of
-            two devices do not wait for each other. ``None``: not there.
-        ring: A file. ``None``, too: fake tensors would be written to it.
-        copies: From and to the device.
-        like: A tensor on the device, for its kind: real or fake.
-    """
+    """Takes flat bytes of one device and gives them back."""
 
     def __init__(self, arena: HostArena | None, ring: DiskRing | None, copies: Copies, like: Tensor) -> None:
+        # Of this device only: copies may still read what lay there before, and copies of two devices do not wait for
+        # each other. ``None`` if there is a disk.
         self.arena = arena
-        self._ring = ring
+        self._ring = ring  # ``None`` for fake tensors, too, which would be written to the file
         self.copies = copies
         with unseen(like):
             self._like = like.new_empty(0, dtype=torch.uint8)
@@ -66,16 +60,7 @@ class Place:
 
 
 class OffloadPlaces:
-    """Makes a place for each device as its tensors ask for one, and owns the memory and the file.
-
-    Args:
-        disk_path: Folder for a file instead of host memory.
-        pin_memory: Whether to pin host memory where there is an accelerator, or a fake one.
-
-    Raises:
-        ValueError: If ``disk_path`` is no folder.
-        OffloadError: If no file can be made there.
-    """
+    """Makes a place for each device as its tensors ask for one, and owns the memory and the file."""
 
     def __init__(self, disk_path: str | os.PathLike[str] | None, *, pin_memory: bool) -> None:
         self._disk_path = disk_path
@@ -152,13 +137,10 @@ class OffloadPlaces:
             arena = None
             if self._ring is None:
                 like = tensor.new_empty(0) if is_fake else None
-                has_pins = self._pin_memory if not is_fake else self._pins_fakes and _is_fake_card(tensor.device)
+                has_pins = (
+                    self._pin_memory if not is_fake else self._pins_fakes and tensor.device.type not in ("cpu", "meta")
+                )
                 arena = HostArena(pin_memory=has_pins, like=like)
             ring = self._ring if not is_fake else None
             place = self._places[key] = Place(arena, ring, make_copies(tensor), tensor)
         return place
-
-
-def _is_fake_card(device: torch.device) -> bool:
-    """Whether fakes on ``device`` stand for those on an accelerator, and the host memory beside them can be pinned."""
-    return device.type not in ("cpu", "meta")

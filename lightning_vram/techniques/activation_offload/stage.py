@@ -1,14 +1,13 @@
-"""Keep what autograd saves for the backward in host memory, or on disk, and bring it back in time.
+"""Offload what autograd saves for the backward to host memory or disk, and bring it back in time.
 
-Each saved tensor of some size is copied to the host while the forward goes on, its memory on the device is free for
-the next layer, and the backward finds it there again: what was saved before what it just used is fetched ahead. Views
-of one memory travel once. What is saved last is needed first and stays. Other names: activation swapping (vDNN, Rhu et
-al. 2016, https://arxiv.org/abs/1602.08124), ``torch.autograd.graph.save_on_cpu``.
+Each saved tensor of some size is copied to the host while the forward goes on; in the backward, what was saved before
+is fetched ahead. Views of one storage are copied once. What is saved last is needed first and stays. Other names:
+activation swapping (vDNN, https://arxiv.org/abs/1602.08124), ``torch.autograd.graph.save_on_cpu``.
 
-What it costs: host memory as large as the activations, the bus, and Python: some 60 microseconds in the forward and
-40 in the backward for each storage that travels, 2 for a tensor that is too small, beside the 10 of any hook. Where
-it does not help: on layers that compute less than their activations take to travel (checkpoint those, and offload
-what the checkpoint keeps), on what a ``torch.autograd.Function`` hides in attributes, on outputs that are held anyway.
+It costs host memory as large as the activations, PCIe bandwidth, and Python time: about 60 microseconds in the forward
+and 40 in the backward per storage, 2 for a tensor that is too small, next to the 10 of any hook. It does not help on
+layers that compute less than their activations take to copy (checkpoint those, and offload what the checkpoint saves),
+on what a ``torch.autograd.Function`` hides in attributes, and on outputs that are held anyway.
 """
 
 import os
@@ -151,11 +150,7 @@ class ActivationOffloading(SavedTensorStage):
         return self._places.num_away
 
     def keep_in_place(self, nest: Any) -> None:
-        """Name tensors that are held anyway, such as the batch: their memory does not travel as long as it lives.
-
-        Args:
-            nest: Any nest of tensors.
-        """
+        """Name tensors that are held anyway, such as the batch: their memory does not travel as long as it lives."""
         with self._lock:
             self._candidates.keep_in_place(nest)
 

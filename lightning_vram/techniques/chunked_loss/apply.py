@@ -32,17 +32,13 @@ _KEY = "_chunked_loss"
 
 
 class ChunkedLossHandle:
-    """Undoes :func:`apply_chunked_loss`. Logits are computed in chunks inside of :meth:`active`.
-
-    Attributes:
-        heads: Names of the heads.
-    """
+    """Undoes :func:`apply_chunked_loss`. Logits are computed in chunks inside of :meth:`active`."""
 
     def __init__(
         self, heads: dict[str, nn.Linear], chunk: int | Literal["auto"], tell: Callable[[str, str], None]
     ) -> None:
         self.heads = list(heads)
-        self._is_active = False
+        self.is_active = False  # whether heads return logits that are not computed yet
         self._swaps = Swaps(_KEY)
         find_rows = ChunkRows(chunk)
         with self._swaps.all_or_none():
@@ -50,19 +46,14 @@ class ChunkedLossHandle:
                 settings = Settings(name, find_rows, partial(tell, name))
                 self._swaps.add(head, _State(self, settings), _run)
 
-    @property
-    def is_active(self) -> bool:
-        """Whether heads return logits that are not there."""
-        return self._is_active
-
     @contextmanager
     def active(self) -> Iterator[None]:
         """Have heads return logits that are not there, inside the block."""
-        before, self._is_active = self._is_active, True
+        before, self.is_active = self.is_active, True
         try:
             yield
         finally:
-            self._is_active = before
+            self.is_active = before
 
     def remove(self) -> None:
         """Give the heads their class back. Twice does nothing."""

@@ -1,4 +1,4 @@
-"""How many tokens' logits are there at a time: a number that follows from shapes, or fewer where the device is full."""
+"""How many tokens' logits are computed at a time."""
 
 from typing import Literal
 
@@ -16,14 +16,7 @@ _MARGIN = 10  # the part of the room that is left free: cached blocks may not fi
 
 
 def find_chunk_rows(chunk: int | Literal["auto"], hidden: Tensor, num_rows: int, num_classes: int) -> int:
-    """Return how many tokens are computed at a time: the same for the same sizes, so that a run can be repeated.
-
-    Args:
-        chunk: As it was asked for.
-        hidden: What the head got, [..., D].
-        num_rows: Tokens.
-        num_classes: V.
-    """
+    """Return how many tokens are computed at a time, from sizes only, so that a run can be repeated."""
     if chunk != "auto":
         return chunk
     fewest = _FEWEST_ROWS.get(hidden.device.type, 256)
@@ -35,9 +28,6 @@ class ChunkRows:
 
     Room is asked for in each forward, which waits for nothing: moments of the optimizer come after the first. What a
     checkpoint runs again has the chunks of its first run. Tensors without values, as in estimates, have no room.
-
-    Args:
-        chunk: Of which only ``"auto"`` becomes fewer.
     """
 
     def __init__(self, chunk: int | Literal["auto"]) -> None:
@@ -46,14 +36,7 @@ class ChunkRows:
         self._fewer: dict[tuple[torch.device, int, int, int], int] = {}
 
     def __call__(self, hidden: Tensor, num_rows: int, num_classes: int, *, asks: bool) -> int:
-        """Return it; see :func:`find_chunk_rows`.
-
-        Args:
-            hidden: What the head got, [..., D].
-            num_rows: Tokens.
-            num_classes: V.
-            asks: Whether they are computed now, and room is asked for.
-        """
+        """Return the rows; ``asks`` whether they are computed now, so that free memory counts."""
         rows = find_chunk_rows(self._chunk, hidden, num_rows, num_classes)
         device, width = hidden.device, hidden.shape[-1]
         if self._chunk != "auto" or type(hidden) not in REAL_TYPES:

@@ -17,26 +17,14 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """Logits of a linear layer, which are not there.
+    """Logits of a linear layer, which are not there."""
 
-    Args:
-        hidden: What the layer got, [..., D].
-        weight: [V, D].
-        bias: [V], or none.
-        dtype: In which autocast has the layer compute; ``None`` outside of autocast.
-        hooks: What is called when a backward comes to the logits, with any tensor.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    dtype: torch.dtype | None
+    hidden: Tensor  # what the layer got, [..., D]
+    weight: Tensor  # [V, D]
+    bias: Tensor | None  # [V], or none
+    dtype: torch.dtype | None  # in which autocast has the layer compute; ``None`` outside of autocast
+    # what is called when a backward comes to the logits, with any tensor
     hooks: dict[int, Callable[[Tensor], Any]] = field(default_factory=OrderedDict)
-
-    @property
-    def result_dtype(self) -> torch.dtype:
-        """Of the logits."""
-        return self.hidden.dtype if self.dtype is None else self.dtype
 
     def compute(self, hidden: Tensor) -> Tensor:
         """Return the logits of some rows, as the layer would: autograd sees it."""
@@ -60,20 +48,13 @@ class Whole:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A function of others.
+    """A function of others."""
 
-    Args:
-        function: Gets what the arguments are for some rows, flat: [n, V] or [n, K]. Returns a tensor or several,
-            [n, ...].
-        args: Nodes, or what is no tensor.
-        kwargs: The same.
-        autocast: Whether the call was made under autocast, and to which dtype.
-    """
-
+    # gets what the arguments are for some rows, flat: [n, V] or [n, K]. Returns a tensor or several, [n, ...].
     function: Callable[..., Any]
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    autocast: tuple[bool, torch.dtype] | None = None
+    args: Sequence[Any]  # nodes, or what is no tensor
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # the same
+    autocast: tuple[bool, torch.dtype] | None = None  # whether the call was made under autocast, and to which dtype
 
     def context(self, device_type: str) -> AbstractContextManager[Any]:
         """Return that of the call."""
@@ -112,22 +93,13 @@ def walk(root: Node) -> Iterator[Node]:
 
 def map_rows(root: Node, change: Callable[[Tensor], Tensor]) -> Node:
     """Return the graph for other rows: ``change`` cuts or reshapes all but the last dimension of what has rows."""
-    made: dict[int, Node] = {}
 
-    def get(value: Any) -> Any:
-        return made[id(value)] if isinstance(value, KINDS) else value
-
-    for node in walk(root):
+    def change_leaf(node: Head | Rows | Whole) -> Node:
         if isinstance(node, Head):
-            made[id(node)] = replace(node, hidden=change(node.hidden))
-        elif isinstance(node, Rows):
-            made[id(node)] = Rows(change(node.values))
-        elif isinstance(node, Call):
-            args, kwargs = [get(value) for value in node.args], {name: get(v) for name, v in node.kwargs.items()}
-            made[id(node)] = replace(node, args=args, kwargs=kwargs)
-        else:
-            made[id(node)] = node
-    return made[id(root)]
+            return replace(node, hidden=change(node.hidden))
+        return Rows(change(node.values)) if isinstance(node, Rows) else node
+
+    return _map_leaves(root, change_leaf)
 
 
 def detach(root: Node) -> Node:
@@ -143,15 +115,22 @@ def hollow(root: Call) -> Call:
 
 
 def _map_tensors(root: Node, change: Callable[[Tensor], Tensor], *, keeps_hooks: bool) -> Node:
+    def change_leaf(node: Head | Rows | Whole) -> Node:
+        if not isinstance(node, Head):
+            return replace(node, values=change(node.values))
+        hooks = node.hooks if keeps_hooks else OrderedDict()
+        bias = None if node.bias is None else change(node.bias)
+        return Head(change(node.hidden), change(node.weight), bias, node.dtype, hooks)
+
+    return _map_leaves(root, change_leaf)
+
+
+def _map_leaves(root: Node, change: Callable[[Head | Rows | Whole], Node]) -> Node:
     made: dict[int, Node] = {}
     for node in walk(root):
-        if isinstance(node, Head):
-            hooks = node.hooks if keeps_hooks else OrderedDict()
-            bias = None if node.bias is None else change(node.bias)
-            made[id(node)] = Head(change(node.hidden), change(node.weight), bias, node.dtype, hooks)
-        elif isinstance(node, Rows | Whole):
-            made[id(node)] = replace(node, values=change(node.values))
-        else:
+        if isinstance(node, Call):
             args = [made.get(id(value), value) for value in node.args]
             made[id(node)] = replace(node, args=args, kwargs={k: made.get(id(v), v) for k, v in node.kwargs.items()})
+        else:
+            made[id(node)] = change(node)
     return made[id(root)]

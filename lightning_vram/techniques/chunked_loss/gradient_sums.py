@@ -1,4 +1,4 @@
-"""Gradients that are put together from those of some rows at a time."""
+"""Gradients that are added up from those of chunks."""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,7 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 class GradientSum:
-    """The gradient of one input; what is added up, is so in float32 where the input is in 16 bit.
-
-    Args:
-        like: The input.
-    """
+    """The gradient of one input; what is added up, is so in float32 where the input is in 16 bit."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like

@@ -14,14 +14,8 @@ WAY_OUT = "Name it: ChunkedLoss(heads='net.head'), as in named_modules()"
 def find_heads(model: nn.Module, heads: LayerPattern | Sequence[LayerPattern] = "auto") -> dict[str, nn.Linear]:
     """Return the layers that make logits, by name.
 
-    Args:
-        model: Any module.
-        heads: ``"auto"``: what models of transformers name by ``get_output_embeddings()``; else linear layers with as
-            many results as the largest embedding that has such has entries. Otherwise names, globs or classes, as for
-            other parts.
-
-    Raises:
-        ValueError: If there is none, or what is named is no ``nn.Linear``, or computes something else.
+    ``"auto"``: what transformers models name by ``get_output_embeddings()``; else linear layers with as many outputs as
+    the largest embedding for which there are some has entries.
     """
     if heads == "auto":
         found = _declared(model) or _as_large_as_embeddings(model)

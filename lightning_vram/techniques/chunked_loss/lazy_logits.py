@@ -27,24 +27,14 @@ from lightning_vram.techniques.chunked_loss.row_program import RowProgram
 
 
 class Settings:
-    """Of all logits of one head.
-
-    Args:
-        name: Of the head, for messages.
-        find_chunk_rows: How many tokens are computed at a time.
-        tell: Is called with the name of a function that got whole logits.
-    """
+    """What logits of one head share; ``tell`` gets the name of each function that got whole logits."""
 
     def __init__(self, name: str, find_chunk_rows: ChunkRows, tell: Callable[[str], None]) -> None:
         self.name, self.find_chunk_rows, self.tell = name, find_chunk_rows, tell
 
 
 class Memory:
-    """What logits that would share memory have in common.
-
-    Attributes:
-        written: The ones that were written to.
-    """
+    """What logits that would share memory have in common."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -52,25 +42,15 @@ class Memory:
 
 
 class LazyLogits(Tensor):
-    """See the module. Made by :func:`make_logits`.
-
-    Attributes:
-        node: What they are.
-        sample: The same of no token, [0, V].
-        class_dim: Which dimension has the V classes: the last, or 1 where others come after it.
-        memory: That they would share with their views.
-        whole: The tensor itself, once somebody needed it.
-        versions: How often what it is made of had been written to.
-        has_graph: Whether its node leads to what has gradients.
-    """
+    """See the module. Made by :func:`make_logits`."""
 
     node: Node
-    sample: Tensor
-    class_dim: int
+    sample: Tensor  # the same of no token, [0, V]
+    class_dim: int  # which dimension has the V classes: the last, or 1 where others come after it
     memory: Memory
-    whole: Tensor | None
-    versions: list[tuple[Tensor, int]]
-    has_graph: bool
+    whole: Tensor | None  # the tensor itself, once somebody needed it
+    versions: list[tuple[Tensor, int]]  # how often what it is made of had been written to
+    has_graph: bool  # whether its node leads to what has gradients
 
     @property
     def is_adopted(self) -> bool:
@@ -106,11 +86,7 @@ class LazyLogits(Tensor):
         return _chunk_rows(self.memory.settings, self.node, self.lead, asks=True)
 
     def make_whole(self, why: str) -> Tensor:
-        """Return the tensor; it is made once.
-
-        Args:
-            why: Name of the function that wants it.
-        """
+        """Return the tensor; it is made once, for the function named ``why``."""
         if self.whole is None:
             with torch.set_grad_enabled(self.requires_grad):
                 self.whole = _Adopted.apply(self, why) if self.is_adopted else self.compute(why)  # type: ignore[no-untyped-call]
@@ -146,11 +122,7 @@ class LazyLogits(Tensor):
                 self.whole = self.make_whole(why).detach()
 
     def check(self) -> None:
-        """Refuse logits of values that are not there any more.
-
-        Raises:
-            RuntimeError: If what they are made of was written to since, or a view of the logits.
-        """
+        """Raise ``RuntimeError`` if what they are made of was written to since, or a view of the logits."""
         name, written = self.memory.settings.name, self.memory.written
         if written is not None and written is not self:
             raise RuntimeError(
@@ -211,12 +183,7 @@ class LazyLogits(Tensor):
 
 
 def make_logits(head: Head, settings: Settings) -> LazyLogits:
-    """Return the logits of a head, [..., V].
-
-    Args:
-        head: With what it got.
-        settings: See :class:`Settings`.
-    """
+    """Return the logits of a head, [..., V]."""
     if not torch.is_grad_enabled():
         head = Head(
             head.hidden.detach(), head.weight.detach(), None if head.bias is None else head.bias.detach(), head.dtype

@@ -1,4 +1,4 @@
-"""Losses on logits that are not there."""
+"""Losses on logits that are not computed yet."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a tensor can tell without its values, and what writes to it, by the names of torch's functions."""
+"""What a tensor can answer without its values, and what writes to it, by the names of torch's functions."""
 
 from lightning_vram.private_names.torch.tensors import VIEW_PROPERTIES
 

@@ -1,9 +1,4 @@
-"""What is asked of logits, with gradients, chunk by chunk.
-
-The gradients of a sum, such as a loss, are made with it, and multiplied by what the sum counts for in the backward:
-three products of hidden states and weights, as plainly. Those of single rows are made in the backward, from the same
-logits computed again: four products.
-"""
+"""Results computed chunk by chunk, with gradients."""
 
 from typing import Any
 
@@ -35,7 +30,11 @@ class _Rows(Function):
 
 
 class _Sum(Function):
-    """The sum of the rows of the only result of a program."""
+    """The sum of the rows of the only result of a program.
+
+    Its gradients are computed with it, and scaled in the backward: three products of hidden states and weights, as in
+    the baseline. Those of single rows (``_Rows``) are computed in the backward, from recomputed logits: four products.
+    """
 
     @staticmethod
     def forward(ctx: Any, program: RowProgram, *inputs: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Functions that treat each token alone: of single logits, along the classes, and what is left of a token."""
+"""Functions that treat each token alone: of single logits, along the classes, and reductions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

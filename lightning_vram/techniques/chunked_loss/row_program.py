@@ -28,12 +28,7 @@ class _Chunk:
 
 
 class RowProgram:
-    """Computes the last call of a graph, whose results have a row for each token.
-
-    Args:
-        root: The call.
-        chunk_rows: Rows at a time.
-    """
+    """Computes the last call of a graph, whose results have a row for each token."""
 
     def __init__(self, root: Call, chunk_rows: int) -> None:
         self._nodes = list(walk(root))
@@ -50,11 +45,7 @@ class RowProgram:
         return [*heads, *(node.values for node in self._others)]
 
     def announce_backward(self) -> None:
-        """Call the hooks of the logits.
-
-        Raises:
-            RuntimeError: If gradients are asked for that have gradients themselves.
-        """
+        """Call the hooks of the logits, or refuse gradients of gradients."""
         if torch.is_grad_enabled():
             raise RuntimeError("ChunkedLoss does not support gradients of gradients (create_graph=True). Leave it out.")
         for head in self.heads:
@@ -83,13 +74,7 @@ class RowProgram:
     def run_backward(
         self, inputs: Inputs, gradients: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> list[Tensor | None]:
-        """Return the gradients of the inputs, ``None`` for those that are not wanted.
-
-        Args:
-            inputs: See :data:`Inputs`.
-            gradients: Of all rows of the results.
-            wanted: Of which inputs.
-        """
+        """Return the gradients of the inputs, ``None`` for those that are not wanted."""
         sums = _Sums(self._flatten(inputs), wanted, len(self.heads), self._num_rowed)
         with unseen_saves():
             for chunk in self._chunks(sums.inputs, wanted):

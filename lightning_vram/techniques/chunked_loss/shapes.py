@@ -1,4 +1,4 @@
-"""Other shapes of logits that are not there: cut and reshaped along tokens, moved, turned."""
+"""Other shapes of logits that are not computed yet: cut and reshaped along tokens, moved, transposed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -134,13 +134,6 @@ def _with_rows(logits: LazyLogits, cut: Callable[..., Tensor], shape: torch.Size
 
 def _has_mask(index: Sequence[Any]) -> bool:
     return any(isinstance(one, Tensor) and one.dtype == torch.bool for one in index)
-
-
-def _dims_of(index: Any) -> int:
-    """Return how many dimensions a part of an index is for."""
-    if index is None or index is ...:
-        return 0
-    return index.ndim if isinstance(index, Tensor) and index.dtype == torch.bool else 1
 
 
 def _complete(index: Any, ndim: int) -> list[Any] | None:

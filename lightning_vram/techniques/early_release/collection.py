@@ -1,9 +1,4 @@
-"""Python's collector of cyclic garbage, at chosen steps instead of at moments of its own.
-
-Automatic collections come at other moments on each rank, and each time all others wait for that one in the next
-collective. And they count objects, not bytes: a cycle that holds a tensor may hold it for many steps. Prior art:
-``GarbageCollection`` of torchtitan, ``ScheduledGarbageCollector`` of Composer.
-"""
+"""Python's collector of cyclic garbage, at chosen steps."""
 
 import gc
 import os
@@ -30,11 +25,11 @@ if hasattr(os, "register_at_fork"):
 
 
 class PacedCollection:
-    """Collects when it is told of every n-th step; nothing collects by itself until :meth:`end`.
+    """Collects after every n-th step; nothing collects by itself until :meth:`end`. Begins with a collection.
 
-    Args:
-        every_n_steps: The rhythm.
-        step: At which it begins, with a collection: all ranks go on with as much garbage.
+    Automatic collections come at different moments on each rank, and all others wait for that rank in the next
+    collective. They count objects, not bytes: a cycle that holds a tensor may live for many steps. Prior art:
+    ``GarbageCollection`` of torchtitan, ``ScheduledGarbageCollector`` of Composer.
     """
 
     def __init__(self, every_n_steps: int, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Gradients that are kept for nothing: those of the last step, and those that nobody steps with."""
+"""Gradients that nobody needs: those of the last step, and those without an optimizer."""
 
 from collections.abc import Iterable
 
@@ -11,9 +11,13 @@ from lightning_vram.private_names.torch.tensors import storage_key
 
 def gradient_bytes(parameters: Iterable[Tensor]) -> int:
     """Return the bytes that gradients of ``parameters`` hold: those of their storages, each counted once."""
-    gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
-    storages = [storage for gradient in gradients for storage, _ in iterate_storages(gradient)]
-    return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())
+    return sum(storage_sizes(parameter.grad for parameter in parameters if parameter.grad is not None).values())
+
+
+def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return the bytes of each storage of ``tensors``."""
+    storages = [storage for tensor in tensors for storage, _ in iterate_storages(tensor)]
+    return {storage_key(storage): storage.nbytes() for storage in storages}
 
 
 def unstepped_gradients(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, Tensor]:

@@ -1,7 +1,4 @@
-"""A plain DataLoader that knows its place, so that a run goes on with the batch after the last.
-
-May import: core, memory.
-"""
+"""A plain DataLoader that knows its position, so that a run resumes with the next batch. May import: core, memory."""
 
 from lightning_vram.techniques.exact_resume.loaders import (
     can_be_stateful,

@@ -102,15 +102,7 @@ def loader_state(loader: DataLoader[Any], *, epoch_has_ended: bool | None = None
 
 
 def load_loader_state(loader: DataLoader[Any], state: State) -> None:
-    """Let the next iteration, and only that, go on where ``state`` was saved.
-
-    Args:
-        loader: One that was made stateful.
-        state: From :func:`loader_state`, of a loader that was made in the same way.
-
-    Raises:
-        ValueError: If the loader is shorter, or has other generators.
-    """
+    """Let the next iteration, and only that, go on where ``state`` was saved; ``ValueError`` if it cannot."""
     most = len(loader) if state.get("has_ended") else max(len(loader), 1) - 1
     if state["num_batches"] > most:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Where a loader is: its newest iteration, the number of batches it has handed out, and a state that waits for one."""
+"""Where a loader is."""
 
 from typing import Any
 
@@ -27,11 +27,7 @@ class Position:
         return self.newest.state()
 
     def load(self, state: State, sources: OrderSources) -> None:
-        """Let the next iteration go on where ``state`` was saved.
-
-        Raises:
-            ValueError: If the loader has more or fewer generators.
-        """
+        """Let the next iteration go on where ``state`` was saved; ``ValueError`` if generators are missing."""
         if "made" in state:
             sources.check_own_states(state["made"]["own"])
             self.loaded = state
@@ -45,15 +41,10 @@ class Position:
 
 
 class IndexOrder:
-    """Stands in for the sampler of an iterator, which begins an iteration over it once, or for each epoch.
-
-    Args:
-        sources: Its sampler, and what the order depends on.
-        position: Of the loader.
-    """
+    """Stands in for the sampler of an iterator, which begins an iteration over it once, or for each epoch."""
 
     def __init__(self, sources: OrderSources, position: Position) -> None:
-        self.sources = sources
+        self.sources = sources  # its sampler, and what the order depends on
         self._position = position
         self.iteration: Iteration | None = None
 

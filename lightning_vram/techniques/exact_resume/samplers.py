@@ -1,8 +1,4 @@
-"""Iterate over a sampler, note what its order was drawn from, and begin in the middle of an order noted before.
-
-An order cannot be saved, since a sampler may draw it bit by bit; the states of the generators it was drawn from can.
-Samplers draw either in ``iter()`` or at the first ``next`` (generator functions), so there are two notes.
-"""
+"""Iterate over a sampler, note what its order was drawn from, and resume in the middle of such an order."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,27 +17,18 @@ from lightning_vram.core.random_state.generators import (
 
 
 class OrderSources:
-    """What the order of a sampler depends on.
-
-    Args:
-        sampler: A sampler or batch sampler; those it is made of are found in its attributes.
-        generator: That of the loader, which seeds its workers.
-    """
+    """What the order of a sampler depends on: an order cannot be saved, since samplers may draw it bit by bit."""
 
     def __init__(self, sampler: Any, generator: Generator | None) -> None:
-        self.sampler = sampler
-        self._generator = generator
+        self.sampler = sampler  # or batch sampler; inner samplers are found in its attributes
+        self._generator = generator  # that of the loader, which seeds its workers
 
     def note(self) -> State:
         """Return what an order that is drawn now depends on: generators and, of distributed samplers, the epoch."""
         return {"epochs": self._epochs(), "own": self.own_states(), "global": read_global_states()}
 
     def restore(self, note: State) -> None:
-        """Set all but the global generators to what they were at the note, of a loader that was made in the same way.
-
-        Raises:
-            ValueError: If this loader draws from more or fewer generators.
-        """
+        """Set all but the global generators to what they were at the note; ``ValueError`` if their number differs."""
         for sampler, epoch in zip(_samplers_in(self.sampler), note["epochs"], strict=False):
             if epoch is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)  # first: it may seed a generator
@@ -78,15 +65,13 @@ class OrderSources:
 
 
 class Iteration:
-    """The indices of one iteration over a sampler.
+    """The indices of one iteration over a sampler; ``resumed``: the :meth:`state` of one to resume in the middle.
 
-    Args:
-        sources: The sampler, and what its order depends on.
-        resumed: From :meth:`state`, to begin in the middle of that iteration; ``None`` for an order drawn anew.
+    Samplers draw either in ``iter()`` or at the first ``next`` (generator functions), so there are two notes.
     """
 
     def __init__(self, sources: OrderSources, resumed: State | None = None) -> None:
-        self._sources = sources
+        self._sources = sources  # the sampler, and what its order depends on
         self._num_skipped: int = 0 if resumed is None else resumed["num_batches"]
         self._made: State = sources.note() if resumed is None else resumed["made"]
         self._started: State | None = None if resumed is None else resumed["started"]

@@ -1,8 +1,6 @@
 """States of metrics, which grow with every batch, in host memory. May import: core, memory.
 
-A metric that needs all samples at once (AUROC, average precision) collects them in lists. ``host_lists`` moves what
-was added to such a list, ``host_group`` makes the group of ranks that gathers it from host to host, ``growing_lists``
-finds lists that users fill by hand.
+A metric that needs all samples at once (AUROC, average precision) collects them in lists.
 """
 
 from lightning_vram.techniques.metric_offload.growing_lists import GrowingList, GrowingLists

@@ -14,29 +14,18 @@ _OF_MODULES = frozenset(vars(nn.Module()))  # registries of parameters, buffers,
 
 
 class GrowingList(NamedTuple):
-    """What was found.
+    """What was found."""
 
-    Args:
-        name: Of the attribute.
-        total_bytes: Of its tensors on the device.
-        growth_bytes: Of them, of the last batch.
-    """
-
-    name: str
-    total_bytes: int
-    growth_bytes: int
+    name: str  # of the attribute
+    total_bytes: int  # of its tensors on the device
+    growth_bytes: int  # of them, of the last batch
 
 
 class GrowingLists:
-    """Looks three times, after a batch each.
-
-    Args:
-        module: Whose own attributes are looked at: lists, dicts and deques, and what is in them.
-        device: Tensors elsewhere do not count.
-    """
+    """Looks three times, after a batch each."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._module = module
+        self._module = module  # whose own attributes are looked at: lists, dicts and deques, and what is in them
         self._device = device
         self._looks: list[dict[str, int]] = []
 

@@ -1,4 +1,4 @@
-"""A group of ranks that gathers tensors from host to host: NCCL knows tensors on its devices only."""
+"""A group of ranks that gathers tensors from host to host: NCCL takes device tensors only."""
 
 from weakref import WeakKeyDictionary
 
@@ -12,13 +12,8 @@ _made: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictiona
 def host_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
     """Return a group that takes tensors on the host: ``group`` itself if it does, else one over gloo.
 
-    The first call for a group is a collective over its ranks, as what it is asked for is.
-
-    Args:
-        group: ``None`` means all ranks.
-
-    Returns:
-        The group; ``None`` if there is only one process.
+    The first call for a group is a collective over its ranks. ``None`` means all ranks, and is returned if there is
+    only one process.
     """
     group = group or dist.group.WORLD
     if group is None or _takes_host_tensors(group):

@@ -15,10 +15,6 @@ def keep_on_host(items: list[Any], *, looks_at_all: bool = False) -> None:
     """Move what was added at the end of a list to the host, in place: others may hold the list itself.
 
     Tensors leave their graphs. Each copy waits for the device.
-
-    Args:
-        items: Tensors, or nests of them; other leaves stay as they are.
-        looks_at_all: Whether items before one that is on the host are moved, too.
     """
     for place in reversed(range(len(items))):
         if all(map(_is_kept, iterate_leaves(items[place]))):

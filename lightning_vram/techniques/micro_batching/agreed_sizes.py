@@ -11,11 +11,7 @@ _WHOLE = 2**62  # samples; larger than any batch
 
 
 class FixedSize:
-    """The size the user chose.
-
-    Args:
-        size: Samples per micro-batch.
-    """
+    """The size the user chose."""
 
     retries = False
 
@@ -35,32 +31,21 @@ class FixedSize:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks do with their batches.
+    """What all ranks do with their batches."""
 
-    Args:
-        size: Samples per micro-batch.
-        count: How many micro-batches every rank runs; ``None`` where ranks may differ.
-    """
-
-    size: int
-    count: int | None
+    size: int  # samples per micro-batch
+    count: int | None  # how many micro-batches every rank runs; ``None`` where ranks may differ
 
 
 class AgreedSizes:
-    """Ranks propose, the smallest size holds; one runs out of memory, all of them halve.
-
-    Args:
-        chooser: Of this rank.
-        agreement: Between the ranks; ``None`` where each decides for itself.
-        has_equal_counts: Whether all ranks must run the same number of micro-batches.
-    """
+    """Ranks propose, the smallest size holds; one runs out of memory, all of them halve."""
 
     def __init__(
         self, chooser: FixedSize | MicroBatchSizes, agreement: RankAgreement | None, *, has_equal_counts: bool
     ) -> None:
         self._chooser = chooser
-        self._agreement = agreement
-        self.has_equal_counts = has_equal_counts
+        self._agreement = agreement  # between the ranks; ``None`` where each decides for itself
+        self.has_equal_counts = has_equal_counts  # whether all ranks must run the same number of micro-batches
         self._largest_batch = 0
 
     @property
@@ -69,12 +54,7 @@ class AgreedSizes:
         return self._chooser.retries
 
     def start(self, facts: BatchFacts, limit: int | None = None) -> Agreed:
-        """Choose for a batch. A collective, unless sizes are fixed and counts free.
-
-        Args:
-            facts: Of this rank's batch.
-            limit: What the device has room for, if that is known.
-        """
+        """Choose for a batch, at most ``limit`` samples. A collective, unless sizes are fixed and counts free."""
         proposed = self._chooser.propose(facts.shape, facts.num_samples, facts.num_elements)
         size = min(_WHOLE if proposed is None else proposed, _WHOLE if limit is None else limit)
         self._largest_batch = facts.num_samples
@@ -84,27 +64,13 @@ class AgreedSizes:
         return self._agreed(min(size, self._largest_batch))
 
     def has_failed(self, *, here: bool, timeout: timedelta | None = None) -> bool:
-        """Whether a try ran out of memory on any rank. A collective.
-
-        Args:
-            here: Whether it did on this one.
-            timeout: How long to wait for the others, if not as long as for any decision.
-
-        Raises:
-            RankAgreementError: If a rank does not come.
-        """
+        """Whether a try ran out of memory on any rank. A collective."""
         if self._agreement is None:
             return here
         return bool(self._agreement.largest(int(here), timeout=timeout)[0])
 
     def halve(self, facts: BatchFacts, agreed: Agreed, *, here: bool) -> Agreed:
-        """Choose again, after a try that ran out of memory.
-
-        Args:
-            facts: Of this rank's batch.
-            agreed: What was tried.
-            here: Whether it was this rank.
-        """
+        """Choose again, after a try that ran out of memory."""
         self._chooser.note_failure(facts.shape, agreed.size, facts.elements_of(agreed.size) if here else None)
         return self._agreed((agreed.size + 1) // 2)
 

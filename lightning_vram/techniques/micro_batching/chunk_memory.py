@@ -1,10 +1,4 @@
-"""Predict what a chunk of a batch needs, from chunks that were run.
-
-Where a failed try cannot be undone alone, since every layer waits for all ranks, the size has to be planned: two small
-chunks show what a sample needs and what is needed anyway, and a line through them says how many samples fit. It is an
-estimate. Memory that grows faster than the batch, or a library that takes a larger workspace for a larger batch, is
-seen only once such a chunk ran; hence the margin.
-"""
+"""Predict the memory of a chunk of a batch, from chunks that were run."""
 
 from bisect import bisect_right
 from math import ceil
@@ -15,6 +9,10 @@ from lightning_vram.argument_checks import check_positive_int
 
 class ChunkMemory:
     """Bytes by chunk size, for batches of one shape: ``fixed + slope * size``, above everything that was seen.
+
+    Where a failed try cannot be undone alone, since every layer waits for all ranks, the size has to be planned: two
+    small chunks show a line. Memory that grows faster than the batch is seen only once such a chunk ran; hence the
+    margin.
 
     The line has the slope of least squares and is moved up until it is below no observation. Where the slope is not
     positive, for noise or because so little was needed, the steepest line from zero to an observation is taken.
@@ -31,27 +29,14 @@ class ChunkMemory:
         self._peak_bytes: dict[int, int] = {}
 
     def observe(self, size: int, peak_bytes: int) -> None:
-        """Note what a chunk needed; of several of one size, the most counts.
-
-        Args:
-            size: Samples in the chunk.
-            peak_bytes: Most bytes at once above those allocated when the chunk began.
-
-        Raises:
-            TypeError: If ``size`` is not an int.
-            ValueError: If ``size`` is smaller than 1 or ``peak_bytes`` is negative.
-        """
+        """Note the peak of a chunk above what was allocated when it began; of several of one size, the most counts."""
         check_positive_int("ChunkMemory.observe(size)", size)
         if peak_bytes < 0:
             raise ValueError(f"ChunkMemory.observe(peak_bytes) must not be negative, got {peak_bytes}.")
         self._peak_bytes[size] = max(peak_bytes, self._peak_bytes.get(size, 0))
 
     def predict_bytes(self, size: int) -> int | None:
-        """Predict what a chunk of ``size`` samples needs.
-
-        Returns:
-            Bytes, never below what was seen for this size or a smaller one; ``None`` before two sizes were seen.
-        """
+        """Predict the bytes of a chunk, at least what chunks up to this size needed; ``None`` before two."""
         if len(self._peak_bytes) < 2:
             return None
         fixed, slope = self._line()
@@ -59,20 +44,9 @@ class ChunkMemory:
         return max(seen, ceil(fixed + slope * size))
 
     def largest_size(self, room_bytes: int, limit: int, margin: float = 0.1) -> int | None:
-        """Find the largest chunk that is predicted to fit.
+        """Find the largest chunk, 1 to ``limit`` samples, that is predicted to fit; ``None`` before two sizes.
 
-        Args:
-            room_bytes: What may be allocated above what is allocated when a chunk begins.
-            limit: Most samples: those of the batch.
-            margin: Share of ``room_bytes`` to leave free.
-
-        Returns:
-            Samples, from 1 (even if one is predicted not to fit) to ``limit``; ``None`` before two sizes were seen,
-            unless ``limit`` leaves no choice.
-
-        Raises:
-            TypeError: If ``limit`` is not an int.
-            ValueError: If ``limit`` is smaller than 1 or ``margin`` is not in [0, 1).
+        ``margin`` is the share of ``room_bytes`` to leave free. The smallest chunk may not fit.
         """
         check_positive_int("ChunkMemory.largest_size(limit)", limit)
         if not 0 <= margin < 1:
@@ -90,11 +64,7 @@ class ChunkMemory:
         return {"peak_bytes": dict(self._peak_bytes)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned; what was seen here is forgotten.
-
-        Raises:
-            ValueError: If it holds a size below 1 or negative bytes.
-        """
+        """Take over what :meth:`state_dict` returned; what was seen here is forgotten."""
         restored = ChunkMemory()
         for size, peak_bytes in state["peak_bytes"].items():
             restored.observe(int(size), int(peak_bytes))  # JSON makes keys of ints to strings

@@ -12,9 +12,6 @@ class NormCounting:
 
     With momentum m the statistics s become (1 - m) s + m x. A part with share w does so with 1 - (1 - m)^w: together
     they forget as much of s as the whole batch would. The normalisation itself still sees one part at a time.
-
-    Args:
-        module: Whose norms are in training.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -14,9 +14,6 @@ class SizePlanning:
     """Measures small micro-batches, and says how large they may be.
 
     Sizes are counted in elements of the batch, so that what one shape showed holds for others.
-
-    Args:
-        room: Of the device.
     """
 
     def __init__(self, room: DeviceRoom) -> None:
@@ -35,11 +32,7 @@ class SizePlanning:
         self._memory.observe(max(1, num_elements), max(0, self._room.peak_since_reset() - before))
 
     def give_up(self, *, is_too_large: bool) -> None:
-        """A small micro-batch failed.
-
-        Args:
-            is_too_large: For want of memory, here: one sample at a time is what is left to try. Else nothing is known.
-        """
+        """A small micro-batch failed: for lack of memory here (only size 1 is left to try), or for another reason."""
         self._has_failed, self._is_too_large = True, is_too_large
 
     def limit(self, facts: BatchFacts) -> int | None:

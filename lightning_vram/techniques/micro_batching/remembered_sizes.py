@@ -8,26 +8,18 @@ _MAX_SHAPES = 1024  # text of all lengths makes a new one every few batches
 
 @dataclass
 class _Fit:
-    """What is known about one shape.
+    """What is known about one shape."""
 
-    Args:
-        size: Samples per micro-batch; ``None`` for the whole batch.
-        num_good: Batches in a row that fit.
-    """
-
-    size: int | None
-    num_good: int = 0
+    size: int | None  # samples per micro-batch; ``None`` for the whole batch
+    num_good: int = 0  # batches in a row that fit
 
 
 class MicroBatchSizes:
     """Sizes that fit, by shape of batch.
 
     A shape not met yet starts with the whole batch, unless a micro-batch with as many elements has already failed:
-    then with the first half, quarter and so on that has fewer.
-
-    Args:
-        regrow_after_n_batches: After how many batches of a shape in a row the double size is tried again, and after
-            twice as many the next time it fails. ``None`` never does.
+    then with the first half, quarter and so on that has fewer. After ``regrow_after_n_batches`` batches of a shape in a
+    row (``None``: never) the double size is tried again, and after twice as many the next time it fails.
     """
 
     retries = True
@@ -40,13 +32,7 @@ class MicroBatchSizes:
         self._tried: tuple[str, int | None] | None = None  # the larger size under way
 
     def propose(self, shape: str, num_samples: int, num_elements: int) -> int | None:
-        """How many samples to run at once; ``None`` for all of them.
-
-        Args:
-            shape: What batches that cost the same have in common.
-            num_samples: N, of the batch.
-            num_elements: Of the batch.
-        """
+        """How many samples to run at once; ``None`` for all of them."""
         fit = self._fits.get(shape)
         self._tried = None
         if fit is None:
@@ -59,13 +45,7 @@ class MicroBatchSizes:
         return fit.size
 
     def note_failure(self, shape: str, size: int, num_elements: int | None) -> None:
-        """A micro-batch ran out of memory, here or on another rank: the next one has half as many samples.
-
-        Args:
-            shape: As in ``propose``.
-            size: Samples per micro-batch.
-            num_elements: Of the micro-batch, if it was here.
-        """
+        """A micro-batch ran out of memory, here or on another rank: the next one has half as many samples."""
         if self._tried is not None and self._patience is not None:
             self._patience *= 2  # what fails again and again costs more than it could gain
         self._tried = None
@@ -74,13 +54,7 @@ class MicroBatchSizes:
             self._failing_elements = min(num_elements, self._failing_elements or num_elements)
 
     def note_success(self, shape: str, size: int | None, num_elements: int) -> None:
-        """A batch ran through.
-
-        Args:
-            shape: As in ``propose``.
-            size: Samples per micro-batch; ``None`` if it ran whole.
-            num_elements: Of the micro-batch.
-        """
+        """A batch ran through, in micro-batches of ``size``; ``None`` if it ran whole."""
         fit = self._fits.setdefault(shape, _Fit(size))
         fit.num_good += 1
         if self._tried == (shape, size):

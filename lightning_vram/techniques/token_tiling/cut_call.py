@@ -23,35 +23,22 @@ MIN_DIMS = 2
 
 @dataclass(frozen=True)
 class CutCall:
-    """How a call is cut. Holds no tensor.
+    """How a call is cut. Holds no tensor."""
 
-    Args:
-        values: Arguments, in a row; ``None`` in the places of tensors.
-        rebuild: Makes arguments of as many others.
-        places: Of tensors.
-        is_cut: Whether each of them has tokens.
-        dim: Of tokens.
-        num_tokens: T.
-        num_rows: Tokens of the whole batch.
-        width: D.
-    """
-
-    values: tuple[Any, ...]
-    rebuild: Rebuild
-    places: tuple[int, ...]
-    is_cut: tuple[bool, ...]
-    dim: int
-    num_tokens: int
-    num_rows: int
-    width: int
+    values: tuple[Any, ...]  # arguments, in a row; ``None`` in the places of tensors
+    rebuild: Rebuild  # makes arguments of as many others
+    places: tuple[int, ...]  # of tensors
+    is_cut: tuple[bool, ...]  # whether each of them has tokens
+    dim: int  # of tokens
+    num_tokens: int  # T
+    num_rows: int  # tokens of the whole batch
+    width: int  # D
 
     def tile(self, tile: int | Literal["auto"]) -> int:
-        """Return the tokens of a tile: the same for the same sizes, so that a run can be repeated.
+        """Return the tokens of a tile, a function of sizes only, so that a run can be repeated.
 
-        Args:
-            tile: As it was asked for; ``"auto"``: as many as a token has numbers, as ALST has it, so that what a layer
-                makes of a tile is about as large as its weights; at least 1,024, as products of fewer rows are slow.
-                All sequences of the batch are counted.
+        ``"auto"``: as many as a token has numbers, as in ALST, so that what a layer makes of a tile is about as large
+        as its weights; at least 1,024 rows over all sequences, since products of fewer rows are slow.
         """
         if tile != "auto":
             return tile
@@ -80,11 +67,7 @@ class CutCall:
 
 
 def cut_call(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[CutCall, list[Tensor]] | str:
-    """Return how a call can be cut, and its tensors; or why it cannot.
-
-    Args:
-        arguments: Positional and keyword arguments.
-    """
+    """Return how a call can be cut, and its tensors; or why it cannot."""
     leaves, rebuild = flatten_arguments(arguments)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     tensors = [leaves[place] for place in places]

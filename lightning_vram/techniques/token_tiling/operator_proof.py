@@ -1,11 +1,4 @@
-"""Does a module treat tokens alone? Of tensors without values, as in estimates, its operators tell.
-
-It runs on as many tokens as a large prime has, so that just one dimension of a tensor is a multiple of it where numbers
-are of tokens, and none where they are not. Each operator must be of a kind that treats rows alone as long as this
-dimension is kept. What adds up over tokens loses it, what compares tokens has two, a table of places gets one out of
-nothing. It runs again with another prime, as how many tokens there are must be no number to compute with. What is
-refused here may still be proven by values: then an estimate tells more than the run takes.
-"""
+"""Does a module treat tokens alone? For tensors without values, its operators are checked."""
 
 from contextlib import nullcontext
 from math import prod
@@ -40,21 +33,21 @@ class NotAlone(Exception):  # noqa: N818 - a reason
 
 
 def ask_operators(body: Body, call: CutCall, tensors: list[Tensor]) -> str:
-    """Say that a module treats tokens alone, or raise why it may not.
+    """Return how it was proven that a module treats tokens alone, or raise ``NotAlone``; reads shapes and types only.
 
-    Args:
-        body: What runs the module.
-        call: How its call is cut.
-        tensors: Of its call. Only shapes and types of them are looked at.
-
-    Raises:
-        NotAlone: Why not.
+    The number of tokens becomes a large prime, so that exactly one dimension of a tensor is a multiple of it if it has
+    tokens. Each operator must be of a kind that treats rows alone as long as this dimension stays. Sums over tokens
+    lose it, comparisons of tokens have two, a table of positions gets one out of nothing. A second prime finds
+    computations with the number of tokens. What is refused here may still be proven by values: estimates are then too
+    high.
     """
     parameters = {name: one.detach() for name, one in body.parameters_by_name.items()}
     sizes = {size for one in (*tensors, *parameters.values()) for size in one.shape}
     traces = []
     for prime in [one for one in _PRIMES if all(size % one for size in sizes)][:2]:
-        parts = call.cut(tensors, lambda one, to=prime: one.new_empty(_replaced(one, call.dim, to)))  # type: ignore[misc]
+        parts = call.cut(
+            tensors, lambda one, to=prime: one.new_empty((*one.shape[: call.dim], to, *one.shape[call.dim + 1 :]))
+        )  # type: ignore[misc]
         parts = [part if is_cut else part.detach() for part, is_cut in zip(parts, call.is_cut, strict=True)]
         with detect_fake_mode(parts) or nullcontext(), _Watch(prime, parts) as watch:
             results, _ = body.having(parameters, lambda parts=parts: body.run(call.arguments(parts)))  # type: ignore[misc]
@@ -66,10 +59,6 @@ def ask_operators(body: Body, call: CutCall, tensors: list[Tensor]) -> str:
     if len(traces) != 2 or traces[0] != traces[1]:
         raise NotAlone("depends on the number of tokens")
     return "by its operators"
-
-
-def _replaced(one: Tensor, dim: int, size: int) -> tuple[int, ...]:
-    return (*one.shape[:dim], size, *one.shape[dim + 1 :])
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

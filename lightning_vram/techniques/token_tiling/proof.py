@@ -40,14 +40,7 @@ _MAX_ITEMS = 1000  # of a container that is looked into
 
 
 def prove(module: nn.Module, body: Body, call: CutCall, tensors: list[Tensor]) -> tuple[bool, str]:
-    """Return whether ``module`` treats tokens alone, and why not, or how exactly.
-
-    Args:
-        module: Any module.
-        body: What runs it.
-        call: How its call is cut.
-        tensors: Of its call.
-    """
+    """Return whether ``module`` treats tokens alone, and why not, or how exactly."""
     has_values = all(type(one) in REAL_TYPES and not one.is_meta for one in tensors)
     state = ForwardState((module,), Learned(), (one.device for one in (*tensors, *module.parameters())))
     has_gradients = torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""Runs of a module on some tokens of its input, for a proof: see :mod:`.proof`."""
+"""Runs of a module on some tokens of its input."""
 
 import gc
 import weakref
@@ -23,16 +23,12 @@ _CONVOLUTIONS = frozenset(["convolution", "conv1d", "conv2d", "conv3d"])
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces random numbers by ones, and counts them; lets no index come of what is no number.
-
-    Args:
-        num_tokens: That are looked at. What reaches further would not be seen to mix them.
-    """
+    """Replaces random numbers by ones, and counts them; lets no index come of what is no number."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_drawn: list[int] = []
-        self._num_tokens = num_tokens
+        self._num_tokens = num_tokens  # that are looked at. What reaches further would not be seen to mix them.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -95,11 +91,7 @@ class Runs:
         return self._body.having(self._parameters, lambda: self._body.run(arguments))
 
     def gradients(self, order: Tensor) -> list[Tensor | None]:
-        """Return the gradients of what has tokens, tokens first, of some that the results have.
-
-        Args:
-            order: Of the tokens.
-        """
+        """Return the gradients of what has tokens, tokens first, of some that the results have."""
         dim = self._call.dim
         tensors = self._call.cut(self._tensors, lambda one: one.index_select(dim, order))
         chosen = [one for one, is_cut in zip(tensors, self._call.is_cut, strict=True) if is_cut and _has_gradient(one)]
@@ -112,11 +104,7 @@ class Runs:
         return [None if one is None else one.movedim(dim, 0) for one in found]
 
     def look_for_graphs(self, state: ForwardState) -> None:
-        """Refuse what keeps a graph of its call somewhere, and what computes with one of others.
-
-        Args:
-            state: Of the module: what it keeps itself is looked for later.
-        """
+        """Refuse what keeps a graph of its call somewhere, and what computes with one of others."""
         is_kept = state.run(self._mark_and_run)
         if is_kept() is not None:
             gc.collect()  # it may be no more than a cycle

@@ -29,12 +29,7 @@ def is_inside() -> bool:
 
 
 class Body(nn.Module):
-    """Runs a module's plain forward with other parameters in the places of its own, past its hooks.
-
-    Args:
-        module: Whose.
-        plain: Its forward.
-    """
+    """Runs a module's plain forward with other parameters in the places of its own, past its hooks."""
 
     def __init__(self, module: nn.Module, plain: Callable[..., Any]) -> None:
         super().__init__()
@@ -47,12 +42,7 @@ class Body(nn.Module):
         return work()
 
     def having(self, parameters: dict[str, Tensor], work: Callable[[], _T]) -> _T:
-        """Return what some work returns, in which the module has other parameters: a millisecond for all tiles.
-
-        Args:
-            parameters: By name, as in ``parameters_by_name``.
-            work: Calls :meth:`run`.
-        """
+        """Return what ``work`` returns, which calls :meth:`run` with these parameters: a millisecond for all tiles."""
         token = _is_inside.set(True)
         try:
             return torch.func.functional_call(self, parameters, (work,))  # type: ignore[no-any-return]
@@ -60,43 +50,26 @@ class Body(nn.Module):
             _is_inside.reset(token)
 
     def run(self, arguments: Any) -> tuple[list[Any], Rebuild]:
-        """Return the leaves of what the module returns.
-
-        Args:
-            arguments: Positional and keyword arguments.
-        """
+        """Return the leaves of what the module returns."""
         args, kwargs = arguments
         return flatten_output(self.plain(*args, **kwargs))
 
 
 @dataclass(frozen=True)
 class TileRecomputation:
-    """What the backward needs besides the tensors.
+    """What the backward needs besides the tensors."""
 
-    Args:
-        name: Of the module, for messages.
-        state: From which each run goes tile by tile.
-        samples: Of what autograd would save in the forward; ``None`` in calls that are not compared.
-    """
-
-    name: str
-    state: ForwardState
-    samples: SavedSamples | None
+    name: str  # of the module, for messages
+    state: ForwardState  # from which each run goes tile by tile
+    samples: SavedSamples | None  # of what autograd would save in the forward; ``None`` in calls that are not compared
 
 
 class TiledCall:
-    """What a call needs to run tile by tile, twice. Holds no tensor of it, but the module's state until the backward.
-
-    Args:
-        body: Of the module.
-        call: How it is cut.
-        tile: Tokens.
-        recomputation: ``None`` without gradients.
-    """
+    """Runs a call tile by tile, twice. Holds none of its tensors, but the module's state until the backward."""
 
     def __init__(self, body: Body, call: CutCall, tile: int, recomputation: TileRecomputation | None) -> None:
         self._body, self._call, self._tile = body, call, tile
-        self._recomputation = recomputation
+        self._recomputation = recomputation  # ``None`` without gradients
         self._names = list(body.parameters_by_name)
         self.rebuild: Rebuild = tuple
 
@@ -150,11 +123,7 @@ class TiledCall:
     def backward(
         self, tensors: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...], needs: Sequence[bool]
     ) -> list[Any]:
-        """Return the gradient of each tensor, ``None`` for those that need none, or had no part in it.
-
-        Raises:
-            RecomputationError: If a tile does not do in the backward what it did in the forward.
-        """
+        """Return the gradient of each tensor, ``None`` for those that need none, or had no part in it."""
         assert self._recomputation is not None
         inputs, parameters = self._split(tensors, needs)
         first = self._recomputation.samples

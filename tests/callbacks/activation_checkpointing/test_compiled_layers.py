@@ -142,7 +142,7 @@ def found(monkeypatch) -> dict[float, int]:
     class Spied(compiled_layers.CompiledBudget):
         def step(self, batch):
             points.clear()
-            points.update(self.kept_bytes)
+            points.update(self.search.kept_bytes)
             return super().step(batch)
 
     monkeypatch.setattr(compiled_layers, "CompiledBudget", Spied)

@@ -1,12 +1,9 @@
-"""Checkpoint just as much as a byte budget for activations asks for.
+"""Checkpoint just as much as a byte budget for activations needs.
 
-The first step runs with every layer checkpointed, and is watched (``observer.py``).
-From what was seen a plan is made (``solver.py``): some layers run plain, others keep
-the results of some of their costly operators, and the least possible is computed twice. No compiler is needed;
-PyTorch's own ``activation_memory_budget`` takes a share instead of bytes and needs ``torch.compile``.
-
-Counted are the bytes that the tracker calls activations: what is kept for the backward, and what one layer at a time
-makes again there. Temporaries inside of operators and gradients are not among them.
+The first step runs with every layer checkpointed, and is observed. From that a plan is made: some layers run plain,
+others save results of costly operators, and as little as possible is recomputed. No compiler is needed. The budget
+counts what is saved for backward, and what one layer at a time recomputes there; no gradients, and no temporaries
+inside operators.
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,15 +34,7 @@ Decisions = Mapping[str, frozenset[int] | None]
 
 
 class BudgetedCheckpointing:
-    """Makes and applies plans for the layers that a handle checkpoints.
-
-    Args:
-        model: The whole model.
-        handle: Its layers, all of them checkpointed; whoever made it removes it.
-        budget_bytes: For activations.
-        determinism_check: See :class:`~lightning_vram.techniques.activation_checkpointing.two_runs.Recomputing`.
-        min_offload_bytes: Smaller tensors cannot be offloaded.
-    """
+    """Makes and applies plans for the layers that a handle checkpoints."""
 
     def __init__(
         self,
@@ -56,7 +45,7 @@ class BudgetedCheckpointing:
         min_offload_bytes: int = 0,
     ) -> None:
         self._model = model
-        self._handle = handle
+        self._handle = handle  # its layers, all of them checkpointed; whoever made it removes it
         self._budget_bytes = budget_bytes
         self._check: DeterminismCheck = determinism_check
         self._min_offload_bytes = min_offload_bytes
@@ -79,11 +68,7 @@ class BudgetedCheckpointing:
 
     @contextmanager
     def observing(self, inputs: Any = None) -> Iterator[None]:
-        """Run one training step inside, with every layer checkpointed; :meth:`plan` works from what it was.
-
-        Args:
-            inputs: Any nest of tensors that stay alive anyway, such as the batch.
-        """
+        """Run one training step inside, with every layer checkpointed; :meth:`plan` works from what it was."""
         self._observer = observer = StepObserver(self._model, inputs, self._min_offload_bytes)
         self._watch_all(observer)
         try:
@@ -93,14 +78,7 @@ class BudgetedCheckpointing:
             self._watch_all(None)
 
     def plan(self, offload_bytes: int = 0) -> CheckpointPlan | None:
-        """Make the cheapest plan that fits; ``None`` if no layer was called in the observed step.
-
-        Args:
-            offload_bytes: At most so many of what a forward saves first may be offloaded.
-
-        Raises:
-            BudgetError: If nothing fits.
-        """
+        """Make the cheapest plan that fits, or raise ``BudgetError``; ``None`` if no layer was observed."""
         if self._observer is None:
             return None
         for name, shapes in self._observer.shapes.items():
@@ -123,12 +101,9 @@ class BudgetedCheckpointing:
         return predict_peak(profile, choices, plan.offloaded_bytes) <= self._budget_bytes
 
     def apply(self, decisions: Decisions, *, is_guarded: bool = True) -> None:
-        """Do as decided, from the next call of each layer on; layers without a decision stay checkpointed.
+        """Apply decisions from the next call of each layer on; layers without a decision stay checkpointed.
 
-        Args:
-            decisions: By layer.
-            is_guarded: Whether to leave the plan where inputs outgrow it. Not where several ranks have to recompute
-                the same layers.
+        Where inputs outgrow the plan, guarded layers run checkpointed: not if ranks must recompute the same layers.
         """
         self._num_tries += 1
         if self._missing is not None and (self._covers(*self._missing) or self._num_tries > _MAX_TRIES):

@@ -1,9 +1,8 @@
-"""Watch one training step in which every layer is checkpointed: what each layer would keep, and what it costs.
+"""Observe one training step in which every layer is checkpointed: what each layer would save, and what it costs.
 
-The step is the real one, and its result counts: with every layer checkpointed it needs the least memory that
-checkpointing can reach, so nothing is run that the budget would not have to allow anyway, and no second copy of the
-model or of the user's code is needed. It works on fake tensors, too. What autograd saves inside of a layer is seen by
-hooks, operators by a dispatch mode; storages are told apart by weak references, for addresses are used again.
+The step is the real one, with the least memory that checkpointing can reach. It works on fake tensors, too. Hooks see
+what autograd saves inside a layer, a dispatch mode the operators; storages are told apart by weak references, as
+addresses are used again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,13 +31,7 @@ from lightning_vram.techniques.activation_checkpointing.two_runs import CallWatc
 
 
 class StepObserver:
-    """Watches while :meth:`observing`; tell it about layers with :meth:`watch`.
-
-    Args:
-        model: Its parameters and buffers are not counted.
-        inputs: Any nest of tensors that stay alive anyway, such as the batch.
-        min_offload_bytes: Smaller tensors cannot be offloaded.
-    """
+    """Watches while :meth:`observing`; tell it about layers with :meth:`watch`."""
 
     def __init__(self, model: nn.Module, inputs: Any = None, min_offload_bytes: int = 0) -> None:
         self._min_offload_bytes = min_offload_bytes

@@ -1,4 +1,4 @@
-"""How many bytes of activations a round holds at most, with some choices and some of them offloaded."""
+"""Peak activation bytes of a round, for given choices and offloaded bytes."""
 
 from collections.abc import Sequence
 
@@ -6,20 +6,7 @@ from lightning_vram.techniques.activation_checkpointing.budget.plan import CallP
 
 
 def predict_peak(profile: StepProfile, choices: Sequence[LayerChoice], offloaded_bytes: int = 0) -> int:
-    """Predict the peak of activation bytes of a round, however calls of layers interleave.
-
-    Args:
-        profile: What was observed.
-        choices: One for each layer of the profile, in its order.
-        offloaded_bytes: So much of what is saved first is away.
-
-    Returns:
-        Bytes at the end of the forward or in the backward of a call, whichever is more. They are exact where nothing is
-        offloaded, else at least those.
-
-    Raises:
-        ValueError: If the choices are for other layers.
-    """
+    """Predict the peak activation bytes of a round; exact if nothing is offloaded, else an upper bound."""
     return find_peak(profile, choices, offloaded_bytes)[0]
 
 
@@ -59,15 +46,10 @@ class Traffic:
 
     What is saved first, up to some bytes, is away. A window serves copies under way, and what is saved last; half of
     what stays in excess is used, as soon as it is free, for what is fetched ahead.
-
-    Args:
-        total_bytes: Saved in the round, and large enough to travel.
-        offloaded_bytes: Of these, away.
-        largest_bytes: The largest storage.
     """
 
     def __init__(self, total_bytes: int, offloaded_bytes: int, largest_bytes: int) -> None:
-        self.total_bytes = total_bytes
+        self.total_bytes = total_bytes  # saved in the round, and large enough to travel
         self.offloaded_bytes = offloaded_bytes
         self.window_bytes = max(largest_bytes, -(-total_bytes // WINDOW_SHARE))
         self.excess_bytes = max(0, total_bytes - offloaded_bytes)

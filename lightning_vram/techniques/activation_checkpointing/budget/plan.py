@@ -16,24 +16,13 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class OperatorProfile:
-    """The output of one costly operator.
+    """The output of one costly operator."""
 
-    Args:
-        name: As in ``torch.ops``: ``"aten.mm"``.
-        num_bytes: Bytes it holds on to if kept: 0 if they are among the base bytes or kept by an earlier operator.
-        is_saved: Whether autograd saves that memory anyway where the layer is plain.
-        cost: What running it again costs, in FLOP equivalents.
-        staying_bytes: Of ``num_bytes``, those that cannot be offloaded.
-
-    Raises:
-        ValueError: If a number is negative or not finite.
-    """
-
-    name: str
-    num_bytes: int
-    is_saved: bool
-    cost: float
-    staying_bytes: int = 0
+    name: str  # as in ``torch.ops``: ``"aten.mm"``
+    num_bytes: int  # bytes it holds on to if kept: 0 if they are among the base bytes or kept by an earlier operator
+    is_saved: bool  # whether autograd saves that memory anyway where the layer is plain
+    cost: float  # what running it again costs, in FLOP equivalents
+    staying_bytes: int = 0  # of ``num_bytes``, those that cannot be offloaded
 
     def __post_init__(self) -> None:
         _require_amounts(self.name, num_bytes=self.num_bytes, cost=self.cost, staying_bytes=self.staying_bytes)
@@ -41,32 +30,19 @@ class OperatorProfile:
 
 @dataclass(frozen=True)
 class CallProfile:
-    """One call of a layer.
+    """One call of a layer."""
 
-    Args:
-        position: Place among all calls of the round.
-        base_live_bytes: Base bytes alive while the backward of this call runs.
-        saved_bytes: What autograd saves in the call and no one else holds.
-        cost: What running the whole call again costs, in FLOP equivalents.
-        operators: Its costly operators in the order they run. Their place here is their ordinal.
-        staying_base_bytes: Of ``base_live_bytes``, those that cannot be offloaded.
-        staying_saved_bytes: The same of ``saved_bytes``.
-        new_input_bytes: Base bytes that the backward of this call needs and that no earlier call had, if offloaded.
-        old_input_bytes: The same of those that an earlier call had.
-
-    Raises:
-        ValueError: If a number is negative or not finite.
-    """
-
-    position: int
-    base_live_bytes: int
-    saved_bytes: int
-    cost: float
+    position: int  # place among all calls of the round
+    base_live_bytes: int  # base bytes alive while the backward of this call runs
+    saved_bytes: int  # what autograd saves in the call and no one else holds
+    cost: float  # what running the whole call again costs, in FLOP equivalents
+    # In the order they run: the place is the ordinal.
     operators: tuple[OperatorProfile, ...] = ()
-    staying_base_bytes: int = 0
-    staying_saved_bytes: int = 0
+    staying_base_bytes: int = 0  # of ``base_live_bytes``, those that cannot be offloaded
+    staying_saved_bytes: int = 0  # the same of ``saved_bytes``
+    # Base bytes that the backward of this call needs and that no earlier call had, if offloaded
     new_input_bytes: int = 0
-    old_input_bytes: int = 0
+    old_input_bytes: int = 0  # the same of those that an earlier call had
 
     def __post_init__(self) -> None:
         amounts = {"base_live_bytes": self.base_live_bytes, "saved_bytes": self.saved_bytes, "cost": self.cost}
@@ -101,18 +77,10 @@ class CallProfile:
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """A layer and its calls in one round. One decision holds for all of them.
+    """A layer and its calls in one round. One decision holds for all of them."""
 
-    Args:
-        name: Path in the model.
-        calls: At least one, in order of their positions.
-
-    Raises:
-        ValueError: If there is no call, or positions do not rise.
-    """
-
-    name: str
-    calls: tuple[CallProfile, ...]
+    name: str  # path in the model
+    calls: tuple[CallProfile, ...]  # at least one, in order of their positions
 
     def __post_init__(self) -> None:
         positions = [call.position for call in self.calls]
@@ -125,11 +93,7 @@ class LayerProfile:
         return sum(call.cost for call in self.calls)
 
     def choose(self, kept: frozenset[int] | None) -> "LayerChoice":
-        """State what a decision means for this layer.
-
-        Args:
-            kept: Ordinals of the operators whose outputs are kept while all else is recomputed; ``None``: plain.
-        """
+        """Return the choice to save outputs of these ordinals and recompute the rest; ``None``: run plain."""
         operators = list(chain.from_iterable(call._select(kept or frozenset()) for call in self.calls))
         return LayerChoice(
             name=self.name,
@@ -143,24 +107,13 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """One observed round.
+    """One observed round."""
 
-    Args:
-        layers: Layers with different names; no two calls share a position.
-        base_total_bytes: Base bytes alive at the end of the forward.
-        other_cost: Cost of the forward outside all layers. Shares are of the whole forward.
-        staying_base_bytes: Of ``base_total_bytes``, those that cannot be offloaded.
-        largest_bytes: The largest storage that can be.
-
-    Raises:
-        ValueError: If names or positions repeat, or a number is negative or not finite.
-    """
-
-    layers: tuple[LayerProfile, ...]
-    base_total_bytes: int
-    other_cost: float = 0.0
-    staying_base_bytes: int = 0
-    largest_bytes: int = 0
+    layers: tuple[LayerProfile, ...]  # layers with different names; no two calls share a position
+    base_total_bytes: int  # base bytes alive at the end of the forward
+    other_cost: float = 0.0  # cost of the forward outside all layers. Shares are of the whole forward.
+    staying_base_bytes: int = 0  # of ``base_total_bytes``, those that cannot be offloaded
+    largest_bytes: int = 0  # the largest storage that can be
 
     def __post_init__(self) -> None:
         _require_amounts("the step", base_total_bytes=self.base_total_bytes, other_cost=self.other_cost)
@@ -180,23 +133,14 @@ class StepProfile:
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """The decision for one layer. :meth:`LayerProfile.choose` makes it.
-
-    Args:
-        name: Path of the layer.
-        kind: ``"plain"``: nothing runs again. ``"checkpointed"``: all but the kept operators does.
-        kept: Ordinals, in each call, of the costly operators whose outputs are kept. Empty for a plain layer.
-        kept_bytes: What all its calls keep until their backward.
-        recompute_cost: Cost of what runs again, in FLOP equivalents.
-        operators: Names of the kept operators, with how many there are in all calls.
-    """
+    """The decision for one layer. :meth:`LayerProfile.choose` makes it."""
 
     name: str
     kind: Literal["plain", "checkpointed"]
-    kept: frozenset[int]
-    kept_bytes: int
-    recompute_cost: float
-    operators: tuple[tuple[str, int], ...] = ()
+    kept: frozenset[int]  # ordinals, in each call, of the operators whose outputs are saved; empty if plain
+    kept_bytes: int  # what all its calls keep until their backward
+    recompute_cost: float  # cost of what runs again, in FLOP equivalents
+    operators: tuple[tuple[str, int], ...] = ()  # names of the kept operators, with how many there are in all calls
 
     @property
     def decision(self) -> frozenset[int] | None:
@@ -206,28 +150,18 @@ class LayerChoice:
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """A decision for every layer.
-
-    Args:
-        profile: What was observed.
-        choices: One for each layer of the profile, in its order.
-        budget_bytes: What was asked for.
-        peak_bytes: Predicted peak of activation bytes.
-        plain_peak_bytes: The same without any recomputation.
-        minimum_bytes: The same with every layer checkpointed and nothing kept: the least budget.
-        least_recompute_cost: No plan within the budget recomputes less than this. It equals :attr:`recompute_cost`
-            where the plan is proven best; it is smaller where the search was cut short.
-        offloaded_bytes: Of what the forward saves first, so much is to be away until its backward.
-    """
+    """A decision for every layer."""
 
     profile: StepProfile
-    choices: tuple[LayerChoice, ...]
+    choices: tuple[LayerChoice, ...]  # one for each layer of the profile, in its order
     budget_bytes: int
-    peak_bytes: int
-    plain_peak_bytes: int
-    minimum_bytes: int
+    peak_bytes: int  # predicted peak of activation bytes
+    plain_peak_bytes: int  # the same without any recomputation
+    minimum_bytes: int  # the same with every layer checkpointed and nothing kept: the least budget
+    # no plan within the budget recomputes less than this. It equals :attr:`recompute_cost` where the plan is proven
+    # best; it is smaller where the search was cut short.
     least_recompute_cost: float
-    offloaded_bytes: int = 0
+    offloaded_bytes: int = 0  # of what the forward saves first, so much is to be away until its backward
 
     @cached_property
     def recompute_cost(self) -> float:

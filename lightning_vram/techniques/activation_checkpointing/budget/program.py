@@ -1,9 +1,4 @@
-"""The choice of what layers keep, stated as a linear program in whole numbers.
-
-Its columns: for each layer whether it is plain; for each group of a layer's operators that are alike, how many of them
-are kept; and for each call what is kept up to its end. Bytes and costs are scaled, for the solver's tolerances are
-absolute (1e-6): they come to some bytes of a whole card.
-"""
+"""What layers save, as a mixed-integer linear program for HiGHS."""
 
 import ctypes
 import os
@@ -56,10 +51,9 @@ class _Group(NamedTuple):
 class KeepProgram:
     """Find the cheapest decisions for the layers of a profile within a budget.
 
-    Args:
-        profile: What was observed.
-        budget_bytes: Limit.
-        offload_bytes: So much of what is saved first is away.
+    Columns: for each layer whether it is plain; for each group of its operators that are alike, how many are saved; and
+    for each call what is saved up to its end. Bytes and costs are scaled, as the solver's tolerances are absolute
+    (1e-6): they come to some bytes of a whole GPU.
     """
 
     def __init__(self, profile: StepProfile, budget_bytes: int, offload_bytes: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""What was seen in a step, and the plain data that a plan is made from."""
+"""What was observed in a step, and the plain data that a plan is made from."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -92,12 +92,7 @@ class Round:
     is_over: bool = False
 
     def profile(self, small: Collection[int], min_offload_bytes: int) -> StepProfile:
-        """Say what each layer keeps and costs.
-
-        Args:
-            small: Storages of which too small a part was saved to travel.
-            min_offload_bytes: Smaller storages do not travel.
-        """
+        """Say what each layer keeps and costs."""
         base = dict(self.base)
         for call in self.calls:
             for number in call.saved.keys() & base.keys():  # saved in the layer, and an input of a later one

@@ -1,8 +1,4 @@
-"""One checkpointing plan for all ranks.
-
-Layers may talk to other ranks while they run (SyncBatchNorm, FSDP), so all ranks must recompute the same ones, or one
-waits for ever. And all of them must hear of an error, for the same reason.
-"""
+"""One checkpointing plan for all ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,32 +13,21 @@ from lightning_vram.techniques.activation_checkpointing.budget.table import form
 
 @dataclass(frozen=True)
 class SharedPlan:
-    """What ranks tell each other of a plan.
-
-    Args:
-        decisions: By layer.
-        plain_peak_bytes: What the rank would need without a plan.
-        table: For the user.
-        summary: The same in one line.
-        offloaded_bytes: Of a forward, to be away.
-        largest_bytes: The largest storage among them: that much more may travel, for what travels is not cut.
-    """
+    """The part of a plan that ranks exchange."""
 
     decisions: Decisions
-    plain_peak_bytes: int
-    table: str
+    plain_peak_bytes: int  # what the rank would need without a plan
+    table: str  # for the user
     summary: str
-    offloaded_bytes: int = 0
-    largest_bytes: int = 0
+    offloaded_bytes: int = 0  # of a forward, to be away
+    largest_bytes: int = 0  # the largest storage among them: that much more may travel, for what travels is not cut
 
 
 def share_largest(make_plan: Callable[[], CheckpointPlan | None]) -> SharedPlan | None:
     """Make a plan on every rank, and return that of the rank which needs most; ``None`` if none could be made.
 
-    A collective, where there are several ranks.
-
-    Raises:
-        ValueError: On all ranks, if it was raised on one.
+    A collective, where there are several ranks. Layers may communicate while they run (SyncBatchNorm, FSDP), so all
+    ranks must recompute the same ones, and all of them must raise an error that one has.
     """
     found = _make(make_plan)
     if torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -41,13 +41,7 @@ _LEAST_STEP = 1e-9  # of the budget: HiGHS may be above it by up to a millionth
 
 
 class BudgetError(ValueError):
-    """No choice fits the budget.
-
-    Args:
-        budget_bytes: What was asked for.
-        minimum_bytes: The least budget that can be met.
-        place: What runs when the minimum is reached.
-    """
+    """No choice fits the budget."""
 
     def __init__(self, budget_bytes: int, minimum_bytes: int, place: str) -> None:
         super().__init__(

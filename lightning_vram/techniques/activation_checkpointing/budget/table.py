@@ -1,4 +1,4 @@
-"""A plan as text for people."""
+"""A plan as text."""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,6 @@
-"""Meet a budget in bytes for compiled layers, whose compiler takes a share.
+"""Meet a byte budget for activations in compiled code, whose compiler takes a share.
 
-``search.py`` chooses the next share to try, ``kept_bytes.py`` measures what a step keeps, ``apply.py`` does both, step
-by step. May import: activation_checkpointing, core, memory.
+Each training step at the start of a run tries one share. May import: activation_checkpointing, core, memory.
 """
 
 from lightning_vram.techniques.activation_checkpointing.compiled_budget.apply import CompiledBudget

@@ -1,9 +1,4 @@
-"""Search the share of a run's compiled code step by step, each of them a training step of that run.
-
-A share holds for what is compiled after it was set. ``torch.compiler.reset()`` makes PyTorch compile again what is
-called again, all compiled code of the process, and gives back what CUDA graphs hold. It also starts the count anew that
-ends in Dynamo's ``recompile_limit``.
-"""
+"""Try shares, one per training step."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,50 +14,24 @@ from lightning_vram.techniques.activation_checkpointing.compiled_budget.search i
 
 
 class CompiledBudget:
-    """Sets the share for one fit.
-
-    Args:
-        model: The whole model; all its compiled parts share one setting.
-        budget_bytes: For what a step keeps for its backward, in eager code, too.
-    """
+    """Sets the share for one fit."""
 
     def __init__(self, model: nn.Module, budget_bytes: int) -> None:
-        self._model = model
-        self._search = ShareSearch(budget_bytes)
+        self._model = model  # the whole model; all its compiled parts share one setting
+        self.search = ShareSearch(budget_bytes)
         self._setting = ExitStack()
         self._share: float | None = None
         self.is_done = False
 
-    @property
-    def kept_bytes(self) -> dict[float, int]:
-        """What was measured, by share."""
-        return self._search.kept_bytes
-
-    @property
-    def best(self) -> float:
-        """The share that was chosen, once :attr:`is_done`."""
-        return self._search.best
-
-    @property
-    def next_above(self) -> float | None:
-        """The least share above it that was tried, and kept too much; ``None`` if none was."""
-        return self._search.next_above
-
-    @property
-    def is_close(self) -> bool:
-        """Whether the best share keeps nearly the budget, or all that there is to keep."""
-        return self._search.is_close
-
     @contextmanager
     def step(self, batch: Any) -> Iterator[None]:
-        """Run one training step inside. Its batch is ``batch``.
-
-        Raises:
-            CompiledBudgetError: On all ranks, after the step, if nothing fits.
-        """
-        share = self._search.next_share() or self._search.best
+        """Run one training step on ``batch`` inside; raises ``CompiledBudgetError`` on all ranks if nothing fits."""
+        share = self.search.next_share() or self.search.best
         if share != self._share:
-            self._compile_with(share)
+            self._setting.close()
+            self._setting.enter_context(activation_share(share))
+            torch.compiler.reset()  # a share holds for what is compiled from now on; also resets recompile_limit
+            self._share = share
         if self.is_done:
             yield
             return
@@ -70,14 +39,8 @@ class CompiledBudget:
         kept = KeptBytes(alive)
         with kept.counting():
             yield
-        self._search.note(share, _largest_of_ranks(kept.peak_bytes))
-        self.is_done = self._search.next_share() is None
-
-    def _compile_with(self, share: float) -> None:
-        self._setting.close()
-        self._setting.enter_context(activation_share(share))
-        torch.compiler.reset()
-        self._share = share
+        self.search.note(share, _largest_of_ranks(kept.peak_bytes))
+        self.is_done = self.search.next_share() is None
 
     def remove(self) -> None:
         """Put the setting back; what was compiled with it is compiled again. Calling it again does nothing."""

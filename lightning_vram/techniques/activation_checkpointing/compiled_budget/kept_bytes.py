@@ -1,8 +1,4 @@
-"""Measure what a forward keeps for its backward, in eager and in compiled code, without a look inside.
-
-Autograd shows each tensor that it saves, those of compiled code too. A dispatch mode, as the tracker has it, would let
-compiled code run uncompiled.
-"""
+"""Measure what a forward saves for its backward, in eager and in compiled code."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -17,10 +13,9 @@ from lightning_vram.private_names.torch.tensors import storage_key
 
 
 class KeptBytes:
-    """Counts memory that autograd saves, each piece once, for as long as it lives.
+    """Counts memory that autograd saves, each storage once while it lives, except that of ``others``.
 
-    Args:
-        others: Tensors that are alive anyway: parameters, buffers, the batch.
+    By saved-tensor hooks: a dispatch mode would make compiled code run uncompiled.
     """
 
     def __init__(self, others: Iterable[Tensor]) -> None:

@@ -1,9 +1,4 @@
-"""Find the largest share that keeps no more than a budget, by as few measurements as possible.
-
-What is kept is a staircase over the share, and not always a rising one
-(https://github.com/pytorch/pytorch/issues/197838): nothing but measured points is believed. The search comes from
-below, so that the steps which try a share seldom exceed the budget.
-"""
+"""Search for the largest share that stays within a budget."""
 
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.private_names.torch.partitioner import LEAST_SHARE
@@ -22,10 +17,10 @@ class CompiledBudgetError(ValueError):
 
 
 class ShareSearch:
-    """Remembers what each share kept, and names the next to try.
+    """Searches for the largest share that saves no more than a budget, with as few measurements as possible.
 
-    Args:
-        budget_bytes: What may be kept.
+    Saved bytes do not follow the share (https://github.com/pytorch/pytorch/issues/197838): only measured points count.
+    The search starts from below, so that steps that try a share seldom exceed the budget.
     """
 
     def __init__(self, budget_bytes: int) -> None:
@@ -49,11 +44,7 @@ class ShareSearch:
         return best == 1 or self.kept_bytes[best] >= CLOSE_ENOUGH * self._budget_bytes
 
     def note(self, share: float, kept_bytes: int) -> None:
-        """Note a measurement.
-
-        Raises:
-            CompiledBudgetError: If the least share does not fit.
-        """
+        """Note a measurement; raises ``CompiledBudgetError`` if the least share does not fit."""
         self.kept_bytes[share] = kept_bytes
         if share == LEAST_SHARE and kept_bytes > self._budget_bytes:
             raise CompiledBudgetError(
