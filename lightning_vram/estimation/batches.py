@@ -38,15 +38,7 @@ class FreshBatches:
 
 
 def first_batch(module: pl.LightningModule, datamodule: pl.LightningDataModule | None) -> Any:
-    """Return the first batch that a run would train on, after ``prepare_data``, which the next fit then does not run.
-
-    Args:
-        module: Has loaders of its own if ``datamodule`` is ``None``.
-        datamodule: Is set up for ``fit``.
-
-    Raises:
-        ValueError: If there is none to be had.
-    """
+    """Return the first batch that a run would train on. It runs ``prepare_data``, which the next fit then skips."""
     source: Any = datamodule if datamodule is not None else module
     name = type(source).__name__
     try:

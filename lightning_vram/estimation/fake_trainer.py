@@ -105,12 +105,7 @@ def make_trainer(
     folder: str,
     with_validation: bool,
 ) -> pl.Trainer:
-    """Make a Trainer that runs :data:`NUM_STEPS` optimizer steps and one batch of validation.
-
-    Raises:
-        TypeError: If an argument is none of ``Trainer``.
-        ValueError: If the strategy runs on CUDA only.
-    """
+    """Make a Trainer that runs :data:`NUM_STEPS` optimizer steps and one batch of validation."""
     _check_names(arguments)
     kept = {name: value for name, value in arguments.items() if name not in _SET_HERE}
     callbacks, plugins = kept.pop("callbacks"), kept.pop("plugins")
@@ -146,10 +141,7 @@ def make_trainer(
 
 
 def leave_out_reducer(strategy: Strategy, label: Callable[[Sequence[Tensor]], None]) -> None:
-    """Let a strategy of DDP hold the buckets of its gradients, and wrap nothing; others are left as they are.
-
-    The reducer of ``DistributedDataParallel`` is C++ that reads pointers.
-    """
+    """Let DDP hold gradient buckets and wrap nothing: its reducer is C++ that reads pointers."""
     if isinstance(strategy, DDPStrategy):
         strategy.configure_ddp = partial(_hold_buckets, strategy, label)  # type: ignore[method-assign]
 
@@ -209,10 +201,7 @@ class _SilentLogger(DummyLogger):
 
 
 def parts_of(arguments: Mapping[str, Any], run_callbacks: RunCallbacks = ()) -> dict[str, list[Any]]:
-    """Return callbacks and plugins of the user's Trainer that a step has need of.
-
-    To be copied together with the module: some of them hold it, or parts of it.
-    """
+    """Return the user's callbacks and plugins that a step needs; copy them with the module, which some of them hold."""
     callbacks, plugins = (as_list(arguments.get(name)) for name in ("callbacks", "plugins"))
     return {
         "callbacks": [callback for callback in callbacks if is_run(callback, run_callbacks)],
@@ -236,11 +225,7 @@ def left_out_note(callbacks: Iterable[Callback], run_callbacks: RunCallbacks) ->
 
 
 def check_run_callbacks(name: str, given: Any) -> tuple[str | type[Callback], ...]:
-    """Return classes and names of callbacks as a tuple.
-
-    Raises:
-        TypeError: If ``given`` is something else.
-    """
+    """Return classes and names of callbacks as a tuple."""
     wanted = tuple(as_list(given))
     for one in wanted:
         if not isinstance(one, str) and not (isinstance(one, type) and issubclass(one, Callback)):
@@ -251,10 +236,7 @@ def check_run_callbacks(name: str, given: Any) -> tuple[str | type[Callback], ..
 def run_without_ends(
     module: pl.LightningModule, callbacks: Iterable[Callback], given: list[Callback], run_callbacks: RunCallbacks
 ) -> None:
-    """Leave out hooks before and after steps, which read and write files, of the user's code and Lightning's.
-
-    Those of this package undo things. Of callbacks that the module itself configures the same are run as of others.
-    """
+    """Leave out hooks outside of steps, which read and write files; those of this package undo things, and stay."""
     configure = module.configure_callbacks
 
     def configure_callbacks() -> list[Callback]:
@@ -283,10 +265,7 @@ def _without_ends(parts: list[Any]) -> list[Any]:
 
 
 class StayOnCard(Callback):
-    """Leave out that Lightning moves all back to the host once a run is over, tensor by tensor: a fifth of the work.
-
-    Strategies and plugins of this package end in their own way, some with copies that belong on the host.
-    """
+    """Leave out Lightning's move of everything back to the host after a run, tensor by tensor: a fifth of the work."""
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -111,17 +111,7 @@ class FitRun:
 
 
 def trace_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
-    """Run two optimizer steps, and one batch of validation, on fake tensors; or one batch of another evaluation.
-
-    Args:
-        module: Is copied, with fakes for its parameters and buffers: it is not touched.
-        batch: Any nest of tensors, of which shapes and types count.
-        run: How.
-
-    Raises:
-        ValueError: If no optimizer steps, or values are read and no real step can be run to find them.
-        Exception: What the step raises.
-    """
+    """Run two optimizer steps and one batch of validation, or one batch of another evaluation, on fake tensors."""
     fit = partial(_fit_with_reads, module, batch, run)
     if run.known is None:
         return fit()

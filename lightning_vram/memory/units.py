@@ -111,12 +111,7 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
 
 
 def parse_limit(size: int | str, name: str) -> int:
-    """Read a size that limits a whole run. An ``int`` below 1 MiB is refused: it was written without its unit.
-
-    Raises:
-        TypeError: If ``size`` is neither an ``int`` nor a ``str``.
-        ValueError: If ``size`` is no size above 0, or an ``int`` below 1 MiB.
-    """
+    """Read a size that limits a whole run. An ``int`` below 1 MiB is refused: it was written without its unit."""
     num_bytes = parse_bytes(size, name)
     if num_bytes == 0:
         raise ValueError(f"{name} must be above 0, got {size!r}.")

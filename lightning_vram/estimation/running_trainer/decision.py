@@ -59,10 +59,7 @@ def decide_together(
     *,
     run_callbacks: RunCallbacks,
 ) -> Decision:
-    """Let rank zero decide, for the rank that has least of its device. A collective.
-
-    ``decide`` gets what reads the trainer and the bytes there are (``None``: nobody knows), and must not raise.
-    """
+    """Let rank zero decide, for the rank that has least free memory. A collective; ``decide`` must not raise."""
     device = trainer.strategy.root_device
     room = room_bytes(device, trainer.num_devices)
     if room is not None:

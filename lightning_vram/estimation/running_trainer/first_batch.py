@@ -1,4 +1,4 @@
-"""The first batches of a run, read beside the run: it finds its data as if nobody had looked."""
+"""The first batches of a run, read in advance: the run finds its data as if nobody had read it."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -24,11 +24,7 @@ _MOST_TRANSFORMS = 64  # longer lists are samples
 
 
 def read_first_batches(trainer: pl.Trainer, module: pl.LightningModule, most: int) -> tuple[list[Any], int | None]:
-    """Return batches as the run's first ones, and how many an epoch has, of all ranks; ``None``: nobody knows.
-
-    Global random numbers are the caller's to keep. A loader that stacks samples is read once: they are of one shape. If
-    there is no batch, or none without taking it away from the run, that is a ``ValueError``.
-    """
+    """Return the first batches of a run, and how many an epoch has, of all ranks; ``None``: unknown."""
     source = training_source(trainer)
     if isinstance(source, pl.LightningModule):
         if not is_overridden("train_dataloader", source):

@@ -11,12 +11,7 @@ AUTO = "auto"
 
 
 def check_limit(name: str, limit: object) -> None:
-    """Refuse what is no limit.
-
-    Raises:
-        TypeError: If it is of a wrong kind.
-        ValueError: If it is no size above 0, an ``int`` below 1 MiB, or no share of a device.
-    """
+    """Refuse what is no limit: ``"auto"``, bytes of 1 MiB or more, text with a unit, or a share above 0 up to 1."""
     if limit == AUTO:
         return
     if isinstance(limit, float):

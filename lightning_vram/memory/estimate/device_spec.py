@@ -56,11 +56,7 @@ def write_calibration(spec: DeviceSpec, path: str | Path) -> None:
 
 
 def read_calibration(path: str | Path) -> DeviceSpec:
-    """Read what ``lightning-vram calibrate`` has written.
-
-    Raises:
-        ValueError: If the file is not there, or is not of that form.
-    """
+    """Read what ``lightning-vram calibrate`` has written; anything else is a ``ValueError``."""
     try:
         values: Any = json.loads(Path(path).read_text())
         if not isinstance(values, dict) or values.pop("format", None) != _FORMAT:

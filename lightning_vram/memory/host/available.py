@@ -1,8 +1,4 @@
-"""How much memory of the host a process may still take before the kernel kills it.
-
-The kernel's own estimate, and the limits of the control groups it runs in: a container and a SLURM job get less than
-the machine has. Reading it takes a fraction of a millisecond; nothing is cached, since others take memory, too.
-"""
+"""How much memory of the host a process may still take before the kernel kills it."""
 
 import os
 from collections.abc import Iterator
@@ -31,12 +27,7 @@ def available_host_bytes(root: Path = Path("/")) -> int | None:
     """Estimate how much more memory this process can take: the least that the kernel and any control group leave.
 
     Page cache that can be dropped counts as available: of a control group, half of what was used more than once.
-
-    Args:
-        root: Where ``proc`` and ``sys`` are mounted.
-
-    Returns:
-        Bytes, or ``None`` where the system does not tell (Windows). On macOS all memory of the machine counts.
+    ``None`` where the system does not tell (Windows); on macOS all memory of the machine counts.
     """
     machine = _meminfo_bytes(root, "MemAvailable")
     if machine is None:
@@ -46,11 +37,7 @@ def available_host_bytes(root: Path = Path("/")) -> int | None:
 
 
 def free_swap_bytes(root: Path = Path("/")) -> int:
-    """Return what can still be swapped out to a disk, as far as the kernel tells: what is not pinned may go there.
-
-    Args:
-        root: Where ``proc`` and ``sys`` are mounted.
-    """
+    """Return the free swap space, as far as the kernel tells: what is not pinned may go there."""
     return _meminfo_bytes(root, "SwapFree") or 0
 
 

@@ -1,10 +1,4 @@
-"""How many processor cores a rank may use for work on the host, such as an optimizer step there.
-
-``OMP_NUM_THREADS`` does not tell: ``torchrun`` sets it to 1, to be safe. The machine's count is too many: the ranks
-beside this one want theirs, and a container or a SLURM job gets less than the machine has. A rank that is bound to
-cores of its own by something other than SLURM (``numactl``, ``mpirun --bind-to``) cannot be told from ranks that share
-theirs: it gets a share of its own cores, which is too few and never too many.
-"""
+"""How many processor cores a rank may use for work on the host, such as an optimizer step there."""
 
 import os
 import re
@@ -16,20 +10,11 @@ from lightning_vram.memory.host.control_groups import control_groups, read_text
 
 
 def cores_of_rank(local_world_size: int, root: Path = Path("/")) -> int:
-    """Count the cores that this process may keep busy while its neighbours do the same.
+    """Count the cores that this process may keep busy while the other ranks of this machine do the same: at least 1.
 
-    Args:
-        local_world_size: Ranks on this machine, this one included.
-        root: Where ``proc`` and ``sys`` are mounted.
-
-    Returns:
-        At least 1. What SLURM gave the task (``--cpus-per-task``, or the cores it bound it to), shared by the ranks of
-        that task; without SLURM the cores that this process may run on, shared by all local ranks. Never more than
-        this rank's share of the processor time that its control groups allow.
-
-    Raises:
-        TypeError: If ``local_world_size`` is not an ``int``.
-        ValueError: If ``local_world_size`` is smaller than 1.
+    What SLURM gave the task, shared by its ranks; without SLURM the cores that this process may run on, shared by all
+    local ranks. Never more than this rank's share of the processor time of its control groups. ``OMP_NUM_THREADS`` does
+    not count: ``torchrun`` sets it to 1. A rank that ``numactl`` bound gets a share of its own cores: too few, if any.
 
     Example:
         >>> cores_of_rank(local_world_size=10_000)

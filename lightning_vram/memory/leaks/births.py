@@ -27,15 +27,11 @@ _LIBRARIES = sys.stdlib_module_names | {
 
 @dataclass(frozen=True)
 class Site:
-    """Where a storage was made.
+    """Where a storage was made."""
 
-    Args:
-        module: Name of the innermost module whose forward ran; empty for the root and outside of any.
-        line: ``"model.py:42 in training_step"``, the innermost line of the user's; empty where there was none, such as
-            in the backward.
-    """
-
-    module: str = ""
+    module: str = ""  # name of the innermost module whose forward ran; empty for the root and outside of any
+    # ``"model.py:42 in training_step"``, the innermost line of the user's; empty where there was none, such as in the
+    # backward
     line: str = ""
 
     def __str__(self) -> str:
@@ -75,13 +71,7 @@ class Births:
 
 
 class BirthMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what operators make, with the line of the user's that called them.
-
-    Args:
-        births: Gets it.
-        place: Knows which module runs.
-        outer: Frames that are there before the step: they made nothing of it.
-    """
+    """Notes what operators make, with the line of the user's code that called them; ``outer`` frames made nothing."""
 
     supports_higher_order_operators = True
 

@@ -21,27 +21,16 @@ _MAX_NODES = 200_000
 
 @dataclass(frozen=True)
 class Holder:
-    """What keeps storages alive.
+    """What keeps storages alive."""
 
-    Args:
-        path: As one would write it in code: ``self.losses``.
-        container: Class of the container whose items they are; empty if it is one tensor.
-        num_items: Of the container.
-        num_graphs: How many of the items have the graph that made them.
-        has_graph: Whether the graph of the step is kept, which seldom is meant.
-        is_metric: Whether it is the state of a metric, which goes with the metric's ``reset``.
-        is_bounded: Whether it is in a deque with a length, which is no leak however long it fills.
-        is_measured: Whether only its size tells: it grows, and what it held is not followed.
-    """
-
-    path: str
-    container: str
-    num_items: int
-    num_graphs: int
-    has_graph: bool
-    is_metric: bool
-    is_bounded: bool
-    is_measured: bool = False
+    path: str  # as one would write it in code: ``self.losses``
+    container: str  # class of the container whose items they are; empty if it is one tensor
+    num_items: int  # of the container
+    num_graphs: int  # how many of the items have the graph that made them
+    has_graph: bool  # whether the graph of the step is kept, which seldom is meant
+    is_metric: bool  # whether it is the state of a metric, which goes with the metric's ``reset``
+    is_bounded: bool  # whether it is in a deque with a length, which is no leak however long it fills
+    is_measured: bool = False  # whether only its size tells: it grows, and what it held is not followed
 
     def __str__(self) -> str:
         """One sentence, and what to do."""
@@ -64,15 +53,7 @@ class Holder:
 
 
 def find_holders(births: Births, names: Mapping[int, str]) -> list[Holder]:
-    """Name what keeps the storages that are left of a step. Takes some tenths of a second.
-
-    Args:
-        births: Of the step.
-        names: Names of objects by their ``id``, from which references are followed.
-
-    Returns:
-        Each once. What only C++ can see is left out.
-    """
+    """Name what keeps the storages that are left of a step, unless only C++ sees it. Takes some tenths of a second."""
     gc.collect()  # what only a cycle keeps is kept by nobody
     targets, with_graph = _targets(births)
     chains = find_chains(targets, names, ignored=[targets])

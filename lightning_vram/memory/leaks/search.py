@@ -30,19 +30,12 @@ _MAX_SITES = 3
 
 @dataclass(frozen=True)
 class Leak:
-    """What grows with the steps.
+    """What grows with the steps."""
 
-    Args:
-        bytes_per_step: By how much memory grows.
-        tensor_bytes: What the watched step left behind in tensors; the rest is graph, and objects.
-        holders: Who keeps it.
-        sites: Where it was made, with bytes per step, the largest first.
-    """
-
-    bytes_per_step: int
-    tensor_bytes: int
-    holders: tuple[Holder, ...]
-    sites: tuple[tuple[Site, int], ...]
+    bytes_per_step: int  # by how much memory grows
+    tensor_bytes: int  # what the watched step left behind in tensors; the rest is graph, and objects
+    holders: tuple[Holder, ...]  # who keeps it
+    sites: tuple[tuple[Site, int], ...]  # where it was made, with bytes per step, the largest first
 
     def __str__(self) -> str:
         """Several lines."""
@@ -54,36 +47,20 @@ class Leak:
 
 @dataclass(frozen=True)
 class Program:
-    """What a search has to know of the training.
+    """What a search has to know of the training."""
 
-    Args:
-        count: Returns live bytes by device.
-        module: Whose parts are named.
-        held: Returns tensors that may be new and stay: parameters, gradients, optimizer states.
-        names: Returns names by ``id`` of what references are followed from.
-        follows_operators: Whether a dispatch mode may follow a step.
-        room: Returns how many bytes are left.
-        attributes: Returns what each attribute holds, by its path.
-    """
-
-    count: Callable[[], Mapping[str, int]]
-    module: nn.Module
+    count: Callable[[], Mapping[str, int]]  # returns live bytes by device
+    module: nn.Module  # whose parts are named
+    # returns tensors that may be new and stay: parameters, gradients, optimizer states
     held: Callable[[], Iterable[Tensor]]
-    names: Callable[[], Mapping[int, str]]
-    follows_operators: bool
-    room: Callable[[], float]
-    attributes: Callable[[], Mapping[str, Held]] = dict
+    names: Callable[[], Mapping[int, str]]  # returns names by ``id`` of what references are followed from
+    follows_operators: bool  # whether a dispatch mode may follow a step
+    room: Callable[[], float]  # returns how many bytes are left
+    attributes: Callable[[], Mapping[str, Held]] = dict  # returns what each attribute holds, by its path
 
 
 class LeakSearch:
-    """Of one kind of step.
-
-    Args:
-        program: That is trained.
-        patience: Over how many steps memory has to grow.
-        min_bytes: Per step.
-        told: Paths of holders that are known, by this search or another.
-    """
+    """Searches for leaks in one kind of step; ``told`` are paths of holders that any search has reported."""
 
     def __init__(self, program: Program, patience: int, min_bytes: int, told: set[str]) -> None:
         self._program = program
@@ -120,14 +97,7 @@ class LeakSearch:
             yield
 
     def end_step(self, num_steps_left: float) -> Leak | None:
-        """Count at the end of a step.
-
-        Args:
-            num_steps_left: Until the end of the epoch, as far as is known; else infinity.
-
-        Returns:
-            A leak, each once.
-        """
+        """Count at the end of a step; returns each leak once. ``num_steps_left`` of the epoch: infinity if unknown."""
         self._num_steps += 1
         self._count()
         if self._watch is None:
@@ -188,10 +158,7 @@ class LeakSearch:
         self._restart()
 
     def _settle(self, births: Births) -> None:
-        """Go on with what is left of the step; look at another one if that is nothing: not each may leave some.
-
-        Where several leave nothing, go on with attributes that have grown.
-        """
+        """Go on with what is left of the step; else watch another one, or follow attributes that have grown."""
         if self._is_left(births):
             self._restart()
             return

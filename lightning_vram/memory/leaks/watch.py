@@ -1,8 +1,4 @@
-"""Watch one step closely: every storage that is born in it, with the line that made it.
-
-Storages that Python can see are found by looking before and after, which takes tenths of a second; those that only
-the graph keeps by a dispatch mode, which takes some ten microseconds per operator. So few steps are watched.
-"""
+"""Watch one step closely: every storage that is allocated in it, with the line that made it."""
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
@@ -19,12 +15,7 @@ from lightning_vram.private_names.torch.tensors import storage_key
 
 
 class Watch:
-    """From before one step to before the next: :meth:`finish` ends it.
-
-    Args:
-        module: Whose parts are named.
-        follows_operators: Whether operators may be followed: compiled code would run uncompiled.
-    """
+    """From before one step to before the next: :meth:`finish` ends it. Followed steps run uncompiled."""
 
     def __init__(self, module: nn.Module, *, follows_operators: bool) -> None:
         self._module = module
@@ -47,11 +38,7 @@ class Watch:
             yield
 
     def finish(self, held: Callable[[], Iterable[Tensor]]) -> None:
-        """End with the step.
-
-        Args:
-            held: Returns what may be new and stay: parameters, gradients, optimizer states.
-        """
+        """End with the step; ``held`` returns what may be new and stay: parameters, gradients, optimizer states."""
         self.births.nodes = range(self._first_node, num_nodes())
         self.births.alive()  # forgets the dead, whose addresses may be used again
         for storage in _visible_storages():

@@ -17,11 +17,7 @@ _resizing: list[Ledger] = []
 
 @contextmanager
 def module_scope(module: nn.Module) -> Iterator[None]:
-    """Say that ``module`` runs inside the block, where its forward is called without its ``__call__`` and hooks.
-
-    Recomputation runs a layer's forward by itself: the hooks of the user must not fire a second time, yet a tracker
-    wants to know whose bytes are made.
-    """
+    """Name ``module`` as running inside the block: recomputation calls a forward without ``__call__`` and its hooks."""
     called = list(_listeners)
     for enter, _ in called:
         enter(module)

@@ -19,15 +19,11 @@ SCRATCH = " (scratch)"  # ends the name of an operator, for what it took beside 
 
 @dataclass(frozen=True)
 class Moment:
-    """When and where something happens in the tracked program.
+    """When and where something happens in the tracked program."""
 
-    Args:
-        phase: The running phase.
-        is_building_graph: Whether what is made now may be kept for a later backward: in a forward, in the
-            recomputation of one, and in a backward with ``create_graph``.
-    """
-
-    phase: Phase
+    phase: Phase  # the running phase
+    # whether what is made now may be kept for a later backward: in a forward, in the recomputation of one, and in a
+    # backward with ``create_graph``
     is_building_graph: bool
 
 
@@ -149,11 +145,7 @@ class Ledger:
         self._open.clear()  # with their references go the callbacks
 
     def timeline(self, device: str | None) -> MemoryTimeline:
-        """Freeze what is written so far.
-
-        Args:
-            device: Device the sums are over. ``None`` takes the first that is not the host, or the host.
-        """
+        """Freeze what is written so far; ``None`` sums over the first device that is not the host, or the host."""
         devices = sorted({entry.device for entry in self._entries} - {HOST})
         return MemoryTimeline(
             allocations=tuple(_freeze(entry) for entry in self._entries),

@@ -10,12 +10,7 @@ _kept: WeakKeyDictionary[Optimizer, Callable[[], Iterable[Tensor]]] = WeakKeyDic
 
 
 def register_optimizer_tensors(optimizer: Optimizer, read: Callable[[], Iterable[Tensor]]) -> None:
-    """Tell that ``optimizer`` works with tensors that are in none of its attributes, such as weights in float32.
-
-    Args:
-        optimizer: Is not kept alive.
-        read: Returns them, now. Must not hold the optimizer.
-    """
+    """Count tensors that are in no attribute of an optimizer, which ``read`` must not hold, such as fp32 weights."""
     _kept[optimizer] = read
 
 

@@ -31,41 +31,27 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class Allocation:
-    """One storage, from birth to death.
+    """One storage, from birth to death."""
 
-    Args:
-        op: Operator that made it, ``"held"`` if it was there before; ``"NAME (scratch)"`` if a kernel took it and gave
-            it back.
-        module: Name of the innermost module it belongs to or was made in; empty for the root and outside of any.
-        phase: Phase in which it was made.
-        category: What it is for, known at the end.
-        device: Where it lies, as ``"cuda:0"``.
-        is_pinned: Whether somebody has told that it is page-locked host memory.
-        stream: On which of the device's streams it was made: 0 is the default one, others count in order of sight.
-    """
-
+    # operator that made it, ``"held"`` if it was there before; ``"NAME (scratch)"`` if a kernel took it and gave it
+    # back
     op: str
-    module: str
-    phase: Phase
-    category: Category
-    device: str
-    is_pinned: bool = False
+    module: str  # name of the innermost module it belongs to or was made in; empty for the root and outside of any
+    phase: Phase  # phase in which it was made
+    category: Category  # what it is for, known at the end
+    device: str  # where it lies, as ``"cuda:0"``
+    is_pinned: bool = False  # whether it was reported as page-locked host memory
+    # on which of the device's streams it was made: 0 is the default one, others count in order of sight
     stream: int = 0
 
 
 @dataclass(frozen=True)
 class MemoryEvent:
-    """One change of the live bytes.
+    """One change of the live bytes."""
 
-    Args:
-        allocation: Index into :attr:`MemoryTimeline.allocations`.
-        change_bytes: Positive at birth and growth, negative at death and shrinking.
-        phase: Phase in which it happened.
-    """
-
-    allocation: int
-    change_bytes: int
-    phase: Phase
+    allocation: int  # index into :attr:`MemoryTimeline.allocations`
+    change_bytes: int  # positive at birth and growth, negative at death and shrinking
+    phase: Phase  # phase in which it happened
 
 
 @dataclass(frozen=True)

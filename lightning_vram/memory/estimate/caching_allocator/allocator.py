@@ -31,8 +31,8 @@ class AllocatorStatistics:
 class CachingAllocator:
     """Serve requests from cached blocks, and take segments where none fits.
 
-    What depends on the time that kernels take is not simulated: a freed block that another stream may still use is free
-    at once. Graphs' private pools are another ``stream`` each.
+    The time that kernels take is not simulated: a freed block that another stream may still use is free at once.
+    Private pools of graphs are another ``stream`` each.
     """
 
     def __init__(self, settings: AllocatorSettings | None = None, *, capacity_bytes: int | None = None) -> None:
@@ -71,11 +71,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block back.
-
-        Raises:
-            ValueError: If it is not in use.
-        """
+        """Take a block back."""
         self.request_free(block)
         self.complete_free(block)
 

@@ -1,4 +1,4 @@
-"""A tracked step in the order in which the allocator of a card sees it, and what that would reserve for it."""
+"""Replay a tracked step in a GPU's order of allocations, and what its allocator reserves for it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -59,16 +59,7 @@ def replay(
     kept: Mapping[str, tuple[int, ...]] | None = None,
     scratch: Mapping[str, int] | None = None,
 ) -> AllocatorReplay:
-    """Replay what a timeline has on one device, of one step or more: the second is as all later ones.
-
-    Args:
-        timeline: Of :func:`lightning_vram.track_memory`.
-        device: As in :attr:`MemoryTimeline.devices`.
-        settings: Of the allocator. ``None`` takes PyTorch's defaults.
-        kept: Blocks that libraries take for good when an operator, by its name, has first made its result: each once
-            for a stream in the thread of the forward, and once in that of the backward.
-        scratch: Bytes that an operator, by its name, takes while it makes its result, and gives back.
-    """
+    """Replay what a timeline has on one device, of one step or more: the second step stands for all later ones."""
     player = _Player(CachingAllocator(settings), kept or {}, scratch or {})
     allocated, reserved = [], []
     for event in timeline.events:

@@ -181,10 +181,7 @@ class ExpandableSegments(_Segments):
     """Maps pages into ranges of addresses, one per pool as a rule, and unmaps those of which nothing is in use."""
 
     def find(self, pool: Pool, size: int) -> Block | None:
-        """Take the smallest free block that serves ``size`` out of the pool.
-
-        A block that can grow counts as large as it can become: it is the last that is taken.
-        """
+        """Take the smallest free block for ``size`` out of the pool; one that can grow counts with its full size."""
         free = pool.free
         index = bisect_left(free, (size,))
         if index == len(free):

@@ -1,9 +1,4 @@
-"""Memory that kernels take for a moment: partial sums of reductions, accumulators of attention's backward, places.
-
-A sum over many rows, such as the gradient of a bias, takes partial sums of blocks of threads, megabytes of them. How it
-is divided is after ``setReduceConfig`` of ATen/native/cuda/Reduce.cuh. cuBLAS's memory is in ``workspaces.py``, and
-that of cuDNN's convolutions nobody can foretell.
-"""
+"""Scratch memory of kernels: partial sums of reductions, accumulators of attention's backward, indices."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

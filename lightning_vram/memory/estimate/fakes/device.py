@@ -43,7 +43,7 @@ def fake_device(
     on_pin: Callable[[Tensor], None],
     reads: RecordedReads | None = None,
 ) -> Iterator[tuple[FakeTensorMode, KnownValues]]:
-    """Let tensors be fake, and the card of type :data:`KIND` be there; yields the mode, and what answers for values."""
+    """Let tensors be fake, and a device of type :data:`KIND` exist; yields the mode, and what answers for values."""
     mode = QuickFakeMode(allow_non_fake_inputs=True)
     values = KnownValues(reads)
     with ExitStack() as stack:

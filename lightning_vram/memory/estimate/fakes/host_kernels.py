@@ -1,10 +1,4 @@
-"""Give fakes on the host what the host's kernels return, where PyTorch's own fake kernels return something else.
-
-Statistics of norms of 16-bit inputs are float32 where the norm's weights or statistics are. A gradient that nobody
-asked a batch norm for is not made, and that of a group norm has the dtype of its input. The indices of an embedding bag
-lie in memory for one more. The workspace of an LSTM has a size that only oneDNN knows: it is measured for short inputs,
-and grows with their length.
-"""
+"""Correct fakes on the host where PyTorch's fake kernels return other tensors than the real ones."""
 
 from collections.abc import Callable
 from functools import cache

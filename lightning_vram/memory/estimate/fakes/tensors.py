@@ -1,7 +1,4 @@
-"""Tensors without memory in the place of real ones: same shapes, strides, storages and ties, no bytes.
-
-Parameters among them are known by their class, as real ones are: code that checks the class finds the same.
-"""
+"""Fake tensors in the place of real ones: same shapes, strides, storages and ties, no bytes."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
@@ -42,11 +39,7 @@ class FakeTensors:
         return known[1]
 
     def copy_of(self, nest: _Copied, tensors: Iterable[Tensor]) -> _Copied:
-        """Copy an object deeply, with fakes in the place of ``tensors``.
-
-        Raises:
-            Exception: What :func:`copy.deepcopy` raises if something in it cannot be copied.
-        """
+        """Copy an object deeply, with fakes in the place of ``tensors``."""
         memo: dict[int, Any] = {id(tensor): self.fake(tensor) for tensor in tensors}
         return copy.deepcopy(nest, memo)
 
