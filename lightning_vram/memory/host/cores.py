@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lightning_vram.argument_checks import check_positive_int
 from lightning_vram.memory.host.control_groups import control_groups, read_text
+from lightning_vram.memory.host.numa import own_cores
 
 
 def cores_of_rank(local_world_size: int, root: Path = Path("/")) -> int:
@@ -21,13 +22,13 @@ def cores_of_rank(local_world_size: int, root: Path = Path("/")) -> int:
         1
     """
     check_positive_int("cores_of_rank(local_world_size)", local_world_size)
-    bound = _bound_cores()
+    bound = len(own_cores()) or os.cpu_count() or 1  # macOS and Windows do not tell
     tasks = _slurm_tasks_here()
     ranks_per_task = max(1, local_world_size // tasks)
     of_task = _positive(os.environ.get("SLURM_CPUS_PER_TASK", ""))
     if of_task:
         cores = min(of_task, bound) // ranks_per_task
-    elif tasks > 1 and _is_bound_by_slurm():
+    elif tasks > 1 and os.environ.get("SLURM_CPU_BIND_TYPE", "none").rstrip(":") not in ("", "none"):
         cores = bound // ranks_per_task
     else:
         cores = bound // local_world_size
@@ -37,12 +38,6 @@ def cores_of_rank(local_world_size: int, root: Path = Path("/")) -> int:
     return max(1, min([cores, *quotas]))
 
 
-def _bound_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1  # macOS and Windows do not tell
-
-
 def _slurm_tasks_here() -> int:
     """Tasks of this ``srun`` step on this node; a batch script, and a machine without SLURM, is one task."""
     counts: list[int] = []
@@ -50,10 +45,6 @@ def _slurm_tasks_here() -> int:
         counts += [int(count)] * int(repeats or 1)  # "4(x2),3": four on each of two nodes, then three
     node = os.environ.get("SLURM_NODEID", "0")
     return max(1, counts[int(node)]) if node.isdigit() and int(node) < len(counts) else 1
-
-
-def _is_bound_by_slurm() -> bool:
-    return os.environ.get("SLURM_CPU_BIND_TYPE", "none").rstrip(":") not in ("", "none")
 
 
 def _quota(group: Path) -> Iterator[float]:

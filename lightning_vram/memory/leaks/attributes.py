@@ -36,13 +36,8 @@ def iterate_attributes(name: str, owner: object) -> Iterator[tuple[str, Any]]:
 
 def read_attributes(owners: Iterable[tuple[str, object]]) -> dict[str, Held]:
     """Return what attributes hold in tensors and arrays, by path; not what holds nothing, nor a deque with a length."""
-    found: dict[str, Held] = {}
-    for name, owner in owners:
-        for path, value in iterate_attributes(name, owner):
-            held = _held(value)
-            if held.num_bytes:
-                found[path] = held
-    return found
+    values = (pair for name, owner in owners for pair in iterate_attributes(name, owner))
+    return {path: held for path, value in values if (held := _held(value)).num_bytes}
 
 
 def _held(value: Any) -> Held:
@@ -56,11 +51,8 @@ def _held(value: Any) -> Held:
         return Held()
     of_arrays = sum(_array_bytes(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
     is_container = isinstance(value, dict | list | tuple | deque) and len(value) > 1
-    return Held(
-        sum(sizes.values()) + of_arrays,
-        type(value).__name__ if is_container else "",
-        len(value) if is_container else 0,
-    )
+    num_bytes = sum(sizes.values()) + of_arrays
+    return Held(num_bytes, type(value).__name__, len(value)) if is_container else Held(num_bytes)
 
 
 def _array_bytes(leaf: Any) -> int:

@@ -109,9 +109,11 @@ class LeakSearch:
         self._age += 1
         if self._age == _STEPS_TO_SETTLE:
             self._settle(self._watch.births)
-        elif self._is_next_epoch() and not self._grown_attributes():
-            self._give_up()  # it was emptied
-        elif self._age - _STEPS_TO_SETTLE >= self._patience and self._is_full():
+            return None
+        is_next_epoch = self._has_outlived_epoch and self._age == _STEPS_TO_SETTLE + 1
+        if self._only_measures and is_next_epoch and not self._grown_attributes():
+            self._give_up()  # the epoch has emptied what was measured
+        elif self._age - _STEPS_TO_SETTLE >= self._patience and all(one.is_full for one in self._growth.values()):
             return self._judge(self._watch.births, num_steps_left)
         return None
 
@@ -173,7 +175,8 @@ class LeakSearch:
 
     def _judge(self, births: Births, num_steps_left: float) -> Leak | None:
         grown = self._grown_attributes() if self._only_measures else {}
-        if not self._goes_on() or not (grown or self._is_left(births)):
+        goes_on = not self._growth or any(growth.goes_on() for growth in self._growth.values())
+        if not goes_on or not (grown or self._is_left(births)):
             self._give_up()
             return None
         if grown:
@@ -222,16 +225,6 @@ class LeakSearch:
         most = max(growth.steady_bytes() or 0 for growth in self._growth.values())
         self._slope = most // self._pace.stride
         return self._slope > 0
-
-    def _is_next_epoch(self) -> bool:
-        """Whether attributes are measured, and this is the first step after an epoch: what it emptied is small now."""
-        return self._only_measures and self._has_outlived_epoch and self._age == _STEPS_TO_SETTLE + 1
-
-    def _is_full(self) -> bool:
-        return all(growth.is_full for growth in self._growth.values())
-
-    def _goes_on(self) -> bool:
-        return not self._growth or any(growth.goes_on() for growth in self._growth.values())
 
     def _restart(self) -> None:
         for growth in self._growth.values():

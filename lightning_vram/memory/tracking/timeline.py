@@ -1,10 +1,11 @@
 """What ``track_memory`` measured: every change of live bytes, and sums over them."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate
 
 HOST = "cpu"
 
@@ -154,13 +155,7 @@ class MemoryTimeline:
 
     def peak_of(self, category: Category) -> int:
         """Most bytes of one category alive at once, which may be at another moment than the peak of all."""
-        live_bytes = peak_bytes = 0
-        for event in self.events:
-            allocation = self.allocations[event.allocation]
-            if allocation.device == self.device and allocation.category is category:
-                live_bytes += event.change_bytes
-                peak_bytes = max(peak_bytes, live_bytes)
-        return peak_bytes
+        return self._peak_where(lambda one: one.device == self.device and one.category is category)
 
     @property
     def saved_for_backward_bytes(self) -> int:
@@ -184,12 +179,11 @@ class MemoryTimeline:
     @property
     def pinned_peak_bytes(self) -> int:
         """Most bytes of page-locked host memory at once, as far as anybody has told of it."""
-        live_bytes = peak_bytes = 0
-        for event in self.events:
-            if self.allocations[event.allocation].is_pinned:
-                live_bytes += event.change_bytes
-                peak_bytes = max(peak_bytes, live_bytes)
-        return peak_bytes
+        return self._peak_where(lambda one: one.is_pinned)
+
+    def _peak_where(self, counts: Callable[[Allocation], bool]) -> int:
+        changes = (event.change_bytes for event in self.events if counts(self.allocations[event.allocation]))
+        return max(accumulate(changes, initial=0))
 
     @cached_property
     def _totals(self) -> _Totals:
