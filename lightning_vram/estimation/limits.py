@@ -120,17 +120,11 @@ def _shape_of(run: TracedFit) -> int:
     """A number that tells runs apart that did not do the same. Allocations count in order of their first event."""
     numbers: dict[int, int] = {}
     allocations = run.timeline.allocations
-    events = tuple(
-        (
-            numbers.setdefault(event.allocation, len(numbers)),
-            allocations[event.allocation].op,
-            allocations[event.allocation].device,
-            event.change_bytes > 0,
-            event.phase,
-        )
-        for event in run.timeline.events
-    )
-    return hash((events, tuple(run.spans.items())))
+    steps = []
+    for event in run.timeline.events:
+        one, number = allocations[event.allocation], numbers.setdefault(event.allocation, len(numbers))
+        steps.append((number, one.op, one.device, event.change_bytes > 0, event.phase))
+    return hash((*steps, *run.spans.items()))
 
 
 class _Sizes:

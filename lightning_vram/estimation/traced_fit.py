@@ -288,11 +288,11 @@ def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: 
     notes: dict[str, None] = {}
 
     def live_bytes() -> int:
-        return trackers[0].live_bytes(CARD) if trackers else 0
+        return trackers[0].ledger.live_bytes[str(CARD)] if trackers else 0
 
     def note_pinned(tensor: Tensor) -> None:
         if trackers:
-            trackers[0].note_pinned(tensor)
+            trackers[0].ledger.note_pinned(tensor)
 
     with ExitStack() as stack:
         stack.enter_context(isolated())
@@ -373,7 +373,7 @@ def _fit(
             trainer.fit(module, batches, for_validation if run.with_validation else None)
         else:
             getattr(trainer, run.evaluation)(module, for_validation, **_QUIET[run.evaluation])
-    spans = marks.spans() if run.evaluation is None else {VALIDATION: (0, tracker.num_events)}
+    spans = marks.spans() if run.evaluation is None else {VALIDATION: (0, len(tracker.ledger.events))}
     if spans is None:
         return None
     timeline = tracker.timeline.on(str(device))
@@ -387,7 +387,7 @@ def _scratch(card: DeviceSpec | None, device: torch.device, tracker: MemoryTrack
     """Sees an operator before the tracker does, and so is asked for its scratch when its results are there."""
     if card is None or device != CARD:
         return nullcontext()
-    return Scratch(card, device, lambda op, sizes: tracker.note_scratch(op, device, sizes))
+    return Scratch(card, device, lambda op, sizes: tracker.ledger.note_scratch(op, device, sizes))
 
 
 def _connect_past_modes(strategy: Strategy) -> None:
@@ -433,7 +433,7 @@ class _Marks(Callback):
         num_steps = trainer.global_step if is_automatic else trainer.global_step + self._num_own_steps
         is_skipped = is_automatic and not outputs  # the step has returned None
         if (num_steps > self._num_steps and not is_skipped) or not trainer.optimizers:
-            self._ends.append(self._tracker.num_events)
+            self._ends.append(len(self._tracker.ledger.events))
             if self._clock is not None:
                 self._times.append(self._clock.now)
         self._num_steps = num_steps
@@ -450,7 +450,7 @@ class _Marks(Callback):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._end_of_validation = self._tracker.num_events
+        self._end_of_validation = len(self._tracker.ledger.events)
 
     def spans(self) -> dict[str, tuple[int, int]] | None:
         """First event and the one after the last, by stage. ``None`` if there were too few steps."""

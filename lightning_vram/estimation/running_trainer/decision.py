@@ -133,13 +133,9 @@ def describe_device(device: torch.device, num_bytes: int) -> DeviceSpec:
 
 def _bytes_on(device: torch.device, module: pl.LightningModule) -> int:
     """What of a module is there already."""
-    tensors = [*module.parameters(), *module.buffers()]
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in tensors
-        if tensor.device == device and not is_lazy(tensor)
-    }
-    return sum(storages.values())
+    tensors = (one for one in (*module.parameters(), *module.buffers()) if one.device == device and not is_lazy(one))
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def read_trainer_arguments(trainer: pl.Trainer) -> dict[str, Any]:

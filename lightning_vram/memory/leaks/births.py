@@ -9,16 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-from lightning_vram.memory.tracking.ledger import Ledger
-from lightning_vram.memory.tracking.operator_results import Results, results_of
 from lightning_vram.memory.tracking.storages import iterate_storages
-from lightning_vram.private_names.torch.dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from lightning_vram.private_names.torch.operator_calls import call_operator
-from lightning_vram.private_names.torch.operators import run_others
 from lightning_vram.private_names.torch.tensors import storage_key
-from lightning_vram.private_names.torch.trees import tensors_in
 
 _LIBRARIES = sys.stdlib_module_names | {
     *("torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_vram"),
@@ -70,35 +63,6 @@ class Births:
             del self._noted[key]
 
 
-class BirthMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what operators make, with the line of the user's code that called them; ``outer`` frames made nothing."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, births: Births, place: Ledger, outer: set[FrameType]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._births = births
-        self._place = place
-        self._outer = outer
-
-    @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(map(is_traceable_wrapper_subclass_type, types)):
-            return NotImplemented  # the wrapper unwraps itself; what it runs inside comes here again
-        results = results_of(func)
-        if results is Results.COMPOSED:
-            with self:
-                return run_others(func, *args, **(kwargs or {}))
-        result = call_operator(func, args, kwargs)
-        if results is Results.NEW:
-            site = Site(self._place.module, _line_of_user(self._outer))
-            for storage in storages_of(tensors_in(result)):
-                self._births.add(storage, site)
-        return result
-
-
 def storages_of(tensors: Any) -> Iterator[torch.UntypedStorage]:
     """Yield the storages behind tensors that take memory: not those of fake tensors, which compilers keep."""
     for tensor in tensors:
@@ -118,7 +82,8 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _line_of_user(outer: set[FrameType]) -> str:
+def line_of_user(outer: set[FrameType]) -> str:
+    """Return the innermost line of the user's code that runs now; empty if it is none inside of ``outer`` frames."""
     for frame in _frames(sys._getframe(1)):
         if frame in outer:
             return ""

@@ -3,15 +3,18 @@
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.memory.leaks.births import BirthMode, Births, Site, storages_of, user_frames
+from lightning_vram.memory.leaks.births import Births, Site, line_of_user, storages_of, user_frames
 from lightning_vram.memory.tracking.following import follow_modules
 from lightning_vram.memory.tracking.ledger import Ledger
+from lightning_vram.memory.tracking.operator_results import ResultRecorder, Results
 from lightning_vram.private_names.torch.autograd import num_nodes
 from lightning_vram.private_names.torch.tensors import storage_key
+from lightning_vram.private_names.torch.trees import tensors_in
 
 
 class Watch:
@@ -32,9 +35,17 @@ class Watch:
             yield
             return
         place = Ledger()  # of which only the name of the module is used
+        outer = user_frames()  # which were there before the step, and made nothing of it
+
+        def note(result: Any, results: Results, func: Any) -> None:
+            if results is Results.NEW:
+                site = Site(place.module, line_of_user(outer))
+                for storage in storages_of(tensors_in(result)):
+                    self.births.add(storage, site)
+
         with ExitStack() as stack:
             follow_modules(stack, place, self._module, lambda: None)
-            stack.enter_context(BirthMode(self.births, place, user_frames()))
+            stack.enter_context(ResultRecorder(note))
             yield
 
     def finish(self, held: Callable[[], Iterable[Tensor]]) -> None:

@@ -68,5 +68,8 @@ def _resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
     was_empty = storage.nbytes() == 0
     result = super(torch.UntypedStorage, storage).resize_(size)
     for ledger in _resizing:
-        (ledger.fill_storage if was_empty else ledger.update_storage)(storage)
+        if was_empty:
+            ledger.add_storage(storage, storage.device, "resize_")
+        else:
+            ledger.update_storage(storage)
     return result

@@ -32,11 +32,9 @@ class FakeTensors:
 
     def fake(self, tensor: Tensor) -> Tensor:
         """Return the fake of ``tensor``, the same at each call. A parameter gives a parameter."""
-        known = self._by_tensor.get(id(tensor))
-        if known is None:
-            known = tensor, self._make(tensor)
-            self._by_tensor[id(tensor)] = known
-        return known[1]
+        if id(tensor) not in self._by_tensor:
+            self._by_tensor[id(tensor)] = tensor, self._make(tensor)
+        return self._by_tensor[id(tensor)][1]
 
     def copy_of(self, nest: _Copied, tensors: Iterable[Tensor]) -> _Copied:
         """Copy an object deeply, with fakes in the place of ``tensors``."""
