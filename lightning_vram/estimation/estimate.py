@@ -1,4 +1,4 @@
-"""Will it fit: runs the step on a card that is not there, and looks for the largest batch that fits."""
+"""Will it fit: runs the step on a GPU you do not have, and searches for the largest batch that fits."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

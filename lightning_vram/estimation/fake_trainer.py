@@ -1,4 +1,4 @@
-"""A Trainer for a card that is not there, out of the arguments of the user's own.
+"""A Trainer for a GPU you do not have, from the arguments of the user's own.
 
 What writes files, shows progress, sends messages or reads values is left out; what takes memory stays. Two steps are
 enough: the first makes the state of the optimizer, the second is as all others.
@@ -63,7 +63,7 @@ _ON_ONE_DEVICE = (None, "auto", "single_device")
 
 
 class FakeAccelerator(CPUAccelerator):
-    """Says that the card is there, as often as it is wanted."""
+    """Reports as many GPUs as are requested."""
 
     @override
     def setup_device(self, device: torch.device) -> None: ...
@@ -80,7 +80,7 @@ class FakeAccelerator(CPUAccelerator):
 
 
 class FakeEnvironment(LightningEnvironment):
-    """Says that this is rank 0 of processes that are all there: nobody is to start them, and no job is looked at."""
+    """Reports rank 0 of processes that already exist: none is started, and no cluster job is detected."""
 
     creates_processes_externally = True
 

@@ -117,7 +117,7 @@ def _without_scratch(run: TracedFit) -> TracedFit:
 
 
 def _shape_of(run: TracedFit) -> int:
-    """A number that tells runs apart that did not do the same. Allocations count in order of their first event."""
+    """Hash what a run did, without sizes. Allocations count in order of their first event."""
     numbers: dict[int, int] = {}
     allocations = run.timeline.allocations
     steps = []

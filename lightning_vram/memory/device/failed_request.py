@@ -25,7 +25,7 @@ _ROUNDED = 0.99  # two decimals of a size
 
 @dataclass(frozen=True)
 class FailedRequest:
-    """Bytes at the moment memory ran out. ``None``: nobody said."""
+    """Bytes at the moment memory ran out. ``None``: unknown."""
 
     asked_bytes: int | None = None  # bytes of the request
     total_bytes: int | None = None  # of the device
@@ -37,21 +37,21 @@ class FailedRequest:
 
     @property
     def other_bytes(self) -> int:
-        """That other processes had taken; 0 if nobody said."""
+        """Bytes of other processes; 0 if unknown."""
         if self.total_bytes is None or self.free_bytes is None or self.process_bytes is None:
             return 0
         return max(0, self.total_bytes - self.free_bytes - self.process_bytes)
 
     @property
     def driver_bytes(self) -> int:
-        """That the driver keeps for this process; 0 if nobody said."""
+        """Bytes of the driver for this process; 0 if unknown."""
         if self.process_bytes is None or self.allocated_bytes is None:
             return 0
         return max(0, self.process_bytes - self.allocated_bytes - (self.cached_bytes or 0))
 
     @property
     def room_bytes(self) -> int | None:
-        """That tensors of this process could have had in all."""
+        """Bytes that tensors of this process could have had in all."""
         if self.total_bytes is None:
             return None
         room_bytes = self.total_bytes - self.other_bytes - self.driver_bytes

@@ -1,9 +1,4 @@
-"""Tell an out-of-memory error from any other, whichever library ran out.
-
-Not every allocation goes through PyTorch's allocator: cuBLAS, cuDNN and cuFFT take workspaces of their own and fail
-with their own status codes, and each backend words its message differently. Code that retries on out-of-memory must
-know them all, or it dies on the one it does not know.
-"""
+"""Tell an out-of-memory error from any other, whichever library ran out."""
 
 import errno
 import re

@@ -1,4 +1,4 @@
-"""A limit to what this process takes of a device, and the way back."""
+"""A limit to the device memory of this process, and its removal."""
 
 import torch
 

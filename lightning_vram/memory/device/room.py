@@ -1,4 +1,4 @@
-"""How much more a device can give, and what a piece of work took of it."""
+"""How much memory of a device is free, and how much a piece of work used."""
 
 import torch
 

@@ -117,7 +117,6 @@ def _measure_context(device: torch.device) -> int:
 
 
 def _fastest(run: Callable[[], Tensor]) -> float:
-    """Return the seconds that one run takes."""
     seconds = _time(run, 1)  # the first loads kernels
     repeats = max(1, math.ceil(_SECONDS / max(_time(run, 1), 1e-6)))
     return min(seconds, *(_time(run, repeats) for _ in range(_ROUNDS)))

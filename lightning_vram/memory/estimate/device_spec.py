@@ -1,4 +1,4 @@
-"""What an estimate needs to know of a card, and the file that keeps it."""
+"""What an estimate needs to know of a GPU, and the file that stores it."""
 
 import json
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ class DeviceSpec:
 
 
 def write_calibration(spec: DeviceSpec, path: str | Path) -> None:
-    """Write a card to a file of JSON, which :func:`read_calibration` reads."""
+    """Write a GPU to a JSON file, which :func:`read_calibration` reads."""
     Path(path).write_text(json.dumps({"format": _FORMAT, **asdict(spec)}, indent=2) + "\n")
 
 

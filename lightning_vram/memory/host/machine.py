@@ -1,4 +1,4 @@
-"""Which machine this is, so that processes know with whom they share its memory."""
+"""Which machine this is, so that processes know which others share its memory."""
 
 import os
 import socket

@@ -77,12 +77,13 @@ class GrowingAttributes:
         self._grown = {
             path: held
             for path, held in self._read().items()
-            if (self._grown is None or path in before) and held.num_bytes - _bytes_of(before, path) >= least_bytes
+            if (self._grown is None or path in before)
+            and held.num_bytes - before.get(path, Held()).num_bytes >= least_bytes
         }
         self._last_step = step
         num_steps = max(1, step - self._first_step)
         return {
-            path: (held, (held.num_bytes - _bytes_of(self._first, path)) // num_steps)
+            path: (held, (held.num_bytes - self._first.get(path, Held()).num_bytes) // num_steps)
             for path, held in self._grown.items()
         }
 
@@ -91,7 +92,3 @@ def as_holders(grown: Mapping[str, tuple[Held, int]]) -> list[Holder]:
     """Return what :meth:`GrowingAttributes.look` has found as holders."""
     kind = {"has_graph": False, "is_metric": False, "is_bounded": False, "is_measured": True}
     return [Holder(path, held.container, held.num_items, 0, **kind) for path, (held, _) in grown.items()]
-
-
-def _bytes_of(held: Mapping[str, Held], path: str) -> int:
-    return held[path].num_bytes if path in held else 0

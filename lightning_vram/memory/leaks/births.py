@@ -1,4 +1,4 @@
-"""Storages that were born while somebody watched: where, and which of them are alive later."""
+"""Storages that were allocated in a watched step: where, and which of them are alive later."""
 
 import sys
 import weakref
@@ -33,7 +33,7 @@ class Site:
 
 
 class Births:
-    """Those of one step. It keeps no storage alive."""
+    """The storages that one step allocated, by weak references."""
 
     def __init__(self) -> None:
         self._noted: dict[int, tuple[weakref.ref[torch.UntypedStorage], Site]] = {}

@@ -1,4 +1,4 @@
-"""Who keeps the storages of a step that has long ended."""
+"""What keeps the storages of a step alive that has long ended."""
 
 import gc
 from collections import deque

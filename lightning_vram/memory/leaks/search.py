@@ -1,10 +1,9 @@
 """When to count, when to watch a step, and when what it left behind is a leak.
 
-Counts that grow steadily only lead to a look at one step. A leak is what that step has left behind: storages that are
-alive ``patience`` steps later while memory goes on to grow. What keeps a graph is told at once. Anything else may be
-collected for the end of the epoch, and be cached until each sample was there once: it is told if it outlives the epoch
-and grows in the next one as well, or if memory would run out before. Where nothing is left of several steps, or nobody
-seems to keep it, attributes are measured at the same moments (``attributes``).
+Steady growth only starts a watch of one step. A leak is what that step has left behind: storages alive ``patience``
+steps later while memory still grows. What keeps a graph is reported at once; anything else if it outlives the epoch and
+grows in the next one as well, or if memory would run out before. Where nothing is left of several steps, or nobody
+seems to keep it, attributes are measured.
 """
 
 import time
@@ -60,9 +59,9 @@ class Program:
 
 
 class LeakSearch:
-    """Searches for leaks in one kind of step; ``told`` are paths of holders that any search has reported."""
+    """Searches for leaks in one kind of step; ``reported`` are paths of holders that any search has reported."""
 
-    def __init__(self, program: Program, patience: int, min_bytes: int, told: set[str]) -> None:
+    def __init__(self, program: Program, patience: int, min_bytes: int, reported: set[str]) -> None:
         self._program = program
         self._patience = patience
         self._min_bytes = min_bytes
@@ -81,7 +80,7 @@ class LeakSearch:
         self._has_outlived_epoch = False
         self._found: list[Holder] | None = None
         self._suspects: set[str] = set()  # paths, where nobody counts
-        self._told = told
+        self._reported = reported
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
@@ -196,7 +195,7 @@ class LeakSearch:
         return leak
 
     def _leak(self, births: Births, left_bytes: int, *, is_sure: bool) -> Leak | None:
-        """Return what is to be told: what keeps a graph, and what else is sure."""
+        """Return what is to be reported: what keeps a graph, and what else is sure."""
         found = self._found or []
         new = [holder for holder in found if (is_sure or holder.has_graph) and not holder.is_bounded]
         if not self._growth:  # a cache may be full by now: only a second step tells
@@ -204,11 +203,11 @@ class LeakSearch:
                 [holder for holder in new if holder.has_graph or holder.path in self._suspects],
                 self._suspects | {holder.path for holder in new},
             )
-        holders = tuple(holder for holder in new if holder.path not in self._told)
-        is_of_nobody = is_sure and bool(self._growth) and not found and "" not in self._told
+        holders = tuple(holder for holder in new if holder.path not in self._reported)
+        is_of_nobody = is_sure and bool(self._growth) and not found and "" not in self._reported
         if not holders and not is_of_nobody:
             return None
-        self._told |= {holder.path for holder in holders} or {""}
+        self._reported |= {holder.path for holder in holders} or {""}
         self._pause *= 4  # it goes on to grow, and leads to looks
         return Leak(self._slope or left_bytes, left_bytes, holders, _sites(births))
 

@@ -1,4 +1,4 @@
-"""Follow what no operator tells: which module is running, and storages that are resized."""
+"""Follow what no operator shows: which module is running, and storages that are resized."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,4 +1,4 @@
-"""The tracker's book: which storages are alive, when each was born, grew and died, and what it is for."""
+"""The tracker's ledger: which storages are alive, when each was allocated, resized and freed, and what it is for."""
 
 import weakref
 from collections import Counter

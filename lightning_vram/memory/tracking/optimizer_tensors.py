@@ -15,11 +15,11 @@ def register_optimizer_tensors(optimizer: Optimizer, read: Callable[[], Iterable
 
 
 def forget_optimizer_tensors(optimizer: Optimizer) -> None:
-    """Take that back. An optimizer that nothing was told of is left alone."""
+    """Undo :func:`register_optimizer_tensors`, if it was called."""
     _kept.pop(optimizer, None)
 
 
 def optimizer_tensors(optimizer: Optimizer) -> Iterable[Tensor]:
-    """The tensors that were told of."""
+    """Return the tensors that were registered."""
     read = _kept.get(optimizer)
     return () if read is None else read()

@@ -178,7 +178,7 @@ class MemoryTimeline:
 
     @property
     def pinned_peak_bytes(self) -> int:
-        """Most bytes of page-locked host memory at once, as far as anybody has told of it."""
+        """Most bytes of page-locked host memory at once, as far as it was reported."""
         return self._peak_where(lambda one: one.is_pinned)
 
     def _peak_where(self, counts: Callable[[Allocation], bool]) -> int:

@@ -1,17 +1,13 @@
 """Count live tensor bytes exactly, on any machine: no GPU, no allocator, no sampling.
 
 A dispatch mode sees the result of every operator, from autograd and from recomputation too, and a weak reference tells
-when each storage dies. The bytes are those of the storages: views share, wrapper subclasses count what they hold. The
-same program gives the same numbers at each run, and fake tensors give the numbers of real ones, so a claim about
-memory can be a test. (Where PyTorch's own fake kernel returns other tensors than the real one, so do the numbers: on
-the host ``nn.LSTM``, ``nn.EmbeddingBag``, and a norm whose input needs no gradient.)
+when each storage dies. Views share bytes, wrapper subclasses count what they hold. The same program gives the same
+numbers at each run, and so do fake tensors, except where PyTorch's fake kernels return other tensors (on the host
+``nn.LSTM``, ``nn.EmbeddingBag``, and a norm whose input needs no gradient).
 
-What it does not see: workspaces inside a kernel (cuDNN, cuBLAS), the allocator's rounding and fragmentation, and
-memory that no PyTorch operator returns (a file read by ``torch.load``, a batch from a worker process, ``deepcopy``).
-What it costs: some 10-20 microseconds of Python per operator. A compiled
-callable runs uncompiled while a dispatch mode is on, so what compilation saves cannot be tracked.
-
-Results are those of the program without it, but for what PyTorch does under any dispatch mode: a tracked backward of
+Not seen: workspaces inside a kernel, the allocator's rounding and fragmentation, and memory that no operator returns (a
+file read by ``torch.load``, a batch from a worker process, ``deepcopy``). It costs 10-20 microseconds per operator. A
+compiled callable runs uncompiled. Results are exact, but for what PyTorch does under any dispatch mode: a backward of
 ``prod`` and ``cumprod``, and ``linalg.svdvals``, ``eigvalsh``, ``cond``, ``lstsq`` and the nuclear norm without
 gradients, take formulas that round otherwise, and ``Custom(tensor)`` of a tensor subclass is an error
 (``tensor.as_subclass(Custom)`` is none).

@@ -142,7 +142,6 @@ def _has_groups(call: Attention, *, is_grouping: bool) -> bool:
 
 
 def _alignment(dtype: torch.dtype, capability: Capability) -> int:
-    """Elements that a row must have a multiple of."""
     is_half = dtype in _HALVES
     if capability >= (8, 0):
         return 8 if is_half else 4
@@ -187,7 +186,6 @@ def _run_math(call: Attention) -> Tensor:
 
 
 def _added_mask(call: Attention) -> Tensor | None:
-    """Masks of booleans become numbers that are added."""
     mask = call.attn_mask
     if mask is None or mask.dtype is not torch.bool:
         return mask

@@ -179,7 +179,6 @@ def _axes(x: Tensor, dims: set[int]) -> _Axes:
 
 
 def _output_vector(x: Tensor, reduced: _Axes, kept: _Axes) -> int:
-    """How many outputs a thread loads at once."""
     (stride, size), *others = kept
     vector = _MAX_VECTOR if stride == 1 else 1
     for number in (x.storage_offset(), size, *(one for one, _ in chain(reduced, others))):
@@ -189,7 +188,6 @@ def _output_vector(x: Tensor, reduced: _Axes, kept: _Axes) -> int:
 
 
 def _block(first: int, second: int, most: int) -> tuple[int, int]:
-    """Width and height of a block of threads."""
     first, second = (min(1 << (max(1, number).bit_length() - 1), most) for number in (first, second))
     height = min(second, most // min(first, _WARP))
     return min(first, most // height), height

@@ -47,7 +47,6 @@ def cuda_semantics(
 
 
 def _torch_cuda(capability: Capability, num_bytes: int, allocated_bytes: Callable[[], int]) -> dict[str, Any]:
-    """What is put in the place of functions of ``torch.cuda``."""
     major, minor = capability
     properties = SimpleNamespace(
         name="", major=major, minor=minor, total_memory=num_bytes, multi_processor_count=1, warp_size=32

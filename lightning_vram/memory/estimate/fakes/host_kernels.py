@@ -17,11 +17,8 @@ _STEPS = 16, 32  # of time, with which a workspace is measured
 _INDICES = 1  # position among the results of an embedding bag
 
 
-class HostKernels(UnwrappedMode):
+class HostKernels(UnwrappedMode):  # type: ignore[no-untyped-call]
     """Corrects the results of fake operators on the host while it is entered, inside of a fake mode."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
 
     @override
     def __torch_dispatch__(

@@ -1,9 +1,8 @@
 """Values of short tensors, kept beside the fake ones: programs ask for lengths, counters, flags and scales.
 
-What was made of known numbers is known again. What data or weights went into is answered from the reads of a real run,
-if there was one. If there was none, a float is taken for 1, since programs show it or log it, and tensors that are
-compared as a whole are taken for equal. An integer, a truth value or a size decides about shapes and branches: asking
-for it raises, and the caller has to record a real run.
+Results of known numbers are known. Data and weights are answered from the reads of a real run, if there was one; if
+not, a float is taken for 1, since programs log it, and tensors that are compared are taken for equal. An integer, a
+truth value or a size decides about shapes and branches: asking for it raises, and the caller has to record a real run.
 """
 
 from collections.abc import Callable, Sequence

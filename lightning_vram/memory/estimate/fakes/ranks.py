@@ -1,4 +1,4 @@
-"""Processes that are not there: a process group of many ranks in one process, all of which do what this one does."""
+"""A process group of many ranks in one process, all of which do what this one does."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
