@@ -39,8 +39,7 @@ _CHANGE_THE_STEP = (
     *(BaseFinetuning, GradientAccumulationScheduler, ModelPruning, StochasticWeightAveraging, WeightAveraging),
 )
 _OWN, _LIGHTNINGS = "lightning_vram.", "lightning.pytorch.callbacks."
-TAKES_NO_MEMORY = "takes_no_memory"
-"""Attribute of callbacks of this package that only watch, write files or read values: an estimate leaves them out."""
+TAKES_NO_MEMORY = "takes_no_memory"  # attribute of callbacks of this package that an estimate leaves out
 _ENDS = (
     *("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end"),
     *("on_train_end", "on_fit_end", "on_exception", "on_save_checkpoint", "teardown"),

@@ -164,8 +164,7 @@ class ReadRecorder(UnwrappedMode):
     def __init__(self, reads: RecordedReads) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._reads = reads
-        self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
-        """Those that were drawn from, with their states before."""
+        self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # that were drawn from, with states before
 
     @override
     def __torch_dispatch__(
