@@ -1,4 +1,4 @@
-"""Batches of other sizes: what a loader would make, as shapes, without a sample of data."""
+"""Batches of other sizes, as shapes, without a sample of data."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,7 +23,7 @@ _HOW = "Pass one: estimate_memory(module, batch, ...) takes any nest of tensors;
 
 
 class FreshBatches:
-    """A loader that makes each batch when it is asked for."""
+    """A loader that makes each batch on request."""
 
     def __init__(self, make: Callable[[], Any], num_batches: int) -> None:
         self.make = make
@@ -38,15 +38,7 @@ class FreshBatches:
 
 
 def first_batch(module: pl.LightningModule, datamodule: pl.LightningDataModule | None) -> Any:
-    """Return the first batch that a run would train on, after ``prepare_data``, which the next fit then does not run.
-
-    Args:
-        module: Has loaders of its own if ``datamodule`` is ``None``.
-        datamodule: Is set up for ``fit``.
-
-    Raises:
-        ValueError: If there is none to be had.
-    """
+    """Return the first batch that a run would train on. It runs ``prepare_data``, which the next fit then skips."""
     source: Any = datamodule if datamodule is not None else module
     name = type(source).__name__
     try:
@@ -78,7 +70,7 @@ def _forget_prepared(source: Any) -> None:
 
 
 def batch_size_of(batch: Any) -> int | None:
-    """Return how many samples a batch has; ``None`` if nobody can tell."""
+    """Return how many samples a batch has; ``None`` if unknown."""
     try:
         return find_reading(batch, SharedKeys(()), {}).size
     except BatchSplitError:

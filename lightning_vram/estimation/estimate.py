@@ -1,4 +1,4 @@
-"""Will it fit: runs the step on a card that is not there, and looks for the largest batch that fits."""
+"""Will it fit: runs the step on a GPU you do not have, and searches for the largest batch that fits."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -219,12 +219,7 @@ def _cuts_when_full(callback: Any) -> bool:
 
 
 def spec_of(device: str | torch.device | DeviceSpec) -> DeviceSpec:
-    """Return the description of a device that was named.
-
-    Raises:
-        TypeError: If it is something else.
-        ValueError: If nobody knows it.
-    """
+    """Return the description of a device that the user named; an unknown name is a ``ValueError``."""
     given: Any = device
     if isinstance(device, DeviceSpec):
         return device

@@ -1,4 +1,4 @@
-"""A Trainer for a card that is not there, out of the arguments of the user's own.
+"""A Trainer for a GPU you do not have, from the arguments of the user's own.
 
 What writes files, shows progress, sends messages or reads values is left out; what takes memory stays. Two steps are
 enough: the first makes the state of the optimizer, the second is as all others.
@@ -39,8 +39,7 @@ _CHANGE_THE_STEP = (
     *(BaseFinetuning, GradientAccumulationScheduler, ModelPruning, StochasticWeightAveraging, WeightAveraging),
 )
 _OWN, _LIGHTNINGS = "lightning_vram.", "lightning.pytorch.callbacks."
-TAKES_NO_MEMORY = "takes_no_memory"
-"""Attribute of callbacks of this package that only watch, write files or read values: an estimate leaves them out."""
+TAKES_NO_MEMORY = "takes_no_memory"  # attribute of callbacks of this package that an estimate leaves out
 _ENDS = (
     *("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end"),
     *("on_train_end", "on_fit_end", "on_exception", "on_save_checkpoint", "teardown"),
@@ -63,7 +62,7 @@ _ON_ONE_DEVICE = (None, "auto", "single_device")
 
 
 class FakeAccelerator(CPUAccelerator):
-    """Says that the card is there, as often as it is wanted."""
+    """Reports as many GPUs as are requested."""
 
     @override
     def setup_device(self, device: torch.device) -> None: ...
@@ -80,7 +79,7 @@ class FakeAccelerator(CPUAccelerator):
 
 
 class FakeEnvironment(LightningEnvironment):
-    """Says that this is rank 0 of processes that are all there: nobody is to start them, and no job is looked at."""
+    """Reports rank 0 of processes that already exist: none is started, and no cluster job is detected."""
 
     creates_processes_externally = True
 
@@ -105,12 +104,7 @@ def make_trainer(
     folder: str,
     with_validation: bool,
 ) -> pl.Trainer:
-    """Make a Trainer that runs :data:`NUM_STEPS` optimizer steps and one batch of validation.
-
-    Raises:
-        TypeError: If an argument is none of ``Trainer``.
-        ValueError: If the strategy runs on CUDA only.
-    """
+    """Make a Trainer that runs :data:`NUM_STEPS` optimizer steps and one batch of validation."""
     _check_names(arguments)
     kept = {name: value for name, value in arguments.items() if name not in _SET_HERE}
     callbacks, plugins = kept.pop("callbacks"), kept.pop("plugins")
@@ -146,10 +140,7 @@ def make_trainer(
 
 
 def leave_out_reducer(strategy: Strategy, label: Callable[[Sequence[Tensor]], None]) -> None:
-    """Let a strategy of DDP hold the buckets of its gradients, and wrap nothing; others are left as they are.
-
-    The reducer of ``DistributedDataParallel`` is C++ that reads pointers.
-    """
+    """Let DDP hold gradient buckets and wrap nothing: its reducer is C++ that reads pointers."""
     if isinstance(strategy, DDPStrategy):
         strategy.configure_ddp = partial(_hold_buckets, strategy, label)  # type: ignore[method-assign]
 
@@ -209,10 +200,7 @@ class _SilentLogger(DummyLogger):
 
 
 def parts_of(arguments: Mapping[str, Any], run_callbacks: RunCallbacks = ()) -> dict[str, list[Any]]:
-    """Return callbacks and plugins of the user's Trainer that a step has need of.
-
-    To be copied together with the module: some of them hold it, or parts of it.
-    """
+    """Return the user's callbacks and plugins that a step needs; copy them with the module, which some of them hold."""
     callbacks, plugins = (as_list(arguments.get(name)) for name in ("callbacks", "plugins"))
     return {
         "callbacks": [callback for callback in callbacks if is_run(callback, run_callbacks)],
@@ -236,11 +224,7 @@ def left_out_note(callbacks: Iterable[Callback], run_callbacks: RunCallbacks) ->
 
 
 def check_run_callbacks(name: str, given: Any) -> tuple[str | type[Callback], ...]:
-    """Return classes and names of callbacks as a tuple.
-
-    Raises:
-        TypeError: If ``given`` is something else.
-    """
+    """Return classes and names of callbacks as a tuple."""
     wanted = tuple(as_list(given))
     for one in wanted:
         if not isinstance(one, str) and not (isinstance(one, type) and issubclass(one, Callback)):
@@ -251,10 +235,7 @@ def check_run_callbacks(name: str, given: Any) -> tuple[str | type[Callback], ..
 def run_without_ends(
     module: pl.LightningModule, callbacks: Iterable[Callback], given: list[Callback], run_callbacks: RunCallbacks
 ) -> None:
-    """Leave out hooks before and after steps, which read and write files, of the user's code and Lightning's.
-
-    Those of this package undo things. Of callbacks that the module itself configures the same are run as of others.
-    """
+    """Leave out hooks outside of steps, which read and write files; those of this package undo things, and stay."""
     configure = module.configure_callbacks
 
     def configure_callbacks() -> list[Callback]:
@@ -283,10 +264,7 @@ def _without_ends(parts: list[Any]) -> list[Any]:
 
 
 class StayOnCard(Callback):
-    """Leave out that Lightning moves all back to the host once a run is over, tensor by tensor: a fifth of the work.
-
-    Strategies and plugins of this package end in their own way, some with copies that belong on the host.
-    """
+    """Leave out Lightning's move of everything back to the host after a run, tensor by tensor: a fifth of the work."""
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""A run beside the user's own, which leaves no trace: no words, no draws of random numbers, no switches."""
+"""A run inside the user's own that leaves no trace: no output, no random numbers drawn, no settings changed."""
 
 import logging
 import os
@@ -19,14 +19,14 @@ _TALKERS = ("lightning.pytorch", "lightning.fabric", "lightning_vram")
 
 @contextmanager
 def isolated(*, is_connected: bool = False) -> Iterator[None]:
-    """Run a Trainer inside the block as if nobody had: what it says and switches ends with it.
+    """Run a Trainer inside the block that leaves no trace: its output and settings end with it.
 
     Only with ``is_connected`` it sees the process groups of this process. Ctrl-C is a ``KeyboardInterrupt``, and works
     again afterwards: a Trainer turns it into ``SystemExit``, and ignores it from then on.
     """
     handler = signal.getsignal(signal.SIGINT)
     try:
-        with _switches_kept(is_connected=is_connected):
+        with _state_restored(is_connected=is_connected):
             yield
     except SystemExit as end:
         if not isinstance(end.__context__, KeyboardInterrupt):
@@ -36,12 +36,12 @@ def isolated(*, is_connected: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def _switches_kept(*, is_connected: bool) -> Iterator[None]:
+def _state_restored(*, is_connected: bool) -> Iterator[None]:
     with ExitStack() as stack:
         random_numbers = isolate_rng()
         random_numbers.__enter__()
         stack.callback(random_numbers.__exit__, None, None, None)  # which restores nothing if it sees an error
-        _keep_registries(stack)
+        _restore_registries(stack)
         stack.enter_context(warnings.catch_warnings(record=True))  # also what a filter of the user's code lets through
         warnings.simplefilter("ignore")
         for name in _TALKERS:
@@ -49,16 +49,16 @@ def _switches_kept(*, is_connected: bool) -> Iterator[None]:
             stack.callback(logger.setLevel, logger.level)
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)
-        _keep_first_times(stack)
+        _silence_first_times(stack)
         stack.callback(os.environ.update, dict(os.environ))
         stack.callback(os.environ.clear)
-        _keep_switches(stack)
+        _restore_switches(stack)
         if not is_connected:
             stack.enter_context(disconnected())
         yield
 
 
-def _keep_first_times(stack: ExitStack) -> None:
+def _silence_first_times(stack: ExitStack) -> None:
     """What is said once in a process is not said here, nor noted as said: the run has yet to say it."""
     once = [name for name in dir(logging.Logger) if name.endswith("_once")]  # of transformers, for one
     for owner, names in ((WarningCache, ("warn", "deprecation", "info")), (logging.Logger, once)):
@@ -69,7 +69,7 @@ def _keep_first_times(stack: ExitStack) -> None:
     torch.set_warn_always(True)
 
 
-def _keep_registries(stack: ExitStack) -> None:
+def _restore_registries(stack: ExitStack) -> None:
     """Keep Python's own notes of what it has warned of, which any change of filters makes void."""
     owners = [vars(module) for module in [*sys.modules.values()] if hasattr(module, "__dict__")]
     registries = [warnings.onceregistry, *(owner.get("__warningregistry__") for owner in owners)]  # type: ignore[attr-defined]
@@ -103,7 +103,7 @@ class _Probe(Warning):
     """Shown to nobody."""
 
 
-def _keep_switches(stack: ExitStack) -> None:
+def _restore_switches(stack: ExitStack) -> None:
     known = vars(rank_zero_only)
     if "rank" in known:
         stack.callback(known.__setitem__, "rank", known["rank"])

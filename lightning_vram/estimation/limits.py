@@ -1,10 +1,4 @@
-"""The largest size that fits and that the model takes: found by a law through a few traces, and traced itself.
-
-By that law every change of bytes is a polynomial of the size. Of the first degree in the batch: each tensor has a batch
-dimension or has none. Of the second in the length of sequences, where attention keeps its weights. What kernels take
-for a moment follows no such law: a reduction cuts its work in more parts, or none, as there is more of it. Where runs
-differ in nothing else, it is left out.
-"""
+"""The largest size that fits and that the model accepts: predicted from a few traces, then traced itself."""
 
 import math
 import traceback
@@ -50,12 +44,7 @@ def find_limit(
     sizes: Sequence[int],
     first: TracedFit,
 ) -> Limit:
-    """Find the largest size that the model takes and whose need, which grows with it, is within a limit.
-
-    The law is made of ``sizes``, the first of which is that of ``first``, or of others where the model refuses them. It
-    is unknown if nothing follows from them, or a trace at the size that was found belies it. What a trace raises that
-    is no refusal of the model is raised: see :func:`attempt`.
-    """
+    """Find the largest size that the model accepts and whose memory, which grows with it, is within a limit."""
     found = _Sizes(trace, needed_bytes)
     found.needs[sizes[0]] = needed_bytes(first)
     with suppress(*UNKNOWN_VALUES):  # what the fakes cannot tell is not the model's word
@@ -77,11 +66,7 @@ def find_limit(
 
 
 class SizeLaw:
-    """Predicts runs from runs of other sizes.
-
-    Raises:
-        ValueError: If they did not do the same: then nothing follows for others.
-    """
+    """Predicts runs from runs of other sizes; a ``ValueError`` if those did not do the same."""
 
     def __init__(self, known: Mapping[int, TracedFit]) -> None:
         self._sizes = tuple(known)
@@ -132,20 +117,14 @@ def _without_scratch(run: TracedFit) -> TracedFit:
 
 
 def _shape_of(run: TracedFit) -> int:
-    """A number that tells runs apart that did not do the same. Allocations count in order of their first event."""
+    """Hash what a run did, without sizes. Allocations count in order of their first event."""
     numbers: dict[int, int] = {}
     allocations = run.timeline.allocations
-    events = tuple(
-        (
-            numbers.setdefault(event.allocation, len(numbers)),
-            allocations[event.allocation].op,
-            allocations[event.allocation].device,
-            event.change_bytes > 0,
-            event.phase,
-        )
-        for event in run.timeline.events
-    )
-    return hash((events, tuple(run.spans.items())))
+    steps = []
+    for event in run.timeline.events:
+        one, number = allocations[event.allocation], numbers.setdefault(event.allocation, len(numbers))
+        steps.append((number, one.op, one.device, event.change_bytes > 0, event.phase))
+    return hash((*steps, *run.spans.items()))
 
 
 class _Sizes:
@@ -196,11 +175,7 @@ class _Sizes:
 
 
 def attempt(run: Callable[[], _Result]) -> tuple[_Result | None, str]:
-    """Return what a run returns, or ``None`` and, in a line, why the model refuses it.
-
-    Raises:
-        Exception: Mistakes of this package, questions that fakes do not answer, and a host whose memory ran out.
-    """
+    """Return what a run returns, or ``None`` and, in a line, why the model refuses it. Raises what is no refusal."""
     try:
         return run(), ""
     except UNKNOWN_VALUES:

@@ -1,4 +1,4 @@
-"""From a traced run to what its stages take: live bytes, the allocator's, the host's."""
+"""From a traced run to the memory of its stages: live bytes, the allocator's, the host's."""
 
 from collections.abc import Mapping
 
@@ -29,8 +29,8 @@ def needed_bytes(traced: TracedFit, workspaces: Workspaces | None) -> int:
 
 
 def _replay(traced: TracedFit, workspaces: Workspaces, settings: AllocatorSettings) -> AllocatorReplay:
-    timeline, kept, scratch = traced.timeline, workspaces.kept_bytes, workspaces.scratch_bytes
-    return replay(timeline, timeline.device, settings=settings, kept=kept, scratch=scratch)
+    timeline, persistent, scratch = traced.timeline, workspaces.persistent_bytes, workspaces.scratch_bytes
+    return replay(timeline, timeline.device, settings=settings, persistent=persistent, scratch=scratch)
 
 
 def _on_host(traced: TracedFit, name: str) -> StageEstimate:

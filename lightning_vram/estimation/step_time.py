@@ -1,7 +1,7 @@
-"""How long a step takes on a card that is not there: for each operator, the slower of its arithmetic and its traffic.
+"""How long a step takes on a GPU you do not have: for each operator, the slower of its arithmetic and its traffic.
 
 A roofline (Williams et al., 2009, https://doi.org/10.1145/1498765.1498785), with the part of a maker's figures that
-kernels reach, and the time a launch takes. What runs on other streams, and on the host, runs beside the computation.
+kernels reach, and the time a launch takes. What runs on other streams, and on the host, overlaps with the computation.
 A forward waits for what it sends to the host, a backward for what it gets from there: one cannot hide in the other.
 The seconds rank ways to run one step on one card. They do not see kernels that are slower than others of their kind,
 nor waits.
@@ -136,7 +136,7 @@ def _time_of(seconds: Mapping[str, float]) -> StepTime:
 
 
 def bus_bytes_per_s(card: DeviceSpec) -> float:
-    """Return what a card's bus carries one way; the usual, if nobody knows."""
+    """Return what a card's bus carries one way; a usual rate if unknown."""
     return card.bus_bytes_per_s or _USUAL_BUS
 
 

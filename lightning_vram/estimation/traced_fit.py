@@ -1,11 +1,11 @@
-"""Two steps of ``Trainer.fit`` on tensors without memory, every byte noted."""
+"""Two steps of ``Trainer.fit`` on fake tensors, every byte noted."""
 
 import copy
 import math
 import re
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -17,7 +17,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import override
@@ -83,7 +82,7 @@ class TracedFit:
     timeline: MemoryTimeline
     spans: Mapping[str, tuple[int, int]]  # first event and the one after the last, by stage
     notes: tuple[str, ...] = ()  # what a reader of the numbers should know
-    times: Mapping[str, StepTime] = field(default_factory=dict)  # of each stage; empty if nobody asked
+    times: Mapping[str, StepTime] = field(default_factory=dict)  # of each stage; empty without ``with_times``
     layers: str = ""  # what each layer does, as a table, if a callback has planned it
     host_bytes: int = 0  # what the strategy will have at rest on the host
 
@@ -103,7 +102,7 @@ class FitRun:
     with_times: bool = False  # whether to count what the operators take, of a fit
     evaluation: str | None = None  # "validate", "test" or "predict": one batch of that, by itself; ``None``: a fit
     run_callbacks: RunCallbacks = ()  # the user's callbacks that are run, by classes or names
-    # The first run of a Trainer and what came of it, for others of the same; ``None``: nobody shares it.
+    # The first run of a Trainer and what came of it, for others of the same; ``None``: not shared.
     known: list[tuple["FitRun", list[Any], TracedFit | Exception]] | None = field(default=None, compare=False)
     has_values: bool = False  # whether tensors of the batch keep their values, so that bad indices are noticed
     # What a real run has read of its tensors, for all runs of the same step; empty until one of them asks.
@@ -111,17 +110,7 @@ class FitRun:
 
 
 def trace_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
-    """Run two optimizer steps, and one batch of validation, on fake tensors; or one batch of another evaluation.
-
-    Args:
-        module: Is copied, with fakes for its parameters and buffers: it is not touched.
-        batch: Any nest of tensors, of which shapes and types count.
-        run: How.
-
-    Raises:
-        ValueError: If no optimizer steps, or values are read and no real step can be run to find them.
-        Exception: What the step raises.
-    """
+    """Run two optimizer steps and one batch of validation, or one batch of another evaluation, on fake tensors."""
     fit = partial(_fit_with_reads, module, batch, run)
     if run.known is None:
         return fit()
@@ -141,7 +130,7 @@ def trace_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
 
 
 def _fit_with_reads(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
-    """Trace; where values are read that nobody knows, record those of a real run first."""
+    """Trace; where unknown values are read, record those of a real run first."""
     fit = partial(_with_enough_batches, partial(_fake_fit, module, batch, run), run)
     tensors, reason = [*module.parameters(), *module.buffers()], None
     is_recorded, is_meta = run.evaluation in run.reads.runs, any(one.is_meta for one in tensors)
@@ -213,7 +202,7 @@ def run_whole(module: pl.LightningModule, batch: Any, run: FitRun, reason: Excep
 
 
 def _check_host(module: pl.LightningModule, why: str, reason: Exception | None) -> tuple[int, float]:
-    """Return about what real steps take of the host beside activations, and what it has available, in bytes."""
+    """Return host bytes that real steps need about, without activations, and those available."""
     tensors = [*module.parameters(), *module.buffers()]
     if any(tensor.is_meta for tensor in tensors):
         raise ValueError(f"{why}. Pass a module whose weights are not on the meta device.") from reason
@@ -225,7 +214,6 @@ def _check_host(module: pl.LightningModule, why: str, reason: Exception | None) 
 
 
 def _alone(run: FitRun) -> FitRun:
-    """Return the same in one process, on the host."""
     arguments = {**run.trainer_arguments, "strategy": "auto"}
     return replace(run, card=None, num_ranks=1, with_times=False, trainer_arguments=arguments)
 
@@ -298,11 +286,11 @@ def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: 
     notes: dict[str, None] = {}
 
     def live_bytes() -> int:
-        return trackers[0].live_bytes(CARD) if trackers else 0
+        return trackers[0].ledger.live_bytes[str(CARD)] if trackers else 0
 
     def note_pinned(tensor: Tensor) -> None:
         if trackers:
-            trackers[0].note_pinned(tensor)
+            trackers[0].ledger.note_pinned(tensor)
 
     with ExitStack() as stack:
         stack.enter_context(isolated())
@@ -335,7 +323,7 @@ def _template(fakes: FakeTensors, values: KnownValues | None, tensor: Tensor) ->
 
 
 def _with_enough_batches(fit: Callable[[int], TracedFit | None], run: FitRun) -> TracedFit:
-    """Whole windows of an accumulation; by schedules and by hand nobody knows over how many batches they are."""
+    """Run whole accumulations: schedules and manual optimization hide over how many batches they go."""
     num_batches = min(NUM_STEPS * (run.trainer_arguments.get("accumulate_grad_batches") or 1), _MOST_BATCHES)
     while num_batches <= _MOST_BATCHES:
         traced = fit(num_batches)
@@ -373,42 +361,34 @@ def _fit(
             folder=folder,
             with_validation=run.with_validation or run.evaluation is not None,
         )
-        _connect_past_modes(trainer.strategy)
+        connect = trainer.strategy.setup_environment  # past modes: values of meshes of ranks count
+        trainer.strategy.setup_environment = without_modes()(connect)  # type: ignore[method-assign]
         leave_out_reducer(trainer.strategy, tracker.label_gradients)
         stack.callback(register_optimizer_step_post_hook(marks.count_step).remove)
-        stack.enter_context(_scratch(run.card, device, tracker))
+        if run.card is not None and device == CARD:  # sees an operator before the tracker: when its results are there
+            stack.enter_context(
+                Scratch(run.card, device, lambda op, sizes: tracker.ledger.note_scratch(op, device, sizes))
+            )
         stack.enter_context(clock or nullcontext())
         batches, for_validation = (FreshBatches(make_batch, number) for number in (num_batches, 1))
         if run.evaluation is None:
             trainer.fit(module, batches, for_validation if run.with_validation else None)
         else:
             getattr(trainer, run.evaluation)(module, for_validation, **_QUIET[run.evaluation])
-    spans = marks.spans() if run.evaluation is None else {VALIDATION: (0, tracker.num_events)}
+    spans = marks.spans() if run.evaluation is None else {VALIDATION: (0, len(tracker.ledger.events))}
     if spans is None:
         return None
     timeline = tracker.timeline.on(str(device))
     layers = next(filter(None, (getattr(one, "layer_table", "") for one in trainer.callbacks)), "")  # type: ignore[attr-defined]
     timeline = timeline if device == HOST else as_on_card(timeline)
-    notes = tuple(left_out_note(given, run.run_callbacks))
-    return TracedFit(timeline, spans, notes, marks.times(), layers, getattr(trainer.strategy, "host_bytes", 0))
-
-
-def _scratch(card: DeviceSpec | None, device: torch.device, tracker: MemoryTracker) -> AbstractContextManager[Any]:
-    """Sees an operator before the tracker does, and so is asked for its scratch when its results are there."""
-    if card is None or device != CARD:
-        return nullcontext()
-    return Scratch(card, device, lambda op, sizes: tracker.note_scratch(op, device, sizes))
-
-
-def _connect_past_modes(strategy: Strategy) -> None:
-    """Meshes of ranks are tensors whose values count."""
-    connect = strategy.setup_environment
-
-    def run() -> None:
-        with without_modes():
-            connect()
-
-    strategy.setup_environment = run  # type: ignore[method-assign]
+    return TracedFit(
+        timeline=timeline,
+        spans=spans,
+        notes=tuple(left_out_note(given, run.run_callbacks)),
+        times=marks.times(),
+        layers=layers,
+        host_bytes=getattr(trainer.strategy, "host_bytes", 0),
+    )
 
 
 class _Marks(Callback):
@@ -443,7 +423,7 @@ class _Marks(Callback):
         num_steps = trainer.global_step if is_automatic else trainer.global_step + self._num_own_steps
         is_skipped = is_automatic and not outputs  # the step has returned None
         if (num_steps > self._num_steps and not is_skipped) or not trainer.optimizers:
-            self._ends.append(self._tracker.num_events)
+            self._ends.append(len(self._tracker.ledger.events))
             if self._clock is not None:
                 self._times.append(self._clock.now)
         self._num_steps = num_steps
@@ -460,7 +440,7 @@ class _Marks(Callback):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._end_of_validation = self._tracker.num_events
+        self._end_of_validation = len(self._tracker.ledger.events)
 
     def spans(self) -> dict[str, tuple[int, int]] | None:
         """First event and the one after the last, by stage. ``None`` if there were too few steps."""

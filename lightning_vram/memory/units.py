@@ -30,12 +30,6 @@ _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<suffix>[a-zA-Z]*)\
 def format_bytes(num_bytes: int) -> str:
     """Write a size the way ``nvidia-smi`` and the PyTorch OOM message do, in powers of 1024.
 
-    Args:
-        num_bytes: Size in bytes. Negative values are allowed, for differences.
-
-    Returns:
-        The size with two decimals in the largest unit that keeps it at 1 or above.
-
     Example:
         >>> format_bytes(5 * GIB + 512 * MIB)
         '5.50 GiB'
@@ -49,14 +43,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_argument(num_bytes: int, *, round_up: bool = False) -> str:
-    """Write a size to pass as an argument: :func:`parse_bytes` reads no more than ``num_bytes`` from it.
-
-    Args:
-        num_bytes: Size in bytes, not negative.
-        round_up: Write a size that is read as no less instead, for a suggested minimum.
-
-    Returns:
-        The size with two decimals and its unit, without a space.
+    """Write a size as an argument: read again, it is no more than ``num_bytes``, or no less with ``round_up``.
 
     Example:
         >>> format_argument(GIB - 1), format_argument(GIB + 1, round_up=True), format_argument(300)
@@ -70,19 +57,7 @@ def format_argument(num_bytes: int, *, round_up: bool = False) -> str:
 
 
 def parse_bytes(size: int | str, name: str = "size") -> int:
-    """Read a size as people and configuration files write it.
-
-    Args:
-        size: Bytes as an ``int``, or text: a number and a unit. ``KiB``, ``MiB``, ``GiB`` and ``TiB`` (or the bare
-            letter) are powers of 1024, ``kB``, ``MB``, ``GB`` and ``TB`` powers of 1000. Case does not matter.
-        name: Argument as the user wrote it, for the error message.
-
-    Returns:
-        Bytes, rounded down.
-
-    Raises:
-        TypeError: If ``size`` is neither an ``int`` nor a ``str``.
-        ValueError: If ``size`` is negative, or its text is not a number and a known unit.
+    """Read a size as people and configuration files write it: an ``int`` of bytes, or a number with a unit in any case.
 
     Example:
         >>> parse_bytes("24GiB") == 24 * GIB
@@ -111,12 +86,7 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
 
 
 def parse_limit(size: int | str, name: str) -> int:
-    """Read a size that limits a whole run. An ``int`` below 1 MiB is refused: it was written without its unit.
-
-    Raises:
-        TypeError: If ``size`` is neither an ``int`` nor a ``str``.
-        ValueError: If ``size`` is no size above 0, or an ``int`` below 1 MiB.
-    """
+    """Read a size that limits a whole run. An ``int`` below 1 MiB is refused: it was written without its unit."""
     num_bytes = parse_bytes(size, name)
     if num_bytes == 0:
         raise ValueError(f"{name} must be above 0, got {size!r}.")

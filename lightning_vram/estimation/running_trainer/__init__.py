@@ -1,1 +1,1 @@
-"""What a Trainer that is about to run tells: its arguments, its first batch, and what its device has left."""
+"""A Trainer that is about to run: its arguments, first batch and free memory, and a decision that all ranks share."""

@@ -1,4 +1,4 @@
-"""What rank zero finds out for the rank that has the least room, and all ranks are told."""
+"""What rank zero decides for the rank with the least free memory, sent to all ranks."""
 
 import copy
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from lightning_vram.estimation.batches import count_elements
 from lightning_vram.estimation.fake_trainer import RunCallbacks
 from lightning_vram.estimation.isolation import isolated
 from lightning_vram.estimation.running_trainer.first_batch import read_first_batches
-from lightning_vram.estimation.running_trainer.limit import room_bytes
+from lightning_vram.estimation.running_trainer.limit import free_bytes_of
 from lightning_vram.estimation.traced_fit import FitRun
 from lightning_vram.memory.device.allocator import has_cache, read_allocator
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
@@ -47,7 +47,7 @@ class RunningTrainer:
     fit: FitRun  # how another Trainer runs the same step; what it did is known to all that share the Trainer
     num_devices: int  # on each node
     sizes: tuple[int, ...]  # elements of the first batches, as many as were read
-    num_batches: int | None  # of the first epoch, on each rank; ``None``: nobody knows
+    num_batches: int | None  # of the first epoch, on each rank; ``None``: unknown
 
 
 def decide_together(
@@ -59,18 +59,15 @@ def decide_together(
     *,
     run_callbacks: RunCallbacks,
 ) -> Decision:
-    """Let rank zero decide, for the rank that has least of its device. A collective.
-
-    ``decide`` gets what reads the trainer and the bytes there are (``None``: nobody knows), and must not raise.
-    """
+    """Let rank zero decide, for the rank that has least free memory. A collective; ``decide`` must not raise."""
     device = trainer.strategy.root_device
-    room = room_bytes(device, trainer.num_devices)
-    if room is not None:
-        room += _bytes_on(device, module)
-        room = room if limit is None else min(room, limit)
+    free_bytes = free_bytes_of(device, trainer.num_devices)
+    if free_bytes is not None:
+        free_bytes += _bytes_on(device, module)
+        free_bytes = free_bytes if limit is None else min(free_bytes, limit)
     ranks = RankAgreement(timeout)
     try:
-        known = [one for one in ranks.gather(room) if one is not None]
+        known = [one for one in ranks.gather(free_bytes) if one is not None]
         decision: Decision | None = None
         if trainer.is_global_zero:
             decision = decide(lambda: _read(trainer, module, known, run_callbacks), min(known, default=None))
@@ -80,7 +77,7 @@ def decide_together(
 
 
 def bytes_of_others(trainer: pl.Trainer, module: pl.LightningModule) -> int:
-    """Return what is allocated on the device of a run before it begins, beside the module."""
+    """Return what is allocated on the device of a run before it begins, in addition to the module."""
     device = trainer.strategy.root_device
     return read_allocator(device).allocated_bytes - _bytes_on(device, module) if has_cache(device) else 0
 
@@ -91,10 +88,10 @@ def forget_shared(trainer: pl.Trainer) -> None:
 
 
 def _read(
-    trainer: pl.Trainer, module: pl.LightningModule, rooms: list[int], run_callbacks: RunCallbacks
+    trainer: pl.Trainer, module: pl.LightningModule, free_bytes: list[int], run_callbacks: RunCallbacks
 ) -> RunningTrainer:
     device = trainer.strategy.root_device
-    if not rooms:
+    if not free_bytes:
         raise ValueError(f"device '{device}' does not report its free memory")
     shared = notes_of_run(trainer)
     if not shared:
@@ -104,7 +101,7 @@ def _read(
         num_batches = _on_this_rank(trainer, num_batches)
         batch, reads = max(batches, key=count_elements), RecordedReads()
         shared.update(batch=batch, sizes=sizes, num_batches=num_batches, known=[], reads=reads)
-    spec = describe_device(device, min(rooms))
+    spec = describe_device(device, min(free_bytes))
     fit = FitRun(
         read_trainer_arguments(trainer),
         None if spec.name == "cpu" else spec,
@@ -136,13 +133,9 @@ def describe_device(device: torch.device, num_bytes: int) -> DeviceSpec:
 
 def _bytes_on(device: torch.device, module: pl.LightningModule) -> int:
     """What of a module is there already."""
-    tensors = [*module.parameters(), *module.buffers()]
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in tensors
-        if tensor.device == device and not is_lazy(tensor)
-    }
-    return sum(storages.values())
+    tensors = (one for one in (*module.parameters(), *module.buffers()) if one.device == device and not is_lazy(one))
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def read_trainer_arguments(trainer: pl.Trainer) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The first batches of a run, read beside the run: it finds its data as if nobody had looked."""
+"""The first batches of a run, read in advance: the run finds its data as if nobody had read it."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from types import ModuleType
@@ -24,11 +24,7 @@ _MOST_TRANSFORMS = 64  # longer lists are samples
 
 
 def read_first_batches(trainer: pl.Trainer, module: pl.LightningModule, most: int) -> tuple[list[Any], int | None]:
-    """Return batches as the run's first ones, and how many an epoch has, of all ranks; ``None``: nobody knows.
-
-    Global random numbers are the caller's to keep. A loader that stacks samples is read once: they are of one shape. If
-    there is no batch, or none without taking it away from the run, that is a ``ValueError``.
-    """
+    """Return the first batches of a run, and how many an epoch has, of all ranks; ``None``: unknown."""
     source = training_source(trainer)
     if isinstance(source, pl.LightningModule):
         if not is_overridden("train_dataloader", source):
@@ -92,7 +88,7 @@ def _first_of_loader(loader: DataLoader[Any], most: int) -> list[Any]:
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset):
         samples = iter(_copy(dataset))
-        parts = samples if loader.batch_size is None else _in_batches(samples, loader.batch_size)
+        parts = samples if loader.batch_size is None else iter(lambda: list(islice(samples, loader.batch_size)), [])
         return [loader.collate_fn(part) for part in islice(parts, most)]
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     states = [(generator, read_state(generator)) for generator in _generators_of(dataset)]
@@ -105,11 +101,6 @@ def _first_of_loader(loader: DataLoader[Any], most: int) -> list[Any]:
     finally:
         for generator, state in states:
             write_state(generator, state)
-
-
-def _in_batches(samples: Iterator[Any], size: int) -> Iterator[list[Any]]:
-    while batch := list(islice(samples, size)):
-        yield batch
 
 
 def _copy(iterable: Any) -> Any:

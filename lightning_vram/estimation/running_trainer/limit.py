@@ -1,4 +1,4 @@
-"""What a limit for a run means on a device: all that is left, bytes, or a share."""
+"""What a memory limit for a run means on a device: all that is free, bytes, or a share."""
 
 import torch
 
@@ -11,12 +11,7 @@ AUTO = "auto"
 
 
 def check_limit(name: str, limit: object) -> None:
-    """Refuse what is no limit.
-
-    Raises:
-        TypeError: If it is of a wrong kind.
-        ValueError: If it is no size above 0, an ``int`` below 1 MiB, or no share of a device.
-    """
+    """Refuse what is no limit: ``"auto"``, bytes of 1 MiB or more, text with a unit, or a share above 0 up to 1."""
     if limit == AUTO:
         return
     if isinstance(limit, float):
@@ -41,8 +36,8 @@ def limit_bytes(name: str, limit: int | float | str, device: torch.device) -> in
     return parse_bytes(limit, name)
 
 
-def room_bytes(device: torch.device, num_processes: int) -> int | None:
-    """Return how much more this process can have of ``device``; ``None`` if the device does not tell."""
+def free_bytes_of(device: torch.device, num_processes: int) -> int | None:
+    """Return how much more of ``device`` this process can have; ``None`` if the device does not report it."""
     if device.type == "cpu":
         available_bytes = available_host_bytes()
         return None if available_bytes is None else available_bytes // num_processes

@@ -1,1 +1,1 @@
-"""The device: what its allocator says, how much room is left, what an out-of-memory error looks like."""
+"""The device: statistics of its allocator, free memory, out-of-memory errors."""

@@ -1,8 +1,4 @@
-"""What a kind of accelerator can do: asked of its module in torch (``torch.cuda``, ``torch.xpu``), not of its name.
-
-Only here CUDA is named where another accelerator might stand. One that lacks something does without it: no streams
-(MPS): copies block; no statistics of an allocator (MPS): no peaks are read.
-"""
+"""What a kind of accelerator can do, by its module in torch (``torch.cuda``, ``torch.xpu``), not by its name."""
 
 import weakref
 from contextlib import suppress
@@ -24,12 +20,12 @@ _STATISTICS_NAMES = (
 
 def has_streams(kind: str) -> bool:
     """Whether devices of ``kind``, such as ``"cuda"``, copy beside their computation, on streams of their own."""
-    return kind not in _HOSTS and _has_all(_module(kind), _STREAM_NAMES)
+    return kind not in _HOSTS and _has_all(getattr(torch, kind, None), _STREAM_NAMES)
 
 
 def has_statistics(kind: str) -> bool:
     """Whether devices of ``kind`` have a caching allocator that tells what it holds, and held at most."""
-    return kind not in _HOSTS and _has_all(_module(kind), _STATISTICS_NAMES)
+    return kind not in _HOSTS and _has_all(getattr(torch, kind, None), _STATISTICS_NAMES)
 
 
 def stream_id(device: torch.device) -> int:
@@ -41,7 +37,7 @@ def stream_id(device: torch.device) -> int:
 
 def is_capturing(device: torch.device) -> bool:
     """Whether ``device`` records a graph now, whose replays run without the Python code around."""
-    ask = getattr(_module(device.type), "is_current_stream_capturing", None)
+    ask = getattr(getattr(torch, device.type, None), "is_current_stream_capturing", None)
     return ask is not None and bool(ask())
 
 
@@ -51,7 +47,7 @@ def has_native_bf16(kind: str) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if kind == "mps":
         return False
-    ask = None if kind in _HOSTS else getattr(_module(kind), "is_bf16_supported", None)
+    ask = None if kind in _HOSTS else getattr(getattr(torch, kind, None), "is_bf16_supported", None)
     return ask is None or bool(ask())  # TPUs and the like do
 
 
@@ -65,7 +61,7 @@ def pci_address(device: torch.device) -> str | None:
     """Return where ``device`` is on the PCI bus, as Linux names it; ``None`` if torch does not tell."""
     if device.type in _HOSTS:
         return None
-    read = getattr(_module(device.type), "get_device_properties", None)
+    read = getattr(getattr(torch, device.type, None), "get_device_properties", None)
     properties = read(device) if read is not None else None
     if not _has_all(properties, _PCI_NAMES):
         return None
@@ -90,10 +86,6 @@ def pin_in_place(tensor: Tensor) -> bool:
         return False
     weakref.finalize(tensor.untyped_storage(), runtime.cudaHostUnregister, address)
     return True
-
-
-def _module(kind: str) -> Any:
-    return getattr(torch, kind, None)
 
 
 def _has_all(holder: Any, names: tuple[str, ...]) -> bool:

@@ -11,19 +11,12 @@ from lightning_vram.memory.device.accelerators import has_statistics
 
 @dataclass(frozen=True)
 class AllocatorBytes:
-    """What an allocator holds now and held at most since :func:`reset_peaks`.
+    """What an allocator holds now and held at most since :func:`reset_peaks`."""
 
-    Args:
-        allocated_bytes: In tensors now.
-        reserved_bytes: Taken from the driver now; the part above ``allocated_bytes`` is cache.
-        peak_allocated_bytes: Most bytes in tensors at once.
-        peak_reserved_bytes: Most bytes taken from the driver at once: what ``nvidia-smi`` shows, less the context.
-    """
-
-    allocated_bytes: int
-    reserved_bytes: int
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
+    allocated_bytes: int  # in tensors now
+    reserved_bytes: int  # taken from the driver now; the part above ``allocated_bytes`` is cache
+    peak_allocated_bytes: int  # most bytes in tensors at once
+    peak_reserved_bytes: int  # most bytes taken from the driver at once: what ``nvidia-smi`` shows, less the context
 
     @property
     def fragmentation_bytes(self) -> int:
@@ -37,11 +30,7 @@ def has_cache(device: torch.device) -> bool:
 
 
 def read_allocator(device: torch.device) -> AllocatorBytes:
-    """Read the allocator of ``device``.
-
-    Raises:
-        ValueError: If ``device`` has no caching allocator.
-    """
+    """Read the allocator of ``device``."""
     memory = _module(device)
     return AllocatorBytes(
         allocated_bytes=memory.memory_allocated(device),
@@ -52,11 +41,7 @@ def read_allocator(device: torch.device) -> AllocatorBytes:
 
 
 def reset_peaks(device: torch.device) -> None:
-    """Let the peaks of ``device`` start again from what is held now. Every :class:`PeakWatch` notes them before.
-
-    Raises:
-        ValueError: If ``device`` has no caching allocator.
-    """
+    """Let the peaks of ``device`` start again from what is held now. Every :class:`PeakWatch` notes them before."""
     memory = _module(device)
     for watch in list(_watches):
         watch.note(device)
@@ -64,16 +49,7 @@ def reset_peaks(device: torch.device) -> None:
 
 
 class PeakWatch:
-    """Peaks of one's own, whoever resets those of the allocator meanwhile.
-
-    An allocator has one set of peaks, and several want one each: of a phase, of a chunk.
-
-    Args:
-        device: Named as others name it who reset its peaks: with its index.
-
-    Raises:
-        ValueError: If ``device`` has no caching allocator.
-    """
+    """Peaks of one's own, though an allocator has one set and others reset it; ``device`` has its index."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -104,16 +80,9 @@ _watches: weakref.WeakSet[PeakWatch] = weakref.WeakSet()
 
 
 def empty_cache(device: torch.device) -> int:
-    """Return unused cached blocks to the driver.
+    """Return unused cached blocks of all devices of this kind to the driver; returns the bytes freed on ``device``.
 
-    Waits for the device to finish its queued work, and later allocations must ask the driver again, so call it
-    rarely. Tensors kept alive by a reference cycle are in use and stay.
-
-    Args:
-        device: Device to measure. PyTorch empties the caches of all devices of this kind at once.
-
-    Returns:
-        Bytes handed back on ``device``; 0 where there is no caching allocator.
+    Waits for the device to finish its queued work, and later allocations must ask the driver again, so call it rarely.
     """
     if not has_cache(device):
         return 0

@@ -1,10 +1,4 @@
-"""Let CUDA's caching allocator grow its segments, so that memory freed in one size serves another.
-
-Blocks of fixed segments fit few other sizes: what varies between steps (lengths of sequences, gathered layers,
-validation) leaves holes, and a process runs out of memory beside gigabytes that are reserved and not in use. Segments
-that expand were worth 28 % of a process's peak in one program (cp2k#5672) and 127 against 96.6 GB reserved in another
-(cosmos-rl#388). Results stay as they are.
-"""
+"""Let CUDA's caching allocator grow its segments, so that memory freed in one size serves another."""
 
 import os
 import sys
@@ -63,12 +57,7 @@ def expands(environment: MutableMapping[str, str] = os.environ) -> bool:
 
 
 def advise(allocated_bytes: int, reserved_bytes: int) -> str | None:
-    """Return what to say of a run that reserved much more than it ever had in tensors; ``None``: nothing.
-
-    Args:
-        allocated_bytes: At most, in tensors.
-        reserved_bytes: At most, taken from the driver.
-    """
+    """Warn of a run that reserved (peak bytes) much more than it ever allocated (peak bytes); ``None``: no warning."""
     ratio, beyond_bytes = _WORTH_SAYING
     is_little = reserved_bytes <= ratio * allocated_bytes or reserved_bytes - allocated_bytes < beyond_bytes
     if is_little or torch.version.cuda is None or expands():

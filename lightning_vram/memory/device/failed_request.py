@@ -25,43 +25,33 @@ _ROUNDED = 0.99  # two decimals of a size
 
 @dataclass(frozen=True)
 class FailedRequest:
-    """Bytes at the moment memory ran out. ``None``: nobody said.
+    """Bytes at the moment memory ran out. ``None``: unknown."""
 
-    Args:
-        asked_bytes: That were asked for.
-        total_bytes: That the device has.
-        free_bytes: Of those, that nobody had taken.
-        process_bytes: That this process had taken, what the driver keeps for it among them.
-        limit_bytes: That this process may take, where it was given a limit.
-        allocated_bytes: In tensors of this process.
-        cached_bytes: Reserved by this process and not in tensors.
-    """
-
-    asked_bytes: int | None = None
-    total_bytes: int | None = None
-    free_bytes: int | None = None
-    process_bytes: int | None = None
-    limit_bytes: int | None = None
-    allocated_bytes: int | None = None
-    cached_bytes: int | None = None
+    asked_bytes: int | None = None  # bytes of the request
+    total_bytes: int | None = None  # of the device
+    free_bytes: int | None = None  # of those, free
+    process_bytes: int | None = None  # taken by this process, the driver's part included
+    limit_bytes: int | None = None  # per-process limit, if there is one
+    allocated_bytes: int | None = None  # in tensors of this process
+    cached_bytes: int | None = None  # reserved by this process and not in tensors
 
     @property
     def other_bytes(self) -> int:
-        """That other processes had taken; 0 if nobody said."""
+        """Bytes of other processes; 0 if unknown."""
         if self.total_bytes is None or self.free_bytes is None or self.process_bytes is None:
             return 0
         return max(0, self.total_bytes - self.free_bytes - self.process_bytes)
 
     @property
     def driver_bytes(self) -> int:
-        """That the driver keeps for this process; 0 if nobody said."""
+        """Bytes of the driver for this process; 0 if unknown."""
         if self.process_bytes is None or self.allocated_bytes is None:
             return 0
         return max(0, self.process_bytes - self.allocated_bytes - (self.cached_bytes or 0))
 
     @property
     def room_bytes(self) -> int | None:
-        """That tensors of this process could have had in all."""
+        """Bytes that tensors of this process could have had in all."""
         if self.total_bytes is None:
             return None
         room_bytes = self.total_bytes - self.other_bytes - self.driver_bytes
@@ -69,12 +59,7 @@ class FailedRequest:
 
 
 def read_failed_request(message: str, device: torch.device) -> FailedRequest:
-    """Read the message of an error, and ask the device for what it leaves out.
-
-    Args:
-        message: As PyTorch words it.
-        device: That ran out, which holds what it held then.
-    """
+    """Read the message of an error, and ask the device for what it leaves out."""
     found = {name: re.search(words, message) for name, words in _WORDS.items()}
     said = FailedRequest(**{name: _bytes_of(match[1]) for name, match in found.items() if match})
     if said.process_bytes is None:
@@ -94,11 +79,7 @@ def read_failed_request(message: str, device: torch.device) -> FailedRequest:
 
 
 def _process_bytes(message: str, said: FailedRequest) -> int | None:
-    """Find this process among those that are listed.
-
-    In a container it has another number there, and none is said to be this one: it is the smallest that can hold what
-    it has.
-    """
+    """Find this process among those listed: the smallest that can hold its bytes, as containers renumber them."""
     own_bytes = (said.allocated_bytes or 0) + (said.cached_bytes or 0)
     sizes = [size for size in map(_bytes_of, _A_PROCESS.findall(message)) if size >= _ROUNDED * own_bytes]
     return min(sizes, default=None) if own_bytes else None

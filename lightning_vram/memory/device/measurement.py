@@ -14,43 +14,26 @@ NUM_MODULES = 8  # the largest, in a file that has a line per reading
 
 @dataclass(frozen=True)
 class Measurement:
-    """Memory around one batch. ``None`` means that the source does not tell.
+    """Memory around one batch. ``None`` means that the source does not tell."""
 
-    Args:
-        stage: ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        epoch: Epoch of the batch.
-        batch_idx: Index of the batch in its epoch.
-        step: Optimizer steps done when the batch ended.
-        device: Device that the bytes lie on.
-        source: ``"allocator"`` (what the device's allocator counts) or ``"tracker"`` (live bytes of tensors).
-        allocated_bytes: In tensors at the end of the batch.
-        peak_allocated_bytes: Most bytes in tensors at once.
-        reserved_bytes: Taken from the driver at the end of the batch.
-        peak_reserved_bytes: Most bytes taken from the driver at once.
-        host_peak_bytes: Most bytes in host tensors at once, where the device is not the host (tracker).
-        saved_for_backward_bytes: Kept by the forward for the backward (tracker).
-        peak_by_phase: Most bytes in tensors at once, for each phase of a training step.
-        peak_by_category: Bytes of each category at the peak (tracker).
-        peak_by_module: Bytes of the largest modules at the peak (tracker).
-        seconds_per_batch: Median over the latest training batches that were not tracked.
-    """
-
-    stage: str
-    epoch: int
-    batch_idx: int
-    step: int
-    device: str
-    source: str
-    allocated_bytes: int
-    peak_allocated_bytes: int
-    reserved_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
-    host_peak_bytes: int | None = None
-    saved_for_backward_bytes: int | None = None
+    stage: str  # ``"train"``, ``"validate"``, ``"test"`` or ``"predict"``
+    epoch: int  # epoch of the batch
+    batch_idx: int  # index of the batch in its epoch
+    step: int  # optimizer steps done when the batch ended
+    device: str  # device that the bytes lie on
+    source: str  # ``"allocator"`` (what the device's allocator counts) or ``"tracker"`` (live bytes of tensors)
+    allocated_bytes: int  # in tensors at the end of the batch
+    peak_allocated_bytes: int  # most bytes in tensors at once
+    reserved_bytes: int | None = None  # taken from the driver at the end of the batch
+    peak_reserved_bytes: int | None = None  # most bytes taken from the driver at once
+    host_peak_bytes: int | None = None  # most bytes in host tensors at once, where the device is not the host (tracker)
+    saved_for_backward_bytes: int | None = None  # kept by the forward for the backward (tracker)
+    # most bytes in tensors at once, for each phase of a training step
     peak_by_phase: Mapping[str, int] = field(default_factory=dict)
-    peak_by_category: Mapping[str, int] = field(default_factory=dict)
+    peak_by_category: Mapping[str, int] = field(default_factory=dict)  # bytes of each category at the peak (tracker)
+    # bytes of the largest modules at the peak (tracker)
     peak_by_module: Mapping[str, int] = field(default_factory=dict)
-    seconds_per_batch: float | None = None
+    seconds_per_batch: float | None = None  # median over the latest training batches that were not tracked
 
     def with_timeline(self, timeline: MemoryTimeline) -> "Measurement":
         """Add what only a tracker knows."""
@@ -98,12 +81,7 @@ def write_measurement(path: Path, measurement: Measurement) -> None:
 
 
 def read_measurements(path: str | Path) -> list[Measurement]:
-    """Read what :func:`write_measurement` wrote, in order.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If a line is no measurement; says which.
-    """
+    """Read what :func:`write_measurement` wrote, in order."""
     measurements = []
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -1,9 +1,4 @@
-"""Tell an out-of-memory error from any other, whichever library ran out.
-
-Not every allocation goes through PyTorch's allocator: cuBLAS, cuDNN and cuFFT take workspaces of their own and fail
-with their own status codes, and each backend words its message differently. Code that retries on out-of-memory must
-know them all, or it dies on the one it does not know.
-"""
+"""Tell an out-of-memory error from any other, whichever library ran out."""
 
 import errno
 import re
@@ -62,13 +57,6 @@ def read_out_of_memory(error: BaseException) -> OutOfMemorySource | None:
     Follows the causes of an error (``raise ... from``), groups, and errors of spawned workers, so that a wrapper does
     not hide it. An error that merely happened while another was handled does not count.
 
-    Args:
-        error: Any exception. Only :class:`RuntimeError`, :class:`MemoryError`, :class:`OSError` and a spawned
-            worker's error can match: a ``ValueError`` whose text speaks of memory is not the machine's word.
-
-    Returns:
-        Who ran out, or ``None`` if the error is about something else.
-
     Example:
         >>> read_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"))
         <OutOfMemorySource.CUBLAS: 'cublas'>
@@ -80,14 +68,7 @@ def read_out_of_memory(error: BaseException) -> OutOfMemorySource | None:
 
 
 def path_to_out_of_memory(error: BaseException) -> tuple[BaseException, ...]:
-    """Return the errors from ``error`` to the one that says that memory ran out: causes, and members of groups.
-
-    Args:
-        error: As for :func:`read_out_of_memory`.
-
-    Returns:
-        The outermost first, each once; empty if none of them is about memory.
-    """
+    """Return the errors from ``error``, the outermost, to the one that says that memory ran out; empty if none does."""
     return next((path for path in _paths(error) if _read_one(path[-1]) is not None), ())
 
 
@@ -97,10 +78,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_frames(error: BaseException) -> None:
-    """Let go of the frames that ``error`` holds, and with them of all tensors that were alive in them.
-
-    Its text, type, notes and causes stay; the tracebacks are gone.
-    """
+    """Drop the tracebacks of ``error`` and its causes, and with them all tensors that were alive in their frames."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:

@@ -7,15 +7,7 @@ from lightning_vram.memory.tracking.timeline import Phase
 
 
 class PhasePeaks:
-    """Read and reset the allocator's peaks at each change of phase.
-
-    The peaks that ``torch.cuda.max_memory_allocated`` returns start again at each change, so nothing but another
-    :class:`~lightning_vram.memory.device.allocator.PeakWatch` can use them meanwhile; :attr:`peak_allocated_bytes` and
-    :attr:`peak_reserved_bytes` hold the most of all phases.
-
-    Args:
-        device: Device with a caching allocator.
-    """
+    """Read and reset the allocator's peaks at each change of phase: others need a :class:`PeakWatch` meanwhile."""
 
     def __init__(self, device: torch.device) -> None:
         self._watch = PeakWatch(device)

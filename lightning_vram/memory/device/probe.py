@@ -15,13 +15,7 @@ from lightning_vram.memory.tracking.tracker import track_memory
 
 
 class MemoryProbe:
-    """One reading: :meth:`start`, :meth:`switch` at changes of phase, then :meth:`finish` or :meth:`abort`.
-
-    Args:
-        device: Device to read.
-        peaks: Its allocator's peaks since the last reading; ``None`` where there is no allocator.
-        track: Whether to track tensors as well.
-    """
+    """One reading: :meth:`start`, :meth:`switch` at changes of phase, then :meth:`finish` or :meth:`abort`."""
 
     def __init__(self, device: torch.device, peaks: PhasePeaks | None, *, track: bool) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""A limit to what this process takes of a device, and the way back."""
+"""A limit to the device memory of this process, and its removal."""
 
 import torch
 
@@ -6,17 +6,7 @@ from lightning_vram.memory.device.accelerators import has_statistics
 
 
 class ProcessLimit:
-    """Let this process take no more than so much of a device, until :meth:`remove`.
-
-    What PyTorch reserves counts; what the driver keeps for the process does not.
-
-    Args:
-        device: With its index, as in ``cuda:0``.
-        limit_bytes: Cut to what the device has.
-
-    Raises:
-        ValueError: If ``device`` knows no limit.
-    """
+    """Limit the bytes that PyTorch reserves in this process on a device (with its index), until :meth:`remove`."""
 
     def __init__(self, device: torch.device, limit_bytes: int) -> None:
         if not can_limit(device):

@@ -1,4 +1,4 @@
-"""How much more a device can give, and what a piece of work took of it."""
+"""How much memory of a device is free, and how much a piece of work used."""
 
 import torch
 
@@ -7,17 +7,7 @@ from lightning_vram.memory.device.process_limit import limited_share
 
 
 class DeviceRoom:
-    """Measures work on a device: :meth:`reset`, do it, ask. All numbers are bytes in tensors of this process.
-
-    Peaks stay right when ``PhasePeaks`` or another one starts them again by
-    ``reset_peaks``; a bare ``torch.cuda.reset_peak_memory_stats`` is not seen.
-
-    Args:
-        device: With its index, as in ``cuda:0``.
-
-    Raises:
-        ValueError: If ``device`` has no caching allocator.
-    """
+    """Measures work on a device (with its index): :meth:`reset`, do it, ask. All numbers are bytes of this process."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -36,11 +26,7 @@ class DeviceRoom:
         return read_allocator(self._device).allocated_bytes
 
     def room_bytes(self) -> int:
-        """Return what the device has left for anybody, and the cache of this process.
-
-        A limit by ``torch.cuda.set_per_process_memory_fraction`` counts. Cache is taken as a whole, though a large
-        tensor does not fit into many small blocks. Other processes may take what is free now.
-        """
+        """Return what tensors of this process can still get: free memory and its own cache, within its limit."""
         memory = torch.get_device_module(self._device)
         free_bytes, total_bytes = memory.mem_get_info(self._device)
         now = read_allocator(self._device)

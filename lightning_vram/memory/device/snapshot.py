@@ -1,7 +1,4 @@
-"""The allocator's blocks in a file for https://pytorch.org/memory_viz.
-
-What a block is for stands where the stack of its allocation would be: no stacks were recorded.
-"""
+"""Write the allocator's blocks to a file for https://pytorch.org/memory_viz."""
 
 import pickle
 from collections.abc import Iterable, Mapping
@@ -14,15 +11,7 @@ from lightning_vram.private_names.cuda.snapshot import read_snapshot
 
 
 def write_snapshot(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> bool:
-    """Write the blocks of CUDA's allocator.
-
-    Args:
-        path: File to write.
-        tensors: What is known, as in ``("parameters: net.head.weight", tensor)``.
-
-    Returns:
-        Whether there was anything to write.
-    """
+    """Write the blocks of CUDA's allocator, with names of known tensors; whether there was anything to write."""
     snapshot = read_snapshot()
     if snapshot is None:
         return False
@@ -33,12 +22,7 @@ def write_snapshot(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> bool:
 
 
 def annotate(snapshot: dict[str, Any], names: Mapping[int, str]) -> None:
-    """Write into each block in use what it is for.
-
-    Args:
-        snapshot: Is changed.
-        names: By address.
-    """
+    """Write into each block in use what it is for, by address; no stacks were recorded, so it takes their place."""
     for segment in snapshot["segments"]:
         address = segment["address"]
         for block in segment["blocks"]:

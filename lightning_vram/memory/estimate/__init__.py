@@ -1,1 +1,1 @@
-"""What a training step takes on a device that is not there: fake tensors, CUDA's choices, its allocator, its cards."""
+"""What a training step uses on a GPU you do not have: fake tensors, CUDA's kernels, its allocator, GPUs by name."""

@@ -1,8 +1,4 @@
-"""Measure the card at hand, for estimates elsewhere: what the driver and cuBLAS take of it, and how fast it is.
-
-Takes some seconds and 1 GiB of the card. What is used beside this process cannot be told from the driver's own
-share, so nobody else may be on the card.
-"""
+"""Measure the GPU of this machine, for estimates elsewhere: context, cuBLAS workspace and speed."""
 
 import math
 import time
@@ -30,17 +26,10 @@ _FORMATS = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16,
 
 
 def calibrate(on_progress: Callable[[str, float], None] = lambda stage, done: None) -> DeviceSpec:
-    """Measure the accelerator at hand; call it before the process has multiplied anything.
+    """Measure the accelerator of this machine; call it before the process has multiplied anything.
 
-    Args:
-        on_progress: Called with the current stage as text and the finished share of the work, 0 to 1.
-
-    Returns:
-        The card with its context, cuBLAS's workspace, the slower way of the bus, the bandwidth of its memory, and the
-        rates of products in each format. Rates that PyTorch has no public product for (int8, fp8) stay as known.
-
-    Raises:
-        RuntimeError: If there is no accelerator, or others use it.
+    Takes some seconds and 1 GiB. Rates that PyTorch has no public product for (int8, fp8) stay as known. A
+    ``RuntimeError`` if there is no accelerator, or other processes use it: their memory looks like the driver's own.
     """
     spec = describe_this_device()
     device = torch.device(current_kind(), torch.accelerator.current_device_index())
@@ -128,7 +117,6 @@ def _measure_context(device: torch.device) -> int:
 
 
 def _fastest(run: Callable[[], Tensor]) -> float:
-    """Return the seconds that one run takes."""
     seconds = _time(run, 1)  # the first loads kernels
     repeats = max(1, math.ceil(_SECONDS / max(_time(run, 1), 1e-6)))
     return min(seconds, *(_time(run, repeats) for _ in range(_ROUNDS)))

@@ -1,4 +1,4 @@
-"""What an estimate needs to know of a card, and the file that keeps it."""
+"""What an estimate needs to know of a GPU, and the file that stores it."""
 
 import json
 from collections.abc import Mapping
@@ -51,16 +51,12 @@ class DeviceSpec:
 
 
 def write_calibration(spec: DeviceSpec, path: str | Path) -> None:
-    """Write a card to a file of JSON, which :func:`read_calibration` reads."""
+    """Write a GPU to a JSON file, which :func:`read_calibration` reads."""
     Path(path).write_text(json.dumps({"format": _FORMAT, **asdict(spec)}, indent=2) + "\n")
 
 
 def read_calibration(path: str | Path) -> DeviceSpec:
-    """Read what ``lightning-vram calibrate`` has written.
-
-    Raises:
-        ValueError: If the file is not there, or is not of that form.
-    """
+    """Read what ``lightning-vram calibrate`` has written; anything else is a ``ValueError``."""
     try:
         values: Any = json.loads(Path(path).read_text())
         if not isinstance(values, dict) or values.pop("format", None) != _FORMAT:

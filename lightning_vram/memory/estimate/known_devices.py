@@ -1,9 +1,4 @@
-"""Cards of 2018 to 2026, by name: ``known_devices.json``, and the one at hand.
-
-FLOP rates, bandwidths and buses are nominal, as the makers' data sheets have them. Memory is what the driver says there
-is, where somebody has published it (``memory_source``), since it keeps 1 to 6 % of what is on the card; on Windows it
-says more.
-"""
+"""GPUs of 2018 to 2026, by name, from ``known_devices.json``, and the one of this machine."""
 
 import difflib
 import json
@@ -22,14 +17,7 @@ _MAX_CLOSE, _SIMILARITY = 6, 0.5
 
 
 def find_device(name: str) -> DeviceSpec:
-    """Return a card by its name.
-
-    Args:
-        name: As people and drivers write it: ``"rtx4090"``, ``"RTX 4090"``, ``"NVIDIA GeForce RTX 4090"``. Or the path
-            of a file that ``lightning-vram calibrate`` wrote, which ends on ``.json``.
-
-    Raises:
-        ValueError: If it is not known, with what is close to it and how to describe another.
+    """Return a GPU by its name as people and drivers write it, or from a file of ``lightning-vram calibrate``.
 
     Example:
         >>> find_device("rtx4090").name
@@ -54,11 +42,7 @@ def known_devices() -> tuple[DeviceSpec, ...]:
 
 
 def describe_this_device() -> DeviceSpec:
-    """Return the accelerator at hand: its own word on memory, and what is known of the card by its name.
-
-    Raises:
-        RuntimeError: If there is none, or it does not tell of its memory.
-    """
+    """Return the accelerator of this machine: memory from its driver, the rest by its name."""
     import torch  # seconds, of which a list of names needs nothing
 
     from lightning_vram.memory.device.accelerators import current_kind, has_statistics

@@ -1,4 +1,4 @@
-"""Put something in the place of a function of torch, and take it back."""
+"""Patch attributes of torch, and restore them."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -7,7 +7,7 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Let attributes of a module or class be others inside the block; those that are not there appear."""
+    """Patch attributes of a module or class inside the block; missing ones are added."""
     with ExitStack() as stack:
         for name, value in values.items():
             before = vars(owner).get(name)

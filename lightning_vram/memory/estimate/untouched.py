@@ -1,9 +1,4 @@
-"""Weights that take no memory though they are real tensors: nothing is ever written to them.
-
-An operating system gives a process pages of memory when they are first written to. A module whose large weights are
-never initialised has them at no cost, of any size: 6 GB of GPT-2 XL in an instant. Unlike on the meta device, small
-tensors have their values, so a constructor may look at them.
-"""
+"""Weights that use no memory though they are real tensors: nothing is ever written to them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,9 +21,10 @@ _CLONE = "aten::clone"
 
 
 class UntouchedWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Leave out, in a ``with`` block, what gives large tensors on the host their first values.
+    """Skip, in a ``with`` block, the first values of large tensors on the host: only for looking at a module's sizes.
 
-    Whoever makes a module in it to train it trains nonsense: it is for looking at sizes.
+    An operating system gives a process pages when they are first written to. Unlike on the meta device, small tensors
+    have their values, so a constructor may look at them.
     """
 
     def __init__(self) -> None:

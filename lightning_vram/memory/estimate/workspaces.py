@@ -1,4 +1,4 @@
-"""What libraries and the driver take beside tensors: the CUDA context, and cuBLAS's workspaces.
+"""What libraries and the driver use in addition to tensors: the CUDA context, and cuBLAS's workspaces.
 
 The context lies outside of the caching allocator, the workspaces inside. A card that was measured by
 ``lightning-vram calibrate`` overrules all of it. Not counted: what cuDNN takes inside of a convolution, and NCCL's
@@ -35,14 +35,14 @@ _HEADER = "include/ATen/cuda/CUDAContextLight.h"  # in every wheel, with CUDA or
 
 @dataclass(frozen=True)
 class Workspaces:
-    """What is taken beside tensors."""
+    """Memory used in addition to tensors."""
 
     context_bytes: int  # by the driver, outside of the allocator
     # from the allocator for good, by the name of the operator that takes it where it was not taken yet: one block for
     # each library, once for the thread of the forward and once for that of the backward, and again on other streams
-    kept_bytes: Mapping[str, tuple[int, ...]]
+    persistent_bytes: Mapping[str, tuple[int, ...]]
     scratch_bytes: Mapping[str, int]  # from the allocator while an operator runs, by its name
-    notes: tuple[str, ...]  # what to tell the user
+    notes: tuple[str, ...]  # for the user
 
 
 def workspaces_of(spec: DeviceSpec, environment: Mapping[str, str] = os.environ) -> Workspaces:
@@ -63,13 +63,13 @@ def workspaces_of(spec: DeviceSpec, environment: Mapping[str, str] = os.environ)
     is_kept = spec.is_workspace_kept
     if is_kept is None:
         is_kept = environment.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1" or not _allocates_for_each_product()
-    kept: dict[str, tuple[int, ...]] = {}
+    persistent: dict[str, tuple[int, ...]] = {}
     scratch: dict[str, int] = {}
     if is_kept and cublas_bytes:
-        kept = {**dict.fromkeys(_PRODUCTS, (cublas_bytes,)), _PRODUCT_WITH_BIAS: (cublas_bytes, _CUBLASLT_BYTES)}
+        persistent = {**dict.fromkeys(_PRODUCTS, (cublas_bytes,)), _PRODUCT_WITH_BIAS: (cublas_bytes, _CUBLASLT_BYTES)}
     elif cublas_bytes:
         scratch = {**dict.fromkeys(_PRODUCTS, cublas_bytes), _PRODUCT_WITH_BIAS: _CUBLASLT_BYTES}
-    return Workspaces(context_bytes, kept, scratch, tuple(notes))
+    return Workspaces(context_bytes, persistent, scratch, tuple(notes))
 
 
 def _estimate_context(spec: DeviceSpec) -> int:

@@ -5,13 +5,9 @@ from pathlib import Path
 
 
 def control_groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the folder of each group that limits this process, the innermost first, and the version of its files.
+    """Yield the folder of each control group that limits this process, innermost first, and its version (1 or 2).
 
-    Folders that are not there are among them: in a container the mount itself may be the group.
-
-    Args:
-        controller: ``"memory"`` or ``"cpu"``.
-        root: Where ``proc`` and ``sys`` are mounted.
+    Folders that do not exist are among them: in a container the mount itself may be the group.
     """
     for line in read_text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = [*line.split(":", 2), "", ""][:3]

@@ -1,10 +1,4 @@
-"""How many processor cores a rank may use for work on the host, such as an optimizer step there.
-
-``OMP_NUM_THREADS`` does not tell: ``torchrun`` sets it to 1, to be safe. The machine's count is too many: the ranks
-beside this one want theirs, and a container or a SLURM job gets less than the machine has. A rank that is bound to
-cores of its own by something other than SLURM (``numactl``, ``mpirun --bind-to``) cannot be told from ranks that share
-theirs: it gets a share of its own cores, which is too few and never too many.
-"""
+"""How many processor cores a rank may use for work on the host, such as an optimizer step there."""
 
 import os
 import re
@@ -13,36 +7,28 @@ from pathlib import Path
 
 from lightning_vram.argument_checks import check_positive_int
 from lightning_vram.memory.host.control_groups import control_groups, read_text
+from lightning_vram.memory.host.numa import own_cores
 
 
 def cores_of_rank(local_world_size: int, root: Path = Path("/")) -> int:
-    """Count the cores that this process may keep busy while its neighbours do the same.
+    """Count the cores that this process may keep busy while the other ranks of this machine do the same: at least 1.
 
-    Args:
-        local_world_size: Ranks on this machine, this one included.
-        root: Where ``proc`` and ``sys`` are mounted.
-
-    Returns:
-        At least 1. What SLURM gave the task (``--cpus-per-task``, or the cores it bound it to), shared by the ranks of
-        that task; without SLURM the cores that this process may run on, shared by all local ranks. Never more than
-        this rank's share of the processor time that its control groups allow.
-
-    Raises:
-        TypeError: If ``local_world_size`` is not an ``int``.
-        ValueError: If ``local_world_size`` is smaller than 1.
+    What SLURM gave the task, shared by its ranks; without SLURM the cores that this process may run on, shared by all
+    local ranks. Never more than this rank's share of the processor time of its control groups. ``OMP_NUM_THREADS`` does
+    not count: ``torchrun`` sets it to 1. A rank that ``numactl`` bound gets a share of its own cores: too few, if any.
 
     Example:
         >>> cores_of_rank(local_world_size=10_000)
         1
     """
     check_positive_int("cores_of_rank(local_world_size)", local_world_size)
-    bound = _bound_cores()
+    bound = len(own_cores()) or os.cpu_count() or 1  # macOS and Windows do not tell
     tasks = _slurm_tasks_here()
     ranks_per_task = max(1, local_world_size // tasks)
     of_task = _positive(os.environ.get("SLURM_CPUS_PER_TASK", ""))
     if of_task:
         cores = min(of_task, bound) // ranks_per_task
-    elif tasks > 1 and _is_bound_by_slurm():
+    elif tasks > 1 and os.environ.get("SLURM_CPU_BIND_TYPE", "none").rstrip(":") not in ("", "none"):
         cores = bound // ranks_per_task
     else:
         cores = bound // local_world_size
@@ -52,12 +38,6 @@ def cores_of_rank(local_world_size: int, root: Path = Path("/")) -> int:
     return max(1, min([cores, *quotas]))
 
 
-def _bound_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1  # macOS and Windows do not tell
-
-
 def _slurm_tasks_here() -> int:
     """Tasks of this ``srun`` step on this node; a batch script, and a machine without SLURM, is one task."""
     counts: list[int] = []
@@ -65,10 +45,6 @@ def _slurm_tasks_here() -> int:
         counts += [int(count)] * int(repeats or 1)  # "4(x2),3": four on each of two nodes, then three
     node = os.environ.get("SLURM_NODEID", "0")
     return max(1, counts[int(node)]) if node.isdigit() and int(node) < len(counts) else 1
-
-
-def _is_bound_by_slurm() -> bool:
-    return os.environ.get("SLURM_CPU_BIND_TYPE", "none").rstrip(":") not in ("", "none")
 
 
 def _quota(group: Path) -> Iterator[float]:

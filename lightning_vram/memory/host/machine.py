@@ -1,4 +1,4 @@
-"""Which machine this is, so that processes know with whom they share its memory."""
+"""Which machine this is, so that processes know which others share its memory."""
 
 import os
 import socket
@@ -9,13 +9,7 @@ from lightning_vram.memory.host.control_groups import read_text
 
 
 def machine_name(root: Path = Path("/")) -> tuple[str, ...]:
-    """Return the name of the host, and what tells it from others of that name.
-
-    Two containers of one machine are two: each may have a limit of its own.
-
-    Args:
-        root: Where ``proc`` is mounted.
-    """
+    """Return the name of the host, and what tells it from others of that name, such as containers."""
     container = ""
     with suppress(OSError):  # macOS, Windows
         container = os.readlink(root / "proc/self/ns/mnt")

@@ -1,8 +1,4 @@
-"""NUMA: memory, cores and devices of a large machine lie in nodes; what stays in one node is faster than what crosses.
-
-Linux alone tells, under ``/sys``. Memory lies in the node of the core that first writes to it, while there is room: to
-bind threads is to place what they make.
-"""
+"""NUMA nodes of this machine, from Linux's ``/sys``: memory lies in the node of the core that first writes to it."""
 
 import os
 import threading
@@ -17,14 +13,7 @@ _TASKS = Path("/proc/self/task")
 
 
 def cores_by_node(root: Path = Path("/")) -> dict[int, frozenset[int]]:
-    """Return the processor cores of each node that has some.
-
-    Args:
-        root: Where ``sys`` is mounted.
-
-    Returns:
-        Nothing where the system does not tell.
-    """
+    """Return the processor cores of each NUMA node that has some; nothing where the system does not tell."""
     folders = {
         int(number): folder
         for folder in (root / "sys/devices/system/node").glob("node*")
@@ -35,12 +24,7 @@ def cores_by_node(root: Path = Path("/")) -> dict[int, frozenset[int]]:
 
 
 def node_of_pci_device(address: str, root: Path = Path("/")) -> int | None:
-    """Return the node that a device on the PCI bus is attached to; ``None`` if the system does not tell.
-
-    Args:
-        address: Such as ``"0000:3b:00.0"``.
-        root: Where ``sys`` is mounted.
-    """
+    """Return the NUMA node of a PCI device such as ``"0000:3b:00.0"``; ``None`` if the system does not tell."""
     text = read_text(root / "sys/bus/pci/devices" / address / "numa_node")
     with suppress(ValueError):
         node = int(text)
@@ -54,14 +38,7 @@ def own_cores() -> frozenset[int]:
 
 
 class BoundThreads:
-    """All threads of this process, and those they start, run on ``cores`` until :meth:`undo`.
-
-    Args:
-        cores: Some of those that this thread may run on.
-
-    Raises:
-        OSError: If the system does not allow it; then nothing has changed.
-    """
+    """Bind all threads of this process, and those they start, to ``cores`` until :meth:`undo`."""
 
     def __init__(self, cores: Iterable[int]) -> None:
         cores = set(cores)

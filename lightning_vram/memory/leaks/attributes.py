@@ -1,8 +1,4 @@
-"""Attributes that hold more with every step, though nothing of any step stays: by their sizes, now and then.
-
-One tensor that is made anew and larger in each step, as by ``self.all = torch.cat([self.all, new])``, leaves nothing of
-a step behind that could be followed. And references to arrays of NumPy cannot be followed backwards.
-"""
+"""Attributes that hold more with every step, measured now and then: nothing of a single step stays."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,26 +18,15 @@ _BUFFERS = "_buffers"  # are attributes, too
 
 @dataclass(frozen=True)
 class Held:
-    """What an attribute holds.
+    """What an attribute holds."""
 
-    Args:
-        num_bytes: Of its tensors and arrays, on all devices together.
-        container: Its class, if it has several items; else empty.
-        num_items: Of the container.
-    """
-
-    num_bytes: int = 0
-    container: str = ""
-    num_items: int = 0
+    num_bytes: int = 0  # of its tensors and arrays, on all devices together
+    container: str = ""  # its class, if it has several items; else empty
+    num_items: int = 0  # of the container
 
 
 def iterate_attributes(name: str, owner: object) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of an object, buffers of a module among them, with their paths: ``"self.net.outputs"``.
-
-    Args:
-        name: Of the owner.
-        owner: Anything. Parameters, and parts of a module, are left out.
-    """
+    """Yield attributes and buffers with paths such as ``"self.net.outputs"``; no parameters and submodules."""
     for attribute, value in list(getattr(owner, "__dict__", {}).items()):
         if attribute == _BUFFERS:
             yield from ((f"{name}.{key}", buffer) for key, buffer in value.items())
@@ -50,21 +35,9 @@ def iterate_attributes(name: str, owner: object) -> Iterator[tuple[str, Any]]:
 
 
 def read_attributes(owners: Iterable[tuple[str, object]]) -> dict[str, Held]:
-    """Return what each attribute holds in tensors and arrays, in containers of any depth.
-
-    Args:
-        owners: Objects, with their names.
-
-    Returns:
-        By path. Left out is what holds nothing, and a deque with a length, which is no leak however long it fills.
-    """
-    found: dict[str, Held] = {}
-    for name, owner in owners:
-        for path, value in iterate_attributes(name, owner):
-            held = _held(value)
-            if held.num_bytes:
-                found[path] = held
-    return found
+    """Return what attributes hold in tensors and arrays, by path; not what holds nothing, nor a deque with a length."""
+    values = (pair for name, owner in owners for pair in iterate_attributes(name, owner))
+    return {path: held for path, value in values if (held := _held(value)).num_bytes}
 
 
 def _held(value: Any) -> Held:
@@ -78,11 +51,8 @@ def _held(value: Any) -> Held:
         return Held()
     of_arrays = sum(_array_bytes(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
     is_container = isinstance(value, dict | list | tuple | deque) and len(value) > 1
-    return Held(
-        sum(sizes.values()) + of_arrays,
-        type(value).__name__ if is_container else "",
-        len(value) if is_container else 0,
-    )
+    num_bytes = sum(sizes.values()) + of_arrays
+    return Held(num_bytes, type(value).__name__, len(value)) if is_container else Held(num_bytes)
 
 
 def _array_bytes(leaf: Any) -> int:
@@ -91,13 +61,7 @@ def _array_bytes(leaf: Any) -> int:
 
 
 class GrowingAttributes:
-    """Those that have grown from look to look, since the first.
-
-    Args:
-        read: As :func:`read_attributes`.
-        min_bytes: Per step.
-        step: Of the first look.
-    """
+    """Attributes that have grown by ``min_bytes`` per step from look to look, since the first."""
 
     def __init__(self, read: Callable[[], Mapping[str, Held]], min_bytes: int, step: int) -> None:
         self._read = read
@@ -107,25 +71,19 @@ class GrowingAttributes:
         self._grown: dict[str, Held] | None = None  # at the last look, after the first
 
     def look(self, step: int) -> dict[str, tuple[Held, int]]:
-        """Look again, and forget what has not grown with all steps since the last look.
-
-        Args:
-            step: Of the look.
-
-        Returns:
-            Of each path what it holds now, and the bytes per step since the first look.
-        """
+        """Return, by path, what has grown since the last look, and the bytes per step since the first."""
         least_bytes = self._min_bytes * max(1, step - self._last_step)
         before = self._first if self._grown is None else self._grown
         self._grown = {
             path: held
             for path, held in self._read().items()
-            if (self._grown is None or path in before) and held.num_bytes - _bytes_of(before, path) >= least_bytes
+            if (self._grown is None or path in before)
+            and held.num_bytes - before.get(path, Held()).num_bytes >= least_bytes
         }
         self._last_step = step
         num_steps = max(1, step - self._first_step)
         return {
-            path: (held, (held.num_bytes - _bytes_of(self._first, path)) // num_steps)
+            path: (held, (held.num_bytes - self._first.get(path, Held()).num_bytes) // num_steps)
             for path, held in self._grown.items()
         }
 
@@ -134,7 +92,3 @@ def as_holders(grown: Mapping[str, tuple[Held, int]]) -> list[Holder]:
     """Return what :meth:`GrowingAttributes.look` has found as holders."""
     kind = {"has_graph": False, "is_metric": False, "is_bounded": False, "is_measured": True}
     return [Holder(path, held.container, held.num_items, 0, **kind) for path, (held, _) in grown.items()]
-
-
-def _bytes_of(held: Mapping[str, Held], path: str) -> int:
-    return held[path].num_bytes if path in held else 0

@@ -1,4 +1,4 @@
-"""Storages that were born while somebody watched: where, and which of them are alive later."""
+"""Storages that were allocated in a watched step: where, and which of them are alive later."""
 
 import sys
 import weakref
@@ -9,16 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-from lightning_vram.memory.tracking.ledger import Ledger
-from lightning_vram.memory.tracking.operator_results import Results, results_of
 from lightning_vram.memory.tracking.storages import iterate_storages
-from lightning_vram.private_names.torch.dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from lightning_vram.private_names.torch.operator_calls import call_operator
-from lightning_vram.private_names.torch.operators import run_others
 from lightning_vram.private_names.torch.tensors import storage_key
-from lightning_vram.private_names.torch.trees import tensors_in
 
 _LIBRARIES = sys.stdlib_module_names | {
     *("torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_vram"),
@@ -27,15 +20,11 @@ _LIBRARIES = sys.stdlib_module_names | {
 
 @dataclass(frozen=True)
 class Site:
-    """Where a storage was made.
+    """Where a storage was made."""
 
-    Args:
-        module: Name of the innermost module whose forward ran; empty for the root and outside of any.
-        line: ``"model.py:42 in training_step"``, the innermost line of the user's; empty where there was none, such as
-            in the backward.
-    """
-
-    module: str = ""
+    module: str = ""  # name of the innermost module whose forward ran; empty for the root and outside of any
+    # ``"model.py:42 in training_step"``, the innermost line of the user's; empty where there was none, such as in the
+    # backward
     line: str = ""
 
     def __str__(self) -> str:
@@ -44,7 +33,7 @@ class Site:
 
 
 class Births:
-    """Those of one step. It keeps no storage alive."""
+    """The storages that one step allocated, by weak references."""
 
     def __init__(self) -> None:
         self._noted: dict[int, tuple[weakref.ref[torch.UntypedStorage], Site]] = {}
@@ -74,41 +63,6 @@ class Births:
             del self._noted[key]
 
 
-class BirthMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what operators make, with the line of the user's that called them.
-
-    Args:
-        births: Gets it.
-        place: Knows which module runs.
-        outer: Frames that are there before the step: they made nothing of it.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, births: Births, place: Ledger, outer: set[FrameType]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._births = births
-        self._place = place
-        self._outer = outer
-
-    @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(map(is_traceable_wrapper_subclass_type, types)):
-            return NotImplemented  # the wrapper unwraps itself; what it runs inside comes here again
-        results = results_of(func)
-        if results is Results.COMPOSED:
-            with self:
-                return run_others(func, *args, **(kwargs or {}))
-        result = call_operator(func, args, kwargs)
-        if results is Results.NEW:
-            site = Site(self._place.module, _line_of_user(self._outer))
-            for storage in storages_of(tensors_in(result)):
-                self._births.add(storage, site)
-        return result
-
-
 def storages_of(tensors: Any) -> Iterator[torch.UntypedStorage]:
     """Yield the storages behind tensors that take memory: not those of fake tensors, which compilers keep."""
     for tensor in tensors:
@@ -128,7 +82,8 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _line_of_user(outer: set[FrameType]) -> str:
+def line_of_user(outer: set[FrameType]) -> str:
+    """Return the innermost line of the user's code that runs now; empty if it is none inside of ``outer`` frames."""
     for frame in _frames(sys._getframe(1)):
         if frame in outer:
             return ""

@@ -1,8 +1,4 @@
-"""Count the bytes that are alive by asking allocators, which follows no tensor.
-
-A caching allocator answers at once. That of the host goes through its lists of free blocks: a millisecond in a large
-program, so it is asked less often where steps are short.
-"""
+"""Count live bytes by asking allocators."""
 
 import ctypes
 import time
@@ -25,11 +21,7 @@ class _MallocInfo(ctypes.Structure):
 
 
 class LiveBytes:
-    """Counts what is alive on a device and on the host: tensors, and on the host whatever else a program has.
-
-    Args:
-        device: Of the training.
-    """
+    """Counts live bytes of a training's device, and of the host: there whatever else a program has, too."""
 
     def __init__(self, device: torch.device) -> None:
         self._counters: dict[str, Callable[[], int]] = {}

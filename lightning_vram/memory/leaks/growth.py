@@ -1,4 +1,4 @@
-"""Tell steady growth from noise: batches of different lengths, caches that fill up, the allocator of the host."""
+"""Tell steady growth from noise: batches of different lengths, caches that fill up, the host's allocator."""
 
 import statistics
 from collections import deque
@@ -11,12 +11,7 @@ _NUM_DEVIATIONS = 4.0  # that chance gets to once in 30,000
 
 
 class Growth:
-    """A series of counts at equal moments, and the least of each sixteen of them.
-
-    Args:
-        length: How many counts decide.
-        min_bytes: Growth per count from which on it is one.
-    """
+    """``length`` counts at equal moments, and the least of each 16; growth starts at ``min_bytes`` per count."""
 
     def __init__(self, length: int, min_bytes: int) -> None:
         self._length = length

@@ -1,4 +1,4 @@
-"""Who keeps the storages of a step that has long ended."""
+"""What keeps the storages of a step alive that has long ended."""
 
 import gc
 from collections import deque
@@ -21,38 +21,26 @@ _MAX_NODES = 200_000
 
 @dataclass(frozen=True)
 class Holder:
-    """What keeps storages alive.
+    """What keeps storages alive."""
 
-    Args:
-        path: As one would write it in code: ``self.losses``.
-        container: Class of the container whose items they are; empty if it is one tensor.
-        num_items: Of the container.
-        num_graphs: How many of the items have the graph that made them.
-        has_graph: Whether the graph of the step is kept, which seldom is meant.
-        is_metric: Whether it is the state of a metric, which goes with the metric's ``reset``.
-        is_bounded: Whether it is in a deque with a length, which is no leak however long it fills.
-        is_measured: Whether only its size tells: it grows, and what it held is not followed.
-    """
-
-    path: str
-    container: str
-    num_items: int
-    num_graphs: int
-    has_graph: bool
-    is_metric: bool
-    is_bounded: bool
-    is_measured: bool = False
+    path: str  # as one would write it in code: ``self.losses``
+    container: str  # class of the container whose items they are; empty if it is one tensor
+    num_items: int  # of the container
+    num_graphs: int  # how many of the items have the graph that made them
+    has_graph: bool  # whether the graph of the step is kept, which seldom is meant
+    is_metric: bool  # whether it is the state of a metric, which goes with the metric's ``reset``
+    is_bounded: bool  # whether it is in a deque with a length, which is no leak however long it fills
+    is_measured: bool = False  # whether only its size tells: it grows, and what it held is not followed
 
     def __str__(self) -> str:
         """One sentence, and what to do."""
         if self.is_measured:
             what = f"a {self.container} of {self.num_items} items" if self.container else "reallocated at each step"
             return f"{self.path}: {what}, larger each time. Clear it, or limit its length."
-        if self.is_metric and self.has_graph:
-            what = f"list state of a metric, {self.num_items} items" if self.container else "state of a metric"
-            return f"{self.path}: {what}, with autograd graph. Call metric.update(preds.detach(), ...) instead."
         if self.is_metric:
             what = f"list state of a metric, {self.num_items} items" if self.container else "state of a metric"
+            if self.has_graph:
+                return f"{self.path}: {what}, with autograd graph. Call metric.update(preds.detach(), ...) instead."
             return f"{self.path}: {what}. reset() was not called. MetricOffload() moves such lists to the host."
         if not self.has_graph:
             what = f"a {self.container} of {self.num_items} items" if self.container else "a tensor for each step"
@@ -64,22 +52,12 @@ class Holder:
 
 
 def find_holders(births: Births, names: Mapping[int, str]) -> list[Holder]:
-    """Name what keeps the storages that are left of a step. Takes some tenths of a second.
-
-    Args:
-        births: Of the step.
-        names: Names of objects by their ``id``, from which references are followed.
-
-    Returns:
-        Each once. What only C++ can see is left out.
-    """
+    """Name what keeps the storages that are left of a step, unless only C++ sees it. Takes some tenths of a second."""
     gc.collect()  # what only a cycle keeps is kept by nobody
     targets, with_graph = _targets(births)
-    chains = find_chains(targets, names, ignored=[targets])
     found: dict[str, Holder] = {}
-    for chain in chains:
-        links = list(_links(chain))
-        holder = _describe(chain, links, names, has_graph=not chain.covers.isdisjoint(with_graph))
+    for chain in find_chains(targets, names, ignored=[targets]):
+        holder = _describe(chain, names, has_graph=not chain.covers.isdisjoint(with_graph))
         found.setdefault(holder.path, holder)
     return list(found.values())
 
@@ -127,15 +105,12 @@ def _reaches(tensor: Tensor, nodes: range) -> bool:
     return False
 
 
-def _links(chain: Link) -> Iterator[Link]:
-    link: Link | None = chain
+def _describe(chain: Link, names: Mapping[int, str], *, has_graph: bool) -> Holder:
+    things, link = [chain.thing], chain.below
     while link is not None:
-        yield link
+        things.append(link.thing)
         link = link.below
-
-
-def _describe(chain: Link, links: list[Link], names: Mapping[int, str], *, has_graph: bool) -> Holder:
-    container = max(filter(_is_container, _inner(links)), key=len, default=None)
+    container = max(filter(_is_container, _inner(things[:-1])), key=len, default=None)
     items: list[Any] = list(container.values() if isinstance(container, Mapping) else container or ())
     graphs = [item for item in items if any(ends_of_graph(tensor) for tensor in _tensors(item))]
     return Holder(
@@ -144,14 +119,13 @@ def _describe(chain: Link, links: list[Link], names: Mapping[int, str], *, has_g
         num_items=len(items),
         num_graphs=len(graphs),
         has_graph=has_graph,
-        is_metric=any(map(_is_metric, [link.thing for link in links])),
-        is_bounded=any(is_a(link.thing, deque) and link.thing.maxlen is not None for link in links),
+        is_metric=any(map(_is_metric, things)),
+        is_bounded=any(is_a(thing, deque) and thing.maxlen is not None for thing in things),
     )
 
 
-def _inner(links: list[Link]) -> Iterator[Any]:
+def _inner(things: list[Any]) -> Iterator[Any]:
     """Yield what lies between the name and the tensor, but for tables of attributes and cells of closures."""
-    things = [link.thing for link in links[:-1]]
     for place, thing in enumerate(things):
         owners = things[max(0, place - 2) : place]
         is_of_function = is_a(thing, tuple) and any(map(callable, owners[-1:]))

@@ -30,16 +30,10 @@ class Link:
 
 
 def find_chains(targets: Iterable[object], names: Mapping[int, str], ignored: Iterable[object] = ()) -> list[Link]:
-    """Find the shortest chain of references to each of ``targets`` that comes from something with a name.
+    """Find the shortest chain of references to each of a few targets from a global, a class or one of ``names``.
 
-    Args:
-        targets: Few objects.
-        names: Names of objects by their ``id``: chains begin there, at modules' globals, or at classes.
-        ignored: Objects, such as the caller's own lists, through which no chain goes.
-
-    Returns:
-        The first links of the chains: each goes down by ``below`` to a target. A target without a chain has none;
-        a chain from a running function's variable stands for one that is from nothing better.
+    Returns the first links. A running function's variable begins a chain only if nothing better does; no chain goes
+    through ``ignored`` objects. ``names`` are by ``id``.
     """
     level = [Link(target, None, frozenset({id(target)})) for target in targets]
     hidden = _hidden_things()
@@ -127,13 +121,7 @@ def _own_name(thing: Any) -> str | None:
 
 
 def describe_chain(chain: Link, names: Mapping[int, str], until: object = None) -> str:
-    """Write a chain as one would in code: ``self.net.cache['x']``.
-
-    Args:
-        chain: Its first link.
-        names: As of :func:`find_chains`.
-        until: An object on the way, where the text ends. ``None`` goes to the target.
-    """
+    """Write a chain as one would in code, up to ``until``: ``self.net.cache['x']``."""
     thing = chain.thing
     text = names.get(id(thing)) or _own_name(thing) or _frame_name(thing)
     link: Link | None = chain

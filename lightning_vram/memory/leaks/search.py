@@ -1,10 +1,9 @@
 """When to count, when to watch a step, and when what it left behind is a leak.
 
-Counts that grow steadily only lead to a look at one step. A leak is what that step has left behind: storages that are
-alive ``patience`` steps later while memory goes on to grow. What keeps a graph is told at once. Anything else may be
-collected for the end of the epoch, and be cached until each sample was there once: it is told if it outlives the epoch
-and grows in the next one as well, or if memory would run out before. Where nothing is left of several steps, or nobody
-seems to keep it, attributes are measured at the same moments (``attributes``).
+Steady growth only starts a watch of one step. A leak is what that step has left behind: storages alive ``patience``
+steps later while memory still grows. What keeps a graph is reported at once; anything else if it outlives the epoch and
+grows in the next one as well, or if memory would run out before. Where nothing is left of several steps, or nobody
+seems to keep it, attributes are measured.
 """
 
 import time
@@ -30,19 +29,12 @@ _MAX_SITES = 3
 
 @dataclass(frozen=True)
 class Leak:
-    """What grows with the steps.
+    """What grows with the steps."""
 
-    Args:
-        bytes_per_step: By how much memory grows.
-        tensor_bytes: What the watched step left behind in tensors; the rest is graph, and objects.
-        holders: Who keeps it.
-        sites: Where it was made, with bytes per step, the largest first.
-    """
-
-    bytes_per_step: int
-    tensor_bytes: int
-    holders: tuple[Holder, ...]
-    sites: tuple[tuple[Site, int], ...]
+    bytes_per_step: int  # by how much memory grows
+    tensor_bytes: int  # what the watched step left behind in tensors; the rest is graph, and objects
+    holders: tuple[Holder, ...]  # who keeps it
+    sites: tuple[tuple[Site, int], ...]  # where it was made, with bytes per step, the largest first
 
     def __str__(self) -> str:
         """Several lines."""
@@ -54,38 +46,22 @@ class Leak:
 
 @dataclass(frozen=True)
 class Program:
-    """What a search has to know of the training.
+    """What a search has to know of the training."""
 
-    Args:
-        count: Returns live bytes by device.
-        module: Whose parts are named.
-        held: Returns tensors that may be new and stay: parameters, gradients, optimizer states.
-        names: Returns names by ``id`` of what references are followed from.
-        follows_operators: Whether a dispatch mode may follow a step.
-        room: Returns how many bytes are left.
-        attributes: Returns what each attribute holds, by its path.
-    """
-
-    count: Callable[[], Mapping[str, int]]
-    module: nn.Module
+    count: Callable[[], Mapping[str, int]]  # returns live bytes by device
+    module: nn.Module  # whose parts are named
+    # returns tensors that may be new and stay: parameters, gradients, optimizer states
     held: Callable[[], Iterable[Tensor]]
-    names: Callable[[], Mapping[int, str]]
-    follows_operators: bool
-    room: Callable[[], float]
-    attributes: Callable[[], Mapping[str, Held]] = dict
+    names: Callable[[], Mapping[int, str]]  # returns names by ``id`` of what references are followed from
+    follows_operators: bool  # whether a dispatch mode may follow a step
+    room: Callable[[], float]  # returns how many bytes are left
+    attributes: Callable[[], Mapping[str, Held]] = dict  # returns what each attribute holds, by its path
 
 
 class LeakSearch:
-    """Of one kind of step.
+    """Searches for leaks in one kind of step; ``reported`` are paths of holders that any search has reported."""
 
-    Args:
-        program: That is trained.
-        patience: Over how many steps memory has to grow.
-        min_bytes: Per step.
-        told: Paths of holders that are known, by this search or another.
-    """
-
-    def __init__(self, program: Program, patience: int, min_bytes: int, told: set[str]) -> None:
+    def __init__(self, program: Program, patience: int, min_bytes: int, reported: set[str]) -> None:
         self._program = program
         self._patience = patience
         self._min_bytes = min_bytes
@@ -104,7 +80,7 @@ class LeakSearch:
         self._has_outlived_epoch = False
         self._found: list[Holder] | None = None
         self._suspects: set[str] = set()  # paths, where nobody counts
-        self._told = told
+        self._reported = reported
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
@@ -120,14 +96,7 @@ class LeakSearch:
             yield
 
     def end_step(self, num_steps_left: float) -> Leak | None:
-        """Count at the end of a step.
-
-        Args:
-            num_steps_left: Until the end of the epoch, as far as is known; else infinity.
-
-        Returns:
-            A leak, each once.
-        """
+        """Count at the end of a step; returns each leak once. ``num_steps_left`` of the epoch: infinity if unknown."""
         self._num_steps += 1
         self._count()
         if self._watch is None:
@@ -139,9 +108,11 @@ class LeakSearch:
         self._age += 1
         if self._age == _STEPS_TO_SETTLE:
             self._settle(self._watch.births)
-        elif self._is_next_epoch() and not self._grown_attributes():
-            self._give_up()  # it was emptied
-        elif self._age - _STEPS_TO_SETTLE >= self._patience and self._is_full():
+            return None
+        is_next_epoch = self._has_outlived_epoch and self._age == _STEPS_TO_SETTLE + 1
+        if self._only_measures and is_next_epoch and not self._grown_attributes():
+            self._give_up()  # the epoch has emptied what was measured
+        elif self._age - _STEPS_TO_SETTLE >= self._patience and all(one.is_full for one in self._growth.values()):
             return self._judge(self._watch.births, num_steps_left)
         return None
 
@@ -188,10 +159,7 @@ class LeakSearch:
         self._restart()
 
     def _settle(self, births: Births) -> None:
-        """Go on with what is left of the step; look at another one if that is nothing: not each may leave some.
-
-        Where several leave nothing, go on with attributes that have grown.
-        """
+        """Go on with what is left of the step; else watch another one, or follow attributes that have grown."""
         if self._is_left(births):
             self._restart()
             return
@@ -206,7 +174,8 @@ class LeakSearch:
 
     def _judge(self, births: Births, num_steps_left: float) -> Leak | None:
         grown = self._grown_attributes() if self._only_measures else {}
-        if not self._goes_on() or not (grown or self._is_left(births)):
+        goes_on = not self._growth or any(growth.goes_on() for growth in self._growth.values())
+        if not goes_on or not (grown or self._is_left(births)):
             self._give_up()
             return None
         if grown:
@@ -226,7 +195,7 @@ class LeakSearch:
         return leak
 
     def _leak(self, births: Births, left_bytes: int, *, is_sure: bool) -> Leak | None:
-        """Return what is to be told: what keeps a graph, and what else is sure."""
+        """Return what is to be reported: what keeps a graph, and what else is sure."""
         found = self._found or []
         new = [holder for holder in found if (is_sure or holder.has_graph) and not holder.is_bounded]
         if not self._growth:  # a cache may be full by now: only a second step tells
@@ -234,11 +203,11 @@ class LeakSearch:
                 [holder for holder in new if holder.has_graph or holder.path in self._suspects],
                 self._suspects | {holder.path for holder in new},
             )
-        holders = tuple(holder for holder in new if holder.path not in self._told)
-        is_of_nobody = is_sure and bool(self._growth) and not found and "" not in self._told
+        holders = tuple(holder for holder in new if holder.path not in self._reported)
+        is_of_nobody = is_sure and bool(self._growth) and not found and "" not in self._reported
         if not holders and not is_of_nobody:
             return None
-        self._told |= {holder.path for holder in holders} or {""}
+        self._reported |= {holder.path for holder in holders} or {""}
         self._pause *= 4  # it goes on to grow, and leads to looks
         return Leak(self._slope or left_bytes, left_bytes, holders, _sites(births))
 
@@ -255,16 +224,6 @@ class LeakSearch:
         most = max(growth.steady_bytes() or 0 for growth in self._growth.values())
         self._slope = most // self._pace.stride
         return self._slope > 0
-
-    def _is_next_epoch(self) -> bool:
-        """Whether attributes are measured, and this is the first step after an epoch: what it emptied is small now."""
-        return self._only_measures and self._has_outlived_epoch and self._age == _STEPS_TO_SETTLE + 1
-
-    def _is_full(self) -> bool:
-        return all(growth.is_full for growth in self._growth.values())
-
-    def _goes_on(self) -> bool:
-        return not self._growth or any(growth.goes_on() for growth in self._growth.values())
 
     def _restart(self) -> None:
         for growth in self._growth.values():

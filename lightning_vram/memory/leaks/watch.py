@@ -1,30 +1,24 @@
-"""Watch one step closely: every storage that is born in it, with the line that made it.
-
-Storages that Python can see are found by looking before and after, which takes tenths of a second; those that only
-the graph keeps by a dispatch mode, which takes some ten microseconds per operator. So few steps are watched.
-"""
+"""Watch one step closely: every storage that is allocated in it, with the line that made it."""
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.memory.leaks.births import BirthMode, Births, Site, storages_of, user_frames
+from lightning_vram.memory.leaks.births import Births, Site, line_of_user, storages_of, user_frames
 from lightning_vram.memory.tracking.following import follow_modules
 from lightning_vram.memory.tracking.ledger import Ledger
+from lightning_vram.memory.tracking.operator_results import ResultRecorder, Results
 from lightning_vram.private_names.torch.autograd import num_nodes
 from lightning_vram.private_names.torch.tensors import storage_key
+from lightning_vram.private_names.torch.trees import tensors_in
 
 
 class Watch:
-    """From before one step to before the next: :meth:`finish` ends it.
-
-    Args:
-        module: Whose parts are named.
-        follows_operators: Whether operators may be followed: compiled code would run uncompiled.
-    """
+    """From before one step to before the next: :meth:`finish` ends it. Followed steps run uncompiled."""
 
     def __init__(self, module: nn.Module, *, follows_operators: bool) -> None:
         self._module = module
@@ -41,17 +35,21 @@ class Watch:
             yield
             return
         place = Ledger()  # of which only the name of the module is used
+        outer = user_frames()  # which were there before the step, and made nothing of it
+
+        def note(result: Any, results: Results, func: Any) -> None:
+            if results is Results.NEW:
+                site = Site(place.module, line_of_user(outer))
+                for storage in storages_of(tensors_in(result)):
+                    self.births.add(storage, site)
+
         with ExitStack() as stack:
             follow_modules(stack, place, self._module, lambda: None)
-            stack.enter_context(BirthMode(self.births, place, user_frames()))
+            stack.enter_context(ResultRecorder(note))
             yield
 
     def finish(self, held: Callable[[], Iterable[Tensor]]) -> None:
-        """End with the step.
-
-        Args:
-            held: Returns what may be new and stay: parameters, gradients, optimizer states.
-        """
+        """End with the step; ``held`` returns what may be new and stay: parameters, gradients, optimizer states."""
         self.births.nodes = range(self._first_node, num_nodes())
         self.births.alive()  # forgets the dead, whose addresses may be used again
         for storage in _visible_storages():

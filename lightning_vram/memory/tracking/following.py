@@ -1,4 +1,4 @@
-"""Follow what no operator tells: which module is running, and storages that are resized."""
+"""Follow what no operator shows: which module is running, and storages that are resized."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,11 +17,7 @@ _resizing: list[Ledger] = []
 
 @contextmanager
 def module_scope(module: nn.Module) -> Iterator[None]:
-    """Say that ``module`` runs inside the block, where its forward is called without its ``__call__`` and hooks.
-
-    Recomputation runs a layer's forward by itself: the hooks of the user must not fire a second time, yet a tracker
-    wants to know whose bytes are made.
-    """
+    """Name ``module`` as running inside the block: recomputation calls a forward without ``__call__`` and its hooks."""
     called = list(_listeners)
     for enter, _ in called:
         enter(module)
@@ -72,5 +68,8 @@ def _resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
     was_empty = storage.nbytes() == 0
     result = super(torch.UntypedStorage, storage).resize_(size)
     for ledger in _resizing:
-        (ledger.fill_storage if was_empty else ledger.update_storage)(storage)
+        if was_empty:
+            ledger.add_storage(storage, storage.device, "resize_")
+        else:
+            ledger.update_storage(storage)
     return result

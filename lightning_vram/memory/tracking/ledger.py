@@ -1,4 +1,4 @@
-"""The tracker's book: which storages are alive, when each was born, grew and died, and what it is for."""
+"""The tracker's ledger: which storages are alive, when each was allocated, resized and freed, and what it is for."""
 
 import weakref
 from collections import Counter
@@ -19,15 +19,11 @@ SCRATCH = " (scratch)"  # ends the name of an operator, for what it took beside 
 
 @dataclass(frozen=True)
 class Moment:
-    """When and where something happens in the tracked program.
+    """When and where something happens in the tracked program."""
 
-    Args:
-        phase: The running phase.
-        is_building_graph: Whether what is made now may be kept for a later backward: in a forward, in the
-            recomputation of one, and in a backward with ``create_graph``.
-    """
-
-    phase: Phase
+    phase: Phase  # the running phase
+    # whether what is made now may be kept for a later backward: in a forward, in the recomputation of one, and in a
+    # backward with ``create_graph``
     is_building_graph: bool
 
 
@@ -61,19 +57,23 @@ class Ledger:
         self.module = ""
         self.is_in_reducer = False  # what DDP itself makes holds gradients
         self._entries: list[_Entry] = []
-        self._events: list[MemoryEvent] = []
-        self._backward_starts: list[int] = []
-        self._live_bytes: Counter[str] = Counter()
+        self.events: list[MemoryEvent] = []
+        self.backward_starts: list[int] = []  # indices into them
+        self.live_bytes: Counter[str] = Counter()  # by device
         self._streams: dict[tuple[torch.device, int], int] = {}
         self._open: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def add(self, tensor: Tensor, op: str) -> None:
         """Note what an operator returned: a new storage is born, a known one may have changed its size."""
         for storage, device in iterate_storages(tensor):
-            if storage_key(storage) in self._open:
-                self.update_storage(storage)
-            else:
-                self._birth(storage, device, op, self.module)
+            self.add_storage(storage, device, op)
+
+    def add_storage(self, storage: torch.UntypedStorage, device: torch.device, op: str) -> None:
+        """Note the present size of a storage, which is born now if it is unknown."""
+        if storage_key(storage) in self._open:
+            self.update_storage(storage)
+        else:
+            self._birth(storage, device, op, self.module)
 
     def update(self, tensor: Tensor) -> None:
         """Note the present size of what is known of ``tensor``."""
@@ -86,13 +86,6 @@ class Ledger:
         if account is not None:
             number = account[1]
             self._change(number, int(storage.nbytes()) - self._entries[number].num_bytes)
-
-    def fill_storage(self, storage: torch.UntypedStorage) -> None:
-        """Note that an empty storage got a size: born now, if it is unknown."""
-        if storage_key(storage) in self._open:
-            self.update_storage(storage)
-        else:
-            self._birth(storage, storage.device, "resize_", self.module)
 
     def label(self, tensor: Tensor, category: Category, module: str) -> None:
         """Say what the storages of ``tensor`` are for; the first word counts. Unknown ones were held before."""
@@ -128,37 +121,19 @@ class Ledger:
 
     def start_backward(self) -> None:
         """Note that a backward begins with what is alive now."""
-        self._backward_starts.append(len(self._events))
-
-    @property
-    def num_events(self) -> int:
-        """Changes noted so far."""
-        return len(self._events)
-
-    def live_bytes(self, device: str) -> int:
-        """Bytes alive on a device now."""
-        return self._live_bytes[device]
-
-    @property
-    def has_seen_backward(self) -> bool:
-        """Whether any backward has begun."""
-        return bool(self._backward_starts)
+        self.backward_starts.append(len(self.events))
 
     def close(self) -> None:
         """Stop noting deaths."""
         self._open.clear()  # with their references go the callbacks
 
     def timeline(self, device: str | None) -> MemoryTimeline:
-        """Freeze what is written so far.
-
-        Args:
-            device: Device the sums are over. ``None`` takes the first that is not the host, or the host.
-        """
+        """Freeze what is written so far; ``None`` sums over the first device that is not the host, or the host."""
         devices = sorted({entry.device for entry in self._entries} - {HOST})
         return MemoryTimeline(
             allocations=tuple(_freeze(entry) for entry in self._entries),
-            events=tuple(self._events),
-            backward_starts=tuple(self._backward_starts),
+            events=tuple(self.events),
+            backward_starts=tuple(self.backward_starts),
             device=device or next(iter(devices), HOST),
         )
 
@@ -186,8 +161,8 @@ class Ledger:
         if change_bytes:
             entry = self._entries[number]
             entry.num_bytes += change_bytes
-            self._live_bytes[entry.device] += change_bytes
-            self._events.append(MemoryEvent(number, change_bytes, self.moment.phase))
+            self.live_bytes[entry.device] += change_bytes
+            self.events.append(MemoryEvent(number, change_bytes, self.moment.phase))
 
 
 def _freeze(entry: _Entry) -> Allocation:

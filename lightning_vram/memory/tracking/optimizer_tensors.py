@@ -10,21 +10,16 @@ _kept: WeakKeyDictionary[Optimizer, Callable[[], Iterable[Tensor]]] = WeakKeyDic
 
 
 def register_optimizer_tensors(optimizer: Optimizer, read: Callable[[], Iterable[Tensor]]) -> None:
-    """Tell that ``optimizer`` works with tensors that are in none of its attributes, such as weights in float32.
-
-    Args:
-        optimizer: Is not kept alive.
-        read: Returns them, now. Must not hold the optimizer.
-    """
+    """Count tensors that are in no attribute of an optimizer, which ``read`` must not hold, such as fp32 weights."""
     _kept[optimizer] = read
 
 
 def forget_optimizer_tensors(optimizer: Optimizer) -> None:
-    """Take that back. An optimizer that nothing was told of is left alone."""
+    """Undo :func:`register_optimizer_tensors`, if it was called."""
     _kept.pop(optimizer, None)
 
 
 def optimizer_tensors(optimizer: Optimizer) -> Iterable[Tensor]:
-    """The tensors that were told of."""
+    """Return the tensors that were registered."""
     read = _kept.get(optimizer)
     return () if read is None else read()

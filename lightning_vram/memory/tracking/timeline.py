@@ -1,10 +1,11 @@
 """What ``track_memory`` measured: every change of live bytes, and sums over them."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate
 
 HOST = "cpu"
 
@@ -31,41 +32,27 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class Allocation:
-    """One storage, from birth to death.
+    """One storage, from birth to death."""
 
-    Args:
-        op: Operator that made it, ``"held"`` if it was there before; ``"NAME (scratch)"`` if a kernel took it and gave
-            it back.
-        module: Name of the innermost module it belongs to or was made in; empty for the root and outside of any.
-        phase: Phase in which it was made.
-        category: What it is for, known at the end.
-        device: Where it lies, as ``"cuda:0"``.
-        is_pinned: Whether somebody has told that it is page-locked host memory.
-        stream: On which of the device's streams it was made: 0 is the default one, others count in order of sight.
-    """
-
+    # operator that made it, ``"held"`` if it was there before; ``"NAME (scratch)"`` if a kernel took it and gave it
+    # back
     op: str
-    module: str
-    phase: Phase
-    category: Category
-    device: str
-    is_pinned: bool = False
+    module: str  # name of the innermost module it belongs to or was made in; empty for the root and outside of any
+    phase: Phase  # phase in which it was made
+    category: Category  # what it is for, known at the end
+    device: str  # where it lies, as ``"cuda:0"``
+    is_pinned: bool = False  # whether it was reported as page-locked host memory
+    # on which of the device's streams it was made: 0 is the default one, others count in order of sight
     stream: int = 0
 
 
 @dataclass(frozen=True)
 class MemoryEvent:
-    """One change of the live bytes.
+    """One change of the live bytes."""
 
-    Args:
-        allocation: Index into :attr:`MemoryTimeline.allocations`.
-        change_bytes: Positive at birth and growth, negative at death and shrinking.
-        phase: Phase in which it happened.
-    """
-
-    allocation: int
-    change_bytes: int
-    phase: Phase
+    allocation: int  # index into :attr:`MemoryTimeline.allocations`
+    change_bytes: int  # positive at birth and growth, negative at death and shrinking
+    phase: Phase  # phase in which it happened
 
 
 @dataclass(frozen=True)
@@ -168,13 +155,7 @@ class MemoryTimeline:
 
     def peak_of(self, category: Category) -> int:
         """Most bytes of one category alive at once, which may be at another moment than the peak of all."""
-        live_bytes = peak_bytes = 0
-        for event in self.events:
-            allocation = self.allocations[event.allocation]
-            if allocation.device == self.device and allocation.category is category:
-                live_bytes += event.change_bytes
-                peak_bytes = max(peak_bytes, live_bytes)
-        return peak_bytes
+        return self._peak_where(lambda one: one.device == self.device and one.category is category)
 
     @property
     def saved_for_backward_bytes(self) -> int:
@@ -197,13 +178,12 @@ class MemoryTimeline:
 
     @property
     def pinned_peak_bytes(self) -> int:
-        """Most bytes of page-locked host memory at once, as far as anybody has told of it."""
-        live_bytes = peak_bytes = 0
-        for event in self.events:
-            if self.allocations[event.allocation].is_pinned:
-                live_bytes += event.change_bytes
-                peak_bytes = max(peak_bytes, live_bytes)
-        return peak_bytes
+        """Most bytes of page-locked host memory at once, as far as it was reported."""
+        return self._peak_where(lambda one: one.is_pinned)
+
+    def _peak_where(self, counts: Callable[[Allocation], bool]) -> int:
+        changes = (event.change_bytes for event in self.events if counts(self.allocations[event.allocation]))
+        return max(accumulate(changes, initial=0))
 
     @cached_property
     def _totals(self) -> _Totals:

@@ -1,17 +1,13 @@
 """Count live tensor bytes exactly, on any machine: no GPU, no allocator, no sampling.
 
 A dispatch mode sees the result of every operator, from autograd and from recomputation too, and a weak reference tells
-when each storage dies. The bytes are those of the storages: views share, wrapper subclasses count what they hold. The
-same program gives the same numbers at each run, and fake tensors give the numbers of real ones, so a claim about
-memory can be a test. (Where PyTorch's own fake kernel returns other tensors than the real one, so do the numbers: on
-the host ``nn.LSTM``, ``nn.EmbeddingBag``, and a norm whose input needs no gradient.)
+when each storage dies. Views share bytes, wrapper subclasses count what they hold. The same program gives the same
+numbers at each run, and so do fake tensors, except where PyTorch's fake kernels return other tensors (on the host
+``nn.LSTM``, ``nn.EmbeddingBag``, and a norm whose input needs no gradient).
 
-What it does not see: workspaces inside a kernel (cuDNN, cuBLAS), the allocator's rounding and fragmentation, and
-memory that no PyTorch operator returns (a file read by ``torch.load``, a batch from a worker process, ``deepcopy``).
-What it costs: some 10-20 microseconds of Python per operator. A compiled
-callable runs uncompiled while a dispatch mode is on, so what compilation saves cannot be tracked.
-
-Results are those of the program without it, but for what PyTorch does under any dispatch mode: a tracked backward of
+Not seen: workspaces inside a kernel, the allocator's rounding and fragmentation, and memory that no operator returns (a
+file read by ``torch.load``, a batch from a worker process, ``deepcopy``). It costs 10-20 microseconds per operator. A
+compiled callable runs uncompiled. Results are exact, but for what PyTorch does under any dispatch mode: a backward of
 ``prod`` and ``cumprod``, and ``linalg.svdvals``, ``eigvalsh``, ``cond``, ``lstsq`` and the nuclear norm without
 gradients, take formulas that round otherwise, and ``Custom(tensor)`` of a tensor subclass is an error
 (``tensor.as_subclass(Custom)`` is none).
@@ -25,12 +21,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
-from typing_extensions import override
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_vram.memory.tracking.following import follow_modules, follow_resizes
 from lightning_vram.memory.tracking.ledger import (
@@ -42,20 +33,12 @@ from lightning_vram.memory.tracking.ledger import (
     Moment,
     label_all,
 )
-from lightning_vram.memory.tracking.operator_results import Results, results_of
+from lightning_vram.memory.tracking.operator_results import ResultRecorder, Results
 from lightning_vram.memory.tracking.optimizer_tensors import optimizer_tensors
 from lightning_vram.memory.tracking.storages import iterate_tensors
 from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline, Phase
 from lightning_vram.private_names.torch.autograd import current_graph_task_id
-from lightning_vram.private_names.torch.dispatch import (
-    ASK_DEVICE,
-    FakeTensor,
-    TorchDispatchMode,
-    detect_fake_mode,
-    is_traceable_wrapper_subclass_type,
-)
-from lightning_vram.private_names.torch.operator_calls import call_operator
-from lightning_vram.private_names.torch.operators import run_others
+from lightning_vram.private_names.torch.dispatch import FakeTensor, detect_fake_mode
 from lightning_vram.private_names.torch.trees import tensors_in
 
 
@@ -104,41 +87,25 @@ class MemoryTracker:
         self._module = module
         self._optimizers = list(optimizers)
         self._inputs = inputs
-        self._ledger = Ledger()
+        self.ledger = Ledger()
         self._step_depth = 0
         self._exit = ExitStack()
         self._is_fresh = True
+        self._is_fake = False
         self._device: str | None = None
 
     @property
     def timeline(self) -> MemoryTimeline:
         """What was measured so far, frozen. Its device is that of the module's parameters, else an accelerator seen."""
-        return self._ledger.timeline(self._device)
-
-    @property
-    def num_events(self) -> int:
-        """Changes noted so far: where in :attr:`MemoryTimeline.events` the program is now."""
-        return self._ledger.num_events
-
-    def live_bytes(self, device: torch.device) -> int:
-        """Bytes alive on ``device`` now."""
-        return self._ledger.live_bytes(str(device))
-
-    def note_pinned(self, tensor: Tensor) -> None:
-        """Note that a host tensor made inside the block is page-locked: no operator tells."""
-        self._ledger.note_pinned(tensor)
-
-    def note_scratch(self, op: str, device: torch.device, sizes: Iterable[int]) -> None:
-        """Note what the kernel of an operator took beside its result, and gave back: no operator tells."""
-        self._ledger.note_scratch(op, device, sizes)
+        return self.ledger.timeline(self._device)
 
     def label_inputs(self, batch: Any) -> None:
         """Count the tensors of a batch, any nest of them, as inputs; also those made inside the block."""
-        label_all(self._ledger, (("", leaf) for leaf in iterate_tensors(batch)), Category.INPUTS)
+        label_all(self.ledger, (("", leaf) for leaf in iterate_tensors(batch)), Category.INPUTS)
 
     def label_gradients(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors as gradients, such as those that they are gathered in."""
-        label_all(self._ledger, (("", tensor) for tensor in tensors), Category.GRADIENTS)
+        label_all(self.ledger, (("", tensor) for tensor in tensors), Category.GRADIENTS)
 
     def __enter__(self) -> Self:
         if not self._is_fresh:
@@ -153,15 +120,13 @@ class MemoryTracker:
             if gc.isenabled():
                 gc.disable()
                 stack.callback(gc.enable)
-            follow_modules(stack, self._ledger, self._module, self._end_steps)
-            follow_resizes(stack, self._ledger)
-            for handle in (
-                register_optimizer_step_pre_hook(self._before_step),
-                register_optimizer_step_post_hook(self._after_step),
-            ):
-                stack.callback(handle.remove)
-            is_fake = detect_fake_mode(_held_tensors(self._module, self._inputs)) is not None
-            stack.enter_context(_Recorder(self._ledger, self._observe, is_fake=is_fake))
+            follow_modules(stack, self.ledger, self._module, self._end_steps)
+            follow_resizes(stack, self.ledger)
+            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            held = [*(self._module.parameters() if self._module is not None else ()), *iterate_tensors(self._inputs)]
+            self._is_fake = detect_fake_mode(held) is not None
+            stack.enter_context(ResultRecorder(self._note, self._before_operator))
             self._inputs = None  # the tracked program decides how long its batch lives
             self._exit = stack.pop_all()
         return self
@@ -171,23 +136,37 @@ class MemoryTracker:
     ) -> None:
         self._exit.close()
         self._label()
-        if not self._ledger.has_seen_backward and torch.is_grad_enabled():
-            self._ledger.label_activations()  # a forward alone: what lives now is what a backward would find
-            self._ledger.start_backward()
-        self._ledger.close()
+        if not self.ledger.backward_starts and torch.is_grad_enabled():
+            self.ledger.label_activations()  # a forward alone: what lives now is what a backward would find
+            self.ledger.start_backward()
+        self.ledger.close()
+
+    def _before_operator(self, func: Any) -> None:
+        if func is not torch.ops.aten.detach.default:
+            self._observe()  # but hooks on saved tensors detach without gradients, in the middle of a recomputation
+
+    def _note(self, result: Any, results: Results, func: Any) -> None:
+        if results is Results.NEW:
+            for tensor in tensors_in(result):
+                # DTensor works shapes out on fake tensors of its own, once per operator.
+                if self._is_fake or not isinstance(tensor, FakeTensor):
+                    self.ledger.add(tensor, str(func))
+        elif results is Results.CHANGED:
+            for tensor in tensors_in(result):
+                self.ledger.update(tensor)
 
     def _observe(self) -> None:
         """Find out which phase the next operator belongs to, and what a change of phase tells."""
-        before, now = self._ledger.moment, self._now()
+        before, now = self.ledger.moment, self._now()
         if now is before:
             return
         if now.phase is Phase.BACKWARD and before.is_building_graph:
             if before.phase is not Phase.BACKWARD:
                 self._label()  # first what the forward put into parameters and buffers
-            self._ledger.label_activations()
+            self.ledger.label_activations()
         if now.phase is Phase.BACKWARD and before.phase is not Phase.BACKWARD:
-            self._ledger.start_backward()
-        self._ledger.moment = now
+            self.ledger.start_backward()
+        self.ledger.moment = now
         if before.phase is Phase.BACKWARD and now.phase is not Phase.BACKWARD:
             self._label()
 
@@ -203,16 +182,16 @@ class MemoryTracker:
             named = [(name.rpartition(".")[0], parameter) for name, parameter in self._module.named_parameters()]
             owners = {id(parameter): owner for owner, parameter in named}
             buffers = ((name.rpartition(".")[0], buffer) for name, buffer in self._module.named_buffers())
-            label_all(self._ledger, named, Category.PARAMETERS)
-            label_all(self._ledger, buffers, Category.BUFFERS)
-            label_all(self._ledger, ((owner, p.grad) for owner, p in named), Category.GRADIENTS)
+            label_all(self.ledger, named, Category.PARAMETERS)
+            label_all(self.ledger, buffers, Category.BUFFERS)
+            label_all(self.ledger, ((owner, p.grad) for owner, p in named), Category.GRADIENTS)
         for optimizer in self._optimizers:
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 owner = owners.get(id(parameter), "")
-                label_all(self._ledger, [(owner, parameter.grad)], Category.GRADIENTS)
+                label_all(self.ledger, [(owner, parameter.grad)], Category.GRADIENTS)
                 state = optimizer.state.get(parameter, {})
-                label_all(self._ledger, ((owner, leaf) for leaf in tensors_in(state)), Category.OPTIMIZER_STATE)
-            label_all(self._ledger, (("", tensor) for tensor in optimizer_tensors(optimizer)), Category.OPTIMIZER_STATE)
+                label_all(self.ledger, ((owner, leaf) for leaf in tensors_in(state)), Category.OPTIMIZER_STATE)
+            label_all(self.ledger, (("", tensor) for tensor in optimizer_tensors(optimizer)), Category.OPTIMIZER_STATE)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not any(optimizer is known for known in self._optimizers):
@@ -244,47 +223,3 @@ class MemoryTracker:
 
         run.__wrapped__ = closure  # type: ignore[attr-defined]  # who asks whose it is
         return run
-
-
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Reports what every operator returns to the ledger."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, ledger: Ledger, observe: Callable[[], None], *, is_fake: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._ledger = ledger
-        self._observe = observe
-        self._is_fake = is_fake
-
-    @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(map(is_traceable_wrapper_subclass_type, types)):
-            return NotImplemented  # the wrapper unwraps itself; what it runs inside comes here again
-        if func is ASK_DEVICE:
-            return args[0].device
-        results = results_of(func)
-        if results is Results.COMPOSED:
-            with self:
-                return run_others(func, *args, **(kwargs or {}))
-        if func is not torch.ops.aten.detach.default:
-            self._observe()  # but hooks on saved tensors detach without gradients, in the middle of a recomputation
-        result = call_operator(func, args, kwargs)
-        self._write_down(result, results, func)
-        return result
-
-    def _write_down(self, result: Any, results: Results, func: Any) -> None:
-        if results is Results.NEW:
-            for tensor in tensors_in(result):
-                # DTensor works shapes out on fake tensors of its own, once per operator.
-                if self._is_fake or not isinstance(tensor, FakeTensor):
-                    self._ledger.add(tensor, str(func))
-        elif results is Results.CHANGED:
-            for tensor in tensors_in(result):
-                self._ledger.update(tensor)
-
-
-def _held_tensors(module: nn.Module | None, inputs: Any) -> list[Tensor]:
-    return [*(module.parameters() if module is not None else ()), *iterate_tensors(inputs)]

@@ -63,11 +63,11 @@ def test_the_context_of_an_unknown_card_is_half_a_gigabyte():
 def test_cublas_takes_workspaces_by_the_generation_of_the_card(card, num_bytes, is_kept):
     found = workspaces_of(find_device(card), {})
     if is_kept:
-        assert found.kept_bytes["aten.mm.default"] == found.kept_bytes["aten.bmm.default"] == (num_bytes,)
-        assert found.kept_bytes["aten.addmm.default"] == (num_bytes, MIB)
+        assert found.persistent_bytes["aten.mm.default"] == found.persistent_bytes["aten.bmm.default"] == (num_bytes,)
+        assert found.persistent_bytes["aten.addmm.default"] == (num_bytes, MIB)
         assert found.scratch_bytes == {}
     else:
-        assert found.kept_bytes == {}
+        assert found.persistent_bytes == {}
         assert found.scratch_bytes["aten.mm.default"] == found.scratch_bytes["aten.bmm.default"] == num_bytes
         assert found.scratch_bytes["aten.addmm.default"] == MIB
 
@@ -76,11 +76,11 @@ def test_the_environment_sets_the_workspace(is_kept):
     environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8:16:2"}
     found = workspaces_of(find_device("h100"), environment)
     num_bytes = (4096 * 8 + 16 * 2) * 1024
-    assert (found.kept_bytes if is_kept else found.scratch_bytes)["aten.mm.default"] in (num_bytes, (num_bytes,))
+    assert (found.persistent_bytes if is_kept else found.scratch_bytes)["aten.mm.default"] in (num_bytes, (num_bytes,))
 
 
 def test_the_environment_lets_workspaces_be_kept(is_kept):
-    assert workspaces_of(find_device("h100"), {"TORCH_CUBLAS_WORKSPACE_CACHE": "1"}).kept_bytes
+    assert workspaces_of(find_device("h100"), {"TORCH_CUBLAS_WORKSPACE_CACHE": "1"}).persistent_bytes
 
 
 def test_what_was_measured_overrules(is_kept):
@@ -89,13 +89,13 @@ def test_what_was_measured_overrules(is_kept):
     )
     found = workspaces_of(spec, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
     assert (found.context_bytes, found.notes) == (300 * MIB, ())
-    assert bool(found.kept_bytes) is not is_kept
-    assert (found.scratch_bytes if is_kept else found.kept_bytes)["aten.mm.default"] in (5 * MIB, (5 * MIB,))
+    assert bool(found.persistent_bytes) is not is_kept
+    assert (found.scratch_bytes if is_kept else found.persistent_bytes)["aten.mm.default"] in (5 * MIB, (5 * MIB,))
 
 
 def test_a_card_without_workspaces_takes_none(is_kept):
     found = workspaces_of(find_device("mi300x"), {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
-    assert (found.kept_bytes, found.scratch_bytes) == ({}, {})
+    assert (found.persistent_bytes, found.scratch_bytes) == ({}, {})
 
 
 def test_the_header_of_this_version_is_there():

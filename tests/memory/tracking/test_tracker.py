@@ -548,14 +548,14 @@ def test_fsdp2_steps_are_alike():
 def test_what_no_operator_tells_is_noted():
     with track_memory() as tracker:
         batch = torch.empty(64)
-        before = tracker.num_events
-        tracker.note_scratch("aten.mm.default", batch.device, [1000, 24])
-        assert tracker.num_events == before + 4
+        before = len(tracker.ledger.events)
+        tracker.ledger.note_scratch("aten.mm.default", batch.device, [1000, 24])
+        assert len(tracker.ledger.events) == before + 4
         buffer = torch.empty(16)
-        tracker.note_pinned(buffer)
+        tracker.ledger.note_pinned(buffer)
         tracker.label_inputs({"batch": [batch]})
         tracker.label_gradients([buffer])
-        assert tracker.live_bytes(batch.device) == 80 * FLOAT
+        assert tracker.ledger.live_bytes[str(batch.device)] == 80 * FLOAT
     timeline = tracker.timeline
     assert changes(timeline)[before:] == [
         ("aten.mm.default (scratch)", 1000),

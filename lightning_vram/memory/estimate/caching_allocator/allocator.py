@@ -4,8 +4,6 @@ from bisect import insort
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-import torch
-
 from lightning_vram.memory.estimate.caching_allocator.segments import (
     Block,
     DeviceMemory,
@@ -14,7 +12,6 @@ from lightning_vram.memory.estimate.caching_allocator.segments import (
     Pool,
 )
 from lightning_vram.memory.estimate.caching_allocator.settings import MIN_BLOCK, SMALL, AllocatorSettings, round_request
-from lightning_vram.memory.units import format_bytes
 
 
 @dataclass(slots=True)
@@ -25,20 +22,19 @@ class AllocatorStatistics:
     allocated_bytes: int = 0  # in blocks that serve requests: ``torch.cuda.memory_allocated``
     peak_requested_bytes: int = 0  # most at once
     peak_allocated_bytes: int = 0  # most at once
-    num_retries: int = 0  # how often the cache was given back because the driver had no memory
 
 
 class CachingAllocator:
     """Serve requests from cached blocks, and take segments where none fits.
 
-    What depends on the time that kernels take is not simulated: a freed block that another stream may still use is free
-    at once. Graphs' private pools are another ``stream`` each.
+    The time that kernels take is not simulated: a freed block that another stream may still use is free at once.
+    Private pools of graphs are another ``stream`` each.
     """
 
-    def __init__(self, settings: AllocatorSettings | None = None, *, capacity_bytes: int | None = None) -> None:
+    def __init__(self, settings: AllocatorSettings | None = None) -> None:
         self.settings = settings or AllocatorSettings()
         self.statistics = AllocatorStatistics()
-        self.device_memory = DeviceMemory(capacity_bytes)
+        self.device_memory = DeviceMemory()
         kind = ExpandableSegments if self.settings.expandable_segments else FixedSegments
         self.segments: ExpandableSegments | FixedSegments = kind(self.device_memory, self.settings)
         self._pools: dict[tuple[Hashable, bool], Pool] = {}
@@ -55,14 +51,14 @@ class CachingAllocator:
         return tuple(self._pools.values())
 
     def malloc(self, num_bytes: int, stream: Hashable = 0) -> Block:
-        """Serve a request; ``torch.OutOfMemoryError`` if the driver has no memory for it, with all cache given back."""
+        """Serve a request of ``num_bytes``."""
         if self._divisions or num_bytes < MIN_BLOCK:
             size = round_request(num_bytes, self._divisions)
         else:
             size = (num_bytes + MIN_BLOCK - 1) // MIN_BLOCK * MIN_BLOCK
         is_small = size <= SMALL
         pool = self._pools.get((stream, is_small)) or self.pool_of(stream, is_small=is_small)
-        block = self.segments.find(pool, size) or self._grow(pool, size)
+        block = self.segments.find(pool, size) or self.segments.grow(pool, size)
         if self._is_to_split(block, size):
             rest = block.split(size)
             rest.is_free = True
@@ -71,11 +67,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block back.
-
-        Raises:
-            ValueError: If it is not in use.
-        """
+        """Take a block back."""
         self.request_free(block)
         self.complete_free(block)
 
@@ -116,26 +108,3 @@ class CachingAllocator:
             return remaining >= MIN_BLOCK
         limit = self.settings.max_split_bytes
         return remaining > SMALL and (limit is None or size < limit)
-
-    def _grow(self, pool: Pool, size: int) -> Block:
-        """Take memory from the driver; if it has none, give cache back, first a little, then all."""
-        block = self.segments.grow(pool, size)
-        if block is None and self.segments.release_for(pool, size):
-            block = self.segments.grow(pool, size)
-        if block is None:
-            self.empty_cache()
-            self.statistics.num_retries += 1
-            block = self.segments.grow(pool, size)
-        if block is None:
-            raise torch.OutOfMemoryError(self._describe(size))
-        return block
-
-    def _describe(self, size: int) -> str:
-        memory, allocated_bytes = self.device_memory, self.statistics.allocated_bytes
-        capacity_bytes = memory.capacity_bytes or 0
-        return (
-            f"CUDA out of memory, in simulation. Tried to allocate {format_bytes(size)}. PyTorch can have "
-            f"{format_bytes(capacity_bytes)}, of which {format_bytes(capacity_bytes - memory.reserved_bytes)} is free, "
-            f"{format_bytes(allocated_bytes)} is allocated, and "
-            f"{format_bytes(memory.reserved_bytes - allocated_bytes)} is reserved but unallocated."
-        )

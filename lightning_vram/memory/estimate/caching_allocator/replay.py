@@ -1,4 +1,4 @@
-"""A tracked step in the order in which the allocator of a card sees it, and what that would reserve for it."""
+"""Replay a tracked step in a GPU's order of allocations, and what its allocator reserves for it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -56,20 +56,11 @@ def replay(
     device: str,
     *,
     settings: AllocatorSettings | None = None,
-    kept: Mapping[str, tuple[int, ...]] | None = None,
+    persistent: Mapping[str, tuple[int, ...]] | None = None,
     scratch: Mapping[str, int] | None = None,
 ) -> AllocatorReplay:
-    """Replay what a timeline has on one device, of one step or more: the second is as all later ones.
-
-    Args:
-        timeline: Of :func:`lightning_vram.track_memory`.
-        device: As in :attr:`MemoryTimeline.devices`.
-        settings: Of the allocator. ``None`` takes PyTorch's defaults.
-        kept: Blocks that libraries take for good when an operator, by its name, has first made its result: each once
-            for a stream in the thread of the forward, and once in that of the backward.
-        scratch: Bytes that an operator, by its name, takes while it makes its result, and gives back.
-    """
-    player = _Player(CachingAllocator(settings), kept or {}, scratch or {})
+    """Replay what a timeline has on one device, of one step or more: the second step stands for all later ones."""
+    player = _Player(CachingAllocator(settings), persistent or {}, scratch or {})
     allocated, reserved = [], []
     for event in timeline.events:
         scratch_bytes = 0
@@ -77,7 +68,7 @@ def replay(
         if allocation.device == device:
             player.change(event.allocation, event.change_bytes, allocation.stream)
             if event.change_bytes > 0:
-                player.take_kept(allocation, event.phase)
+                player.take_persistent(allocation, event.phase)
                 scratch_bytes = player.use_scratch(allocation)
         allocated.append(player.allocator.statistics.allocated_bytes + scratch_bytes)
         reserved.append(player.allocator.reserved_bytes)
@@ -86,7 +77,7 @@ def replay(
         reserved=tuple(reserved),
         peak_allocated_bytes=player.allocator.statistics.peak_allocated_bytes,
         peak_reserved_bytes=player.allocator.device_memory.peak_reserved_bytes,
-        workspace_bytes=player.kept_bytes + player.most_scratch_bytes,
+        workspace_bytes=player.persistent_bytes + player.most_scratch_bytes,
     )
 
 
@@ -94,22 +85,22 @@ class _Player:
     """Knows which block each allocation has."""
 
     def __init__(
-        self, allocator: CachingAllocator, kept: Mapping[str, tuple[int, ...]], scratch: Mapping[str, int]
+        self, allocator: CachingAllocator, persistent: Mapping[str, tuple[int, ...]], scratch: Mapping[str, int]
     ) -> None:
         self.allocator = allocator
-        self._kept = kept
+        self._persistent = persistent
         self._taken: set[tuple[int, int, bool]] = set()
         self._scratch = scratch
-        self.kept_bytes = self.most_scratch_bytes = 0
+        self.persistent_bytes = self.most_scratch_bytes = 0
         self._blocks: dict[int, Block] = {}
 
-    def take_kept(self, allocation: Allocation, phase: Phase) -> None:
+    def take_persistent(self, allocation: Allocation, phase: Phase) -> None:
         """Allocate what libraries keep from an operator's first run on."""
-        for library, num_bytes in enumerate(self._kept.get(allocation.op, ())):
+        for library, num_bytes in enumerate(self._persistent.get(allocation.op, ())):
             key = library, allocation.stream, phase is Phase.BACKWARD
             if key not in self._taken:
                 self._taken.add(key)
-                self.kept_bytes += self.allocator.malloc(num_bytes, allocation.stream).size
+                self.persistent_bytes += self.allocator.malloc(num_bytes, allocation.stream).size
 
     def use_scratch(self, allocation: Allocation) -> int:
         """Allocate and free what an operator needs beside its result; return how much was in use for it."""

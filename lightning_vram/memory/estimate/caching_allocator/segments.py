@@ -16,22 +16,17 @@ _ENDLESS = 1 << 50
 
 
 class DeviceMemory:
-    """Memory of a card, as far as this process may have it."""
+    """Memory that the driver has given to this process."""
 
-    def __init__(self, capacity_bytes: int | None = None) -> None:
-        self.capacity_bytes = capacity_bytes  # ``None`` is without end
+    def __init__(self) -> None:
         self.reserved_bytes = 0
         self.peak_reserved_bytes = 0
         self._next_address = 1 << 30
 
-    def take(self, num_bytes: int) -> bool:
-        """Reserve memory; ``False`` if there is not as much."""
-        reserved_bytes = self.reserved_bytes + num_bytes
-        if self.capacity_bytes is not None and reserved_bytes > self.capacity_bytes:
-            return False
-        self.reserved_bytes = reserved_bytes
-        self.peak_reserved_bytes = max(self.peak_reserved_bytes, reserved_bytes)
-        return True
+    def take(self, num_bytes: int) -> None:
+        """Reserve memory. The driver is never out of it: callers compare the peak with what a GPU has."""
+        self.reserved_bytes += num_bytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def make_addresses(self, num_bytes: int) -> int:
         """Return the start of a range that nobody has: ranges do not touch."""
@@ -141,50 +136,28 @@ class FixedSegments(_Segments):
         index = bisect_left(pool.free, (size,))
         return self._take(pool, index, size) if index < len(pool.free) else None
 
-    def grow(self, pool: Pool, size: int) -> Block | None:
-        """Make a segment for a block of ``size``; ``None`` if the driver has no memory for it."""
+    def grow(self, pool: Pool, size: int) -> Block:
+        """Make a segment for a block of ``size``."""
         if size <= SMALL:
             num_bytes = SMALL_SEGMENT
         else:
             num_bytes = self._settings.large_segment_bytes if size < MIN_LARGE else round_up(size, ROUND_LARGE)
-        if not self._device_memory.take(num_bytes):
-            return None
+        self._device_memory.take(num_bytes)
         return Block(self._device_memory.make_addresses(num_bytes), num_bytes, pool)
-
-    def release_for(self, pool: Pool, size: int) -> bool:
-        """Give back blocks too large to be split, but only as many as ``size`` needs; whether it was enough."""
-        limit = self._settings.max_split_bytes
-        if limit is None:
-            return False
-        index = bisect_left(pool.free, (size,))
-        if index < len(pool.free):
-            self._release(pool.free[index][2])
-            return True
-        released_bytes = 0
-        while released_bytes < size and pool.free and pool.free[-1][0] >= limit:
-            released_bytes += pool.free[-1][0]
-            self._release(pool.free[-1][2])
-        return released_bytes >= size
 
     def release_all(self, pool: Pool) -> None:
         """Give back all segments of which nothing is in use."""
         for _, _, block in list(pool.free):
             if block.previous is None and block.next is None:
-                self._release(block)
-
-    def _release(self, block: Block) -> None:
-        block.pool.remove(block)
-        self._device_memory.reserved_bytes -= block.size
+                pool.remove(block)
+                self._device_memory.reserved_bytes -= block.size
 
 
 class ExpandableSegments(_Segments):
     """Maps pages into ranges of addresses, one per pool as a rule, and unmaps those of which nothing is in use."""
 
     def find(self, pool: Pool, size: int) -> Block | None:
-        """Take the smallest free block that serves ``size`` out of the pool.
-
-        A block that can grow counts as large as it can become: it is the last that is taken.
-        """
+        """Take the smallest free block for ``size`` out of the pool; one that can grow counts with its full size."""
         free = pool.free
         index = bisect_left(free, (size,))
         if index == len(free):
@@ -193,51 +166,43 @@ class ExpandableSegments(_Segments):
             index += 1
         return self._take(pool, index, size)
 
-    def grow(self, pool: Pool, size: int) -> Block | None:
-        """Map pages at the lowest address that has room for ``size``; ``None`` if the driver runs out of them."""
-        block = self._find_room(pool, size)
-        if not block.is_mapped and not self._map(block, min(block.size, size)):
-            self._drop_if_empty(block)
-            return None
+    def grow(self, pool: Pool, size: int) -> Block:
+        """Map pages at the lowest address where ``size`` bytes fit."""
+        block = self._find_addresses(pool, size)
+        if not block.is_mapped:
+            self._map(block, min(block.size, size))
         while block.size < size:  # it is free, and what is behind it is not mapped
             unmapped = block.next
             assert unmapped is not None
-            if not self._map(unmapped, min(size - block.size, unmapped.size)):
-                return None  # what was mapped stays as cache
+            self._map(unmapped, min(size - block.size, unmapped.size))
             block = unmapped  # has grown by the block before it
         pool.remove(block)
         return block
-
-    def release_for(self, pool: Pool, size: int) -> bool:
-        """Give back nothing: there are no whole segments."""
-        return False
 
     def release_all(self, pool: Pool) -> None:
         """Unmap the pages of which nothing is in use, wherever in the segment they are."""
         for _, _, block in list(pool.free):
             unmapped = self._unmap(block)
-            if unmapped is not None:
-                self._drop_if_empty(unmapped)
+            if unmapped is not None and unmapped.previous is None and unmapped.next is None:
+                pool.remove(unmapped)  # no page of the segment is mapped: its addresses go as well
 
     def address_space_bytes(self, pool: Pool) -> int:
-        """Return how many addresses a segment has: more than the card has memory, so that some may lie idle."""
-        capacity_bytes = self._device_memory.capacity_bytes
-        num_bytes = _ENDLESS if capacity_bytes is None else capacity_bytes + capacity_bytes // 8
-        return round_up(num_bytes, self._page_bytes(pool))
+        """Return how many addresses a segment has: far more than a GPU has memory, so that some may lie idle."""
+        return round_up(_ENDLESS, self._page_bytes(pool))
 
     def _page_bytes(self, pool: Pool) -> int:
         return SMALL_SEGMENT if pool.is_small else self._settings.large_segment_bytes
 
-    def _find_room(self, pool: Pool, size: int) -> Block:
+    def _find_addresses(self, pool: Pool, size: int) -> Block:
         for _, unmapped in pool.unmapped:
             before = unmapped.previous
             block = before if before is not None and before.is_free else unmapped
-            room = 0
+            free_bytes = 0
             behind: Block | None = block
-            while room < size and behind is not None and behind.is_free:
-                room += behind.size
+            while free_bytes < size and behind is not None and behind.is_free:
+                free_bytes += behind.size
                 behind = behind.next
-            if room >= size:
+            if free_bytes >= size:
                 return block
         size = self.address_space_bytes(pool)
         start = self._device_memory.make_addresses(size)
@@ -246,23 +211,16 @@ class ExpandableSegments(_Segments):
         pool.put(segment)
         return segment
 
-    def _drop_if_empty(self, unmapped: Block) -> None:
-        """Give back the addresses of a segment of which no page is mapped."""
-        if unmapped.previous is None and unmapped.next is None:
-            unmapped.pool.remove(unmapped)
-
-    def _map(self, block: Block, size: int) -> bool:
+    def _map(self, block: Block, size: int) -> None:
         """Map the first ``size`` bytes of a block and what is left of their last page; it stays free."""
         mapped_bytes = round_up(size, self._page_bytes(block.pool))
-        if not self._device_memory.take(mapped_bytes):
-            return False
+        self._device_memory.take(mapped_bytes)
         pool = block.pool
         pool.remove(block)
         if mapped_bytes < block.size:
             pool.put(block.split(mapped_bytes))
         block.is_mapped = True
         pool.put(block)
-        return True
 
     def _unmap(self, block: Block) -> Block | None:
         """Unmap the whole pages of a free block, and return them as a block; ``None`` if there are none."""

@@ -51,20 +51,13 @@ class AllocatorSettings:
 
 
 def read_settings(environment: Mapping[str, str] = os.environ) -> AllocatorSettings:
-    """Return the settings that a process with this environment would have.
-
-    Raises:
-        ValueError: As :func:`parse_settings`.
-    """
+    """Return the settings that a process with this environment would have."""
     texts = (environment.get(name, "") for name in VARIABLES)
     return parse_settings(next((text for text in texts if text.strip()), ""))
 
 
 def parse_settings(text: str) -> AllocatorSettings:
     """Read settings as they stand in ``PYTORCH_ALLOC_CONF`` and ``PYTORCH_CUDA_ALLOC_CONF``.
-
-    Raises:
-        ValueError: If PyTorch would refuse it, or it asks for another allocator.
 
     Example:
         >>> parse_settings("expandable_segments:True").expandable_segments

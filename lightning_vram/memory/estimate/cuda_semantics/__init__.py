@@ -1,1 +1,1 @@
-"""What CUDA's dispatcher does otherwise than that of a device without kernels, done there: same memory, no card."""
+"""CUDA's choice of kernels and casts, on a fake device: same memory, no GPU."""

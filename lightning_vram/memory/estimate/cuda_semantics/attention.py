@@ -1,7 +1,4 @@
-"""Attention as CUDA runs it: the first kernel, in the order of priority, that can, and the results that it keeps.
-
-The rules are those of ``sdp_utils.cpp``, without nested tensors.
-"""
+"""Attention as CUDA runs it: the first kernel that can, by the rules of ``sdp_utils.cpp`` without nested tensors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,11 +50,7 @@ def run_attention(call: Attention, capability: Capability) -> Tensor:
 
 
 def choose_backend(call: Attention, capability: Capability) -> SDPBackend:
-    """Return the kernel that CUDA takes.
-
-    Raises:
-        RuntimeError: If none of those that are allowed can.
-    """
+    """Return the kernel that CUDA chooses."""
     order = preferred_backends()
     is_default = order[:2] == [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
     if is_default and capability[0] in (9, 10):
@@ -149,7 +142,6 @@ def _has_groups(call: Attention, *, is_grouping: bool) -> bool:
 
 
 def _alignment(dtype: torch.dtype, capability: Capability) -> int:
-    """Elements that a row must have a multiple of."""
     is_half = dtype in _HALVES
     if capability >= (8, 0):
         return 8 if is_half else 4
@@ -194,7 +186,6 @@ def _run_math(call: Attention) -> Tensor:
 
 
 def _added_mask(call: Attention) -> Tensor | None:
-    """Masks of booleans become numbers that are added."""
     mask = call.attn_mask
     if mask is None or mask.dtype is not torch.bool:
         return mask

@@ -1,10 +1,4 @@
-"""Autocast of CUDA without CUDA, carried out on the stand-in for a card: the same casts, cached for as long.
-
-CUDA's own kernels for it take CUDA tensors only. These take the tensors of the stand-in, from the same lists, at a
-dispatch key that lies where autocast's do: in front of autograd, so that the casts are part of the graph. Whether
-autocast is on, and to what, stays where torch keeps it: with ``"cuda"``, in each thread. So whatever saves and restores
-it (``torch.utils.checkpoint``, ``custom_bwd``) does so here, too.
-"""
+"""Autocast of CUDA without CUDA, on the fake device: the same casts, cached for as long."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -55,10 +49,10 @@ _HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"  
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Let autocast of ``"cuda"`` cast the stand-in's tensors, and autocast of the stand-in's kind be that, inside.
+    """Let autocast of ``"cuda"`` cast fake tensors, inside the block.
 
-    Raises:
-        RuntimeError: If torch does not say what autocast does on CUDA.
+    Casts sit at a dispatch key in front of autograd, as autocast's own, so they are part of the graph. Whether autocast
+    is on stays where torch keeps it, so ``torch.utils.checkpoint`` and ``custom_bwd`` save and restore it here, too.
     """
 
     def as_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,11 +160,7 @@ def _refuse(op: Any, args: Any, kwargs: Any) -> Any:
 
 @cache
 def autocast_lists(header: Path = _HEADER) -> dict[str, Cast]:
-    """Read how CUDA's autocast casts each operator, by its full name, from a header of torch.
-
-    Raises:
-        RuntimeError: If the file is not there or is not as it was.
-    """
+    """Read how CUDA's autocast casts each operator, by its full name, from a header of torch."""
     try:
         lists = {cast: _names(header.read_text(), cast) for cast in Cast if cast is not Cast.REFUSED}
     except OSError:

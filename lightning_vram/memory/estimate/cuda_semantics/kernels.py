@@ -1,11 +1,4 @@
-"""Operators for which CUDA's dispatcher takes another way than that of a device without kernels.
-
-RMS norm is one kernel, which keeps one number per row in float32, where other devices keep five tensors. LSTM, GRU and
-plain recurrent layers are cuDNN's: all steps and layers at once, with one reserve to keep. What the reserve holds is
-cuDNN's secret. Two sizes that https://github.com/pytorch/pytorch/issues/2895 tells (four layers: 736,000,000 bytes for
-LSTM, 864,000,000 for GRU) are those of the gates, 5 and 6 vectors per step and layer, and of the input of each layer
-but the first. Later versions may hold more.
-"""
+"""Operators that CUDA's dispatcher runs otherwise than that of a device without kernels."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,9 +1,4 @@
-"""Memory that kernels take for a moment: partial sums of reductions, accumulators of attention's backward, places.
-
-A sum over many rows, such as the gradient of a bias, takes partial sums of blocks of threads, megabytes of them. How it
-is divided is after ``setReduceConfig`` of ATen/native/cuda/Reduce.cuh. cuBLAS's memory is in ``workspaces.py``, and
-that of cuDNN's convolutions nobody can foretell.
-"""
+"""Scratch memory of kernels: partial sums of reductions, accumulators of attention's backward, indices."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -184,7 +179,6 @@ def _axes(x: Tensor, dims: set[int]) -> _Axes:
 
 
 def _output_vector(x: Tensor, reduced: _Axes, kept: _Axes) -> int:
-    """How many outputs a thread loads at once."""
     (stride, size), *others = kept
     vector = _MAX_VECTOR if stride == 1 else 1
     for number in (x.storage_offset(), size, *(one for one, _ in chain(reduced, others))):
@@ -194,7 +188,6 @@ def _output_vector(x: Tensor, reduced: _Axes, kept: _Axes) -> int:
 
 
 def _block(first: int, second: int, most: int) -> tuple[int, int]:
-    """Width and height of a block of threads."""
     first, second = (min(1 << (max(1, number).bit_length() - 1), most) for number in (first, second))
     height = min(second, most // min(first, _WARP))
     return min(first, most // height), height

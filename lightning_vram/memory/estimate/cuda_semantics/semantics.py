@@ -1,8 +1,4 @@
-"""All of it at once: a program for CUDA runs on fake tensors of a stand-in, and takes the memory it takes on a card.
-
-The stand-in is :data:`CARD`. Programs that say ``"cuda"`` mean it, its tensors say that they are CUDA's, and
-``torch.cuda`` has what does no harm where there is no CUDA; the rest of it says so.
-"""
+"""Run a program for CUDA on fake tensors: it uses the memory that it would use on a GPU."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -38,10 +34,7 @@ _FROM_DATA = (torch.tensor, torch.as_tensor)
 def cuda_semantics(
     capability: Capability, *, num_bytes: int = 0, allocated_bytes: Callable[[], int] = lambda: 0
 ) -> Iterator[dict[str, None]]:
-    """Let fake tensors of the stand-in take what CUDA's kernels take, inside the block and in this thread.
-
-    Yields what the reader of the numbers should know, as keys: more of them as the program runs.
-    """
+    """Let fake tensors use what CUDA's kernels use, in this block and thread; yields notes on the numbers, as keys."""
     notes: dict[str, None] = {}
     with ExitStack() as stack:
         stack.enter_context(replaced(torch.cuda, _torch_cuda(capability, num_bytes, allocated_bytes)))
@@ -54,7 +47,6 @@ def cuda_semantics(
 
 
 def _torch_cuda(capability: Capability, num_bytes: int, allocated_bytes: Callable[[], int]) -> dict[str, Any]:
-    """What is put in the place of functions of ``torch.cuda``."""
     major, minor = capability
     properties = SimpleNamespace(
         name="", major=major, minor=minor, total_memory=num_bytes, multi_processor_count=1, warp_size=32
@@ -74,11 +66,7 @@ def _torch_cuda(capability: Capability, num_bytes: int, allocated_bytes: Callabl
 
 
 def _replacements() -> list[tuple[Any, str, Any]]:
-    """What is put in the place of other attributes of torch.
-
-    Torch takes a device that an extension adds for one that can all that CUDA can: many parameters at once and fused
-    steps, the fast paths of attention and encoder layers, the norms of ``torch.norm``, synchronised batch norms.
-    """
+    """What replaces other attributes of torch, which takes an extension's device for one that can all that CUDA can."""
     backward, memory_format = getattr(*ENGINE), getattr(*CONVOLUTION_FORMAT)
 
     def backward_in_mode(*args: Any, **kwargs: Any) -> Any:

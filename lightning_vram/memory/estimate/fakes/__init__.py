@@ -1,1 +1,1 @@
-"""A card and ranks that are not there: fake tensors whose programs run to the end on any machine."""
+"""A GPU and ranks you do not have: fake tensors whose programs run to the end on any machine."""

@@ -1,9 +1,8 @@
-"""A card that is not there: fake tensors whose backward runs on any machine, and a module like ``torch.cuda``.
+"""A GPU you do not have: fake tensors whose backward runs on any machine, and a module like ``torch.cuda``.
 
-The card is device type ``"lazy"``: autograd works its backward off in the thread that asked for it, as it does for the
-host, so no driver is needed (fake ``"cuda"`` tensors need one), and unlike ``"meta"`` it is no sign of a module that
-waits to be materialised. The host is the fake ``"cpu"``. Queued work is done at once, so copies keep up with the
-computation: what a real card holds while one lags behind is not seen.
+Its device type is ``"lazy"``: autograd runs its backward in the calling thread, so no driver is needed (fake ``"cuda"``
+tensors need one), and unlike ``"meta"`` it is no sign of a module that waits to be materialised. Queued work is done at
+once, so copies keep up with the computation.
 """
 
 import sys
@@ -43,7 +42,7 @@ def fake_device(
     on_pin: Callable[[Tensor], None],
     reads: RecordedReads | None = None,
 ) -> Iterator[tuple[FakeTensorMode, KnownValues]]:
-    """Let tensors be fake, and the card of type :data:`KIND` be there; yields the mode, and what answers for values."""
+    """Let tensors be fake, and a device of type :data:`KIND` exist; yields the mode, and what answers for values."""
     mode = QuickFakeMode(allow_non_fake_inputs=True)
     values = KnownValues(reads)
     with ExitStack() as stack:
@@ -55,14 +54,13 @@ def fake_device(
         stack.enter_context(taken_together())
         stack.enter_context(mode)
         stack.enter_context(values)
-        stack.enter_context(HostKernels())
+        stack.enter_context(HostKernels())  # type: ignore[no-untyped-call]
         yield mode, values
 
 
 def _replacements(
     module: ModuleType, values: KnownValues, on_pin: Callable[[Tensor], None]
 ) -> list[tuple[Any, dict[str, Any]]]:
-    """What is put in the place of attributes of torch."""
     accelerator = {
         "current_stream": module.current_stream,
         "synchronize": module.synchronize,
@@ -157,7 +155,6 @@ def _set_data(tensor: Tensor, values: Tensor) -> None:
 
 
 def _device_module(num_bytes: int, allocated_bytes: Callable[[], int]) -> ModuleType:
-    """What ``torch.cuda`` is for CUDA, as far as it is asked for."""
     module = ModuleType(f"torch.{KIND}")
     vars(module).update(
         device_functions(num_bytes, allocated_bytes),

@@ -1,4 +1,4 @@
-"""What a device's module (``torch.cuda``, say) is asked for, answered for a card that is not there."""
+"""The functions of a device's module, such as ``torch.cuda``, for a GPU you do not have."""
 
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,10 +1,4 @@
-"""Give fakes on the host what the host's kernels return, where PyTorch's own fake kernels return something else.
-
-Statistics of norms of 16-bit inputs are float32 where the norm's weights or statistics are. A gradient that nobody
-asked a batch norm for is not made, and that of a group norm has the dtype of its input. The indices of an embedding bag
-lie in memory for one more. The workspace of an LSTM has a size that only oneDNN knows: it is measured for short inputs,
-and grows with their length.
-"""
+"""Correct fakes on the host where PyTorch's fake kernels return other tensors than the real ones."""
 
 from collections.abc import Callable
 from functools import cache
@@ -23,11 +17,8 @@ _STEPS = 16, 32  # of time, with which a workspace is measured
 _INDICES = 1  # position among the results of an embedding bag
 
 
-class HostKernels(UnwrappedMode):
+class HostKernels(UnwrappedMode):  # type: ignore[no-untyped-call]
     """Corrects the results of fake operators on the host while it is entered, inside of a fake mode."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
 
     @override
     def __torch_dispatch__(

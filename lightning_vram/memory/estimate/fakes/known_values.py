@@ -1,9 +1,8 @@
 """Values of short tensors, kept beside the fake ones: programs ask for lengths, counters, flags and scales.
 
-What was made of known numbers is known again. What data or weights went into is answered from the reads of a real run,
-if there was one. If there was none, a float is taken for 1, since programs show it or log it, and tensors that are
-compared as a whole are taken for equal. An integer, a truth value or a size decides about shapes and branches: asking
-for it raises, and the caller has to record a real run.
+Results of known numbers are known. Data and weights are answered from the reads of a real run, if there was one; if
+not, a float is taken for 1, since programs log it, and tensors that are compared are taken for equal. An integer, a
+truth value or a size decides about shapes and branches: asking for it raises, and the caller has to record a real run.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,9 +50,7 @@ _KEEPS_VALUES = (
     "c10d::broadcast_",
 )
 _MOST_NUMBERS = 4096
-MOST_INTEGERS = 1 << 20
-"""As many are known of a tensor: positions of a long sequence."""
-
+MOST_INTEGERS = 1 << 20  # that are known of a tensor: positions of a long sequence
 _PICKS_ROWS = (aten.embedding.default, EMBEDDING_BAG, INDEX)
 _PICKS_ALONG_DIM = (aten.index_select.default, aten.gather.default)
 _UNKNOWN_MAKERS = ("empty", "rand", "bernoulli", "multinomial", "normal", "new_empty")
@@ -65,8 +62,7 @@ class KnownValues(UnwrappedMode):
 
     def __init__(self, reads: RecordedReads | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.guesses: dict[str, None] = {}
-        """What was said about unknown values, in sentences, in order."""
+        self.guesses: dict[str, None] = {}  # notes on unknown values, as keys, in order
         self._reads = reads or RecordedReads()
         self._values: Any = WeakIdKeyDictionary()
         self._of_data: Any = WeakIdKeyDictionary()  # those that answer for nothing but indices out of range

@@ -1,4 +1,4 @@
-"""Processes that are not there: a process group of many ranks in one process, all of which do what this one does."""
+"""A process group of many ranks in one process, all of which do what this one does."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,11 +13,7 @@ from lightning_vram.private_names.torch.fakes import BACKEND, connect_fake_ranks
 
 @contextmanager
 def fake_ranks(num_ranks: int) -> Iterator[None]:
-    """Let this process be rank 0 of ``num_ranks`` inside the block. Collectives send nothing.
-
-    Raises:
-        RuntimeError: If this process is connected to others already.
-    """
+    """Let this process be rank 0 of ``num_ranks`` inside the block. Collectives send nothing."""
     if dist.is_initialized():
         raise RuntimeError("estimate_memory simulates ranks, but torch.distributed is already initialized here.")
     with ExitStack() as stack:

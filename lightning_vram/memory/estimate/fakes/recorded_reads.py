@@ -1,9 +1,8 @@
 """What a program reads of its tensors: recorded in a real run, and answered from the record where tensors are fake.
 
-A read is ``.item()`` and what is made of it (``if loss > 3``, ``.tolist()``), ``.numpy()``, or an operator whose result
-has a size that depends on values (``nonzero``, ``x[mask]``, ``unique``). Reads are found again by the line that reads
-and by their order. The position in the record is a context variable, so recomputation, which restores those, gets the
-answers that the forward got. What grew with the number of samples in two real runs is scaled where there are others.
+A read is ``.item()`` (``if loss > 3``, ``.tolist()``), ``.numpy()``, or an operator whose result's size depends on
+values (``nonzero``, ``x[mask]``, ``unique``). Reads are found again by the line that reads and by their order. The
+position is a context variable, which recomputation restores. What grew with the samples of two real runs is scaled.
 """
 
 import sys
@@ -165,8 +164,7 @@ class ReadRecorder(UnwrappedMode):
     def __init__(self, reads: RecordedReads) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._reads = reads
-        self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
-        """Those that were drawn from, with their states before."""
+        self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # that were drawn from, with states before
 
     @override
     def __torch_dispatch__(

@@ -1,7 +1,4 @@
-"""Tensors without memory in the place of real ones: same shapes, strides, storages and ties, no bytes.
-
-Parameters among them are known by their class, as real ones are: code that checks the class finds the same.
-"""
+"""Fake tensors in the place of real ones: same shapes, strides, storages and ties, no bytes."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
@@ -35,18 +32,12 @@ class FakeTensors:
 
     def fake(self, tensor: Tensor) -> Tensor:
         """Return the fake of ``tensor``, the same at each call. A parameter gives a parameter."""
-        known = self._by_tensor.get(id(tensor))
-        if known is None:
-            known = tensor, self._make(tensor)
-            self._by_tensor[id(tensor)] = known
-        return known[1]
+        if id(tensor) not in self._by_tensor:
+            self._by_tensor[id(tensor)] = tensor, self._make(tensor)
+        return self._by_tensor[id(tensor)][1]
 
     def copy_of(self, nest: _Copied, tensors: Iterable[Tensor]) -> _Copied:
-        """Copy an object deeply, with fakes in the place of ``tensors``.
-
-        Raises:
-            Exception: What :func:`copy.deepcopy` raises if something in it cannot be copied.
-        """
+        """Copy an object deeply, with fakes in the place of ``tensors``."""
         memo: dict[int, Any] = {id(tensor): self.fake(tensor) for tensor in tensors}
         return copy.deepcopy(nest, memo)
 

@@ -1,7 +1,4 @@
-"""Truth values that are the same in a whole tensor: nothing is ever infinite or not a number, and all is itself.
-
-A mask of nothing but ones stays one where it is cast, viewed or resized.
-"""
+"""Truth values that hold for a whole tensor: nothing is ever infinite or NaN, and everything equals itself."""
 
 import math
 from collections.abc import Iterable

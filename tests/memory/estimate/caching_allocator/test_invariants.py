@@ -1,36 +1,32 @@
-"""Random requests, by any settings: the books are right after each, and all is free at the end. 40,000 in all."""
+"""Random requests, by any settings: the books are right after each, and all is free at the end. 30,000 in all."""
 
 from bisect import insort
 from itertools import pairwise
 from random import Random
 
 import pytest
-import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_vram.memory.estimate.caching_allocator.allocator import CachingAllocator
 from lightning_vram.memory.estimate.caching_allocator.settings import parse_settings
-from lightning_vram.memory.units import MIB
 
 NUM_OPERATIONS, NUM_EXAMPLES = 200, 25
 SETTINGS = {
-    "fixed": ("", None),
-    "fixed, full": ("", 300 * MIB),
-    "no splits": ("max_split_size_mb:32", 300 * MIB),
-    "steps": ("roundup_power2_divisions:[1:8,16:2,>:4]", None),
-    "expandable": ("expandable_segments:True", None),
-    "expandable, full": ("expandable_segments:True", 300 * MIB),
-    "expandable, large pages": ("expandable_segments:True,large_segment_size_mb:48", 300 * MIB),
-    "expandable, no splits": ("expandable_segments:True,max_split_size_mb:32", 300 * MIB),
+    "fixed": "",
+    "no splits": "max_split_size_mb:32",
+    "steps": "roundup_power2_divisions:[1:8,16:2,>:4]",
+    "expandable": "expandable_segments:True",
+    "expandable, large pages": "expandable_segments:True,large_segment_size_mb:48",
+    "expandable, no splits": "expandable_segments:True,max_split_size_mb:32",
 }
 
 
 class Books:
     """An allocator, and what is known of it from outside."""
 
-    def __init__(self, text, capacity):
-        self.allocator = CachingAllocator(parse_settings(text), capacity_bytes=capacity)
+    def __init__(self, text):
+        self.allocator = CachingAllocator(parse_settings(text))
         self.asked = {}  # block: bytes
 
     def operate(self, kind, size, choice):
@@ -38,10 +34,7 @@ class Books:
         stream = choice % 2
         if kind < 150:
             exponent = 4 + 22 * size / 255
-            try:
-                block = self.allocator.malloc(int(2**exponent) + choice, stream)
-            except torch.OutOfMemoryError:
-                return
+            block = self.allocator.malloc(int(2**exponent) + choice, stream)
             self.asked[block] = int(2**exponent) + choice
         elif kind < 250 and self.asked:
             block = list(self.asked)[choice % len(self.asked)]
@@ -75,8 +68,6 @@ class Books:
         assert statistics.requested_bytes == sum(self.asked.values())
         assert statistics.requested_bytes <= statistics.allocated_bytes <= reserved
         assert all(block.requested_bytes == asked <= block.size for block, asked in self.asked.items())
-        capacity = self.allocator.device_memory.capacity_bytes
-        assert capacity is None or reserved <= capacity
         chains = self.chains()
         assert sum(block.size for chain in chains for block in chain if block.is_mapped) == reserved
         for one, other in pairwise(chains):
@@ -91,10 +82,9 @@ class Books:
 def test_the_books_are_right_after_each_operation(name):
     @settings(max_examples=NUM_EXAMPLES, deadline=None, database=None)
     @given(st.integers(0, 2**32))
-    @example(5688882)  # a new segment for which there is not one page
     def check(seed):
         data = Random(seed).randbytes(3 * NUM_OPERATIONS)  # hypothesis's own bytes are mostly alike
-        books = Books(*SETTINGS[name])
+        books = Books(SETTINGS[name])
         for start in range(0, len(data), 3):
             books.operate(*data[start : start + 3])
             books.check()

@@ -58,18 +58,18 @@ def test_expandable_segments_reserve_less():
 def test_workspaces_are_taken_by_the_first_product_of_each_thread_and_stay():
     changes = (0, 2 * MIB), (1, 2 * MIB), (1, -2 * MIB), (2, 2 * MIB), (0, -2 * MIB)
     phases = [Phase.FORWARD, Phase.OPTIMIZER_STEP, Phase.BACKWARD, Phase.BACKWARD, Phase.BACKWARD]
-    kept = {"aten.mm": (8 * MIB, 3 * MIB)}
-    result = replay(make_timeline(*changes, phases=phases), CARD, kept=kept)
+    persistent = {"aten.mm": (8 * MIB, 3 * MIB)}
+    result = replay(make_timeline(*changes, phases=phases), CARD, persistent=persistent)
     assert result.allocated == tuple(number * MIB for number in (13, 15, 13, 26, 24))
     assert result.workspace_bytes == 22 * MIB
-    assert replay(make_timeline((0, 2 * MIB), op="held"), CARD, kept=kept).workspace_bytes == 0
+    assert replay(make_timeline((0, 2 * MIB), op="held"), CARD, persistent=persistent).workspace_bytes == 0
 
 
 def test_each_stream_has_blocks_and_workspaces_of_its_own():
     changes = (0, 12 * MIB), (0, -12 * MIB), (1, 12 * MIB)
-    kept = {"aten.mm": (8 * MIB,)}
-    assert replay(make_timeline(*changes), CARD, kept=kept).peak_reserved_bytes == 32 * MIB
-    assert replay(make_timeline(*changes, streams=(0, 3)), CARD, kept=kept).peak_reserved_bytes == 64 * MIB
+    persistent = {"aten.mm": (8 * MIB,)}
+    assert replay(make_timeline(*changes), CARD, persistent=persistent).peak_reserved_bytes == 32 * MIB
+    assert replay(make_timeline(*changes, streams=(0, 3)), CARD, persistent=persistent).peak_reserved_bytes == 64 * MIB
 
 
 def test_scratch_of_an_operator_lies_beside_its_result_and_goes():

@@ -114,7 +114,7 @@ def test_what_is_made_on_a_stream_knows_it_by_the_order_of_sight():
             for stream in (torch.Stream(CARD), torch.lazy.Stream()):
                 with stream:
                     held.append(torch.empty(8, device=CARD))
-                    tracker.note_scratch("aten.mm.default", CARD, [512])
+                    tracker.ledger.note_scratch("aten.mm.default", CARD, [512])
             held.append(torch.empty(8, device=CARD))
         return [allocation.stream for allocation in tracker.timeline.allocations]
 
