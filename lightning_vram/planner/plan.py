@@ -192,23 +192,14 @@ def plan_memory(  # noqa: PLR0913 - by name
 
 
 def level_of(name: str, allow: object) -> Exactness:
-    """Return what ``allow`` means.
-
-    Raises:
-        ValueError: If it is none of the three.
-    """
+    """Return what ``allow`` means."""
     if not isinstance(allow, str) or allow not in LEVELS:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, LEVELS))}, got {allow!r}.")
     return LEVELS[allow]
 
 
 def budget_bytes_of(name: str, budget: int | float | str | None, spec: DeviceSpec) -> int:
-    """Return what there is of a device.
-
-    Raises:
-        TypeError: If it is of a wrong kind.
-        ValueError: If it is no size above 0, no share, or more than there is.
-    """
+    """Return what there is of a device."""
     if budget is None or budget == AUTO:
         return spec.memory_bytes
     check_limit(name, budget)
@@ -222,11 +213,7 @@ def budget_bytes_of(name: str, budget: int | float | str | None, spec: DeviceSpe
 
 
 def find_plan(steps: TracedSteps, workload: Workload, remedies: Remedies, level: Exactness) -> MemoryPlan:
-    """Search, and say what came out.
-
-    Raises:
-        PlanError: If nothing fits.
-    """
+    """Search, and say what came out."""
     found = search(steps, workload, remedies)
     if found.best is None:
         here = workload if workload.host_bytes is not None else replace(workload, host_bytes=available_host_bytes())
@@ -236,11 +223,7 @@ def find_plan(steps: TracedSteps, workload: Workload, remedies: Remedies, level:
 
 
 def effects(scheme: Scheme, tried: Sequence[Measured]) -> tuple[str, ...]:
-    """Say what each part changes beside those before it.
-
-    Returns:
-        A sentence for each part; an empty one where the steps with and without it are not both among ``tried``.
-    """
+    """Say what each part changes beside those before it."""
     steps = [_find(Scheme(scheme.parts[:number]), tried) for number in range(len(scheme.parts) + 1)]
     return tuple(_sentence(before, after) for before, after in pairwise(steps))
 

@@ -2,7 +2,8 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_vram.strategies.fsdp_offload import FSDPOffloadStrategy, Offload
+from lightning_vram.strategies.fsdp_offload.arguments import Offload
+from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 
 STRATEGY_NAMES: dict[str, Offload] = {"fsdp_offload": "params", "fsdp_offload_optimizer": "optimizer"}
 

@@ -12,20 +12,12 @@ import torch
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightning_vram.optimizers.stepping import State, steps_like
+from lightning_vram.optimizers.stepping.step_round import State
+from lightning_vram.optimizers.stepping.steppable import steps_like
 
 
 def refuse_accumulation(name: str, optimizer: Optimizer, *, is_stepped_here: bool) -> None:
-    """Refuse an optimizer whose state cannot take gradients in.
-
-    Args:
-        name: Who wants that, as users call it.
-        optimizer: Any.
-        is_stepped_here: Whether nobody else steps it, with moments in fewer bytes.
-
-    Raises:
-        ValueError: If it is neither Adam nor AdamW with betas above 0, or its moments are not its own.
-    """
+    """Refuse an optimizer whose state cannot take gradients in."""
     kind, way_out = type(optimizer).__name__, "or keep_gradients=True."
     if not steps_like(type(optimizer), [Adam, AdamW]):
         raise ValueError(f"{name} is for Adam and AdamW of torch.optim, got {kind}: use one of these, {way_out}")
@@ -44,11 +36,6 @@ def take_in(parameter: nn.Parameter, state: State, group: dict[str, Any]) -> Non
     """Add the gradient of a parameter to its moments, and free it.
 
     They hold what Adam makes those of the window of: in its step it multiplies them by betas, and adds the last one.
-
-    Args:
-        parameter: With a gradient.
-        state: Of the parameter in its optimizer; empty before the first step.
-        group: Of the parameter.
     """
     gradient = parameter.grad
     assert gradient is not None

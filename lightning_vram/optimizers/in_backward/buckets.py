@@ -19,17 +19,7 @@ Sent = tuple[Any, list[Tensor], list[Tensor]]
 
 
 class ReducedBuckets:
-    """Stands in for the reduction of ``ddp``, for as long as that lives. Averages as it does, to the bit.
-
-    Args:
-        ddp: That has no communication hook yet.
-        take: Gets a parameter with its gradient, and says whether it used it up. Others get theirs, which lies in the
-            bucket, when the backward is over.
-
-    Attributes:
-        parameters: That it reduces.
-        has_reduced: Whether a backward was reduced.
-    """
+    """Stands in for the reduction of ``ddp``, for as long as that lives. Averages as it does, to the bit."""
 
     def __init__(self, ddp: DistributedDataParallel, take: Callable[[Any], bool]) -> None:
         self.parameters = {one for one in ddp.parameters() if one.requires_grad}

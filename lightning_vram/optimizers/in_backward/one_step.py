@@ -15,21 +15,16 @@ from lightning_vram.core.gradients.clipping import (
     norm_part,
 )
 from lightning_vram.core.tensors.shards import is_shard
-from lightning_vram.optimizers.stepping import MembersStep, StepRound, iterate_parameters, make_twin, plain_step
+from lightning_vram.optimizers.stepping.step_round import StepRound
+from lightning_vram.optimizers.stepping.steppable import iterate_parameters, make_twin, plain_step
+from lightning_vram.optimizers.stepping.take_over import MembersStep
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 from lightning_vram.techniques.mixed_precision import note_unscaled, unscale_part
 
 
 @dataclass(frozen=True)
 class Clipping:
-    """How gradients are clipped before they are stepped with.
-
-    Args:
-        value: Largest element; ``None``: elements are left alone.
-        norm: Largest common 2-norm; ``None``: the norm is left alone.
-        by_previous: Whether the norm of the step before counts, in place of that of this step, which takes a backward
-            of its own.
-    """
+    """How gradients are clipped before they are stepped with."""
 
     value: float | None = None
     norm: float | None = None
@@ -37,17 +32,7 @@ class Clipping:
 
 
 class OneStep:
-    """Steps a parameter, and frees its gradient.
-
-    Args:
-        optimizer: Whose step it is. Its settings count as they are when the first gradient comes.
-        clipping: Of this step.
-        is_early: Whether it happens in the backward; else somebody else clips first. Also an attribute.
-        previous_norm: That of the gradients of the step before.
-        members_step: Steps parameters in the place of the optimizer, if somebody has taken that over.
-        scaler: Of the loss; ``None``: it is not scaled. Finds out in a backward before that in which parameters step
-            whether they do.
-    """
+    """Steps a parameter, and frees its gradient."""
 
     def __init__(
         self,

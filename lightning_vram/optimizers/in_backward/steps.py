@@ -26,15 +26,13 @@ from lightning_vram.core.tensors.shards import is_shard
 from lightning_vram.optimizers.in_backward.accumulation import refuse_accumulation, take_in
 from lightning_vram.optimizers.in_backward.buckets import ReducedBuckets
 from lightning_vram.optimizers.in_backward.one_step import Clipping, OneStep
-from lightning_vram.optimizers.stepping import (
-    MembersStep,
-    StepTakeOver,
+from lightning_vram.optimizers.stepping.steppable import (
     has_own_step,
     iterate_parameters,
-    owner_of,
     refuse_optimizer,
     why_not_steppable,
 )
+from lightning_vram.optimizers.stepping.take_over import MembersStep, StepTakeOver, owner_of
 from lightning_vram.private_names.torch.optimizers import note_step
 
 NAME = "OptimizerInBackward"
@@ -44,17 +42,6 @@ class BackwardSteps(StepTakeOver):
     """Optimizers that step in the backward of their closure, until :meth:`let_go`. They stay the same objects.
 
     A backward outside of a closure adds up gradients as usual; what is there when a step ends is stepped with then.
-
-    Args:
-        module: Whose parameters they have, as the strategy has wrapped it: under ``DistributedDataParallel``
-            parameters step when their bucket is reduced.
-        clipping: Before each step.
-        may_be_early: Asked before a step, with its closure: whether gradients are those to step with as soon as they
-            come; else the step is taken after its closure, one parameter after the other. ``None``: never.
-        keeps_gradients: Whether gradients of an accumulation add up; else moments take them in: approximate.
-
-    Attributes:
-        has_zeros: Set where gradients are zeroed and kept: parameters that have been stepped once always have one.
     """
 
     def __init__(
@@ -85,15 +72,7 @@ class BackwardSteps(StepTakeOver):
             self._buckets = ReducedBuckets(module, self._on_gradient)
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let optimizers step in the backward from now on.
-
-        Args:
-            optimizers: Of ``torch.optim``, with parameters of the module.
-
-        Raises:
-            ValueError: If one of them cannot step one parameter at a time, or take gradients in where that is asked
-                for; then none is changed.
-        """
+        """Let optimizers step in the backward from now on."""
         fresh = [one for one in optimizers if not self._is_taken(one)]
         for optimizer in fresh:
             members_step = self._members_step(optimizer)
@@ -122,13 +101,7 @@ class BackwardSteps(StepTakeOver):
 
     @contextmanager
     def scaled(self, optimizer: Optimizer, scaler: GradScaler, closure: Any) -> Iterator[None]:
-        """Let a backward in this block find out whether ``optimizer`` may step, and run again when it does.
-
-        Args:
-            optimizer: Steps once in the block, after the backward, unless ``scaler`` leaves that out.
-            scaler: Has scaled the loss.
-            closure: That the backward is in.
-        """
+        """Let a backward in this block find out whether ``optimizer`` may step, and run again when it does."""
         self._hook(optimizer)
         step = self._current = self._begin(optimizer, closure, scaler)
         stand_in = Shadow(scaler, "unscale_", partial(partial, _unscale, step))

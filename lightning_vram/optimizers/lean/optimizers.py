@@ -15,17 +15,11 @@ from lightning_vram.core.tensors.bit_patterns import round_randomly_
 from lightning_vram.core.tensors.counted_parameter import count, count_writes, stop_counting
 from lightning_vram.memory.tracking.optimizer_tensors import forget_optimizer_tensors, register_optimizer_tensors
 from lightning_vram.optimizers.lean.weight_chunks import WeightChunk, list_rests, widened
-from lightning_vram.optimizers.stepping import (
-    State,
-    StepTakeOver,
-    UpdateCheck,
-    convert_states,
-    full_sized,
-    iterate_parameters,
-    plain_step,
-    refill_accumulators,
-    why_not_steppable,
-)
+from lightning_vram.optimizers.stepping.state_dtypes import convert_states, full_sized, refill_accumulators
+from lightning_vram.optimizers.stepping.step_round import State
+from lightning_vram.optimizers.stepping.steppable import iterate_parameters, plain_step, why_not_steppable
+from lightning_vram.optimizers.stepping.take_over import StepTakeOver
+from lightning_vram.optimizers.stepping.update_check import UpdateCheck
 from lightning_vram.private_names.torch.operators import copy_each
 from lightning_vram.private_names.torch.optimizers import LOAD_HOOKS, note_step
 
@@ -47,11 +41,7 @@ class FrozenWrites:
         self._writes: dict[nn.Parameter, deque[int]] = {}
 
     def look(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Look at frozen parameters before a step. The first look at one is not held against it.
-
-        Raises:
-            RuntimeError: If one was written before three of eight looks.
-        """
+        """Look at frozen parameters before a step. The first look at one is not held against it."""
         self._num_looks += 1
         for parameter in parameters:
             count(parameter)
@@ -101,11 +91,7 @@ class LeanOptimizers(StepTakeOver):
         super().__init__()
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let optimizers step in chunks from now on, but those that are attached already.
-
-        Raises:
-            ValueError: If one with lean parameters cannot; then none is changed.
-        """
+        """Let optimizers step in chunks from now on, but those that are attached already."""
         fresh = [optimizer for optimizer in optimizers if not self._is_taken(optimizer)]
         objections = {optimizer: why_not_steppable(optimizer) for optimizer in fresh}
         for optimizer, objection in objections.items():
@@ -226,14 +212,7 @@ Members = list[tuple[int, nn.Parameter]]
 
 
 class ChunkedStep:
-    """One step of an optimizer, without its hooks.
-
-    Args:
-        optimizer: One for which :func:`~lightning_vram.optimizers.stepping.steppable.why_not_steppable` is ``None``.
-        make_generator: Returns the source of randomness for a chunk in this step, on the device given.
-        has_narrow_states: Whether states are bf16 between steps.
-        check: Counts updates that are lost; ``None``: nobody does.
-    """
+    """One step of an optimizer, without its hooks."""
 
     def __init__(
         self,

@@ -37,7 +37,8 @@ from lightning_vram.core.tensors.versions import storage_address
 from lightning_vram.optimizers.lean.checks import check_memory, check_parameter, check_values
 from lightning_vram.optimizers.lean.optimizers import LeanOptimizers
 from lightning_vram.optimizers.lean.weight_chunks import CODECS, WeightChunk, list_rests, make_chunks
-from lightning_vram.optimizers.stepping import UpdateCheck, move_average
+from lightning_vram.optimizers.stepping.averaging import move_average
+from lightning_vram.optimizers.stepping.update_check import UpdateCheck
 from lightning_vram.private_names.torch.dispatch import is_traceable_wrapper_subclass
 
 SCHEMES = tuple(CODECS)
@@ -51,14 +52,6 @@ class LeanParameters:
     half a unit in the last place of bf16, because split and Kahan add what they kept. All ranks that have the same
     weights and gradients have the same weights after a step, random as it may be, and the global random state is not
     used.
-
-    Args:
-        parameters: fp32, fp16 or bf16. Those that are not floating are passed over.
-        scheme: One of ``SCHEMES``.
-        names: All names of parameters in their module, for :meth:`full_state` and for messages.
-
-    Raises:
-        ValueError: If ``scheme`` is unknown, or a parameter cannot be converted; then none is.
 
     Example:
         >>> layer = nn.Linear(4, 4)
@@ -95,26 +88,11 @@ class LeanParameters:
 
         An optimizer without lean parameters may get some later, if it can step them at all. One that is attached
         already is passed over.
-
-        Args:
-            optimizers: Any number, over any of the parameters and over others: those are stepped as they are.
-
-        Raises:
-            ValueError: If an optimizer with lean parameters cannot step in chunks; then none is changed.
         """
         self._optimizers.attach(optimizers)
 
     def full_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Replace the bf16 weights in a ``state_dict`` by what they stand for, so that it can be loaded anywhere.
-
-        Args:
-            state_dict: Of any module with lean parameters. Is not changed.
-
-        Returns:
-            A copy with the same keys. The exact weights are fp32 and in host memory, so that saving them needs no more
-            of the device's; what is neither the memory of a lean parameter, nor an equal copy under its name, is what
-            it was.
-        """
+        """Replace the bf16 weights in a ``state_dict`` by what they stand for, so that it can be loaded anywhere."""
         return put_full_weights(state_dict, self._chunks, self._names)
 
     def parameters(self) -> set[nn.Parameter]:
@@ -132,15 +110,7 @@ class LeanParameters:
 
     @torch.no_grad()
     def take(self, values: Mapping[nn.Parameter, Tensor]) -> None:
-        """Set exact weights, as of a checkpoint.
-
-        Args:
-            values: For any of the lean parameters: floating, on any device, of the same shape.
-
-        Raises:
-            ValueError: If a parameter is not lean, or a shape differs; then nothing is set.
-            RuntimeError: If somebody has changed the dtype of a parameter.
-        """
+        """Set exact weights, as of a checkpoint."""
         places = {parameter: chunk for chunk in self._chunks for parameter in chunk.parameters}
         check_values(values, places)
         chunks = dict.fromkeys(places[parameter] for parameter in values)
@@ -152,11 +122,7 @@ class LeanParameters:
 
     @torch.no_grad()
     def lend(self, values: Mapping[nn.Parameter, Tensor]) -> None:
-        """Let parameters be exactly what they are given, whatever the scheme, in 4 bytes more of the host for each.
-
-        Args:
-            values: As :meth:`exact_weights` yields them: fp32, on any device.
-        """
+        """Let parameters be exactly what they are given, whatever the scheme, in 4 bytes more of the host for each."""
         for chunk in self._chunks:
             if chunk.parameters[0] in values:
                 chunk.lend([values[parameter] for parameter in chunk.parameters])
@@ -195,11 +161,7 @@ class LeanParameters:
         return {"num_steps": self._optimizers.num_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the number of steps.
-
-        Args:
-            state_dict: What :meth:`state_dict` returned.
-        """
+        """Take over the number of steps."""
         self._optimizers.num_steps = state_dict["num_steps"]
 
     @torch.no_grad()
@@ -222,14 +184,6 @@ def put_full_weights(
     """Replace each tensor that is the memory of a lean parameter by the exact weights, in host memory.
 
     A copy of a lean parameter is replaced, too, where it goes by the parameter's name.
-
-    Args:
-        state_dict: Of a module. Is not changed.
-        chunks: Those of the parameters.
-        parameters: By their names in the module.
-
-    Returns:
-        A copy with the same keys in the same order. Names of one parameter share one tensor.
     """
     names: dict[Any, list[str]] = {}
     for name, value in state_dict.items():
@@ -270,16 +224,7 @@ def _memory(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class LeanAverage:
-    """Has an ``AveragedModel`` average what lean parameters stand for, until :meth:`remove`.
-
-    Args:
-        average: A copy of the module from before its parameters were lean. What it has in bfloat16 becomes float32.
-        module: Its parameters come in the same order.
-        lean: Of the module.
-
-    Raises:
-        ValueError: If the module has other parameters than the average.
-    """
+    """Has an ``AveragedModel`` average what lean parameters stand for, until :meth:`remove`."""
 
     def __init__(self, average: AveragedModel, module: nn.Module, lean: LeanParameters) -> None:
         self._average, self._lean = average, lean
@@ -292,11 +237,7 @@ class LeanAverage:
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Move the average towards the weights.
-
-        Args:
-            model: The module, whose buffers are averaged, or copied.
-        """
+        """Move the average towards the weights."""
         number = self._average.n_averaged.clone()
         for parameters, values in self._lean.exact_weights():
             device = parameters[0].device  # what is frozen comes on the host
@@ -309,11 +250,7 @@ class LeanAverage:
 
     @torch.no_grad()
     def swap(self, model: nn.Module) -> None:
-        """Let the module have the average, and the average the weights; and the other way round the next time.
-
-        Args:
-            model: The module, whose buffers are swapped.
-        """
+        """Let the module have the average, and the average the weights; and the other way round the next time."""
         for parameters, values in self._lean.exact_weights():
             averages = {parameter: self._averages[parameter] for parameter in parameters}
             if not self._is_lent:
@@ -330,11 +267,7 @@ class LeanAverage:
 
     @torch.no_grad()
     def put(self, model: nn.Module) -> None:
-        """Let the module have the average from now on.
-
-        Args:
-            model: The module, whose buffers become those of the average.
-        """
+        """Let the module have the average from now on."""
         self._lean.lend({parameter: self._averages[parameter] for parameter in self._lean.parameters()})
         for ours, theirs in self._others(model):
             theirs.copy_(ours)

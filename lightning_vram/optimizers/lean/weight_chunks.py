@@ -22,11 +22,7 @@ class WeightCodec(ABC):
 
     @abstractmethod
     def write(self, exact: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Keep the rest of ``exact``: flat, fp32. Without a generator nothing is random. May work in place.
-
-        Returns:
-            What to copy to the bf16 weights: flat.
-        """
+        """Keep the rest of ``exact``: flat, fp32. Without a generator nothing is random. May work in place."""
 
 
 class MasterCodec(WeightCodec):
@@ -110,11 +106,6 @@ class WeightChunk:
 
     What a parameter that is frozen lacks is kept in host memory, all of it whatever the scheme: it does not change.
     When it is trained after all, its chunk moves to the device at its first step.
-
-    Args:
-        parameters: On one device, all frozen or none.
-        scheme: One of the keys of ``CODECS``.
-        number: Of this chunk: another seed for each.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], scheme: str, number: int) -> None:
@@ -143,11 +134,7 @@ class WeightChunk:
         return self._codec.read(self._gather(self.parameters[0].device if self.rest is None else self.rest.device))
 
     def check(self) -> None:
-        """Refuse to go on with parameters whose dtype somebody has changed.
-
-        Raises:
-            RuntimeError: If there are such.
-        """
+        """Refuse to go on with parameters whose dtype somebody has changed."""
         for parameter in self.parameters:
             if parameter.dtype is not torch.bfloat16:
                 raise RuntimeError(

@@ -19,38 +19,20 @@ from typing_extensions import override
 
 from lightning_vram.core.tensors.low_bit import Bits, CodeMap, MappedTensor, empty_mapped
 from lightning_vram.core.tensors.shards import is_shard
-from lightning_vram.optimizers.stepping import (
-    DIVISORS,
-    LowBitForm,
-    Member,
-    State,
-    StateForm,
-    StepRound,
-    is_lion,
-    iterate_parameters,
-    make_stand_in,
-    make_twin,
-    plain_step,
-    publish_state,
-    steps_like,
-)
+from lightning_vram.optimizers.stepping.state_forms import DIVISORS, LowBitForm, StateForm
+from lightning_vram.optimizers.stepping.step_round import Member, State, StepRound, make_stand_in, publish_state
+from lightning_vram.optimizers.stepping.steppable import is_lion, iterate_parameters, make_twin, plain_step, steps_like
 from lightning_vram.private_names.torch.dispatch import FakeTensor, current_dispatch_mode
 
 Library = Literal["auto", "own", "torchao", "bitsandbytes"]
 
 
 class LibraryForm(LowBitForm):
-    """Moments as a library keeps them.
+    """Moments as a library keeps them."""
 
-    Attributes:
-        library: Its name.
-        kinds: Optimizers whose step it has.
-        unable: Settings that it does not know.
-    """
-
-    library: Library
-    kinds: tuple[type[Optimizer], ...]
-    unable: tuple[str, ...] = ("amsgrad", "maximize", "fused", "capturable")
+    library: Library  # its name
+    kinds: tuple[type[Optimizer], ...]  # optimizers whose step it has
+    unable: tuple[str, ...] = ("amsgrad", "maximize", "fused", "capturable")  # settings that it does not know
 
     def __init__(self, bits: Bits) -> None:
         super().__init__("8bit" if bits == 8 else "4bit", bits)
@@ -247,17 +229,7 @@ def why_not_installed(library: Library) -> str | None:
 
 
 def form_of(library: Library, form: StateForm, optimizer: Optimizer) -> StateForm:
-    """Return the form that moments of an optimizer have.
-
-    Args:
-        library: Whose kernels step; ``"auto"``: those of bitsandbytes, else torchao, on CUDA, where they are installed
-            and can, and our own elsewhere.
-        form: Our own.
-        optimizer: That our own can step.
-
-    Raises:
-        ValueError: If the library cannot step it.
-    """
+    """Return the form that moments of an optimizer have."""
     parameters = list(iterate_parameters(optimizer))
     if library == "own" or not isinstance(form, LowBitForm) or any(isinstance(p, FakeTensor) for p in parameters):
         return form  # estimates have no memory that kernels could write to

@@ -18,16 +18,11 @@ from typing_extensions import override
 
 from lightning_vram.optimizers.narrow.libraries import Library, LibraryForm, form_of
 from lightning_vram.optimizers.on_host import NarrowStates, step_in_parts, widen_when_stepped
-from lightning_vram.optimizers.stepping import (
-    Member,
-    MembersStep,
-    StateForm,
-    StepRound,
-    StepTakeOver,
-    UpdateCheck,
-    find_unheld,
-    iterate_parameters,
-)
+from lightning_vram.optimizers.stepping.state_forms import StateForm, find_unheld
+from lightning_vram.optimizers.stepping.step_round import Member, StepRound
+from lightning_vram.optimizers.stepping.steppable import iterate_parameters
+from lightning_vram.optimizers.stepping.take_over import MembersStep, StepTakeOver
+from lightning_vram.optimizers.stepping.update_check import UpdateCheck
 from lightning_vram.private_names.torch.optimizers import note_step
 
 
@@ -35,15 +30,6 @@ class NarrowMoments(StepTakeOver):
     """Optimizers whose moments are in a form until :meth:`let_go`. They stay the same objects.
 
     Optimizers that are made in the midst of training are taken in when they step first.
-
-    Args:
-        module: Whose parameters they have.
-        form: Of the moments.
-        library: Whose kernels step, where the form is in low bits.
-        check: Counts updates of moments that rounding takes back, in our own steps; ``None``: nobody does.
-
-    Attributes:
-        unheld: Trained parameters whose moments cannot be in the form.
     """
 
     def __init__(
@@ -56,14 +42,7 @@ class NarrowMoments(StepTakeOver):
         super().__init__()
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Have the moments of optimizers in the form from now on, those that they have and those that they load.
-
-        Args:
-            optimizers: Any. Those without moments that can be in it are left alone.
-
-        Raises:
-            ValueError: If no moments can be in it, or the library cannot step one; then none is changed.
-        """
+        """Have the moments of optimizers in the form from now on, those that they have and those that they load."""
         form = self._form
         fresh = [one for one in optimizers if form.fits(one) and not self._is_taken(one)]
         everything = set(chain.from_iterable(map(iterate_parameters, fresh)))

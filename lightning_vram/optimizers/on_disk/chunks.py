@@ -88,12 +88,7 @@ class StatePlaces:
         return min(widest, self.total_bytes) + lost_bytes
 
     def plan(self, work: Sequence[int], chunk_elements: int) -> list[Chunk]:
-        """Cut the parameters ``work``, in that order, into chunks which fit into ``buffer_bytes(chunk_elements)``.
-
-        Args:
-            work: Their indices.
-            chunk_elements: Most weights of a chunk; a multiple of ``PART_ELEMENTS``.
-        """
+        """Cut the parameters ``work``, in that order, into chunks which fit into ``buffer_bytes(chunk_elements)``."""
         room_bytes = self.buffer_bytes(chunk_elements)
         chunks = [Chunk([], [])]
         for index in work:

@@ -13,15 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adafactor, Adagrad, Muon, Optimizer
 
-from lightning_vram.optimizers.stepping import (
-    MOMENTS,
-    STEPPABLE,
-    State,
-    StateForm,
-    make_twin,
-    plain_step,
-    steps_like,
-)
+from lightning_vram.optimizers.stepping.state_forms import MOMENTS, StateForm
+from lightning_vram.optimizers.stepping.step_round import State
+from lightning_vram.optimizers.stepping.steppable import STEPPABLE, make_twin, plain_step, steps_like
 
 _WHOLE: dict[type[Optimizer], str] = {
     Adafactor: "it keeps sums over rows and columns of whole matrices",
@@ -33,17 +27,12 @@ _STAND_IN_SHAPE = (2, 3)  # nothing else in a state has this shape
 
 @dataclass(frozen=True)
 class StateLayout:
-    """What is kept for one parameter.
+    """What is kept for one parameter."""
 
-    Attributes:
-        elementwise: Names and dtypes of the tensors that hold one number for each weight.
-        others: Names of what is kept once for a parameter: its count of steps and the like.
-        form: Of float32 moments where they are kept; ``None``: as they are.
-    """
-
+    # names and dtypes of the tensors that hold one number for each weight
     elementwise: tuple[tuple[str, torch.dtype], ...]
-    others: tuple[str, ...]
-    form: StateForm | None = None
+    others: tuple[str, ...]  # names of what is kept once for a parameter: its count of steps and the like
+    form: StateForm | None = None  # of float32 moments where they are kept; ``None``: as they are
 
     def kept_bytes(self, count: int) -> list[int]:
         """Return the bytes that each of the tensors of so many weights takes where it is kept."""
@@ -68,19 +57,7 @@ def is_elementwise(kind: type[Optimizer]) -> bool:
 
 
 def find_layout(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> StateLayout:
-    """Find out what an optimizer keeps for a parameter; neither it nor any source of randomness is touched.
-
-    Args:
-        optimizer: One of PyTorch's that treat each weight by itself.
-        group: Its options, one of ``optimizer.param_groups``.
-        dtype: Of the parameter.
-
-    Returns:
-        What the state has after the first step.
-
-    Raises:
-        ValueError: If the step does not treat each weight by itself.
-    """
+    """Find out what an optimizer keeps for a parameter; neither it nor any source of randomness is touched."""
     kind = type(optimizer)
     if not is_elementwise(kind):
         reasons = (why for whole, why in _WHOLE.items() if steps_like(kind, [whole]))

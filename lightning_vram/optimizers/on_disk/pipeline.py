@@ -40,16 +40,7 @@ class DiskPipeline:
         return len(self._buffers) * self._buffer_bytes
 
     def run(self, chunks: Sequence[Chunk], known: Container[int], step: Callable[[Chunk, Tensor], None]) -> None:
-        """Bring chunks into memory one by one, and back.
-
-        Args:
-            chunks: No byte is in two of them.
-            known: Parameters with something to read.
-            step: Gets each chunk and its buffer, in order, in the calling thread.
-
-        Raises:
-            OffloadError: If a read or a write failed. Those that were under way have ended then.
-        """
+        """Bring chunks into memory one by one, and back."""
         while len(self._buffers) < min(self._num_buffers, len(chunks)):
             self._buffers.append(_make_buffer(self._buffer_bytes))
         reads = [chunk.extents if any(span.index in known for span in chunk.spans) else [] for chunk in chunks]

@@ -19,27 +19,20 @@ from lightning_vram.core.host.disk_file import DiskFile
 from lightning_vram.optimizers.on_disk.chunks import Chunk, Span, StatePlaces
 from lightning_vram.optimizers.on_disk.layouts import StateLayout
 from lightning_vram.optimizers.on_disk.pipeline import DiskPipeline
-from lightning_vram.optimizers.stepping import State
+from lightning_vram.optimizers.stepping.step_round import State
 
 CHUNK_ELEMENTS = 2**22  # 16 MiB of each fp32 state
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a parameter that is stepped at once.
+    """A part of a parameter that is stepped at once."""
 
-    Attributes:
-        index: Which parameter.
-        start: Its first weight, counted in the flat parameter.
-        stop: One past its last.
-        states: The state of a parameter that has just these weights: flat tensors on a buffer, ``[stop - start]``,
-            and copies of what is kept once for a parameter. Empty if the parameter has no state yet. What is in it
-            after the step is kept.
-    """
-
-    index: int
-    start: int
-    stop: int
+    index: int  # of the parameter
+    start: int  # its first weight, counted in the flat parameter
+    stop: int  # one past its last
+    # Flat tensors on a buffer, [stop - start], and copies of the values that a parameter has once. Empty if the
+    # parameter has no state yet. The values that the step leaves here are stored.
     states: State
 
 
@@ -50,16 +43,6 @@ class DiskStates:
     """States of parameters in a file in ``folder``, as long as this object lives.
 
     Not for several threads at a time.
-
-    Args:
-        folder: On a local disk that is fast: an NVMe drive, not a network file system.
-        chunk_elements: Most weights that are stepped at once; a multiple of 4096.
-        num_buffers: Chunks in memory, at least 2.
-        num_threads: Reads and writes at a time.
-
-    Raises:
-        ValueError: If ``folder`` is no folder.
-        OffloadError: If no file can be made there.
     """
 
     def __init__(
@@ -80,15 +63,7 @@ class DiskStates:
         weakref.finalize(self, _close, self._pipeline, self._file)
 
     def add(self, sizes: Sequence[int], layouts: Sequence[StateLayout]) -> None:
-        """Have room for the states of more parameters, at the end of the file.
-
-        Args:
-            sizes: Number of weights of each.
-            layouts: What is kept for each of them, see :func:`~lightning_vram.optimizers.on_disk.layouts.find_layout`.
-
-        Raises:
-            OffloadError: If the disk is too small; nothing is changed then.
-        """
+        """Have room for the states of more parameters, at the end of the file."""
         self._check()
         layouts = [*self._layouts, *layouts]
         places = StatePlaces([*self._places.sizes, *sizes], layouts)
@@ -99,15 +74,7 @@ class DiskStates:
         self._pipeline.make_room(places.buffer_bytes(self._chunk_elements))
 
     def views(self, index: int) -> dict[str, Tensor]:
-        """Return the states of a parameter that lie in the file.
-
-        Returns:
-            Flat tensors over pages of the file. They show every step that is over, and can be written to between
-            steps. For a parameter without state they hold anything.
-
-        Raises:
-            OffloadError: If this is closed.
-        """
+        """Return the states of a parameter that lie in the file."""
         self._check()
         size, mapping = self._places.sizes[index], self._file.mapped()
         layout = self._layouts[index]
@@ -126,21 +93,7 @@ class DiskStates:
 
     @torch.no_grad()
     def stream(self, work: Sequence[int], step: Step, known: Mapping[int, State]) -> dict[int, State]:
-        """Step parameters.
-
-        Args:
-            work: Which, and in which order; that in which they were given is read in the longest runs.
-            step: Steps all pieces it gets, in the calling thread. Each of them may have states of its own: what is
-                kept once for a parameter counts when its last piece was stepped.
-            known: What is kept once for each of the parameters that have a state, their count of steps and the like.
-
-        Returns:
-            The same of all parameters, as the step has left it.
-
-        Raises:
-            ValueError: If a parameter is in ``work`` twice, or ``step`` leaves states that there is no room for.
-            OffloadError: If the disk fails; the states are lost then.
-        """
+        """Step parameters."""
         self._check()
         chunks, left = self._plan(tuple(work)), dict[int, State]()
 
@@ -190,11 +143,7 @@ def _cut_slots(span: Span, layout: StateLayout, buffer: Tensor) -> dict[str, Ten
 
 
 def _keep_states(piece: Piece, slots: Mapping[str, Tensor]) -> State:
-    """Let the slots hold what a step has left in a piece; return what is kept once for a parameter.
-
-    Raises:
-        ValueError: If the step left other states than there are slots for.
-    """
+    """Let the slots hold what a step has left in a piece; return what is kept once for a parameter."""
     states = piece.states
     for key, slot in slots.items():
         left = states.get(key)

@@ -9,20 +9,16 @@ from torch.optim import Optimizer
 
 from lightning_vram.optimizers.on_disk.layouts import find_layout
 from lightning_vram.optimizers.on_disk.states import DiskStates, Piece
-from lightning_vram.optimizers.stepping import (
+from lightning_vram.optimizers.stepping.state_forms import StateForm, first_place, make_seeds, narrow_state, widen_state
+from lightning_vram.optimizers.stepping.step_round import (
     Member,
     State,
-    StateForm,
     StepRound,
     as_sharded,
     check_state,
-    first_place,
     local_parts,
-    make_seeds,
     make_stand_in,
-    narrow_state,
     publish_state,
-    widen_state,
 )
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
@@ -31,16 +27,6 @@ class StreamedStates:
     """Keeps the states of some parameters on disk. The optimizer's ``state`` names tensors over the file.
 
     What user code puts there in their place is moved to the disk by :meth:`adopt`.
-
-    Args:
-        optimizer: One that steps each element by itself.
-        parameters: Those whose states are kept here, of it or added to it later.
-        folder: On a local disk that is fast.
-        form: Of moments there, of parameters that it holds; ``None``: float32.
-
-    Raises:
-        ValueError: If the optimizer does not, or ``folder`` is no folder.
-        OffloadError: If the disk is too small, or cannot be written to.
     """
 
     def __init__(
@@ -87,12 +73,7 @@ class StreamedStates:
         self._disk.release()
 
     def adopt(self, members: Sequence[Member], wait: Callable[[], None]) -> None:
-        """Move to the disk what user code has put in the place of states of ``members``, and make room for new ones.
-
-        Args:
-            members: Are about to be stepped.
-            wait: Returns when no other step is under way.
-        """
+        """Move to the disk what user code has put in the place of states of ``members``, and make room for new ones."""
         if not all(map(self._is_there, members)):
             wait()
             self.load()
@@ -106,13 +87,7 @@ class StreamedStates:
     def run(
         self, step_round: StepRound, members: Sequence[Member], cut_gradient: Callable[[Member, slice], Tensor]
     ) -> None:
-        """Step ``members``, as :meth:`StepRound.run` does, with gradients as they are.
-
-        Args:
-            step_round: The step.
-            members: To step.
-            cut_gradient: Returns some of the gradient of a member, flat.
-        """
+        """Step ``members``, as :meth:`StepRound.run` does, with gradients as they are."""
         by_index = {self._index[member.parameter]: member for member in members}
 
         def step(pieces: Sequence[Piece]) -> None:

@@ -20,7 +20,8 @@ from lightning_vram.core.host.worker import Ticket
 from lightning_vram.core.surgery.shadow import Shadow, instead
 from lightning_vram.core.tensors.layout import WHOLE_LAYOUT, stored_like
 from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
-from lightning_vram.optimizers.stepping import as_sharded, move_average
+from lightning_vram.optimizers.stepping.averaging import move_average
+from lightning_vram.optimizers.stepping.step_round import as_sharded
 from lightning_vram.private_names.fsdp2.sharded_tensors import cut_own_part, local_part, own_part_of
 from lightning_vram.private_names.torch.modules import own_parameters
 from lightning_vram.techniques.sharding import FullSharding, ShardedGroup, ShardLane
@@ -35,19 +36,6 @@ class HostAverage:
     Its ``update_parameters`` has the very arithmetic of its class done on parts of shards, after the step of their
     group. So the functions that it averages by have to treat each element by itself, as those of PyTorch do. Whoever
     reads a parameter of it waits until it is written.
-
-    Args:
-        average: A copy of the module, whole. All of it comes to the host.
-        module: That is sharded; its parameters come in the same order.
-        sharding: Of it.
-        is_copy: Whether the average is what the module is, so that the shards of that have its values.
-        gather: Makes the state of a module whose parameters are shards, for a checkpoint.
-
-    Attributes:
-        optimizers: Whose thread moves the average; ``None``: it is moved at once. May be set.
-
-    Raises:
-        ValueError: If the module has other parameters than the average.
     """
 
     def __init__(
@@ -72,11 +60,7 @@ class HostAverage:
         ]
 
     def update(self, model: nn.Module) -> None:
-        """Begin to move the average towards the weights of the module as they are after the steps that were begun.
-
-        Args:
-            model: The module. Its buffers are those that are averaged, or copied.
-        """
+        """Begin to move the average towards the weights of the module as they are after the steps that were begun."""
         self._forget_wholes()
         number = self.average.n_averaged.clone()
         for group in self._sharding.groups:
@@ -90,11 +74,7 @@ class HostAverage:
         self._sharding.gather_root()
 
     def remove(self, *, make_whole: bool) -> None:
-        """Let the average be a plain module again, after all steps and before the optimizers let go.
-
-        Args:
-            make_whole: Whether to gather its parameters, on all ranks: all must take part. Else they stay sharded.
-        """
+        """Let the average be a plain module again, after all steps and before the optimizers let go."""
         while self._stand_ins:
             self._stand_ins.pop().remove()
         if make_whole:

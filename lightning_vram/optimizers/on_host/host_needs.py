@@ -10,8 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_vram.optimizers.on_disk import find_layout, is_elementwise
-from lightning_vram.optimizers.stepping import FORMS, StateForm, why_not_steppable
+from lightning_vram.optimizers.on_disk.layouts import find_layout, is_elementwise
+from lightning_vram.optimizers.stepping.state_forms import FORMS, StateForm
+from lightning_vram.optimizers.stepping.steppable import why_not_steppable
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
 _NO_FORMS = (0,) * len(FORMS)
@@ -19,26 +20,16 @@ _NO_FORMS = (0,) * len(FORMS)
 
 @dataclass(frozen=True)
 class HostNeeds:
-    """Bytes that will be at rest on the host, by kind.
+    """Bytes that will be at rest on the host, by kind."""
 
-    Attributes:
-        weights: The shards.
-        narrow_copies: Of them, which travel in 16 bit.
-        gradients: Of those that are trained.
-        states: Of the optimizers, as far as their classes are known; 0 while there are none.
-        averages: Of weights, which a callback keeps.
-        can_be_narrow: Whether all weights are in 32 bit, so that 16 bit would halve all of it.
-        can_be_split: Whether weights that are split would need no copies.
-        narrow_states: What states would take with fewer bytes for a moment; 0 where there is no such form.
-    """
-
-    weights: int = 0
-    narrow_copies: int = 0
-    gradients: int = 0
-    states: int = 0
-    averages: int = 0
-    can_be_narrow: bool = True
-    can_be_split: bool = False
+    weights: int = 0  # the shards
+    narrow_copies: int = 0  # of them, which travel in 16 bit
+    gradients: int = 0  # of those that are trained
+    states: int = 0  # of the optimizers, as far as their classes are known; 0 while there are none
+    averages: int = 0  # of weights, which a callback keeps
+    can_be_narrow: bool = True  # whether all weights are in 32 bit, so that 16 bit would halve all of it
+    can_be_split: bool = False  # whether weights that are split would need no copies
+    # what states would take with fewer bytes for a moment; 0 where there is no such form
     narrow_states: tuple[int, ...] = _NO_FORMS
 
     @property
@@ -64,15 +55,7 @@ def count_host_needs(
     narrow_dtype: torch.dtype | None = None,
     averages: Iterable[nn.Module] = (),
 ) -> HostNeeds:
-    """Count what one rank will have of a module, without the states of its optimizers.
-
-    Args:
-        module: Before it is sharded; may be on ``meta``. What is sharded already is not counted.
-        num_shards: Ranks that share a parameter.
-        narrow: Names of the parameters of which there is a copy that travels.
-        narrow_dtype: Of those copies; ``None``: there are none.
-        averages: Whole copies of the module, which will be sharded as it is.
-    """
+    """Count what one rank will have of a module, without the states of its optimizers."""
     needs = HostNeeds(
         averages=sum(
             numel * parameter.itemsize for one in averages for _, parameter, numel in _iterate_shards(one, num_shards)
@@ -96,13 +79,7 @@ def count_host_needs(
 def count_state_bytes(
     optimizers: Iterable[Optimizer], shards: Mapping[nn.Parameter, nn.Parameter], form: StateForm | None = None
 ) -> int:
-    """Count what optimizers will keep on this rank for weights that are trained; 0 for classes that nobody has read.
-
-    Args:
-        optimizers: Before their first step.
-        shards: That have taken the place of parameters.
-        form: Of their moments.
-    """
+    """Count what optimizers will keep on this rank for weights that are trained; 0 for classes that nobody has read."""
     return sum(sum(_iterate_states(one, shards, form)) for one in optimizers)
 
 

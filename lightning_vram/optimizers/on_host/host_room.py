@@ -19,30 +19,19 @@ from lightning_vram.memory.host.available import available_host_bytes, free_swap
 from lightning_vram.memory.host.machine import machine_name
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.optimizers.on_host.host_needs import HostNeeds
-from lightning_vram.optimizers.stepping import FORMS
+from lightning_vram.optimizers.stepping.state_forms import FORMS
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
 _DISK, _NARROW = "nvme_path='/a/fast/disk'", "precision='bf16-true'"
 
 
 def margin_bytes(taken_bytes: int) -> int:
-    """Return what is left to everything else: as much again of what is small, so that a toy runs on a full machine.
-
-    Args:
-        taken_bytes: What is taken beside what is there.
-    """
+    """Return what is left to everything else: as much again of what is small, so that a toy runs on a full machine."""
     return min(MARGIN_BYTES, max(0, taken_bytes))
 
 
 class HostRoom:
-    """What the host has for this rank, measured when this is made; all ranks make one before any takes something.
-
-    Args:
-        module: What it has on the host counts as there: it will be given back.
-        optimizers: Of a run before, whose states will be.
-        averages: Copies of the module, which will be given back, too.
-        may_swap: Whether memory that is swapped out will do: none of it is pinned.
-    """
+    """What the host has for this rank, measured when this is made; all ranks make one before any takes something."""
 
     def __init__(
         self,
@@ -61,17 +50,7 @@ class HostRoom:
         self._held = sum(tensor.nbytes for tensor in held)
 
     def check(self, needs: HostNeeds, name: str, *, has_disk: bool, is_spread: bool) -> None:
-        """Refuse what does not fit on the machine of any rank. A collective.
-
-        Args:
-            needs: Of this rank.
-            name: Who needs it.
-            has_disk: Whether states are on a disk already.
-            is_spread: Whether more ranks would each have less.
-
-        Raises:
-            OffloadError: On all ranks alike, if a machine has not enough.
-        """
+        """Refuse what does not fit on the machine of any rank. A collective."""
         machines: dict[tuple[str, ...], _Machine] = {}
         for key, of_rank in gather_objects((machine_name(), _Machine(needs, self._available, self._held))):
             machines[key] = machines[key] + of_rank if key in machines else of_rank
@@ -88,19 +67,12 @@ class HostRoom:
 
 @dataclass(frozen=True)
 class _Machine:
-    """What all ranks of a machine need there, and have.
+    """What all ranks of a machine need there, and have."""
 
-    Attributes:
-        needs: Sum over the ranks.
-        available: What they can still take together; ``None``: nobody knows.
-        held: What their modules have.
-        num_ranks: How many they are.
-    """
-
-    needs: HostNeeds
-    available: int | None
-    held: int
-    num_ranks: int = 1
+    needs: HostNeeds  # sum over the ranks
+    available: int | None  # what they can still take together; ``None``: nobody knows
+    held: int  # what their modules have
+    num_ranks: int = 1  # how many they are
 
     def __add__(self, other: "_Machine") -> "_Machine":
         known = [one.available for one in (self, other) if one.available is not None]

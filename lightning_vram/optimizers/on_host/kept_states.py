@@ -12,25 +12,14 @@ from lightning_vram.core.tensors.layout import state_stored_like
 from lightning_vram.optimizers.on_disk import StreamedStates
 from lightning_vram.optimizers.on_host.narrow_states import NarrowStates, widen_when_stepped
 from lightning_vram.optimizers.on_host.split_steps import cut_gradient, scale, step_in_parts, step_lanes
-from lightning_vram.optimizers.stepping import Member, StateForm, StepRound
+from lightning_vram.optimizers.stepping.state_forms import StateForm
+from lightning_vram.optimizers.stepping.step_round import Member, StepRound
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 from lightning_vram.techniques.sharding import ShardLane
 
 
 class KeptStates:
-    """Those of the parameters that are stepped on the host.
-
-    Args:
-        optimizer: Whose states they are.
-        parameters: Of it, those.
-        folder: For states on a disk; ``None``: they are in memory.
-        form: Of moments; ``None``: float32.
-        on_device: The parameters that are on the device, if a callback wants all moments in the form.
-
-    Raises:
-        ValueError: If the optimizer's states cannot be on a disk.
-        OffloadError: If there is no room for them in the folder.
-    """
+    """Those of the parameters that are stepped on the host."""
 
     def __init__(
         self,
@@ -49,11 +38,7 @@ class KeptStates:
         self._streamed = None if folder is None else StreamedStates(optimizer, parameters, folder, form)
 
     def begin(self, optimizer: Optimizer) -> list[RemovableHandle]:
-        """Bring the states there that the optimizer has, now and whenever some are loaded.
-
-        Returns:
-            Handles whose ``remove`` ends it.
-        """
+        """Bring the states there that the optimizer has, now and whenever some are loaded."""
         self._take_in(optimizer)
         handles = [optimizer.register_load_state_dict_post_hook(self._take_in)]
         if self._narrow is not None:
@@ -61,12 +46,7 @@ class KeptStates:
         return handles
 
     def adopt(self, members: Sequence[Member], wait: Callable[[], None]) -> None:
-        """Take over what user code has written to states of members that are about to be stepped.
-
-        Args:
-            members: Of one group.
-            wait: Returns when no other step is under way.
-        """
+        """Take over what user code has written to states of members that are about to be stepped."""
         if self._streamed is not None:
             self._streamed.adopt(members, wait)
         if self._narrow is not None:

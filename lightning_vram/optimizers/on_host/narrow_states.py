@@ -11,35 +11,24 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.core.tensors.layout import state_stored_like
-from lightning_vram.optimizers.stepping import (
+from lightning_vram.optimizers.stepping.state_forms import (
     MOMENTS,
-    Member,
-    State,
     StateForm,
-    UpdateCheck,
-    as_sharded,
-    check_state,
     is_narrow,
-    iterate_parameters,
-    local_parts,
     narrow_state,
     widen_state,
     widened,
 )
+from lightning_vram.optimizers.stepping.step_round import Member, State, as_sharded, check_state, local_parts
+from lightning_vram.optimizers.stepping.steppable import iterate_parameters
+from lightning_vram.optimizers.stepping.update_check import UpdateCheck
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
 _to_widen: "WeakKeyDictionary[Optimizer, RemovableHandle]" = WeakKeyDictionary()
 
 
 class NarrowStates:
-    """Those of one optimizer.
-
-    Args:
-        optimizer: Whose moments can be in the form.
-        takes: Whether a parameter is one of those that are in the form, now or when it is added.
-        form: Of their moments.
-        check: Counts updates of moments that are lost; ``None``: nobody does.
-    """
+    """Those of one optimizer."""
 
     def __init__(
         self,

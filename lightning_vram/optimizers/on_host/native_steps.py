@@ -9,7 +9,9 @@ from torch.optim import Adam, AdamW
 from lightning_vram.core.host.split_weights import Part, SplitWeights
 from lightning_vram.core.tensors.low_bit import LowBitTensor
 from lightning_vram.core.tensors.native_codecs import LANES, AdamWStep, native_codecs
-from lightning_vram.optimizers.stepping import Member, State, StepRound, is_narrow, steps_like
+from lightning_vram.optimizers.stepping.state_forms import is_narrow
+from lightning_vram.optimizers.stepping.step_round import Member, State, StepRound
+from lightning_vram.optimizers.stepping.steppable import steps_like
 
 _STATE = {"step", "exp_avg", "exp_avg_sq"}
 _OTHERS = ("amsgrad", "maximize", "differentiable")  # settings that it knows nothing of
@@ -36,18 +38,7 @@ def read_adamw_step(step_round: StepRound, member: Member) -> AdamWStep | None:
 
 
 def step_as_kept(step: AdamWStep, weights: Tensor, gradient: Tensor, state: State, draws: tuple[int, int]) -> bool:
-    """Step flat weights with moments as they are kept, if there is compiled code for that; else change nothing.
-
-    Args:
-        step: Which.
-        weights: In float32.
-        gradient: Of them.
-        state: Of them, as it is kept.
-        draws: Those of the first place, for ``exp_avg`` and ``exp_avg_sq``.
-
-    Returns:
-        Whether they are stepped.
-    """
+    """Step flat weights with moments as they are kept, if there is compiled code for that; else change nothing."""
     moments = state["exp_avg"], state["exp_avg_sq"]
     if weights.numel() % LANES or gradient.dtype != torch.float32 or not all(map(is_narrow, moments)):
         return False

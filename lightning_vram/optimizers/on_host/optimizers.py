@@ -24,20 +24,11 @@ from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.memory.tracking.optimizer_tensors import forget_optimizer_tensors, register_optimizer_tensors
 from lightning_vram.optimizers.on_host.kept_states import KeptStates, replace_parameters
 from lightning_vram.optimizers.on_host.split_steps import scale_gradients
-from lightning_vram.optimizers.stepping import (
-    Member,
-    StateForm,
-    StepRound,
-    StepTakeOver,
-    WholeSteps,
-    can_step_wholes,
-    explain_failures,
-    find_unheld,
-    iterate_parameters,
-    list_tensors,
-    refuse_optimizer,
-    why_not_steppable,
-)
+from lightning_vram.optimizers.stepping.foreign_steps import WholeSteps, can_step_wholes, explain_failures
+from lightning_vram.optimizers.stepping.state_forms import StateForm, find_unheld
+from lightning_vram.optimizers.stepping.step_round import Member, StepRound, list_tensors
+from lightning_vram.optimizers.stepping.steppable import iterate_parameters, refuse_optimizer, why_not_steppable
+from lightning_vram.optimizers.stepping.take_over import StepTakeOver
 from lightning_vram.private_names.fsdp2.sharded_tensors import calls_derived_dispatch
 from lightning_vram.private_names.torch.optimizers import has_step_hooks, note_step
 from lightning_vram.techniques.sharding import FullSharding, ShardedGroup
@@ -47,20 +38,7 @@ Result = TypeVar("Result")
 
 
 class HostOptimizers(StepTakeOver):
-    """All optimizers of one sharded module. They stay the same objects.
-
-    Args:
-        sharding: Of the module.
-        num_threads: That a step uses.
-        nvme_path: Folder for the states of optimizers, on a fast local disk; ``None``: they are in host memory.
-        form: Of moments on the host; ``None``: float32.
-        is_form_everywhere: Whether those on the device are in it, too.
-
-    Attributes:
-        unheld: Trained parameters whose moments cannot be in the form.
-        may_step_early: Asked before a step that is given a closure, with that: whether nothing but the step will look
-            at the gradients of this optimizer after the backward in there, or change them.
-    """
+    """All optimizers of one sharded module. They stay the same objects."""
 
     def __init__(
         self,
@@ -93,16 +71,7 @@ class HostOptimizers(StepTakeOver):
         super().__init__()
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let optimizers step here from now on.
-
-        Args:
-            optimizers: Any. Those that have none of the parameters are left alone, and so are those of a class that
-                is not known to step each element by itself, but for what follows their steps.
-
-        Raises:
-            ValueError: If one cannot step on shards, or moments have no such form; then none is attached.
-            OffloadError: If there is no room for its states at ``nvme_path``; then none is attached.
-        """
+        """Let optimizers step here from now on."""
         for optimizer in optimizers:  # one may have been made before the module was sharded
             replace_parameters(optimizer, self._sharding.shards)
         fresh = [one for one in optimizers if self._has_ours(one) and not any(one is known for known in self._attached)]
@@ -157,13 +126,7 @@ class HostOptimizers(StepTakeOver):
             self._stand_ins.append(Shadow(optimizer, "step", explained))
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float, *, may_wait: bool) -> None:
-        """Clip gradients to a common 2-norm, as ``torch.nn.utils.clip_grad_norm_`` does. A collective.
-
-        Args:
-            optimizer: Whose parameters' gradients.
-            max_norm: Largest norm.
-            may_wait: Whether gradients may be scaled when they are stepped with, which comes next.
-        """
+        """Clip gradients to a common 2-norm, as ``torch.nn.utils.clip_grad_norm_`` does. A collective."""
         parameters = [parameter for parameter in iterate_parameters(optimizer) if parameter.grad is not None]
         has_narrow = any(narrow_of(parameter.grad) is not None for parameter in parameters)
         norm = self._compute(lambda: sharded_norm(parameters, *([wide_part] if has_narrow else [])))
@@ -177,21 +140,13 @@ class HostOptimizers(StepTakeOver):
             self._compute(lambda: scale_gradients(gradients, factor))
 
     def finish(self) -> None:
-        """Wait until all steps are over.
-
-        Raises:
-            BaseException: What one of them has raised.
-        """
+        """Wait until all steps are over."""
         self._sharding.wait_for_steps()
         if self._worker is not None:
             self._worker.check()
 
     def let_go(self, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Let the optimizers step by themselves again.
-
-        Args:
-            replaced: Parameters that others have taken the place of.
-        """
+        """Let the optimizers step by themselves again."""
         self._sharding.on_landed = None
         if self._worker is not None:
             self._worker.stop()

@@ -15,21 +15,11 @@ from lightning_vram.core.host.split_weights import PART_ELEMENTS, Part, SplitWei
 from lightning_vram.core.tensors.layout import flat_as_stored, stored_like
 from lightning_vram.core.tensors.low_bit import BLOCK_SIZE
 from lightning_vram.core.tensors.native_codecs import LANES, AdamWStep
-from lightning_vram.optimizers.on_disk import is_elementwise
+from lightning_vram.optimizers.on_disk.layouts import is_elementwise
 from lightning_vram.optimizers.on_host.narrow_states import NarrowStates
 from lightning_vram.optimizers.on_host.native_steps import read_adamw_step, step_as_kept, step_split
-from lightning_vram.optimizers.stepping import (
-    MOMENTS,
-    Member,
-    State,
-    StepRound,
-    draw_of_moment,
-    first_place,
-    make_seeds,
-    make_stand_in,
-    publish_state,
-    widen_state,
-)
+from lightning_vram.optimizers.stepping.state_forms import MOMENTS, draw_of_moment, first_place, make_seeds, widen_state
+from lightning_vram.optimizers.stepping.step_round import Member, State, StepRound, make_stand_in, publish_state
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part, own_part_of
 from lightning_vram.private_names.torch.dispatch import FakeTensor
 from lightning_vram.techniques.sharding import ShardLane
@@ -51,18 +41,7 @@ def step_lanes(
     *,
     is_whole: bool,
 ) -> list[Member]:
-    """Step those of ``members`` that can be stepped in parts, and have the others' shards in memory of their own.
-
-    Args:
-        step_round: The step.
-        narrow: Has the moments, where they are in a narrow form.
-        lanes: Of the members' group.
-        members: Of the step.
-        is_whole: Whether none is to be stepped in parts.
-
-    Returns:
-        Those that are yet to be stepped.
-    """
+    """Step those of ``members`` that can be stepped in parts, and have the others' shards in memory of their own."""
     if not any(lane.is_split for lane in lanes):
         return list(members)
     left: list[Member] = []
@@ -121,11 +100,7 @@ def scale(step_round: StepRound, members: Sequence[Member]) -> None:
 
 
 class _Scratch:
-    """Memory of one batch after the other: the host takes about as long to give out fresh pages as a step.
-
-    Args:
-        like: A tensor on the device.
-    """
+    """Memory of one batch after the other: the host takes about as long to give out fresh pages as a step."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like

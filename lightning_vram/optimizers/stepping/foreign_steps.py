@@ -1,8 +1,7 @@
-"""Let an optimizer that nobody has read step.
+"""Step an optimizer of an unknown class on a sharded module.
 
-Sharded tensors are no use to those that look at the shape of a parameter, or make tensors beside it. Where a shard is
-the whole parameter, a plain one over the same memory takes its place while the optimizer steps. Elsewhere it steps on
-sharded tensors, and is told where they cannot do what it asks.
+Optimizers that look at the shape of a parameter, or make tensors like it, cannot use sharded tensors. If a shard is the
+whole parameter, an ordinary parameter over the same memory replaces it during the step.
 """
 
 import traceback
@@ -19,30 +18,23 @@ from lightning_vram.optimizers.stepping.step_round import State, as_sharded
 from lightning_vram.optimizers.stepping.steppable import has_own_step, iterate_parameters, plain_step
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
-Step = Callable[..., Any]
-
 
 def can_step_wholes(optimizer: Optimizer) -> bool:
-    """Whether plain parameters may take the place of those of ``optimizer`` for a step.
-
-    Not where its step was replaced, nor where it lets another optimizer step, which has the parameters, too.
-    """
+    """Whether its step is its own: an optimizer within it would have the parameters, too."""
     others = (value for key, value in vars(optimizer).items() if key != "step")
     return has_own_step(optimizer) and not any(isinstance(value, Optimizer) for value in others)
 
 
 class WholeSteps:
-    """Steps one optimizer. Its groups and its state hold sharded tensors again whenever somebody else can look.
+    """Steps one optimizer on whole parameters. Outside its own code, groups and state hold sharded tensors.
 
-    Args:
-        optimizer: Of any class; its parameters lie on one rank.
-        written: Called when parameters may have been written in a step that goes on: before the model runs.
+    ``written`` is called before a closure runs the model: parameters may have been written by then.
     """
 
     def __init__(self, optimizer: Optimizer, written: Callable[[], None]) -> None:
         self._optimizer = optimizer
         self._written = written
-        self._stand_ins: dict[nn.Parameter, nn.Parameter] = {}  # for good: optimizers keep more by parameter than state
+        self._stand_ins: dict[nn.Parameter, nn.Parameter] = {}  # reused: optimizers may hold more by parameter
         self._given: dict[nn.Parameter, Tensor | None] = {}  # gradients of stand-ins, as they were made
         self._states: dict[nn.Parameter, State] = {}  # as they were
 
@@ -100,8 +92,8 @@ class WholeSteps:
             group["params"] = [others.get(parameter, parameter) for parameter in group["params"]]
 
 
-def explain_failures(optimizer: Optimizer, *, is_split: bool) -> Callable[[Step], Step]:
-    """Return what makes a step of ``optimizer`` another one that is the same until it fails."""
+def explain_failures(optimizer: Optimizer, *, is_split: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a patch of the step that explains errors of sharded tensors."""
     advice = "such as AdamW, or a single device" if is_split else "such as AdamW"
     message = (
         f"{type(optimizer).__name__} cannot step on shards: it does with a parameter what a sharded one cannot do. Use "
@@ -110,7 +102,7 @@ def explain_failures(optimizer: Optimizer, *, is_split: bool) -> Callable[[Step]
     return partial(_make_step, message)
 
 
-def _make_step(message: str, inner: Step) -> Step:
+def _make_step(message: str, inner: Callable[..., Any]) -> Callable[..., Any]:
     def step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         of_model: list[Exception] = []
 
@@ -125,14 +117,11 @@ def _make_step(message: str, inner: Step) -> Step:
         try:
             return inner(*args, **kwargs) if closure is None else inner(call_closure, *args, **kwargs)
         except Exception as error:
-            if error in of_model or not _is_of_sharded_tensors(error):
+            modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+            # An error raised in C++ has no such frame, but names the class.
+            is_sharding = "DTensor" in str(error) or any(name.startswith(DTensor.__module__) for name in modules)
+            if error in of_model or not is_sharding:
                 raise
             raise ValueError(message) from error
 
     return step
-
-
-def _is_of_sharded_tensors(error: Exception) -> bool:
-    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
-    # What comes from C++ has no such frame, but names the class.
-    return "DTensor" in str(error) or any(module.startswith(DTensor.__module__) for module in modules)

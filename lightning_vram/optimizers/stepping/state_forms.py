@@ -33,15 +33,10 @@ KINDS: tuple[type[Optimizer], ...] = (Adam, AdamW, Adamax, NAdam, RAdam)
 
 
 class StateForm(ABC):
-    """A form of moments.
+    """A form of moments."""
 
-    Attributes:
-        name: As the strategy's users call it.
-        part: What a callback has all moments of a run in it, as its users call it.
-    """
-
-    name: HostState
-    part: str
+    name: HostState  # as the strategy's users call it
+    part: str  # what a callback has all moments of a run in it, as its users call it
 
     @property
     def able(self) -> str:
@@ -82,15 +77,7 @@ class StateForm(ABC):
 
     @abstractmethod
     def narrow(self, key: str, wide: Tensor, start: int, seed: str, kept: Tensor | None) -> Tensor:
-        """Round a flat float32 part of a moment, which may be written to.
-
-        Args:
-            key: Name of the moment.
-            wide: Its numbers, [n].
-            start: Place of the first of them in the moment.
-            seed: Where rounding is random: another one for each moment of each parameter in each step.
-            kept: What gets it, and is returned. ``None``: return what a moment takes over by ``copy_``.
-        """
+        """Round a flat float32 part of a moment, which may be written to."""
 
     @abstractmethod
     def num_bytes(self, count: int) -> int:
@@ -193,25 +180,12 @@ def is_narrow(value: object) -> bool:
 
 
 def widen_state(state: State, take: Callable[[int], Tensor] | None = None) -> State:
-    """Return a state of which all that is in a form is in float32, in memory of its own.
-
-    Args:
-        state: Any.
-        take: Returns that memory, float32, for so many numbers; ``None`` for fresh memory.
-    """
+    """Return a state of which all that is in a form is in float32, in memory of its own."""
     return {key: widened(value, take) if key in MOMENTS and is_narrow(value) else value for key, value in state.items()}
 
 
 def narrow_state(form: StateForm, state: State, start: int, seed: str, kept: State) -> State:
-    """Return a state of a part of a parameter after a step, its moments as :meth:`StateForm.narrow` makes them.
-
-    Args:
-        form: Of the moments.
-        state: All flat; the moments in float32, which may be written to.
-        start: Place of the part in the whole parameter.
-        seed: Another one for each parameter in each step, where rounding is random.
-        kept: The state before the step: its moments in the form are written to, and returned.
-    """
+    """Return a state of a part of a parameter after a step, its moments as :meth:`StateForm.narrow` makes them."""
     narrow = dict(state)
     for key in (key for key in MOMENTS if key in state):
         into = kept.get(key)
@@ -268,19 +242,7 @@ def find_unheld(
     *,
     is_late: bool,
 ) -> set[nn.Parameter]:
-    """Return the trained parameters whose moments cannot be in a form, and stay as their optimizer has them.
-
-    Args:
-        name: Who wants them in the form, as users call it.
-        way_out: What they can do instead.
-        form: The form.
-        optimizers: Any.
-        parameters: Those whose moments are to be in the form.
-        is_late: Whether moments of other optimizers are in it already.
-
-    Raises:
-        ValueError: If an optimizer has no moments that can be in the form, or none of all parameters has.
-    """
+    """Return the trained parameters whose moments cannot be in a form, and stay as their optimizer has them."""
     trained: dict[nn.Parameter, str] = {}  # with the class of their optimizer
     for optimizer in optimizers:
         kind = type(optimizer).__name__

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_vram.argument_checks import check_bool, check_positive_int
 from lightning_vram.memory.units import parse_bytes
-from lightning_vram.optimizers.stepping import HostState
+from lightning_vram.optimizers.stepping.state_forms import HostState
 
 Master = Literal["fp32", "split"]
 Offload = Literal["params", "optimizer", "none"]
@@ -61,12 +61,7 @@ class OffloadArguments:
 
 
 def check_arguments(**given: Any) -> OffloadArguments:
-    """Check each argument and all of them together.
-
-    Raises:
-        TypeError: If one has a wrong type.
-        ValueError: If one has a value that is none of those known, or two contradict each other.
-    """
+    """Check each argument and all of them together."""
     given["offload"] = _read_offload(given["offload"])
     for key, kind in _CHOICES.items():
         if given[key] not in get_args(kind):

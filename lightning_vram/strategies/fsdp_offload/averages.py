@@ -35,16 +35,7 @@ class RunAverages:
         return [average.module for _, average in list_averages(find_trainer(module), module)]
 
     def shard(self, module: Any, sharding: FullSharding, gather: Any) -> None:
-        """Shard the averages that there are.
-
-        Args:
-            module: That is sharded.
-            sharding: Of it.
-            gather: Makes the state of a sharded module, for a checkpoint.
-
-        Raises:
-            MisconfigurationException: If the module has got parameters since it was copied.
-        """
+        """Shard the averages that there are."""
         trainer = find_trainer(module)
         is_copy = trainer is not None and trainer.state.fn == TrainerFn.FITTING  # the callback has just made it
         for _, average in list_averages(trainer, module):
@@ -63,14 +54,7 @@ class RunAverages:
                 self._stand_ins.append(Shadow(callback, "on_load_checkpoint", instead(lambda *_: None)))
 
     def load(self, store: CheckpointStore, checkpoint: Mapping[str, Any], module: nn.Module, *, strict: bool) -> None:
-        """Load the module and the averages, as the callback does. A collective.
-
-        Args:
-            store: That has opened it.
-            checkpoint: Of a run with such a callback, or without: then averages begin with its weights.
-            module: Sharded.
-            strict: Whether the module must have the same names as the checkpoint.
-        """
+        """Load the module and the averages, as the callback does. A collective."""
         has_average = store.has_state(checkpoint, _CURRENT) and _REST in checkpoint
         key = _CURRENT if has_average and self._averages else _AVERAGE
         store.load_module(checkpoint, module, strict=strict, key=key)
@@ -82,11 +66,7 @@ class RunAverages:
                 rank_zero_warn("The checkpoint has no averaged weights: WeightAveraging starts from its weights.")
 
     def remove(self, *, make_whole: bool) -> None:
-        """Let the averages be plain modules again.
-
-        Args:
-            make_whole: Whether to gather them, on all ranks: all must take part.
-        """
+        """Let the averages be plain modules again."""
         self._remove_stand_ins()
         while self._averages:
             self._averages.pop().remove(make_whole=make_whole)

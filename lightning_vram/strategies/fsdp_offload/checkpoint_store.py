@@ -38,17 +38,7 @@ PathLike = str | os.PathLike[str]
 
 
 class CheckpointStore:
-    """Checkpoints on the disks of a run. All ranks make one and make the same calls.
-
-    Args:
-        sharded: Save a folder to which each rank writes its part, rather than one file that rank 0 writes. Either is
-            loaded.
-        asynchronous: Save in a thread, from a copy in host memory; an error shows at the next call. Takes the size of
-            a checkpoint in host memory while one is written.
-        is_main: Whether this is rank 0.
-        timeout: How long ranks wait for each other in that thread; ``None``: as long as ``torch.distributed`` does.
-        verify: Whether to compare what is opened with its checksums first.
-    """
+    """Checkpoints on the disks of a run. All ranks make one and make the same calls."""
 
     def __init__(
         self,
@@ -75,11 +65,6 @@ class CheckpointStore:
 
         Its ``state_dict`` and ``optimizer_states`` are on every rank those of ``sharded_module_state`` and
         ``sharded_optimizer_state``, or else of ``gather_module_state`` and ``gather_optimizer_state``.
-
-        Raises:
-            CheckpointError: If a rank cannot write; the same on every rank. Nothing has changed under this name. With
-                ``asynchronous`` it is that of the save before.
-            IsADirectoryError: If there is a folder that is no checkpoint; on every rank.
         """
         self.wait()
         location = _shared(path)
@@ -93,18 +78,7 @@ class CheckpointStore:
         self._saving = location, written
 
     def open(self, path: PathLike, *, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint, or the folder of one, without its states, which needs no module yet. A collective.
-
-        Returns:
-            The checkpoint; its tensors are mapped from the file. Of a folder without ``state_dict``, and with empty
-            ``optimizer_states`` if there are any: the two methods below read them there.
-
-        Raises:
-            FileNotFoundError: If there is no checkpoint; on every rank.
-            ValueError: If it is none of a Trainer; on every rank.
-            CheckpointError: If a rank cannot read it, or it is damaged; on every rank.
-            pickle.UnpicklingError: If it holds what ``weights_only`` (``None``: true) does not allow; on every rank.
-        """
+        """Read a checkpoint, or the folder of one, without its states, which needs no module yet. A collective."""
         self.wait()
         self._folder = None
         location = _shared(path)
@@ -130,12 +104,7 @@ class CheckpointStore:
     def load_module(
         self, checkpoint: Mapping[str, Any], module: nn.Module, *, strict: bool, key: str = "state_dict"
     ) -> None:
-        """Load a module, in place, from what :meth:`open` returned last, under ``key``. A collective.
-
-        Raises:
-            ValueError: If they do not fit; on every rank and before anything has changed.
-            CheckpointError: If a rank cannot read it; on every rank.
-        """
+        """Load a module, in place, from what :meth:`open` returned last, under ``key``. A collective."""
         if self._folder is not None:
             self._folder.load_module(module, strict=strict, key=key)
         elif isinstance(checkpoint.get(key), Mapping):
@@ -146,12 +115,7 @@ class CheckpointStore:
     def load_optimizers(
         self, checkpoint: Mapping[str, Any], module: nn.Module, optimizers: Sequence[Optimizer]
     ) -> None:
-        """Load optimizers, in the order in which they were saved, from what :meth:`open` returned last. A collective.
-
-        Raises:
-            ValueError: If they are others, or were not saved; on every rank and before anything has changed.
-            CheckpointError: If a rank cannot read it; on every rank.
-        """
+        """Load optimizers, in the order of the checkpoint that :meth:`open` returned last. A collective."""
         if self._folder is not None:
             self._folder.load_optimizers(module, optimizers, check_states=check_states)
             return
@@ -181,11 +145,7 @@ class CheckpointStore:
             remove_checkpoint(location)
 
     def wait(self) -> None:
-        """Wait for the save under way.
-
-        Raises:
-            CheckpointError: If it failed; on every rank.
-        """
+        """Wait for the save under way."""
         saving, self._saving = self._saving, None
         removals, self._removals = self._removals, []
         for future in (*removals, *([saving[1]] if saving else [])):  # these first: they never fail

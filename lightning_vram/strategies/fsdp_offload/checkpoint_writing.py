@@ -35,19 +35,7 @@ def write_checkpoint(
     group: dist.ProcessGroup | None,
     on_progress: Callable[[float], None] = lambda done: None,
 ) -> None:
-    """Write a checkpoint in the place of what has this name. A collective.
-
-    Args:
-        checkpoint: See :meth:`~lightning_vram.strategies.fsdp_offload.checkpoint_store.CheckpointStore.save`.
-        location: A path, or for a full checkpoint the address of a remote one; the same on every rank.
-        sharded: Whether each rank writes its part.
-        group: Of all ranks; ``None`` takes the default one. A thread needs one of its own.
-        on_progress: Called with the share of a full local checkpoint that was written.
-
-    Raises:
-        CheckpointError: If a rank cannot write; the same on every rank. Nothing has changed under this name.
-        IsADirectoryError: If there is a folder that is no checkpoint; on every rank.
-    """
+    """Write a checkpoint in the place of what has this name. A collective."""
     failed = f"The checkpoint {location} could not be saved"
 
     def on_main(action: Callable[[], None]) -> None:

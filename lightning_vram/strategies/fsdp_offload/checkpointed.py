@@ -24,11 +24,7 @@ from lightning_vram.techniques.sharded_checkpoints import (
 
 
 class CheckpointedStrategy(ConnectedStrategy):
-    """A strategy whose module and optimizers are sharded in training and may be whole in checkpoints.
-
-    Args:
-        given: See :class:`ConnectedStrategy`.
-    """
+    """A strategy whose module and optimizers are sharded in training and may be whole in checkpoints."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)

@@ -37,9 +37,6 @@ _log = logging.getLogger(__name__)
 def default_backend(device: torch.device) -> str:
     """Choose the backend for training on ``device`` with parts of the state on the host, where gloo is used.
 
-    Raises:
-        ValueError: If torch knows no backend for ``device``.
-
     Example:
         >>> default_backend(torch.device("cuda", 0))
         'cpu:gloo,cuda:nccl'
@@ -57,10 +54,6 @@ def connect(cluster_environment: ClusterEnvironment, backend: str, *, timeout: t
 
     It is destroyed at exit, without a barrier: a rank that leaves does not wait for one that died. NCCL connects at
     once, and an error of the network shows here rather than at the first collective.
-
-    Raises:
-        RuntimeError: If this torch was built without ``torch.distributed``.
-        LostPeerError: If a rank does not come within ``timeout``, or dies meanwhile.
     """
     if not dist.is_available():
         raise RuntimeError("This torch was built without torch.distributed: use one that has it, or a single device.")
@@ -89,13 +82,7 @@ def connect(cluster_environment: ClusterEnvironment, backend: str, *, timeout: t
 
 
 class ConnectedStrategy(PlainStrategy):
-    """A strategy for one process on each device, all of them in one mesh.
-
-    Args:
-        arguments: Of the strategy.
-        process_group_backend: As for ``torch.distributed``; ``None``: by the device.
-        given: What the Trainer sets: accelerator, devices, environment, plugins.
-    """
+    """A strategy for one process on each device, all of them in one mesh."""
 
     def __init__(self, arguments: OffloadArguments, process_group_backend: str | None, *given: Any) -> None:
         self.arguments = arguments

@@ -21,22 +21,7 @@ def consolidate(
     verify: bool = True,
     on_progress: Callable[[str, float], None] = lambda stage, done: None,
 ) -> None:
-    """Write a sharded checkpoint as a plain file. Needs host memory for all of it, and one process.
-
-    Args:
-        folder: As ``FSDPOffloadStrategy`` or Lightning's ``ModelParallelStrategy`` wrote it.
-        output: The file to make; a file that is there is replaced, once the new one is complete.
-        weights_only: For all that is no tensor: see ``torch.load``.
-        verify: Whether to compare the files with their checksums first, if there are any.
-        on_progress: Called with the current stage as text and the finished share of it, 0 to 1. What it raises, such
-            as ``KeyboardInterrupt``, leaves ``output`` unchanged.
-
-    Raises:
-        FileNotFoundError: If ``folder`` is no sharded checkpoint.
-        IsADirectoryError: If ``output`` is a folder.
-        CheckpointError: If it is damaged, or the file cannot be written.
-        pickle.UnpicklingError: If it holds what ``weights_only`` does not allow.
-    """
+    """Write a sharded checkpoint as a plain file. Needs host memory for all of it, and one process."""
     if not is_sharded_folder(folder):
         raise FileNotFoundError(f"{folder} is not a sharded checkpoint: a folder with .metadata and meta.pt.")
     if output.is_dir():

@@ -13,11 +13,7 @@ from lightning_vram.private_names.lightning.logging import runs_in_hook
 
 
 class EarlySteps:
-    """Asked whether the gradients of a layer are those to step with as soon as the backward has them.
-
-    Args:
-        trainer: Of the run, which hears once of steps that have to wait.
-    """
+    """Asked whether the gradients of a layer are those to step with as soon as the backward has them."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer, self._has_told = trainer, False

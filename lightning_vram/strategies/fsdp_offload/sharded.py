@@ -23,7 +23,7 @@ from lightning_vram.optimizers.on_host import (
     add_states,
     count_host_needs,
 )
-from lightning_vram.optimizers.stepping import FORMS, HostState, describe_unheld
+from lightning_vram.optimizers.stepping.state_forms import FORMS, HostState, describe_unheld
 from lightning_vram.private_names.torch.dispatch import detect_fake_mode
 from lightning_vram.strategies.fsdp_offload.checkpointed import CheckpointedStrategy
 from lightning_vram.strategies.fsdp_offload.checks import check_master
@@ -39,15 +39,7 @@ _NARROW = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 class ShardedStrategy(CheckpointedStrategy):
-    """A strategy that shards its module and steps on the shards.
-
-    Args:
-        given: See :class:`ConnectedStrategy`.
-
-    Attributes:
-        moments: How moments are kept wherever they are, set by ``MomentsInBF16`` or ``LowBitOptimizer`` before the
-            setup; ``None``: as ``host_state`` says.
-    """
+    """A strategy that shards its module and steps on the shards."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)

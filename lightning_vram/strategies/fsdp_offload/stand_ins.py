@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_vram.core.gradients.clipping import clip_sharded_values
 from lightning_vram.core.surgery.shadow import Shadow, instead
 from lightning_vram.optimizers.on_host import HostOptimizers
-from lightning_vram.optimizers.stepping import iterate_parameters
+from lightning_vram.optimizers.stepping.steppable import iterate_parameters
 from lightning_vram.techniques.sharding import FullSharding
 
 
@@ -20,11 +20,6 @@ def clip_on_shards(precision: Precision, optimizers: HostOptimizers, may_wait: C
     """Clip, by whatever plugin clips, on the local parts of gradients.
 
     What PyTorch has for it goes through the dispatch of ``DTensor``, which takes longer than the arithmetic.
-
-    Args:
-        precision: The plugin.
-        optimizers: Of the run.
-        may_wait: Asked whether gradients may be scaled when the step is made.
     """
 
     def clip_norm(optimizer: Optimizer, clip_val: float) -> None:
@@ -40,12 +35,7 @@ def clip_on_shards(precision: Precision, optimizers: HostOptimizers, may_wait: C
 
 
 def follow_toggles(module: pl.LightningModule, sharding: FullSharding) -> list[Shadow]:
-    """Let what is gathered in the midst of a step follow ``toggle_optimizer`` of manual optimization.
-
-    Args:
-        module: Whose optimizers, which have the shards, are toggled.
-        sharding: Of it.
-    """
+    """Let what is gathered in the midst of a step follow ``toggle_optimizer`` of manual optimization."""
     follow = partial(_then, sharding.agree_on_gradients)
     return [Shadow(module, name, follow) for name in ("toggle_optimizer", "untoggle_optimizer")]
 

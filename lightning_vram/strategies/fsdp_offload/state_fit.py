@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from lightning_vram.optimizers.on_disk import StateLayout, find_layout, is_elementwise
+from lightning_vram.optimizers.on_disk.layouts import StateLayout, find_layout, is_elementwise
 from lightning_vram.techniques.sharded_checkpoints import parameters_by_name
 
 _WAY_OUT = "Return the optimizer the checkpoint was saved with: the same parameters, in the same order."
@@ -28,19 +28,7 @@ def check_states(
     saved_groups: Sequence[Mapping[str, Any]],
     index: int,
 ) -> None:
-    """Compare shapes, kinds and names. States of an optimizer that none of us has read are not looked at.
-
-    Args:
-        module: Has the parameters.
-        optimizer: Gets the states.
-        states: For each parameter, in the order of the groups; empty if there is none. Tensors, or what a sharded
-            checkpoint says of them; ``None`` for what it says nothing of.
-        saved_groups: Of the checkpoint, as many as the optimizer has.
-        index: Which optimizer it is.
-
-    Raises:
-        ValueError: If one does not fit; names the parameter.
-    """
+    """Compare shapes, kinds and names. States of an optimizer that none of us has read are not looked at."""
     names = {id(parameter): name for name, parameter in reversed(list(parameters_by_name(module).items()))}
     remaining = iter(states)
     for place, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
@@ -68,11 +56,7 @@ def in_order(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def check_form(state_dict: Any, index: int) -> None:
-    """Refuse what is no state of an optimizer at all.
-
-    Raises:
-        ValueError: If it is none.
-    """
+    """Refuse what is no state of an optimizer at all."""
     if not (_is_dict(state_dict) and _are_groups(state_dict.get("param_groups")) and _is_dict(state_dict.get("state"))):
         raise ValueError(
             f"The checkpoint's state of optimizer {index} lacks 'param_groups' or 'state': the file is damaged. Resume "

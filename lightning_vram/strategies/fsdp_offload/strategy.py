@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_vram.core.processes.rank_errors import on_all_ranks
 from lightning_vram.core.surgery.held_setting import without_fast_path
-from lightning_vram.optimizers.stepping import HostState
+from lightning_vram.optimizers.stepping.state_forms import HostState
 from lightning_vram.strategies.fsdp_offload.arguments import (
     DeviceBytes,
     Master,

@@ -13,7 +13,7 @@ from torch.optim import AdamW
 
 from lightning_vram.demos import ByteGPT, DigitsData, DigitsResNet, SourceText
 from lightning_vram.optimizers.narrow import NarrowMoments
-from lightning_vram.optimizers.stepping import FORMS
+from lightning_vram.optimizers.stepping.state_forms import FORMS
 
 NUM_STEPS, NUM_LAST = 200, 20
 SEEDS = range(3)
