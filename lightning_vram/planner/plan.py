@@ -1,4 +1,4 @@
-"""What would make a run fit, and at what cost: an answer that a Trainer takes, and a person reads."""
+"""Plans: what makes a run fit, and at what cost."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -192,14 +192,14 @@ def plan_memory(  # noqa: PLR0913 - by name
 
 
 def level_of(name: str, allow: object) -> Exactness:
-    """Return what ``allow`` means."""
+    """Check ``allow``."""
     if not isinstance(allow, str) or allow not in LEVELS:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, LEVELS))}, got {allow!r}.")
     return LEVELS[allow]
 
 
 def budget_bytes_of(name: str, budget: int | float | str | None, spec: DeviceSpec) -> int:
-    """Return what there is of a device."""
+    """Check a budget, and return its bytes."""
     if budget is None or budget == AUTO:
         return spec.memory_bytes
     check_limit(name, budget)
@@ -213,7 +213,7 @@ def budget_bytes_of(name: str, budget: int | float | str | None, spec: DeviceSpe
 
 
 def find_plan(steps: TracedSteps, workload: Workload, remedies: Remedies, level: Exactness) -> MemoryPlan:
-    """Search, and say what came out."""
+    """Search for a plan, or raise alternatives."""
     found = search(steps, workload, remedies)
     if found.best is None:
         here = workload if workload.host_bytes is not None else replace(workload, host_bytes=available_host_bytes())
@@ -223,7 +223,7 @@ def find_plan(steps: TracedSteps, workload: Workload, remedies: Remedies, level:
 
 
 def effects(scheme: Scheme, tried: Sequence[Measured]) -> tuple[str, ...]:
-    """Say what each part changes beside those before it."""
+    """Return a sentence for each part: its effect after those before it; empty if not both were traced."""
     steps = [_find(Scheme(scheme.parts[:number]), tried) for number in range(len(scheme.parts) + 1)]
     return tuple(_sentence(before, after) for before, after in pairwise(steps))
 

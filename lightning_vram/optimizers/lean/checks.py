@@ -1,4 +1,4 @@
-"""Which parameters can be kept in 16 bits, which modules want fp32 ones, and which optimizers would lose updates."""
+"""Which parameters can be stored in bf16, and which optimizers would lose updates."""
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -26,7 +26,7 @@ _KINDS = {kind for kind in vars(optim).values() if isinstance(kind, type) and is
 
 
 def check_parameter(parameter: nn.Parameter) -> None:
-    """Refuse a parameter that cannot be converted in place, or would lose something."""
+    """Refuse a parameter that cannot be converted in place without loss."""
     kind: Any = type(parameter)
     if issubclass(kind, DTensor) or isinstance(parameter.data, DTensor):
         raise ValueError(
@@ -48,7 +48,7 @@ def check_parameter(parameter: nn.Parameter) -> None:
 
 
 def check_memory(parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse parameters that share memory: each would get its own. None of them comes twice."""
+    """Refuse different parameters that share memory: each would get its own."""
     spans: dict[Any, list[tuple[int, int, torch.Size]]] = defaultdict(list)
     for parameter in parameters:
         if is_strided(parameter) and parameter.numel() and is_dense(parameter):
@@ -66,7 +66,7 @@ def check_memory(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def check_values(values: Mapping[nn.Parameter, Tensor], lean: Container[nn.Parameter]) -> None:
-    """Refuse weights for parameters that are not among the ``lean`` ones, or have another shape."""
+    """Refuse weights for parameters that are not stored in bf16, or of another shape."""
     for parameter, value in values.items():
         if parameter not in lean:
             raise ValueError(
@@ -80,10 +80,7 @@ def check_values(values: Mapping[nn.Parameter, Tensor], lean: Container[nn.Param
 
 
 def iterate_computing(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules in ``module`` that compute a weight, and the parts that do it for them.
-
-    Such computations want fp32: powers of matrices do not end well in 16 bits, and what they keep in buffers is fp32.
-    """
+    """Yield the modules that compute a weight, as parametrizations do: that needs fp32, and their buffers are fp32."""
     for part in module.modules():
         if is_parametrized(part):
             yield part
@@ -93,13 +90,10 @@ def iterate_computing(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def refuse_lost_updates(optimizers: Iterable[Optimizer]) -> None:
-    """Raise if an optimizer of ``torch.optim`` would step 16-bit weights.
-
-    Other optimizers are taken to know what they do, as are those that say that they round at random
-    (``bf16_stochastic_round``) or compensate (``kahan_sum``).
-    """
+    """Refuse optimizers of ``torch.optim`` that would step 16-bit weights; others are trusted."""
     for optimizer in optimizers:
-        if not steps_like(type(optimizer), _KINDS) or _has_remedy(optimizer):
+        has_remedy = getattr(optimizer, "bf16_stochastic_round", False) or optimizer.defaults.get("kahan_sum")
+        if has_remedy or not steps_like(type(optimizer), _KINDS):
             continue
         narrow = [p for p in iterate_parameters(optimizer) if p.requires_grad and p.dtype in _NARROW]
         if narrow:
@@ -109,7 +103,3 @@ def refuse_lost_updates(optimizers: Iterable[Optimizer]) -> None:
                 "update below half a unit in the last place (in a test the loss ended at .105 instead of .0266). Use "
                 'LeanMixedPrecision("bf16", parameters="bf16+split"), one of its other schemes, or fp32 weights.'
             )
-
-
-def _has_remedy(optimizer: Optimizer) -> bool:
-    return bool(getattr(optimizer, "bf16_stochastic_round", False) or optimizer.defaults.get("kahan_sum"))

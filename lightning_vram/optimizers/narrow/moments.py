@@ -1,9 +1,7 @@
-"""Moments in fewer bytes, beside parameters and gradients in float32: 4, 2.06 or 1.06 per weight for Adam's, not 8.
+"""Low-precision moments: 4, 2.06 or 1.06 bytes per weight for Adam instead of 8.
 
-A step goes through torch's own kernel, over some million weights at a time, whose moments are float32 for as long, and
-are rounded afterwards. That costs reading and writing the moments once more, and 12 bytes for each weight of a part.
-Kernels that take moments in bfloat16 round them to the nearest, which loses what a decay of .999 moves. The
-fused AdamW on the host is done in one pass, to the same bits, where there is a C compiler: no moment is float32 then.
+A step runs torch's own kernel on parts of some million weights, with moments upcast to float32 and rounded afterwards:
+12 bytes per weight of a part. Kernels with bf16 moments would round to nearest, and lose what a decay of .999 moves.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,22 +25,22 @@ from lightning_vram.private_names.torch.optimizers import note_step
 
 
 class NarrowMoments(StepTakeOver):
-    """Optimizers whose moments are in a form until :meth:`let_go`. They stay the same objects.
+    """Optimizers of a module with moments in a form, until :meth:`let_go`. They stay the same objects.
 
-    Optimizers that are made in the midst of training are taken in when they step first.
+    Optimizers that are created during training are attached at their first step.
     """
 
     def __init__(
         self, module: nn.Module, form: StateForm, library: Library = "own", check: UpdateCheck | None = None
     ) -> None:
         self._module, self._form, self._library, self._check = module, form, library, check
-        self.unheld: set[nn.Parameter] = set()
+        self.unheld: set[nn.Parameter] = set()  # trained parameters whose moments cannot have the form
         self._kept: dict[int, NarrowStates] = {}  # by id of the optimizer
         self._handles: list[RemovableHandle] = []
         super().__init__()
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Have the moments of optimizers in the form from now on, those that they have and those that they load."""
+        """Convert the moments of optimizers, now and after loading; refuse all if one cannot be stepped."""
         form = self._form
         fresh = [one for one in optimizers if form.fits(one) and not self._is_taken(one)]
         everything = set(chain.from_iterable(map(iterate_parameters, fresh)))
@@ -60,7 +58,7 @@ class NarrowMoments(StepTakeOver):
             self._take_over(optimizer)
 
     def let_go(self) -> None:
-        """Let the optimizers step by themselves again: what they have then becomes float32."""
+        """Detach the optimizers; their next step upcasts the moments."""
         self.end_standing_in()
         for handle in self._handles:
             handle.remove()

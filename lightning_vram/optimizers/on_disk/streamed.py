@@ -1,4 +1,4 @@
-"""The states of one optimizer on disk: it steps on parts of its shards, while states come and go."""
+"""Optimizer state on disk: read ahead, stepped in parts of the shards, and written behind."""
 
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -24,9 +24,9 @@ from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
 
 class StreamedStates:
-    """Keeps the states of some parameters on disk. The optimizer's ``state`` names tensors over the file.
+    """Stores states of an elementwise optimizer in a file, with file-backed tensors in its ``state``.
 
-    What user code puts there in their place is moved to the disk by :meth:`adopt`.
+    :meth:`adopt` moves tensors that user code puts there to the disk. ``form`` of moments, where it is supported.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class StreamedStates:
         self._optimizer, self._wanted, self._form = optimizer, set(parameters), form
         self._index: dict[nn.Parameter, int] = {}
         self._forms: list[StateForm | None] = []
-        self._shown: list[State] = []  # what lies in the file, as the optimizer's state names it
+        self._shown: list[State] = []  # file-backed tensors of the optimizer's state
         self._disk = DiskStates(folder)
         self.load()
 
     def load(self) -> None:
-        """Move to the disk what the optimizer has as the states of its parameters now."""
+        """Move the optimizer's states to the disk."""
         form = self._form
         fresh = {
             parameter: replace(
@@ -73,7 +73,7 @@ class StreamedStates:
         self._disk.release()
 
     def adopt(self, members: Sequence[Member], wait: Callable[[], None]) -> None:
-        """Move to the disk what user code has put in the place of states of ``members``, and make room for new ones."""
+        """Add new ``members``, and move states that user code replaced to the disk, once other steps are over."""
         if not all(map(self._is_there, members)):
             wait()
             self.load()
@@ -87,7 +87,7 @@ class StreamedStates:
     def run(
         self, step_round: StepRound, members: Sequence[Member], cut_gradient: Callable[[Member, slice], Tensor]
     ) -> None:
-        """Step ``members``, as :meth:`StepRound.run` does, with gradients as they are."""
+        """Step ``members`` with unscaled gradients, of which ``cut_gradient`` returns flat parts."""
         by_index = {self._index[member.parameter]: member for member in members}
 
         def step(pieces: Sequence[Piece]) -> None:
@@ -109,7 +109,7 @@ class StreamedStates:
                     first = first_place(by_index[piece.index].parameter) + piece.start
                     piece.states.update(narrow_state(form, state, first, seed, piece.states))
 
-        self._disk.release()  # pages that a checkpoint has looked at
+        self._disk.release()  # pages that a checkpoint has read
         known = {
             index: {
                 key: value
@@ -126,5 +126,5 @@ class StreamedStates:
 
 
 def _has_begun(state: State) -> bool:
-    """Whether there is a state: SGD may have a momentum buffer that is ``None``."""
+    """Whether there is a state: the momentum buffer of SGD may be ``None``."""
     return any(value is not None for value in state.values())

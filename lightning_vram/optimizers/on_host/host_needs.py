@@ -1,4 +1,4 @@
-"""What a run will have at rest on the host, counted before any of it is there."""
+"""Count the host memory that a run needs, before it is allocated."""
 
 import math
 import operator
@@ -20,25 +20,24 @@ _NO_FORMS = (0,) * len(FORMS)
 
 @dataclass(frozen=True)
 class HostNeeds:
-    """Bytes that will be at rest on the host, by kind."""
+    """Bytes of host memory between steps."""
 
     weights: int = 0  # the shards
-    narrow_copies: int = 0  # of them, which travel in 16 bit
-    gradients: int = 0  # of those that are trained
-    states: int = 0  # of the optimizers, as far as their classes are known; 0 while there are none
-    averages: int = 0  # of weights, which a callback keeps
-    can_be_narrow: bool = True  # whether all weights are in 32 bit, so that 16 bit would halve all of it
-    can_be_split: bool = False  # whether weights that are split would need no copies
-    # what states would take with fewer bytes for a moment; 0 where there is no such form
-    narrow_states: tuple[int, ...] = _NO_FORMS
+    narrow_copies: int = 0  # 16-bit copies for transfers
+    gradients: int = 0  # of trained weights
+    states: int = 0  # of optimizers of known classes; 0 before they exist
+    averages: int = 0  # of weights, for a callback
+    can_be_narrow: bool = True  # all weights have 32 bits: 16 bits would halve everything
+    can_be_split: bool = False  # split weights would need no copies
+    narrow_states: tuple[int, ...] = _NO_FORMS  # states in each form of moments; 0 if unsupported
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all kinds."""
         return self.weights + self.narrow_copies + self.gradients + self.states + self.averages
 
     def __add__(self, other: "HostNeeds") -> "HostNeeds":
-        """Add what another rank needs."""
+        """Add another rank."""
         kinds = ("weights", "narrow_copies", "gradients", "states", "averages")
         return HostNeeds(
             **{kind: getattr(self, kind) + getattr(other, kind) for kind in kinds},
@@ -55,7 +54,10 @@ def count_host_needs(
     narrow_dtype: torch.dtype | None = None,
     averages: Iterable[nn.Module] = (),
 ) -> HostNeeds:
-    """Count what one rank will have of a module, without the states of its optimizers."""
+    """Count what one of ``num_shards`` ranks will have of an unsharded module, without optimizer state.
+
+    ``narrow``: names of parameters with a copy of ``narrow_dtype``. ``averages``: whole copies that will be sharded.
+    """
     needs = HostNeeds(
         averages=sum(
             numel * parameter.itemsize for one in averages for _, parameter, numel in _iterate_shards(one, num_shards)
@@ -79,7 +81,7 @@ def count_host_needs(
 def count_state_bytes(
     optimizers: Iterable[Optimizer], shards: Mapping[nn.Parameter, nn.Parameter], form: StateForm | None = None
 ) -> int:
-    """Count what optimizers will keep on this rank for weights that are trained; 0 for classes that nobody has read."""
+    """Count optimizer state of trained weights on this rank; 0 for unknown classes."""
     return sum(sum(_iterate_states(one, shards, form)) for one in optimizers)
 
 
@@ -89,22 +91,21 @@ def add_states(
     shards: Mapping[nn.Parameter, nn.Parameter],
     form: StateForm | None,
 ) -> HostNeeds:
-    """Return needs with the states of optimizers, and what those would be in another form; see above."""
+    """Add optimizer state, and what it would be in other forms."""
     states = count_state_bytes(optimizers, shards, form)
     others = tuple(
         count_state_bytes(optimizers, shards, one) if needs.can_be_narrow and all(map(one.fits, optimizers)) else 0
         for one in FORMS.values()
     )
-    return replace(
-        needs, states=states, narrow_states=others, can_be_narrow=needs.can_be_narrow and form is None
-    )  # a form is for float32 weights
+    can_be_narrow = needs.can_be_narrow and form is None  # a form is for float32 weights
+    return replace(needs, states=states, narrow_states=others, can_be_narrow=can_be_narrow)
 
 
 def _iterate_shards(module: nn.Module, num_shards: int) -> Iterator[tuple[str, nn.Parameter, int]]:
-    """Yield what will be sharded, with its name and the elements of a shard."""
+    """Yield names and parameters that will be sharded, and the elements of a shard."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) or not parameter.dim() or not parameter.numel():
-            continue  # scalars are not sharded: they stay on the device
+            continue  # scalars stay on the device
         yield name, parameter, math.ceil(parameter.shape[0] / num_shards) * (parameter.numel() // parameter.shape[0])
 
 

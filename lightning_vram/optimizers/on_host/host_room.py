@@ -1,9 +1,4 @@
-"""Whether a host has the memory for what is to be at rest there: asked before any of it is taken.
-
-The kernel kills a process that takes more than there is, and what is pinned cannot be swapped. Each rank counts what it
-will have; the ranks of a machine share its memory. What the module has on the host now is counted once: its shards take
-its place.
-"""
+"""Check that a host has the memory that a run needs, before it is allocated: the kernel kills processes otherwise."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,12 +21,16 @@ _DISK, _NARROW = "nvme_path='/a/fast/disk'", "precision='bf16-true'"
 
 
 def margin_bytes(taken_bytes: int) -> int:
-    """Return what is left to everything else: as much again of what is small, so that a toy runs on a full machine."""
+    """Return what must stay free: as much again for small models, so that a toy runs on a full machine."""
     return min(MARGIN_BYTES, max(0, taken_bytes))
 
 
 class HostRoom:
-    """What the host has for this rank, measured when this is made; all ranks make one before any takes something."""
+    """Free host memory of this rank, measured now: all ranks create one before any allocates.
+
+    Memory of ``module``, ``averages`` and the states of earlier ``optimizers`` counts as free: shards replace it.
+    ``may_swap``: swap counts, too, as nothing is pinned.
+    """
 
     def __init__(
         self,
@@ -50,7 +49,10 @@ class HostRoom:
         self._held = sum(tensor.nbytes for tensor in held)
 
     def check(self, needs: HostNeeds, name: str, *, has_disk: bool, is_spread: bool) -> None:
-        """Refuse what does not fit on the machine of any rank. A collective."""
+        """Refuse needs that exceed the machine of any rank. A collective.
+
+        ``is_spread``: with more ranks each would need less.
+        """
         machines: dict[tuple[str, ...], _Machine] = {}
         for key, of_rank in gather_objects((machine_name(), _Machine(needs, self._available, self._held))):
             machines[key] = machines[key] + of_rank if key in machines else of_rank
@@ -67,12 +69,12 @@ class HostRoom:
 
 @dataclass(frozen=True)
 class _Machine:
-    """What all ranks of a machine need there, and have."""
+    """Needs and free memory of the ranks of a machine."""
 
     needs: HostNeeds  # sum over the ranks
-    available: int | None  # what they can still take together; ``None``: nobody knows
-    held: int  # what their modules have
-    num_ranks: int = 1  # how many they are
+    available: int | None  # free for all of them; ``None``: unknown
+    held: int  # of their modules
+    num_ranks: int = 1
 
     def __add__(self, other: "_Machine") -> "_Machine":
         known = [one.available for one in (self, other) if one.available is not None]
@@ -95,7 +97,7 @@ class _Machine:
         return self.available is None or needs.total + self.margin(needs) <= self.room
 
     def list_fitting(self, *, has_disk: bool, num_machines: int | None) -> Iterator[str]:
-        """Yield settings with which it would fit, and what is needed then."""
+        """Yield settings that would fit, with their needs."""
         on_disk = replace(self.needs, states=0)
         choices = []
         if self.needs.states and not has_disk:
@@ -114,7 +116,7 @@ class _Machine:
 
 
 def _list_leaner(needs: HostNeeds, *, has_disk: bool) -> Iterator[tuple[str, HostNeeds]]:
-    """Yield settings in which weights or states take less: first what changes no bits."""
+    """Yield settings with smaller weights or states: bit-exact ones first."""
     wholes = {"": needs}
     if needs.can_be_split:
         split = replace(needs, narrow_copies=0)
@@ -127,7 +129,7 @@ def _list_leaner(needs: HostNeeds, *, has_disk: bool) -> Iterator[tuple[str, Hos
 
 
 def _halve(needs: HostNeeds) -> HostNeeds:
-    """Averages are copied before the module becomes narrow."""
+    """Return needs in 16 bits, except for averages, which are copied before the module is converted."""
     return HostNeeds(needs.weights // 2, 0, needs.gradients // 2, needs.states // 2, needs.averages)
 
 

@@ -1,4 +1,4 @@
-"""Moments that are kept in fewer bytes between steps: in memory, where the optimizer's ``state`` has them."""
+"""Moments in fewer bytes in the optimizer's ``state``."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -28,7 +28,7 @@ _to_widen: "WeakKeyDictionary[Optimizer, RemovableHandle]" = WeakKeyDictionary()
 
 
 class NarrowStates:
-    """Those of one optimizer."""
+    """Moments of one optimizer in a form, for the parameters that ``takes`` returns true for, now or later."""
 
     def __init__(
         self,
@@ -41,20 +41,20 @@ class NarrowStates:
         self._optimizer, self._takes = optimizer, takes
         self._loading: dict[nn.Parameter, State] = {}
         handle = _to_widen.pop(optimizer, None)
-        if handle is not None:  # of a run before
+        if handle is not None:  # of an earlier run
             handle.remove()
 
     def has(self, parameter: nn.Parameter) -> bool:
-        """Whether the moments of a parameter are in the form."""
+        """Whether the moments of a parameter have the form."""
         return self._takes(parameter)
 
     @property
     def is_counting(self) -> bool:
-        """Whether updates that are lost are counted in this step."""
+        """Whether lost updates are counted in this step."""
         return self._check is not None and self._check.is_counting
 
     def rounded(self, state: State, start: int, seed: str, kept: State) -> State:
-        """Return a state of a part as it is kept: see :func:`narrow_state`. What existed before is counted."""
+        """Round the state of a part of a parameter, and count lost updates of existing moments."""
         if self._check is None or not self._check.is_counting:
             return narrow_state(self.form, state, start, seed, kept)
         keys = [key for key in MOMENTS if is_narrow(kept.get(key))]
@@ -65,7 +65,7 @@ class NarrowStates:
         return narrow
 
     def take_in(self, optimizer: Optimizer) -> None:
-        """Bring the moments that the optimizer has, or has loaded, into the form, one after the other."""
+        """Convert the moments that the optimizer has or has loaded, one by one."""
         loading, self._loading = self._loading, {}
         for parameter, moments in loading.items():
             optimizer.state[parameter].update(moments)
@@ -74,7 +74,7 @@ class NarrowStates:
             self._convert(parameter, state, local_parts(parameter, state))
 
     def adopt(self, members: Sequence[Member]) -> None:
-        """Bring moments into the form that user code has written to the states of members."""
+        """Convert moments that user code wrote to the states of members."""
         for member in members:
             if self.has(member.parameter):
                 self._convert(member.parameter, member.state, member.local_state)
@@ -90,9 +90,11 @@ class NarrowStates:
                     state[key] = as_sharded(local_state[key], parameter, shard.shape)
 
     def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Take the moments out of what is loaded: ``torch.optim`` would make float32 of all of them at once."""
+        """Hold back moments while loading: ``torch.optim`` would upcast all of them at once."""
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        parameters = dict(zip(saved, iterate_parameters(optimizer), strict=False))  # it complains of other numbers
+        parameters = dict(
+            zip(saved, iterate_parameters(optimizer), strict=False)
+        )  # load_state_dict compares the numbers
         states = dict(state_dict["state"])
         for key, state in states.items():
             parameter = parameters.get(key)
@@ -103,7 +105,7 @@ class NarrowStates:
 
 
 def widen_when_stepped(optimizer: Optimizer) -> None:
-    """Have moments in float32 once the optimizer steps by itself: not before, there may be no memory for them."""
+    """Upcast moments at the next step of the optimizer itself: there may be no memory for them before."""
 
     def widen(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _to_widen.pop(optimizer).remove()

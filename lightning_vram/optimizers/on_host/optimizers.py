@@ -1,9 +1,4 @@
-"""Step the optimizers of a sharded module beside its training: on its shards, on the host, in a thread of their own.
-
-A step is begun where the optimizer is told to, and is over when somebody wants to read what it writes: the next
-forward waits for one layer after the other, everything else for the tensors it looks at. Where it is known before the
-backward that a step will follow, and that nothing will change the gradients, it begins layer by layer in the backward.
-"""
+"""Step the optimizers of a sharded module during training: on its shards, on the host, in a thread of their own."""
 
 import os
 import threading
@@ -38,7 +33,14 @@ Result = TypeVar("Result")
 
 
 class HostOptimizers(StepTakeOver):
-    """All optimizers of one sharded module. They stay the same objects."""
+    """All optimizers of one sharded module. They stay the same objects.
+
+    The next forward waits for a step layer by layer, all other code for the tensors that it reads. If nothing changes
+    the gradients after the backward, the step begins layer by layer within it: ``may_step_early`` is asked before a
+    step, with its closure, whether that is so.
+
+    ``nvme_path``: folder for states; ``form``: of moments on the host, or of all moments if ``is_form_everywhere``.
+    """
 
     def __init__(
         self,
@@ -58,21 +60,23 @@ class HostOptimizers(StepTakeOver):
         self._attached: list[Optimizer] = []
         self._handles: list[RemovableHandle] = []
         self._early: Callable[[], StepRound] | None = None
-        self._round: StepRound | None = None  # that was begun in the backward
-        self._early_lock = threading.Lock()  # groups on the device land in another thread than the others
-        self._submitted: list[tuple[bool, ShardedGroup, Ticket]] = []  # jobs of the step; whether a forward passes them
+        self._round: StepRound | None = None  # begun in the backward
+        self._early_lock = threading.Lock()  # gradients on the device land in another thread
+        self._submitted: list[
+            tuple[bool, ShardedGroup, Ticket]
+        ] = []  # jobs of the step; whether a forward ignores them
         self._nvme_path, self._form, self._is_form_everywhere = nvme_path, form, is_form_everywhere
-        self.unheld: set[nn.Parameter] = set()
+        self.unheld: set[nn.Parameter] = set()  # trained parameters whose moments cannot have the form
         self._kept: dict[int, KeptStates] = {}  # by id of the optimizer
-        self._fresh: list[Member] = []  # of the step, that had no state
-        self._stateless: set[nn.Parameter] = set()  # for which none was made, as of SGD without momentum
-        self._factors: dict[int, Tensor] = {}  # by which gradients are yet to be scaled; by id of the optimizer
+        self._fresh: list[Member] = []  # of the step, without states
+        self._stateless: set[nn.Parameter] = set()  # without states after a step, as of SGD
+        self._factors: dict[int, Tensor] = {}  # of pending gradient scaling, by id of the optimizer
         sharding.on_landed = self._landed
         super().__init__()
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let optimizers step here from now on."""
-        for optimizer in optimizers:  # one may have been made before the module was sharded
+        """Step more optimizers here; refuse all if one cannot. Of unknown classes, only the effects are handled."""
+        for optimizer in optimizers:  # some were created before sharding
             replace_parameters(optimizer, self._sharding.shards)
         fresh = [one for one in optimizers if self._has_ours(one) and not any(one is known for known in self._attached)]
         for optimizer in fresh:
@@ -107,7 +111,7 @@ class HostOptimizers(StepTakeOver):
         self.unheld = find_unheld(*names, form, optimizers, parameters, is_late=bool(self._kept))
 
     def _attach_foreign(self, optimizer: Optimizer) -> None:
-        """Let one whose step nobody has read do it at once, on plain tensors where they are whole."""
+        """Step an optimizer of an unknown class synchronously, on whole tensors if possible."""
         is_whole = not self._is_split and can_step_wholes(optimizer)
         warnings.warn(
             f"{type(optimizer).__name__} is not one of torch.optim's elementwise optimizers: it steps on "
@@ -126,12 +130,12 @@ class HostOptimizers(StepTakeOver):
             self._stand_ins.append(Shadow(optimizer, "step", explained))
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float, *, may_wait: bool) -> None:
-        """Clip gradients to a common 2-norm, as ``torch.nn.utils.clip_grad_norm_`` does. A collective."""
+        """Clip gradients to a common 2-norm; ``may_wait``: in the step, which comes next. A collective."""
         parameters = [parameter for parameter in iterate_parameters(optimizer) if parameter.grad is not None]
         has_narrow = any(narrow_of(parameter.grad) is not None for parameter in parameters)
         norm = self._compute(lambda: sharded_norm(parameters, *([wide_part] if has_narrow else [])))
         if self._worker is not None:
-            norm = norm.cpu()  # whoever scales what is on the host need not wait for the device
+            norm = norm.cpu()  # scaling on the host needs no wait for the device
         factor = clip_factor(norm, max_norm)
         if may_wait and self._is_taken(optimizer):
             self._factors[id(optimizer)] = factor
@@ -140,13 +144,13 @@ class HostOptimizers(StepTakeOver):
             self._compute(lambda: scale_gradients(gradients, factor))
 
     def finish(self) -> None:
-        """Wait until all steps are over."""
+        """Wait until all steps are over, and raise their errors."""
         self._sharding.wait_for_steps()
         if self._worker is not None:
             self._worker.check()
 
     def let_go(self, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Let the optimizers step by themselves again."""
+        """Detach the optimizers, with ``replaced`` parameters."""
         self._sharding.on_landed = None
         if self._worker is not None:
             self._worker.stop()
@@ -160,8 +164,6 @@ class HostOptimizers(StepTakeOver):
                 self._kept[id(optimizer)].let_go(optimizer)
         self._kept, self._groups, self._stateless = {}, {}, set()
         self._attached, self._taken, self._stand_ins, self._handles = [], [], [], []
-
-    # --- steps ---
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         note_step(optimizer)
@@ -182,27 +184,27 @@ class HostOptimizers(StepTakeOver):
         self.arrange_by_forward()
         self._sharding.gather_root()
         fresh, self._fresh = self._fresh, []
-        if fresh:  # from here on a step writes only to what there is: user code may put other states in its place
+        if fresh:  # later steps write to existing states only: user code may replace them
             self.finish()
             self._stateless.update(member.parameter for member in fresh if not member.state)
         return loss
 
     def arrange_by_forward(self) -> None:
-        """The next forward wants the first layers first, where the backward came to the last; averages it needs not."""
+        """Order jobs as the next forward needs them: first layers first, averages last."""
         if self._worker is not None:
             places = {group: place for place, group in enumerate(self._sharding.groups)}
             submitted = sorted(self._submitted, key=lambda item: (item[0], places[item[1]]))  # the rest in their order
             self._worker.arrange([ticket for *_, ticket in submitted])
 
     def _landed(self, group: ShardedGroup) -> None:
-        """Step a group in the backward, as soon as its gradients are there."""
+        """Step a group in the backward, as soon as its gradients exist."""
         with self._early_lock:
             if self._early is None or not group.is_complete:
                 return
-            self._round = self._round or self._early()  # with the settings that the forward has left
+            self._round = self._round or self._early()  # with the settings after the forward
             doubtful = {parameter for parameter, _ in group.doubtful}
             self._submit(self._round, group, [p.sharded_param for p in group.fsdp_params if p not in doubtful])
-            if group.landing is not None:  # else this is another thread than that of the others
+            if group.landing is not None:  # otherwise this is another thread
                 self.arrange_by_forward()
 
     def _submit(self, step_round: StepRound, group: ShardedGroup, parameters: Iterable[nn.Parameter]) -> None:
@@ -224,9 +226,9 @@ class HostOptimizers(StepTakeOver):
     def work_beside(
         self, job: Callable[[], None], group: ShardedGroup | None, watched: Iterable[Tensor], *, is_reader: bool = False
     ) -> Ticket | None:
-        """Have ``job`` done by who steps ``group``, after that; nobody uses ``watched`` tensors meanwhile.
+        """Run ``job`` after steps of ``group``, in their thread; using ``watched`` tensors waits for it.
 
-        The next forward passes one that ``is_reader`` of whole shards (before torch 2.13: it waits).
+        The next forward does not wait for one that ``is_reader`` of whole shards (before torch 2.13: it waits).
         """
         if self._worker is None or (group is not None and group.landing is None):
             job()
@@ -239,21 +241,21 @@ class HostOptimizers(StepTakeOver):
         return ticket
 
     def _compute(self, compute: Callable[[], Result]) -> Result:
-        """Let the threads of the steps do something at once."""
+        """Run a function in the threads of the steps, and wait."""
         if self._worker is None:
             return compute()
         results: list[Result] = []
         stream = nullcontext() if self._sharding.device.type == "cpu" else torch.accelerator.current_stream()
 
         def job() -> None:
-            with stream:  # where gradients are that are on the device
+            with stream:  # gradients may be on the device
                 results.append(compute())
 
         self._worker.submit(job).wait()
         return results[0]
 
     def _give_up_wholes(self, optimizer: Optimizer, *unused: Any) -> None:
-        """Let the shards have what was written to what is gathered, before they are stepped."""
+        """Reshard, with what was written to gathered parameters, before a step."""
         for group in {self._groups[p] for p in iterate_parameters(optimizer) if p in self._groups}:
             group.forget_whole()
 
@@ -271,7 +273,7 @@ class HostOptimizers(StepTakeOver):
 
 def _run(run: Callable[[Sequence[Member]], None], group: ShardedGroup, members: Sequence[Member]) -> None:
     for lane in group.lanes:
-        lane.wait_for_copies()  # of a forward without gradients, after the backward
+        lane.wait_for_copies()  # of a forward without gradients after the backward
     run(members)
     for lane in group.lanes:
         lane.refresh()

@@ -11,7 +11,8 @@ from torch.optim import SGD, Adafactor, Adam, AdamW
 
 from lightning_vram.core.host.arena import OffloadError
 from lightning_vram.memory.units import GIB, MIB
-from lightning_vram.optimizers.on_host import HostNeeds, HostRoom, count_host_needs, count_state_bytes, host_room
+from lightning_vram.optimizers.on_host import HostNeeds, HostRoom, count_host_needs, host_room
+from lightning_vram.optimizers.on_host.host_needs import count_state_bytes
 
 NAME = "FSDPOffloadStrategy"
 NOTHING_FITS = "No setting would make it fit: use a machine with more memory, or a smaller model."
