@@ -1,6 +1,6 @@
 """What steps of schemes need, and what is available."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from lightning_vram.estimation.step_time import StepTime
@@ -80,6 +80,11 @@ class Found:
 
 
 Measure = Callable[[Scheme], Measured | None]  # traces a step; ``None``: a feature refuses the run
+
+
+def find_measured(scheme: Scheme, tried: Iterable[Measured]) -> Measured | None:
+    """Return the step of a scheme, if it was traced."""
+    return next((one for one in tried if one.scheme == scheme), None)
 
 
 def with_margin(host_bytes: int) -> int:

@@ -22,7 +22,7 @@ class Ways:
     num_devices: int = 0  # that share weights, gradients and states
     strategy: Part | None = None  # with weights or states on the host
     host_bytes: int = 0  # peak host memory of the strategy
-    host_room_bytes: int | None = None  # available host memory; ``None``: unknown
+    free_host_bytes: int | None = None  # available host memory; ``None``: unknown
     batch_size: int = 0  # samples
     sequence_length: int = 0  # tokens
 

@@ -18,7 +18,7 @@ from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.host.available import available_host_bytes
 from lightning_vram.memory.units import format_bytes, parse_bytes, parse_limit
 from lightning_vram.optimizers.on_host import margin_bytes
-from lightning_vram.planner.measured import Found, Measured, Workload
+from lightning_vram.planner.measured import Found, Measured, Workload, find_measured
 from lightning_vram.planner.miss import Ways, find_ways
 from lightning_vram.planner.parts import LEVELS, Exactness
 from lightning_vram.planner.remedies import Remedies, remedies_for
@@ -224,12 +224,8 @@ def find_plan(steps: TracedSteps, workload: Workload, remedies: Remedies, level:
 
 def effects(scheme: Scheme, tried: Sequence[Measured]) -> tuple[str, ...]:
     """Return a sentence for each part: its effect after those before it; empty if not both were traced."""
-    steps = [_find(Scheme(scheme.parts[:number]), tried) for number in range(len(scheme.parts) + 1)]
+    steps = [find_measured(Scheme(scheme.parts[:number]), tried) for number in range(len(scheme.parts) + 1)]
     return tuple(_sentence(before, after) for before, after in pairwise(steps))
-
-
-def _find(scheme: Scheme, tried: Sequence[Measured]) -> Measured | None:
-    return next((measured for measured in tried if measured.scheme == scheme), None)
 
 
 def _sentence(before: Measured | None, after: Measured | None) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_vram.estimation.fake_trainer import as_list
 from lightning_vram.planner.parts import Exactness, Part
 from lightning_vram.planner.scheme import Scheme
 
@@ -42,11 +43,9 @@ OPTIMIZER_ON_HOST = Part(
     exactness=Exactness.LOSSLESS,  # kernels of the host round differently
     note="keeps the optimizer and its state on the host",
 )
-WEIGHTS_ON_HOST = Part(
-    "lightning_vram.FSDPOffloadStrategy",
-    {"offload": "params"},
-    place="strategy",
-    exactness=Exactness.LOSSLESS,
+WEIGHTS_ON_HOST = replace(
+    OPTIMIZER_ON_HOST,
+    init_args={"offload": "params"},
     note="keeps weights, the optimizer and its state on the host",
 )
 LOW_BIT, LOWER_BIT = (
@@ -187,12 +186,10 @@ def _precision_parts(own: Mapping[str, Any]) -> list[Part]:
         replaces=("precision",),
         note="saves no 16-bit copies of weights for backward",
     )
-    rounded = Part(
-        "lightning_vram.LeanMixedPrecision",
-        {"precision": format_name, "recast_in_backward": True, "parameters": "bf16+kahan"},
-        place="plugins",
+    rounded = replace(
+        exact,
+        init_args={**exact.init_args, "parameters": "bf16+kahan"},
         exactness=Exactness.ANY,
-        replaces=("precision",),
         note="stores weights and optimizer state in bfloat16, with a Kahan remainder for the weights",
     )
     return [exact, rounded] if format_name == "bf16" else [exact]
@@ -204,11 +201,5 @@ def _is_mostly_frozen(module: nn.Module) -> bool:
 
 
 def _names_of(own: Mapping[str, Any]) -> set[str]:
-    parts = [*_as_list(own.get("callbacks")), *_as_list(own.get("plugins"))]
+    parts = [*as_list(own.get("callbacks")), *as_list(own.get("plugins"))]
     return {base.__name__ for part in parts for base in type(part).__mro__}
-
-
-def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [value]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lightning_vram.memory.units import MIB, format_argument, parse_bytes
-from lightning_vram.planner.measured import Found, Measure, Measured, Workload
+from lightning_vram.planner.measured import Found, Measure, Measured, Workload, find_measured
 from lightning_vram.planner.parts import Part
 from lightning_vram.planner.remedies import (
     CHECKPOINTING,
@@ -38,7 +38,7 @@ def search(measure: Measure, workload: Workload, remedies: Remedies) -> Found:
 class _Search:
     def __init__(self, measure: Measure, workload: Workload, remedies: Remedies) -> None:
         self._measure = measure
-        self._workload = workload
+        self._workload, self._fits = workload, workload.fits
         self._budget_bytes = workload.budget_bytes
         self._remedies = remedies
         self._tried: list[Measured] = []
@@ -84,9 +84,6 @@ class _Search:
             if self._fits(start):
                 break
         return start
-
-    def _fits(self, measured: Measured) -> bool:
-        return self._workload.fits(measured)
 
     def _is_for_smaller_hosts(self, states: Scheme) -> bool:
         """Whether a variant with more host memory fits the host already."""
@@ -185,7 +182,8 @@ class _Search:
         for part in parts:
             is_cut = part.name == IN_PARTS.name  # gradients accumulate over a batch
             scheme = least.scheme + part
-            leaner = self._known(self._with_early_release(scheme) if is_cut else scheme)
+            scheme = self._with_early_release(scheme) if is_cut else scheme
+            leaner = find_measured(scheme, self._tried) or self._run(scheme)
             if leaner is not None and leaner.needed_bytes < least.needed_bytes:
                 least = leaner
 
@@ -193,11 +191,6 @@ class _Search:
         """Replace OptimizerInBackward by EarlyRelease."""
         free = [part for part in self._remedies.free if part == EARLY_RELEASE]
         return Scheme(tuple(other for part in scheme.parts for other in (free if part == IN_BACKWARD else [part])))
-
-    def _known(self, scheme: Scheme) -> Measured | None:
-        """Trace a scheme once."""
-        known = next((one for one in self._tried if one.scheme == scheme), None)
-        return known or self._run(scheme)
 
     def _fit_budget(self, whole: Measured, lean: Measured, arguments: Mapping[str, object]) -> None:
         """Find the largest activation budget that fits."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_vram.planner.measured import Measured, Workload
+from lightning_vram.planner.measured import Measured, Workload, find_measured
 from lightning_vram.planner.parts import Exactness, Part
 from lightning_vram.planner.remedies import CHECKPOINTING, IN_PARTS, TOKEN_TILING, Remedies
 from lightning_vram.planner.scheme import Scheme
@@ -19,7 +19,7 @@ def measure_singles(steps: TracedSteps, exact: Remedies, every: Remedies, budget
     """
 
     def measure(scheme: Scheme) -> Measured | None:
-        return next((one for one in steps.tried if one.scheme == scheme), None) or steps(scheme)
+        return find_measured(scheme, steps.tried) or steps(scheme)
 
     measure(Scheme())
     singles = _singles(steps, every)

@@ -56,7 +56,7 @@ def _code_of(strategy: Part) -> str:
 
 def _on_host(ways: Ways) -> str:
     """Return the host memory of a strategy, and what helps if the host has less."""
-    text, room_bytes = f"{format_bytes(ways.host_bytes)} of host memory", ways.host_room_bytes
-    if room_bytes is None or with_margin(ways.host_bytes) <= room_bytes:
+    text, free_bytes = f"{format_bytes(ways.host_bytes)} of host memory", ways.free_host_bytes
+    if free_bytes is None or with_margin(ways.host_bytes) <= free_bytes:
         return text
-    return f"{text}; {format_bytes(room_bytes)} is available: nvme_path= keeps optimizer state on disk"
+    return f"{text}; {format_bytes(free_bytes)} is available: nvme_path= keeps optimizer state on disk"

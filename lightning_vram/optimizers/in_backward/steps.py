@@ -76,7 +76,8 @@ class BackwardSteps(StepTakeOver):
         """Step these in the backward from now on; refuse all if one cannot."""
         fresh = [one for one in optimizers if not self._is_taken(one)]
         for optimizer in fresh:
-            members_step = self._members_step(optimizer)
+            owner = owner_of(optimizer)
+            members_step = None if owner is None else owner.members_step()
             if members_step is None and not has_own_step(optimizer):
                 raise ValueError(
                     f"{NAME} cannot step this {type(optimizer).__name__}: something else steps it already, as "
@@ -94,10 +95,10 @@ class BackwardSteps(StepTakeOver):
 
     def let_go(self) -> None:
         """Let the optimizers step by themselves again."""
-        self.end_standing_in()
+        self.remove_patches()
         for handle in self._handles.values():
             handle.remove()
-        self._taken, self._stand_ins, self._handles, self._owners = [], [], {}, {}
+        self._taken, self._patches, self._handles, self._owners = [], [], {}, {}
         self._current = self._again = self._buckets = None
 
     @contextmanager
@@ -105,11 +106,11 @@ class BackwardSteps(StepTakeOver):
         """Measure in a backward of this block whether ``optimizer`` steps; if so, it runs again, with the steps."""
         self._hook(optimizer)
         step = self._current = self._begin(optimizer, closure, scaler)
-        stand_in = Shadow(scaler, "unscale_", partial(partial, _unscale, step))
+        patch = Shadow(scaler, "unscale_", partial(partial, _unscale, step))
         try:
             yield
         finally:
-            stand_in.remove()
+            patch.remove()
             self._current = self._again = None
 
     def run_twice(self, backward: Callable[..., None]) -> None:
@@ -222,10 +223,6 @@ class BackwardSteps(StepTakeOver):
             members_step=self._steps_of_others[id(optimizer)],
             scaler=scaler,
         )
-
-    def _members_step(self, optimizer: Optimizer) -> MembersStep | None:
-        owner = owner_of(optimizer)
-        return None if owner is None else owner.members_step()
 
     def _hook(self, optimizer: Optimizer) -> None:
         if self._may_be_early is None:

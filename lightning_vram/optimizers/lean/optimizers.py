@@ -21,7 +21,7 @@ from lightning_vram.optimizers.stepping.steppable import iterate_parameters, pla
 from lightning_vram.optimizers.stepping.take_over import StepTakeOver
 from lightning_vram.optimizers.stepping.update_check import UpdateCheck
 from lightning_vram.private_names.torch.operators import copy_each
-from lightning_vram.private_names.torch.optimizers import LOAD_HOOKS, note_step
+from lightning_vram.private_names.torch.optimizers import LOAD_HOOKS
 
 _NUM_WRITES = 3
 _NUM_LOOKS = 8
@@ -83,10 +83,10 @@ class LeanOptimizers(StepTakeOver):
         self.check: UpdateCheck | None = None
         self._chunks = list(chunks)
         self._places = {parameter: chunk for chunk in self._chunks for parameter in chunk.parameters}
-        self._has_narrow_states = scheme in _WITH_NARROW_STATES
+        self._has_bf16_states = scheme in _WITH_NARROW_STATES
         self._names = names
         self._has_stepped: set[int] = set()  # optimizers, by id, since frozen parameters were looked at
-        self._frozen_writes = FrozenWrites(names)
+        self.frozen_writes = FrozenWrites(names)
         super().__init__()
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
@@ -101,53 +101,45 @@ class LeanOptimizers(StepTakeOver):
             self._convert_states(optimizer)
             self._take_over(optimizer)
             load = Shadow(optimizer, "load_state_dict", partial(partial, self._load, optimizer))
-            self._stand_ins.append(load)
+            self._patches.append(load)
             register_optimizer_tensors(optimizer, partial(list_rests, self._chunks))  # self would keep it alive
 
-    def pass_over_writes(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Ignore what was written to frozen parameters since the last step."""
-        self._frozen_writes.pass_over(parameters)
-
-    def end_standing_in(self) -> None:
+    def remove_patches(self) -> None:
         """Remove the patches, before parameters are restored."""
-        super().end_standing_in()
-        self._frozen_writes.stop()
+        super().remove_patches()
+        self.frozen_writes.stop()
 
     def let_go(self) -> None:
         """Convert states to the dtype of the restored parameters, and forget everything."""
         for optimizer in self._taken:
             forget_optimizer_tensors(optimizer)
             convert_states(optimizer, self._places, None, None)
-        self._stand_ins, self._taken, self._chunks, self._places = [], [], [], {}
+        self._patches, self._taken, self._chunks, self._places = [], [], [], {}
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is attached to no optimizer.
-        left_out = ("check", "_stand_ins", "_taken", "_handle", "_frozen_writes")
+        left_out = ("check", "_patches", "_taken", "_handle", "frozen_writes")
         return {key: value for key, value in vars(self).items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, check=None)
-        self._frozen_writes = FrozenWrites(self._names)
+        self.frozen_writes = FrozenWrites(self._names)
         super().__init__()
 
     def _has_ours(self, optimizer: Optimizer) -> bool:
         return any(parameter in self._places for parameter in iterate_parameters(optimizer))
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        note_step(optimizer)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = self._run_closure(optimizer, closure)
         if id(optimizer) in self._has_stepped or not self._has_stepped:  # once per round of all optimizers
             self._has_stepped.clear()
-            self._frozen_writes.look(p for chunk in self._chunks if chunk.is_resting for p in chunk.parameters)
+            self.frozen_writes.look(p for chunk in self._chunks if chunk.is_resting for p in chunk.parameters)
         self._has_stepped.add(id(optimizer))
         self.num_steps += 1
         if self.check is not None:
             self.check.begin()
-        narrow = self._has_narrow_states
-        ChunkedStep(optimizer, self._make_generator, has_narrow_states=narrow, check=self.check).run(self._places)
+        narrow = self._has_bf16_states
+        ChunkedStep(optimizer, self._make_generator, has_bf16_states=narrow, check=self.check).run(self._places)
         return loss
 
     def _make_generator(self, chunk: WeightChunk, device: torch.device) -> torch.Generator:
@@ -160,7 +152,7 @@ class LeanOptimizers(StepTakeOver):
         self._convert_states(optimizer)
 
     def _convert_states(self, optimizer: Optimizer) -> None:
-        full_dtype = torch.bfloat16 if self._has_narrow_states else torch.float32
+        full_dtype = torch.bfloat16 if self._has_bf16_states else torch.float32
         convert_states(optimizer, self._places, torch.float32, full_dtype)
 
 
@@ -179,15 +171,15 @@ def load_wide(
         replaced = hook(optimizer, state_dict)
         state_dict = state_dict if replaced is None else replaced
     groups = optimizer.param_groups
-    stand_ins = {
+    proxies = {
         p: nn.Parameter(torch.empty(0, dtype=torch.float32, device=p.device)) if p in lean_parameters else p
         for p in iterate_parameters(optimizer)
     }
     vars(optimizer).update({name: OrderedDict() for name in LOAD_HOOKS})
-    optimizer.param_groups = [{**group, "params": [stand_ins[p] for p in group["params"]]} for group in groups]
+    optimizer.param_groups = [{**group, "params": [proxies[p] for p in group["params"]]} for group in groups]
     try:
         load(state_dict)
-        _put_back(optimizer, groups, {stand_in: parameter for parameter, stand_in in stand_ins.items()})
+        _put_back(optimizer, groups, {proxy: parameter for parameter, proxy in proxies.items()})
     except BaseException:
         optimizer.param_groups = groups
         raise
@@ -210,19 +202,19 @@ Members = list[tuple[int, nn.Parameter]]  # indices of groups, and parameters
 
 
 class ChunkedStep:
-    """One step of an optimizer, without its hooks. ``has_narrow_states``: states are bf16 between steps."""
+    """One step of an optimizer, without its hooks. ``has_bf16_states``: states are bf16 between steps."""
 
     def __init__(
         self,
         optimizer: Optimizer,
         make_generator: Callable[[WeightChunk, torch.device], torch.Generator],
         *,
-        has_narrow_states: bool,
+        has_bf16_states: bool,
         check: UpdateCheck | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._make_generator = make_generator
-        self._has_narrow_states = has_narrow_states
+        self._has_bf16_states = has_bf16_states
         self._check = check
         # A step that changes its groups starts from these for every chunk.
         self._groups = [dict(group) for group in optimizer.param_groups]
@@ -247,9 +239,9 @@ class ChunkedStep:
         before = check.note(exact) if check is not None else None
         generator = self._make_generator(chunk, exact.device)
         parameters = [parameter for _, parameter in members]
-        wide = WideStates(self._states(parameters)) if self._has_narrow_states else None
+        wide = WideStates(self._states(parameters)) if self._has_bf16_states else None
         try:
-            self._step(members, _make_stand_ins(chunk, exact, parameters))
+            self._step(members, _make_proxies(chunk, exact, parameters))
         finally:
             if wide is not None:
                 wide.round(self._states(parameters), generator)
@@ -259,24 +251,24 @@ class ChunkedStep:
         if check is not None and before is not None and stepped is not None:
             check.count(before, stepped, chunk.read())
 
-    def _step(self, members: Members, stand_ins: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    def _step(self, members: Members, proxies: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Step proxies of some parameters."""
         optimizer = self._optimizer
         groups, states = optimizer.param_groups, optimizer.state
         seen = {index: {**self._groups[index], "params": []} for index, _ in members}
         seen_states: defaultdict[Tensor, State] = defaultdict(dict)
         for index, parameter in members:
-            seen[index]["params"].append(stand_ins[parameter])
+            seen[index]["params"].append(proxies[parameter])
             if parameter in states:
-                seen_states[stand_ins[parameter]] = states[parameter]
+                seen_states[proxies[parameter]] = states[parameter]
         optimizer.param_groups, optimizer.state = list(seen.values()), seen_states
         try:
             plain_step(type(optimizer))(optimizer)
         finally:
             optimizer.param_groups, optimizer.state = groups, states
             for _, parameter in members:
-                if stand_ins[parameter] in seen_states:
-                    states[parameter] = seen_states[stand_ins[parameter]]
+                if proxies[parameter] in seen_states:
+                    states[parameter] = seen_states[proxies[parameter]]
             for index, group in seen.items():
                 groups[index].update({key: value for key, value in group.items() if key != "params"})
 
@@ -312,17 +304,17 @@ class WideStates:
                 state[key] = lent[id(value)] if id(value) in lent else value.bfloat16()
 
 
-def _make_stand_ins(
+def _make_proxies(
     chunk: WeightChunk, exact: Tensor, wanted: Sequence[nn.Parameter]
 ) -> dict[nn.Parameter, nn.Parameter]:
     """Return fp32 proxies with gradients over the exact weights of a chunk."""
     views = dict(zip(chunk.parameters, chunk.views(exact), strict=True))
-    stand_ins = {parameter: nn.Parameter(views[parameter]) for parameter in wanted}
+    proxies = {parameter: nn.Parameter(views[parameter]) for parameter in wanted}
     dense = [p for p in wanted if p.grad is not None and p.grad.layout is torch.strided]
     _, gradients = widened([p.grad for p in dense if p.grad is not None], exact.device)
     for parameter, gradient in zip(dense, gradients, strict=True):
-        stand_ins[parameter].grad = gradient
-    for parameter, stand_in in stand_ins.items():
-        if stand_in.grad is None and parameter.grad is not None:
-            stand_in.grad = parameter.grad.to(exact.device, torch.float32)
-    return stand_ins
+        proxies[parameter].grad = gradient
+    for parameter, proxy in proxies.items():
+        if proxy.grad is None and parameter.grad is not None:
+            proxy.grad = parameter.grad.to(exact.device, torch.float32)
+    return proxies

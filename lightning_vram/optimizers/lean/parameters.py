@@ -90,7 +90,8 @@ class LeanParameters:
         """
         names: dict[Any, list[str]] = {}
         for name, value in state_dict.items():
-            if _is_plain(value) and value.dtype is torch.bfloat16:
+            is_strided = isinstance(value, Tensor) and value.layout is torch.strided
+            if is_strided and not is_traceable_wrapper_subclass(value) and value.dtype is torch.bfloat16:
                 named = self._names.get(name)
                 owner = value if named is None or not _is_copy(value, named) else named
                 names.setdefault(_memory(owner), []).append(name)
@@ -121,7 +122,7 @@ class LeanParameters:
             chunk.check()
         for chunk in chunks:
             chunk.take(values)
-        self._optimizers.pass_over_writes(values)
+        self._optimizers.frozen_writes.pass_over(values)
 
     @torch.no_grad()
     def lend(self, values: Mapping[nn.Parameter, Tensor]) -> None:
@@ -129,14 +130,14 @@ class LeanParameters:
         for chunk in self._chunks:
             if chunk.parameters[0] in values:
                 chunk.lend([values[parameter] for parameter in chunk.parameters])
-        self._optimizers.pass_over_writes(values)
+        self._optimizers.frozen_writes.pass_over(values)
 
     @torch.no_grad()
     def take_back(self) -> None:
         """Undo :meth:`lend`, bit-exact."""
         for chunk in self._chunks:
             chunk.take_back()
-            self._optimizers.pass_over_writes(chunk.parameters)
+            self._optimizers.frozen_writes.pass_over(chunk.parameters)
 
     def check_updates(self, is_due: Callable[[], bool]) -> None:
         """Count updates that rounding undoes, in steps that are due."""
@@ -163,7 +164,7 @@ class LeanParameters:
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the dtype of the parameters that are still bf16, with exact weights, and detach the optimizers."""
-        self._optimizers.end_standing_in()
+        self._optimizers.remove_patches()
         for chunk in self._chunks:
             chunk.restore()
         self._optimizers.let_go()
@@ -177,10 +178,6 @@ def _copy_values(chunk: WeightChunk, wanted: Iterable[Sequence[str]]) -> dict[st
         if keys:
             copies.update(dict.fromkeys(keys, values.to("cpu", copy=True)))
     return copies
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided and not is_traceable_wrapper_subclass(value)
 
 
 def _is_copy(value: Tensor, parameter: nn.Parameter) -> bool:
@@ -204,7 +201,7 @@ class LeanAverage:
         for own in self._averages.values():
             if own.dtype is torch.bfloat16:
                 own.data = own.data.float()
-        self._stand_in = Shadow(average, "update_parameters", instead(self.update))
+        self._patch = Shadow(average, "update_parameters", instead(self.update))
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
@@ -245,7 +242,7 @@ class LeanAverage:
 
     def remove(self) -> None:
         """Remove the patch."""
-        self._stand_in.remove()
+        self._patch.remove()
 
     def _plain(self) -> dict[nn.Parameter, nn.Parameter]:
         """Return parameters that are not bf16 weights, with their averages."""

@@ -167,13 +167,13 @@ class TorchaoForm(LibraryForm):
     def _step(self, member: Member, settings: dict[str, Any]) -> State:
         keys = ["exp_avg", "exp_avg_sq"]
         state: State = {"step": torch.tensor(0.0)} | self._begun(member, keys)
-        stand_in = make_stand_in(member.shard, member.gradient)
+        proxy = make_stand_in(member.shard, member.gradient)
         rate = torch.as_tensor(settings["lr"], dtype=torch.float32)
-        group = {**settings, "lr": rate, "params": [stand_in]}
+        group = {**settings, "lr": rate, "params": [proxy]}
         kind, attributes = _optimizer_of_torchao(self.bits)
         theirs = state | {key: self._as_theirs(state[key]) for key in keys}
         is_coupled = not settings.get("decoupled_weight_decay", True)
-        twin = make_twin(kind, {**attributes, "is_adamw": not is_coupled}, [group], {stand_in: theirs})
+        twin = make_twin(kind, {**attributes, "is_adamw": not is_coupled}, [group], {proxy: theirs})
         # Compiled code refuses to run under a dispatch mode, such as one that counts memory.
         is_watched = current_dispatch_mode() is not None
         with torch.compiler.set_stance("force_eager") if is_watched else nullcontext():

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -21,7 +20,6 @@ from lightning_vram.optimizers.stepping.step_round import Member, StepRound
 from lightning_vram.optimizers.stepping.steppable import iterate_parameters
 from lightning_vram.optimizers.stepping.take_over import MembersStep, StepTakeOver
 from lightning_vram.optimizers.stepping.update_check import UpdateCheck
-from lightning_vram.private_names.torch.optimizers import note_step
 
 
 class NarrowMoments(StepTakeOver):
@@ -35,7 +33,7 @@ class NarrowMoments(StepTakeOver):
     ) -> None:
         self._module, self._form, self._library, self._check = module, form, library, check
         self.unheld: set[nn.Parameter] = set()  # trained parameters whose moments cannot have the form
-        self._kept: dict[int, NarrowStates] = {}  # by id of the optimizer
+        self._stored: dict[int, NarrowStates] = {}  # by id of the optimizer
         self._handles: list[RemovableHandle] = []
         super().__init__()
 
@@ -45,12 +43,12 @@ class NarrowMoments(StepTakeOver):
         fresh = [one for one in optimizers if form.fits(one) and not self._is_taken(one)]
         everything = set(chain.from_iterable(map(iterate_parameters, fresh)))
         names = form.part, f"leave {form.part} out"
-        self.unheld = find_unheld(*names, form, fresh, everything, is_late=bool(self._kept))
+        self.unheld = find_unheld(*names, form, fresh, everything, is_late=bool(self._stored))
         forms = [form_of(self._library, form, optimizer) for optimizer in fresh]
         for optimizer, form in zip(fresh, forms, strict=True):
             states = NarrowStates(optimizer, form.takes, form, self._check)
             states.take_in(optimizer)
-            self._kept[id(optimizer)] = states
+            self._stored[id(optimizer)] = states
             self._handles += [
                 optimizer.register_load_state_dict_pre_hook(states.before_load),
                 optimizer.register_load_state_dict_post_hook(states.take_in),
@@ -59,23 +57,19 @@ class NarrowMoments(StepTakeOver):
 
     def let_go(self) -> None:
         """Detach the optimizers; their next step upcasts the moments."""
-        self.end_standing_in()
+        self.remove_patches()
         for handle in self._handles:
             handle.remove()
         for optimizer in self._taken:
             widen_when_stepped(optimizer)
-        self._taken, self._stand_ins, self._handles, self._kept = [], [], [], {}
+        self._taken, self._patches, self._handles, self._stored = [], [], [], {}
 
     def _has_ours(self, optimizer: Optimizer) -> bool:
         own = set(self._module.parameters())
         return self._form.fits(optimizer) and any(parameter in own for parameter in iterate_parameters(optimizer))
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        note_step(optimizer)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = self._run_closure(optimizer, closure)
         step_round = StepRound(optimizer, is_on_host=False)
         self._step_members(optimizer, step_round, step_round.take_rest())
         return loss
@@ -85,7 +79,7 @@ class NarrowMoments(StepTakeOver):
         return self._step_members
 
     def _step_members(self, optimizer: Optimizer, step_round: StepRound, members: Sequence[Member]) -> None:
-        states = self._kept[id(optimizer)]
+        states = self._stored[id(optimizer)]
         states.adopt(members)
         step_round.run([member for member in members if not states.has(member.parameter)])
         ours = [member for member in members if states.has(member.parameter)]

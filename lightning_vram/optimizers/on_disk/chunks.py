@@ -24,7 +24,7 @@ class Block:
 
     def bytes_of(self, count: int) -> int:
         """Return the bytes of the first ``count`` weights."""
-        return self.layout.kept_bytes(count)[self.number]
+        return self.layout.stored_bytes(count)[self.number]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +64,18 @@ class StatePlaces:
         self._layouts = set(layouts)
         positions, end = [], 0
         for size, layout in zip(sizes, layouts, strict=True):
-            for num_bytes in layout.kept_bytes(size):
+            for num_bytes in layout.stored_bytes(size):
                 positions.append(_align(end, num_bytes))
                 end = positions[-1] + num_bytes
         self.total_bytes = end
         rooms = pairwise([*positions, end])
         self.blocks = [
-            [Block(kept, number, *next(rooms)) for number in range(len(kept.elementwise))] for kept in layouts
+            [Block(layout, number, *next(rooms)) for number in range(len(layout.elementwise))] for layout in layouts
         ]
 
     def buffer_bytes(self, chunk_elements: int) -> int:
         """Return the size of a buffer for any chunk of so many weights."""
-        widest = max((sum(layout.kept_bytes(chunk_elements)) for layout in self._layouts), default=0)
+        widest = max((sum(layout.stored_bytes(chunk_elements)) for layout in self._layouts), default=0)
         lost_bytes = 2 * PAGE_BYTES * max(map(len, self.blocks), default=0)  # between runs
         return min(widest, self.total_bytes) + lost_bytes
 

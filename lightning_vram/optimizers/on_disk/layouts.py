@@ -18,7 +18,7 @@ _WHOLE: dict[type[Optimizer], str] = {
     Muon: "it steps whole matrices",
 }
 _ELEMENTWISE = tuple(kind for kind in STEPPABLE if kind not in _WHOLE)
-_STAND_IN_SHAPE = (2, 3)  # nothing else in a state has this shape
+_PROXY_SHAPE = (2, 3)  # nothing else in a state has this shape
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class StateLayout:
     others: tuple[str, ...]  # names of values per parameter, such as the step count
     form: StateForm | None = None  # of stored float32 moments; ``None``: unchanged
 
-    def kept_bytes(self, count: int) -> list[int]:
+    def stored_bytes(self, count: int) -> list[int]:
         """Return the stored bytes of each elementwise tensor of so many weights."""
         return [
             dtype.itemsize * count if (form := self.form_of(key)) is None else form.num_bytes(count)
@@ -57,16 +57,16 @@ def find_layout(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dty
     if not is_elementwise(kind):
         reasons = (why for whole, why in _WHOLE.items() if steps_like(kind, [whole]))
         raise _refusal(kind, next(reasons, "its step is not known to treat each weight by itself"))
-    stand_in = nn.Parameter(torch.zeros(_STAND_IN_SHAPE, dtype=dtype, device="cpu"))
-    stand_in.grad = torch.zeros_like(stand_in)
-    twin = make_twin(kind, vars(optimizer), [{**group, "params": [stand_in]}], defaultdict(dict))
+    proxy = nn.Parameter(torch.zeros(_PROXY_SHAPE, dtype=dtype, device="cpu"))
+    proxy.grad = torch.zeros_like(proxy)
+    twin = make_twin(kind, vars(optimizer), [{**group, "params": [proxy]}], defaultdict(dict))
     if isinstance(optimizer, Adagrad):  # creates its state in __init__
-        twin.state[stand_in] = {"step": torch.zeros((), device="cpu"), "sum": torch.zeros_like(stand_in)}
+        twin.state[proxy] = {"step": torch.zeros((), device="cpu"), "sum": torch.zeros_like(proxy)}
     with torch.no_grad():
         plain_step(kind)(twin)
-    state: State = twin.state[stand_in]
+    state: State = twin.state[proxy]
     elementwise = {
-        key: value for key, value in state.items() if isinstance(value, Tensor) and value.shape == stand_in.shape
+        key: value for key, value in state.items() if isinstance(value, Tensor) and value.shape == proxy.shape
     }
     others = {key: value for key, value in state.items() if key not in elementwise}
     odd = [key for key, value in others.items() if isinstance(value, Tensor) and value.numel() != 1]

@@ -134,7 +134,7 @@ def _close(pipeline: DiskPipeline, file: DiskFile) -> None:
 def _cut_slots(span: Span, layout: StateLayout, buffer: Tensor) -> dict[str, Tensor]:
     """Return the flat states of a span in ``buffer``."""
     size = span.stop - span.start
-    ends = zip(layout.kept_bytes(span.start), layout.kept_bytes(span.stop), strict=True)
+    ends = zip(layout.stored_bytes(span.start), layout.stored_bytes(span.stop), strict=True)
     places = zip(layout.elementwise, span.offsets, (stop - start for start, stop in ends), strict=True)
     return {
         key: layout.slot(key, dtype, buffer[offset : offset + length], size) for (key, dtype), offset, length in places

@@ -91,19 +91,19 @@ class StreamedStates:
         by_index = {self._index[member.parameter]: member for member in members}
 
         def step(pieces: Sequence[Piece]) -> None:
-            groups, stand_ins = [], []
+            groups, proxies = [], []
             for piece in pieces:
                 member, part = by_index[piece.index], slice(piece.start, piece.stop)
                 groups.append(member.group)
-                stand_ins.append(make_stand_in(member.shard.view(-1)[part], cut_gradient(member, part)))
+                proxies.append(make_stand_in(member.shard.view(-1)[part], cut_gradient(member, part)))
             if self._form is None:
-                step_round.step_stand_ins(groups, stand_ins, [piece.states for piece in pieces])
+                step_round.step_proxies(groups, proxies, [piece.states for piece in pieces])
                 return
             forms = [self._forms[piece.index] for piece in pieces]
             seeds = make_seeds([by_index[piece.index] for piece in pieces], [piece.states for piece in pieces])
-            kept = zip(forms, pieces, strict=True)
-            states = [piece.states if form is None else widen_state(piece.states) for form, piece in kept]
-            step_round.step_stand_ins(groups, stand_ins, states)
+            pairs = zip(forms, pieces, strict=True)
+            states = [piece.states if form is None else widen_state(piece.states) for form, piece in pairs]
+            step_round.step_proxies(groups, proxies, states)
             for form, piece, state, seed in zip(forms, pieces, states, seeds, strict=True):
                 if form is not None:
                     first = first_place(by_index[piece.index].parameter) + piece.start

@@ -53,7 +53,7 @@ class HostAverage:
         self._shards = {shard: made[whole] for whole, shard in pairs if whole in made}
         self._plain = [(whole, parameter) for whole, parameter in pairs if whole not in made]
         _replace(average.module, made)
-        self._stand_ins = [
+        self._patches = [
             Shadow(average, "update_parameters", instead(self.update)),
             Shadow(average, "state_dict", partial(partial, self._read_state)),
             *(Shadow(average.module, name, self._settle_first) for name in ("parameters", "buffers")),
@@ -75,8 +75,8 @@ class HostAverage:
 
     def remove(self, *, make_whole: bool) -> None:
         """Remove the patches, after all steps; ``make_whole``: gather the parameters (a collective)."""
-        while self._stand_ins:
-            self._stand_ins.pop().remove()
+        while self._patches:
+            self._patches.pop().remove()
         if make_whole:
             _replace(self.average.module, {shard: _make_whole(shard) for shard in self._shards.values()})
         self._shards = {}

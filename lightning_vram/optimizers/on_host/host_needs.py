@@ -23,27 +23,27 @@ class HostNeeds:
     """Bytes of host memory between steps."""
 
     weights: int = 0  # the shards
-    narrow_copies: int = 0  # 16-bit copies for transfers
+    low_precision_copies: int = 0  # 16-bit copies for transfers
     gradients: int = 0  # of trained weights
     states: int = 0  # of optimizers of known classes; 0 before they exist
     averages: int = 0  # of weights, for a callback
-    can_be_narrow: bool = True  # all weights have 32 bits: 16 bits would halve everything
+    can_be_16_bit: bool = True  # all weights have 32 bits: 16 bits would halve everything
     can_be_split: bool = False  # split weights would need no copies
-    narrow_states: tuple[int, ...] = _NO_FORMS  # states in each form of moments; 0 if unsupported
+    low_precision_states: tuple[int, ...] = _NO_FORMS  # states in each form of moments; 0 if unsupported
 
     @property
     def total(self) -> int:
         """The sum of all kinds."""
-        return self.weights + self.narrow_copies + self.gradients + self.states + self.averages
+        return self.weights + self.low_precision_copies + self.gradients + self.states + self.averages
 
     def __add__(self, other: "HostNeeds") -> "HostNeeds":
         """Add another rank."""
-        kinds = ("weights", "narrow_copies", "gradients", "states", "averages")
+        kinds = ("weights", "low_precision_copies", "gradients", "states", "averages")
         return HostNeeds(
             **{kind: getattr(self, kind) + getattr(other, kind) for kind in kinds},
-            can_be_narrow=self.can_be_narrow and other.can_be_narrow,
+            can_be_16_bit=self.can_be_16_bit and other.can_be_16_bit,
             can_be_split=self.can_be_split or other.can_be_split,
-            narrow_states=tuple(map(operator.add, self.narrow_states, other.narrow_states)),
+            low_precision_states=tuple(map(operator.add, self.low_precision_states, other.low_precision_states)),
         )
 
 
@@ -62,7 +62,7 @@ def count_host_needs(
         averages=sum(
             numel * parameter.itemsize for one in averages for _, parameter, numel in _iterate_shards(one, num_shards)
         ),
-        can_be_narrow=all(p.dtype == torch.float32 for p in module.parameters()),
+        can_be_16_bit=all(p.dtype == torch.float32 for p in module.parameters()),
     )
     for name, parameter, numel in _iterate_shards(module, num_shards):
         num_bytes = numel * parameter.itemsize
@@ -71,7 +71,7 @@ def count_host_needs(
             has_copy = False  # frozen ones are split
         needs += HostNeeds(
             weights=num_bytes,
-            narrow_copies=numel * narrow_dtype.itemsize if has_copy and narrow_dtype is not None else 0,
+            low_precision_copies=numel * narrow_dtype.itemsize if has_copy and narrow_dtype is not None else 0,
             gradients=num_bytes if parameter.requires_grad else 0,
             can_be_split=has_copy and narrow_dtype == torch.bfloat16,
         )
@@ -94,11 +94,11 @@ def add_states(
     """Add optimizer state, and what it would be in other forms."""
     states = count_state_bytes(optimizers, shards, form)
     others = tuple(
-        count_state_bytes(optimizers, shards, one) if needs.can_be_narrow and all(map(one.fits, optimizers)) else 0
+        count_state_bytes(optimizers, shards, one) if needs.can_be_16_bit and all(map(one.fits, optimizers)) else 0
         for one in FORMS.values()
     )
-    can_be_narrow = needs.can_be_narrow and form is None  # a form is for float32 weights
-    return replace(needs, states=states, narrow_states=others, can_be_narrow=can_be_narrow)
+    can_be_16_bit = needs.can_be_16_bit and form is None  # a form is for float32 weights
+    return replace(needs, states=states, low_precision_states=others, can_be_16_bit=can_be_16_bit)
 
 
 def _iterate_shards(module: nn.Module, num_shards: int) -> Iterator[tuple[str, nn.Parameter, int]]:
@@ -120,4 +120,4 @@ def _iterate_states(
         for dtype in {parameter.dtype for parameter in trained}:
             layout = replace(find_layout(optimizer, group, dtype), form=form if dtype == torch.float32 else None)
             sizes = (local_part(parameter).numel() for parameter in trained if parameter.dtype == dtype)
-            yield sum(sum(layout.kept_bytes(size)) for size in sizes)
+            yield sum(sum(layout.stored_bytes(size)) for size in sizes)

@@ -103,7 +103,7 @@ class _Machine:
         if self.needs.states and not has_disk:
             choices.append((_DISK, on_disk))
         choices += _list_leaner(self.needs, has_disk=has_disk)
-        if self.needs.can_be_narrow:
+        if self.needs.can_be_16_bit:
             choices.append((_NARROW, _halve(self.needs)))
             if self.needs.states and not has_disk:
                 choices.append((f"{_DISK} and {_NARROW}", _halve(on_disk)))
@@ -119,10 +119,10 @@ def _list_leaner(needs: HostNeeds, *, has_disk: bool) -> Iterator[tuple[str, Hos
     """Yield settings with smaller weights or states: bit-exact ones first."""
     wholes = {"": needs}
     if needs.can_be_split:
-        split = replace(needs, narrow_copies=0)
+        split = replace(needs, low_precision_copies=0)
         wholes["master='split'"] = split
         yield "master='split'", split
-    for name, states in zip(FORMS, needs.narrow_states, strict=True):
+    for name, states in zip(FORMS, needs.low_precision_states, strict=True):
         if 0 < states < needs.states and not has_disk:
             for setting, whole in wholes.items():
                 yield " and ".join(filter(None, (setting, f"host_state={name!r}"))), replace(whole, states=states)
@@ -136,7 +136,7 @@ def _halve(needs: HostNeeds) -> HostNeeds:
 def _list_kinds(needs: HostNeeds) -> str:
     kinds = {
         "weights": needs.weights,
-        "16-bit copies": needs.narrow_copies,
+        "16-bit copies": needs.low_precision_copies,
         "gradients": needs.gradients,
         "optimizer state": needs.states,
         "averages of weights": needs.averages,

@@ -38,28 +38,25 @@ class NarrowStates:
         check: UpdateCheck | None = None,
     ) -> None:
         self.form, self._check = form, check
-        self._optimizer, self._takes = optimizer, takes
+        self._optimizer = optimizer
+        self.has = takes  # whether the moments of a parameter have the form
         self._loading: dict[nn.Parameter, State] = {}
         handle = _to_widen.pop(optimizer, None)
         if handle is not None:  # of an earlier run
             handle.remove()
-
-    def has(self, parameter: nn.Parameter) -> bool:
-        """Whether the moments of a parameter have the form."""
-        return self._takes(parameter)
 
     @property
     def is_counting(self) -> bool:
         """Whether lost updates are counted in this step."""
         return self._check is not None and self._check.is_counting
 
-    def rounded(self, state: State, start: int, seed: str, kept: State) -> State:
+    def rounded(self, state: State, start: int, seed: str, stored: State) -> State:
         """Round the state of a part of a parameter, and count lost updates of existing moments."""
         if self._check is None or not self._check.is_counting:
-            return narrow_state(self.form, state, start, seed, kept)
-        keys = [key for key in MOMENTS if is_narrow(kept.get(key))]
-        before, stepped = [widened(kept[key]) for key in keys], [state[key].clone() for key in keys]
-        narrow = narrow_state(self.form, state, start, seed, kept)
+            return narrow_state(self.form, state, start, seed, stored)
+        keys = [key for key in MOMENTS if is_narrow(stored.get(key))]
+        before, stepped = [widened(stored[key]) for key in keys], [state[key].clone() for key in keys]
+        narrow = narrow_state(self.form, state, start, seed, stored)
         for key, old, new in zip(keys, before, stepped, strict=True):
             self._check.count(old, new, narrow[key])
         return narrow

@@ -67,7 +67,7 @@ class HostOptimizers(StepTakeOver):
         ] = []  # jobs of the step; whether a forward ignores them
         self._nvme_path, self._form, self._is_form_everywhere = nvme_path, form, is_form_everywhere
         self.unheld: set[nn.Parameter] = set()  # trained parameters whose moments cannot have the form
-        self._kept: dict[int, KeptStates] = {}  # by id of the optimizer
+        self._stored: dict[int, KeptStates] = {}  # by id of the optimizer
         self._fresh: list[Member] = []  # of the step, without states
         self._stateless: set[nn.Parameter] = set()  # without states after a step, as of SGD
         self._factors: dict[int, Tensor] = {}  # of pending gradient scaling, by id of the optimizer
@@ -85,9 +85,9 @@ class HostOptimizers(StepTakeOver):
         others = [parameter for parameter, group in self._groups.items() if group.landing is None]
         on_device = others if self._is_form_everywhere else None
         self._check_form(fresh, self._groups if self._is_form_everywhere else set(on_host))
-        kept = [KeptStates(one, on_host, self._nvme_path, self._form, on_device) for one in fresh]
+        stored = [KeptStates(one, on_host, self._nvme_path, self._form, on_device) for one in fresh]
         lanes = [lane for group in self._sharding.groups for lane in group.lanes]
-        for optimizer, states in zip(fresh, kept, strict=True):
+        for optimizer, states in zip(fresh, stored, strict=True):
             self._attached.append(optimizer)
             register_optimizer_tensors(optimizer, lambda: [one.resident for one in lanes if one.resident is not None])
             self._handles += [
@@ -95,7 +95,7 @@ class HostOptimizers(StepTakeOver):
                 optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish()),
             ]
             if why_not_steppable(optimizer) is None:
-                self._kept[id(optimizer)] = states
+                self._stored[id(optimizer)] = states
                 self._handles += states.begin(optimizer)
                 self._take_over(optimizer)
             else:
@@ -108,7 +108,7 @@ class HostOptimizers(StepTakeOver):
         names = f"host_state={form.name!r}", "host_state='fp32'"
         if self._is_form_everywhere:
             names, optimizers = (form.part, f"leave {form.part} out"), [one for one in optimizers if form.fits(one)]
-        self.unheld = find_unheld(*names, form, optimizers, parameters, is_late=bool(self._kept))
+        self.unheld = find_unheld(*names, form, optimizers, parameters, is_late=bool(self._stored))
 
     def _attach_foreign(self, optimizer: Optimizer) -> None:
         """Step an optimizer of an unknown class synchronously, on whole tensors if possible."""
@@ -124,10 +124,10 @@ class HostOptimizers(StepTakeOver):
         ]
         if is_whole:
             whole = WholeSteps(optimizer, partial(self._written, optimizer))
-            self._stand_in(optimizer, lambda optimizer, closure=None: whole.step(closure))
+            self._patch_step(optimizer, lambda optimizer, closure=None: whole.step(closure))
         else:
             explained = explain_failures(optimizer, is_split=self._is_split)
-            self._stand_ins.append(Shadow(optimizer, "step", explained))
+            self._patches.append(Shadow(optimizer, "step", explained))
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float, *, may_wait: bool) -> None:
         """Clip gradients to a common 2-norm; ``may_wait``: in the step, which comes next. A collective."""
@@ -156,14 +156,14 @@ class HostOptimizers(StepTakeOver):
             self._worker.stop()
         for handle in self._handles:
             handle.remove()
-        self.end_standing_in()
+        self.remove_patches()
         for optimizer in self._attached:
             forget_optimizer_tensors(optimizer)
             replace_parameters(optimizer, replaced)
-            if id(optimizer) in self._kept:
-                self._kept[id(optimizer)].let_go(optimizer)
-        self._kept, self._groups, self._stateless = {}, {}, set()
-        self._attached, self._taken, self._stand_ins, self._handles = [], [], [], []
+            if id(optimizer) in self._stored:
+                self._stored[id(optimizer)].let_go(optimizer)
+        self._stored, self._groups, self._stateless = {}, {}, set()
+        self._attached, self._taken, self._patches, self._handles = [], [], [], []
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         note_step(optimizer)
@@ -213,7 +213,7 @@ class HostOptimizers(StepTakeOver):
         if not members:
             return
         group.forget_whole()
-        states = self._kept[id(step_round.optimizer)]
+        states = self._stored[id(step_round.optimizer)]
         states.adopt(members, self._worker.drain if self._worker is not None else self.finish)
         if self._worker is None or group.landing is None:
             is_on_host = group.home.type == "cpu"
@@ -273,7 +273,7 @@ class HostOptimizers(StepTakeOver):
 
 def _run(run: Callable[[Sequence[Member]], None], group: ShardedGroup, members: Sequence[Member]) -> None:
     for lane in group.lanes:
-        lane.wait_for_copies()  # of a forward without gradients after the backward
+        lane.wait_for_copies()  # of a forward without gradients, after the backward
     run(members)
     for lane in group.lanes:
         lane.refresh()

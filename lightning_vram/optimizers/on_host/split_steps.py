@@ -156,11 +156,11 @@ class _Stepping:
             for key, value in self.member.local_state.items()
         }
 
-    def rounded(self, state: State, part: slice, kept: State) -> State:
-        """Round stepped states of some weights into those of ``kept``."""
+    def rounded(self, state: State, part: slice, stored: State) -> State:
+        """Round stepped states of some weights into those of ``stored``."""
         if self.narrow is None:
             return state
-        return self.narrow.rounded(state, self.place_of(part), self.seed, kept)
+        return self.narrow.rounded(state, self.place_of(part), self.seed, stored)
 
     def place_of(self, part: slice) -> int:
         """Return the place of a part in the unsharded parameter."""
@@ -225,7 +225,7 @@ class _Part:
     def widen(self, take: Callable[[int], Tensor]) -> None:
         """Create the proxy and float32 state, in memory of ``take``."""
         self._numbers = self._whole.read(self._part)
-        self.stand_in = make_stand_in(self._numbers[: self.size], cut_gradient(self._whole.member, self._range))
+        self.proxy = make_stand_in(self._numbers[: self.size], cut_gradient(self._whole.member, self._range))
         self.state = dict(self._before) if self._whole.narrow is None else widen_state(self._before, take)
 
     def keep(self) -> None:
@@ -270,8 +270,8 @@ def _step_parts(step_round: StepRound, all_stepping: Sequence[_Stepping]) -> Non
 
 def _step_batch(step_round: StepRound, batch: Sequence[_Part]) -> None:
     if batch:
-        step_round.step_stand_ins(
-            [one.group for one in batch], [one.stand_in for one in batch], [one.state for one in batch]
+        step_round.step_proxies(
+            [one.group for one in batch], [one.proxy for one in batch], [one.state for one in batch]
         )
     for one in batch:
         one.keep()

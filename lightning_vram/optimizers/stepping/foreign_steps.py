@@ -34,7 +34,7 @@ class WholeSteps:
     def __init__(self, optimizer: Optimizer, written: Callable[[], None]) -> None:
         self._optimizer = optimizer
         self._written = written
-        self._stand_ins: dict[nn.Parameter, nn.Parameter] = {}  # reused: optimizers may hold more by parameter
+        self._proxies: dict[nn.Parameter, nn.Parameter] = {}  # reused: optimizers may hold more by parameter
         self._given: dict[nn.Parameter, Tensor | None] = {}  # gradients of stand-ins, as they were made
         self._states: dict[nn.Parameter, State] = {}  # as they were
 
@@ -49,43 +49,43 @@ class WholeSteps:
                 with torch.enable_grad():
                     return closure()
             finally:
-                self._put_stand_ins()
+                self._put_proxies()
 
-        self._put_stand_ins()
+        self._put_proxies()
         try:
             step = plain_step(type(self._optimizer))
             return step(self._optimizer) if closure is None else step(self._optimizer, call_closure)
         finally:
             self._put_back()
 
-    def _put_stand_ins(self) -> None:
+    def _put_proxies(self) -> None:
         state = self._optimizer.state
         sharded = [p for p in iterate_parameters(self._optimizer) if isinstance(p, DTensor)]
         for parameter in sharded:
-            stand_in = self._stand_ins.setdefault(parameter, nn.Parameter(local_part(parameter)))
-            stand_in.data = local_part(parameter)
-            stand_in.requires_grad_(parameter.requires_grad)
-            stand_in.grad = self._given[parameter] = local_part(parameter.grad)
+            proxy = self._proxies.setdefault(parameter, nn.Parameter(local_part(parameter)))
+            proxy.data = local_part(parameter)
+            proxy.requires_grad_(parameter.requires_grad)
+            proxy.grad = self._given[parameter] = local_part(parameter.grad)
             if parameter in state:
                 own = self._states[parameter] = state.pop(parameter)
-                state[stand_in] = {key: local_part(value) for key, value in own.items()}
-        self._exchange(self._stand_ins)
+                state[proxy] = {key: local_part(value) for key, value in own.items()}
+        self._exchange(self._proxies)
 
     def _put_back(self) -> None:
         state = self._optimizer.state
         for parameter, given in self._given.items():
-            stand_in = self._stand_ins[parameter]
-            if stand_in.grad is not given:
-                parameter.grad = as_sharded(stand_in.grad, parameter, stand_in.shape)
-            stand_in.grad = None
+            proxy = self._proxies[parameter]
+            if proxy.grad is not given:
+                parameter.grad = as_sharded(proxy.grad, parameter, proxy.shape)
+            proxy.grad = None
             before = self._states.pop(parameter, {})
-            if stand_in in state:
-                now = state.pop(stand_in)
-                fresh = {key: as_sharded(value, parameter, stand_in.shape) for key, value in now.items()}
+            if proxy in state:
+                now = state.pop(proxy)
+                fresh = {key: as_sharded(value, parameter, proxy.shape) for key, value in now.items()}
                 known = {key: value for key, value in before.items() if key in now and local_part(value) is now[key]}
                 state[parameter] = fresh | known
         self._given = {}
-        self._exchange({stand_in: parameter for parameter, stand_in in self._stand_ins.items()})
+        self._exchange({proxy: parameter for parameter, proxy in self._proxies.items()})
 
     def _exchange(self, others: dict[nn.Parameter, nn.Parameter]) -> None:
         for group in self._optimizer.param_groups:

@@ -69,14 +69,14 @@ class StateForm(ABC):
         """Return a flat moment, or a part of one, over its bytes (uint8)."""
 
     @abstractmethod
-    def cut(self, kept: Tensor, start: int, stop: int) -> Tensor:
+    def cut(self, stored: Tensor, start: int, stop: int) -> Tensor:
         """Return a flat view of a part of a moment; it begins at a block."""
 
     @abstractmethod
-    def narrow(self, key: str, wide: Tensor, start: int, seed: str, kept: Tensor | None) -> Tensor:
-        """Round a flat float32 part [n] of a moment, which begins at place ``start``, into ``kept``; may overwrite it.
+    def round(self, key: str, wide: Tensor, start: int, seed: str, stored: Tensor | None) -> Tensor:
+        """Round a flat float32 part [n] of a moment, from place ``start`` on, into ``stored``; may overwrite it.
 
-        ``seed`` differs for each moment, parameter and step. Without ``kept``: return a value for ``copy_``.
+        ``seed`` differs for each moment, parameter and step. Without ``stored``: return a value for ``copy_``.
         """
 
     @abstractmethod
@@ -108,12 +108,12 @@ class BF16Form(StateForm):
         return memory.view(torch.bfloat16)
 
     @override
-    def cut(self, kept: Tensor, start: int, stop: int) -> Tensor:
-        return flat_as_stored(kept)[start:stop]
+    def cut(self, stored: Tensor, start: int, stop: int) -> Tensor:
+        return flat_as_stored(stored)[start:stop]
 
     @override
-    def narrow(self, key: str, wide: Tensor, start: int, seed: str, kept: Tensor | None) -> Tensor:
-        return rounded_by_place(wide, start, _short(seed), kept)
+    def round(self, key: str, wide: Tensor, start: int, seed: str, stored: Tensor | None) -> Tensor:
+        return rounded_by_place(wide, start, _short(seed), stored)
 
     @override
     def num_bytes(self, count: int) -> int:
@@ -155,13 +155,13 @@ class LowBitForm(StateForm):
         return low_bit_over(memory, count, bits=self.bits, is_positive=key in DIVISORS)
 
     @override
-    def cut(self, kept: Tensor, start: int, stop: int) -> Tensor:
-        assert isinstance(kept, LowBitTensor)
-        return kept.cut(start, stop)
+    def cut(self, stored: Tensor, start: int, stop: int) -> Tensor:
+        assert isinstance(stored, LowBitTensor)
+        return stored.cut(start, stop)
 
     @override
-    def narrow(self, key: str, wide: Tensor, start: int, seed: str, kept: Tensor | None) -> Tensor:
-        return wide if kept is None else kept.copy_(wide)
+    def round(self, key: str, wide: Tensor, start: int, seed: str, stored: Tensor | None) -> Tensor:
+        return wide if stored is None else stored.copy_(wide)
 
     @override
     def num_bytes(self, count: int) -> int:
@@ -182,12 +182,12 @@ def widen_state(state: State, take: Callable[[int], Tensor] | None = None) -> St
     return {key: widened(value, take) if key in MOMENTS and is_narrow(value) else value for key, value in state.items()}
 
 
-def narrow_state(form: StateForm, state: State, start: int, seed: str, kept: State) -> State:
-    """Return the flat state of a part of a parameter after a step, its moments rounded into those of ``kept``."""
+def narrow_state(form: StateForm, state: State, start: int, seed: str, stored: State) -> State:
+    """Return the flat state of a part of a parameter after a step, its moments rounded into those of ``stored``."""
     narrow = dict(state)
     for key in (key for key in MOMENTS if key in state):
-        into = kept.get(key)
-        narrow[key] = form.narrow(key, state[key], start, f"{seed} {key}", into if is_narrow(into) else None)
+        into = stored.get(key)
+        narrow[key] = form.round(key, state[key], start, f"{seed} {key}", into if is_narrow(into) else None)
     return narrow
 
 

@@ -77,9 +77,9 @@ class StepRound:
     def run(self, members: Sequence[Member], *, is_on_host: bool | None = None) -> None:
         """Step ``members``, and write their states to the optimizer."""
         self.scale(members)
-        stand_ins = [make_stand_in(one.shard, stored_like(one.gradient, one.shard)) for one in members]
+        proxies = [make_stand_in(one.shard, stored_like(one.gradient, one.shard)) for one in members]
         groups, states = [member.group for member in members], [dict(member.local_state) for member in members]
-        self.step_stand_ins(groups, stand_ins, states, is_on_host=is_on_host)
+        self.step_proxies(groups, proxies, states, is_on_host=is_on_host)
         for member, state in zip(members, states, strict=True):
             publish_state(member, state)
 
@@ -89,10 +89,10 @@ class StepRound:
             apply_clip_factor([member.gradient for member in members], self.factor)
 
     @torch.no_grad()
-    def step_stand_ins(
+    def step_proxies(
         self,
         groups: Sequence[int],
-        stand_ins: Sequence[nn.Parameter],
+        proxies: Sequence[nn.Parameter],
         states: Sequence[State],
         *,
         is_on_host: bool | None = None,
@@ -100,11 +100,11 @@ class StepRound:
         """Step local parameters of some groups, with states that change in place."""
         seen: dict[int, dict[str, Any]] = {}
         all_states: defaultdict[Tensor, State] = defaultdict(dict)
-        for index, stand_in, state in zip(groups, stand_ins, states, strict=True):
+        for index, proxy, state in zip(groups, proxies, states, strict=True):
             if index not in seen:
                 seen[index] = {**self.settings_of(index, is_on_host=is_on_host), "params": []}
-            seen[index]["params"].append(stand_in)
-            all_states[stand_in] = state
+            seen[index]["params"].append(proxy)
+            all_states[proxy] = state
         kind = type(self.optimizer)
         plain_step(kind)(make_twin(kind, self._attributes, list(seen.values()), all_states))
 
@@ -186,9 +186,9 @@ def list_tensors(members: Iterable[Member]) -> list[Tensor]:
 
 def make_stand_in(shard: Tensor, gradient: Tensor) -> nn.Parameter:
     """Return a parameter over ``shard`` that has a gradient."""
-    stand_in = nn.Parameter(shard)
-    stand_in.grad = gradient
-    return stand_in
+    proxy = nn.Parameter(shard)
+    proxy.grad = gradient
+    return proxy
 
 
 def _freeze(group: dict[str, Any]) -> dict[str, Any]:

@@ -65,19 +65,19 @@ def is_lion(optimizer: Optimizer) -> bool:
 def _steps_as_lion(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     weights = torch.linspace(-1, 1.5, 6, device="cpu").view(2, 3)
     gradient, average = weights.flip(1) * 3, weights.sin()
-    stand_in = nn.Parameter(weights.clone())
-    stand_in.grad = gradient.clone()
-    options = {**group, "params": [stand_in], "lr": 0.25, "weight_decay": 0.0}
-    states = defaultdict(dict, {stand_in: {"exp_avg": average.clone()}})
+    proxy = nn.Parameter(weights.clone())
+    proxy.grad = gradient.clone()
+    options = {**group, "params": [proxy], "lr": 0.25, "weight_decay": 0.0}
+    states = defaultdict(dict, {proxy: {"exp_avg": average.clone()}})
     try:
         plain_step(type(optimizer))(make_twin(type(optimizer), vars(optimizer), [options], states))
     except Exception:  # another Lion
         return False
     first, second = group["betas"]
     stepped = weights - 0.25 * average.lerp(gradient, 1 - first).sign()
-    is_same = torch.allclose(stand_in, stepped)
-    known = set(states[stand_in]) == {"exp_avg"}
-    return is_same and known and torch.allclose(states[stand_in]["exp_avg"], average.lerp(gradient, 1 - second))
+    is_same = torch.allclose(proxy, stepped)
+    known = set(states[proxy]) == {"exp_avg"}
+    return is_same and known and torch.allclose(states[proxy]["exp_avg"], average.lerp(gradient, 1 - second))
 
 
 def make_twin(kind: type[Optimizer], attributes: Mapping[str, Any], groups: list[dict[str, Any]], state: Any) -> Any:

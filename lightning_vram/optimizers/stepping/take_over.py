@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -13,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_vram.core.surgery.shadow import Shadow, instead
 from lightning_vram.optimizers.stepping.step_round import Member, StepRound
 from lightning_vram.optimizers.stepping.steppable import make_twin
+from lightning_vram.private_names.torch.optimizers import note_step
 
 Step = Callable[[Callable[[], Any] | None], Any]
 Owner = TypeVar("Owner")
@@ -27,12 +29,12 @@ _stepping: list[Optimizer] = []  # in a replaced step
 class StepTakeOver(ABC):
     """Base of classes that replace the step of optimizers, which stay the same objects.
 
-    Optimizers that were never attached are attached at their first step, until :meth:`end_standing_in`.
+    Optimizers that were never attached are attached at their first step, until :meth:`remove_patches`.
     """
 
     def __init__(self) -> None:
         self._taken: list[Optimizer] = []  # whose step is :meth:`_step`
-        self._stand_ins: list[Shadow] = []
+        self._patches: list[Shadow] = []
         self._handle = redirect_steps(self, StepTakeOver._take_in)
 
     @abstractmethod
@@ -51,24 +53,31 @@ class StepTakeOver(ABC):
         """Return a function that steps a few parameters of an attached optimizer; ``None``: not allowed."""
         return None
 
-    def end_standing_in(self) -> None:
+    def remove_patches(self) -> None:
         """Let all optimizers step by themselves again."""
         self._handle.remove()
         for optimizer in self._taken:
             if owner_of(optimizer) is self:
                 del _owners[optimizer]
-        for stand_in in reversed(self._stand_ins):
-            stand_in.remove()
+        for patch in reversed(self._patches):
+            patch.remove()
+
+    @staticmethod
+    def _run_closure(optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+        """Begin a step: note it for schedulers, and return the loss."""
+        note_step(optimizer)
+        with torch.enable_grad():
+            return None if closure is None else closure()
 
     def _take_over(self, optimizer: Optimizer) -> None:
         self._taken.append(optimizer)
         _owners[optimizer] = ref(self)
-        self._stand_in(optimizer, self._step)
+        self._patch_step(optimizer, self._step)
 
-    def _stand_in(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
+    def _patch_step(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
         # Hooks run once per step, and see the optimizer unchanged.
         call = partial(self._call, Optimizer.profile_hook_step(step), optimizer)
-        self._stand_ins.append(Shadow(optimizer, "step", instead(call)))
+        self._patches.append(Shadow(optimizer, "step", instead(call)))
 
     def _call(self, hooked_step: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
         _stepping.append(optimizer)

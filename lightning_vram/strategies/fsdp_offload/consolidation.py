@@ -1,7 +1,4 @@
-"""One plain file out of a sharded checkpoint, for a Trainer on one device.
-
-Lightning's own tool for this leaves the optimizers' states under names that no optimizer looks for.
-"""
+"""Convert a sharded checkpoint to one file."""
 
 import re
 from collections.abc import Callable
@@ -21,7 +18,11 @@ def consolidate(
     verify: bool = True,
     on_progress: Callable[[str, float], None] = lambda stage, done: None,
 ) -> None:
-    """Write a sharded checkpoint as a plain file. Needs host memory for all of it, and one process."""
+    """Write a sharded checkpoint as one file for a Trainer on one device; on error, ``output`` is unchanged.
+
+    Needs host memory for all of it, and one process. Lightning's own tool writes optimizer states under names that no
+    optimizer reads. ``on_progress`` gets the stage and its finished share, and may raise ``KeyboardInterrupt``.
+    """
     if not is_sharded_folder(folder):
         raise FileNotFoundError(f"{folder} is not a sharded checkpoint: a folder with .metadata and meta.pt.")
     if output.is_dir():

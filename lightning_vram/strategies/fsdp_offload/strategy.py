@@ -249,13 +249,17 @@ class FSDPOffloadStrategy(ShardedStrategy):
     def teardown(self) -> None:
         assert self.cluster_environment is not None
         assert self.accelerator is not None
-        self._turn_on_inference_mode()
+        for loop, inference_mode in self._inference_modes.items():
+            loop.inference_mode = inference_mode
+        self._inference_modes = {}
         try:
             if self._store is not None and not self._has_failed:
                 self._store.wait()
             self._unshard()
         finally:
-            self._undo_binding()
+            binding, self._binding = self._binding, None
+            if binding is not None:
+                binding.undo()
             self.precision_plugin.teardown()
             self.cluster_environment.teardown()
             self.accelerator.teardown()
