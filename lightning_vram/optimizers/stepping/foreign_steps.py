@@ -1,8 +1,4 @@
-"""Step an optimizer of an unknown class on a sharded module.
-
-Optimizers that look at the shape of a parameter, or make tensors like it, cannot use sharded tensors. If a shard is the
-whole parameter, an ordinary parameter over the same memory replaces it during the step.
-"""
+"""Step an optimizer of an unknown class on a sharded module."""
 
 import traceback
 from collections.abc import Callable
@@ -26,7 +22,9 @@ def can_step_wholes(optimizer: Optimizer) -> bool:
 
 
 class WholeSteps:
-    """Steps one optimizer on whole parameters. Outside its own code, groups and state hold sharded tensors.
+    """Steps one optimizer that may look at shapes: on whole parameters over the same memory.
+
+    Outside its own code, groups and state hold sharded tensors.
 
     ``written`` is called before a closure runs the model: parameters may have been written by then.
     """
@@ -35,11 +33,11 @@ class WholeSteps:
         self._optimizer = optimizer
         self._written = written
         self._proxies: dict[nn.Parameter, nn.Parameter] = {}  # reused: optimizers may hold more by parameter
-        self._given: dict[nn.Parameter, Tensor | None] = {}  # gradients of stand-ins, as they were made
-        self._states: dict[nn.Parameter, State] = {}  # as they were
+        self._given: dict[nn.Parameter, Tensor | None] = {}  # gradients of proxies, when they were set
+        self._states: dict[nn.Parameter, State] = {}  # of the optimizer, during a step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the step as its class has it, without hooks. The closure, however often it is called, finds shards."""
+        """Run the step as its class has it, without hooks. Its closure sees shards."""
 
         def call_closure() -> Any:
             assert closure is not None
