@@ -1,4 +1,4 @@
-"""Which parts make a run fit, at the least cost."""
+"""Which features make a run fit, at the least cost."""
 
 from lightning_vram.planner.plan import MemoryPlan, PlanError, plan_memory
 

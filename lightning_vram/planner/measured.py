@@ -1,6 +1,6 @@
-"""What steps of schemes take, and what there is for them."""
+"""What steps of schemes need, and what is available."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from lightning_vram.estimation.step_time import StepTime
@@ -14,12 +14,12 @@ class Measured:
 
     scheme: Scheme  # the configuration that was traced
     needed_bytes: int  # device memory
-    activation_bytes: int  # the most that activations took at once
-    time: StepTime  # of the step, in the model's own measure
-    states_bytes: int = 0  # weights, gradients and states of optimizers when the peak is reached
-    peak: str = ""  # where that is, in a few words
-    layers: str = ""  # what each layer does, as a table, where a budget was planned for
-    host_bytes: int = 0  # what a strategy has at rest on the host of a node, at most
+    activation_bytes: int  # peak of activations
+    time: StepTime  # of the step, modelled
+    states_bytes: int = 0  # weights, gradients and optimizer state at the peak
+    peak: str = ""  # its place, in a few words
+    layers: str = ""  # table of the decisions per layer, for a budget
+    host_bytes: int = 0  # peak of a strategy on the host of a node
 
     @property
     def seconds(self) -> float:
@@ -29,49 +29,49 @@ class Measured:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a plan is for."""
+    """Budgets and batch of a plan."""
 
-    budget_bytes: int  # what there is
-    batch_size: int = 0  # N, of the batch; 0 if nobody knows
-    # what the bus carries to the host while a forward runs, of a step that takes so many seconds
+    budget_bytes: int  # device memory
+    batch_size: int = 0  # N of the batch; 0: unknown
+    # D2H bytes during the forward of a step of so many seconds
     travel_bytes: Callable[[float], int] = field(default=lambda seconds: 0)
-    host_bytes: int | None = None  # what a node's host has; ``None``: nobody knows
+    host_bytes: int | None = None  # host memory of a node; ``None``: unknown
 
     def fits(self, measured: Measured) -> bool:
-        """Whether there is as much as a step needs."""
+        """Whether a step fits device and host."""
         return measured.needed_bytes <= self.budget_bytes and self.fits_host(measured)
 
     def fits_host(self, measured: Measured) -> bool:
-        """Whether the host has as much, and what must stay free there."""
+        """Whether it fits the host, including memory that must stay free."""
         return self.host_bytes is None or with_margin(measured.host_bytes) <= self.host_bytes
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has found."""
+    """The result of a search."""
 
-    best: Measured | None  # the fastest that fits; ``None`` if nothing does
-    plain: Measured  # the step as it is
-    tried: tuple[Measured, ...]  # all that was run, in order
+    best: Measured | None  # the fastest that fits, if any
+    plain: Measured  # the baseline
+    tried: tuple[Measured, ...]  # all traced steps, in order
 
     @property
     def taken(self) -> Measured:
-        """What is run: the best, else what needs least."""
+        """The best, or what needs least."""
         return self.best or self.least
 
     @property
     def least(self) -> Measured:
-        """What needs least of all that was run."""
+        """The step that needs least."""
         return min(self.tried, key=lambda measured: measured.needed_bytes)
 
     def least_of(self, workload: Workload) -> Measured:
-        """Return what comes nearest: where there is something for the device, what needs least of the host."""
+        """Return the nearest to fit: if something fits the device, what needs least of the host."""
         for_device = [one for one in self.tried if one.needed_bytes <= workload.budget_bytes]
         return min(for_device, key=lambda measured: measured.host_bytes, default=self.least)
 
     @property
     def unbeaten(self) -> tuple[Measured, ...]:
-        """What nothing else beats in memory and time at once, from the fastest to the leanest."""
+        """The Pareto front of memory and time, the fastest first."""
         found: list[Measured] = []
         for one in sorted(self.tried, key=lambda one: (one.seconds, one.needed_bytes)):
             if not found or one.needed_bytes < found[-1].needed_bytes:
@@ -79,10 +79,14 @@ class Found:
         return tuple(found)
 
 
-Measure = Callable[[Scheme], Measured | None]
-"""Runs a step of a scheme; ``None``: a part of it refuses the run."""
+Measure = Callable[[Scheme], Measured | None]  # traces a step; ``None``: a feature refuses the run
+
+
+def find_measured(scheme: Scheme, tried: Iterable[Measured]) -> Measured | None:
+    """Return the step of a scheme, if it was traced."""
+    return next((one for one in tried if one.scheme == scheme), None)
 
 
 def with_margin(host_bytes: int) -> int:
-    """Return what a host must have for a run that has so much at rest there."""
+    """Return the host memory that a run needs, including what must stay free."""
     return host_bytes + margin_bytes(host_bytes)

@@ -1,4 +1,4 @@
-"""Where nothing fits: what it would take. Each way is tried by a step of its own, so that what is told holds."""
+"""Alternatives when nothing fits, each verified by a traced step."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,35 +17,35 @@ _TRIES = 3
 
 @dataclass(frozen=True)
 class Ways:
-    """What would make a run fit, each alone; 0 and empty: that would not, or nobody knows."""
+    """What would make a run fit, each alone; 0 and ``None``: would not, or unknown."""
 
-    num_devices: int = 0  # among which weights, gradients and states are divided
-    strategy: Part | None = None  # one that has weights or states on the host
-    host_bytes: int = 0  # what it takes there, at most
-    host_room_bytes: int | None = None  # what there is; ``None``: nobody knows
+    num_devices: int = 0  # that share weights, gradients and states
+    strategy: Part | None = None  # with weights or states on the host
+    host_bytes: int = 0  # peak host memory of the strategy
+    free_host_bytes: int | None = None  # available host memory; ``None``: unknown
     batch_size: int = 0  # samples
     sequence_length: int = 0  # tokens
 
 
 class Steps(Protocol):
-    """Runs steps of schemes, also with other batches and on more devices."""
+    """Traces steps of schemes, also with other batches and on more devices."""
 
     batch: Any
     num_ranks: int
     own: Mapping[str, Any]
 
     def __call__(self, scheme: Scheme) -> Measured | None:
-        """Run one; ``None`` if a part of it refuses this run."""
+        """Trace one; ``None`` if a feature refuses this run."""
 
     def of(self, batch: Any, num_ranks: int) -> "Steps":
-        """Return what runs steps with another batch, or on more devices."""
+        """Return tracing with another batch, or on more devices."""
 
 
 def find_ways(steps: Steps, found: Found, workload: Workload, *, has_strategies: bool) -> Ways:
-    """Try what would make a run fit beside what a search has tried: up to ten steps, and three for a small host."""
+    """Try alternatives to a search: up to ten steps, and three for a small host."""
     least, budget_bytes = found.least_of(workload), workload.budget_bytes
     if least.needed_bytes <= budget_bytes:
-        return Ways()  # the host has too little
+        return Ways()  # the host is too small
     num_devices, strategy, batch_size, length = 0, None, 0, 0
     has_tried = any(part.place == "strategy" for one in found.tried for part in one.scheme.parts)
     if has_strategies and not has_tried and least.needed_bytes - least.states_bytes < budget_bytes:
@@ -64,7 +64,7 @@ def find_ways(steps: Steps, found: Found, workload: Workload, *, has_strategies:
 
 
 def _strategy(steps: Steps, least: Measured, workload: Workload) -> Measured | None:
-    """Return the first for which there is enough of device and host, else what takes least of the host."""
+    """Return the first strategy that fits device and host, or the one that needs least of the host."""
     best: Measured | None = None
     for mode in (OPTIMIZER_ON_HOST, WEIGHTS_ON_HOST):
         for part in (mode, *leaner_on_host(mode, steps.own)):
@@ -77,12 +77,12 @@ def _strategy(steps: Steps, least: Measured, workload: Workload) -> Measured | N
             if workload.fits_host(measured):
                 return measured
         if best is not None:
-            return best  # the other one has as much on the host
+            return best  # the other one needs as much of the host
     return None
 
 
 def _num_devices(steps: Steps, least: Measured, budget_bytes: int) -> int:
-    """Divide weights, gradients and states by the number; layers that run are whole, which a step shows."""
+    """Divide weights, gradients and states; a traced step adds the all-gathered layers."""
     share_bytes: float = budget_bytes - (least.needed_bytes - least.states_bytes)
     number = steps.num_ranks
     for _ in range(_TRIES):
@@ -99,7 +99,7 @@ def _num_devices(steps: Steps, least: Measured, budget_bytes: int) -> int:
 
 
 def _with(strategy: Part, least: Measured) -> Scheme:
-    """Put a strategy, which has gradients elsewhere and a precision of its own, beside what keeps fewer activations."""
+    """Combine a strategy, which handles gradients and precision, with callbacks that save activations."""
     parts = (part for part in least.scheme.parts if part.place == "callbacks" and part.name not in NOT_ON_HOST)
     return Scheme((strategy, *parts))
 
@@ -113,7 +113,7 @@ def _needed(steps: Steps, least: Measured, batch_of: Callable[[int], Any]) -> Ca
 
 
 def _largest(needed_bytes: Callable[[int], int], size: int, least: Measured, budget_bytes: int) -> int:
-    """Follow the line through two sizes to one that fits, and look; 0 if none was seen to."""
+    """Extrapolate two sizes to one that fits, and verify it; 0 if none was found."""
     best, last, last_bytes, new = 0, size, least.needed_bytes, size // 2
     for _ in range(_TRIES):
         if not 0 < new < size or new in (best, last):

@@ -1,4 +1,4 @@
-"""Parts of the package as a plan names them: a class, its arguments, and how true its results are."""
+"""Features in a plan: class, arguments and exactness."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,10 +11,10 @@ Place = Literal["callbacks", "plugins", "strategy"]
 
 
 class Exactness(IntEnum):
-    """How the weights of a run with a part compare with those of a run without it."""
+    """How trained weights compare with the baseline."""
 
-    EXACT = 0  # equal to the bit
-    LOSSLESS = 1  # equal in exact arithmetic: sums are rounded in another order
+    EXACT = 0  # bit-exact
+    LOSSLESS = 1  # sums in another order
     ANY = 2  # gradients, moments or frozen weights differ by a bounded error
 
 
@@ -23,22 +23,22 @@ LEVELS = {"exact": Exactness.EXACT, "lossless": Exactness.LOSSLESS, "any": Exact
 
 @dataclass(frozen=True)
 class Part:
-    """One part, as a configuration of LightningCLI has it."""
+    """A feature, as in a configuration of LightningCLI."""
 
-    class_path: str  # of its class
-    init_args: Mapping[str, Any] = field(default_factory=dict)  # what it is made with
-    place: Place = "callbacks"  # which argument of the Trainer it belongs to
-    exactness: Exactness = Exactness.EXACT  # of its results
-    note: str = ""  # what it does, in a few words, for the reader of a plan
-    replaces: tuple[str, ...] = ()  # arguments of the Trainer whose place it takes
+    class_path: str
+    init_args: Mapping[str, Any] = field(default_factory=dict)
+    place: Place = "callbacks"  # argument of the Trainer
+    exactness: Exactness = Exactness.EXACT
+    note: str = ""  # what it does, in a few words
+    replaces: tuple[str, ...] = ()  # arguments of the Trainer
 
     @property
     def name(self) -> str:
-        """Its class, without the module."""
+        """The name of the class."""
         return self.class_path.rpartition(".")[2]
 
     def make(self) -> Any:
-        """Make it."""
+        """Create the object."""
         module, _, name = self.class_path.rpartition(".")
         return getattr(import_module(module), name)(**self.init_args)
 

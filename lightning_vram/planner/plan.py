@@ -1,4 +1,4 @@
-"""What would make a run fit, and at what cost: an answer that a Trainer takes, and a person reads."""
+"""Plans: what makes a run fit, and at what cost."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.host.available import available_host_bytes
 from lightning_vram.memory.units import format_bytes, parse_bytes, parse_limit
 from lightning_vram.optimizers.on_host import margin_bytes
-from lightning_vram.planner.measured import Found, Measured, Workload
+from lightning_vram.planner.measured import Found, Measured, Workload, find_measured
 from lightning_vram.planner.miss import Ways, find_ways
 from lightning_vram.planner.parts import LEVELS, Exactness
 from lightning_vram.planner.remedies import Remedies, remedies_for
@@ -192,23 +192,14 @@ def plan_memory(  # noqa: PLR0913 - by name
 
 
 def level_of(name: str, allow: object) -> Exactness:
-    """Return what ``allow`` means.
-
-    Raises:
-        ValueError: If it is none of the three.
-    """
+    """Check ``allow``."""
     if not isinstance(allow, str) or allow not in LEVELS:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, LEVELS))}, got {allow!r}.")
     return LEVELS[allow]
 
 
 def budget_bytes_of(name: str, budget: int | float | str | None, spec: DeviceSpec) -> int:
-    """Return what there is of a device.
-
-    Raises:
-        TypeError: If it is of a wrong kind.
-        ValueError: If it is no size above 0, no share, or more than there is.
-    """
+    """Check a budget, and return its bytes."""
     if budget is None or budget == AUTO:
         return spec.memory_bytes
     check_limit(name, budget)
@@ -222,11 +213,7 @@ def budget_bytes_of(name: str, budget: int | float | str | None, spec: DeviceSpe
 
 
 def find_plan(steps: TracedSteps, workload: Workload, remedies: Remedies, level: Exactness) -> MemoryPlan:
-    """Search, and say what came out.
-
-    Raises:
-        PlanError: If nothing fits.
-    """
+    """Search for a plan, or raise alternatives."""
     found = search(steps, workload, remedies)
     if found.best is None:
         here = workload if workload.host_bytes is not None else replace(workload, host_bytes=available_host_bytes())
@@ -236,17 +223,9 @@ def find_plan(steps: TracedSteps, workload: Workload, remedies: Remedies, level:
 
 
 def effects(scheme: Scheme, tried: Sequence[Measured]) -> tuple[str, ...]:
-    """Say what each part changes beside those before it.
-
-    Returns:
-        A sentence for each part; an empty one where the steps with and without it are not both among ``tried``.
-    """
-    steps = [_find(Scheme(scheme.parts[:number]), tried) for number in range(len(scheme.parts) + 1)]
+    """Return a sentence for each part: its effect after those before it; empty if not both were traced."""
+    steps = [find_measured(Scheme(scheme.parts[:number]), tried) for number in range(len(scheme.parts) + 1)]
     return tuple(_sentence(before, after) for before, after in pairwise(steps))
-
-
-def _find(scheme: Scheme, tried: Sequence[Measured]) -> Measured | None:
-    return next((measured for measured in tried if measured.scheme == scheme), None)
 
 
 def _sentence(before: Measured | None, after: Measured | None) -> str:

@@ -1,8 +1,7 @@
-"""What a plan may be made of, from what costs least to what costs most, and what of it suits a run.
+"""The features that a plan may combine, from the cheapest to the most expensive, and which of them suit a run.
 
-There are three kinds. What is *free* takes no time, and is beside everything else where it helps. *States* are about
-weights, gradients and states of optimizers; each set is a scheme of its own. *Remedies* are about activations, and are
-tried on top of each. What the user's own Trainer has is not touched, and nothing of the same kind is added.
+*Free* features take no time. *States* are schemes for weights, gradients and optimizer state. *Singles* and the flags
+are for activations, and are tried on top of each scheme. Nothing is added to a kind that the user's own Trainer has.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_vram.estimation.fake_trainer import as_list
 from lightning_vram.planner.parts import Exactness, Part
 from lightning_vram.planner.scheme import Scheme
 
@@ -40,14 +40,12 @@ OPTIMIZER_ON_HOST = Part(
     "lightning_vram.FSDPOffloadStrategy",
     {"offload": "optimizer"},
     place="strategy",
-    exactness=Exactness.LOSSLESS,  # kernels of the host round otherwise than those of the card
+    exactness=Exactness.LOSSLESS,  # kernels of the host round differently
     note="keeps the optimizer and its state on the host",
 )
-WEIGHTS_ON_HOST = Part(
-    "lightning_vram.FSDPOffloadStrategy",
-    {"offload": "params"},
-    place="strategy",
-    exactness=Exactness.LOSSLESS,
+WEIGHTS_ON_HOST = replace(
+    OPTIMIZER_ON_HOST,
+    init_args={"offload": "params"},
     note="keeps weights, the optimizer and its state on the host",
 )
 LOW_BIT, LOWER_BIT = (
@@ -69,9 +67,11 @@ QUANTIZED = tuple(
     for bits in (8, 4)
 )
 MOMENTS = Part("lightning_vram.MomentsInBF16", exactness=Exactness.ANY, note="stores optimizer moments in bfloat16")
-NOT_ON_HOST = frozenset(part.name for part in (EARLY_RELEASE, IN_BACKWARD, QUANTIZED[0]))  # strategies do it, or refuse
+NOT_ON_HOST = frozenset(
+    part.name for part in (EARLY_RELEASE, IN_BACKWARD, QUANTIZED[0])
+)  # strategies include or refuse these
 _ONCE = frozenset(part.name for part in (IN_PARTS, IN_BACKWARD))
-_OF_HOST = ("master", "host_state")  # arguments of a strategy that change nothing on the device
+_OF_HOST = ("master", "host_state")  # arguments that change nothing on the device
 _PLAIN_STRATEGIES = (None, "auto", "ddp")
 _FORMATS = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 _PRECISION = "LeanMixedPrecision"
@@ -79,16 +79,15 @@ _PRECISION = "LeanMixedPrecision"
 
 @dataclass(frozen=True)
 class Remedies:
-    """What may be tried."""
+    """Features to try."""
 
-    # sets about weights and states; the first one is empty. Of what a run refuses by itself the others do without
-    states: tuple[Scheme, ...]
-    singles: tuple[Part, ...] = ()  # each about activations, with nothing to choose
-    checkpoints: bool = True  # whether layers may be checkpointed
-    offloads: bool = False  # whether what checkpointed layers keep may go to the host
-    cuts: bool = False  # whether batches may run in parts
-    tiles: bool = False  # whether MLPs of long sequences may run in tiles
-    free: tuple[Part, ...] = ()  # what takes no time
+    states: tuple[Scheme, ...]  # the first one is empty; parts that a run refuses are left out of later ones
+    singles: tuple[Part, ...] = ()  # for activations, without a number to choose
+    checkpoints: bool = True  # activation checkpointing
+    offloads: bool = False  # saved activations of checkpointed layers may go to the host
+    cuts: bool = False  # micro-batches
+    tiles: bool = False  # MLPs in tiles of tokens
+    free: tuple[Part, ...] = ()  # take no time
 
 
 def remedies_for(
@@ -100,7 +99,7 @@ def remedies_for(
     has_strategies: bool = True,
     knows_host: bool = False,
 ) -> Remedies:
-    """Return what suits a run. ``knows_host``: it is known what the host has, so it may have too little."""
+    """Return the features that suit a run; ``knows_host``: host memory is limited."""
     taken = _names_of(own)
     states = [Scheme()]
     has_choice = on_card and has_strategies and has_plain_strategy(own)
@@ -134,20 +133,20 @@ def remedies_for(
 
 
 def may_be_guarded(names: Iterable[str]) -> bool:
-    """Whether a step with such parts can run again, by another part, after memory ran out in it.
+    """Whether a step with these features can be repeated after OOM.
 
-    ``MicroBatching`` does so itself; with ``OptimizerInBackward`` some parameters have stepped by then.
+    ``MicroBatching`` does so itself; with ``OptimizerInBackward`` some parameters have been stepped by then.
     """
     return _ONCE.isdisjoint(names)
 
 
 def has_plain_strategy(own: Mapping[str, Any]) -> bool:
-    """Whether a Trainer has the strategy that it has without a word of the user's."""
+    """Whether a Trainer has the default strategy."""
     return own.get("strategy") in _PLAIN_STRATEGIES
 
 
 def leaner_on_host(part: Part, own: Mapping[str, Any]) -> list[Part]:
-    """Return a strategy that has as much on the device, and ever less on the host."""
+    """Return variants of a strategy that need ever less host memory."""
     split = replace(
         part,
         init_args={**part.init_args, "master": "split"},
@@ -168,7 +167,7 @@ def leaner_on_host(part: Part, own: Mapping[str, Any]) -> list[Part]:
 
 
 def mode_of(scheme: Scheme) -> Mapping[str, Any] | None:
-    """Return what decides what a strategy has on the device, whatever it takes of the host; ``None``: there is none."""
+    """Return the arguments of a strategy that decide its device memory; ``None``: no strategy."""
     for part in scheme.parts:
         if part.place == "strategy":
             return {name: value for name, value in part.init_args.items() if name not in _OF_HOST}
@@ -176,7 +175,7 @@ def mode_of(scheme: Scheme) -> Mapping[str, Any] | None:
 
 
 def _precision_parts(own: Mapping[str, Any]) -> list[Part]:
-    """Plugins that take the place of the precision, or of none."""
+    """Return plugins that replace the precision."""
     format_name = _FORMATS.get(str(own.get("precision")))
     if format_name is None:
         return []
@@ -187,12 +186,10 @@ def _precision_parts(own: Mapping[str, Any]) -> list[Part]:
         replaces=("precision",),
         note="saves no 16-bit copies of weights for backward",
     )
-    rounded = Part(
-        "lightning_vram.LeanMixedPrecision",
-        {"precision": format_name, "recast_in_backward": True, "parameters": "bf16+kahan"},
-        place="plugins",
+    rounded = replace(
+        exact,
+        init_args={**exact.init_args, "parameters": "bf16+kahan"},
         exactness=Exactness.ANY,
-        replaces=("precision",),
         note="stores weights and optimizer state in bfloat16, with a Kahan remainder for the weights",
     )
     return [exact, rounded] if format_name == "bf16" else [exact]
@@ -204,11 +201,5 @@ def _is_mostly_frozen(module: nn.Module) -> bool:
 
 
 def _names_of(own: Mapping[str, Any]) -> set[str]:
-    parts = [*_as_list(own.get("callbacks")), *_as_list(own.get("plugins"))]
+    parts = [*as_list(own.get("callbacks")), *as_list(own.get("plugins"))]
     return {base.__name__ for part in parts for base in type(part).__mro__}
-
-
-def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [value]

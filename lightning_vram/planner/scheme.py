@@ -1,4 +1,4 @@
-"""Parts that are taken together, as arguments of a Trainer and as a configuration file."""
+"""Features, combinations of them, and what their steps need."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ import yaml  # type: ignore[import-untyped]
 from lightning_vram.estimation.fake_trainer import as_list
 from lightning_vram.planner.parts import Exactness, Part
 
-# What arguments of parts save and cost, for those who read or edit the file of a plan.
+# What arguments save and cost: comments in the file of a plan.
 ARGUMENT_NOTES = {
     "budget": "for saved activations on the device: a larger budget recomputes less",
     "remedies": "recomputing costs time, offloading costs PCIe bandwidth and host memory",
@@ -31,9 +31,9 @@ ARGUMENT_NOTES = {
 
 @dataclass(frozen=True)
 class Scheme:
-    """Parts beside those that the user's own Trainer has."""
+    """Features in addition to those of the user's Trainer."""
 
-    parts: tuple[Part, ...] = ()  # in the order in which they are told
+    parts: tuple[Part, ...] = ()  # in the order of the text
 
     def __add__(self, part: Part) -> "Scheme":
         return Scheme((*self.parts, part))
@@ -43,11 +43,11 @@ class Scheme:
 
     @property
     def exactness(self) -> Exactness:
-        """Of the least exact part."""
+        """That of the least exact part."""
         return max((part.exactness for part in self.parts), default=Exactness.EXACT)
 
     def trainer_kwargs(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arguments of a Trainer: the user's own, and those of the parts, which are new objects."""
+        """Return arguments of a Trainer: the user's own, and new objects of the parts."""
         arguments = dict(own)
         for part in self.parts:
             for name in part.replaces:
@@ -59,10 +59,9 @@ class Scheme:
         return arguments
 
     def to_yaml(self, comments: Sequence[str] = ()) -> str:
-        """Return the section of a configuration for LightningCLI, each part under what is said of it.
+        """Return a section of a configuration for LightningCLI, with comments.
 
-        Behind arguments stands what they save and cost. Callbacks and plugins are appended (``callbacks+``) to those of
-        the files before it.
+        Callbacks and plugins are appended (``callbacks+``) to those of earlier files.
         """
         said = list(zip(self.parts, (*comments, *[""] * len(self.parts)), strict=False))
         text = "".join(f"  {name}: null  # replaced by {part.name}\n" for part in self.parts for name in part.replaces)
@@ -85,10 +84,10 @@ def _text_of(part: Part, comment: str) -> str:
 
 
 def _argument(name: str, value: Any) -> str:
-    """Write one with what it saves and costs: behind it, or behind its name if it takes several lines."""
+    """Write an argument with its comment: behind it, or behind its name if it has several lines."""
     text, note = _dump({name: value}), ARGUMENT_NOTES.get(name)
     first, _, rest = text.partition("\n")
-    has_room = not rest or first == f"{name}:"  # else it is in the middle of a text
+    has_room = not rest or first == f"{name}:"  # otherwise inside a text
     return f"{first}  # {note}\n{rest}" if note and has_room else text
 
 

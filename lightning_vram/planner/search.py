@@ -1,9 +1,8 @@
-"""The fastest way that fits: which parts, and how much the layers may keep.
+"""Search for the fastest configuration that fits: which features, and how many activations to save.
 
-Each way is measured by whole steps on tensors without memory, so what is told of a plan is what its own run showed.
-Such a step takes seconds. So the search goes from what costs least to what costs most, leaves out what cannot be
-faster than what it has, and what cannot fit by what it has seen. How much layers may keep, and how many samples run at
-once, is one number each, and what a step needs grows with it nearly by a line: a few steps find the largest that fits.
+Each candidate is measured by whole steps on fake tensors, which take seconds. So the search goes from cheap to
+expensive, and skips candidates that cannot be faster than the best, or cannot fit. Activation budgets and micro-batch
+sizes are one number each, and memory is nearly linear in it: a few steps find the largest that fits.
 """
 
 import math
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lightning_vram.memory.units import MIB, format_argument, parse_bytes
-from lightning_vram.planner.measured import Found, Measure, Measured, Workload
+from lightning_vram.planner.measured import Found, Measure, Measured, Workload, find_measured
 from lightning_vram.planner.parts import Part
 from lightning_vram.planner.remedies import (
     CHECKPOINTING,
@@ -26,24 +25,24 @@ from lightning_vram.planner.remedies import (
 from lightning_vram.planner.scheme import Scheme
 
 _ROUNDS = 4  # to find one number
-_CLOSE = 0.01  # of the budget may be left
-_LITTLE = 0.005  # of what the step needs
-_AS_FAST = 1.01  # of two that differ by less, the one with fewer parts is taken
+_CLOSE = 0.01  # unused share of the budget
+_LITTLE = 0.005  # share of the step's memory
+_AS_FAST = 1.01  # within this factor, fewer parts win
 
 
 def search(measure: Measure, workload: Workload, remedies: Remedies) -> Found:
-    """Find the fastest scheme that needs no more than a budget."""
+    """Find the fastest scheme that fits."""
     return _Search(measure, workload, remedies).run()
 
 
 class _Search:
     def __init__(self, measure: Measure, workload: Workload, remedies: Remedies) -> None:
         self._measure = measure
-        self._workload = workload
+        self._workload, self._fits = workload, workload.fits
         self._budget_bytes = workload.budget_bytes
         self._remedies = remedies
         self._tried: list[Measured] = []
-        self._sets: list[Measured] = []  # of those, what is about states
+        self._sets: list[Measured] = []  # of those, the ones about states
         self._refused: list[Part] = []
         self._tiles = remedies.tiles
 
@@ -76,7 +75,7 @@ class _Search:
         return measured
 
     def _take_what_is_free(self, plain: Measured) -> Measured:
-        """Run with what takes no time, and keep of it what helps."""
+        """Add the free features that help."""
         start = plain
         for part in self._remedies.free:
             leaner = self._run(start.scheme + part)
@@ -86,17 +85,14 @@ class _Search:
                 break
         return start
 
-    def _fits(self, measured: Measured) -> bool:
-        return self._workload.fits(measured)
-
     def _is_for_smaller_hosts(self, states: Scheme) -> bool:
-        """Whether the same is on the host, in more bytes, and the host has them."""
+        """Whether a variant with more host memory fits the host already."""
         mode = mode_of(states)
         same = (one for one in self._tried if mode is not None and mode_of(one.scheme) == mode)
         return any(map(self._workload.fits_host, same))
 
     def _is_more_than_enough(self, start: Measured, states: Scheme) -> bool:
-        """Whether it was run, or less of the same is enough: what is added, or narrower, takes time."""
+        """Whether it was traced, or a subset of it fits, which is faster."""
         names = {part.name for part in (*start.scheme.parts, *states.parts)}
         less = (one for one in self._tried if names.issuperset(part.name for part in one.scheme.parts))
         return any(map(self._fits, less)) or any(one.scheme == _on(start, states) for one in self._sets)
@@ -108,16 +104,12 @@ class _Search:
         return min(close, key=lambda one: (len(one.scheme.parts), one.seconds), default=None)
 
     def _is_as_fast(self, whole: Measured) -> bool:
-        """Whether something that fits takes no longer than a step without it: there is nothing to gain."""
+        """Whether the best is as fast as this step: there is nothing to gain."""
         best = self._best()
         return best is not None and best.seconds <= _AS_FAST * whole.seconds
 
     def _may_win(self, whole: Measured, plain: Measured) -> bool:
-        """Whether remedies on top of a set may be faster than what there is.
-
-        They only help with activations, and take time: the more, the more they have to save. Of a set that saves little
-        itself that is as much time as of the run as it is.
-        """
+        """Whether remedies on top of a set may beat the best: they save activations, at a cost that grows with them."""
         if whole.needed_bytes - whole.activation_bytes > self._budget_bytes or not self._workload.fits_host(whole):
             return False
         best = self._best()
@@ -126,7 +118,7 @@ class _Search:
         if best is None and IN_BACKWARD in whole.scheme.parts:
             return True  # gradients are the peak once layers are checkpointed
         if plain.needed_bytes - whole.needed_bytes < _LITTLE * plain.needed_bytes:
-            return False  # steps are dear: what saves next to nothing makes nothing fit
+            return False  # steps are expensive: tiny savings make nothing fit
         if best is None:
             return True
         share = (whole.needed_bytes - self._budget_bytes) / (plain.needed_bytes - self._budget_bytes)
@@ -148,7 +140,7 @@ class _Search:
             self._try_tiles(whole if lean is None else lean, may_cut=may_cut)
 
     def _try_checkpoints(self, whole: Measured) -> Measured | None:
-        """Run with checkpointed layers that keep nothing, and that keep as much as fits; return the first."""
+        """Try checkpointed layers that save nothing, and as much as fits; return the first."""
         lean = self._run(whole.scheme + CHECKPOINTING)
         if lean is None:
             return None
@@ -165,11 +157,11 @@ class _Search:
         return lean
 
     def _try_tiles(self, lean: Measured, *, may_cut: bool) -> None:
-        """Let MLPs run in tiles, where layers keep nothing and still too much: it is one more forward of theirs."""
+        """Try tiled MLPs if checkpointed layers are not enough: that costs one more forward of MLPs."""
         if self._fits(lean) or self._is_as_fast(lean):
             return
         tiled = self._run(lean.scheme + TOKEN_TILING)
-        self._tiles = tiled is not None and tiled.activation_bytes < lean.activation_bytes  # else of no set
+        self._tiles = tiled is not None and tiled.activation_bytes < lean.activation_bytes  # otherwise never again
         if tiled is None or not self._tiles or self._fits(tiled):
             return
         if self._remedies.offloads:
@@ -178,9 +170,9 @@ class _Search:
             self._fit_parts(tiled)
 
     def _find_least(self) -> None:
-        """Add one part after the other, as long as each saves something: to say what would be needed."""
+        """Add parts one by one while they save memory, to report the minimum."""
         if any(one.needed_bytes <= self._budget_bytes for one in self._tried):
-            return  # it is the host that has too little
+            return  # only the host is too small
         least = self._sets[-1]
         parts = [part for part in self._remedies.singles if part != OFFLOAD]
         parts += [CHECKPOINTING] if self._remedies.checkpoints else []
@@ -188,28 +180,24 @@ class _Search:
         parts += [OFFLOAD] if self._remedies.offloads or OFFLOAD in self._remedies.singles else []
         parts += [_in_parts(1)] if self._remedies.cuts and self._workload.batch_size > 1 else []
         for part in parts:
-            is_cut = part.name == IN_PARTS.name  # gradients are needed until all of a batch is through
+            is_cut = part.name == IN_PARTS.name  # gradients accumulate over a batch
             scheme = least.scheme + part
-            leaner = self._known(self._with_early_release(scheme) if is_cut else scheme)
+            scheme = self._with_early_release(scheme) if is_cut else scheme
+            leaner = find_measured(scheme, self._tried) or self._run(scheme)
             if leaner is not None and leaner.needed_bytes < least.needed_bytes:
                 least = leaner
 
     def _with_early_release(self, scheme: Scheme) -> Scheme:
-        """Free gradients after the step, not in the backward."""
+        """Replace OptimizerInBackward by EarlyRelease."""
         free = [part for part in self._remedies.free if part == EARLY_RELEASE]
         return Scheme(tuple(other for part in scheme.parts for other in (free if part == IN_BACKWARD else [part])))
 
-    def _known(self, scheme: Scheme) -> Measured | None:
-        """Run a scheme, if it was not run yet."""
-        known = next((one for one in self._tried if one.scheme == scheme), None)
-        return known or self._run(scheme)
-
     def _fit_budget(self, whole: Measured, lean: Measured, arguments: Mapping[str, object]) -> None:
-        """Find the largest budget of activations that fits: what is kept comes in steps."""
+        """Find the largest activation budget that fits."""
         least = MIB if arguments else lean.activation_bytes
         kept_bytes = self._budget_bytes - (whole.needed_bytes - whole.activation_bytes)
         kept_bytes = max(least, kept_bytes, lean.activation_bytes + self._budget_bytes - lean.needed_bytes)
-        too_many = math.inf  # the least that was seen not to fit
+        too_many = math.inf  # the smallest that does not fit
         for _ in range(_ROUNDS):
             budget = format_argument(kept_bytes)
             kept_bytes = parse_bytes(budget)
@@ -226,13 +214,13 @@ class _Search:
             if left > 0 and (wanted <= kept_bytes or wanted >= too_many):
                 return
             if left < 0 and wanted >= kept_bytes:
-                wanted = kept_bytes + left  # it does not keep to its budget
+                wanted = kept_bytes + left  # it exceeds its budget
             if left < 0 and wanted <= least:
                 wanted = (least + kept_bytes) // 2  # the allocator's segments are large steps
             kept_bytes = wanted
 
     def _fit_parts(self, whole: Measured) -> None:
-        """Find the most samples that fit at once."""
+        """Find the largest micro-batch that fits."""
         size, large = self._workload.batch_size, whole
         small_size = -(-size // 2)
         for _ in range(_ROUNDS):
@@ -250,7 +238,7 @@ class _Search:
 
 
 def _on(start: Measured, states: Scheme) -> Scheme:
-    """Put what is free before a set; gradients are not freed twice, and a strategy has them elsewhere."""
+    """Put free parts before a set, without EarlyRelease if the set handles gradients."""
     frees = any(part.place == "strategy" or part == IN_BACKWARD for part in states.parts)
     return Scheme((*(part for part in start.scheme.parts if part != EARLY_RELEASE or not frees), *states.parts))
 
@@ -260,6 +248,6 @@ def _in_parts(size: int) -> Part:
 
 
 def _as_parts(batch_size: int, size: int) -> int:
-    """Return the size of the largest part of a batch that is cut as ``size`` asks for."""
+    """Return the largest micro-batch of a batch cut by ``size``."""
     num_parts = -(-batch_size // min(size, batch_size))
     return -(-batch_size // num_parts)

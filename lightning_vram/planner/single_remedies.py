@@ -1,9 +1,9 @@
-"""What each part alone would save of a run, and what the best of them together."""
+"""What would help after OOM: each feature alone, the best combination, or a smaller evaluation."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_vram.planner.measured import Measured, Workload
+from lightning_vram.planner.measured import Measured, Workload, find_measured
 from lightning_vram.planner.parts import Exactness, Part
 from lightning_vram.planner.remedies import CHECKPOINTING, IN_PARTS, TOKEN_TILING, Remedies
 from lightning_vram.planner.scheme import Scheme
@@ -12,14 +12,14 @@ from lightning_vram.planner.traced_steps import TracedSteps
 
 
 def measure_singles(steps: TracedSteps, exact: Remedies, every: Remedies, budget_bytes: int | None) -> None:
-    """Search for the fastest exact way to keep a budget, if there is one, and run a step with each part alone.
+    """Search for the fastest exact scheme for a budget, if any, and trace each part alone.
 
-    The most telling part comes before the search, which may take all the time there is. ``steps.tried`` has what was
-    found, the baseline first, also when an interrupt ends this.
+    The best part comes before the search, which may take all the time. ``steps.tried`` has the results, the baseline
+    first, also after an interrupt.
     """
 
     def measure(scheme: Scheme) -> Measured | None:
-        return next((one for one in steps.tried if one.scheme == scheme), None) or steps(scheme)
+        return find_measured(scheme, steps.tried) or steps(scheme)
 
     measure(Scheme())
     singles = _singles(steps, every)
@@ -32,7 +32,7 @@ def measure_singles(steps: TracedSteps, exact: Remedies, every: Remedies, budget
 
 
 def _singles(steps: TracedSteps, remedies: Remedies) -> list[Scheme]:
-    """Each part alone: first those for the larger share of the peak, and of these what is cheap to trace."""
+    """Return each part alone: first those for the larger share of the peak, cheap to trace first."""
     parts = [CHECKPOINTING] if remedies.checkpoints else []
     if remedies.cuts and steps.batch_size > 1:
         parts.append(replace(IN_PARTS, init_args={"size": -(-steps.batch_size // 2)}))
@@ -44,7 +44,7 @@ def _singles(steps: TracedSteps, remedies: Remedies) -> list[Scheme]:
 
 
 def as_code(parts: Sequence[Part]) -> str:
-    """Return arguments of a Trainer, as Python has them.
+    """Return arguments of a Trainer in Python.
 
     Example:
         >>> as_code([Part("lightning_vram.MicroBatching", {"size": 4})])
@@ -63,9 +63,5 @@ def as_code(parts: Sequence[Part]) -> str:
 
 
 def results_of(exactness: Exactness) -> str:
-    """Say how results compare with those of the run as it is."""
-    return {
-        Exactness.EXACT: "exact",
-        Exactness.LOSSLESS: "lossless",
-        Exactness.ANY: "approximate",
-    }[exactness]
+    """Return how results compare with the baseline."""
+    return ("exact", "lossless", "approximate")[exactness]

@@ -1,4 +1,4 @@
-"""Steps of schemes on tensors without memory: what a plan is made from."""
+"""Traced steps of schemes, on fake tensors."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,17 +22,17 @@ from lightning_vram.planner.scheme import Scheme
 from lightning_vram.planner.words import peak_words
 
 HOST = "cpu"
-# Samples of results, states of generators: parts keep them where tensors have values.
+# Samples of results and generator states, which features store only in real runs.
 _UNSEEN_BYTES, _UNSEEN_SHARE = 64 * KIB, 0.001
-_FORWARD_SHARE = 0.3  # of a step: its backward is twice as long, and the optimizer steps
+_FORWARD_SHARE = 0.3  # of a step: the rest is backward and optimizer
 _STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
 
 
 class TracedSteps:
-    """Runs steps of schemes on tensors without memory.
+    """Traces steps of schemes on fake tensors; once ``is_late()``, only the baseline.
 
-    ``guards`` run a step again, beside parts that let them. Once ``is_late()``, only the run as it is is traced.
-    ``tried`` has what was traced, in order; ``left_out`` the schemes for which there was no time.
+    ``guards`` are callbacks that repeat a step after OOM, added if all parts allow it. ``tried`` has the traced steps
+    in order; ``left_out`` the schemes that were too late.
     """
 
     def __init__(  # noqa: PLR0913 - by name
@@ -58,25 +58,25 @@ class TracedSteps:
 
     @property
     def device(self) -> DeviceSpec:
-        """What they run on."""
+        """The device of the steps."""
         return self._run.card or spec_of(HOST)
 
     @property
     def may_choose_strategy(self) -> bool:
-        """Whether weights and states may be elsewhere: there is a card, and the user has chosen no strategy for it."""
+        """Whether a strategy may offload weights and states: on a GPU, with the default strategy."""
         return self._run.card is not None and has_plain_strategy(self.own)
 
     def travel_bytes(self, seconds: float) -> int:
-        """Return what the bus carries during the forward of a step that takes so long."""
+        """Return the D2H bytes during the forward of a step of so many seconds."""
         return 0 if self._run.card is None else int(bus_bytes_per_s(self._run.card) * seconds * _FORWARD_SHARE)
 
     def of(self, batch: Any, num_ranks: int) -> "TracedSteps":
-        """Return what runs steps with another batch, or on more devices."""
+        """Return tracing with another batch, or on more devices."""
         run, more = replace(self._run, num_ranks=num_ranks), {"num_local_ranks": self._num_local_ranks}
         return TracedSteps(self._module, batch, run, self._progress, guards=self._guards, is_late=self._is_late, **more)
 
     def __call__(self, scheme: Scheme) -> Measured | None:
-        """Run one; ``None`` if a part of it refuses this run, or there is no time."""
+        """Trace one; ``None`` if a feature refuses this run, or it is late."""
         if scheme.parts and self._is_late():
             self.left_out += [] if scheme in self.left_out else [scheme]
             return None

@@ -1,4 +1,4 @@
-"""What a search has found, in sentences."""
+"""Results of a search as sentences."""
 
 from lightning_vram.memory.tracking.timeline import MemoryTimeline, Phase
 from lightning_vram.memory.units import format_argument, format_bytes
@@ -11,7 +11,7 @@ from lightning_vram.planner.remedies import OPTIMIZER_ON_HOST, WEIGHTS_ON_HOST
 def ways_out(
     least: Measured, level: Exactness, ways: Ways, device_bytes: int | None = None, *, on_host: bool = False
 ) -> str:
-    """Say what would help where nothing fits: a larger budget only if the device has as much, where that is known."""
+    """Return what would help; a larger budget only if the device has that much, or is unknown."""
     name, num_bytes = ("host_memory", with_margin(least.host_bytes)) if on_host else ("budget", least.needed_bytes)
     helps = [f"{name}='{format_argument(num_bytes, round_up=True)}'"]
     if not on_host and device_bytes is not None and num_bytes > device_bytes:
@@ -33,12 +33,12 @@ def ways_out(
 
 
 def where(least: Measured) -> str:
-    """Say where its peak is, behind a comma; nothing if nobody knows."""
+    """Return the place of the peak, if known, after a comma."""
     return f", {least.peak}" if least.peak else ""
 
 
 def peak_words(timeline: MemoryTimeline) -> str:
-    """Say where the peak of a run is: in which phase, at which operator, and what the largest part is for."""
+    """Return the place of the peak of a run: phase, and module with the largest share."""
     if timeline.peak_phase is None:
         return ""
     phase = {Phase.OPTIMIZER_STEP: "optimizer step"}.get(timeline.peak_phase, str(timeline.peak_phase))
@@ -48,15 +48,15 @@ def peak_words(timeline: MemoryTimeline) -> str:
 
 
 def _code_of(strategy: Part) -> str:
-    """Write a strategy as a Trainer takes it: by its name, if it has one."""
+    """Return a strategy as an argument of a Trainer, by its name if it has one."""
     if strategy in (OPTIMIZER_ON_HOST, WEIGHTS_ON_HOST):
         return "'fsdp_offload'" if strategy == WEIGHTS_ON_HOST else "'fsdp_offload_optimizer'"
     return f"{strategy.name}({', '.join(f'{name}={value!r}' for name, value in strategy.init_args.items())})"
 
 
 def _on_host(ways: Ways) -> str:
-    """Say what a strategy takes of the host; if there is less, what helps."""
-    text, room_bytes = f"{format_bytes(ways.host_bytes)} of host memory", ways.host_room_bytes
-    if room_bytes is None or with_margin(ways.host_bytes) <= room_bytes:
+    """Return the host memory of a strategy, and what helps if the host has less."""
+    text, free_bytes = f"{format_bytes(ways.host_bytes)} of host memory", ways.free_host_bytes
+    if free_bytes is None or with_margin(ways.host_bytes) <= free_bytes:
         return text
-    return f"{text}; {format_bytes(room_bytes)} is available: nvme_path= keeps optimizer state on disk"
+    return f"{text}; {format_bytes(free_bytes)} is available: nvme_path= keeps optimizer state on disk"

@@ -1,1 +1,1 @@
-"""Lightning strategies, and the parts only they need."""
+"""Lightning strategies."""

@@ -10,7 +10,7 @@ from torch.optim import AdamW, Optimizer
 
 from lightning_vram.optimizers.in_backward import BackwardSteps, Clipping
 from lightning_vram.optimizers.narrow import NarrowMoments
-from lightning_vram.optimizers.stepping import FORMS, HostState
+from lightning_vram.optimizers.stepping.state_forms import FORMS, HostState
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
 from lightning_vram.techniques.activation_checkpointing.budget.apply import BudgetedCheckpointing, decisions_of
 from lightning_vram.techniques.activation_checkpointing.budget.solver import BudgetError, predict_peak, solve

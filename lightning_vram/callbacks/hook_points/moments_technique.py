@@ -10,7 +10,8 @@ from typing_extensions import override
 from lightning_vram.callbacks.hook_points.checks import refuse_moved_parameters
 from lightning_vram.callbacks.hook_points.fit_technique import FitTechnique
 from lightning_vram.optimizers.narrow import Library, NarrowMoments, why_not_installed
-from lightning_vram.optimizers.stepping import FORMS, HostState, StateForm, UpdateCheck, describe_unheld
+from lightning_vram.optimizers.stepping.state_forms import FORMS, HostState, StateForm, describe_unheld
+from lightning_vram.optimizers.stepping.update_check import UpdateCheck
 
 _WORDS: dict[HostState, str] = {"bf16": "bfloat16", "8bit": "8 bit", "4bit": "4 bit"}
 

@@ -1,10 +1,4 @@
-"""Adam accumulation: moments take gradients of a window in as they come, and nothing keeps them until its end.
-
-Source: Zhang et al., "Adam Accumulation to Reduce Memory Footprints of both Activations and Gradients for Large-scale
-DNN Training" (arXiv 2305.19982). The first moment is that of the whole window. The second has the sum of squares of
-its micro-batches where Adam has the square of their sum: as large where they are independent, up to as many times
-smaller as there are micro-batches where they agree.
-"""
+"""Adam accumulation (Zhang et al., arXiv 2305.19982): moments accumulate the gradients of micro-batches."""
 
 from typing import Any
 
@@ -12,20 +6,12 @@ import torch
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightning_vram.optimizers.stepping import State, steps_like
+from lightning_vram.optimizers.stepping.step_round import State
+from lightning_vram.optimizers.stepping.steppable import steps_like
 
 
 def refuse_accumulation(name: str, optimizer: Optimizer, *, is_stepped_here: bool) -> None:
-    """Refuse an optimizer whose state cannot take gradients in.
-
-    Args:
-        name: Who wants that, as users call it.
-        optimizer: Any.
-        is_stepped_here: Whether nobody else steps it, with moments in fewer bytes.
-
-    Raises:
-        ValueError: If it is neither Adam nor AdamW with betas above 0, or its moments are not its own.
-    """
+    """Refuse an optimizer whose moments cannot accumulate gradients; ``is_stepped_here``: nothing else steps it."""
     kind, way_out = type(optimizer).__name__, "or keep_gradients=True."
     if not steps_like(type(optimizer), [Adam, AdamW]):
         raise ValueError(f"{name} is for Adam and AdamW of torch.optim, got {kind}: use one of these, {way_out}")
@@ -41,14 +27,10 @@ def refuse_accumulation(name: str, optimizer: Optimizer, *, is_stepped_here: boo
 
 @torch.no_grad()
 def take_in(parameter: nn.Parameter, state: State, group: dict[str, Any]) -> None:
-    """Add the gradient of a parameter to its moments, and free it.
+    """Add the gradient of a parameter to its moments, scaled for the betas of the step that follows, and free it.
 
-    They hold what Adam makes those of the window of: in its step it multiplies them by betas, and adds the last one.
-
-    Args:
-        parameter: With a gradient.
-        state: Of the parameter in its optimizer; empty before the first step.
-        group: Of the parameter.
+    The second moment sums squares of micro-batch gradients, where Adam squares their sum: equal for independent
+    gradients, up to the number of micro-batches smaller if they agree.
     """
     gradient = parameter.grad
     assert gradient is not None
@@ -61,7 +43,7 @@ def take_in(parameter: nn.Parameter, state: State, group: dict[str, Any]) -> Non
 
 
 def _begin(parameter: nn.Parameter, state: State, group: dict[str, Any]) -> None:
-    """Make a state as Adam makes it."""
+    """Create the state as Adam does."""
     is_on_device = group["capturable"] or group["fused"]
     state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if is_on_device else "cpu")
     for key in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])):

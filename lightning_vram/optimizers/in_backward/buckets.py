@@ -1,8 +1,4 @@
-"""Use the gradients of ``DistributedDataParallel`` bucket by bucket, as they are reduced.
-
-Hooks of a parameter run before its gradient is reduced. So a communication hook reduces, and hands gradients on: those
-of a bucket while the next one is under way.
-"""
+"""Use the gradients of ``DistributedDataParallel`` bucket by bucket, as they are reduced."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,21 +10,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_vram.private_names.torch.distributed import drop_reduced_gradients, prepare_for_backward
 
-Sent = tuple[Any, list[Tensor], list[Tensor]]
-"""What is waited for, parameters, and their gradients in the bucket."""
+Sent = tuple[Any, list[Tensor], list[Tensor]]  # pending reduction, parameters, and their gradients in the bucket
 
 
 class ReducedBuckets:
-    """Stands in for the reduction of ``ddp``, for as long as that lives. Averages as it does, to the bit.
+    """Replaces the reduction of ``ddp`` by a bit-exact one in a communication hook.
 
-    Args:
-        ddp: That has no communication hook yet.
-        take: Gets a parameter with its gradient, and says whether it used it up. Others get theirs, which lies in the
-            bucket, when the backward is over.
-
-    Attributes:
-        parameters: That it reduces.
-        has_reduced: Whether a backward was reduced.
+    Hooks of parameters would run before the reduction. ``take`` gets a parameter with its gradient while the next
+    bucket is reduced, and returns whether it used it; other parameters get theirs at the end of the backward.
     """
 
     def __init__(self, ddp: DistributedDataParallel, take: Callable[[Any], bool]) -> None:
@@ -38,12 +27,12 @@ class ReducedBuckets:
         self._take = take
         self._under_way: Sent | None = None
         self._left: list[tuple[Tensor, Tensor]] = []
-        living = ref(self)  # the reducer holds what it calls, out of sight of the collector of garbage
+        living = ref(self)  # the reducer holds its hook, invisible to the garbage collector
         ddp.register_comm_hook(None, lambda _, bucket: _reduce(living(), bucket))
         drop_reduced_gradients(ddp)
 
     def land(self) -> None:
-        """Wait for the last bucket, and let all that nobody took have their gradients."""
+        """Wait for the last bucket, and set the gradients that were not used."""
         last, self._under_way = self._under_way, None
         self._use(last)
         for parameter, gradient in self._left:
@@ -51,11 +40,11 @@ class ReducedBuckets:
         self._left = []
 
     def expect_another(self) -> None:
-        """Reduce the next backward, too, though no forward comes before it."""
+        """Reduce the next backward, which has no forward of its own."""
         prepare_for_backward(self._ddp)
 
     def reduce(self, bucket: Any) -> Any:
-        """Send a bucket on its way, and use the one before it. A collective."""
+        """Begin to reduce a bucket, and use the one before it. A collective."""
         flat, parameters, group = bucket.buffer(), bucket.parameters(), self._ddp.process_group
         for parameter in parameters:
             parameter.grad = None  # is in the bucket

@@ -1,4 +1,4 @@
-"""One step of an optimizer that gets its gradients one after the other."""
+"""One step of an optimizer, parameter by parameter."""
 
 from dataclasses import dataclass
 
@@ -15,38 +15,27 @@ from lightning_vram.core.gradients.clipping import (
     norm_part,
 )
 from lightning_vram.core.tensors.shards import is_shard
-from lightning_vram.optimizers.stepping import MembersStep, StepRound, iterate_parameters, make_twin, plain_step
+from lightning_vram.optimizers.stepping.step_round import StepRound
+from lightning_vram.optimizers.stepping.steppable import iterate_parameters, make_twin, plain_step
+from lightning_vram.optimizers.stepping.take_over import MembersStep
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 from lightning_vram.techniques.mixed_precision import note_unscaled, unscale_part
 
 
 @dataclass(frozen=True)
 class Clipping:
-    """How gradients are clipped before they are stepped with.
+    """How gradients are clipped before a step; ``None``: not."""
 
-    Args:
-        value: Largest element; ``None``: elements are left alone.
-        norm: Largest common 2-norm; ``None``: the norm is left alone.
-        by_previous: Whether the norm of the step before counts, in place of that of this step, which takes a backward
-            of its own.
-    """
-
-    value: float | None = None
-    norm: float | None = None
-    by_previous: bool = False
+    value: float | None = None  # largest element
+    norm: float | None = None  # largest common 2-norm
+    by_previous: bool = False  # by the norm of the previous step: that of this step takes a backward of its own
 
 
 class OneStep:
-    """Steps a parameter, and frees its gradient.
+    """Steps a parameter, and frees its gradient. Settings are read at the first gradient.
 
-    Args:
-        optimizer: Whose step it is. Its settings count as they are when the first gradient comes.
-        clipping: Of this step.
-        is_early: Whether it happens in the backward; else somebody else clips first. Also an attribute.
-        previous_norm: That of the gradients of the step before.
-        members_step: Steps parameters in the place of the optimizer, if somebody has taken that over.
-        scaler: Of the loss; ``None``: it is not scaled. Finds out in a backward before that in which parameters step
-            whether they do.
+    ``is_early``: it happens in the backward; otherwise gradients are clipped before. With ``scaler``, an earlier
+    backward finds out whether there is a step at all.
     """
 
     def __init__(
@@ -61,20 +50,20 @@ class OneStep:
     ) -> None:
         self.optimizer = optimizer
         self.is_early = is_early
-        self.is_measuring = False  # in a backward before that in which parameters step
+        self.is_measuring = False  # in the backward before the one with the steps
         self.has_measured = False
         self.scaler = scaler
         self._clipping = clipping
         self._members_step = members_step
-        self._norm = previous_norm  # that gradients are clipped by
-        self._norms: dict[nn.Parameter, Tensor | None] = {}  # of gradients that came
-        self._checks: list[Tensor] = []  # that the scaler made of them
+        self._norm = previous_norm  # to clip by
+        self._norms: dict[nn.Parameter, Tensor | None] = {}  # of gradients so far
+        self._checks: list[Tensor] = []  # of the scaler, for gradients so far
         self._factor: Tensor | None = None
         self._portions: _Portions | None = None
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter) -> bool:
-        """Use the gradient of ``parameter`` for all that it is good for; ``False`` if one of it came before."""
+        """Use the gradient of ``parameter``; ``False`` if it is the second one."""
         if self.scaler is not None and self.is_early:
             self._checks += unscale_part(self.scaler, self.optimizer, [parameter]).values()
         is_first = self._measure(parameter) if self.is_measuring else self._run(parameter)
@@ -87,12 +76,12 @@ class OneStep:
 
     @property
     def has_to_measure(self) -> bool:
-        """Whether nothing can be stepped before all gradients have come once."""
+        """Whether all gradients must be known before the first step."""
         needs_norm = self._clipping.norm is not None and self._norm is None
         return self.is_early and not self.has_measured and (needs_norm or self.scaler is not None)
 
     def end_measuring(self) -> None:
-        """Step with what comes from now on, clipped by the norm of what came. Tell the scaler what it looks for."""
+        """Step from now on, clipped by the norm so far, and report overflows to the scaler."""
         self._norm = self.norm()
         if self.scaler is not None:
             note_unscaled(self.scaler, self.optimizer, self._checks)
@@ -100,7 +89,7 @@ class OneStep:
         self.is_measuring, self.has_measured = False, True
 
     def norm(self) -> Tensor | None:
-        """Return the common norm of all gradients that came, before they were clipped; ``None`` without any."""
+        """Return the common norm of all gradients so far, unclipped; ``None`` without any."""
         found = (self._norms.get(one) for one in iterate_parameters(self.optimizer))
         norms = [norm for norm in found if norm is not None]
         return join_norms(norms) if norms else None
@@ -129,20 +118,20 @@ class OneStep:
 
 
 class _Portions:
-    """A step of an optimizer as it is now, one parameter at a time, each once."""
+    """A step of an optimizer with its settings now, one parameter at a time."""
 
     def __init__(self, optimizer: Optimizer, members_step: MembersStep | None) -> None:
         self._optimizer = optimizer
         self._members_step = members_step
         self._step = plain_step(type(optimizer))
-        # A stand-in for each parameter, as StepRound has, would double what the step takes of the interpreter.
+        # Proxies for each parameter, as in StepRound, would double the time in the interpreter.
         self._groups = [{**group} for group in optimizer.param_groups]
         self._twin = make_twin(type(optimizer), vars(optimizer), [], optimizer.state)
         self._places = {one: place for place, group in enumerate(self._groups) for one in group["params"]}
-        self._round: StepRound | None = None  # for shards, and for others who step
+        self._round: StepRound | None = None  # for shards, and other step functions
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether ``parameter`` is still to be stepped."""
+        """Whether ``parameter`` was not stepped yet."""
         return parameter in self._places
 
     def step(self, parameter: nn.Parameter) -> None:

@@ -1,11 +1,7 @@
 """Step each parameter in the backward of a closure, and free its gradient.
 
-Gradients are 4 of 16 bytes per parameter in float32 with Adam, and kernels that step all parameters at once hold about
-as much again. Here the largest gradient is alive, and what its step takes. It costs a call of the optimizer for each
-parameter. Prior art: LOMO (arXiv:2306.09782), ``torch.distributed.optim._apply_optimizer_in_backward``, torchtune's
+Prior art: LOMO (arXiv:2306.09782), ``torch.distributed.optim._apply_optimizer_in_backward``, torchtune's
 ``OptimizerInBackwardWrapper``; those change the optimizer that users, schedulers and checkpoints see.
-
-It helps nothing where gradients are kept: over all but the last micro-batch of an accumulation.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,15 +22,13 @@ from lightning_vram.core.tensors.shards import is_shard
 from lightning_vram.optimizers.in_backward.accumulation import refuse_accumulation, take_in
 from lightning_vram.optimizers.in_backward.buckets import ReducedBuckets
 from lightning_vram.optimizers.in_backward.one_step import Clipping, OneStep
-from lightning_vram.optimizers.stepping import (
-    MembersStep,
-    StepTakeOver,
+from lightning_vram.optimizers.stepping.steppable import (
     has_own_step,
     iterate_parameters,
-    owner_of,
     refuse_optimizer,
     why_not_steppable,
 )
+from lightning_vram.optimizers.stepping.take_over import MembersStep, StepTakeOver, owner_of
 from lightning_vram.private_names.torch.optimizers import note_step
 
 NAME = "OptimizerInBackward"
@@ -43,18 +37,12 @@ NAME = "OptimizerInBackward"
 class BackwardSteps(StepTakeOver):
     """Optimizers that step in the backward of their closure, until :meth:`let_go`. They stay the same objects.
 
-    A backward outside of a closure adds up gradients as usual; what is there when a step ends is stepped with then.
+    A backward outside a closure accumulates gradients as usual; gradients that are left are stepped with at the end of
+    the step. Under ``DistributedDataParallel`` parameters step when their bucket is reduced.
 
-    Args:
-        module: Whose parameters they have, as the strategy has wrapped it: under ``DistributedDataParallel``
-            parameters step when their bucket is reduced.
-        clipping: Before each step.
-        may_be_early: Asked before a step, with its closure: whether gradients are those to step with as soon as they
-            come; else the step is taken after its closure, one parameter after the other. ``None``: never.
-        keeps_gradients: Whether gradients of an accumulation add up; else moments take them in: approximate.
-
-    Attributes:
-        has_zeros: Set where gradients are zeroed and kept: parameters that have been stepped once always have one.
+    ``may_be_early`` gets the closure before a step and returns whether gradients may be used as soon as they exist;
+    otherwise parameters step one by one after the closure. ``None``: never. Without ``keeps_gradients``, moments
+    accumulate the gradients (approximate).
     """
 
     def __init__(
@@ -69,15 +57,15 @@ class BackwardSteps(StepTakeOver):
         self._clipping = clipping
         self._may_be_early = may_be_early
         self._keeps_gradients = keeps_gradients
-        self._groups: dict[nn.Parameter, dict[str, Any]] = {}  # while a backward runs whose gradients are taken in
+        self._groups: dict[nn.Parameter, dict[str, Any]] = {}  # during a backward whose moments accumulate gradients
         self._taken_in: set[nn.Parameter] = set()  # since the last step
         self._stepped: set[nn.Parameter] = set()  # in any step
-        self.has_zeros = False
+        self.has_zeros = False  # set if gradients are zeroed in place: stepped parameters always have one
         self._handles: dict[nn.Parameter, RemovableHandle] = {}
         self._owners: dict[nn.Parameter, Optimizer] = {}
         self._steps_of_others: dict[int, MembersStep | None] = {}  # by id of the optimizer
         self._current: OneStep | None = None
-        self._again: Callable[[], None] | None = None  # runs a backward that was measured
+        self._again: Callable[[], None] | None = None  # runs the measured backward a second time
         self._buckets: ReducedBuckets | None = None
         self.previous_norm: Tensor | None = None
         super().__init__()
@@ -85,18 +73,11 @@ class BackwardSteps(StepTakeOver):
             self._buckets = ReducedBuckets(module, self._on_gradient)
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let optimizers step in the backward from now on.
-
-        Args:
-            optimizers: Of ``torch.optim``, with parameters of the module.
-
-        Raises:
-            ValueError: If one of them cannot step one parameter at a time, or take gradients in where that is asked
-                for; then none is changed.
-        """
+        """Step these in the backward from now on; refuse all if one cannot."""
         fresh = [one for one in optimizers if not self._is_taken(one)]
         for optimizer in fresh:
-            members_step = self._members_step(optimizer)
+            owner = owner_of(optimizer)
+            members_step = None if owner is None else owner.members_step()
             if members_step is None and not has_own_step(optimizer):
                 raise ValueError(
                     f"{NAME} cannot step this {type(optimizer).__name__}: something else steps it already, as "
@@ -114,44 +95,41 @@ class BackwardSteps(StepTakeOver):
 
     def let_go(self) -> None:
         """Let the optimizers step by themselves again."""
-        self.end_standing_in()
+        self.remove_patches()
         for handle in self._handles.values():
             handle.remove()
-        self._taken, self._stand_ins, self._handles, self._owners = [], [], {}, {}
+        self._taken, self._patches, self._handles, self._owners = [], [], {}, {}
         self._current = self._again = self._buckets = None
 
     @contextmanager
     def scaled(self, optimizer: Optimizer, scaler: GradScaler, closure: Any) -> Iterator[None]:
-        """Let a backward in this block find out whether ``optimizer`` may step, and run again when it does.
-
-        Args:
-            optimizer: Steps once in the block, after the backward, unless ``scaler`` leaves that out.
-            scaler: Has scaled the loss.
-            closure: That the backward is in.
-        """
+        """Measure in a backward of this block whether ``optimizer`` steps; if so, it runs again, with the steps."""
         self._hook(optimizer)
         step = self._current = self._begin(optimizer, closure, scaler)
-        stand_in = Shadow(scaler, "unscale_", partial(partial, _unscale, step))
+        patch = Shadow(scaler, "unscale_", partial(partial, _unscale, step))
         try:
             yield
         finally:
-            stand_in.remove()
+            patch.remove()
             self._current = self._again = None
 
     def run_twice(self, backward: Callable[..., None]) -> None:
-        """Run ``backward`` for what has to be known of all gradients, and again with the steps, now or then."""
-        with self._measuring():
-            backward(retain_graph=True)
-        if self._current is not None and self._current.scaler is not None:
+        """Run ``backward`` to measure all gradients, and again with the steps, now or in the step."""
+        step = self._current
+        assert step is not None
+        step.is_measuring = True
+        backward(retain_graph=True)
+        self._end_backward()
+        step.end_measuring()
+        if self._buckets is not None:
+            self._buckets.expect_another()
+        if step.scaler is not None:
             self._again = backward
         else:
             self.run_once(backward)
 
     def run_once(self, backward: Callable[..., None], *, is_last: bool = False) -> None:
-        """Run ``backward``, whose parameters step if it is time to. What is under way between ranks arrives.
-
-        ``is_last`` of an accumulation, whose gradients are kept: somebody wants them between the backward and the step.
-        """
+        """Run ``backward`` with the steps that are due; ``is_last``: of an accumulation whose gradients are needed."""
         if self._current is None and is_last:
             self._refuse_taken_in()
         elif self._current is None and not self._keeps_gradients:
@@ -167,36 +145,25 @@ class BackwardSteps(StepTakeOver):
 
     @property
     def needs_two(self) -> bool:
-        """Whether the backward that comes has to run twice: all gradients have to be known before the first step."""
+        """Whether the next backward must run twice: all gradients must be known before the first step."""
         step = self._current
         if step is None or not step.has_to_measure:
             return False
         if any(parameter.grad is not None for parameter in iterate_parameters(step.optimizer)):
-            step.is_early = False  # of micro-batches before: all gradients will be there, anyway
+            step.is_early = False  # of earlier micro-batches: gradients are saved anyway
         return step.is_early
-
-    @contextmanager
-    def _measuring(self) -> Iterator[None]:
-        step = self._current
-        assert step is not None
-        step.is_measuring = True
-        yield
-        self._end_backward()
-        step.end_measuring()
-        if self._buckets is not None:
-            self._buckets.expect_another()
 
     def _end_backward(self) -> None:
         if self._buckets is not None:
             self._buckets.land()
 
     def leaves_clipping(self) -> bool:
-        """Whether gradients are not clipped here; if so, they are there, and are about to be clipped."""
+        """Whether gradients exist and are clipped elsewhere, now."""
         step = self._current
         if step is not None and step.is_early:
             if not any(parameter.grad is not None for parameter in iterate_parameters(step.optimizer)):
                 return False
-            step.is_early = False  # a module's optimizer_step has called the closure before the step
+            step.is_early = False  # optimizer_step called the closure before the step
         if step is not None and self._clipping.by_previous:
             norms = [norm_part(one.grad) for one in iterate_parameters(step.optimizer) if one.grad is not None]
             self.previous_norm = join_norms(norms) if norms else None
@@ -210,7 +177,7 @@ class BackwardSteps(StepTakeOver):
         note_step(optimizer)
         step, loss = self._current, None
         if step is None or step.optimizer is not optimizer:
-            self._hook(optimizer)  # what was thawed, or added to a group
+            self._hook(optimizer)  # new parameters
             step = self._current = self._begin(optimizer, closure)
         again, self._again = self._again, None
         try:
@@ -222,7 +189,7 @@ class BackwardSteps(StepTakeOver):
             for parameter in iterate_parameters(optimizer):
                 had_one = parameter in self._taken_in or (self.has_zeros and parameter in self._stepped)
                 if had_one and parameter.grad is None and not step.has_run(parameter):
-                    parameter.grad = torch.zeros_like(parameter)  # the last micro-batch has none, or it was zeroed so
+                    parameter.grad = torch.zeros_like(parameter)  # none in the last micro-batch, or zeroed in place
                 if parameter.grad is not None:
                     self._take(step, parameter)
             self._taken_in.clear()
@@ -246,22 +213,16 @@ class BackwardSteps(StepTakeOver):
             self._refuse_taken_in()
         if self._clipping.norm is not None or scaler is not None:
             is_unknown = self._clipping.by_previous and self.previous_norm is None
-            # The first reduction of DDP shows the order of its buckets: that backward cannot run twice.
+            # The first reduction of DDP defines its buckets: that backward cannot run twice.
             is_early &= not is_unknown and (self._buckets is None or self._buckets.has_reduced)
-        norm = self.previous_norm if self._clipping.by_previous else None
-        members_step = self._steps_of_others[id(optimizer)]
         return OneStep(
             optimizer,
             self._clipping,
             is_early=is_early,
-            previous_norm=norm,
-            members_step=members_step,
+            previous_norm=self.previous_norm if self._clipping.by_previous else None,
+            members_step=self._steps_of_others[id(optimizer)],
             scaler=scaler,
         )
-
-    def _members_step(self, optimizer: Optimizer) -> MembersStep | None:
-        owner = owner_of(optimizer)
-        return None if owner is None else owner.members_step()
 
     def _hook(self, optimizer: Optimizer) -> None:
         if self._may_be_early is None:
@@ -273,11 +234,11 @@ class BackwardSteps(StepTakeOver):
                     register: Any = parameter.register_post_accumulate_grad_hook
                     self._handles[parameter] = register(self._after_accumulation)
 
-    def _after_accumulation(self, parameter: nn.Parameter) -> None:
+    def _after_accumulation(self, parameter: nn.Parameter) -> None:  # a hook must return None
         self._on_gradient(parameter)
 
     def _on_gradient(self, parameter: nn.Parameter) -> bool:
-        """Step, if it is time to; ``False`` if the gradient has to stay."""
+        """Step if it is due; ``False`` if the gradient must stay."""
         step = self._current
         if parameter in self._groups:
             take_in(parameter, self._owners[parameter].state[parameter], self._groups[parameter])
@@ -303,6 +264,6 @@ class BackwardSteps(StepTakeOver):
 
 
 def _unscale(step: OneStep, inner: Callable[..., None], /, optimizer: Optimizer) -> None:
-    """Stand in for ``GradScaler.unscale_``: gradients that were measured were unscaled."""
+    """Patch of ``GradScaler.unscale_``: measured gradients are unscaled already."""
     if step.optimizer is not optimizer or not step.has_measured:
         inner(optimizer)

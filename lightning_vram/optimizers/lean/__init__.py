@@ -1,4 +1,4 @@
-"""Weights in 16 bits, with what they lack beside them. May import: optimizers.stepping, techniques, core, memory."""
+"""bf16 weights, with the remainder that training needs."""
 
 from lightning_vram.optimizers.lean.checks import iterate_computing, refuse_lost_updates
 from lightning_vram.optimizers.lean.parameters import SCHEMES, LeanAverage, LeanParameters

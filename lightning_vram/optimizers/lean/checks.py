@@ -1,4 +1,4 @@
-"""Which parameters can be kept in 16 bits, which modules want fp32 ones, and which optimizers would lose updates."""
+"""Which parameters can be stored in bf16, and which optimizers would lose updates."""
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_vram.core.tensors.layout import is_dense
 from lightning_vram.core.tensors.versions import is_strided, storage_address
-from lightning_vram.optimizers.stepping import iterate_parameters, steps_like
+from lightning_vram.optimizers.stepping.steppable import iterate_parameters, steps_like
 from lightning_vram.private_names.torch.dispatch import is_traceable_wrapper_subclass
 from lightning_vram.private_names.torch.modules import forward_pre_hooks
 
@@ -26,11 +26,7 @@ _KINDS = {kind for kind in vars(optim).values() if isinstance(kind, type) and is
 
 
 def check_parameter(parameter: nn.Parameter) -> None:
-    """Refuse a parameter that cannot be converted in place, or would lose something.
-
-    Raises:
-        ValueError: If it is sharded, without values, a wrapper around other tensors, or of another precision.
-    """
+    """Refuse a parameter that cannot be converted in place without loss."""
     kind: Any = type(parameter)
     if issubclass(kind, DTensor) or isinstance(parameter.data, DTensor):
         raise ValueError(
@@ -52,11 +48,7 @@ def check_parameter(parameter: nn.Parameter) -> None:
 
 
 def check_memory(parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse parameters that share memory: each would get its own. None of them comes twice.
-
-    Raises:
-        ValueError: If two of them overlap.
-    """
+    """Refuse different parameters that share memory: each would get its own."""
     spans: dict[Any, list[tuple[int, int, torch.Size]]] = defaultdict(list)
     for parameter in parameters:
         if is_strided(parameter) and parameter.numel() and is_dense(parameter):
@@ -74,11 +66,7 @@ def check_memory(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def check_values(values: Mapping[nn.Parameter, Tensor], lean: Container[nn.Parameter]) -> None:
-    """Refuse weights for parameters that are not among the ``lean`` ones, or have another shape.
-
-    Raises:
-        ValueError: If there are such.
-    """
+    """Refuse weights for parameters that are not stored in bf16, or of another shape."""
     for parameter, value in values.items():
         if parameter not in lean:
             raise ValueError(
@@ -92,14 +80,7 @@ def check_values(values: Mapping[nn.Parameter, Tensor], lean: Container[nn.Param
 
 
 def iterate_computing(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules in ``module`` that compute a weight, and the parts that do it for them.
-
-    Such computations want fp32: powers of matrices do not end well in 16 bits, and what they keep in buffers is fp32.
-
-    Args:
-        module: Any. Parametrizations are found (``torch.nn.utils.parametrize``), and the hooks of before
-            (``torch.nn.utils.spectral_norm`` and ``weight_norm``); those of pruning, which masks, are not.
-    """
+    """Yield the modules that compute a weight, as parametrizations do: that needs fp32, and their buffers are fp32."""
     for part in module.modules():
         if is_parametrized(part):
             yield part
@@ -109,19 +90,10 @@ def iterate_computing(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def refuse_lost_updates(optimizers: Iterable[Optimizer]) -> None:
-    """Raise if an optimizer of ``torch.optim`` would step 16-bit weights.
-
-    Other optimizers are taken to know what they do, as are those that say that they round at random
-    (``bf16_stochastic_round``) or compensate (``kahan_sum``).
-
-    Args:
-        optimizers: Before :class:`~lightning_vram.optimizers.lean.parameters.LeanParameters` is attached to them.
-
-    Raises:
-        ValueError: If one holds a trainable fp16 or bf16 parameter.
-    """
+    """Refuse optimizers of ``torch.optim`` that would step 16-bit weights; others are trusted."""
     for optimizer in optimizers:
-        if not steps_like(type(optimizer), _KINDS) or _has_remedy(optimizer):
+        has_remedy = getattr(optimizer, "bf16_stochastic_round", False) or optimizer.defaults.get("kahan_sum")
+        if has_remedy or not steps_like(type(optimizer), _KINDS):
             continue
         narrow = [p for p in iterate_parameters(optimizer) if p.requires_grad and p.dtype in _NARROW]
         if narrow:
@@ -131,7 +103,3 @@ def refuse_lost_updates(optimizers: Iterable[Optimizer]) -> None:
                 "update below half a unit in the last place (in a test the loss ended at .105 instead of .0266). Use "
                 'LeanMixedPrecision("bf16", parameters="bf16+split"), one of its other schemes, or fp32 weights.'
             )
-
-
-def _has_remedy(optimizer: Optimizer) -> bool:
-    return bool(getattr(optimizer, "bf16_stochastic_round", False) or optimizer.defaults.get("kahan_sum"))

@@ -1,4 +1,4 @@
-"""The optimizers that step lean parameters, in fp32 and chunk by chunk; they stay the same objects."""
+"""Optimizers that step bf16 weights in fp32, chunk by chunk; they stay the same objects."""
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -15,29 +15,22 @@ from lightning_vram.core.tensors.bit_patterns import round_randomly_
 from lightning_vram.core.tensors.counted_parameter import count, count_writes, stop_counting
 from lightning_vram.memory.tracking.optimizer_tensors import forget_optimizer_tensors, register_optimizer_tensors
 from lightning_vram.optimizers.lean.weight_chunks import WeightChunk, list_rests, widened
-from lightning_vram.optimizers.stepping import (
-    State,
-    StepTakeOver,
-    UpdateCheck,
-    convert_states,
-    full_sized,
-    iterate_parameters,
-    plain_step,
-    refill_accumulators,
-    why_not_steppable,
-)
+from lightning_vram.optimizers.stepping.state_dtypes import convert_states, full_sized, refill_accumulators
+from lightning_vram.optimizers.stepping.step_round import State
+from lightning_vram.optimizers.stepping.steppable import iterate_parameters, plain_step, why_not_steppable
+from lightning_vram.optimizers.stepping.take_over import StepTakeOver
+from lightning_vram.optimizers.stepping.update_check import UpdateCheck
 from lightning_vram.private_names.torch.operators import copy_each
-from lightning_vram.private_names.torch.optimizers import LOAD_HOOKS, note_step
+from lightning_vram.private_names.torch.optimizers import LOAD_HOOKS
 
 _NUM_WRITES = 3
 _NUM_LOOKS = 8
 
 
 class FrozenWrites:
-    """Refuses frozen parameters in bf16 that are moved by hand: averages of others, as momentum encoders are.
+    """Refuses frozen bf16 parameters that user code moves a little at every step, as momentum encoders do.
 
-    They move by less than half a unit in the last place of bf16 at a time, and so not at all. Weights that are written
-    once in a while (loaded, or copied from others) are right in bf16. ``names`` are for messages.
+    bf16 loses such updates. Rare writes (loading, copying) are allowed. ``names`` are for messages.
     """
 
     def __init__(self, names: Mapping[str, nn.Parameter]) -> None:
@@ -47,11 +40,7 @@ class FrozenWrites:
         self._writes: dict[nn.Parameter, deque[int]] = {}
 
     def look(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Look at frozen parameters before a step. The first look at one is not held against it.
-
-        Raises:
-            RuntimeError: If one was written before three of eight looks.
-        """
+        """Check frozen parameters before a step: three writes in eight steps, after the first, are refused."""
         self._num_looks += 1
         for parameter in parameters:
             count(parameter)
@@ -64,11 +53,11 @@ class FrozenWrites:
                 self._note_write(parameter)
 
     def pass_over(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Hold nothing against parameters that was written to them since the last look."""
+        """Ignore what was written to parameters since the last step."""
         self._seen |= {parameter: count_writes(parameter) for parameter in parameters if parameter in self._seen}
 
     def stop(self) -> None:
-        """Let all parameters that were looked at be ordinary ones again."""
+        """Stop counting writes."""
         for parameter in self._seen:
             stop_counting(parameter)
 
@@ -87,25 +76,21 @@ _WITH_NARROW_STATES = ("bf16+kahan", "bf16+stochastic")
 
 
 class LeanOptimizers(StepTakeOver):
-    """All those that are attached, to the ``chunks`` of all lean parameters. ``names`` are for messages."""
+    """All attached optimizers. ``names`` are for messages."""
 
     def __init__(self, chunks: Iterable[WeightChunk], scheme: str, names: Mapping[str, nn.Parameter]) -> None:
         self.num_steps = 0
         self.check: UpdateCheck | None = None
         self._chunks = list(chunks)
         self._places = {parameter: chunk for chunk in self._chunks for parameter in chunk.parameters}
-        self._has_narrow_states = scheme in _WITH_NARROW_STATES
+        self._has_bf16_states = scheme in _WITH_NARROW_STATES
         self._names = names
         self._has_stepped: set[int] = set()  # optimizers, by id, since frozen parameters were looked at
-        self._frozen_writes = FrozenWrites(names)
+        self.frozen_writes = FrozenWrites(names)
         super().__init__()
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let optimizers step in chunks from now on, but those that are attached already.
-
-        Raises:
-            ValueError: If one with lean parameters cannot; then none is changed.
-        """
+        """Step more optimizers in chunks; refuse all if one with bf16 weights cannot."""
         fresh = [optimizer for optimizer in optimizers if not self._is_taken(optimizer)]
         objections = {optimizer: why_not_steppable(optimizer) for optimizer in fresh}
         for optimizer, objection in objections.items():
@@ -116,57 +101,49 @@ class LeanOptimizers(StepTakeOver):
             self._convert_states(optimizer)
             self._take_over(optimizer)
             load = Shadow(optimizer, "load_state_dict", partial(partial, self._load, optimizer))
-            self._stand_ins.append(load)
-            register_optimizer_tensors(optimizer, partial(list_rests, self._chunks))  # self would hold it
+            self._patches.append(load)
+            register_optimizer_tensors(optimizer, partial(list_rests, self._chunks))  # self would keep it alive
 
-    def pass_over_writes(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Let what was written to parameters since the last step be nobody's by hand."""
-        self._frozen_writes.pass_over(parameters)
-
-    def end_standing_in(self) -> None:
-        """Let the optimizers step plainly again, before their parameters are restored."""
-        super().end_standing_in()
-        self._frozen_writes.stop()
+    def remove_patches(self) -> None:
+        """Remove the patches, before parameters are restored."""
+        super().remove_patches()
+        self.frozen_writes.stop()
 
     def let_go(self) -> None:
-        """Give the states the dtype of the parameters, after those are restored, and forget all."""
+        """Convert states to the dtype of the restored parameters, and forget everything."""
         for optimizer in self._taken:
             forget_optimizer_tensors(optimizer)
             convert_states(optimizer, self._places, None, None)
-        self._stand_ins, self._taken, self._chunks, self._places = [], [], [], {}
+        self._patches, self._taken, self._chunks, self._places = [], [], [], {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is attached to no optimizer."""
-        left_out = ("check", "_stand_ins", "_taken", "_handle", "_frozen_writes")
+        # A copy is attached to no optimizer.
+        left_out = ("check", "_patches", "_taken", "_handle", "frozen_writes")
         return {key: value for key, value in vars(self).items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, check=None)
-        self._frozen_writes = FrozenWrites(self._names)
+        self.frozen_writes = FrozenWrites(self._names)
         super().__init__()
 
     def _has_ours(self, optimizer: Optimizer) -> bool:
         return any(parameter in self._places for parameter in iterate_parameters(optimizer))
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        note_step(optimizer)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if id(optimizer) in self._has_stepped or not self._has_stepped:  # once for each round of all optimizers
+        loss = self._run_closure(optimizer, closure)
+        if id(optimizer) in self._has_stepped or not self._has_stepped:  # once per round of all optimizers
             self._has_stepped.clear()
-            self._frozen_writes.look(p for chunk in self._chunks if chunk.is_resting for p in chunk.parameters)
+            self.frozen_writes.look(p for chunk in self._chunks if chunk.is_resting for p in chunk.parameters)
         self._has_stepped.add(id(optimizer))
         self.num_steps += 1
         if self.check is not None:
             self.check.begin()
-        narrow = self._has_narrow_states
-        ChunkedStep(optimizer, self._make_generator, has_narrow_states=narrow, check=self.check).run(self._places)
+        narrow = self._has_bf16_states
+        ChunkedStep(optimizer, self._make_generator, has_bf16_states=narrow, check=self.check).run(self._places)
         return loss
 
     def _make_generator(self, chunk: WeightChunk, device: torch.device) -> torch.Generator:
-        # Another for each chunk and step; the generator of the CPU looks at half of the bits only.
+        # Differs for each chunk and step. Hashed, because the CPU generator reads only half of the bits.
         digest = blake2b(f"{self.num_steps} {chunk.number}".encode(), digest_size=8).digest()
         return torch.Generator(device).manual_seed(int.from_bytes(digest, "little", signed=True))
 
@@ -175,7 +152,7 @@ class LeanOptimizers(StepTakeOver):
         self._convert_states(optimizer)
 
     def _convert_states(self, optimizer: Optimizer) -> None:
-        full_dtype = torch.bfloat16 if self._has_narrow_states else torch.float32
+        full_dtype = torch.bfloat16 if self._has_bf16_states else torch.float32
         convert_states(optimizer, self._places, torch.float32, full_dtype)
 
 
@@ -185,24 +162,24 @@ def load_wide(
     load: Callable[[dict[str, Any]], None],
     lean_parameters: Container[nn.Parameter],
 ) -> None:
-    """Do what ``load``, an optimizer's ``load_state_dict``, does, but load the states of lean parameters as fp32."""
+    """Call ``load``, an optimizer's ``load_state_dict``, such that states of ``lean_parameters`` become fp32."""
     hooks = {name: vars(optimizer)[name] for name in LOAD_HOOKS}
-    # The hooks see the optimizer as it is: before and after, without the stand-ins.
+    # Hooks run before and after, without the proxies.
     before, after = hooks.values()
     state_dict = state_dict.copy()
     for hook in before.values():
         replaced = hook(optimizer, state_dict)
         state_dict = state_dict if replaced is None else replaced
     groups = optimizer.param_groups
-    stand_ins = {
+    proxies = {
         p: nn.Parameter(torch.empty(0, dtype=torch.float32, device=p.device)) if p in lean_parameters else p
         for p in iterate_parameters(optimizer)
     }
     vars(optimizer).update({name: OrderedDict() for name in LOAD_HOOKS})
-    optimizer.param_groups = [{**group, "params": [stand_ins[p] for p in group["params"]]} for group in groups]
+    optimizer.param_groups = [{**group, "params": [proxies[p] for p in group["params"]]} for group in groups]
     try:
         load(state_dict)
-        _put_back(optimizer, groups, {stand_in: parameter for parameter, stand_in in stand_ins.items()})
+        _put_back(optimizer, groups, {proxy: parameter for parameter, proxy in proxies.items()})
     except BaseException:
         optimizer.param_groups = groups
         raise
@@ -213,7 +190,7 @@ def load_wide(
 
 
 def _put_back(optimizer: Optimizer, groups: list[dict[str, Any]], real: Mapping[Tensor, nn.Parameter]) -> None:
-    """Let groups and states name the real parameters again."""
+    """Replace proxies by the real parameters in groups and states."""
     states: defaultdict[Tensor, Any] = defaultdict(dict)
     states.update({real.get(key, key): state for key, state in optimizer.state.items()})
     optimizer.state = states
@@ -221,45 +198,37 @@ def _put_back(optimizer: Optimizer, groups: list[dict[str, Any]], real: Mapping[
         loaded["params"] = group["params"]
 
 
-Members = list[tuple[int, nn.Parameter]]
-"""Parameters of an optimizer, each with the index of its group."""
+Members = list[tuple[int, nn.Parameter]]  # indices of groups, and parameters
 
 
 class ChunkedStep:
-    """One step of an optimizer, without its hooks.
-
-    Args:
-        optimizer: One for which :func:`~lightning_vram.optimizers.stepping.steppable.why_not_steppable` is ``None``.
-        make_generator: Returns the source of randomness for a chunk in this step, on the device given.
-        has_narrow_states: Whether states are bf16 between steps.
-        check: Counts updates that are lost; ``None``: nobody does.
-    """
+    """One step of an optimizer, without its hooks. ``has_bf16_states``: states are bf16 between steps."""
 
     def __init__(
         self,
         optimizer: Optimizer,
         make_generator: Callable[[WeightChunk, torch.device], torch.Generator],
         *,
-        has_narrow_states: bool,
+        has_bf16_states: bool,
         check: UpdateCheck | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._make_generator = make_generator
-        self._has_narrow_states = has_narrow_states
+        self._has_bf16_states = has_bf16_states
         self._check = check
-        # Should a step change its groups, then it does so from here for every chunk.
+        # A step that changes its groups starts from these for every chunk.
         self._groups = [dict(group) for group in optimizer.param_groups]
 
     @torch.no_grad()
     def run(self, places: Mapping[nn.Parameter, WeightChunk]) -> None:
-        """Step all parameters that have a gradient: those in ``places`` chunk by chunk, the others as they are."""
+        """Step all parameters with a gradient: those in ``places`` chunk by chunk, the others unchanged."""
         work: dict[WeightChunk | None, Members] = {}
         for index, group in enumerate(self._groups):
             for parameter in group["params"]:
-                if parameter.grad is not None:  # no optimizer of torch.optim looks at the others
+                if parameter.grad is not None:  # torch.optim ignores the others
                     work.setdefault(places.get(parameter), []).append((index, parameter))
         for chunk, members in work.items():
-            # A call for each chunk, so that nothing of it lives on while the next is stepped.
+            # A call per chunk frees all of it before the next one.
             if chunk is None:
                 self._step(members, {parameter: parameter for _, parameter in members})
             else:
@@ -270,37 +239,36 @@ class ChunkedStep:
         before = check.note(exact) if check is not None else None
         generator = self._make_generator(chunk, exact.device)
         parameters = [parameter for _, parameter in members]
-        wide = WideStates(self._states(parameters)) if self._has_narrow_states else None
+        wide = WideStates(self._states(parameters)) if self._has_bf16_states else None
         try:
-            self._step(members, _make_stand_ins(chunk, exact, parameters))
+            self._step(members, _make_proxies(chunk, exact, parameters))
         finally:
             if wide is not None:
                 wide.round(self._states(parameters), generator)
             stepped = check.note(exact) if check is not None else None
-            chunk.write(
-                exact, generator, set(parameters)
-            )  # a step that fails half-way leaves what it has done, as in fp32
+            # As in fp32, a step that fails half-way leaves what it has done.
+            chunk.write(exact, generator, set(parameters))
         if check is not None and before is not None and stepped is not None:
             check.count(before, stepped, chunk.read())
 
-    def _step(self, members: Members, stand_ins: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Let the optimizer see only these parameters, each through its stand-in, for one step."""
+    def _step(self, members: Members, proxies: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Step proxies of some parameters."""
         optimizer = self._optimizer
         groups, states = optimizer.param_groups, optimizer.state
         seen = {index: {**self._groups[index], "params": []} for index, _ in members}
         seen_states: defaultdict[Tensor, State] = defaultdict(dict)
         for index, parameter in members:
-            seen[index]["params"].append(stand_ins[parameter])
+            seen[index]["params"].append(proxies[parameter])
             if parameter in states:
-                seen_states[stand_ins[parameter]] = states[parameter]
+                seen_states[proxies[parameter]] = states[parameter]
         optimizer.param_groups, optimizer.state = list(seen.values()), seen_states
         try:
             plain_step(type(optimizer))(optimizer)
         finally:
             optimizer.param_groups, optimizer.state = groups, states
             for _, parameter in members:
-                if stand_ins[parameter] in seen_states:
-                    states[parameter] = seen_states[stand_ins[parameter]]
+                if proxies[parameter] in seen_states:
+                    states[parameter] = seen_states[proxies[parameter]]
             for index, group in seen.items():
                 groups[index].update({key: value for key, value in group.items() if key != "params"})
 
@@ -310,10 +278,9 @@ class ChunkedStep:
 
 
 class WideStates:
-    """Replaces the bf16 tensors in states by fp32 ones, in place, until :meth:`round`, which rounds them at random.
+    """Replaces elementwise bf16 states by fp32 ones, in place, until :meth:`round`.
 
-    An average with a decay of .999 moves by less than half a unit of bf16 in a step, and would stand still if it were
-    rounded to the nearest. Numbers that are not one per weight stay as they are.
+    Rounding to nearest would lose what a decay of .999 moves: less than half a unit of bf16 per step.
     """
 
     def __init__(self, states: Iterable[tuple[torch.Size, State]]) -> None:
@@ -324,7 +291,7 @@ class WideStates:
             state[key] = wide
 
     def round(self, states: Iterable[tuple[torch.Size, State]], generator: torch.Generator) -> None:
-        """Put the bf16 tensors back, with the rounded values, and replace what was made since by rounded values too."""
+        """Put the bf16 tensors back, stochastically rounded, and round new states, too."""
         if self._wide:
             round_randomly_(self._flat, generator)
             copy_each(self._narrow, self._wide)
@@ -337,17 +304,17 @@ class WideStates:
                 state[key] = lent[id(value)] if id(value) in lent else value.bfloat16()
 
 
-def _make_stand_ins(
+def _make_proxies(
     chunk: WeightChunk, exact: Tensor, wanted: Sequence[nn.Parameter]
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """Make fp32 parameters with gradients out of some of a chunk, over its exact weights."""
+    """Return fp32 proxies with gradients over the exact weights of a chunk."""
     views = dict(zip(chunk.parameters, chunk.views(exact), strict=True))
-    stand_ins = {parameter: nn.Parameter(views[parameter]) for parameter in wanted}
+    proxies = {parameter: nn.Parameter(views[parameter]) for parameter in wanted}
     dense = [p for p in wanted if p.grad is not None and p.grad.layout is torch.strided]
     _, gradients = widened([p.grad for p in dense if p.grad is not None], exact.device)
     for parameter, gradient in zip(dense, gradients, strict=True):
-        stand_ins[parameter].grad = gradient
-    for parameter, stand_in in stand_ins.items():
-        if stand_in.grad is None and parameter.grad is not None:
-            stand_in.grad = parameter.grad.to(exact.device, torch.float32)
-    return stand_ins
+        proxies[parameter].grad = gradient
+    for parameter, proxy in proxies.items():
+        if proxy.grad is None and parameter.grad is not None:
+            proxy.grad = parameter.grad.to(exact.device, torch.float32)
+    return proxies

@@ -1,4 +1,4 @@
-"""Parameters that are read and written together: enough for few kernels, few enough for small transients."""
+"""Chunks of bf16 weights that are stepped together: enough for few kernels, few enough for small transients."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -6,58 +6,55 @@ from itertools import groupby
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_vram.core.tensors.bit_patterns import add_compensation_, compensate_, join_, round_randomly_, split_
 from lightning_vram.private_names.torch.operators import copy_each
 
 
 class WeightCodec(ABC):
-    """Keeps ``rest``: a flat tensor of as many elements as there are weights, or ``None``."""
+    """Stores ``rest``, the remainder of bf16 weights: flat, one element per weight, or ``None``."""
 
     rest: Tensor | None = None
 
     @abstractmethod
     def read(self, weights: Tensor) -> Tensor:
-        """Make exact weights of ``weights``: flat, fp32, what the bf16 weights hold now. May work in place."""
+        """Return exact weights: flat fp32, from the bf16 weights in fp32. May work in place."""
 
     @abstractmethod
     def write(self, exact: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Keep the rest of ``exact``: flat, fp32. Without a generator nothing is random. May work in place.
+        """Store the remainder of exact weights (flat fp32), and return the flat values for the bf16 weights.
 
-        Returns:
-            What to copy to the bf16 weights: flat.
+        May work in place. Without a generator nothing is random.
         """
 
 
 class MasterCodec(WeightCodec):
     """An fp32 copy: 4 bytes per weight, exact."""
 
+    @override
     def read(self, weights: Tensor) -> Tensor:
-        """Where a weight is no longer the copy rounded, the weight is right: somebody wrote to it."""
+        # A weight that differs from the rounded copy was written by user code.
         assert self.rest is not None
         return torch.where(weights == self.rest.bfloat16(), self.rest, weights, out=self.rest)
 
+    @override
     def write(self, exact: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Keep all of it: what was read is this very tensor."""
         self.rest = exact
         return exact
 
 
 class SplitCodec(WeightCodec):
-    """The lower half of the fp32 pattern: 2 bytes per weight, exact.
+    """The lower half of the fp32 pattern: 2 bytes per weight, exact."""
 
-    What is computed with is the conversion to bf16 but for one weight of 131072, which is a half between two: see
-    :func:`~lightning_vram.core.tensors.bit_patterns.split_`.
-    """
-
+    @override
     def read(self, weights: Tensor) -> Tensor:
-        """Join both halves."""
         assert self.rest is not None
         join_(weights, self.rest)
         return weights
 
+    @override
     def write(self, exact: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Keep the lower halves."""
         if self.rest is None:
             self.rest = torch.empty_like(exact, dtype=torch.int16)
         split_(exact, self.rest)
@@ -65,31 +62,31 @@ class SplitCodec(WeightCodec):
 
 
 class KahanCodec(WeightCodec):
-    """What rounding took, rounded itself: 2 bytes per weight, 16 significant bits together."""
+    """The rounding error in bf16: 2 bytes per weight, 16 significant bits together."""
 
+    @override
     def read(self, weights: Tensor) -> Tensor:
-        """Add both."""
         assert self.rest is not None
         add_compensation_(weights, self.rest)
         return weights
 
+    @override
     def write(self, exact: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Keep the compensation."""
         if self.rest is None:
             self.rest = torch.empty_like(exact, dtype=torch.bfloat16)
         return compensate_(exact, self.rest)
 
 
 class StochasticCodec(WeightCodec):
-    """Nothing: the weights are rounded at random."""
+    """Nothing: weights are stochastically rounded."""
 
+    @override
     def read(self, weights: Tensor) -> Tensor:
-        """There is no more to know."""
         return weights
 
+    @override
     def write(self, exact: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Round; without a generator the copy to bf16 does, to the nearest."""
-        if generator is not None:
+        if generator is not None:  # otherwise the copy to bf16 rounds to nearest
             round_randomly_(exact, generator)
         return exact
 
@@ -106,15 +103,10 @@ CHUNK_ELEMENTS = 2**22  # 16 MiB in fp32
 
 
 class WeightChunk:
-    """Turns its parameters into bf16, in place, until :meth:`restore`.
+    """Converts parameters on one device, all frozen or none, to bf16 in place, until :meth:`restore`.
 
-    What a parameter that is frozen lacks is kept in host memory, all of it whatever the scheme: it does not change.
-    When it is trained after all, its chunk moves to the device at its first step.
-
-    Args:
-        parameters: On one device, all frozen or none.
-        scheme: One of the keys of ``CODECS``.
-        number: Of this chunk: another seed for each.
+    The remainder of frozen parameters is in host memory, exact for every scheme. Once they are trained, their chunk
+    moves to the device at the first step. ``number`` seeds the rounding.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], scheme: str, number: int) -> None:
@@ -132,22 +124,15 @@ class WeightChunk:
 
     @property
     def rest(self) -> Tensor | None:
-        """What is kept beside the bf16 weights: flat; ``None`` if nothing is."""
+        """The flat remainder of the bf16 weights, if any."""
         return self._codec.rest
 
     def read(self) -> Tensor:
-        """Return the exact weights: flat, fp32; on the device of what is kept beside them, not to be written to.
-
-        What is no longer bf16 is taken as it is, with a rest that is not its own.
-        """
+        """Return exact weights: flat fp32, on the device of the remainder, read-only."""
         return self._codec.read(self._gather(self.parameters[0].device if self.rest is None else self.rest.device))
 
     def check(self) -> None:
-        """Refuse to go on with parameters whose dtype somebody has changed.
-
-        Raises:
-            RuntimeError: If there are such.
-        """
+        """Refuse parameters whose dtype was changed."""
         for parameter in self.parameters:
             if parameter.dtype is not torch.bfloat16:
                 raise RuntimeError(
@@ -156,7 +141,7 @@ class WeightChunk:
                 )
 
     def read_for_step(self) -> Tensor:
-        """As :meth:`read`, after :meth:`check`, where the parameters are; to be changed in place, for :meth:`write`."""
+        """Check, and return exact weights on the device of the parameters, to change in place for :meth:`write`."""
         self.check()
         device = self.parameters[0].device
         if self.is_resting:
@@ -168,13 +153,13 @@ class WeightChunk:
         return self.read()
 
     def write(self, exact: Tensor, generator: torch.Generator, stepped: Collection[nn.Parameter]) -> None:
-        """Take over what became of the weights in a step. A graph may yet need the others: they are not touched."""
+        """Store stepped weights. Others are not written: a graph may need them."""
         flat = self._codec.write(exact, generator)
         pairs = [pair for pair in zip(self.parameters, self.views(flat), strict=True) if pair[0] in stepped]
         copy_each([parameter.detach() for parameter, _ in pairs], [view for _, view in pairs])
 
     def take(self, values: Mapping[nn.Parameter, Tensor]) -> None:
-        """Set exact weights of some parameters. The others stay what they are."""
+        """Set exact weights of some parameters."""
         exact = self.read()
         for parameter, view in zip(self.parameters, self.views(exact), strict=True):
             if parameter in values:
@@ -182,27 +167,24 @@ class WeightChunk:
         self._scatter(self._codec.write(exact, None))
 
     def lend(self, values: Sequence[Tensor]) -> None:
-        """Let the parameters be exactly these values, whatever the scheme, until :meth:`take_back` or the next step."""
+        """Set exact values until :meth:`take_back` or the next step."""
         weights = [parameter.detach().to("cpu", copy=True) for parameter in self.parameters]
         self._lent = weights, self._codec, self.is_resting
         self._codec, self.is_resting = self._resting_codec(), True
         self._scatter(self._codec.write(widened(values, "cpu")[0], None))
 
     def take_back(self) -> None:
-        """Let the parameters have the bits that they had before they were lent."""
+        """Restore the bits from before :meth:`lend`."""
         assert self._lent is not None
         (weights, self._codec, self.is_resting), self._lent = self._lent, None
         copy_each([parameter.detach() for parameter in self.parameters], weights)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Return the part of each parameter in ``flat``, in its shape."""
+        """Return views of ``flat`` in the shapes of the parameters."""
         return _views_like(flat, self.parameters)
 
     def restore(self) -> None:
-        """Give the parameters back their dtype, with the exact weights. Frees what was kept.
-
-        Parameters that somebody has converted meanwhile are left alone.
-        """
+        """Restore dtype and exact weights of the parameters that are still bf16."""
         exact = self.read()
         for parameter, dtype, values in zip(self.parameters, self._dtypes, self.views(exact), strict=True):
             if parameter.dtype is torch.bfloat16:
@@ -211,7 +193,7 @@ class WeightChunk:
         self._codec.rest = self._lent = None
 
     def _resting_codec(self) -> WeightCodec:
-        """Of weights in host memory: that of split rounds halves otherwise than autocast, which master must not."""
+        """Return the codec for host memory: split rounds ties differently from autocast, which master must not."""
         return MasterCodec() if self._scheme == "bf16+master" else SplitCodec()
 
     def _gather(self, device: torch.device | str) -> Tensor:
@@ -222,7 +204,7 @@ class WeightChunk:
 
 
 def make_chunks(parameters: Iterable[nn.Parameter], scheme: str) -> list[WeightChunk]:
-    """Turn floating parameters into bf16, in place. One of more than ``CHUNK_ELEMENTS`` makes a chunk of its own."""
+    """Convert floating parameters to bf16, in place, in chunks of ``CHUNK_ELEMENTS`` weights or one larger one."""
 
     def key(parameter: nn.Parameter) -> tuple[str, bool]:
         return str(parameter.device), parameter.requires_grad
@@ -240,12 +222,12 @@ def make_chunks(parameters: Iterable[nn.Parameter], scheme: str) -> list[WeightC
 
 
 def list_rests(chunks: Iterable[WeightChunk]) -> list[Tensor]:
-    """Return what is kept beside the weights of chunks."""
+    """Return the remainders of chunks."""
     return [chunk.rest for chunk in chunks if chunk.rest is not None]
 
 
 def widened(tensors: Sequence[Tensor], device: torch.device | str | None) -> tuple[Tensor, list[Tensor]]:
-    """Copy tensors into one flat fp32 tensor on ``device``, and return it and the views of each in it."""
+    """Copy tensors into one flat fp32 tensor on ``device``; return it, and its views."""
     flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=torch.float32, device=device)
     views = _views_like(flat, tensors)
     if tensors:
@@ -259,7 +241,7 @@ def _views_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _change_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Swap the memory of a parameter for new memory, not yet written, and convert its gradient."""
+    """Give a parameter new, uninitialized memory, and convert its gradient."""
     gradient, parameter.grad = parameter.grad, None
     parameter.data = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     parameter.grad = None if gradient is None else gradient.to(dtype)

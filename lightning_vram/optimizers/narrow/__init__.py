@@ -1,7 +1,4 @@
-"""Moments in fewer bytes where the parameters are.
-
-May import: optimizers.on_host, optimizers.stepping, core, memory.
-"""
+"""Low-precision moments on the device of the parameters."""
 
 from lightning_vram.optimizers.narrow.libraries import Library, why_not_installed
 from lightning_vram.optimizers.narrow.moments import NarrowMoments

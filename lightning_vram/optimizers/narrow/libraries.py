@@ -1,9 +1,4 @@
-"""Kernels of torchao and bitsandbytes that step moments in 8 or 4 bits, for the optimizer that the user made.
-
-It keeps its groups, hooks and schedules, and its state has moments under their usual names: only what computes a step
-is the library's. One kernel for each parameter there takes the place of some dozen here, on a device; on a host with a
-C compiler ours is one pass, too.
-"""
+"""Kernels of torchao and bitsandbytes for 8-bit and 4-bit moments, in the step of the user's own optimizer."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -19,44 +14,26 @@ from typing_extensions import override
 
 from lightning_vram.core.tensors.low_bit import Bits, CodeMap, MappedTensor, empty_mapped
 from lightning_vram.core.tensors.shards import is_shard
-from lightning_vram.optimizers.stepping import (
-    DIVISORS,
-    LowBitForm,
-    Member,
-    State,
-    StateForm,
-    StepRound,
-    is_lion,
-    iterate_parameters,
-    make_stand_in,
-    make_twin,
-    plain_step,
-    publish_state,
-    steps_like,
-)
+from lightning_vram.optimizers.stepping.state_forms import DIVISORS, LowBitForm, StateForm
+from lightning_vram.optimizers.stepping.step_round import Member, State, StepRound, make_stand_in, publish_state
+from lightning_vram.optimizers.stepping.steppable import is_lion, iterate_parameters, make_twin, plain_step, steps_like
 from lightning_vram.private_names.torch.dispatch import FakeTensor, current_dispatch_mode
 
 Library = Literal["auto", "own", "torchao", "bitsandbytes"]
 
 
 class LibraryForm(LowBitForm):
-    """Moments as a library keeps them.
+    """Moments in the form of a library."""
 
-    Attributes:
-        library: Its name.
-        kinds: Optimizers whose step it has.
-        unable: Settings that it does not know.
-    """
-
-    library: Library
-    kinds: tuple[type[Optimizer], ...]
-    unable: tuple[str, ...] = ("amsgrad", "maximize", "fused", "capturable")
+    library: Library  # its name
+    kinds: tuple[type[Optimizer], ...]  # optimizers whose step it has
+    unable: tuple[str, ...] = ("amsgrad", "maximize", "fused", "capturable")  # settings that it does not know
 
     def __init__(self, bits: Bits) -> None:
         super().__init__("8bit" if bits == 8 else "4bit", bits)
 
     def why_not(self, optimizer: Optimizer) -> str | None:
-        """Name what it cannot step; ``None``: it can."""
+        """Return what it cannot step; ``None``: it can."""
         name = type(optimizer).__name__
         if any(map(is_shard, iterate_parameters(optimizer))):
             return "sharded parameters"
@@ -73,25 +50,22 @@ class LibraryForm(LowBitForm):
 
     @override
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Their kernels know of no other order."""
         return super().holds(parameter) and parameter.is_contiguous()
 
     @override
     def has(self, key: str, value: Tensor) -> bool:
-        """By its map."""
         return isinstance(value, MappedTensor) and value.code_map is self.code_map(is_positive=key in DIVISORS)
 
     @override
     def empty(self, key: str, like: Tensor) -> MappedTensor:
-        """Return one of zeros."""
         return empty_mapped(like, self.code_map(is_positive=key in DIVISORS))
 
     def code_map(self, *, is_positive: bool) -> CodeMap:
-        """Return what codes of a moment mean."""
+        """Return the meaning of codes."""
         raise NotImplementedError
 
     def step(self, step_round: StepRound, members: Sequence[Member]) -> None:
-        """Step members whose moments are in the form."""
+        """Step members with moments in this form."""
         step_round.scale(members)
         for member in members:
             settings = step_round.settings_of(member.group)
@@ -99,7 +73,7 @@ class LibraryForm(LowBitForm):
                 publish_state(member, self._step(member, settings))
 
     def _step(self, member: Member, settings: dict[str, Any]) -> State:
-        """Step one; return all of its state."""
+        """Step one member; return its state."""
         raise NotImplementedError
 
     def _begun(self, member: Member, keys: Sequence[str]) -> State:
@@ -108,7 +82,7 @@ class LibraryForm(LowBitForm):
 
 
 class BitsandbytesForm(LibraryForm):
-    """Blocks of 256, and of the end of a parameter one that is smaller."""
+    """Blocks of 256; the last one of a parameter may be smaller."""
 
     library: Library = "bitsandbytes"
     kinds = (Adam, AdamW, SGD)
@@ -170,10 +144,7 @@ class BitsandbytesForm(LibraryForm):
 
 
 class TorchaoForm(LibraryForm):
-    """Blocks of 256 in 8 bits, of 128 in 4, of parameters that are a number of blocks.
-
-    Its amsgrad fails with moments in low bits (torchao 0.18): they have no maximum.
-    """
+    """Blocks of 256 in 8 bits, of 128 in 4, for parameters of whole blocks. amsgrad fails in torchao 0.18."""
 
     library: Library = "torchao"
     kinds = (Adam, AdamW)
@@ -196,21 +167,21 @@ class TorchaoForm(LibraryForm):
     def _step(self, member: Member, settings: dict[str, Any]) -> State:
         keys = ["exp_avg", "exp_avg_sq"]
         state: State = {"step": torch.tensor(0.0)} | self._begun(member, keys)
-        stand_in = make_stand_in(member.shard, member.gradient)
+        proxy = make_stand_in(member.shard, member.gradient)
         rate = torch.as_tensor(settings["lr"], dtype=torch.float32)
-        group = {**settings, "lr": rate, "params": [stand_in]}
+        group = {**settings, "lr": rate, "params": [proxy]}
         kind, attributes = _optimizer_of_torchao(self.bits)
         theirs = state | {key: self._as_theirs(state[key]) for key in keys}
         is_coupled = not settings.get("decoupled_weight_decay", True)
-        twin = make_twin(kind, {**attributes, "is_adamw": not is_coupled}, [group], {stand_in: theirs})
-        # What is compiled refuses to run under a dispatch mode, such as one that counts memory.
+        twin = make_twin(kind, {**attributes, "is_adamw": not is_coupled}, [group], {proxy: theirs})
+        # Compiled code refuses to run under a dispatch mode, such as one that counts memory.
         is_watched = current_dispatch_mode() is not None
         with torch.compiler.set_stance("force_eager") if is_watched else nullcontext():
             plain_step(kind)(twin)
         return state
 
     def _as_theirs(self, moment: MappedTensor) -> Any:
-        """Return their tensor over the same memory."""
+        """Return a tensor of torchao over the same memory."""
         values, is_signed = moment.code_map.on(moment.device), not moment.is_positive
         kind = import_module(f"torchao.optim.subclass_{self.bits}bit")
         if self.bits == 8:
@@ -234,33 +205,23 @@ def _map_of_torchao(bits: Bits, is_positive: bool) -> CodeMap:  # noqa: FBT001
 
 @lru_cache
 def _optimizer_of_torchao(bits: Bits) -> tuple[type[Optimizer], dict[str, Any]]:
-    """Return a class, and what its optimizers have beside groups and states."""
+    """Return a class, and the attributes of its optimizers."""
     kind = getattr(import_module("torchao.optim"), f"AdamW{bits}bit")
     return kind, vars(kind([nn.Parameter(torch.empty(1, device="cpu"))]))
 
 
 def why_not_installed(library: Library) -> str | None:
-    """Say what to install for it; ``None`` where nothing is needed."""
+    """Return what to install; ``None``: nothing."""
     if library in ("auto", "own") or find_spec(library) is not None:
         return None
     return f"LowBitOptimizer(library={library!r}) needs {library}: pip install {library}."
 
 
 def form_of(library: Library, form: StateForm, optimizer: Optimizer) -> StateForm:
-    """Return the form that moments of an optimizer have.
-
-    Args:
-        library: Whose kernels step; ``"auto"``: those of bitsandbytes, else torchao, on CUDA, where they are installed
-            and can, and our own elsewhere.
-        form: Our own.
-        optimizer: That our own can step.
-
-    Raises:
-        ValueError: If the library cannot step it.
-    """
+    """Return the form of a library; ``"auto"``: bitsandbytes or torchao, on CUDA, if installed and able; or ours."""
     parameters = list(iterate_parameters(optimizer))
     if library == "own" or not isinstance(form, LowBitForm) or any(isinstance(p, FakeTensor) for p in parameters):
-        return form  # estimates have no memory that kernels could write to
+        return form  # estimates have no memory for kernels
     if library != "auto":
         named = _FORMS[library](form.bits)
         why = named.why_not(optimizer)

@@ -1,9 +1,4 @@
-"""Where optimizer states lie in a file, and which parts of it are moved together.
-
-The states of a parameter lie one after the other, each in one run, so that a file-backed tensor can show it. A chunk
-is what is read, stepped and written at once: a part of a large parameter, or several small ones, which then are a
-single run of bytes as far as they are neighbours.
-"""
+"""Positions of optimizer states in a file, and chunks that are read, stepped and written at once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +7,9 @@ from itertools import pairwise
 from lightning_vram.core.host.disk_file import PAGE_BYTES
 from lightning_vram.optimizers.on_disk.layouts import StateLayout
 
+# Large parameters are cut at multiples of this: kernels treat the end of a vector differently from its middle, so other
+# cuts could change bits.
 PART_ELEMENTS = 4096
-"""Large parameters are cut at multiples of this: kernels treat the end of a vector otherwise than its middle, so cuts
-elsewhere could change bits."""
 _SMALL_ALIGNMENT = 64  # enough for any dtype
 
 
@@ -28,16 +23,13 @@ class Block:
     room_end: int  # where the next block begins
 
     def bytes_of(self, count: int) -> int:
-        """Bytes of so many weights, the first or all of them."""
-        return self.layout.kept_bytes(count)[self.number]
+        """Return the bytes of the first ``count`` weights."""
+        return self.layout.stored_bytes(count)[self.number]
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A run of bytes: ``length`` bytes at ``position`` of the file, at ``offset`` of a buffer.
-
-    Both begin at the same byte of a page, as is needed to read past the page cache.
-    """
+    """Bytes at ``position`` of the file and ``offset`` of a buffer: at the same byte of a page, for direct I/O."""
 
     position: int
     length: int
@@ -56,7 +48,7 @@ class Span:
 
 @dataclass(slots=True)
 class Chunk:
-    """What is moved together."""
+    """A part of a large parameter, or several small ones."""
 
     spans: list[Span]
     extents: list[Extent]
@@ -65,35 +57,30 @@ class Chunk:
 
 
 class StatePlaces:
-    """The places of all states of parameters with so many weights (``sizes``) and such states (``layouts``)."""
+    """Positions of all states of parameters with ``sizes`` weights. Each state is contiguous."""
 
     def __init__(self, sizes: Sequence[int], layouts: Sequence[StateLayout]) -> None:
         self.sizes = tuple(sizes)
         self._layouts = set(layouts)
         positions, end = [], 0
         for size, layout in zip(sizes, layouts, strict=True):
-            for num_bytes in layout.kept_bytes(size):
+            for num_bytes in layout.stored_bytes(size):
                 positions.append(_align(end, num_bytes))
                 end = positions[-1] + num_bytes
         self.total_bytes = end
         rooms = pairwise([*positions, end])
         self.blocks = [
-            [Block(kept, number, *next(rooms)) for number in range(len(kept.elementwise))] for kept in layouts
+            [Block(layout, number, *next(rooms)) for number in range(len(layout.elementwise))] for layout in layouts
         ]
 
     def buffer_bytes(self, chunk_elements: int) -> int:
-        """Size of a buffer that any part of that many weights fits into."""
-        widest = max((sum(layout.kept_bytes(chunk_elements)) for layout in self._layouts), default=0)
+        """Return the size of a buffer for any chunk of so many weights."""
+        widest = max((sum(layout.stored_bytes(chunk_elements)) for layout in self._layouts), default=0)
         lost_bytes = 2 * PAGE_BYTES * max(map(len, self.blocks), default=0)  # between runs
         return min(widest, self.total_bytes) + lost_bytes
 
     def plan(self, work: Sequence[int], chunk_elements: int) -> list[Chunk]:
-        """Cut the parameters ``work``, in that order, into chunks which fit into ``buffer_bytes(chunk_elements)``.
-
-        Args:
-            work: Their indices.
-            chunk_elements: Most weights of a chunk; a multiple of ``PART_ELEMENTS``.
-        """
+        """Cut parameters, by index, into chunks that fit into ``buffer_bytes(chunk_elements)``; a multiple of 4096."""
         room_bytes = self.buffer_bytes(chunk_elements)
         chunks = [Chunk([], [])]
         for index in work:
@@ -110,7 +97,7 @@ class StatePlaces:
         return [chunk for chunk in chunks if chunk.spans]
 
     def _add(self, chunk: Chunk, part: tuple[int, int, int], room_bytes: int) -> bool:
-        """Add weights of a parameter to a chunk, if they fit into what is left of the buffer."""
+        """Add weights of a parameter to a chunk, if they fit into the buffer."""
         index, start, stop = part
         extents, end, offsets = list(chunk.extents), chunk.num_bytes, []
         for block in self.blocks[index]:
@@ -123,7 +110,7 @@ class StatePlaces:
             else:
                 offsets.append(end + (position - end) % PAGE_BYTES)
                 extents.append(Extent(position, length, offsets[-1]))
-            if stop == self.sizes[index]:  # the gap to the next block belongs to nobody: one run goes on over it
+            if stop == self.sizes[index]:  # the gap to the next block is unused: one run may include it
                 last = extents[-1]
                 extents[-1] = Extent(last.position, block.room_end - last.position, last.offset)
             end = extents[-1].offset + extents[-1].length
@@ -136,6 +123,6 @@ class StatePlaces:
 
 
 def _align(position: int, num_bytes: int) -> int:
-    """Return where a run of bytes can begin: what is smaller than a page would waste one."""
+    """Align runs of at least a page to pages; smaller ones would waste memory."""
     multiple = PAGE_BYTES if num_bytes >= PAGE_BYTES else _SMALL_ALIGNMENT
     return -(-position // multiple) * multiple

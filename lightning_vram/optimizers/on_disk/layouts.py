@@ -1,8 +1,4 @@
-"""What an optimizer keeps for each weight, found without asking it for memory: a stand-in of six weights is stepped.
-
-Whoever keeps the states somewhere else has to know their names and dtypes before the first step makes them, and that
-the step treats each weight by itself, so that a parameter can be stepped in parts.
-"""
+"""What an optimizer stores for each weight, found by a step of six weights."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -13,88 +9,64 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adafactor, Adagrad, Muon, Optimizer
 
-from lightning_vram.optimizers.stepping import (
-    MOMENTS,
-    STEPPABLE,
-    State,
-    StateForm,
-    make_twin,
-    plain_step,
-    steps_like,
-)
+from lightning_vram.optimizers.stepping.state_forms import MOMENTS, StateForm
+from lightning_vram.optimizers.stepping.step_round import State
+from lightning_vram.optimizers.stepping.steppable import STEPPABLE, make_twin, plain_step, steps_like
 
 _WHOLE: dict[type[Optimizer], str] = {
     Adafactor: "it keeps sums over rows and columns of whole matrices",
     Muon: "it steps whole matrices",
 }
 _ELEMENTWISE = tuple(kind for kind in STEPPABLE if kind not in _WHOLE)
-_STAND_IN_SHAPE = (2, 3)  # nothing else in a state has this shape
+_PROXY_SHAPE = (2, 3)  # nothing else in a state has this shape
 
 
 @dataclass(frozen=True)
 class StateLayout:
-    """What is kept for one parameter.
+    """The optimizer state of one parameter."""
 
-    Attributes:
-        elementwise: Names and dtypes of the tensors that hold one number for each weight.
-        others: Names of what is kept once for a parameter: its count of steps and the like.
-        form: Of float32 moments where they are kept; ``None``: as they are.
-    """
+    elementwise: tuple[tuple[str, torch.dtype], ...]  # names and dtypes of tensors with one number per weight
+    others: tuple[str, ...]  # names of values per parameter, such as the step count
+    form: StateForm | None = None  # of stored float32 moments; ``None``: unchanged
 
-    elementwise: tuple[tuple[str, torch.dtype], ...]
-    others: tuple[str, ...]
-    form: StateForm | None = None
-
-    def kept_bytes(self, count: int) -> list[int]:
-        """Return the bytes that each of the tensors of so many weights takes where it is kept."""
+    def stored_bytes(self, count: int) -> list[int]:
+        """Return the stored bytes of each elementwise tensor of so many weights."""
         return [
             dtype.itemsize * count if (form := self.form_of(key)) is None else form.num_bytes(count)
             for key, dtype in self.elementwise
         ]
 
     def form_of(self, key: str) -> StateForm | None:
-        """Return the form of one of the tensors."""
+        """Return the form of an elementwise tensor."""
         return self.form if key in MOMENTS else None
 
     def slot(self, key: str, dtype: torch.dtype, memory: Tensor, count: int) -> Tensor:
-        """Return one of the tensors, flat, over the bytes (uint8) of so many weights."""
+        """Return a flat elementwise tensor over its bytes (uint8)."""
         form = self.form_of(key)
         return memory.view(dtype) if form is None else form.over(key, memory, count)
 
 
 def is_elementwise(kind: type[Optimizer]) -> bool:
-    """Whether the step of an optimizer class treats each weight by itself: we have read those of PyTorch."""
+    """Whether a class steps each weight by itself, so that a parameter can be stepped in parts."""
     return steps_like(kind, _ELEMENTWISE)
 
 
 def find_layout(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> StateLayout:
-    """Find out what an optimizer keeps for a parameter; neither it nor any source of randomness is touched.
-
-    Args:
-        optimizer: One of PyTorch's that treat each weight by itself.
-        group: Its options, one of ``optimizer.param_groups``.
-        dtype: Of the parameter.
-
-    Returns:
-        What the state has after the first step.
-
-    Raises:
-        ValueError: If the step does not treat each weight by itself.
-    """
+    """Return what an optimizer stores for a parameter after the first step; uses no random numbers."""
     kind = type(optimizer)
     if not is_elementwise(kind):
         reasons = (why for whole, why in _WHOLE.items() if steps_like(kind, [whole]))
         raise _refusal(kind, next(reasons, "its step is not known to treat each weight by itself"))
-    stand_in = nn.Parameter(torch.zeros(_STAND_IN_SHAPE, dtype=dtype, device="cpu"))
-    stand_in.grad = torch.zeros_like(stand_in)
-    twin = make_twin(kind, vars(optimizer), [{**group, "params": [stand_in]}], defaultdict(dict))
-    if isinstance(optimizer, Adagrad):  # makes its state when it is built
-        twin.state[stand_in] = {"step": torch.zeros((), device="cpu"), "sum": torch.zeros_like(stand_in)}
+    proxy = nn.Parameter(torch.zeros(_PROXY_SHAPE, dtype=dtype, device="cpu"))
+    proxy.grad = torch.zeros_like(proxy)
+    twin = make_twin(kind, vars(optimizer), [{**group, "params": [proxy]}], defaultdict(dict))
+    if isinstance(optimizer, Adagrad):  # creates its state in __init__
+        twin.state[proxy] = {"step": torch.zeros((), device="cpu"), "sum": torch.zeros_like(proxy)}
     with torch.no_grad():
         plain_step(kind)(twin)
-    state: State = twin.state[stand_in]
+    state: State = twin.state[proxy]
     elementwise = {
-        key: value for key, value in state.items() if isinstance(value, Tensor) and value.shape == stand_in.shape
+        key: value for key, value in state.items() if isinstance(value, Tensor) and value.shape == proxy.shape
     }
     others = {key: value for key, value in state.items() if key not in elementwise}
     odd = [key for key, value in others.items() if isinstance(value, Tensor) and value.numel() != 1]

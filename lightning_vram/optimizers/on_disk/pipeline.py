@@ -1,9 +1,4 @@
-"""Chunks go from disk through a ring of buffers and back: while one is stepped, others are read and written.
-
-A buffer belongs to one at a time: to the thread that fills it, to the caller who steps on it, and to the thread that
-writes it and at once reads what comes next. So nothing is waited for but the buffer whose turn it is, and the ring is
-all the memory this takes.
-"""
+"""Chunks go from disk through a ring of buffers and back: while one is stepped, others are read and written."""
 
 import mmap
 from collections import deque
@@ -20,7 +15,10 @@ from lightning_vram.private_names.torch.dispatch import without_dispatch
 
 
 class DiskPipeline:
-    """A ring of at least two buffers, and the threads that fill and empty it."""
+    """A ring of at least two buffers, and the threads that fill and empty it: all memory that this takes.
+
+    A buffer belongs to one at a time: a thread that reads, the caller who steps, a thread that writes and then reads.
+    """
 
     def __init__(self, file: DiskFile, num_buffers: int, num_threads: int) -> None:
         self._file = file
@@ -30,26 +28,17 @@ class DiskPipeline:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="lightning_vram nvme_path")
 
     def make_room(self, buffer_bytes: int) -> None:
-        """Have buffers of that size."""
+        """Set the size of the buffers."""
         if buffer_bytes > self._buffer_bytes:
             self._buffer_bytes, self._buffers = buffer_bytes, []
 
     @property
     def ring_bytes(self) -> int:
-        """Host memory taken. States that a first step makes are on top, one chunk of them at a time."""
+        """Host memory of the ring. A first step also creates the states of one chunk at a time."""
         return len(self._buffers) * self._buffer_bytes
 
     def run(self, chunks: Sequence[Chunk], known: Container[int], step: Callable[[Chunk, Tensor], None]) -> None:
-        """Bring chunks into memory one by one, and back.
-
-        Args:
-            chunks: No byte is in two of them.
-            known: Parameters with something to read.
-            step: Gets each chunk and its buffer, in order, in the calling thread.
-
-        Raises:
-            OffloadError: If a read or a write failed. Those that were under way have ended then.
-        """
+        """Call ``step`` with each chunk and its buffer, in order, in this thread; read only ``known`` parameters."""
         while len(self._buffers) < min(self._num_buffers, len(chunks)):
             self._buffers.append(_make_buffer(self._buffer_bytes))
         reads = [chunk.extents if any(span.index in known for span in chunk.spans) else [] for chunk in chunks]
@@ -64,18 +53,18 @@ class DiskPipeline:
             while turns:
                 self._await(turns.popleft())
         except BaseException:
-            wait(turns)  # else they would use buffers and file after us
+            wait(turns)  # or they would use buffers and file later
             for turn in turns:
-                self._await(turn)  # a disk that fails is worse than whatever stopped us
+                self._await(turn)  # the error of a disk is more important
             raise
 
     def close(self) -> None:
-        """End the threads, without waiting as in a finalizer (see ``HostWorker.stop``), and give the buffers back."""
+        """End the threads without waiting: this is a finalizer (see ``HostWorker.stop``)."""
         self._threads.shutdown(wait=False)
         self._buffers.clear()
 
     def _submit(self, buffer: Tensor, written: Sequence[Extent], read: Sequence[Extent]) -> "Future[None]":
-        """Let a thread write what is in a buffer, and read what comes next into it."""
+        """Write a buffer, and read the next chunk into it, in a thread."""
         return self._threads.submit(_move, self._file, buffer, written, read)
 
     def _await(self, turn: "Future[None]") -> None:
@@ -96,10 +85,10 @@ def _move(file: DiskFile, buffer: Tensor, written: Sequence[Extent], read: Seque
 
 
 def _make_buffer(num_bytes: int) -> Tensor:
-    """Return memory that begins with a page, which nobody counts as memory of the device."""
+    """Return page-aligned memory."""
     memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_DONTFORK"):
-        # What is read past the page cache while the process forks, for a data loader, could else reach the child only.
+        # If a process forks during direct I/O, as for a data loader, only the child might get the bytes.
         memory.madvise(mmap.MADV_DONTFORK)
     with without_dispatch():
         return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,9 +1,4 @@
-"""Optimizer states on disk, for hosts that are short of memory: read ahead, stepped chunk by chunk, written behind.
-
-The host then keeps a few buffers instead of eight bytes for each weight. A step takes as long as the disk needs to
-read all states and write them again: with AdamW 16 bytes for each weight that this rank steps. The states live in a
-file that vanishes with the process: they are no checkpoint.
-"""
+"""Optimizer states in a temporary file: read ahead, stepped chunk by chunk, written behind."""
 
 import os
 import weakref
@@ -19,27 +14,20 @@ from lightning_vram.core.host.disk_file import DiskFile
 from lightning_vram.optimizers.on_disk.chunks import Chunk, Span, StatePlaces
 from lightning_vram.optimizers.on_disk.layouts import StateLayout
 from lightning_vram.optimizers.on_disk.pipeline import DiskPipeline
-from lightning_vram.optimizers.stepping import State
+from lightning_vram.optimizers.stepping.step_round import State
 
 CHUNK_ELEMENTS = 2**22  # 16 MiB of each fp32 state
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a parameter that is stepped at once.
+    """A part of a parameter."""
 
-    Attributes:
-        index: Which parameter.
-        start: Its first weight, counted in the flat parameter.
-        stop: One past its last.
-        states: The state of a parameter that has just these weights: flat tensors on a buffer, ``[stop - start]``,
-            and copies of what is kept once for a parameter. Empty if the parameter has no state yet. What is in it
-            after the step is kept.
-    """
-
-    index: int
-    start: int
-    stop: int
+    index: int  # of the parameter
+    start: int  # its first weight, counted in the flat parameter
+    stop: int  # one past its last
+    # Flat tensors on a buffer, [stop - start], and copies of the values that a parameter has once. Empty if the
+    # parameter has no state yet. The values that the step leaves here are stored.
     states: State
 
 
@@ -47,19 +35,9 @@ Step = Callable[[Sequence[Piece]], None]
 
 
 class DiskStates:
-    """States of parameters in a file in ``folder``, as long as this object lives.
+    """States of parameters in a temporary file in ``folder``, for one thread at a time.
 
-    Not for several threads at a time.
-
-    Args:
-        folder: On a local disk that is fast: an NVMe drive, not a network file system.
-        chunk_elements: Most weights that are stepped at once; a multiple of 4096.
-        num_buffers: Chunks in memory, at least 2.
-        num_threads: Reads and writes at a time.
-
-    Raises:
-        ValueError: If ``folder`` is no folder.
-        OffloadError: If no file can be made there.
+    A step takes the time to read and write all states: with AdamW 16 bytes per weight of this rank.
     """
 
     def __init__(
@@ -80,15 +58,7 @@ class DiskStates:
         weakref.finalize(self, _close, self._pipeline, self._file)
 
     def add(self, sizes: Sequence[int], layouts: Sequence[StateLayout]) -> None:
-        """Have room for the states of more parameters, at the end of the file.
-
-        Args:
-            sizes: Number of weights of each.
-            layouts: What is kept for each of them, see :func:`~lightning_vram.optimizers.on_disk.layouts.find_layout`.
-
-        Raises:
-            OffloadError: If the disk is too small; nothing is changed then.
-        """
+        """Add parameters with ``sizes`` weights at the end of the file; on error nothing changes."""
         self._check()
         layouts = [*self._layouts, *layouts]
         places = StatePlaces([*self._places.sizes, *sizes], layouts)
@@ -99,15 +69,7 @@ class DiskStates:
         self._pipeline.make_room(places.buffer_bytes(self._chunk_elements))
 
     def views(self, index: int) -> dict[str, Tensor]:
-        """Return the states of a parameter that lie in the file.
-
-        Returns:
-            Flat tensors over pages of the file. They show every step that is over, and can be written to between
-            steps. For a parameter without state they hold anything.
-
-        Raises:
-            OffloadError: If this is closed.
-        """
+        """Return flat states over pages of the file: current and writable between steps, first uninitialized."""
         self._check()
         size, mapping = self._places.sizes[index], self._file.mapped()
         layout = self._layouts[index]
@@ -121,25 +83,14 @@ class DiskStates:
         return views
 
     def release(self) -> None:
-        """Give back the pages that were touched through ``views``; for after they were saved or loaded."""
+        """Free the pages that were touched through ``views``."""
         self._file.release()
 
     @torch.no_grad()
     def stream(self, work: Sequence[int], step: Step, known: Mapping[int, State]) -> dict[int, State]:
-        """Step parameters.
+        """Step parameters, best in the order of :meth:`add`; return their values that are no elementwise states.
 
-        Args:
-            work: Which, and in which order; that in which they were given is read in the longest runs.
-            step: Steps all pieces it gets, in the calling thread. Each of them may have states of its own: what is
-                kept once for a parameter counts when its last piece was stepped.
-            known: What is kept once for each of the parameters that have a state, their count of steps and the like.
-
-        Returns:
-            The same of all parameters, as the step has left it.
-
-        Raises:
-            ValueError: If a parameter is in ``work`` twice, or ``step`` leaves states that there is no room for.
-            OffloadError: If the disk fails; the states are lost then.
+        ``known`` has these values of parameters with a state. ``step`` may replace states of its pieces.
         """
         self._check()
         chunks, left = self._plan(tuple(work)), dict[int, State]()
@@ -176,25 +127,22 @@ class DiskStates:
 
 
 def _close(pipeline: DiskPipeline, file: DiskFile) -> None:
-    pipeline.close()  # nothing is under way: who has the pipeline at work has us, too
+    pipeline.close()  # idle: a running pipeline keeps its owner alive
     file.close()
 
 
 def _cut_slots(span: Span, layout: StateLayout, buffer: Tensor) -> dict[str, Tensor]:
-    """Return the states of a span, flat tensors on ``buffer``."""
+    """Return the flat states of a span in ``buffer``."""
     size = span.stop - span.start
-    places = zip(layout.elementwise, span.offsets, _lengths(span, layout), strict=True)
+    ends = zip(layout.stored_bytes(span.start), layout.stored_bytes(span.stop), strict=True)
+    places = zip(layout.elementwise, span.offsets, (stop - start for start, stop in ends), strict=True)
     return {
         key: layout.slot(key, dtype, buffer[offset : offset + length], size) for (key, dtype), offset, length in places
     }
 
 
 def _keep_states(piece: Piece, slots: Mapping[str, Tensor]) -> State:
-    """Let the slots hold what a step has left in a piece; return what is kept once for a parameter.
-
-    Raises:
-        ValueError: If the step left other states than there are slots for.
-    """
+    """Copy the states of a stepped piece to its slots; return its other values."""
     states = piece.states
     for key, slot in slots.items():
         left = states.get(key)
@@ -211,14 +159,8 @@ def _keep_states(piece: Piece, slots: Mapping[str, Tensor]) -> State:
 
 
 def _copy_scalars(scalars: Mapping[str, Any]) -> State:
-    """Copy what is kept once for a parameter, so that a step on the copy does not show."""
+    """Copy values, so that a failed step does not change them."""
     return {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in scalars.items()}
-
-
-def _lengths(span: Span, layout: StateLayout) -> list[int]:
-    """Bytes of each state of a span."""
-    ends = zip(layout.kept_bytes(span.start), layout.kept_bytes(span.stop), strict=True)
-    return [stop - start for start, stop in ends]
 
 
 def _mismatch(piece: Piece, key: str, value: object) -> ValueError:

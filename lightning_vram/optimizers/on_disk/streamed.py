@@ -1,4 +1,4 @@
-"""The states of one optimizer on disk: it steps on parts of its shards, while states come and go."""
+"""Optimizer state on disk: read ahead, stepped in parts of the shards, and written behind."""
 
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -9,38 +9,24 @@ from torch.optim import Optimizer
 
 from lightning_vram.optimizers.on_disk.layouts import find_layout
 from lightning_vram.optimizers.on_disk.states import DiskStates, Piece
-from lightning_vram.optimizers.stepping import (
+from lightning_vram.optimizers.stepping.state_forms import StateForm, first_place, make_seeds, narrow_state, widen_state
+from lightning_vram.optimizers.stepping.step_round import (
     Member,
     State,
-    StateForm,
     StepRound,
     as_sharded,
     check_state,
-    first_place,
     local_parts,
-    make_seeds,
     make_stand_in,
-    narrow_state,
     publish_state,
-    widen_state,
 )
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
 
 class StreamedStates:
-    """Keeps the states of some parameters on disk. The optimizer's ``state`` names tensors over the file.
+    """Stores states of an elementwise optimizer in a file, with file-backed tensors in its ``state``.
 
-    What user code puts there in their place is moved to the disk by :meth:`adopt`.
-
-    Args:
-        optimizer: One that steps each element by itself.
-        parameters: Those whose states are kept here, of it or added to it later.
-        folder: On a local disk that is fast.
-        form: Of moments there, of parameters that it holds; ``None``: float32.
-
-    Raises:
-        ValueError: If the optimizer does not, or ``folder`` is no folder.
-        OffloadError: If the disk is too small, or cannot be written to.
+    :meth:`adopt` moves tensors that user code puts there to the disk. ``form`` of moments, where it is supported.
     """
 
     def __init__(
@@ -53,12 +39,12 @@ class StreamedStates:
         self._optimizer, self._wanted, self._form = optimizer, set(parameters), form
         self._index: dict[nn.Parameter, int] = {}
         self._forms: list[StateForm | None] = []
-        self._shown: list[State] = []  # what lies in the file, as the optimizer's state names it
+        self._shown: list[State] = []  # file-backed tensors of the optimizer's state
         self._disk = DiskStates(folder)
         self.load()
 
     def load(self) -> None:
-        """Move to the disk what the optimizer has as the states of its parameters now."""
+        """Move the optimizer's states to the disk."""
         form = self._form
         fresh = {
             parameter: replace(
@@ -87,12 +73,7 @@ class StreamedStates:
         self._disk.release()
 
     def adopt(self, members: Sequence[Member], wait: Callable[[], None]) -> None:
-        """Move to the disk what user code has put in the place of states of ``members``, and make room for new ones.
-
-        Args:
-            members: Are about to be stepped.
-            wait: Returns when no other step is under way.
-        """
+        """Add new ``members``, and move states that user code replaced to the disk, once other steps are over."""
         if not all(map(self._is_there, members)):
             wait()
             self.load()
@@ -106,35 +87,29 @@ class StreamedStates:
     def run(
         self, step_round: StepRound, members: Sequence[Member], cut_gradient: Callable[[Member, slice], Tensor]
     ) -> None:
-        """Step ``members``, as :meth:`StepRound.run` does, with gradients as they are.
-
-        Args:
-            step_round: The step.
-            members: To step.
-            cut_gradient: Returns some of the gradient of a member, flat.
-        """
+        """Step ``members`` with unscaled gradients, of which ``cut_gradient`` returns flat parts."""
         by_index = {self._index[member.parameter]: member for member in members}
 
         def step(pieces: Sequence[Piece]) -> None:
-            groups, stand_ins = [], []
+            groups, proxies = [], []
             for piece in pieces:
                 member, part = by_index[piece.index], slice(piece.start, piece.stop)
                 groups.append(member.group)
-                stand_ins.append(make_stand_in(member.shard.view(-1)[part], cut_gradient(member, part)))
+                proxies.append(make_stand_in(member.shard.view(-1)[part], cut_gradient(member, part)))
             if self._form is None:
-                step_round.step_stand_ins(groups, stand_ins, [piece.states for piece in pieces])
+                step_round.step_proxies(groups, proxies, [piece.states for piece in pieces])
                 return
             forms = [self._forms[piece.index] for piece in pieces]
             seeds = make_seeds([by_index[piece.index] for piece in pieces], [piece.states for piece in pieces])
-            kept = zip(forms, pieces, strict=True)
-            states = [piece.states if form is None else widen_state(piece.states) for form, piece in kept]
-            step_round.step_stand_ins(groups, stand_ins, states)
+            pairs = zip(forms, pieces, strict=True)
+            states = [piece.states if form is None else widen_state(piece.states) for form, piece in pairs]
+            step_round.step_proxies(groups, proxies, states)
             for form, piece, state, seed in zip(forms, pieces, states, seeds, strict=True):
                 if form is not None:
                     first = first_place(by_index[piece.index].parameter) + piece.start
                     piece.states.update(narrow_state(form, state, first, seed, piece.states))
 
-        self._disk.release()  # pages that a checkpoint has looked at
+        self._disk.release()  # pages that a checkpoint has read
         known = {
             index: {
                 key: value
@@ -151,5 +126,5 @@ class StreamedStates:
 
 
 def _has_begun(state: State) -> bool:
-    """Whether there is a state: SGD may have a momentum buffer that is ``None``."""
+    """Whether there is a state: the momentum buffer of SGD may be ``None``."""
     return any(value is not None for value in state.values())

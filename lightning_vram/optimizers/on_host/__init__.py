@@ -1,7 +1,7 @@
-"""Optimizers that step on the host, beside the training. May import: optimizers.stepping, techniques, core, memory."""
+"""Optimizers that step on the host during training."""
 
 from lightning_vram.optimizers.on_host.averages import HostAverage
-from lightning_vram.optimizers.on_host.host_needs import HostNeeds, add_states, count_host_needs, count_state_bytes
+from lightning_vram.optimizers.on_host.host_needs import HostNeeds, add_states, count_host_needs
 from lightning_vram.optimizers.on_host.host_room import HostRoom, margin_bytes
 from lightning_vram.optimizers.on_host.narrow_states import NarrowStates, widen_when_stepped
 from lightning_vram.optimizers.on_host.offloaded_adamw import OffloadedAdamW
@@ -17,7 +17,6 @@ __all__ = [
     "OffloadedAdamW",
     "add_states",
     "count_host_needs",
-    "count_state_bytes",
     "margin_bytes",
     "step_in_parts",
     "widen_when_stepped",

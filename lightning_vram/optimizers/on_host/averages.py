@@ -1,9 +1,7 @@
-"""An average of weights (EMA, SWA), sharded as they are: it moves on the host, in the thread that steps them.
+"""A sharded average of weights (EMA, SWA) on the host, updated in the thread that steps the weights.
 
-Other names: Polyak averaging, exponential moving average, stochastic weight averaging. PyTorch's ``AveragedModel`` is a
-whole copy of the module, which somebody has to bring the weights to after each step, and which is moved while
-everything waits. Here each rank has the average of its own shards, in host memory: 4 bytes per parameter in float32,
-divided by the ranks, and none on the device. Arithmetic is done in parts that stay in the caches.
+PyTorch's ``AveragedModel`` is a whole copy of the module. Here each rank averages its shards: 4 bytes of host memory
+per fp32 parameter, divided by the ranks, and none on the device. Parts are small enough for the caches.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +18,8 @@ from lightning_vram.core.host.worker import Ticket
 from lightning_vram.core.surgery.shadow import Shadow, instead
 from lightning_vram.core.tensors.layout import WHOLE_LAYOUT, stored_like
 from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
-from lightning_vram.optimizers.stepping import as_sharded, move_average
+from lightning_vram.optimizers.stepping.averaging import move_average
+from lightning_vram.optimizers.stepping.step_round import as_sharded
 from lightning_vram.private_names.fsdp2.sharded_tensors import cut_own_part, local_part, own_part_of
 from lightning_vram.private_names.torch.modules import own_parameters
 from lightning_vram.techniques.sharding import FullSharding, ShardedGroup, ShardLane
@@ -30,33 +29,22 @@ _PREFIX = "module."  # of the names of weights in the state of an AveragedModel
 
 
 class HostAverage:
-    """Has the parameters of an ``AveragedModel`` be shards on the host, until :meth:`remove`.
+    """Makes the parameters of an ``AveragedModel`` shards on the host, until :meth:`remove`.
 
-    Its ``update_parameters`` has the very arithmetic of its class done on parts of shards, after the step of their
-    group. So the functions that it averages by have to treat each element by itself, as those of PyTorch do. Whoever
-    reads a parameter of it waits until it is written.
+    ``update_parameters`` runs the averaging functions of its class, which must be elementwise, on parts of shards,
+    after the step of their group. Reading an averaged parameter blocks until it is written.
 
-    Args:
-        average: A copy of the module, whole. All of it comes to the host.
-        module: That is sharded; its parameters come in the same order.
-        sharding: Of it.
-        is_copy: Whether the average is what the module is, so that the shards of that have its values.
-        gather: Makes the state of a module whose parameters are shards, for a checkpoint.
-
-    Attributes:
-        optimizers: Whose thread moves the average; ``None``: it is moved at once. May be set.
-
-    Raises:
-        ValueError: If the module has other parameters than the average.
+    ``is_copy``: the average equals the module, so that shards of the module have its values. ``gather`` makes the state
+    of a sharded module, for a checkpoint.
     """
 
     def __init__(
         self, average: AveragedModel, module: nn.Module, sharding: FullSharding, *, is_copy: bool, gather: Gather
     ) -> None:
         self.average = average
-        self.optimizers: HostOptimizers | None = None
+        self.optimizers: HostOptimizers | None = None  # whose thread updates it; ``None``: update at once
         self._sharding, self._gather = sharding, gather
-        self._rest: Ticket | None = None  # of what is not sharded
+        self._rest: Ticket | None = None  # of unsharded tensors
         average.to("cpu")
         pairs = list(zip(average.module.parameters(), module.parameters(), strict=True))
         made = {
@@ -65,18 +53,14 @@ class HostAverage:
         self._shards = {shard: made[whole] for whole, shard in pairs if whole in made}
         self._plain = [(whole, parameter) for whole, parameter in pairs if whole not in made]
         _replace(average.module, made)
-        self._stand_ins = [
+        self._patches = [
             Shadow(average, "update_parameters", instead(self.update)),
             Shadow(average, "state_dict", partial(partial, self._read_state)),
             *(Shadow(average.module, name, self._settle_first) for name in ("parameters", "buffers")),
         ]
 
     def update(self, model: nn.Module) -> None:
-        """Begin to move the average towards the weights of the module as they are after the steps that were begun.
-
-        Args:
-            model: The module. Its buffers are those that are averaged, or copied.
-        """
+        """Begin to update the average with the weights that the current steps leave, and the buffers of ``model``."""
         self._forget_wholes()
         number = self.average.n_averaged.clone()
         for group in self._sharding.groups:
@@ -90,18 +74,12 @@ class HostAverage:
         self._sharding.gather_root()
 
     def remove(self, *, make_whole: bool) -> None:
-        """Let the average be a plain module again, after all steps and before the optimizers let go.
-
-        Args:
-            make_whole: Whether to gather its parameters, on all ranks: all must take part. Else they stay sharded.
-        """
-        while self._stand_ins:
-            self._stand_ins.pop().remove()
+        """Remove the patches, after all steps; ``make_whole``: gather the parameters (a collective)."""
+        while self._patches:
+            self._patches.pop().remove()
         if make_whole:
             _replace(self.average.module, {shard: _make_whole(shard) for shard in self._shards.values()})
         self._shards = {}
-
-    # --- how it is done ---
 
     def _begin(self, job: Callable[[], None], group: ShardedGroup | None, watched: Iterable[Tensor]) -> Ticket | None:
         if self.optimizers is None:
@@ -119,7 +97,7 @@ class HostAverage:
         batch.run()
 
     def _begin_rest(self, model: nn.Module, number: Tensor) -> None:
-        """Move what is not sharded, scalars and buffers, from what it is now: the next forward may write to it."""
+        """Update with unsharded scalars and buffers, copied now: the next forward may write to them."""
         weights, buffers = [_copy(weight) for _, weight in self._plain], [_copy(one) for one in model.buffers()]
         if not weights and not buffers:
             return
@@ -137,7 +115,7 @@ class HostAverage:
         move_average(self.average, number, (averages, self._buffers), (weights, buffers))
 
     def _wait_for_rest(self) -> None:
-        """Wait for what nothing watches: scalars and buffers. Shards are waited for by who reads them."""
+        """Wait for scalars and buffers; reading a shard waits by itself."""
         rest, self._rest = self._rest, None
         if rest is not None:
             rest.wait()
@@ -147,12 +125,12 @@ class HostAverage:
         return list(type(self.average.module).buffers(self.average.module))
 
     def _forget_wholes(self) -> None:
-        """Let all parameters of the module be shards, with what was written to what is gathered."""
+        """Reshard the module, with what was written to gathered parameters."""
         for group in self._sharding.groups:
             group.forget_whole()
 
     def _settle_first(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """For whoever goes through the average and the module side by side."""
+        """Patch for code that reads the average and the module together."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._forget_wholes()
@@ -163,14 +141,14 @@ class HostAverage:
         return call
 
     def _read_state(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """What ``state_dict`` returns, its parameters as checkpoints have them. A collective."""
+        """Return ``state_dict`` with parameters in the form of checkpoints. A collective."""
         self._wait_for_rest()
         state = {key: value for key, value in inner(*args, **kwargs).items() if not key.startswith(_PREFIX)}
         return state | {_PREFIX + key: value for key, value in self._gather(self.average.module).items()}
 
 
 class _Batch:
-    """Tensors that are moved together, some at a time."""
+    """Tensors that are updated together, some at a time."""
 
     def __init__(self, average: AveragedModel, number: Tensor) -> None:
         self._average, self._number = average, number
@@ -178,14 +156,14 @@ class _Batch:
         self._theirs: list[Tensor] = []
 
     def add(self, ours: Tensor, theirs: Tensor) -> None:
-        """Move ``ours`` towards ``theirs``, now or later."""
+        """Update ``ours`` with ``theirs``, now or later."""
         self._ours.append(ours)
         self._theirs.append(theirs)
         if sum(one.numel() for one in self._ours) >= PART_ELEMENTS:
             self.run()
 
     def run(self) -> None:
-        """Move what is yet to be moved."""
+        """Update the pending tensors."""
         ours, theirs = self._ours, self._theirs
         self._ours, self._theirs = [], []
         if ours:
@@ -193,12 +171,12 @@ class _Batch:
 
 
 def _cut(lane: ShardLane, place: int, average: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cut the average and the weights of a shard into parts, as they are if they are small."""
-    if lane.shards is None:  # split, and at rest
+    """Cut average and weights of a shard into parts."""
+    if lane.shards is None:  # split between steps
         assert lane.split is not None
         flat, parts = average.view(-1), lane.split.parts[place]
         for start, stop in parts:
-            ours = flat[start - parts[0][0] : stop - parts[0][0]]  # the end may be what FSDP2 has padded it with
+            ours = flat[start - parts[0][0] : stop - parts[0][0]]  # the end may be padding of FSDP2
             if ours.numel():
                 yield ours, lane.split.read((start, stop))[: ours.numel()]
         return

@@ -1,4 +1,4 @@
-"""What a run will have at rest on the host, counted before any of it is there."""
+"""Count the host memory that a run needs, before it is allocated."""
 
 import math
 import operator
@@ -10,8 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_vram.optimizers.on_disk import find_layout, is_elementwise
-from lightning_vram.optimizers.stepping import FORMS, StateForm, why_not_steppable
+from lightning_vram.optimizers.on_disk.layouts import find_layout, is_elementwise
+from lightning_vram.optimizers.stepping.state_forms import FORMS, StateForm
+from lightning_vram.optimizers.stepping.steppable import why_not_steppable
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
 _NO_FORMS = (0,) * len(FORMS)
@@ -19,41 +20,30 @@ _NO_FORMS = (0,) * len(FORMS)
 
 @dataclass(frozen=True)
 class HostNeeds:
-    """Bytes that will be at rest on the host, by kind.
+    """Bytes of host memory between steps."""
 
-    Attributes:
-        weights: The shards.
-        narrow_copies: Of them, which travel in 16 bit.
-        gradients: Of those that are trained.
-        states: Of the optimizers, as far as their classes are known; 0 while there are none.
-        averages: Of weights, which a callback keeps.
-        can_be_narrow: Whether all weights are in 32 bit, so that 16 bit would halve all of it.
-        can_be_split: Whether weights that are split would need no copies.
-        narrow_states: What states would take with fewer bytes for a moment; 0 where there is no such form.
-    """
-
-    weights: int = 0
-    narrow_copies: int = 0
-    gradients: int = 0
-    states: int = 0
-    averages: int = 0
-    can_be_narrow: bool = True
-    can_be_split: bool = False
-    narrow_states: tuple[int, ...] = _NO_FORMS
+    weights: int = 0  # the shards
+    low_precision_copies: int = 0  # 16-bit copies for transfers
+    gradients: int = 0  # of trained weights
+    states: int = 0  # of optimizers of known classes; 0 before they exist
+    averages: int = 0  # of weights, for a callback
+    can_be_16_bit: bool = True  # all weights have 32 bits: 16 bits would halve everything
+    can_be_split: bool = False  # split weights would need no copies
+    low_precision_states: tuple[int, ...] = _NO_FORMS  # states in each form of moments; 0 if unsupported
 
     @property
     def total(self) -> int:
-        """All of it."""
-        return self.weights + self.narrow_copies + self.gradients + self.states + self.averages
+        """The sum of all kinds."""
+        return self.weights + self.low_precision_copies + self.gradients + self.states + self.averages
 
     def __add__(self, other: "HostNeeds") -> "HostNeeds":
-        """Add what another rank needs."""
-        kinds = ("weights", "narrow_copies", "gradients", "states", "averages")
+        """Add another rank."""
+        kinds = ("weights", "low_precision_copies", "gradients", "states", "averages")
         return HostNeeds(
             **{kind: getattr(self, kind) + getattr(other, kind) for kind in kinds},
-            can_be_narrow=self.can_be_narrow and other.can_be_narrow,
+            can_be_16_bit=self.can_be_16_bit and other.can_be_16_bit,
             can_be_split=self.can_be_split or other.can_be_split,
-            narrow_states=tuple(map(operator.add, self.narrow_states, other.narrow_states)),
+            low_precision_states=tuple(map(operator.add, self.low_precision_states, other.low_precision_states)),
         )
 
 
@@ -64,20 +54,15 @@ def count_host_needs(
     narrow_dtype: torch.dtype | None = None,
     averages: Iterable[nn.Module] = (),
 ) -> HostNeeds:
-    """Count what one rank will have of a module, without the states of its optimizers.
+    """Count what one of ``num_shards`` ranks will have of an unsharded module, without optimizer state.
 
-    Args:
-        module: Before it is sharded; may be on ``meta``. What is sharded already is not counted.
-        num_shards: Ranks that share a parameter.
-        narrow: Names of the parameters of which there is a copy that travels.
-        narrow_dtype: Of those copies; ``None``: there are none.
-        averages: Whole copies of the module, which will be sharded as it is.
+    ``narrow``: names of parameters with a copy of ``narrow_dtype``. ``averages``: whole copies that will be sharded.
     """
     needs = HostNeeds(
         averages=sum(
             numel * parameter.itemsize for one in averages for _, parameter, numel in _iterate_shards(one, num_shards)
         ),
-        can_be_narrow=all(p.dtype == torch.float32 for p in module.parameters()),
+        can_be_16_bit=all(p.dtype == torch.float32 for p in module.parameters()),
     )
     for name, parameter, numel in _iterate_shards(module, num_shards):
         num_bytes = numel * parameter.itemsize
@@ -86,7 +71,7 @@ def count_host_needs(
             has_copy = False  # frozen ones are split
         needs += HostNeeds(
             weights=num_bytes,
-            narrow_copies=numel * narrow_dtype.itemsize if has_copy and narrow_dtype is not None else 0,
+            low_precision_copies=numel * narrow_dtype.itemsize if has_copy and narrow_dtype is not None else 0,
             gradients=num_bytes if parameter.requires_grad else 0,
             can_be_split=has_copy and narrow_dtype == torch.bfloat16,
         )
@@ -96,13 +81,7 @@ def count_host_needs(
 def count_state_bytes(
     optimizers: Iterable[Optimizer], shards: Mapping[nn.Parameter, nn.Parameter], form: StateForm | None = None
 ) -> int:
-    """Count what optimizers will keep on this rank for weights that are trained; 0 for classes that nobody has read.
-
-    Args:
-        optimizers: Before their first step.
-        shards: That have taken the place of parameters.
-        form: Of their moments.
-    """
+    """Count optimizer state of trained weights on this rank; 0 for unknown classes."""
     return sum(sum(_iterate_states(one, shards, form)) for one in optimizers)
 
 
@@ -112,22 +91,21 @@ def add_states(
     shards: Mapping[nn.Parameter, nn.Parameter],
     form: StateForm | None,
 ) -> HostNeeds:
-    """Return needs with the states of optimizers, and what those would be in another form; see above."""
+    """Add optimizer state, and what it would be in other forms."""
     states = count_state_bytes(optimizers, shards, form)
     others = tuple(
-        count_state_bytes(optimizers, shards, one) if needs.can_be_narrow and all(map(one.fits, optimizers)) else 0
+        count_state_bytes(optimizers, shards, one) if needs.can_be_16_bit and all(map(one.fits, optimizers)) else 0
         for one in FORMS.values()
     )
-    return replace(
-        needs, states=states, narrow_states=others, can_be_narrow=needs.can_be_narrow and form is None
-    )  # a form is for float32 weights
+    can_be_16_bit = needs.can_be_16_bit and form is None  # a form is for float32 weights
+    return replace(needs, states=states, low_precision_states=others, can_be_16_bit=can_be_16_bit)
 
 
 def _iterate_shards(module: nn.Module, num_shards: int) -> Iterator[tuple[str, nn.Parameter, int]]:
-    """Yield what will be sharded, with its name and the elements of a shard."""
+    """Yield names and parameters that will be sharded, and the elements of a shard."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) or not parameter.dim() or not parameter.numel():
-            continue  # scalars are not sharded: they stay on the device
+            continue  # scalars stay on the device
         yield name, parameter, math.ceil(parameter.shape[0] / num_shards) * (parameter.numel() // parameter.shape[0])
 
 
@@ -142,4 +120,4 @@ def _iterate_states(
         for dtype in {parameter.dtype for parameter in trained}:
             layout = replace(find_layout(optimizer, group, dtype), form=form if dtype == torch.float32 else None)
             sizes = (local_part(parameter).numel() for parameter in trained if parameter.dtype == dtype)
-            yield sum(sum(layout.kept_bytes(size)) for size in sizes)
+            yield sum(sum(layout.stored_bytes(size)) for size in sizes)

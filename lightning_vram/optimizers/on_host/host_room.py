@@ -1,9 +1,4 @@
-"""Whether a host has the memory for what is to be at rest there: asked before any of it is taken.
-
-The kernel kills a process that takes more than there is, and what is pinned cannot be swapped. Each rank counts what it
-will have; the ranks of a machine share its memory. What the module has on the host now is counted once: its shards take
-its place.
-"""
+"""Check that a host has the memory that a run needs, before it is allocated: the kernel kills processes otherwise."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,29 +14,22 @@ from lightning_vram.memory.host.available import available_host_bytes, free_swap
 from lightning_vram.memory.host.machine import machine_name
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.optimizers.on_host.host_needs import HostNeeds
-from lightning_vram.optimizers.stepping import FORMS
+from lightning_vram.optimizers.stepping.state_forms import FORMS
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
 _DISK, _NARROW = "nvme_path='/a/fast/disk'", "precision='bf16-true'"
 
 
 def margin_bytes(taken_bytes: int) -> int:
-    """Return what is left to everything else: as much again of what is small, so that a toy runs on a full machine.
-
-    Args:
-        taken_bytes: What is taken beside what is there.
-    """
+    """Return what must stay free: as much again for small models, so that a toy runs on a full machine."""
     return min(MARGIN_BYTES, max(0, taken_bytes))
 
 
 class HostRoom:
-    """What the host has for this rank, measured when this is made; all ranks make one before any takes something.
+    """Free host memory of this rank, measured now: all ranks create one before any allocates.
 
-    Args:
-        module: What it has on the host counts as there: it will be given back.
-        optimizers: Of a run before, whose states will be.
-        averages: Copies of the module, which will be given back, too.
-        may_swap: Whether memory that is swapped out will do: none of it is pinned.
+    Memory of ``module``, ``averages`` and the states of earlier ``optimizers`` counts as free: shards replace it.
+    ``may_swap``: swap counts, too, as nothing is pinned.
     """
 
     def __init__(
@@ -61,16 +49,9 @@ class HostRoom:
         self._held = sum(tensor.nbytes for tensor in held)
 
     def check(self, needs: HostNeeds, name: str, *, has_disk: bool, is_spread: bool) -> None:
-        """Refuse what does not fit on the machine of any rank. A collective.
+        """Refuse needs that exceed the machine of any rank. A collective.
 
-        Args:
-            needs: Of this rank.
-            name: Who needs it.
-            has_disk: Whether states are on a disk already.
-            is_spread: Whether more ranks would each have less.
-
-        Raises:
-            OffloadError: On all ranks alike, if a machine has not enough.
+        ``is_spread``: with more ranks each would need less.
         """
         machines: dict[tuple[str, ...], _Machine] = {}
         for key, of_rank in gather_objects((machine_name(), _Machine(needs, self._available, self._held))):
@@ -88,18 +69,11 @@ class HostRoom:
 
 @dataclass(frozen=True)
 class _Machine:
-    """What all ranks of a machine need there, and have.
+    """Needs and free memory of the ranks of a machine."""
 
-    Attributes:
-        needs: Sum over the ranks.
-        available: What they can still take together; ``None``: nobody knows.
-        held: What their modules have.
-        num_ranks: How many they are.
-    """
-
-    needs: HostNeeds
-    available: int | None
-    held: int
+    needs: HostNeeds  # sum over the ranks
+    available: int | None  # free for all of them; ``None``: unknown
+    held: int  # of their modules
     num_ranks: int = 1
 
     def __add__(self, other: "_Machine") -> "_Machine":
@@ -123,13 +97,13 @@ class _Machine:
         return self.available is None or needs.total + self.margin(needs) <= self.room
 
     def list_fitting(self, *, has_disk: bool, num_machines: int | None) -> Iterator[str]:
-        """Yield settings with which it would fit, and what is needed then."""
+        """Yield settings that would fit, with their needs."""
         on_disk = replace(self.needs, states=0)
         choices = []
         if self.needs.states and not has_disk:
             choices.append((_DISK, on_disk))
         choices += _list_leaner(self.needs, has_disk=has_disk)
-        if self.needs.can_be_narrow:
+        if self.needs.can_be_16_bit:
             choices.append((_NARROW, _halve(self.needs)))
             if self.needs.states and not has_disk:
                 choices.append((f"{_DISK} and {_NARROW}", _halve(on_disk)))
@@ -142,27 +116,27 @@ class _Machine:
 
 
 def _list_leaner(needs: HostNeeds, *, has_disk: bool) -> Iterator[tuple[str, HostNeeds]]:
-    """Yield settings in which weights or states take less: first what changes no bits."""
+    """Yield settings with smaller weights or states: bit-exact ones first."""
     wholes = {"": needs}
     if needs.can_be_split:
-        split = replace(needs, narrow_copies=0)
+        split = replace(needs, low_precision_copies=0)
         wholes["master='split'"] = split
         yield "master='split'", split
-    for name, states in zip(FORMS, needs.narrow_states, strict=True):
+    for name, states in zip(FORMS, needs.low_precision_states, strict=True):
         if 0 < states < needs.states and not has_disk:
             for setting, whole in wholes.items():
                 yield " and ".join(filter(None, (setting, f"host_state={name!r}"))), replace(whole, states=states)
 
 
 def _halve(needs: HostNeeds) -> HostNeeds:
-    """Averages are copied before the module becomes narrow."""
+    """Return needs in 16 bits, except for averages, which are copied before the module is converted."""
     return HostNeeds(needs.weights // 2, 0, needs.gradients // 2, needs.states // 2, needs.averages)
 
 
 def _list_kinds(needs: HostNeeds) -> str:
     kinds = {
         "weights": needs.weights,
-        "16-bit copies": needs.narrow_copies,
+        "16-bit copies": needs.low_precision_copies,
         "gradients": needs.gradients,
         "optimizer state": needs.states,
         "averages of weights": needs.averages,

@@ -1,4 +1,4 @@
-"""Where the states of one optimizer are between its steps on the host, and in which form."""
+"""Where optimizer state is stored between steps on the host."""
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,24 +12,16 @@ from lightning_vram.core.tensors.layout import state_stored_like
 from lightning_vram.optimizers.on_disk import StreamedStates
 from lightning_vram.optimizers.on_host.narrow_states import NarrowStates, widen_when_stepped
 from lightning_vram.optimizers.on_host.split_steps import cut_gradient, scale, step_in_parts, step_lanes
-from lightning_vram.optimizers.stepping import Member, StateForm, StepRound
+from lightning_vram.optimizers.stepping.state_forms import StateForm
+from lightning_vram.optimizers.stepping.step_round import Member, StepRound
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 from lightning_vram.techniques.sharding import ShardLane
 
 
 class KeptStates:
-    """Those of the parameters that are stepped on the host.
+    """States of one optimizer: in memory or in a file in ``folder``, with moments in a form or float32.
 
-    Args:
-        optimizer: Whose states they are.
-        parameters: Of it, those.
-        folder: For states on a disk; ``None``: they are in memory.
-        form: Of moments; ``None``: float32.
-        on_device: The parameters that are on the device, if a callback wants all moments in the form.
-
-    Raises:
-        ValueError: If the optimizer's states cannot be on a disk.
-        OffloadError: If there is no room for them in the folder.
+    ``on_device``: parameters on the device, if a callback wants the form for all moments.
     """
 
     def __init__(
@@ -49,11 +41,7 @@ class KeptStates:
         self._streamed = None if folder is None else StreamedStates(optimizer, parameters, folder, form)
 
     def begin(self, optimizer: Optimizer) -> list[RemovableHandle]:
-        """Bring the states there that the optimizer has, now and whenever some are loaded.
-
-        Returns:
-            Handles whose ``remove`` ends it.
-        """
+        """Move states there, now and after loading; return handles."""
         self._take_in(optimizer)
         handles = [optimizer.register_load_state_dict_post_hook(self._take_in)]
         if self._narrow is not None:
@@ -61,19 +49,14 @@ class KeptStates:
         return handles
 
     def adopt(self, members: Sequence[Member], wait: Callable[[], None]) -> None:
-        """Take over what user code has written to states of members that are about to be stepped.
-
-        Args:
-            members: Of one group.
-            wait: Returns when no other step is under way.
-        """
+        """Adopt what user code wrote to states of a group, once other steps are over."""
         if self._streamed is not None:
             self._streamed.adopt(members, wait)
         if self._narrow is not None:
             self._narrow.adopt(members)
 
     def step(self, step_round: StepRound, lanes: Sequence[ShardLane], members: Sequence[Member]) -> None:
-        """Step members of one group, whose lanes are ``lanes``: with states from a disk, in parts, or as they are."""
+        """Step members of one group: with states from disk, in parts, or at once."""
         members = step_lanes(step_round, self._narrow, lanes, members, is_whole=self._streamed is not None)
         if self._streamed is not None:
             scale(step_round, members)
@@ -84,14 +67,14 @@ class KeptStates:
             step_round.run(members)
 
     def step_on_device(self, step_round: StepRound, members: Sequence[Member], *, is_on_host: bool) -> None:
-        """Step members of a group whose shards are where they are computed."""
+        """Step members of a group whose shards are on the computing device."""
         if self._narrow is not None and self._has_device:
             step_in_parts(step_round, self._narrow, members)
         else:
             step_round.run(members, is_on_host=is_on_host)
 
     def let_go(self, optimizer: Optimizer) -> None:
-        """Let the optimizer step by itself again."""
+        """Upcast moments once the optimizer steps by itself."""
         if self._narrow is not None:
             widen_when_stepped(optimizer)
 
@@ -103,7 +86,7 @@ class KeptStates:
 
 
 def replace_parameters(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Let others take the place of parameters in the groups and the states of an optimizer."""
+    """Replace parameters in groups and states of an optimizer."""
     for group in optimizer.param_groups:
         group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
     for parameter, other in replaced.items():

@@ -1,4 +1,4 @@
-"""Moments that are kept in fewer bytes between steps: in memory, where the optimizer's ``state`` has them."""
+"""Moments in fewer bytes in the optimizer's ``state``."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -11,35 +11,24 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.core.tensors.layout import state_stored_like
-from lightning_vram.optimizers.stepping import (
+from lightning_vram.optimizers.stepping.state_forms import (
     MOMENTS,
-    Member,
-    State,
     StateForm,
-    UpdateCheck,
-    as_sharded,
-    check_state,
     is_narrow,
-    iterate_parameters,
-    local_parts,
     narrow_state,
     widen_state,
     widened,
 )
+from lightning_vram.optimizers.stepping.step_round import Member, State, as_sharded, check_state, local_parts
+from lightning_vram.optimizers.stepping.steppable import iterate_parameters
+from lightning_vram.optimizers.stepping.update_check import UpdateCheck
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
 _to_widen: "WeakKeyDictionary[Optimizer, RemovableHandle]" = WeakKeyDictionary()
 
 
 class NarrowStates:
-    """Those of one optimizer.
-
-    Args:
-        optimizer: Whose moments can be in the form.
-        takes: Whether a parameter is one of those that are in the form, now or when it is added.
-        form: Of their moments.
-        check: Counts updates of moments that are lost; ``None``: nobody does.
-    """
+    """Moments of one optimizer in a form, for the parameters that ``takes`` returns true for, now or later."""
 
     def __init__(
         self,
@@ -49,34 +38,31 @@ class NarrowStates:
         check: UpdateCheck | None = None,
     ) -> None:
         self.form, self._check = form, check
-        self._optimizer, self._takes = optimizer, takes
+        self._optimizer = optimizer
+        self.has = takes  # whether the moments of a parameter have the form
         self._loading: dict[nn.Parameter, State] = {}
         handle = _to_widen.pop(optimizer, None)
-        if handle is not None:  # of a run before
+        if handle is not None:  # of an earlier run
             handle.remove()
-
-    def has(self, parameter: nn.Parameter) -> bool:
-        """Whether the moments of a parameter are in the form."""
-        return self._takes(parameter)
 
     @property
     def is_counting(self) -> bool:
-        """Whether updates that are lost are counted in this step."""
+        """Whether lost updates are counted in this step."""
         return self._check is not None and self._check.is_counting
 
-    def rounded(self, state: State, start: int, seed: str, kept: State) -> State:
-        """Return a state of a part as it is kept: see :func:`narrow_state`. What existed before is counted."""
+    def rounded(self, state: State, start: int, seed: str, stored: State) -> State:
+        """Round the state of a part of a parameter, and count lost updates of existing moments."""
         if self._check is None or not self._check.is_counting:
-            return narrow_state(self.form, state, start, seed, kept)
-        keys = [key for key in MOMENTS if is_narrow(kept.get(key))]
-        before, stepped = [widened(kept[key]) for key in keys], [state[key].clone() for key in keys]
-        narrow = narrow_state(self.form, state, start, seed, kept)
+            return narrow_state(self.form, state, start, seed, stored)
+        keys = [key for key in MOMENTS if is_narrow(stored.get(key))]
+        before, stepped = [widened(stored[key]) for key in keys], [state[key].clone() for key in keys]
+        narrow = narrow_state(self.form, state, start, seed, stored)
         for key, old, new in zip(keys, before, stepped, strict=True):
             self._check.count(old, new, narrow[key])
         return narrow
 
     def take_in(self, optimizer: Optimizer) -> None:
-        """Bring the moments that the optimizer has, or has loaded, into the form, one after the other."""
+        """Convert the moments that the optimizer has or has loaded, one by one."""
         loading, self._loading = self._loading, {}
         for parameter, moments in loading.items():
             optimizer.state[parameter].update(moments)
@@ -85,7 +71,7 @@ class NarrowStates:
             self._convert(parameter, state, local_parts(parameter, state))
 
     def adopt(self, members: Sequence[Member]) -> None:
-        """Bring moments into the form that user code has written to the states of members."""
+        """Convert moments that user code wrote to the states of members."""
         for member in members:
             if self.has(member.parameter):
                 self._convert(member.parameter, member.state, member.local_state)
@@ -101,9 +87,11 @@ class NarrowStates:
                     state[key] = as_sharded(local_state[key], parameter, shard.shape)
 
     def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Take the moments out of what is loaded: ``torch.optim`` would make float32 of all of them at once."""
+        """Hold back moments while loading: ``torch.optim`` would upcast all of them at once."""
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        parameters = dict(zip(saved, iterate_parameters(optimizer), strict=False))  # it complains of other numbers
+        parameters = dict(
+            zip(saved, iterate_parameters(optimizer), strict=False)
+        )  # load_state_dict compares the numbers
         states = dict(state_dict["state"])
         for key, state in states.items():
             parameter = parameters.get(key)
@@ -114,7 +102,7 @@ class NarrowStates:
 
 
 def widen_when_stepped(optimizer: Optimizer) -> None:
-    """Have moments in float32 once the optimizer steps by itself: not before, there may be no memory for them."""
+    """Upcast moments at the next step of the optimizer itself: there may be no memory for them before."""
 
     def widen(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _to_widen.pop(optimizer).remove()

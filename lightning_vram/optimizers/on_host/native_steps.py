@@ -1,4 +1,4 @@
-"""Steps of torch's fused AdamW on weights and moments as they are kept, in one pass over memory, to the same bits."""
+"""Bit-exact steps of torch's fused AdamW on stored weights and moments, in one pass over memory."""
 
 from typing import Any
 
@@ -9,14 +9,16 @@ from torch.optim import Adam, AdamW
 from lightning_vram.core.host.split_weights import Part, SplitWeights
 from lightning_vram.core.tensors.low_bit import LowBitTensor
 from lightning_vram.core.tensors.native_codecs import LANES, AdamWStep, native_codecs
-from lightning_vram.optimizers.stepping import Member, State, StepRound, is_narrow, steps_like
+from lightning_vram.optimizers.stepping.state_forms import is_narrow
+from lightning_vram.optimizers.stepping.step_round import Member, State, StepRound
+from lightning_vram.optimizers.stepping.steppable import steps_like
 
 _STATE = {"step", "exp_avg", "exp_avg_sq"}
-_OTHERS = ("amsgrad", "maximize", "differentiable")  # settings that it knows nothing of
+_OTHERS = ("amsgrad", "maximize", "differentiable")  # unsupported settings
 
 
 def read_adamw_step(step_round: StepRound, member: Member) -> AdamWStep | None:
-    """Return the step of a member, if it is one of the fused AdamW on the host, and not the first."""
+    """Return the step of a member if it is one of fused AdamW on the host, but not the first."""
     optimizer, state = step_round.optimizer, member.local_state
     step = state.get("step")
     if set(state) != _STATE or not isinstance(step, Tensor) or type(step) is not Tensor or step.device.type != "cpu":
@@ -30,23 +32,15 @@ def read_adamw_step(step_round: StepRound, member: Member) -> AdamWStep | None:
     if any(isinstance(number, Tensor) and number.device.type != "cpu" for number in numbers):
         return None
     lr, first, second, eps, decay = map(float, numbers)
-    if 1 - first >= 0.5 or (decay and not settings.get("decoupled_weight_decay")):  # are computed otherwise
+    if 1 - first >= 0.5 or (decay and not settings.get("decoupled_weight_decay")):  # use other formulas
         return None
     return AdamWStep(int(step) + 1, lr, (first, second), eps, decay)
 
 
 def step_as_kept(step: AdamWStep, weights: Tensor, gradient: Tensor, state: State, draws: tuple[int, int]) -> bool:
-    """Step flat weights with moments as they are kept, if there is compiled code for that; else change nothing.
+    """Step flat fp32 weights with stored moments by compiled code, if there is some; return whether they are stepped.
 
-    Args:
-        step: Which.
-        weights: In float32.
-        gradient: Of them.
-        state: Of them, as it is kept.
-        draws: Those of the first place, for ``exp_avg`` and ``exp_avg_sq``.
-
-    Returns:
-        Whether they are stepped.
+    ``draws``: random draws for the first place of both moments.
     """
     moments = state["exp_avg"], state["exp_avg_sq"]
     if weights.numel() % LANES or gradient.dtype != torch.float32 or not all(map(is_narrow, moments)):
@@ -67,7 +61,7 @@ def step_split(
     state: State,
     draws: tuple[int, int],
 ) -> bool:
-    """The same for a part of split weights; the gradient may be in bf16, with a factor."""
+    """Step a part of split weights likewise; the gradient may be bf16, with a factor."""
     upper, lower, (places, halves) = split.pieces(part)
     moments, (numbers, factor) = (state["exp_avg"], state["exp_avg_sq"]), gradient
     is_known = all(is_narrow(one) or one.dtype == torch.float32 for one in moments) and numbers.dtype in {

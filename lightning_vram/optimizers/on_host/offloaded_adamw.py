@@ -1,4 +1,4 @@
-"""AdamW on the host for a sharded module, for those who train without Lightning."""
+"""AdamW on the host for a sharded module, without Lightning."""
 
 import os
 from collections.abc import Iterable
@@ -13,12 +13,12 @@ from lightning_vram.techniques.sharding import FullSharding
 
 
 class OffloadedAdamW(AdamW):
-    """AdamW whose step goes on beside the next forward, on the host and on the shards of this rank.
+    """AdamW whose step overlaps with the next forward, on the host and on the shards of this rank.
 
-    A ``torch.optim.AdamW`` like any other: schedulers, ``state_dict`` and hooks work. ``step()`` returns before the
-    step is over; whoever reads a parameter, a gradient or a state waits for it, layer by layer. Any other optimizer of
-    ``torch.optim`` steps in the same way once :class:`~lightning_vram.optimizers.on_host.optimizers.HostOptimizers` has
-    it attached. Zero-Offload, https://arxiv.org/abs/2101.06840, has the step after the backward, and waits for it.
+    Schedulers, ``state_dict`` and hooks work as with ``torch.optim.AdamW``. ``step()`` returns before the step is over;
+    reading a parameter, gradient or state waits for it, layer by layer. Attach other optimizers of ``torch.optim`` to
+    :class:`~lightning_vram.optimizers.on_host.optimizers.HostOptimizers`. ZeRO-Offload
+    (https://arxiv.org/abs/2101.06840) steps after the backward, and waits.
 
     Args:
         sharding: Of the module that is trained.
@@ -69,7 +69,7 @@ class OffloadedAdamW(AdamW):
         self._host.attach([self])
 
     def clip_norm(self, max_norm: float) -> None:
-        """Clip gradients to a common 2-norm over all ranks, in the threads of the step, when they are stepped with.
+        """Clip gradients to a common 2-norm over all ranks, in the threads of the step.
 
         Args:
             max_norm: Largest norm.

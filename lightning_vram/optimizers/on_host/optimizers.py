@@ -1,9 +1,4 @@
-"""Step the optimizers of a sharded module beside its training: on its shards, on the host, in a thread of their own.
-
-A step is begun where the optimizer is told to, and is over when somebody wants to read what it writes: the next
-forward waits for one layer after the other, everything else for the tensors it looks at. Where it is known before the
-backward that a step will follow, and that nothing will change the gradients, it begins layer by layer in the backward.
-"""
+"""Step the optimizers of a sharded module during training: on its shards, on the host, in a thread of their own."""
 
 import os
 import threading
@@ -24,20 +19,11 @@ from lightning_vram.core.surgery.shadow import Shadow
 from lightning_vram.memory.tracking.optimizer_tensors import forget_optimizer_tensors, register_optimizer_tensors
 from lightning_vram.optimizers.on_host.kept_states import KeptStates, replace_parameters
 from lightning_vram.optimizers.on_host.split_steps import scale_gradients
-from lightning_vram.optimizers.stepping import (
-    Member,
-    StateForm,
-    StepRound,
-    StepTakeOver,
-    WholeSteps,
-    can_step_wholes,
-    explain_failures,
-    find_unheld,
-    iterate_parameters,
-    list_tensors,
-    refuse_optimizer,
-    why_not_steppable,
-)
+from lightning_vram.optimizers.stepping.foreign_steps import WholeSteps, can_step_wholes, explain_failures
+from lightning_vram.optimizers.stepping.state_forms import StateForm, find_unheld
+from lightning_vram.optimizers.stepping.step_round import Member, StepRound, list_tensors
+from lightning_vram.optimizers.stepping.steppable import iterate_parameters, refuse_optimizer, why_not_steppable
+from lightning_vram.optimizers.stepping.take_over import StepTakeOver
 from lightning_vram.private_names.fsdp2.sharded_tensors import calls_derived_dispatch
 from lightning_vram.private_names.torch.optimizers import has_step_hooks, note_step
 from lightning_vram.techniques.sharding import FullSharding, ShardedGroup
@@ -49,17 +35,11 @@ Result = TypeVar("Result")
 class HostOptimizers(StepTakeOver):
     """All optimizers of one sharded module. They stay the same objects.
 
-    Args:
-        sharding: Of the module.
-        num_threads: That a step uses.
-        nvme_path: Folder for the states of optimizers, on a fast local disk; ``None``: they are in host memory.
-        form: Of moments on the host; ``None``: float32.
-        is_form_everywhere: Whether those on the device are in it, too.
+    The next forward waits for a step layer by layer, all other code for the tensors that it reads. If nothing changes
+    the gradients after the backward, the step begins layer by layer within it: ``may_step_early`` is asked before a
+    step, with its closure, whether that is so.
 
-    Attributes:
-        unheld: Trained parameters whose moments cannot be in the form.
-        may_step_early: Asked before a step that is given a closure, with that: whether nothing but the step will look
-            at the gradients of this optimizer after the backward in there, or change them.
+    ``nvme_path``: folder for states; ``form``: of moments on the host, or of all moments if ``is_form_everywhere``.
     """
 
     def __init__(
@@ -80,30 +60,23 @@ class HostOptimizers(StepTakeOver):
         self._attached: list[Optimizer] = []
         self._handles: list[RemovableHandle] = []
         self._early: Callable[[], StepRound] | None = None
-        self._round: StepRound | None = None  # that was begun in the backward
-        self._early_lock = threading.Lock()  # groups on the device land in another thread than the others
-        self._submitted: list[tuple[bool, ShardedGroup, Ticket]] = []  # jobs of the step; whether a forward passes them
+        self._round: StepRound | None = None  # begun in the backward
+        self._early_lock = threading.Lock()  # gradients on the device land in another thread
+        self._submitted: list[
+            tuple[bool, ShardedGroup, Ticket]
+        ] = []  # jobs of the step; whether a forward ignores them
         self._nvme_path, self._form, self._is_form_everywhere = nvme_path, form, is_form_everywhere
-        self.unheld: set[nn.Parameter] = set()
-        self._kept: dict[int, KeptStates] = {}  # by id of the optimizer
-        self._fresh: list[Member] = []  # of the step, that had no state
-        self._stateless: set[nn.Parameter] = set()  # for which none was made, as of SGD without momentum
-        self._factors: dict[int, Tensor] = {}  # by which gradients are yet to be scaled; by id of the optimizer
+        self.unheld: set[nn.Parameter] = set()  # trained parameters whose moments cannot have the form
+        self._stored: dict[int, KeptStates] = {}  # by id of the optimizer
+        self._fresh: list[Member] = []  # of the step, without states
+        self._stateless: set[nn.Parameter] = set()  # without states after a step, as of SGD
+        self._factors: dict[int, Tensor] = {}  # of pending gradient scaling, by id of the optimizer
         sharding.on_landed = self._landed
         super().__init__()
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let optimizers step here from now on.
-
-        Args:
-            optimizers: Any. Those that have none of the parameters are left alone, and so are those of a class that
-                is not known to step each element by itself, but for what follows their steps.
-
-        Raises:
-            ValueError: If one cannot step on shards, or moments have no such form; then none is attached.
-            OffloadError: If there is no room for its states at ``nvme_path``; then none is attached.
-        """
-        for optimizer in optimizers:  # one may have been made before the module was sharded
+        """Step more optimizers here; refuse all if one cannot. Of unknown classes, only the effects are handled."""
+        for optimizer in optimizers:  # some were created before sharding
             replace_parameters(optimizer, self._sharding.shards)
         fresh = [one for one in optimizers if self._has_ours(one) and not any(one is known for known in self._attached)]
         for optimizer in fresh:
@@ -112,9 +85,9 @@ class HostOptimizers(StepTakeOver):
         others = [parameter for parameter, group in self._groups.items() if group.landing is None]
         on_device = others if self._is_form_everywhere else None
         self._check_form(fresh, self._groups if self._is_form_everywhere else set(on_host))
-        kept = [KeptStates(one, on_host, self._nvme_path, self._form, on_device) for one in fresh]
+        stored = [KeptStates(one, on_host, self._nvme_path, self._form, on_device) for one in fresh]
         lanes = [lane for group in self._sharding.groups for lane in group.lanes]
-        for optimizer, states in zip(fresh, kept, strict=True):
+        for optimizer, states in zip(fresh, stored, strict=True):
             self._attached.append(optimizer)
             register_optimizer_tensors(optimizer, lambda: [one.resident for one in lanes if one.resident is not None])
             self._handles += [
@@ -122,7 +95,7 @@ class HostOptimizers(StepTakeOver):
                 optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish()),
             ]
             if why_not_steppable(optimizer) is None:
-                self._kept[id(optimizer)] = states
+                self._stored[id(optimizer)] = states
                 self._handles += states.begin(optimizer)
                 self._take_over(optimizer)
             else:
@@ -135,10 +108,10 @@ class HostOptimizers(StepTakeOver):
         names = f"host_state={form.name!r}", "host_state='fp32'"
         if self._is_form_everywhere:
             names, optimizers = (form.part, f"leave {form.part} out"), [one for one in optimizers if form.fits(one)]
-        self.unheld = find_unheld(*names, form, optimizers, parameters, is_late=bool(self._kept))
+        self.unheld = find_unheld(*names, form, optimizers, parameters, is_late=bool(self._stored))
 
     def _attach_foreign(self, optimizer: Optimizer) -> None:
-        """Let one whose step nobody has read do it at once, on plain tensors where they are whole."""
+        """Step an optimizer of an unknown class synchronously, on whole tensors if possible."""
         is_whole = not self._is_split and can_step_wholes(optimizer)
         warnings.warn(
             f"{type(optimizer).__name__} is not one of torch.optim's elementwise optimizers: it steps on "
@@ -151,24 +124,18 @@ class HostOptimizers(StepTakeOver):
         ]
         if is_whole:
             whole = WholeSteps(optimizer, partial(self._written, optimizer))
-            self._stand_in(optimizer, lambda optimizer, closure=None: whole.step(closure))
+            self._patch_step(optimizer, lambda optimizer, closure=None: whole.step(closure))
         else:
             explained = explain_failures(optimizer, is_split=self._is_split)
-            self._stand_ins.append(Shadow(optimizer, "step", explained))
+            self._patches.append(Shadow(optimizer, "step", explained))
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float, *, may_wait: bool) -> None:
-        """Clip gradients to a common 2-norm, as ``torch.nn.utils.clip_grad_norm_`` does. A collective.
-
-        Args:
-            optimizer: Whose parameters' gradients.
-            max_norm: Largest norm.
-            may_wait: Whether gradients may be scaled when they are stepped with, which comes next.
-        """
+        """Clip gradients to a common 2-norm; ``may_wait``: in the step, which comes next. A collective."""
         parameters = [parameter for parameter in iterate_parameters(optimizer) if parameter.grad is not None]
         has_narrow = any(narrow_of(parameter.grad) is not None for parameter in parameters)
         norm = self._compute(lambda: sharded_norm(parameters, *([wide_part] if has_narrow else [])))
         if self._worker is not None:
-            norm = norm.cpu()  # whoever scales what is on the host need not wait for the device
+            norm = norm.cpu()  # scaling on the host needs no wait for the device
         factor = clip_factor(norm, max_norm)
         if may_wait and self._is_taken(optimizer):
             self._factors[id(optimizer)] = factor
@@ -177,36 +144,26 @@ class HostOptimizers(StepTakeOver):
             self._compute(lambda: scale_gradients(gradients, factor))
 
     def finish(self) -> None:
-        """Wait until all steps are over.
-
-        Raises:
-            BaseException: What one of them has raised.
-        """
+        """Wait until all steps are over, and raise their errors."""
         self._sharding.wait_for_steps()
         if self._worker is not None:
             self._worker.check()
 
     def let_go(self, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Let the optimizers step by themselves again.
-
-        Args:
-            replaced: Parameters that others have taken the place of.
-        """
+        """Detach the optimizers, with ``replaced`` parameters."""
         self._sharding.on_landed = None
         if self._worker is not None:
             self._worker.stop()
         for handle in self._handles:
             handle.remove()
-        self.end_standing_in()
+        self.remove_patches()
         for optimizer in self._attached:
             forget_optimizer_tensors(optimizer)
             replace_parameters(optimizer, replaced)
-            if id(optimizer) in self._kept:
-                self._kept[id(optimizer)].let_go(optimizer)
-        self._kept, self._groups, self._stateless = {}, {}, set()
-        self._attached, self._taken, self._stand_ins, self._handles = [], [], [], []
-
-    # --- steps ---
+            if id(optimizer) in self._stored:
+                self._stored[id(optimizer)].let_go(optimizer)
+        self._stored, self._groups, self._stateless = {}, {}, set()
+        self._attached, self._taken, self._patches, self._handles = [], [], [], []
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         note_step(optimizer)
@@ -227,27 +184,27 @@ class HostOptimizers(StepTakeOver):
         self.arrange_by_forward()
         self._sharding.gather_root()
         fresh, self._fresh = self._fresh, []
-        if fresh:  # from here on a step writes only to what there is: user code may put other states in its place
+        if fresh:  # later steps write to existing states only: user code may replace them
             self.finish()
             self._stateless.update(member.parameter for member in fresh if not member.state)
         return loss
 
     def arrange_by_forward(self) -> None:
-        """The next forward wants the first layers first, where the backward came to the last; averages it needs not."""
+        """Order jobs as the next forward needs them: first layers first, averages last."""
         if self._worker is not None:
             places = {group: place for place, group in enumerate(self._sharding.groups)}
             submitted = sorted(self._submitted, key=lambda item: (item[0], places[item[1]]))  # the rest in their order
             self._worker.arrange([ticket for *_, ticket in submitted])
 
     def _landed(self, group: ShardedGroup) -> None:
-        """Step a group in the backward, as soon as its gradients are there."""
+        """Step a group in the backward, as soon as its gradients exist."""
         with self._early_lock:
             if self._early is None or not group.is_complete:
                 return
-            self._round = self._round or self._early()  # with the settings that the forward has left
+            self._round = self._round or self._early()  # with the settings after the forward
             doubtful = {parameter for parameter, _ in group.doubtful}
             self._submit(self._round, group, [p.sharded_param for p in group.fsdp_params if p not in doubtful])
-            if group.landing is not None:  # else this is another thread than that of the others
+            if group.landing is not None:  # otherwise this is another thread
                 self.arrange_by_forward()
 
     def _submit(self, step_round: StepRound, group: ShardedGroup, parameters: Iterable[nn.Parameter]) -> None:
@@ -256,7 +213,7 @@ class HostOptimizers(StepTakeOver):
         if not members:
             return
         group.forget_whole()
-        states = self._kept[id(step_round.optimizer)]
+        states = self._stored[id(step_round.optimizer)]
         states.adopt(members, self._worker.drain if self._worker is not None else self.finish)
         if self._worker is None or group.landing is None:
             is_on_host = group.home.type == "cpu"
@@ -269,9 +226,9 @@ class HostOptimizers(StepTakeOver):
     def work_beside(
         self, job: Callable[[], None], group: ShardedGroup | None, watched: Iterable[Tensor], *, is_reader: bool = False
     ) -> Ticket | None:
-        """Have ``job`` done by who steps ``group``, after that; nobody uses ``watched`` tensors meanwhile.
+        """Run ``job`` after steps of ``group``, in their thread; using ``watched`` tensors waits for it.
 
-        The next forward passes one that ``is_reader`` of whole shards (before torch 2.13: it waits).
+        The next forward does not wait for one that ``is_reader`` of whole shards (before torch 2.13: it waits).
         """
         if self._worker is None or (group is not None and group.landing is None):
             job()
@@ -284,21 +241,21 @@ class HostOptimizers(StepTakeOver):
         return ticket
 
     def _compute(self, compute: Callable[[], Result]) -> Result:
-        """Let the threads of the steps do something at once."""
+        """Run a function in the threads of the steps, and wait."""
         if self._worker is None:
             return compute()
         results: list[Result] = []
         stream = nullcontext() if self._sharding.device.type == "cpu" else torch.accelerator.current_stream()
 
         def job() -> None:
-            with stream:  # where gradients are that are on the device
+            with stream:  # gradients may be on the device
                 results.append(compute())
 
         self._worker.submit(job).wait()
         return results[0]
 
     def _give_up_wholes(self, optimizer: Optimizer, *unused: Any) -> None:
-        """Let the shards have what was written to what is gathered, before they are stepped."""
+        """Reshard, with what was written to gathered parameters, before a step."""
         for group in {self._groups[p] for p in iterate_parameters(optimizer) if p in self._groups}:
             group.forget_whole()
 

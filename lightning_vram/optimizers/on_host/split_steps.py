@@ -1,7 +1,4 @@
-"""Step part by part weights that are split at rest, and those with moments in a narrow form.
-
-No more than a few parts are in float32 at a time.
-"""
+"""Step split weights, and weights with low-precision moments, in parts: few of them are float32 at a time."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,31 +12,21 @@ from lightning_vram.core.host.split_weights import PART_ELEMENTS, Part, SplitWei
 from lightning_vram.core.tensors.layout import flat_as_stored, stored_like
 from lightning_vram.core.tensors.low_bit import BLOCK_SIZE
 from lightning_vram.core.tensors.native_codecs import LANES, AdamWStep
-from lightning_vram.optimizers.on_disk import is_elementwise
+from lightning_vram.optimizers.on_disk.layouts import is_elementwise
 from lightning_vram.optimizers.on_host.narrow_states import NarrowStates
 from lightning_vram.optimizers.on_host.native_steps import read_adamw_step, step_as_kept, step_split
-from lightning_vram.optimizers.stepping import (
-    MOMENTS,
-    Member,
-    State,
-    StepRound,
-    draw_of_moment,
-    first_place,
-    make_seeds,
-    make_stand_in,
-    publish_state,
-    widen_state,
-)
+from lightning_vram.optimizers.stepping.state_forms import MOMENTS, draw_of_moment, first_place, make_seeds, widen_state
+from lightning_vram.optimizers.stepping.step_round import Member, State, StepRound, make_stand_in, publish_state
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part, own_part_of
 from lightning_vram.private_names.torch.dispatch import FakeTensor
 from lightning_vram.techniques.sharding import ShardLane
 from lightning_vram.techniques.sharding.gathered import narrow_of, narrow_part, scale_narrow, wide_part, widen
 
-_ON_DEVICE = 2**22  # weights in a part there: few kernels, 64 MiB
+_ON_DEVICE = 2**22  # weights in a part on the device: few kernels, 64 MiB
 
 
 def step_in_parts(step_round: StepRound, narrow: NarrowStates, members: Sequence[Member]) -> None:
-    """Step members whose moments are in a narrow form, but for small ones, some parts at a time."""
+    """Step members with low-precision moments, some parts at a time."""
     _step_parts(step_round, [_Stepping(member, narrow) for member in members])
 
 
@@ -51,18 +38,7 @@ def step_lanes(
     *,
     is_whole: bool,
 ) -> list[Member]:
-    """Step those of ``members`` that can be stepped in parts, and have the others' shards in memory of their own.
-
-    Args:
-        step_round: The step.
-        narrow: Has the moments, where they are in a narrow form.
-        lanes: Of the members' group.
-        members: Of the step.
-        is_whole: Whether none is to be stepped in parts.
-
-    Returns:
-        Those that are yet to be stepped.
-    """
+    """Step members that can be stepped in parts (none if ``is_whole``); join the shards of the rest, and return it."""
     if not any(lane.is_split for lane in lanes):
         return list(members)
     left: list[Member] = []
@@ -71,7 +47,8 @@ def step_lanes(
         ours = [member for member in members if member.parameter in places]
         if not ours:
             continue
-        can_part = is_elementwise(type(step_round.optimizer)) and all(map(_is_flat, ours))
+        states = (value for one in ours for value in one.local_state.values() if isinstance(value, Tensor))
+        can_part = is_elementwise(type(step_round.optimizer)) and all(value.is_contiguous() for value in states)
         if lane.shards is None and not is_whole and can_part:
             assert lane.split is not None
             split = lane.split
@@ -83,7 +60,7 @@ def step_lanes(
 
 
 def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply sharded gradients by a scalar, in place; those that are kept in 16 bit when they are read."""
+    """Multiply sharded gradients by a scalar, in place; 16-bit ones when they are read."""
     for gradient in gradients:
         if narrow_of(gradient) is not None:
             scale_narrow(gradient, factor)
@@ -91,27 +68,22 @@ def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def _as_it_is(member: Member, *, has_wide_gradient: bool) -> Member:
-    """Return ``member`` with tensors that have values: some may have had none when it was made."""
+    """Return ``member`` with the tensors of now: some may have been empty before."""
     assert member.own_gradient is not None
     if has_wide_gradient:
         widen(member.own_gradient)
     return replace(member, shard=own_part_of(member.parameter), gradient=own_part_of(member.own_gradient))
 
 
-def _is_flat(member: Member) -> bool:
-    """Whether parts can be cut out of its states."""
-    return all(value.is_contiguous() for value in member.local_state.values() if isinstance(value, Tensor))
-
-
 def cut_gradient(member: Member, part: slice) -> Tensor:
-    """Return some of a gradient, flat."""
+    """Return a flat part of a gradient."""
     if member.own_gradient is not None and narrow_of(member.own_gradient) is not None:
         return wide_part(member.own_gradient, part)
     return flat_as_stored(stored_like(member.gradient, member.shard))[part]
 
 
 def scale(step_round: StepRound, members: Sequence[Member]) -> None:
-    """Multiply gradients by the factor, if there is one; those that are kept in 16 bit when they are read."""
+    """Multiply gradients by the factor of the step, if any; 16-bit ones when they are read."""
     if step_round.factor is None:
         return
     for member in members:
@@ -121,11 +93,7 @@ def scale(step_round: StepRound, members: Sequence[Member]) -> None:
 
 
 class _Scratch:
-    """Memory of one batch after the other: the host takes about as long to give out fresh pages as a step.
-
-    Args:
-        like: A tensor on the device.
-    """
+    """Float32 memory on one device, reused by batches: new pages of the host take as long as a step."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
@@ -133,7 +101,7 @@ class _Scratch:
         self._next = 0
 
     def take(self, count: int) -> Tensor:
-        """Return flat float32 memory for so many numbers."""
+        """Return flat memory for so many numbers."""
         place, self._next = self._next, self._next + 1
         if place == len(self._blocks):
             self._blocks.append(self._like.new_empty(count, dtype=torch.float32))
@@ -142,7 +110,7 @@ class _Scratch:
         return self._blocks[place][:count]
 
     def take_back(self) -> None:
-        """Get all of it for the next batch."""
+        """Reuse all of it."""
         self._next = 0
 
 
@@ -159,13 +127,13 @@ class _Stepping:
         numel = member.shard.numel()
         self.part_elements = PART_ELEMENTS if member.shard.device.type == "cpu" else _ON_DEVICE
         parts = list(cut_parts(0, numel, self.part_elements)) if split is None else split.parts[place]
-        self.parts = parts[:1] if isinstance(member.shard, FakeTensor) else parts  # of an estimate: none takes more
-        self.seed = ""  # for rounding, where that is random
-        self.step: AdamWStep | None = None  # where that can be done at once
-        self.fresh: State = {}  # what the step makes, to be published when all parts are stepped
+        self.parts = parts[:1] if isinstance(member.shard, FakeTensor) else parts  # of an estimate: no part needs more
+        self.seed = ""  # of stochastic rounding
+        self.step: AdamWStep | None = None  # if compiled code can do it
+        self.fresh: State = {}  # new states, to be published after all parts
 
     def step_most(self) -> list[Part]:
-        """Step at once what can be stepped as it is kept, in one part; return the parts that are left to do."""
+        """Step stored tensors by compiled code, as one part; return the parts that are left."""
         numel = self.member.shard.numel()
         most = numel - numel % BLOCK_SIZE if numel % LANES else numel
         if self.split is None and _Part(self, (0, most)).step_as_kept():
@@ -173,33 +141,33 @@ class _Stepping:
         return self.parts
 
     def read(self, part: Part) -> Tensor:
-        """Return weights in float32, to be written to."""
+        """Return float32 weights, to be written to."""
         return flat_as_stored(self.member.shard)[slice(*part)] if self.split is None else self.split.read(part)
 
     def write(self, part: Part, numbers: Tensor) -> None:
-        """Take over what became of them."""
+        """Store stepped weights."""
         if self.split is not None:
             self.split.write(part, numbers)
 
     def state_of(self, part: slice) -> State:
-        """Return the states of some weights as they are kept; what is kept once for all of them as a copy."""
+        """Return views of the stored states of some weights; values per parameter are copied."""
         return {
             key: self._cut(key, value, part) if self._is_elementwise(value) else _copy(value)
             for key, value in self.member.local_state.items()
         }
 
-    def rounded(self, state: State, part: slice, kept: State) -> State:
-        """Return the states of some weights that a step has left, as they are kept: in what ``kept`` has of them."""
+    def rounded(self, state: State, part: slice, stored: State) -> State:
+        """Round stepped states of some weights into those of ``stored``."""
         if self.narrow is None:
             return state
-        return self.narrow.rounded(state, self.place_of(part), self.seed, kept)
+        return self.narrow.rounded(state, self.place_of(part), self.seed, stored)
 
     def place_of(self, part: slice) -> int:
-        """Return the place of the first of some weights in the whole parameter."""
+        """Return the place of a part in the unsharded parameter."""
         return first_place(self.member.parameter) + int(part.start)
 
     def keep(self, key: str, value: Any, part: slice, size: int) -> None:
-        """Take over a state of some weights that the step has left."""
+        """Store a stepped state of some weights."""
         if not isinstance(value, Tensor) or value.shape != (size,):
             self.fresh[key] = value
             return
@@ -225,21 +193,21 @@ class _Stepping:
 
 
 class _Part:
-    """Some weights of one."""
+    """Some weights of a parameter."""
 
     def __init__(self, whole: _Stepping, part: Part) -> None:
         self._whole, self._part = whole, part
         first, numel = whole.parts[0][0], whole.member.shard.numel()
-        # The end of a shard may be what FSDP2 has padded it with.
+        # The end of a shard may be padding of FSDP2.
         self._range = slice(part[0] - first, max(min(part[1] - first, numel), part[0] - first))
         self.size = self._range.stop - self._range.start
         self._before = whole.state_of(self._range)
         self.group = whole.member.group
 
     def step_as_kept(self) -> bool:
-        """Step weights and moments as they are kept, if that can be; then nothing is left to do."""
+        """Step stored weights and moments by compiled code, if possible."""
         whole, split, part = self._whole, self._whole.split, self._range
-        is_counting = whole.narrow is not None and whole.narrow.is_counting  # which needs moments in float32
+        is_counting = whole.narrow is not None and whole.narrow.is_counting  # needs float32 moments
         if whole.step is None or not self.size or is_counting:
             return False
         place = whole.place_of(part)
@@ -255,17 +223,17 @@ class _Part:
         return is_done
 
     def widen(self, take: Callable[[int], Tensor]) -> None:
-        """Make of it what an optimizer steps, with memory for moments in float32 that ``take`` returns."""
+        """Create the proxy and float32 state, in memory of ``take``."""
         self._numbers = self._whole.read(self._part)
-        self.stand_in = make_stand_in(self._numbers[: self.size], cut_gradient(self._whole.member, self._range))
+        self.proxy = make_stand_in(self._numbers[: self.size], cut_gradient(self._whole.member, self._range))
         self.state = dict(self._before) if self._whole.narrow is None else widen_state(self._before, take)
 
     def keep(self) -> None:
-        """Take over what the step has written."""
+        """Store what the step wrote."""
         self._whole.write(self._part, self._numbers)
         for key, value in self._whole.rounded(self.state, self._range, self._before).items():
             is_view = isinstance(value, Tensor) and value.shape == (self.size,) and value is self._before.get(key)
-            if not is_view:  # that was written to in its place
+            if not is_view:  # otherwise written in place
                 self._whole.keep(key, value, self._range, self.size)
 
 
@@ -301,10 +269,9 @@ def _step_parts(step_round: StepRound, all_stepping: Sequence[_Stepping]) -> Non
 
 
 def _step_batch(step_round: StepRound, batch: Sequence[_Part]) -> None:
-    """Step some parts at once."""
     if batch:
-        step_round.step_stand_ins(
-            [one.group for one in batch], [one.stand_in for one in batch], [one.state for one in batch]
+        step_round.step_proxies(
+            [one.group for one in batch], [one.proxy for one in batch], [one.state for one in batch]
         )
     for one in batch:
         one.keep()

@@ -1,4 +1,4 @@
-"""Move an average of weights (EMA, SWA) with the arithmetic of its own class, but in parts, and towards any tensors."""
+"""Update a part of an average of weights (EMA, SWA)."""
 
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -7,21 +7,16 @@ from typing import Any
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
-Tensors = tuple[Iterable[Tensor], Iterable[Tensor]]
-"""Parameters and buffers."""
+Tensors = tuple[Iterable[Tensor], Iterable[Tensor]]  # parameters and buffers
 
 
 def move_average(average: AveragedModel, number: Tensor, ours: Tensors, theirs: Tensors) -> None:
-    """Have ``update_parameters`` of its class move a part of an average.
+    """Update ``ours``, a part of an average, towards ``theirs`` by its own ``update_parameters``.
 
-    Args:
-        average: The whole. Its count stays.
-        number: How many were averaged before.
-        ours: Of the average.
-        theirs: What to move them towards: as many, in the same order.
+    ``number`` models were averaged before; the count of the average is unchanged.
     """
     parameters, buffers = map(list, ours)
-    if not parameters and not average.use_buffers:  # it would look for the kind of the first
+    if not parameters and not average.use_buffers:  # it would read the dtype of the first parameter
         for own, their in zip(buffers, theirs[1], strict=True):
             own.detach().copy_(their)
     elif parameters or buffers:
@@ -30,17 +25,16 @@ def move_average(average: AveragedModel, number: Tensor, ours: Tensors, theirs: 
 
 
 def _tensors(parameters: Iterable[Tensor], buffers: Iterable[Tensor]) -> Any:
-    """Return some tensors as ``AveragedModel`` sees a module."""
+    """Return tensors in the form of a module."""
     return SimpleNamespace(parameters=[*parameters].__iter__, buffers=[*buffers].__iter__)
 
 
 class _Part:
-    """A part of an average, as a method of ``AveragedModel`` sees itself."""
+    """The ``self`` of ``update_parameters``: a part of an average."""
 
     def __init__(self, average: AveragedModel, number: Tensor, tensors: Any) -> None:
         self._average = average
         self.module, self.n_averaged, self.parameters = tensors, number.clone(), tensors.parameters
 
     def __getattr__(self, name: str) -> Any:
-        """All else is what it is of the whole."""
         return getattr(self._average, name)

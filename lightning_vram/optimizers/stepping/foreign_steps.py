@@ -1,9 +1,4 @@
-"""Let an optimizer that nobody has read step.
-
-Sharded tensors are no use to those that look at the shape of a parameter, or make tensors beside it. Where a shard is
-the whole parameter, a plain one over the same memory takes its place while the optimizer steps. Elsewhere it steps on
-sharded tensors, and is told where they cannot do what it asks.
-"""
+"""Step an optimizer of an unknown class on a sharded module."""
 
 import traceback
 from collections.abc import Callable
@@ -19,35 +14,30 @@ from lightning_vram.optimizers.stepping.step_round import State, as_sharded
 from lightning_vram.optimizers.stepping.steppable import has_own_step, iterate_parameters, plain_step
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
-Step = Callable[..., Any]
-
 
 def can_step_wholes(optimizer: Optimizer) -> bool:
-    """Whether plain parameters may take the place of those of ``optimizer`` for a step.
-
-    Not where its step was replaced, nor where it lets another optimizer step, which has the parameters, too.
-    """
+    """Whether its step is its own: an optimizer within it would have the parameters, too."""
     others = (value for key, value in vars(optimizer).items() if key != "step")
     return has_own_step(optimizer) and not any(isinstance(value, Optimizer) for value in others)
 
 
 class WholeSteps:
-    """Steps one optimizer. Its groups and its state hold sharded tensors again whenever somebody else can look.
+    """Steps one optimizer that may look at shapes: on whole parameters over the same memory.
 
-    Args:
-        optimizer: Of any class; its parameters lie on one rank.
-        written: Called when parameters may have been written in a step that goes on: before the model runs.
+    Outside its own code, groups and state hold sharded tensors.
+
+    ``written`` is called before a closure runs the model: parameters may have been written by then.
     """
 
     def __init__(self, optimizer: Optimizer, written: Callable[[], None]) -> None:
         self._optimizer = optimizer
         self._written = written
-        self._stand_ins: dict[nn.Parameter, nn.Parameter] = {}  # for good: optimizers keep more by parameter than state
-        self._given: dict[nn.Parameter, Tensor | None] = {}  # gradients of stand-ins, as they were made
-        self._states: dict[nn.Parameter, State] = {}  # as they were
+        self._proxies: dict[nn.Parameter, nn.Parameter] = {}  # reused: optimizers may hold more by parameter
+        self._given: dict[nn.Parameter, Tensor | None] = {}  # gradients of proxies, when they were set
+        self._states: dict[nn.Parameter, State] = {}  # of the optimizer, during a step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the step as its class has it, without hooks. The closure, however often it is called, finds shards."""
+        """Run the step as its class has it, without hooks. Its closure sees shards."""
 
         def call_closure() -> Any:
             assert closure is not None
@@ -57,51 +47,51 @@ class WholeSteps:
                 with torch.enable_grad():
                     return closure()
             finally:
-                self._put_stand_ins()
+                self._put_proxies()
 
-        self._put_stand_ins()
+        self._put_proxies()
         try:
             step = plain_step(type(self._optimizer))
             return step(self._optimizer) if closure is None else step(self._optimizer, call_closure)
         finally:
             self._put_back()
 
-    def _put_stand_ins(self) -> None:
+    def _put_proxies(self) -> None:
         state = self._optimizer.state
         sharded = [p for p in iterate_parameters(self._optimizer) if isinstance(p, DTensor)]
         for parameter in sharded:
-            stand_in = self._stand_ins.setdefault(parameter, nn.Parameter(local_part(parameter)))
-            stand_in.data = local_part(parameter)
-            stand_in.requires_grad_(parameter.requires_grad)
-            stand_in.grad = self._given[parameter] = local_part(parameter.grad)
+            proxy = self._proxies.setdefault(parameter, nn.Parameter(local_part(parameter)))
+            proxy.data = local_part(parameter)
+            proxy.requires_grad_(parameter.requires_grad)
+            proxy.grad = self._given[parameter] = local_part(parameter.grad)
             if parameter in state:
                 own = self._states[parameter] = state.pop(parameter)
-                state[stand_in] = {key: local_part(value) for key, value in own.items()}
-        self._exchange(self._stand_ins)
+                state[proxy] = {key: local_part(value) for key, value in own.items()}
+        self._exchange(self._proxies)
 
     def _put_back(self) -> None:
         state = self._optimizer.state
         for parameter, given in self._given.items():
-            stand_in = self._stand_ins[parameter]
-            if stand_in.grad is not given:
-                parameter.grad = as_sharded(stand_in.grad, parameter, stand_in.shape)
-            stand_in.grad = None
+            proxy = self._proxies[parameter]
+            if proxy.grad is not given:
+                parameter.grad = as_sharded(proxy.grad, parameter, proxy.shape)
+            proxy.grad = None
             before = self._states.pop(parameter, {})
-            if stand_in in state:
-                now = state.pop(stand_in)
-                fresh = {key: as_sharded(value, parameter, stand_in.shape) for key, value in now.items()}
+            if proxy in state:
+                now = state.pop(proxy)
+                fresh = {key: as_sharded(value, parameter, proxy.shape) for key, value in now.items()}
                 known = {key: value for key, value in before.items() if key in now and local_part(value) is now[key]}
                 state[parameter] = fresh | known
         self._given = {}
-        self._exchange({stand_in: parameter for parameter, stand_in in self._stand_ins.items()})
+        self._exchange({proxy: parameter for parameter, proxy in self._proxies.items()})
 
     def _exchange(self, others: dict[nn.Parameter, nn.Parameter]) -> None:
         for group in self._optimizer.param_groups:
             group["params"] = [others.get(parameter, parameter) for parameter in group["params"]]
 
 
-def explain_failures(optimizer: Optimizer, *, is_split: bool) -> Callable[[Step], Step]:
-    """Return what makes a step of ``optimizer`` another one that is the same until it fails."""
+def explain_failures(optimizer: Optimizer, *, is_split: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a patch of the step that explains errors of sharded tensors."""
     advice = "such as AdamW, or a single device" if is_split else "such as AdamW"
     message = (
         f"{type(optimizer).__name__} cannot step on shards: it does with a parameter what a sharded one cannot do. Use "
@@ -110,7 +100,7 @@ def explain_failures(optimizer: Optimizer, *, is_split: bool) -> Callable[[Step]
     return partial(_make_step, message)
 
 
-def _make_step(message: str, inner: Step) -> Step:
+def _make_step(message: str, inner: Callable[..., Any]) -> Callable[..., Any]:
     def step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         of_model: list[Exception] = []
 
@@ -125,14 +115,11 @@ def _make_step(message: str, inner: Step) -> Step:
         try:
             return inner(*args, **kwargs) if closure is None else inner(call_closure, *args, **kwargs)
         except Exception as error:
-            if error in of_model or not _is_of_sharded_tensors(error):
+            modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+            # An error raised in C++ has no such frame, but names the class.
+            is_sharding = "DTensor" in str(error) or any(name.startswith(DTensor.__module__) for name in modules)
+            if error in of_model or not is_sharding:
                 raise
             raise ValueError(message) from error
 
     return step
-
-
-def _is_of_sharded_tensors(error: Exception) -> bool:
-    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
-    # What comes from C++ has no such frame, but names the class.
-    return "DTensor" in str(error) or any(module.startswith(DTensor.__module__) for module in modules)

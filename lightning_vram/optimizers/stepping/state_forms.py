@@ -1,4 +1,4 @@
-"""How moments of Adam's kind are kept between the steps that compute with them in float32."""
+"""Forms of optimizer moments between steps, which compute in float32; what an optimizer stores for each weight."""
 
 import operator
 from abc import ABC, abstractmethod
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
 from torch.utils.weak import WeakTensorKeyDictionary
+from typing_extensions import override
 
 from lightning_vram.core.tensors.bit_patterns import draw_of, rounded_by_place
 from lightning_vram.core.tensors.layout import dense_stride, flat_as_stored, is_dense
@@ -21,206 +22,177 @@ from lightning_vram.private_names.fsdp2.sharded_tensors import place_of_own_part
 from lightning_vram.private_names.torch.dispatch import FakeTensor
 
 HostState = Literal["fp32", "bf16", "8bit", "4bit"]
-LEAST_NUMBERS = 4096
-"""Of a parameter whose moments are in low bits, as torchao and bitsandbytes have it."""
-DIVISORS = ("exp_avg_sq", "max_exp_avg_sq", "exp_inf")
-"""Those that are divided by."""
+LEAST_NUMBERS = 4096  # smallest parameter with quantized moments, as in torchao and bitsandbytes
+DIVISORS = ("exp_avg_sq", "max_exp_avg_sq", "exp_inf")  # the step divides by these
 MOMENTS = ("exp_avg", *DIVISORS, "momentum_buffer")
-"""Names of what is kept in a form, of each weight."""
 _first_places = WeakTensorKeyDictionary()
-KINDS: tuple[type[Optimizer], ...] = (Adam, AdamW, Adamax, NAdam, RAdam)
-"""Those of Adam's kind: their states count steps, by which rounding can be random."""
+KINDS: tuple[type[Optimizer], ...] = (Adam, AdamW, Adamax, NAdam, RAdam)  # their step count seeds random rounding
 
 
 class StateForm(ABC):
-    """A form of moments.
+    """A form of moments."""
 
-    Attributes:
-        name: As the strategy's users call it.
-        part: What a callback has all moments of a run in it, as its users call it.
-    """
-
-    name: HostState
-    part: str
+    name: HostState  # argument of the strategy
+    part: str  # callback that uses it for all moments of a run
 
     @property
     def able(self) -> str:
-        """Name the optimizers whose moments can be in it."""
+        """Name the supported optimizers."""
         return ", ".join(kind.__name__ for kind in KINDS)
 
     def is_for(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer has moments that can be in it."""
+        """Whether the moments of an optimizer can have this form."""
         return steps_like(type(optimizer), KINDS)
 
     def fits(self, optimizer: Optimizer) -> bool:
-        """Whether that is so, and its step can be taken in parts."""
+        """Whether they can, and the optimizer can step a few parameters at a time."""
         return self.is_for(optimizer) and why_not_steppable(optimizer) is None
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether moments of a parameter can be in it: others are left as the optimizer has them."""
+        """Whether moments of a parameter can have this form; others are unchanged."""
         return parameter.dtype == torch.float32 and is_dense(parameter)
 
     def takes(self, parameter: nn.Parameter) -> bool:
-        """Whether a callback has the moments of a parameter in it: by its whole size, on which ranks agree."""
+        """Whether a callback uses it for a parameter: by its unsharded size, the same on all ranks."""
         return parameter.dim() > 0 and self.holds(parameter)
 
     @abstractmethod
     def has(self, key: str, value: Tensor) -> bool:
-        """Whether a moment is in it."""
+        """Whether a moment has this form."""
 
     @abstractmethod
     def empty(self, key: str, like: Tensor) -> Tensor:
-        """Return a moment without values, of the shape, order in memory and device of a parameter."""
+        """Return an uninitialized moment with the shape, memory order and device of a parameter."""
 
     @abstractmethod
     def over(self, key: str, memory: Tensor, count: int) -> Tensor:
-        """Return a flat moment, or a part of one, over so many bytes (uint8) as that takes."""
+        """Return a flat moment, or a part of one, over its bytes (uint8)."""
 
     @abstractmethod
-    def cut(self, kept: Tensor, start: int, stop: int) -> Tensor:
-        """Return a part of a moment as it lies in memory, flat, and over that. It begins where a block does."""
+    def cut(self, stored: Tensor, start: int, stop: int) -> Tensor:
+        """Return a flat view of a part of a moment; it begins at a block."""
 
     @abstractmethod
-    def narrow(self, key: str, wide: Tensor, start: int, seed: str, kept: Tensor | None) -> Tensor:
-        """Round a flat float32 part of a moment, which may be written to.
+    def round(self, key: str, wide: Tensor, start: int, seed: str, stored: Tensor | None) -> Tensor:
+        """Round a flat float32 part [n] of a moment, from place ``start`` on, into ``stored``; may overwrite it.
 
-        Args:
-            key: Name of the moment.
-            wide: Its numbers, [n].
-            start: Place of the first of them in the moment.
-            seed: Where rounding is random: another one for each moment of each parameter in each step.
-            kept: What gets it, and is returned. ``None``: return what a moment takes over by ``copy_``.
+        ``seed`` differs for each moment, parameter and step. Without ``stored``: return a value for ``copy_``.
         """
 
     @abstractmethod
     def num_bytes(self, count: int) -> int:
-        """Bytes that so many numbers of a moment take."""
+        """Return the bytes of so many numbers."""
 
     def convert(self, key: str, value: Tensor, like: Tensor) -> Tensor:
-        """Return a moment of a parameter in this form, rounded to the nearest; itself where it is so."""
+        """Return a moment in this form, rounded to nearest; itself if it has the form."""
         if self.has(key, value) and (value.device, value.stride()) == (like.device, dense_stride(like)):
             return value
         return self.empty(key, like).copy_(value)
 
 
 class BF16Form(StateForm):
-    """Two bytes each, rounded at random.
-
-    A decay of .999 moves an average by less than half a unit of bf16 in a step: rounding to the nearest would lose it.
-    """
+    """Stochastic rounding to 2 bytes: a decay of .999 moves an average by less than half a unit of bf16 per step."""
 
     name, part = "bf16", "MomentsInBF16"
 
+    @override
     def has(self, key: str, value: Tensor) -> bool:
-        """By its dtype."""
         return value.dtype == torch.bfloat16
 
+    @override
     def empty(self, key: str, like: Tensor) -> Tensor:
-        """Return a plain tensor."""
         return torch.empty_like(like, dtype=torch.bfloat16, requires_grad=False)
 
+    @override
     def over(self, key: str, memory: Tensor, count: int) -> Tensor:
-        """Return a view."""
         return memory.view(torch.bfloat16)
 
-    def cut(self, kept: Tensor, start: int, stop: int) -> Tensor:
-        """Return a view."""
-        return flat_as_stored(kept)[start:stop]
+    @override
+    def cut(self, stored: Tensor, start: int, stop: int) -> Tensor:
+        return flat_as_stored(stored)[start:stop]
 
-    def narrow(self, key: str, wide: Tensor, start: int, seed: str, kept: Tensor | None) -> Tensor:
-        """Round at random, as it follows from the place of each number."""
-        return rounded_by_place(wide, start, _short(seed), kept)
+    @override
+    def round(self, key: str, wide: Tensor, start: int, seed: str, stored: Tensor | None) -> Tensor:
+        return rounded_by_place(wide, start, _short(seed), stored)
 
+    @override
     def num_bytes(self, count: int) -> int:
-        """Two each."""
         return 2 * count
 
 
 class LowBitForm(StateForm):
-    """8 or 4 bits and a scale for each 128, rounded to the nearest; what is divided by never becomes zero."""
+    """8 or 4 bits, and a scale per 128 numbers, rounded to nearest; divisors never become zero."""
 
     def __init__(self, name: Literal["8bit", "4bit"], bits: Bits) -> None:
         self.name, self.part, self.bits = name, f"LowBitOptimizer(bits={bits})", bits
 
     @property
+    @override
     def able(self) -> str:
-        """Name them."""
         return f"{super().able}, SGD with momentum and Lion"
 
+    @override
     def is_for(self, optimizer: Optimizer) -> bool:
-        """Whether it is one of those."""
         if steps_like(type(optimizer), [SGD]):
             return any(group["momentum"] for group in optimizer.param_groups)
         return super().is_for(optimizer) or is_lion(optimizer)
 
+    @override
     def takes(self, parameter: nn.Parameter) -> bool:
-        """Not of biases and the like, whose errors would be seen and whose bytes would not."""
+        # Biases and the like would save no bytes, but add errors.
         return parameter.numel() >= LEAST_NUMBERS and self.holds(parameter)
 
+    @override
     def has(self, key: str, value: Tensor) -> bool:
-        """By the kind of its blocks."""
         return type(value) is LowBitTensor and (value.bits, value.is_positive) == (self.bits, key in DIVISORS)
 
+    @override
     def empty(self, key: str, like: Tensor) -> Tensor:
-        """Return a tensor of blocks."""
         return empty_low_bit(like, bits=self.bits, is_positive=key in DIVISORS)
 
+    @override
     def over(self, key: str, memory: Tensor, count: int) -> Tensor:
-        """Return a tensor of blocks."""
         return low_bit_over(memory, count, bits=self.bits, is_positive=key in DIVISORS)
 
-    def cut(self, kept: Tensor, start: int, stop: int) -> Tensor:
-        """Return some of its blocks."""
-        assert isinstance(kept, LowBitTensor)
-        return kept.cut(start, stop)
+    @override
+    def cut(self, stored: Tensor, start: int, stop: int) -> Tensor:
+        assert isinstance(stored, LowBitTensor)
+        return stored.cut(start, stop)
 
-    def narrow(self, key: str, wide: Tensor, start: int, seed: str, kept: Tensor | None) -> Tensor:
-        """Leave it to the moment, which has the blocks."""
-        return wide if kept is None else kept.copy_(wide)
+    @override
+    def round(self, key: str, wide: Tensor, start: int, seed: str, stored: Tensor | None) -> Tensor:
+        return wide if stored is None else stored.copy_(wide)
 
+    @override
     def num_bytes(self, count: int) -> int:
-        """One or a half each, and those of the scales."""
         return record_bytes(count, self.bits)
 
 
+# By name; float32 has none.
 FORMS: dict[HostState, StateForm] = {"bf16": BF16Form(), "8bit": LowBitForm("8bit", 8), "4bit": LowBitForm("4bit", 4)}
-"""By name; none for float32."""
 
 
 def is_narrow(value: object) -> bool:
-    """Whether a moment is in one of the forms."""
+    """Whether a moment has one of the forms."""
     return isinstance(value, LowBitTensor) or (isinstance(value, Tensor) and value.dtype == torch.bfloat16)
 
 
 def widen_state(state: State, take: Callable[[int], Tensor] | None = None) -> State:
-    """Return a state of which all that is in a form is in float32, in memory of its own.
-
-    Args:
-        state: Any.
-        take: Returns that memory, float32, for so many numbers; ``None`` for fresh memory.
-    """
+    """Return a state with float32 moments, in memory that ``take`` returns for a count of numbers, or in new memory."""
     return {key: widened(value, take) if key in MOMENTS and is_narrow(value) else value for key, value in state.items()}
 
 
-def narrow_state(form: StateForm, state: State, start: int, seed: str, kept: State) -> State:
-    """Return a state of a part of a parameter after a step, its moments as :meth:`StateForm.narrow` makes them.
-
-    Args:
-        form: Of the moments.
-        state: All flat; the moments in float32, which may be written to.
-        start: Place of the part in the whole parameter.
-        seed: Another one for each parameter in each step, where rounding is random.
-        kept: The state before the step: its moments in the form are written to, and returned.
-    """
+def narrow_state(form: StateForm, state: State, start: int, seed: str, stored: State) -> State:
+    """Return the flat state of a part of a parameter after a step, its moments rounded into those of ``stored``."""
     narrow = dict(state)
     for key in (key for key in MOMENTS if key in state):
-        into = kept.get(key)
-        narrow[key] = form.narrow(key, state[key], start, f"{seed} {key}", into if is_narrow(into) else None)
+        into = stored.get(key)
+        narrow[key] = form.round(key, state[key], start, f"{seed} {key}", into if is_narrow(into) else None)
     return narrow
 
 
 def draw_of_moment(key: str, start: int, seed: str) -> int:
-    """Return the draw that :func:`narrow_state` rounds a moment in bf16 with at the place where a part starts."""
+    """Return the random draw by which a bf16 moment is rounded at place ``start``."""
     return draw_of(start, _short(f"{seed} {key}"))
 
 
@@ -229,7 +201,7 @@ def _short(seed: str) -> int:
 
 
 def widened(value: Tensor, take: Callable[[int], Tensor] | None = None) -> Tensor:
-    """Return the numbers of a moment in float32: see :func:`widen_state`."""
+    """Return a moment in float32."""
     wide = None if take is None else take(value.numel())
     if isinstance(value, LowBitTensor):
         return value.decode(wide)
@@ -237,10 +209,7 @@ def widened(value: Tensor, take: Callable[[int], Tensor] | None = None) -> Tenso
 
 
 def first_place(parameter: nn.Parameter) -> int:
-    """Return the place of the first weight of the local part of a parameter in it.
-
-    By it rounding at random is the same however parameters are sharded.
-    """
+    """Return the place of a shard in its parameter, so that random rounding is independent of sharding."""
     if parameter not in _first_places:
         offset = place_of_own_part(parameter)[1] if isinstance(parameter, DTensor) else ()
         _first_places[parameter] = sum(map(operator.mul, offset, parameter.stride()))
@@ -248,10 +217,10 @@ def first_place(parameter: nn.Parameter) -> int:
 
 
 def make_seeds(members: Sequence[Member], states: Sequence[State]) -> list[str]:
-    """Return seeds for a step of parameters or parts of them, by their numbers and their states before it."""
+    """Return seeds for a step of members, from their numbers and step counts."""
     steps = [state.get("step", 0) for state in states]
     there = [place for place, step in enumerate(steps) if isinstance(step, Tensor) and step.device.type != "cpu"]
-    if there and not any(isinstance(steps[place], FakeTensor) for place in there):  # the device is asked once
+    if there and not any(isinstance(steps[place], FakeTensor) for place in there):  # one transfer from the device
         read = torch.stack([steps[place].float() for place in there]).tolist()
         for place, step in zip(there, read, strict=True):
             steps[place] = step
@@ -268,18 +237,9 @@ def find_unheld(
     *,
     is_late: bool,
 ) -> set[nn.Parameter]:
-    """Return the trained parameters whose moments cannot be in a form, and stay as their optimizer has them.
+    """Return the trained parameters whose moments cannot have a form, and stay unchanged; refuse if all of them do.
 
-    Args:
-        name: Who wants them in the form, as users call it.
-        way_out: What they can do instead.
-        form: The form.
-        optimizers: Any.
-        parameters: Those whose moments are to be in the form.
-        is_late: Whether moments of other optimizers are in it already.
-
-    Raises:
-        ValueError: If an optimizer has no moments that can be in the form, or none of all parameters has.
+    ``is_late``: moments of other optimizers have the form already.
     """
     trained: dict[nn.Parameter, str] = {}  # with the class of their optimizer
     for optimizer in optimizers:
@@ -301,7 +261,7 @@ def find_unheld(
 
 
 def describe_unheld(name: str, unheld: Container[object], module: nn.Module) -> str:
-    """Say which parameters of a module those are."""
+    """Name unsupported parameters of a module."""
     named = [f"{key} ({_describe(one)})" for key, one in module.named_parameters() if one in unheld]
     return f"{name} does not change the moments of parameters that are not dense float32: {', '.join(named)}."
 

@@ -1,4 +1,4 @@
-"""One step of an optimizer on the local parts of its parameters, in as many portions as one likes, in any thread."""
+"""Optimizers that step a few parameters at a time, on local shards, in any thread."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -20,29 +20,24 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter that is stepped."""
+    """A parameter to step."""
 
     group: int  # index of its group in the optimizer
     number: int  # of the parameter in the optimizer
-    parameter: nn.Parameter  # as the optimizer has it
-    shard: Tensor  # its local part, plain
-    gradient: Tensor  # of that, plain
-    state: State  # as the optimizer has it; empty before the first step
-    local_state: State  # the same with plain tensors, over the same memory
-    own_gradient: Tensor | None = None  # as the parameter had it: it may have none by the time it is stepped
+    parameter: nn.Parameter  # of the optimizer
+    shard: Tensor  # its local tensor
+    gradient: Tensor  # local tensor
+    state: State  # of the optimizer; empty before the first step
+    local_state: State  # local tensors over the same memory
+    own_gradient: Tensor | None = None  # of the parameter, which may have lost it when it is stepped
 
 
 class StepRound:
-    """One step. Takes the optimizer's settings as they are when it is made, such as learning rates.
+    """One step, with the settings (such as learning rates) at the time this is created.
 
-    The step runs on plain tensors: an operator on a ``DTensor`` costs ten times as much where parameters are small.
-
-    Args:
-        optimizer: One whose step looks at nothing but its groups and the state of each parameter.
-        is_on_host: Whether its parameters are: then the fused kernel is used where the user named none, neither by
-            ``fused`` nor by ``foreach``. It is the only one that reaches the bandwidth of the memory, and rounds
-            otherwise than the others in the last bit.
-        factor: What gradients are multiplied by first, in place; ``None`` to leave them. Also an attribute.
+    The step runs on local tensors: an operator on a ``DTensor`` costs ten times as much for small parameters. On the
+    host it uses the fused kernel if the user chose none by ``fused`` or ``foreach``: only this one reaches the memory
+    bandwidth; its last bit differs from the others. Gradients are multiplied by ``factor`` first, in place.
     """
 
     def __init__(self, optimizer: Optimizer, *, is_on_host: bool, factor: Tensor | None = None) -> None:
@@ -55,7 +50,7 @@ class StepRound:
         self._left = {parameter: (index, number) for number, (index, parameter) in enumerate(pairs)}
 
     def take(self, parameters: Iterable[nn.Parameter]) -> list[Member]:
-        """Return those of ``parameters`` that have a gradient, and were not yet taken."""
+        """Return the parameters with a gradient that were not taken yet."""
         members = []
         for parameter in parameters:
             if parameter.grad is None or parameter not in self._left:
@@ -63,33 +58,28 @@ class StepRound:
             index, number = self._left.pop(parameter)
             state = self.optimizer.state[parameter]
             if isinstance(state.get("step"), int | float):
-                is_there = any(self._groups[index].get(name) for name in ("fused", "capturable"))
-                state["step"] = torch.tensor(float(state["step"]), device=parameter.device if is_there else "cpu")
+                on_device = any(self._groups[index].get(name) for name in ("fused", "capturable"))
+                state["step"] = torch.tensor(float(state["step"]), device=parameter.device if on_device else "cpu")
             local_state = local_parts(parameter, state)
             shard, gradient = local_part(parameter), local_part(parameter.grad)
             for key, value in local_state.items():
                 is_other = isinstance(value, Tensor) and value.dim() and value.shape != shard.shape
-                if is_other and self.settings_of(index).get("fused"):  # kernels that look at no sizes
+                if is_other and self.settings_of(index).get("fused"):  # kernels that check no sizes
                     check_state(self.optimizer, parameter, key, value)
             members.append(Member(index, number, parameter, shard, gradient, state, local_state, parameter.grad))
         return members
 
     def take_rest(self) -> list[Member]:
-        """Return all that have a gradient and were not yet taken."""
+        """Return all parameters with a gradient that were not taken yet."""
         return self.take(list(self._left))
 
     @torch.no_grad()
     def run(self, members: Sequence[Member], *, is_on_host: bool | None = None) -> None:
-        """Step ``members``, and keep what becomes of their states in the optimizer.
-
-        Args:
-            members: To step.
-            is_on_host: Whether these are; ``None``: as all are.
-        """
+        """Step ``members``, and write their states to the optimizer."""
         self.scale(members)
-        stand_ins = [make_stand_in(one.shard, stored_like(one.gradient, one.shard)) for one in members]
+        proxies = [make_stand_in(one.shard, stored_like(one.gradient, one.shard)) for one in members]
         groups, states = [member.group for member in members], [dict(member.local_state) for member in members]
-        self.step_stand_ins(groups, stand_ins, states, is_on_host=is_on_host)
+        self.step_proxies(groups, proxies, states, is_on_host=is_on_host)
         for member, state in zip(members, states, strict=True):
             publish_state(member, state)
 
@@ -99,27 +89,27 @@ class StepRound:
             apply_clip_factor([member.gradient for member in members], self.factor)
 
     @torch.no_grad()
-    def step_stand_ins(
+    def step_proxies(
         self,
         groups: Sequence[int],
-        stand_ins: Sequence[nn.Parameter],
+        proxies: Sequence[nn.Parameter],
         states: Sequence[State],
         *,
         is_on_host: bool | None = None,
     ) -> None:
-        """Let the optimizer step plain parameters, each of a group and with a state, which is changed in place."""
+        """Step local parameters of some groups, with states that change in place."""
         seen: dict[int, dict[str, Any]] = {}
         all_states: defaultdict[Tensor, State] = defaultdict(dict)
-        for index, stand_in, state in zip(groups, stand_ins, states, strict=True):
+        for index, proxy, state in zip(groups, proxies, states, strict=True):
             if index not in seen:
                 seen[index] = {**self.settings_of(index, is_on_host=is_on_host), "params": []}
-            seen[index]["params"].append(stand_in)
-            all_states[stand_in] = state
+            seen[index]["params"].append(proxy)
+            all_states[proxy] = state
         kind = type(self.optimizer)
         plain_step(kind)(make_twin(kind, self._attributes, list(seen.values()), all_states))
 
     def settings_of(self, index: int, *, is_on_host: bool | None = None) -> dict[str, Any]:
-        """Return the settings that a group is stepped with."""
+        """Return the settings of a group in this step."""
         settings = self._groups[index]
         is_unnamed = settings.get("fused", False) is None and settings.get("foreach") is None
         is_on_host = self._is_on_host if is_on_host is None else is_on_host
@@ -128,10 +118,7 @@ class StepRound:
 
 
 def publish_state(member: Member, local: State) -> None:
-    """Let the optimizer's state of ``member`` have what is in ``local``, sharded as the parameter is.
-
-    What was there is written in place: user code may hold it, or may have put something else there since.
-    """
+    """Write a local state to the optimizer, in place: user code may hold the tensors, or may have replaced them."""
     for key, value in local.items():
         old = member.local_state.get(key)
         if value is old:
@@ -143,10 +130,10 @@ def publish_state(member: Member, local: State) -> None:
 
 
 def local_parts(parameter: nn.Parameter, state: State) -> State:
-    """Return the plain tensors of a state, for a step in another thread. Reading ``state`` blocks until that has ended.
+    """Return the local tensors of a state, for a step in another thread. Reading ``state`` blocks until that has ended.
 
-    What user code has written to it is brought in order: fused kernels look at neither strides nor sizes. Plain tensors
-    in that of a sharded parameter, whole or this rank's part, are sharded.
+    Tensors that user code wrote to it get the strides of the shard, as fused kernels check none; unsharded ones, whole
+    or this rank's part, are sharded.
     """
     local, shard, is_sharded = dict(state), local_part(parameter), isinstance(parameter, DTensor)
     for key, value in state.items():
@@ -165,11 +152,7 @@ def local_parts(parameter: nn.Parameter, state: State) -> State:
 
 
 def check_state(optimizer: Optimizer, parameter: nn.Parameter, key: str, value: object) -> None:
-    """Refuse what user code has put in the place of a state that has a number for each weight.
-
-    Raises:
-        ValueError: If it is nothing of that shape.
-    """
+    """Refuse a value that user code wrote to an elementwise state if its shape is wrong."""
     if isinstance(value, Tensor) and local_part(value).shape == local_part(parameter).shape:
         return
     number = next(number for number, one in enumerate(iterate_parameters(optimizer)) if one is parameter)
@@ -182,20 +165,20 @@ def check_state(optimizer: Optimizer, parameter: nn.Parameter, key: str, value: 
 
 
 def as_sharded(value: Any, parameter: nn.Parameter, shape: torch.Size) -> Any:
-    """Shard a plain tensor that has ``shape``, of the local part of ``parameter``, as that is; leave others alone."""
+    """Shard a tensor of the local ``shape`` as ``parameter`` is; return other values unchanged."""
     if not (isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == shape):
         return value
-    # DTensor.from_local would move it to the device of the mesh, away from its shard on the host.
+    # DTensor.from_local would move it from the host to the device of the mesh.
     like = TensorMeta(parameter.shape, parameter.stride(), value.dtype)
     spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=like)
     return DTensor(value, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def list_tensors(members: Iterable[Member]) -> list[Tensor]:
-    """What a step reads and writes, as others see it."""
+    """Return the tensors that a step reads and writes, as user code sees them."""
     tensors: list[Tensor] = []
     for member in members:
-        # At once: the step that was submitted may be making states.
+        # One copy at once: the submitted step may be adding states.
         found = (member.parameter, member.parameter.grad, *member.state.values())
         tensors += [value for value in found if isinstance(value, Tensor)]
     return tensors
@@ -203,13 +186,13 @@ def list_tensors(members: Iterable[Member]) -> list[Tensor]:
 
 def make_stand_in(shard: Tensor, gradient: Tensor) -> nn.Parameter:
     """Return a parameter over ``shard`` that has a gradient."""
-    stand_in = nn.Parameter(shard)
-    stand_in.grad = gradient
-    return stand_in
+    proxy = nn.Parameter(shard)
+    proxy.grad = gradient
+    return proxy
 
 
 def _freeze(group: dict[str, Any]) -> dict[str, Any]:
-    """Copy the settings of a group: schedulers go on to change it."""
+    """Copy the settings of a group: schedulers change it."""
     settings = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
     if any(parameter.is_complex() for parameter in settings.pop("params")):  # which fused kernels do not know
         settings["fused"] = bool(settings.get("fused"))

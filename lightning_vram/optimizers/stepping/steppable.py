@@ -1,8 +1,4 @@
-"""Which optimizers can step in portions, on parameters that stand in for the real ones.
-
-Those whose step treats each parameter by itself and looks only at its groups and its state: we have read them, or seen
-that what a Lion does is what its paper says.
-"""
+"""Which optimizers can step a few proxy parameters at a time."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -15,6 +11,7 @@ from torch.optim import Optimizer
 from lightning_vram.private_names.torch.dispatch import without_dispatch
 from lightning_vram.private_names.torch.optimizers import is_wrapped_by_scheduler
 
+# Their step treats each parameter by itself and reads only groups and state: we have read their code.
 STEPPABLE: tuple[type[Optimizer], ...] = (
     optim.Adadelta,
     optim.Adafactor,
@@ -38,7 +35,7 @@ _NEVER = {
 
 
 def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """Return the ``step`` of an optimizer class as it was written, without the hooks that ``Optimizer`` adds."""
+    """Return the ``step`` of an optimizer class without the hooks that ``Optimizer`` adds."""
     step: Any = kind.step
     plain: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
     return plain
@@ -52,15 +49,12 @@ def steps_like(kind: type[Optimizer], known: Iterable[type[Optimizer]]) -> bool:
 def has_own_step(optimizer: Optimizer) -> bool:
     """Whether the step of ``optimizer`` is that of its class."""
     step = vars(optimizer).get("step")
-    # The schedulers' wrapper only notes that the step was called. Ours notes it, too.
+    # The wrapper of schedulers only records the call; our steps record it, too.
     return step is None or is_wrapped_by_scheduler(step)
 
 
 def is_lion(optimizer: Optimizer) -> bool:
-    """Whether an optimizer of that name, of any package, steps as Chen et al. (2023) have it, and keeps no more.
-
-    Found out by a step of a stand-in of six weights, with the optimizer's own options.
-    """
+    """Whether a class ``Lion`` of any package steps as in Chen et al. (2023): compared on six weights."""
     kind = type(optimizer)
     if kind.__name__ != "Lion" or not all("betas" in group for group in optimizer.param_groups):
         return False
@@ -71,23 +65,23 @@ def is_lion(optimizer: Optimizer) -> bool:
 def _steps_as_lion(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     weights = torch.linspace(-1, 1.5, 6, device="cpu").view(2, 3)
     gradient, average = weights.flip(1) * 3, weights.sin()
-    stand_in = nn.Parameter(weights.clone())
-    stand_in.grad = gradient.clone()
-    options = {**group, "params": [stand_in], "lr": 0.25, "weight_decay": 0.0}
-    states = defaultdict(dict, {stand_in: {"exp_avg": average.clone()}})
+    proxy = nn.Parameter(weights.clone())
+    proxy.grad = gradient.clone()
+    options = {**group, "params": [proxy], "lr": 0.25, "weight_decay": 0.0}
+    states = defaultdict(dict, {proxy: {"exp_avg": average.clone()}})
     try:
         plain_step(type(optimizer))(make_twin(type(optimizer), vars(optimizer), [options], states))
-    except Exception:  # it is some other Lion
+    except Exception:  # another Lion
         return False
     first, second = group["betas"]
     stepped = weights - 0.25 * average.lerp(gradient, 1 - first).sign()
-    is_same = torch.allclose(stand_in, stepped)
-    known = set(states[stand_in]) == {"exp_avg"}
-    return is_same and known and torch.allclose(states[stand_in]["exp_avg"], average.lerp(gradient, 1 - second))
+    is_same = torch.allclose(proxy, stepped)
+    known = set(states[proxy]) == {"exp_avg"}
+    return is_same and known and torch.allclose(states[proxy]["exp_avg"], average.lerp(gradient, 1 - second))
 
 
 def make_twin(kind: type[Optimizer], attributes: Mapping[str, Any], groups: list[dict[str, Any]], state: Any) -> Any:
-    """Return an optimizer of a class with the ``attributes`` of another one, and groups and state of its own."""
+    """Return an optimizer with the ``attributes`` of another one, but its own groups and state."""
     twin = object.__new__(kind)
     vars(twin).update(attributes, param_groups=groups, state=state)
     return twin
@@ -96,16 +90,7 @@ def make_twin(kind: type[Optimizer], attributes: Mapping[str, Any], groups: list
 def why_not_steppable(
     optimizer: Optimizer, action: str = "bfloat16 parameters cannot be stepped by", way_out: str = 'parameters="fp32"'
 ) -> str | None:
-    """Say why an optimizer cannot step in portions, and the way out; ``None`` if it can.
-
-    Its step has to be one of PyTorch's that treat each parameter by itself, or that of a Lion, and must be neither
-    differentiable nor replaced on the instance.
-
-    Args:
-        optimizer: To look at.
-        action: What cannot be done; the name of the class follows.
-        way_out: What helps beside another optimizer.
-    """
+    """Return why an optimizer cannot step a few parameters at a time, and the way out; ``None`` if it can."""
     name = type(optimizer).__name__
     if not steps_like(type(optimizer), STEPPABLE) and not is_lion(optimizer):
         able = ", ".join(kind.__name__ for kind in STEPPABLE)
@@ -121,11 +106,7 @@ def why_not_steppable(
 
 
 def refuse_optimizer(optimizer: Optimizer, *, is_split: bool) -> None:
-    """Refuse an optimizer whose result on shards would be another one.
-
-    Raises:
-        ValueError: If it is one. Some are refused only if parameters are spread over several ranks (``is_split``).
-    """
+    """Refuse an optimizer whose result on shards would differ; ``is_split``: shards are on several ranks."""
     name = type(optimizer).__name__
     for kind, reason in _NEVER.items():
         if isinstance(optimizer, kind):
@@ -138,5 +119,5 @@ def refuse_optimizer(optimizer: Optimizer, *, is_split: bool) -> None:
 
 
 def iterate_parameters(optimizer: Optimizer) -> Iterable[nn.Parameter]:
-    """Yield the parameters in all groups."""
+    """Yield the parameters of all groups."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -1,4 +1,4 @@
-"""Count updates of weights, or of moments, that rounding takes back: what FlashOptim calls ``check_numerics``."""
+"""Count lost updates (FlashOptim: ``check_numerics``)."""
 
 from collections.abc import Callable
 
@@ -6,31 +6,27 @@ from torch import Tensor
 
 
 class UpdateCheck:
-    """Of the steps since it began. Takes 8 bytes for each number of a part that is stepped at once.
-
-    Args:
-        is_due: Whether to count in the step that begins.
-    """
+    """Counts updates of weights or moments that rounding undoes; takes 8 bytes per number that is stepped at once."""
 
     def __init__(self, is_due: Callable[[], bool]) -> None:
         self._is_due = is_due
         self._counts: list[tuple[Tensor, Tensor]] | None = None
 
     def begin(self) -> None:
-        """Forget the steps before."""
+        """Begin a step, and forget earlier ones."""
         self._counts = [] if self._is_due() else None
 
     @property
     def is_counting(self) -> bool:
-        """Whether it is due."""
+        """Whether this step is counted."""
         return self._counts is not None
 
     def note(self, numbers: Tensor) -> Tensor | None:
-        """Return a copy of numbers that are about to change, if they are to be counted."""
+        """Copy numbers that are about to change, if this step is counted."""
         return numbers.clone() if self.is_counting else None
 
     def count(self, before: Tensor, stepped: Tensor, kept: Tensor) -> None:
-        """Count those that the step has moved, and those of them that are kept as they were. Writes to ``stepped``."""
+        """Count numbers that the step moved, and those among them stored unchanged. Overwrites ``stepped``."""
         assert self._counts is not None
         is_moved = stepped.ne_(before)
         is_lost = kept.eq(before).logical_and_(is_moved)
@@ -38,7 +34,7 @@ class UpdateCheck:
 
     @property
     def share(self) -> Tensor | None:
-        """Those that were lost of those that there were, a scalar, 0 to 1; ``None``: nothing was counted."""
+        """Share of lost updates, a scalar from 0 to 1; ``None``: not counted."""
         if not self._counts:
             return None
         lost, moved = (sum(numbers[1:], numbers[0]) for numbers in zip(*self._counts, strict=True))

@@ -1,4 +1,4 @@
-"""What ``FSDPOffloadStrategy`` takes, checked before anything has begun."""
+"""Arguments of ``FSDPOffloadStrategy``, and what it refuses before training, the same on every rank."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_vram.argument_checks import check_bool, check_positive_int
 from lightning_vram.memory.units import parse_bytes
-from lightning_vram.optimizers.stepping import HostState
+from lightning_vram.optimizers.stepping.state_forms import HostState
 
 Master = Literal["fp32", "split"]
 Offload = Literal["params", "optimizer", "none"]
@@ -37,7 +37,7 @@ _PARTS: dict[frozenset[str], Offload] = {
 
 @dataclass(frozen=True)
 class OffloadArguments:
-    """As the strategy has them."""
+    """Checked arguments of the strategy."""
 
     offload: Offload
     device_bytes: DeviceBytes
@@ -61,12 +61,7 @@ class OffloadArguments:
 
 
 def check_arguments(**given: Any) -> OffloadArguments:
-    """Check each argument and all of them together.
-
-    Raises:
-        TypeError: If one has a wrong type.
-        ValueError: If one has a value that is none of those known, or two contradict each other.
-    """
+    """Check each argument, and combinations."""
     given["offload"] = _read_offload(given["offload"])
     for key, kind in _CHOICES.items():
         if given[key] not in get_args(kind):
@@ -96,7 +91,7 @@ def check_arguments(**given: Any) -> OffloadArguments:
 
 
 def _read_offload(offload: Any) -> Any:
-    """Take names of what is on the host for the mode that they make."""
+    """Convert a list of offloaded tensors to a mode."""
     if not isinstance(offload, set | frozenset | list | tuple):
         return offload
     mode = _PARTS.get(frozenset(offload)) if all(isinstance(part, str) for part in offload) else None

@@ -1,4 +1,4 @@
-"""Lightning's averages of weights in a sharded run: sharded as the module is, loaded, and made whole again."""
+"""Averages of weights in a sharded run."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,57 +19,44 @@ from lightning_vram.techniques.sharded_checkpoints import MODULE_STATES
 from lightning_vram.techniques.sharding import FullSharding
 
 _AVERAGE, _CURRENT = MODULE_STATES
-_REST = "averaging_state"  # key of what else an average has, in a checkpoint
+_REST = "averaging_state"  # key of other values of an average in a checkpoint
 
 
 class RunAverages:
-    """Those of the trainer's ``WeightAveraging`` callbacks, which copy the module before it is sharded."""
+    """Averages of ``WeightAveraging`` callbacks, which copy the module before it is sharded."""
 
     def __init__(self) -> None:
         self._averages: list[HostAverage] = []
-        self._stand_ins: list[Shadow] = []
+        self._patches: list[Shadow] = []
 
     @staticmethod
     def copies_of(module: Any) -> list[nn.Module]:
-        """Return what the callbacks have copied of the module, whole."""
+        """Return the whole copies of the module."""
         return [average.module for _, average in list_averages(find_trainer(module), module)]
 
     def shard(self, module: Any, sharding: FullSharding, gather: Any) -> None:
-        """Shard the averages that there are.
-
-        Args:
-            module: That is sharded.
-            sharding: Of it.
-            gather: Makes the state of a sharded module, for a checkpoint.
-
-        Raises:
-            MisconfigurationException: If the module has got parameters since it was copied.
-        """
+        """Shard the averages; ``gather`` makes the state of a sharded module for a checkpoint."""
         trainer = find_trainer(module)
-        is_copy = trainer is not None and trainer.state.fn == TrainerFn.FITTING  # the callback has just made it
+        is_copy = trainer is not None and trainer.state.fn == TrainerFn.FITTING  # the callback has just copied it
         for _, average in list_averages(trainer, module):
             self._averages.append(HostAverage(average, module, sharding, is_copy=is_copy, gather=gather))
 
     def attach(self, optimizers: HostOptimizers) -> None:
-        """Have the averages moved by who steps the optimizers."""
+        """Update the averages in the thread of the optimizers."""
         for average in self._averages:
             average.optimizers = optimizers
 
     def expect_checkpoint(self, module: pl.LightningModule | None) -> None:
-        """Have the callbacks, which would load whole tensors, not load what comes next: :meth:`load` does."""
-        self._remove_stand_ins()
+        """Keep callbacks from loading whole tensors: :meth:`load` does it."""
+        self._remove_patches()
         for callback in averaging_callbacks(None if module is None else find_trainer(module)):
             if type(callback).on_load_checkpoint is WeightAveraging.on_load_checkpoint:
-                self._stand_ins.append(Shadow(callback, "on_load_checkpoint", instead(lambda *_: None)))
+                self._patches.append(Shadow(callback, "on_load_checkpoint", instead(lambda *_: None)))
 
     def load(self, store: CheckpointStore, checkpoint: Mapping[str, Any], module: nn.Module, *, strict: bool) -> None:
         """Load the module and the averages, as the callback does. A collective.
 
-        Args:
-            store: That has opened it.
-            checkpoint: Of a run with such a callback, or without: then averages begin with its weights.
-            module: Sharded.
-            strict: Whether the module must have the same names as the checkpoint.
+        From a checkpoint without averages they start from its weights.
         """
         has_average = store.has_state(checkpoint, _CURRENT) and _REST in checkpoint
         key = _CURRENT if has_average and self._averages else _AVERAGE
@@ -82,15 +69,11 @@ class RunAverages:
                 rank_zero_warn("The checkpoint has no averaged weights: WeightAveraging starts from its weights.")
 
     def remove(self, *, make_whole: bool) -> None:
-        """Let the averages be plain modules again.
-
-        Args:
-            make_whole: Whether to gather them, on all ranks: all must take part.
-        """
-        self._remove_stand_ins()
+        """Unshard the averages; ``make_whole``: gather them (a collective)."""
+        self._remove_patches()
         while self._averages:
             self._averages.pop().remove(make_whole=make_whole)
 
-    def _remove_stand_ins(self) -> None:
-        while self._stand_ins:
-            self._stand_ins.pop().remove()
+    def _remove_patches(self) -> None:
+        while self._patches:
+            self._patches.pop().remove()

@@ -1,13 +1,13 @@
-"""Saves and loads the checkpoints of a sharded run: whole or sharded, at once or in a thread beside the training.
+"""Save and load checkpoints of a sharded run.
 
-Whatever happens in the middle of a save, the last good checkpoint of that name can be loaded. An error on one rank is
-raised on all of them.
+After an interrupted save, the last good checkpoint of that name can be loaded. An error of one rank is raised on all.
 """
 
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +38,10 @@ PathLike = str | os.PathLike[str]
 
 
 class CheckpointStore:
-    """Checkpoints on the disks of a run. All ranks make one and make the same calls.
+    """Full or sharded checkpoints. All ranks make the same calls.
 
-    Args:
-        sharded: Save a folder to which each rank writes its part, rather than one file that rank 0 writes. Either is
-            loaded.
-        asynchronous: Save in a thread, from a copy in host memory; an error shows at the next call. Takes the size of
-            a checkpoint in host memory while one is written.
-        is_main: Whether this is rank 0.
-        timeout: How long ranks wait for each other in that thread; ``None``: as long as ``torch.distributed`` does.
-        verify: Whether to compare what is opened with its checksums first.
+    With ``asynchronous``, a thread saves a copy in host memory; its error is raised by the next call. ``timeout``: of
+    ranks in that thread; ``None``: as ``torch.distributed``. ``verify``: compare checksums when opening.
     """
 
     def __init__(
@@ -66,21 +60,12 @@ class CheckpointStore:
         self._removals: list[Future[None]] = []
         self._folder: ShardedFolder | None = None
         self._threads = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
-        # two threads on one group of gloo mix up their messages and abort the process
+        # Two threads on one gloo group mix up their messages and abort the process.
         is_distributed = dist.is_available() and dist.is_initialized()
         self._group = dist.new_group(backend="gloo", timeout=timeout) if asynchronous and is_distributed else None
 
     def save(self, checkpoint: Mapping[str, Any], path: PathLike) -> None:
-        """Save a checkpoint as Lightning dumps it, in the place of what has this name; rank 0's path. A collective.
-
-        Its ``state_dict`` and ``optimizer_states`` are on every rank those of ``sharded_module_state`` and
-        ``sharded_optimizer_state``, or else of ``gather_module_state`` and ``gather_optimizer_state``.
-
-        Raises:
-            CheckpointError: If a rank cannot write; the same on every rank. Nothing has changed under this name. With
-                ``asynchronous`` it is that of the save before.
-            IsADirectoryError: If there is a folder that is no checkpoint; on every rank.
-        """
+        """Save a checkpoint of Lightning at rank 0's path, with states that are sharded or gathered. A collective."""
         self.wait()
         location = _shared(path)
         if self._sharded and not is_local(location):
@@ -93,25 +78,15 @@ class CheckpointStore:
         self._saving = location, written
 
     def open(self, path: PathLike, *, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint, or the folder of one, without its states, which needs no module yet. A collective.
-
-        Returns:
-            The checkpoint; its tensors are mapped from the file. Of a folder without ``state_dict``, and with empty
-            ``optimizer_states`` if there are any: the two methods below read them there.
-
-        Raises:
-            FileNotFoundError: If there is no checkpoint; on every rank.
-            ValueError: If it is none of a Trainer; on every rank.
-            CheckpointError: If a rank cannot read it, or it is damaged; on every rank.
-            pickle.UnpicklingError: If it holds what ``weights_only`` (``None``: true) does not allow; on every rank.
-        """
+        """Read a checkpoint, its tensors mapped from the file; of a folder, all but the states. A collective."""
         self.wait()
         self._folder = None
         location = _shared(path)
         failed = f"The checkpoint {location} could not be read"
         if not is_local(location):
-            remote = on_all_ranks(lambda: _load_remote(location, weights_only=weights_only), failed)
-            return _check_kind(remote, location)
+            # By default, Lightning reads http addresses with weights_only=False.
+            load = partial(load_on_host, location, weights_only=True if weights_only is None else weights_only)
+            return _check_kind(on_all_ranks(lambda: explained(load, location), failed), location)
         local = local_path(location)
         on_all_ranks(lambda: recover(local) if self._is_main else None, failed)
         on_all_ranks(lambda: _check_exists(local), failed)
@@ -124,18 +99,13 @@ class CheckpointStore:
         return _check_kind(on_all_ranks(lambda: read_values(local, weights_only=weights_only), failed), location)
 
     def has_state(self, checkpoint: Mapping[str, Any], key: str) -> bool:
-        """Whether what :meth:`open` returned last has the state of a module under this key."""
+        """Whether the opened checkpoint has the state of a module under this key."""
         return self._folder.has_state(key) if self._folder is not None else key in checkpoint
 
     def load_module(
         self, checkpoint: Mapping[str, Any], module: nn.Module, *, strict: bool, key: str = "state_dict"
     ) -> None:
-        """Load a module, in place, from what :meth:`open` returned last, under ``key``. A collective.
-
-        Raises:
-            ValueError: If they do not fit; on every rank and before anything has changed.
-            CheckpointError: If a rank cannot read it; on every rank.
-        """
+        """Load a module in place from the opened checkpoint; on error nothing changes. A collective."""
         if self._folder is not None:
             self._folder.load_module(module, strict=strict, key=key)
         elif isinstance(checkpoint.get(key), Mapping):
@@ -146,12 +116,7 @@ class CheckpointStore:
     def load_optimizers(
         self, checkpoint: Mapping[str, Any], module: nn.Module, optimizers: Sequence[Optimizer]
     ) -> None:
-        """Load optimizers, in the order in which they were saved, from what :meth:`open` returned last. A collective.
-
-        Raises:
-            ValueError: If they are others, or were not saved; on every rank and before anything has changed.
-            CheckpointError: If a rank cannot read it; on every rank.
-        """
+        """Load optimizers, in the saved order, from the opened checkpoint; on error nothing changes. A collective."""
         if self._folder is not None:
             self._folder.load_optimizers(module, optimizers, check_states=check_states)
             return
@@ -169,7 +134,7 @@ class CheckpointStore:
             load_optimizer_state(optimizer, state)
 
     def remove(self, path: PathLike) -> None:
-        """Delete a checkpoint, if it is there; while another is being saved, once that has succeeded."""
+        """Delete a checkpoint if it exists; during a save, once that has succeeded."""
         location = str(path)
         if self._saving is not None and self._saving[0] == location:
             self.wait()
@@ -181,14 +146,10 @@ class CheckpointStore:
             remove_checkpoint(location)
 
     def wait(self) -> None:
-        """Wait for the save under way.
-
-        Raises:
-            CheckpointError: If it failed; on every rank.
-        """
+        """Wait for a pending save, and raise its error."""
         saving, self._saving = self._saving, None
         removals, self._removals = self._removals, []
-        for future in (*removals, *([saving[1]] if saving else [])):  # these first: they never fail
+        for future in (*removals, *([saving[1]] if saving else [])):  # removals first: they never fail
             future.result()
 
     def _copy(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,12 +161,6 @@ class CheckpointStore:
         }
         rest: dict[str, Any] = snapshot({key: value for key, value in checkpoint.items() if key not in own_copies})
         return own_copies | rest
-
-
-def _load_remote(location: str, *, weights_only: bool | None) -> Any:
-    # Lightning reads what comes by http with weights_only=False, unless told otherwise
-    weights_only = True if weights_only is None else weights_only
-    return explained(lambda: load_on_host(location, weights_only=weights_only), location)
 
 
 def _check_kind(checkpoint: Any, location: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One checkpoint written by all ranks together: whole under its name, or not at all."""
+"""Write a checkpoint on all ranks, complete or not at all; convert a sharded one to a single file."""
 
 import contextlib
 import warnings
@@ -35,18 +35,10 @@ def write_checkpoint(
     group: dist.ProcessGroup | None,
     on_progress: Callable[[float], None] = lambda done: None,
 ) -> None:
-    """Write a checkpoint in the place of what has this name. A collective.
+    """Replace the checkpoint at a path, or remote address, that is the same on every rank. A collective.
 
-    Args:
-        checkpoint: See :meth:`~lightning_vram.strategies.fsdp_offload.checkpoint_store.CheckpointStore.save`.
-        location: A path, or for a full checkpoint the address of a remote one; the same on every rank.
-        sharded: Whether each rank writes its part.
-        group: Of all ranks; ``None`` takes the default one. A thread needs one of its own.
-        on_progress: Called with the share of a full local checkpoint that was written.
-
-    Raises:
-        CheckpointError: If a rank cannot write; the same on every rank. Nothing has changed under this name.
-        IsADirectoryError: If there is a folder that is no checkpoint; on every rank.
+    On error, nothing changes at the path. A thread needs its own ``group``. ``on_progress`` gets the written share of a
+    full local checkpoint.
     """
     failed = f"The checkpoint {location} could not be saved"
 
@@ -77,7 +69,7 @@ def write_checkpoint(
 
 
 def remove_checkpoint(location: str) -> None:
-    """Delete a checkpoint, if it is there. One that cannot be deleted is worth a warning, not the run."""
+    """Delete a checkpoint if it exists, or warn."""
     try:
         if is_local(location):
             remove(local_path(location))
@@ -88,7 +80,7 @@ def remove_checkpoint(location: str) -> None:
 
 
 def local_path(location: str) -> Path:
-    """Turn an address without a protocol, or with ``file://``, into a path."""
+    """Convert an address without a protocol, or with ``file://``, to a path."""
     return Path(location.removeprefix("file://"))
 
 
@@ -98,7 +90,7 @@ def _write_file(checkpoint: Mapping[str, Any], path: Path, count: Callable[[Any]
 
 
 class _CountedFile:
-    """A file as ``torch.save`` writes it, which says what share of so many bytes it has."""
+    """A file for ``torch.save`` that reports its written share."""
 
     def __init__(self, num_bytes: int, on_progress: Callable[[float], None], file: Any) -> None:
         self._file, self._num_bytes, self._on_progress = file, num_bytes, on_progress

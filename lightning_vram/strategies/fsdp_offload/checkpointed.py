@@ -1,4 +1,4 @@
-"""How a run saves its checkpoints, and goes on from one."""
+"""Checkpoints of a sharded run, and its averages of weights."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -24,11 +24,7 @@ from lightning_vram.techniques.sharded_checkpoints import (
 
 
 class CheckpointedStrategy(ConnectedStrategy):
-    """A strategy whose module and optimizers are sharded in training and may be whole in checkpoints.
-
-    Args:
-        given: See :class:`ConnectedStrategy`.
-    """
+    """A strategy with a sharded module, and full or sharded checkpoints."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -38,11 +34,11 @@ class CheckpointedStrategy(ConnectedStrategy):
 
     @abstractmethod
     def _finish_steps(self) -> None:
-        """Wait until nothing writes to parameters and states."""
+        """Wait for pending optimizer steps."""
 
     @abstractmethod
     def _rest_shards(self) -> None:
-        """Free memory that shards were read in."""
+        """Free memory in which shards were read."""
 
     @override
     def setup_environment(self) -> None:
@@ -85,10 +81,10 @@ class CheckpointedStrategy(ConnectedStrategy):
                 "predict. Save after that, or save module.state_dict()."
             )
         with self._named("saving a checkpoint"):
-            # before any run there is nothing to save beside
+            # before the first run there is nothing to overlap with
             store = self._store or self._make_store(asynchronous=False)
             store.save(checkpoint, filepath)
-            if not self._is_running:  # after a run, too: the next one may go on from it
+            if not self._is_running:  # the next run may resume from it
                 store.wait()
 
     @property
@@ -105,7 +101,7 @@ class CheckpointedStrategy(ConnectedStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        # Lightning asks before the setup, as for a single device. Later it would forget the user's weights_only.
+        # Lightning calls this before the setup, as for one device: a later call would lose the user's weights_only.
         self._to_load = checkpoint, strict
         self._averages.expect_checkpoint(self.lightning_module)
 
@@ -126,7 +122,7 @@ class CheckpointedStrategy(ConnectedStrategy):
             self._store.load_optimizers(checkpoint, self.lightning_module, self.optimizers)
 
     def wait_for_checkpoints(self) -> None:
-        """Return when all that was saved is on disk (``async_save``)."""
+        """Wait for ``async_save``."""
         if self._store is not None:
             self._store.wait()
 

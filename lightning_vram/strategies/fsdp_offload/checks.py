@@ -1,4 +1,4 @@
-"""What ``FSDPOffloadStrategy`` refuses, on every rank alike and before training."""
+"""What ``FSDPOffloadStrategy`` refuses before training."""
 
 import os
 from typing import Any
@@ -17,11 +17,7 @@ from lightning_vram.precision import LeanMixedPrecision
 
 
 def check_run(trainer: pl.Trainer, name: str) -> None:
-    """Refuse what cannot work with sharded parameters.
-
-    Raises:
-        MisconfigurationException: If the trainer has such a thing.
-    """
+    """Refuse callbacks that cannot work with sharded parameters."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging):
             raise MisconfigurationException(
@@ -36,11 +32,7 @@ def check_run(trainer: pl.Trainer, name: str) -> None:
 
 
 def check_room(device_bytes: Any, device: torch.device, name: str) -> None:
-    """Refuse to measure what is free where nothing tells it.
-
-    Raises:
-        MisconfigurationException: If that is asked for.
-    """
+    """Refuse ``device_bytes="auto"`` without allocator statistics."""
     if device_bytes == "auto" and not has_cache(device):
         raise MisconfigurationException(
             f"{name}(device_bytes='auto') measures free device memory, and {device} has no allocator statistics. Give "
@@ -49,11 +41,7 @@ def check_room(device_bytes: Any, device: torch.device, name: str) -> None:
 
 
 def check_module(module: pl.LightningModule, name: str) -> None:
-    """Refuse a module that there is nothing to shard of.
-
-    Raises:
-        ValueError: If it has no parameters.
-    """
+    """Refuse a module without parameters."""
     if next(module.parameters(), None) is None:
         raise ValueError(
             f"{name}: {type(module).__name__} has no parameters to shard. Create its layers in __init__ or "
@@ -62,11 +50,7 @@ def check_module(module: pl.LightningModule, name: str) -> None:
 
 
 def check_gradients(module: nn.Module, name: str) -> None:
-    """Refuse layers whose gradients cannot be reduced.
-
-    Raises:
-        ValueError: If the gradients of one are sparse.
-    """
+    """Refuse layers with sparse gradients."""
     for path, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             raise ValueError(
@@ -76,7 +60,7 @@ def check_gradients(module: nn.Module, name: str) -> None:
 
 
 def check_layer_drop(module: nn.Module, num_ranks: int, name: str) -> None:
-    """Warn of layers that transformers would leave out at random, but does not where ranks wait for each other."""
+    """Warn if transformers would skip layers at random, which it does not on several ranks."""
     configs = (vars(part).get("config") for part in module.modules()) if num_ranks > 1 else ()
     for key, value in (item for config in configs for item in getattr(config, "__dict__", {}).items()):
         if key.endswith("layerdrop") and isinstance(value, float) and value > 0:
@@ -88,17 +72,13 @@ def check_layer_drop(module: nn.Module, num_ranks: int, name: str) -> None:
 
 
 def check_master(master: str, narrow_dtype: torch.dtype | None, precision: str, name: str) -> None:
-    """Refuse to split weights that do not travel as bf16.
-
-    Raises:
-        ValueError: If they do not, and are to be.
-    """
+    """Refuse to split weights that are not transferred as bf16."""
     if master == "split" and narrow_dtype != torch.bfloat16:
         raise ValueError(f"{name}(master='split') needs precision='bf16-mixed', got {precision!r}.")
 
 
 def check_cores(num_threads: int, name: str) -> None:
-    """Warn of a SLURM job that gives its tasks one core, as it does unless asked for more."""
+    """Warn of SLURM tasks with one core, the default."""
     if num_threads == 1 and "SLURM_JOB_ID" in os.environ:
         rank_zero_warn(
             f"{name} steps optimizers on the host, and SLURM gave this task one core. Request more with "
@@ -107,11 +87,7 @@ def check_cores(num_threads: int, name: str) -> None:
 
 
 def check_loss(loss: Tensor, name: str) -> None:
-    """Refuse a loss that holds a parameter as its shard.
-
-    Raises:
-        RuntimeError: If it does.
-    """
+    """Refuse a loss that contains a shard."""
     if isinstance(loss, DTensor):
         raise RuntimeError(
             f"{name}: the loss uses parameters of a layer outside its forward, where they are sharded. Compute this "
@@ -121,12 +97,7 @@ def check_loss(loss: Tensor, name: str) -> None:
 
 
 def fitting_precision(plugin: Precision, name: str) -> Precision:
-    """Return the plugin to use in place of ``plugin``: Lightning's mixed precision clips and scales wrongly on shards.
-
-    Raises:
-        TypeError: If it is one that cannot work on shards.
-        ValueError: If it keeps parameters in its own way.
-    """
+    """Replace Lightning's mixed precision, which clips and scales wrongly on shards; refuse what cannot shard."""
     if isinstance(plugin, LeanMixedPrecision):
         if plugin.settings.is_lean:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The processes of a run: how they connect, and what they tell of one that is lost."""
+"""Processes of a run: how they connect, and name a lost one."""
 
 import logging
 import os
@@ -35,10 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def default_backend(device: torch.device) -> str:
-    """Choose the backend for training on ``device`` with parts of the state on the host, where gloo is used.
-
-    Raises:
-        ValueError: If torch knows no backend for ``device``.
+    """Choose the backend for training on ``device``, with gloo for tensors on the host.
 
     Example:
         >>> default_backend(torch.device("cuda", 0))
@@ -53,14 +50,10 @@ def default_backend(device: torch.device) -> str:
 
 
 def connect(cluster_environment: ClusterEnvironment, backend: str, *, timeout: timedelta, device: torch.device) -> None:
-    """Make the process group of all ranks; a collective over them. Does nothing if there is one already.
+    """Create the process group of all ranks, unless there is one. A collective.
 
-    It is destroyed at exit, without a barrier: a rank that leaves does not wait for one that died. NCCL connects at
-    once, and an error of the network shows here rather than at the first collective.
-
-    Raises:
-        RuntimeError: If this torch was built without ``torch.distributed``.
-        LostPeerError: If a rank does not come within ``timeout``, or dies meanwhile.
+    It is destroyed at exit without a barrier: a rank does not wait for one that died. NCCL connects at once, so network
+    errors are raised here and not in the first collective.
     """
     if not dist.is_available():
         raise RuntimeError("This torch was built without torch.distributed: use one that has it, or a single device.")
@@ -89,12 +82,9 @@ def connect(cluster_environment: ClusterEnvironment, backend: str, *, timeout: t
 
 
 class ConnectedStrategy(PlainStrategy):
-    """A strategy for one process on each device, all of them in one mesh.
+    """A strategy with one process per device, in one mesh.
 
-    Args:
-        arguments: Of the strategy.
-        process_group_backend: As for ``torch.distributed``; ``None``: by the device.
-        given: What the Trainer sets: accelerator, devices, environment, plugins.
+    ``given``: accelerator, devices, environment and plugins, set by the Trainer.
     """
 
     def __init__(self, arguments: OffloadArguments, process_group_backend: str | None, *given: Any) -> None:
@@ -108,7 +98,7 @@ class ConnectedStrategy(PlainStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether data is split over ranks; with one, the order of the data stays the user's."""
+        """Whether data is split over ranks; with one rank, samplers are unchanged."""
         return self.num_nodes * self.num_processes > 1
 
     @property
@@ -124,12 +114,12 @@ class ConnectedStrategy(PlainStrategy):
 
     @property
     def process_group_backend(self) -> str | None:
-        """Of the process group."""
+        """Backend of the process group."""
         return self._backend
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Of all ranks: ``shard``, or ``replicate`` and ``shard``."""
+        """Mesh of all ranks: ``shard``, or ``replicate`` and ``shard``."""
         if self._mesh is None:
             raise RuntimeError("FSDPOffloadStrategy.device_mesh exists once the processes have connected.")
         return self._mesh
@@ -142,7 +132,7 @@ class ConnectedStrategy(PlainStrategy):
     @override
     def make_launcher(self) -> ScriptLauncher | None:
         assert self.cluster_environment is not None
-        # One process is what there is already. A launcher would set its threads, and so the order of sums.
+        # A launcher would change the threads of a single process, and so the order of sums.
         if not self.is_distributed or self.cluster_environment.creates_processes_externally:
             return None
         return make_script_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
@@ -154,7 +144,7 @@ class ConnectedStrategy(PlainStrategy):
         super().setup_environment()
         assert self.cluster_environment is not None
         self.set_world_ranks()
-        if self.world_size > 1:  # a run on one rank draws what a plain one draws
+        if self.world_size > 1:  # a run on one rank draws the same numbers as the baseline
             reset_seed()
         self._backend = self._backend or default_backend(self.root_device)
         self._check_backend(self._backend)
@@ -171,7 +161,7 @@ class ConnectedStrategy(PlainStrategy):
             )
 
     def set_world_ranks(self) -> None:
-        """Tell the environment and loggers which rank this is."""
+        """Set the rank in the environment and for loggers."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -218,7 +208,7 @@ class ConnectedStrategy(PlainStrategy):
 
     @contextmanager
     def _named(self, phase: str) -> Generator[None, None, None]:
-        """Say, of a rank that is lost, where this one was."""
+        """Name the current phase in errors about a lost rank."""
         outer, self._phase = self._phase, phase
         try:
             with self._peers or nullcontext():

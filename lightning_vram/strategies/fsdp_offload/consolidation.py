@@ -1,7 +1,4 @@
-"""One plain file out of a sharded checkpoint, for a Trainer on one device.
-
-Lightning's own tool for this leaves the optimizers' states under names that no optimizer looks for.
-"""
+"""Convert a sharded checkpoint to one file."""
 
 import re
 from collections.abc import Callable
@@ -21,21 +18,10 @@ def consolidate(
     verify: bool = True,
     on_progress: Callable[[str, float], None] = lambda stage, done: None,
 ) -> None:
-    """Write a sharded checkpoint as a plain file. Needs host memory for all of it, and one process.
+    """Write a sharded checkpoint as one file for a Trainer on one device; on error, ``output`` is unchanged.
 
-    Args:
-        folder: As ``FSDPOffloadStrategy`` or Lightning's ``ModelParallelStrategy`` wrote it.
-        output: The file to make; a file that is there is replaced, once the new one is complete.
-        weights_only: For all that is no tensor: see ``torch.load``.
-        verify: Whether to compare the files with their checksums first, if there are any.
-        on_progress: Called with the current stage as text and the finished share of it, 0 to 1. What it raises, such
-            as ``KeyboardInterrupt``, leaves ``output`` unchanged.
-
-    Raises:
-        FileNotFoundError: If ``folder`` is no sharded checkpoint.
-        IsADirectoryError: If ``output`` is a folder.
-        CheckpointError: If it is damaged, or the file cannot be written.
-        pickle.UnpicklingError: If it holds what ``weights_only`` does not allow.
+    Needs host memory for all of it, and one process. Lightning's own tool writes optimizer states under names that no
+    optimizer reads. ``on_progress`` gets the stage and its finished share, and may raise ``KeyboardInterrupt``.
     """
     if not is_sharded_folder(folder):
         raise FileNotFoundError(f"{folder} is not a sharded checkpoint: a folder with .metadata and meta.pt.")

@@ -1,4 +1,4 @@
-"""When an optimizer may step in the backward: nobody may look at gradients, or change them, after it."""
+"""When an optimizer may step in the backward."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,17 +13,13 @@ from lightning_vram.private_names.lightning.logging import runs_in_hook
 
 
 class EarlySteps:
-    """Asked whether the gradients of a layer are those to step with as soon as the backward has them.
-
-    Args:
-        trainer: Of the run, which hears once of steps that have to wait.
-    """
+    """Decides whether no code reads or changes gradients after the backward; reports the first reason otherwise."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer, self._has_told = trainer, False
 
     def __call__(self, closure: Callable[[], Any]) -> bool:
-        """Whether a step that is given ``closure`` may begin in there."""
+        """Whether a step may begin in its ``closure``."""
         why = self._why_late(closure)
         if why is not None and not self._has_told:
             self._has_told = True
@@ -45,9 +41,9 @@ class EarlySteps:
 
 
 def may_clip_late(trainer: pl.Trainer) -> bool:
-    """Whether nobody looks at gradients between clipping, which is under way, and the step."""
+    """Whether no code reads gradients between the current clipping and the step."""
     module = trainer.lightning_module
-    name = "configure_gradient_clipping"  # else the module clips in another hook, and may go on to use gradients
+    name = "configure_gradient_clipping"  # in another hook the module may use gradients afterwards
     return (
         module.automatic_optimization
         and runs_in_hook(module, name)

@@ -1,4 +1,4 @@
-"""The sharded module of a run and its optimizers on the host, from the setup to the teardown."""
+"""The sharded module of a run, and its optimizers on the host."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,7 +23,7 @@ from lightning_vram.optimizers.on_host import (
     add_states,
     count_host_needs,
 )
-from lightning_vram.optimizers.stepping import FORMS, HostState, describe_unheld
+from lightning_vram.optimizers.stepping.state_forms import FORMS, HostState, describe_unheld
 from lightning_vram.private_names.torch.dispatch import detect_fake_mode
 from lightning_vram.strategies.fsdp_offload.checkpointed import CheckpointedStrategy
 from lightning_vram.strategies.fsdp_offload.checks import check_master
@@ -39,24 +39,17 @@ _NARROW = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 class ShardedStrategy(CheckpointedStrategy):
-    """A strategy that shards its module and steps on the shards.
-
-    Args:
-        given: See :class:`ConnectedStrategy`.
-
-    Attributes:
-        moments: How moments are kept wherever they are, set by ``MomentsInBF16`` or ``LowBitOptimizer`` before the
-            setup; ``None``: as ``host_state`` says.
-    """
+    """A strategy that shards its module, and steps on the shards."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
+        # Form of all moments, set by MomentsInBF16 or LowBitOptimizer before the setup; ``None``: as ``host_state``.
         self.moments: HostState | None = None
         self._sharding: FullSharding | None = None
         self._host_optimizers: HostOptimizers | None = None
-        self._stand_ins: list[Shadow | WholeNumbers] = []
+        self._patches: list[Shadow | WholeNumbers] = []
         self._has_failed = False
-        self._host_room: HostRoom | None = None  # between the shards and the optimizers
+        self._host_room: HostRoom | None = None  # until the optimizers are set up
         self._host_needs = HostNeeds()
         self._binding: NumaBinding | None = None
         self._room: StepRoom | None = None  # for device_bytes="auto", until it is measured
@@ -103,12 +96,12 @@ class ShardedStrategy(CheckpointedStrategy):
         self._averages.shard(module, self._sharding, self._gather_state)
 
     def _check_room(self, module: nn.Module, narrow: set[str], narrow_dtype: torch.dtype | None) -> None:
-        """Refuse a module that the host has no room for. What the ranks of an estimate have, this machine has not."""
+        """Refuse a module that exceeds host memory, except in estimates for other machines."""
         self._host_needs = HostNeeds()
-        if self.arguments.device_bytes is not None:  # some of it will not be there
+        if self.arguments.device_bytes is not None:  # some of it will be on the device
             return
         has_copies = self.root_device.type != "cpu" and self.arguments.master != "split"
-        copied = narrow if has_copies else ()  # gradients come in 32 bit in the first batches, split or not
+        copied = narrow if has_copies else ()  # gradients have 32 bits in the first batches, split or not
         num_shards = self.device_mesh.size(-1)
         averages = self._averages.copies_of(module)
         self._host_needs = count_host_needs(module, num_shards, copied, narrow_dtype, averages)
@@ -117,7 +110,7 @@ class ShardedStrategy(CheckpointedStrategy):
             self._host_room.check(self._host_needs, **self._room_options)
 
     def _check_states(self) -> None:
-        """Refuse states of optimizers that the host has no room for beside the rest."""
+        """Refuse optimizer states that exceed host memory with the rest."""
         room, self._host_room = self._host_room, None
         if not self._host_needs.total:
             return
@@ -130,7 +123,7 @@ class ShardedStrategy(CheckpointedStrategy):
 
     @property
     def host_bytes(self) -> int:
-        """The most that this rank has at rest on the host, as counted at the setup; 0 with ``device_bytes``."""
+        """Host memory of this rank between steps, as counted at the setup; 0 with ``device_bytes``."""
         return self._host_needs.total
 
     @property
@@ -158,15 +151,15 @@ class ShardedStrategy(CheckpointedStrategy):
         if self.arguments.device_bytes == "auto":
             self._room = StepRoom(self._sharding, self.optimizers)
         self._host_optimizers.may_step_early = EarlySteps(trainer)
-        self._stand_ins = [
+        self._patches = [
             *clip_on_shards(self.precision_plugin, self._host_optimizers, lambda: may_clip_late(trainer)),
             *follow_toggles(trainer.lightning_module, self._sharding),
             log_numbers(trainer.lightning_module),
         ]
 
     def _attach_numbers(self) -> None:
-        if detect_fake_mode() is None:  # the other ranks of an estimate are not there
-            self._stand_ins.append(WholeNumbers(self.arguments.timeout))
+        if detect_fake_mode() is None:  # estimates have no other ranks
+            self._patches.append(WholeNumbers(self.arguments.timeout))
 
     @property
     def _host_state(self) -> HostState:
@@ -183,16 +176,11 @@ class ShardedStrategy(CheckpointedStrategy):
         return self.arguments.cpu_threads or cores
 
     def _turn_off_inference_mode(self, trainer: pl.Trainer) -> None:
-        """FSDP2 keeps tensors from one step to the next, which those of inference mode may not be."""
+        """FSDP2 reuses tensors in later steps, which inference mode forbids."""
         loops = [getattr(trainer, name) for name in _LOOPS] + [trainer.fit_loop.epoch_loop.val_loop]
         self._inference_modes = {loop: loop.inference_mode for loop in loops}
         for loop in loops:
             loop.inference_mode = False
-
-    def _turn_on_inference_mode(self) -> None:
-        for loop, inference_mode in self._inference_modes.items():
-            loop.inference_mode = inference_mode
-        self._inference_modes = {}
 
     def _bind_to_numa_node(self) -> None:
         wanted = self.arguments.bind_to_numa_node
@@ -202,17 +190,12 @@ class ShardedStrategy(CheckpointedStrategy):
         if self._binding is not None:
             rank_zero_info(self._binding.description)
 
-    def _undo_binding(self) -> None:
-        binding, self._binding = self._binding, None
-        if binding is not None:
-            binding.undo()
-
     def _unshard(self) -> None:
         sharding, self._sharding = self._sharding, None
         optimizers, self._host_optimizers = self._host_optimizers, None
         self._room = None
-        while self._stand_ins:
-            self._stand_ins.pop().remove()
+        while self._patches:
+            self._patches.pop().remove()
         if sharding is None:
             self._averages.remove(make_whole=False)
             return
@@ -246,12 +229,12 @@ class ShardedStrategy(CheckpointedStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Nothing: parameters stay where they are sharded, and buffers went to the device with them."""
+        """Do nothing: sharding has placed parameters and buffers."""
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict)
-        if self._sharding is not None:  # a tuner goes back to where it began
+        if self._sharding is not None:  # a tuner restores its start
             self._load_module(self._sharding.module)
 
     @override

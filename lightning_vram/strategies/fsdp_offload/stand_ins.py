@@ -1,4 +1,4 @@
-"""What does a part of Lightning's work while parameters are sharded, until each stand-in is removed."""
+"""Patches of Lightning for sharded parameters, and when steps may be early."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,20 +12,12 @@ from torch.optim import Optimizer
 from lightning_vram.core.gradients.clipping import clip_sharded_values
 from lightning_vram.core.surgery.shadow import Shadow, instead
 from lightning_vram.optimizers.on_host import HostOptimizers
-from lightning_vram.optimizers.stepping import iterate_parameters
+from lightning_vram.optimizers.stepping.steppable import iterate_parameters
 from lightning_vram.techniques.sharding import FullSharding
 
 
 def clip_on_shards(precision: Precision, optimizers: HostOptimizers, may_wait: Callable[[], bool]) -> list[Shadow]:
-    """Clip, by whatever plugin clips, on the local parts of gradients.
-
-    What PyTorch has for it goes through the dispatch of ``DTensor``, which takes longer than the arithmetic.
-
-    Args:
-        precision: The plugin.
-        optimizers: Of the run.
-        may_wait: Asked whether gradients may be scaled when the step is made.
-    """
+    """Clip on the local gradients, for any plugin: the dispatch of ``DTensor`` takes longer than the arithmetic."""
 
     def clip_norm(optimizer: Optimizer, clip_val: float) -> None:
         optimizers.clip_norm(optimizer, clip_val, may_wait=may_wait())
@@ -40,18 +32,13 @@ def clip_on_shards(precision: Precision, optimizers: HostOptimizers, may_wait: C
 
 
 def follow_toggles(module: pl.LightningModule, sharding: FullSharding) -> list[Shadow]:
-    """Let what is gathered in the midst of a step follow ``toggle_optimizer`` of manual optimization.
-
-    Args:
-        module: Whose optimizers, which have the shards, are toggled.
-        sharding: Of it.
-    """
+    """Apply ``toggle_optimizer`` of manual optimization to gathered parameters, too."""
     follow = partial(_then, sharding.agree_on_gradients)
     return [Shadow(module, name, follow) for name in ("toggle_optimizer", "untoggle_optimizer")]
 
 
 def log_numbers(module: pl.LightningModule) -> Shadow:
-    """Let ``module.log`` get numbers in place of sharded tensors, which it could not add up."""
+    """Convert sharded tensors to numbers for ``module.log``, which could not add them up."""
 
     def make(log: Callable[..., None]) -> Callable[..., None]:
         def log_number(name: str, value: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,8 +1,4 @@
-"""Whether states in a checkpoint are those of an optimizer's parameters, before any of them is loaded.
-
-``torch.optim`` compares numbers of parameters and no more. A fused kernel believes the shapes: with states of other
-parameters, as after a change of their order, it reads and writes past the end of the smaller ones.
-"""
+"""Check optimizer states of a checkpoint before they are loaded."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,11 +10,16 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from lightning_vram.optimizers.on_disk import StateLayout, find_layout, is_elementwise
+from lightning_vram.optimizers.on_disk.layouts import StateLayout, find_layout, is_elementwise
 from lightning_vram.techniques.sharded_checkpoints import parameters_by_name
 
 _WAY_OUT = "Return the optimizer the checkpoint was saved with: the same parameters, in the same order."
-_PLAIN = {"capturable": False, "differentiable": False, "foreign": False, "fused": False}  # the kernel changes no state
+_PLAIN = {
+    "capturable": False,
+    "differentiable": False,
+    "foreign": False,
+    "fused": False,
+}  # the kernel does not change states
 
 
 def check_states(
@@ -28,18 +29,11 @@ def check_states(
     saved_groups: Sequence[Mapping[str, Any]],
     index: int,
 ) -> None:
-    """Compare shapes, kinds and names. States of an optimizer that none of us has read are not looked at.
+    """Compare shapes, dtypes and names with the parameters; states of unknown optimizers are not checked.
 
-    Args:
-        module: Has the parameters.
-        optimizer: Gets the states.
-        states: For each parameter, in the order of the groups; empty if there is none. Tensors, or what a sharded
-            checkpoint says of them; ``None`` for what it says nothing of.
-        saved_groups: Of the checkpoint, as many as the optimizer has.
-        index: Which optimizer it is.
-
-    Raises:
-        ValueError: If one does not fit; names the parameter.
+    ``torch.optim`` only counts parameters, but fused kernels trust the shapes: with states of other parameters they
+    write out of bounds. ``states``: per parameter in the order of the groups, tensors or metadata of a sharded
+    checkpoint; empty without state.
     """
     names = {id(parameter): name for name, parameter in reversed(list(parameters_by_name(module).items()))}
     remaining = iter(states)
@@ -68,12 +62,12 @@ def in_order(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def check_form(state_dict: Any, index: int) -> None:
-    """Refuse what is no state of an optimizer at all.
-
-    Raises:
-        ValueError: If it is none.
-    """
-    if not (_is_dict(state_dict) and _are_groups(state_dict.get("param_groups")) and _is_dict(state_dict.get("state"))):
+    """Refuse a damaged optimizer state."""
+    if not (
+        isinstance(state_dict, dict)
+        and _are_groups(state_dict.get("param_groups"))
+        and isinstance(state_dict.get("state"), dict)
+    ):
         raise ValueError(
             f"The checkpoint's state of optimizer {index} lacks 'param_groups' or 'state': the file is damaged. Resume "
             "from another checkpoint."
@@ -82,7 +76,7 @@ def check_form(state_dict: Any, index: int) -> None:
 
 def _are_groups(groups: Any) -> bool:
     return isinstance(groups, list) and all(
-        _is_dict(group) and isinstance(group.get("params"), list) for group in groups
+        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
     )
 
 
@@ -94,7 +88,7 @@ def _check_names(group: Mapping[str, Any], saved: Mapping[str, Any], where: str)
 
 
 def _compare(state: Any, parameter: Tensor, layout: StateLayout) -> Iterator[str]:
-    if not _is_dict(state):
+    if not isinstance(state, dict):
         yield "it is not a dict"
         return
     for name in (*(name for name, _ in layout.elementwise), *layout.others):
@@ -129,7 +123,3 @@ def _shape_and_dtype(value: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
     if isinstance(value, TensorStorageMetadata):
         return tuple(value.size), value.properties.dtype
     return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
-
-
-def _is_dict(value: Any) -> bool:
-    return isinstance(value, dict)

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_vram.core.processes.rank_errors import on_all_ranks
 from lightning_vram.core.surgery.held_setting import without_fast_path
-from lightning_vram.optimizers.stepping import HostState
+from lightning_vram.optimizers.stepping.state_forms import HostState
 from lightning_vram.strategies.fsdp_offload.arguments import (
     DeviceBytes,
     Master,
@@ -249,13 +249,17 @@ class FSDPOffloadStrategy(ShardedStrategy):
     def teardown(self) -> None:
         assert self.cluster_environment is not None
         assert self.accelerator is not None
-        self._turn_on_inference_mode()
+        for loop, inference_mode in self._inference_modes.items():
+            loop.inference_mode = inference_mode
+        self._inference_modes = {}
         try:
             if self._store is not None and not self._has_failed:
                 self._store.wait()
             self._unshard()
         finally:
-            self._undo_binding()
+            binding, self._binding = self._binding, None
+            if binding is not None:
+                binding.undo()
             self.precision_plugin.teardown()
             self.cluster_environment.teardown()
             self.accelerator.teardown()

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_vram.optimizers import stepping
 from lightning_vram.optimizers.narrow import NarrowMoments
 from lightning_vram.optimizers.on_host import HostOptimizers, OffloadedAdamW
-from lightning_vram.optimizers.stepping import HostState
+from lightning_vram.optimizers.stepping.state_forms import FORMS as MOMENT_FORMS
+from lightning_vram.optimizers.stepping.state_forms import HostState
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
 from lightning_vram.techniques.sharding.grouping.plan import plan_sharding_groups
 from tests.benchmarks.compare import Options
@@ -107,7 +107,7 @@ class Kept:
         sharding = FullSharding(
             model, mesh, plan_sharding_groups(model), ShardingOptions(is_split=master == "split", **narrow)
         )
-        self.host = HostOptimizers(sharding, num_threads=num_threads, form=stepping.FORMS.get(form))
+        self.host = HostOptimizers(sharding, num_threads=num_threads, form=MOMENT_FORMS.get(form))
         self.optimizer = torch.optim.AdamW(model.parameters())
         self.host.attach([self.optimizer])
         for lane in (lane for group in sharding.groups for lane in group.lanes):
@@ -127,7 +127,7 @@ def make_plain_step(model: nn.Module, form: HostState) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
-    found = stepping.FORMS.get(form)
+    found = MOMENT_FORMS.get(form)
     if found is not None:
         NarrowMoments(model, found).attach([optimizer])
     return optimizer.step

@@ -5,7 +5,8 @@ from torch import nn
 from torch.optim import SGD
 
 from lightning_vram.optimizers.narrow import NarrowMoments
-from lightning_vram.optimizers.stepping import FORMS, UpdateCheck
+from lightning_vram.optimizers.stepping.state_forms import FORMS
+from lightning_vram.optimizers.stepping.update_check import UpdateCheck
 
 
 def test_what_is_below_half_a_distance_is_lost() -> None:

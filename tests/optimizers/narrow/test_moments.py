@@ -23,7 +23,7 @@ from lightning_vram import track_memory
 from lightning_vram.core.tensors.low_bit import LowBitTensor
 from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.optimizers.narrow import NarrowMoments
-from lightning_vram.optimizers.stepping import FORMS, KINDS, is_narrow
+from lightning_vram.optimizers.stepping.state_forms import FORMS, KINDS, is_narrow
 from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)

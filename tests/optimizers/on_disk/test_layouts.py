@@ -43,7 +43,7 @@ def test_names_and_dtypes_are_those_of_a_real_step(kind, options, elementwise, o
     layout = find_layout(optimizer, optimizer.param_groups[0], FLOAT)
     assert sorted(layout.elementwise) == sorted((key, FLOAT) for key in elementwise)
     assert sorted(layout.others) == sorted(others)
-    assert sum(layout.kept_bytes(1)) == 4 * len(elementwise)
+    assert sum(layout.stored_bytes(1)) == 4 * len(elementwise)
     parameter.grad = torch.randn(7)
     optimizer.step()
     assert optimizer.state.get(parameter, {}).keys() == {*elementwise, *others}
@@ -83,13 +83,13 @@ def test_the_default_device_does_not_matter() -> None:
     optimizer = optim.AdamW([nn.Parameter(torch.zeros(3))], fused=True)
     with torch.device("meta"):
         layout = find_layout(optimizer, optimizer.param_groups[0], FLOAT)
-    assert sum(layout.kept_bytes(1)) == 8
+    assert sum(layout.stored_bytes(1)) == 8
 
 
 def test_a_subclass_with_the_same_step_is_known() -> None:
     optimizer = Renamed([nn.Parameter(torch.zeros(3))], "mine")
     assert is_elementwise(Renamed)
-    assert sum(find_layout(optimizer, optimizer.param_groups[0], FLOAT).kept_bytes(1)) == 8
+    assert sum(find_layout(optimizer, optimizer.param_groups[0], FLOAT).stored_bytes(1)) == 8
 
 
 @pytest.mark.parametrize(

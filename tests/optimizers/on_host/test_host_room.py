@@ -11,7 +11,8 @@ from torch.optim import SGD, Adafactor, Adam, AdamW
 
 from lightning_vram.core.host.arena import OffloadError
 from lightning_vram.memory.units import GIB, MIB
-from lightning_vram.optimizers.on_host import HostNeeds, HostRoom, count_host_needs, count_state_bytes, host_room
+from lightning_vram.optimizers.on_host import HostNeeds, HostRoom, count_host_needs, host_room
+from lightning_vram.optimizers.on_host.host_needs import count_state_bytes
 
 NAME = "FSDPOffloadStrategy"
 NOTHING_FITS = "No setting would make it fit: use a machine with more memory, or a smaller model."
@@ -89,7 +90,7 @@ def test_shards_are_padded_to_the_same_length() -> None:
 def test_what_is_in_16_bit_has_no_copies_and_cannot_be_halved() -> None:
     net = Net().to(torch.bfloat16)
     needs = count_host_needs(net, 1, {"trained.weight"}, torch.bfloat16)
-    assert needs == HostNeeds(weights=2 * 52, gradients=2 * 40, can_be_narrow=False)
+    assert needs == HostNeeds(weights=2 * 52, gradients=2 * 40, can_be_16_bit=False)
 
 
 def test_tied_weights_count_once() -> None:
@@ -148,7 +149,7 @@ def test_what_fits_beside_a_gibibyte_is_accepted_and_a_byte_more_refused(host: A
 
 def test_only_what_would_fit_is_named(host: Any) -> None:
     host(2 * GIB)
-    needs = HostNeeds(weights=GIB, narrow_copies=512 * MIB, gradients=GIB, states=2 * GIB)
+    needs = HostNeeds(weights=GIB, low_precision_copies=512 * MIB, gradients=GIB, states=2 * GIB)
     start = (
         f"{NAME} needs 4.50 GiB of host memory on node1: weights 1.00 GiB, 16-bit copies 512.00 MiB, gradients 1.00 "
         "GiB, optimizer state 2.00 GiB. Available are 2.00 GiB, including the memory of the module, of which 1.00 GiB "
@@ -156,7 +157,7 @@ def test_only_what_would_fit_is_named(host: Any) -> None:
     )
     refused(needs, start + "It would fit with nvme_path='/a/fast/disk' and precision='bf16-true' (1.00 GiB).")
     refused(
-        HostNeeds(4 * GIB, can_be_narrow=False),
+        HostNeeds(4 * GIB, can_be_16_bit=False),
         weights_alone("4.00 GiB", "2.00 GiB", "1.00 GiB") + NOTHING_FITS,
     )
 
@@ -179,7 +180,12 @@ def test_weights_that_can_be_split_and_moments_in_fewer_bytes_are_named(host: An
     host(4 * GIB)
     refused(
         HostNeeds(
-            GIB, GIB // 2, states=2 * GIB, can_be_narrow=False, can_be_split=True, narrow_states=(GIB, GIB // 2, 0)
+            GIB,
+            GIB // 2,
+            states=2 * GIB,
+            can_be_16_bit=False,
+            can_be_split=True,
+            low_precision_states=(GIB, GIB // 2, 0),
         ),
         f"{NAME} needs 3.50 GiB of host memory on node1: weights 1.00 GiB, 16-bit copies 512.00 MiB, optimizer "
         "state 2.00 GiB. Available are 4.00 GiB, including the memory of the module, of which 1.00 GiB must stay "
@@ -202,7 +208,7 @@ def test_a_disk_that_is_used_is_not_named(host: Any) -> None:
 
 
 def test_ranks_of_a_machine_share_it(host: Any, ranks: list[tuple[str, int]]) -> None:
-    needs = HostNeeds(weights=GIB, can_be_narrow=False)
+    needs = HostNeeds(weights=GIB, can_be_16_bit=False)
     host(9 * GIB)
     ranks.append(("node1", 7))
     accepted(needs)
@@ -220,7 +226,7 @@ def test_all_ranks_refuse_what_another_machine_lacks(host: Any, ranks: list[tupl
     host(3 * GIB)
     ranks.append(("node2", 3))
     refused(
-        HostNeeds(weights=GIB, can_be_narrow=False),
+        HostNeeds(weights=GIB, can_be_16_bit=False),
         weights_alone("3.00 GiB", "3.00 GiB", "1.00 GiB", "node2 for its 3 ranks") + NOTHING_FITS,
     )
 
@@ -233,7 +239,7 @@ def test_what_the_module_has_is_given_back(host: Any) -> None:
     with torch.device("meta"):
         empty = nn.Linear(512, 512, bias=False)
     refused(
-        HostNeeds(weights=MIB, can_be_narrow=False),
+        HostNeeds(weights=MIB, can_be_16_bit=False),
         weights_alone("1.00 MiB", "1.00 MiB", "1.00 MiB") + NOTHING_FITS,
         empty,
     )

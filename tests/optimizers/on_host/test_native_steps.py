@@ -14,7 +14,8 @@ from lightning_vram.core.tensors.low_bit import LowBitTensor
 from lightning_vram.core.tensors.native_codecs import AdamWStep
 from lightning_vram.optimizers.on_host import NarrowStates, step_in_parts
 from lightning_vram.optimizers.on_host.native_steps import step_split
-from lightning_vram.optimizers.stepping import FORMS, StepRound
+from lightning_vram.optimizers.stepping.state_forms import FORMS
+from lightning_vram.optimizers.stepping.step_round import StepRound
 
 pytestmark = needs_compiler
 FUSED = partial(AdamW, lr=1e-2, fused=True)

@@ -38,7 +38,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from lightning_vram.core.host.worker import Ticket
 from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
-from lightning_vram.optimizers.stepping import list_tensors
+from lightning_vram.optimizers.stepping.step_round import list_tensors
 from lightning_vram.techniques.sharding.recovery import can_recover, discard_failed_iteration
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
