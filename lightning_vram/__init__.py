@@ -9,8 +9,7 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
-import lightning_vram.early_signals as early_signals
-import lightning_vram.early_versions as early_versions  # noqa: F401 - before imports that they would fail in
+import lightning_vram.startup as startup
 
 # isort: split
 from lightning_vram.version import __version__ as __version__
@@ -51,7 +50,7 @@ __all__ = [
     "track_memory",
 ]
 
-if not early_signals.is_command(sys.orig_argv):  # which imports PyTorch and Lightning only where it needs them
+if not startup.is_command(sys.orig_argv):  # which imports PyTorch and Lightning only where it needs them
     from lightning_vram.public_names import *
 elif importlib.util.find_spec("lightning") is None:
     sys.exit("lightning-vram: error: needs Lightning: pip install lightning 'jsonargparse[signatures]' omegaconf rich")

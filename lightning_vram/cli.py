@@ -15,22 +15,20 @@ from rich.console import Console, RenderableType
 
 from lightning_vram.commands.files import FILE_COMMANDS
 from lightning_vram.commands.options import (
+    BROKEN_PIPE,
     COMMANDS,
     ESTIMATE,
-    PLAN,
-    complete,
-    device_list,
-    main_parser,
-    question_parser,
-)
-from lightning_vram.commands.program import (
-    BROKEN_PIPE,
     INTERRUPTED,
+    PLAN,
     PROGRAM,
+    complete,
     describe,
+    device_list,
     did_you_mean,
+    dry_run_parser,
     fail,
     is_debugging,
+    main_parser,
 )
 from lightning_vram.version import __version__
 
@@ -66,7 +64,7 @@ def _run(arguments: list[str], *, is_process: bool) -> None:
     if command in _HELP:
         main_parser().print_help()
     elif command in (ESTIMATE, PLAN) and not {*_HELP}.isdisjoint(arguments):
-        question_parser(command).print_help()
+        dry_run_parser(command).print_help()
     elif command in (ESTIMATE, PLAN) and _asks_for_list(arguments):
         _show(device_list())
     elif command == "--version":

@@ -3,7 +3,7 @@
 import importlib.util
 from typing import TYPE_CHECKING
 
-from lightning_vram.memory.device.allocator_settings import configure_allocator as configure_allocator
+from lightning_vram.memory.device.accelerators import configure_allocator as configure_allocator
 from lightning_vram.memory.estimate.device_spec import DeviceSpec as DeviceSpec
 from lightning_vram.memory.tracking.tracker import track_memory as track_memory
 from lightning_vram.techniques.activation_checkpointing import SavePolicy as SavePolicy
@@ -40,7 +40,7 @@ if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
     from lightning_vram.report.estimate import estimate_memory as estimate_memory
     from lightning_vram.report.plan import plan_memory as plan_memory
     from lightning_vram.strategies.fsdp_offload import FSDPOffloadStrategy as FSDPOffloadStrategy
-    from lightning_vram.strategies.registration import register_strategies
+    from lightning_vram.strategies.fsdp_offload.strategy import register_strategies
 
     register_strategies()
     del register_strategies

@@ -20,8 +20,8 @@ from support.helpers import CASES, LitTiny, TinyCNN, TinyGPT
 from support.simdevice import build
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_vram.core.processes.clean_exit import leave_group
-from lightning_vram.memory.device import allocator_settings
+from lightning_vram.core.processes import leave_group
+from lightning_vram.memory.device import accelerators as allocator_settings
 
 torch.set_num_threads(1)  # the models are tiny; more threads only fight with pytest-xdist
 

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
-from lightning_vram.core.processes.clean_exit import leave_group
+from lightning_vram.core.processes import leave_group
 from tests.benchmarks.cases import WORKLOADS, Workload
 from tests.benchmarks.peers import PEERS, versions_of_peers
 from tests.benchmarks.peers.installed import needs

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_vram.core.processes.clean_exit import leave_group
+from lightning_vram.core.processes import leave_group
 from tests.benchmarks import __main__ as benchmarks
 from tests.benchmarks.cases import QUICK_WORKLOADS
 from tests.benchmarks.compare import Options, measure_ways

@@ -18,7 +18,7 @@ from support.parts import CONFIGS, PRESETS
 
 from lightning_vram import FSDPOffloadStrategy, LeanMixedPrecision
 from lightning_vram.cli import main
-from lightning_vram.memory.device.allocator_settings import SETTING, VARIABLES
+from lightning_vram.memory.device.accelerators import SETTING, VARIABLES
 from lightning_vram.memory.device.measurement import read_measurements
 from lightning_vram.memory.units import format_bytes
 

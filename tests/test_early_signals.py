@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.requeue_runs import FakeSlurm
 
-from lightning_vram import early_signals
+from lightning_vram import startup as early_signals
 from lightning_vram.callbacks.slurm_requeue import callback as slurm_requeue
 from lightning_vram.callbacks.slurm_requeue.callback import JobStopped, SlurmRequeue
 from lightning_vram.cli import main

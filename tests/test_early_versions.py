@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_vram.early_versions import OLDEST, refuse_old_versions
+from lightning_vram.startup import OLDEST, refuse_old_versions
 
 ROOT = Path(__file__).parents[1]
 
@@ -26,7 +26,7 @@ def test_the_oldest_versions_are_those_of_the_project():
 )
 def test_an_older_version_is_refused_in_one_line(monkeypatch, name, installed, message):
     versions = {"torch": "2.11.0+cu130", "lightning": "2.6.4", name: installed}
-    monkeypatch.setattr("lightning_vram.early_versions.version", versions.__getitem__)
+    monkeypatch.setattr("lightning_vram.startup.version", versions.__getitem__)
     with pytest.raises(ImportError, match=f"^{re.escape('lightning_vram ' + message)}$"):
         refuse_old_versions()
 
@@ -34,5 +34,5 @@ def test_an_older_version_is_refused_in_one_line(monkeypatch, name, installed, m
 @pytest.mark.parametrize("torch", ["2.11.0", "2.13.0a0+git1234", "3.0"])
 def test_newer_versions_are_not_refused(monkeypatch, torch):
     versions = {"torch": torch, "lightning": "2.6.4"}
-    monkeypatch.setattr("lightning_vram.early_versions.version", versions.__getitem__)
+    monkeypatch.setattr("lightning_vram.startup.version", versions.__getitem__)
     refuse_old_versions()

@@ -15,8 +15,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from lightning_vram.commands.options import preset_names
-from lightning_vram.commands.program import PROGRAM, did_you_mean
+from lightning_vram.commands.options import PROGRAM, did_you_mean, preset_names
 from lightning_vram.memory.device.measurement import largest, read_measurements
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.report.tables import memory_table
@@ -52,8 +51,8 @@ def consolidate_folder(args: Sequence[str]) -> Iterator[str]:
     given = parser.parse_args(args)
     if not all((given.folder / name).is_file() for name in (".metadata", "meta.pt")):  # before PyTorch is imported
         raise FileNotFoundError(f"{given.folder} is not a sharded checkpoint: a folder with .metadata and meta.pt.")
-    from lightning_vram.core.processes.rank_errors import CheckpointError
-    from lightning_vram.report.estimate.progress import ProgressDisplay
+    from lightning_vram.core.ranks import CheckpointError
+    from lightning_vram.report.progress import ProgressDisplay
     from lightning_vram.strategies.fsdp_offload import consolidate
 
     options = {"weights_only": given.weights_only == "true", "verify": given.verify == "true"}
@@ -79,9 +78,9 @@ def calibrate_device(args: Sequence[str]) -> Iterator[str]:
     if not output.parent.is_dir():
         raise FileNotFoundError(f"--output: there is no folder '{output.parent}'.")
     from lightning_vram.memory.device.accelerators import current_kind, has_statistics
-    from lightning_vram.memory.estimate.calibrate import calibrate
     from lightning_vram.memory.estimate.device_spec import write_calibration
-    from lightning_vram.report.estimate.progress import ProgressDisplay
+    from lightning_vram.memory.estimate.workspaces import calibrate
+    from lightning_vram.report.progress import ProgressDisplay
 
     if not has_statistics(current_kind()):
         raise ValueError(

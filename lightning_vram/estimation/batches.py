@@ -1,22 +1,28 @@
 """Batches of other sizes, as shapes, without a sample of data."""
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from math import prod
+from types import ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.plugins import environments
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from lightning_vram.core.batches.path import BatchSplitError, SharedKeys
-from lightning_vram.core.batches.sizing import find_reading
-from lightning_vram.core.batches.splitting import BatchSplitter
-from lightning_vram.core.batches.structure import take_apart
-from lightning_vram.memory.estimate.fakes.known_values import MOST_INTEGERS
+from lightning_vram.core.batches.contents import BatchSplitError, SharedKeys, take_apart
+from lightning_vram.core.batches.splitting import BatchSplitter, find_batch_layout
+from lightning_vram.core.random_state import is_generator, read_state, write_state
+from lightning_vram.memory.estimate.known_values import MOST_INTEGERS
+from lightning_vram.private_names.lightning import is_sequential_loader, training_source
+from lightning_vram.private_names.torch import tree_map
 
 _ENVIRONMENTS = ("SLURM", "TorchElastic", "LSF", "MPI", "Lightning")
 _HOW = "Pass one: estimate_memory(module, batch, ...) takes any nest of tensors; only shapes and dtypes count"
@@ -72,7 +78,7 @@ def _forget_prepared(source: Any) -> None:
 def batch_size_of(batch: Any) -> int | None:
     """Return how many samples a batch has; ``None`` if unknown."""
     try:
-        return find_reading(batch, SharedKeys(()), {}).size
+        return find_batch_layout(batch, SharedKeys(()), {}).size
     except BatchSplitError:
         return None
 
@@ -148,3 +154,116 @@ def _tensors(value: Any) -> list[Tensor]:
         return [value]
     parts = take_apart(value)
     return [] if parts is None else [leaf for part in parts.values for leaf in _tensors(part)]
+
+
+_READ_BY_PLACE = (list, tuple, Tensor)
+_MOST_PARTS = 10_000
+_MOST_TRANSFORMS = 64  # longer lists are samples
+
+
+def read_first_batches(trainer: pl.Trainer, module: pl.LightningModule, most: int) -> tuple[list[Any], int | None]:
+    """Return the first batches of a run, and how many an epoch has, of all ranks; ``None``: unknown."""
+    source = training_source(trainer)
+    if isinstance(source, pl.LightningModule):
+        if not is_overridden("train_dataloader", source):
+            raise ValueError("there is no data to train on")
+        source = _set_up_twin(source, trainer)
+    loaders = source.train_dataloader() if isinstance(source, pl.LightningModule | pl.LightningDataModule) else source
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
+    if not combined.flattened:
+        raise ValueError("there is no data to train on")
+    if isinstance(trainer.limit_train_batches, int):
+        most = max(1, min(most, trainer.limit_train_batches))
+    found: dict[int, list[Any]] = {}
+
+    def read(loader: Any) -> None:
+        found[id(loader)] = _first_of(loader, most)
+
+    def batch_at(place: int, loader: Any) -> Any:
+        batches = found[id(loader)]
+        return batches[place % len(batches)]
+
+    sources = combined.flattened[0] if is_sequential_loader(combined) else combined.iterables
+    tree_map(read, sources)
+    if not all(found.values()):
+        raise ValueError("the data has no batch")
+    batches = [tree_map(partial(batch_at, place), sources) for place in range(max(map(len, found.values())))]
+    return batches, _length(combined, trainer.limit_train_batches)
+
+
+def _length(combined: CombinedLoader, limit: int | float) -> int | None:
+    lengths = [sized_len(loader) for loader in combined.flattened]
+    known = [length for length in lengths if length is not None]
+    length = max(known) if len(known) == len(lengths) else None
+    if isinstance(limit, int):
+        return limit if length is None else min(length, limit)
+    return length if length is None else int(limit * length)
+
+
+def _set_up_twin(module: pl.LightningModule, trainer: pl.Trainer) -> pl.LightningModule:
+    """A module that makes its data itself may need its ``setup``, whose turn comes later: a twin runs it before."""
+    if not is_overridden("setup", module):
+        return module
+    twin = copy.copy(module)
+    for name in ("_parameters", "_buffers", "_modules"):
+        vars(twin)[name] = dict(vars(module)[name])
+    vars(twin)["_trainer"] = trainer
+    twin.setup("fit")
+    return twin
+
+
+def _first_of(loader: Any, most: int) -> list[Any]:
+    if isinstance(loader, DataLoader):
+        stacks = loader.collate_fn is default_collate and loader.batch_size not in (None, 1)
+        return _first_of_loader(loader, 1 if stacks else most)
+    if not isinstance(loader, _READ_BY_PLACE):
+        loader = _copy(loader)
+    return list(islice(loader, most))
+
+
+def _first_of_loader(loader: DataLoader[Any], most: int) -> list[Any]:
+    """Read it in this process: no worker begins, and what the loader keeps of its iterations stays."""
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        samples = iter(_copy(dataset))
+        parts = samples if loader.batch_size is None else iter(lambda: list(islice(samples, loader.batch_size)), [])
+        return [loader.collate_fn(part) for part in islice(parts, most)]
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    states = [(generator, read_state(generator)) for generator in _generators_of(dataset)]
+    try:
+        read: Callable[[Any], Any] = dataset.__getitem__
+        if loader.batch_sampler is not None:
+            read = getattr(dataset, "__getitems__", lambda places: [dataset[place] for place in places])
+        places = islice(copy.deepcopy(sampler, {id(dataset): dataset}), most)
+        return [loader.collate_fn(read(place)) for place in places]
+    finally:
+        for generator, state in states:
+            write_state(generator, state)
+
+
+def _copy(iterable: Any) -> Any:
+    """Return a copy to read from; what is consumed by reading has none."""
+    try:
+        return copy.deepcopy(iterable)
+    except Exception as error:  # theirs can raise anything
+        kind = type(iterable).__name__
+        raise ValueError(f"reading {kind} would consume a batch of the run, and it cannot be copied") from error
+
+
+def _generators_of(dataset: Any) -> list[Any]:
+    """Generators that a dataset draws from by itself, or what it is made of: other datasets, transforms."""
+    found: dict[int, Any] = {}
+    seen: dict[int, Any] = {}
+    waiting = [dataset]
+    while waiting and len(seen) < _MOST_PARTS:
+        part = waiting.pop()
+        if id(part) in seen or isinstance(part, type | ModuleType | Tensor):
+            continue
+        seen[id(part)] = part
+        if is_generator(part):
+            found[id(part)] = part
+        elif isinstance(part, list | tuple):
+            waiting += part if len(part) <= _MOST_TRANSFORMS else []
+        else:
+            waiting += getattr(part, "__dict__", {}).values()
+    return list(found.values())

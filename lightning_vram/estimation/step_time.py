@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_vram.core.host.copy_notes import TO_DEVICE, copies_noted
-from lightning_vram.core.operators.cost import BALANCE, OperatorWork, operator_work
+from lightning_vram.core.host.transfers import TO_DEVICE, copies_noted
+from lightning_vram.core.operators import BALANCE, OperatorWork, operator_work
 from lightning_vram.memory.device.accelerators import stream_id
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
-from lightning_vram.private_names.torch.autograd import current_graph_task_id
-from lightning_vram.private_names.torch.dispatch import ASK_DEVICE, UnwrappedMode
-from lightning_vram.private_names.torch.trees import tensors_in
+from lightning_vram.private_names.dispatcher import ASK_DEVICE, UnwrappedMode
+from lightning_vram.private_names.torch import current_graph_task_id, tensors_in
 
 _REACHED_FLOPS, _REACHED_BANDWIDTH = 0.6, 0.85  # of what makers tell: see core/operators/cost.py
 _LAUNCH_SECONDS = 4e-6

@@ -28,6 +28,7 @@ from lightning_vram.estimation.fake_trainer import (
     StayOnCard,
     add_silent_logger,
     as_list,
+    isolated,
     leave_out_reducer,
     left_out_note,
     make_trainer,
@@ -35,26 +36,22 @@ from lightning_vram.estimation.fake_trainer import (
     parts_of,
     run_without_ends,
 )
-from lightning_vram.estimation.isolation import isolated
 from lightning_vram.estimation.step_time import StepClock, StepTime
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
-from lightning_vram.memory.estimate.caching_allocator.replay import as_on_card
-from lightning_vram.memory.estimate.cuda_semantics.scratch import Scratch
-from lightning_vram.memory.estimate.cuda_semantics.semantics import cuda_semantics
+from lightning_vram.memory.estimate.allocator_replay import as_on_gpu
+from lightning_vram.memory.estimate.cuda_kernels import Scratch
+from lightning_vram.memory.estimate.cuda_semantics import cuda_semantics
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
-from lightning_vram.memory.estimate.fakes.device import HOST, fake_device
-from lightning_vram.memory.estimate.fakes.device_module import CARD
-from lightning_vram.memory.estimate.fakes.known_values import KnownValues
-from lightning_vram.memory.estimate.fakes.ranks import fake_ranks
-from lightning_vram.memory.estimate.fakes.recorded_reads import RecordedReads, recorded
-from lightning_vram.memory.estimate.fakes.tensors import FakeTensors
-from lightning_vram.memory.host.available import available_host_bytes
+from lightning_vram.memory.estimate.fake_device import HOST, fake_device, fake_ranks
+from lightning_vram.memory.estimate.fake_tensors import FAKE_GPU, FakeTensors
+from lightning_vram.memory.estimate.known_values import KnownValues
+from lightning_vram.memory.estimate.recorded_reads import RecordedReads, recorded
+from lightning_vram.memory.host import available_host_bytes
 from lightning_vram.memory.tracking.timeline import MemoryTimeline
 from lightning_vram.memory.tracking.tracker import MemoryTracker, track_memory
 from lightning_vram.memory.units import MIB, format_bytes
-from lightning_vram.private_names.lightning.compile import forget_compiled_steps
-from lightning_vram.private_names.torch.dispatch import without_modes
-from lightning_vram.private_names.torch.fakes import UNKNOWN_VALUES, UnsupportedOperatorException
+from lightning_vram.private_names.dispatcher import UNKNOWN_VALUES, UnsupportedOperatorException, without_modes
+from lightning_vram.private_names.torch import forget_compiled_steps
 
 FIRST_STEP, STEP, VALIDATION = "first step", "train", "validation"
 _MOST_BATCHES = 256
@@ -143,7 +140,7 @@ def _fit_with_reads(module: pl.LightningModule, batch: Any, run: FitRun) -> Trac
         if is_recorded:
             raise
         reason = error
-    line = f" ({run.reads.wanted})" if reason is None else reading_line(reason)
+    line = f" ({run.reads.wanted})" if reason is None else user_line(reason)
     if not is_meta:
         _record_reads(module, batch, run, line, reason)
         return fit()
@@ -152,7 +149,7 @@ def _fit_with_reads(module: pl.LightningModule, batch: Any, run: FitRun) -> Trac
     try:
         return fit()
     except UNKNOWN_VALUES as error:
-        _check_host(module, _READS.format(reading_line(error)), error)
+        _check_host(module, _READS.format(user_line(error)), error)
         raise
 
 
@@ -194,7 +191,7 @@ def run_whole(module: pl.LightningModule, batch: Any, run: FitRun, reason: Excep
     why = f"The step cannot be traced: {reason_of(reason)}"
     _check_host(module, f"{why}. It must run on real tensors, on the CPU", reason)
     traced = trace_real_fit(module, map_tensors(batch, _with_values), _alone(run))
-    device = str(HOST if run.card is None else CARD)
+    device = str(HOST if run.card is None else FAKE_GPU)
     allocations = tuple(replace(one, device=device) for one in traced.timeline.allocations)
     timeline = replace(traced.timeline, allocations=allocations, device=device)
     note = f"{why}. It was run on the CPU, with the whole batch."
@@ -232,7 +229,7 @@ def _with_values(tensor: Tensor) -> Tensor:
     return torch.ones(tensor.shape, dtype=tensor.dtype)
 
 
-def reading_line(error: Exception | None) -> str:
+def user_line(error: Exception | None) -> str:
     """Name the line of the user's code that an error comes from, in brackets; nothing if there is none."""
     frames = traceback.walk_tb(error.__traceback__) if error is not None else ()
     lines = [
@@ -256,7 +253,7 @@ def reason_of(error: Exception) -> str:
         reason = "the step reads values in a way that cannot be recorded; .item(), .tolist() and .numpy() can be"
     else:
         reason = f"{type(error).__name__}: {_WITHOUT_ATEN(text)}"
-    return reason + reading_line(error)
+    return reason + user_line(error)
 
 
 def trace_real_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
@@ -286,7 +283,7 @@ def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: 
     notes: dict[str, None] = {}
 
     def live_bytes() -> int:
-        return trackers[0].ledger.live_bytes[str(CARD)] if trackers else 0
+        return trackers[0].ledger.live_bytes[str(FAKE_GPU)] if trackers else 0
 
     def note_pinned(tensor: Tensor) -> None:
         if trackers:
@@ -309,7 +306,7 @@ def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: 
         make = partial(map_tensors, templates, partial(values.fresh_like, mode))
         run.reads.factor = (batch_size_of(batch) or run.reads.num_samples) / run.reads.num_samples
         del fakes  # it knows the storages that the module begins with: whoever puts others there frees those
-        device = HOST if run.card is None else CARD
+        device = HOST if run.card is None else FAKE_GPU
         traced = _fit(copies, make, run, device, trackers, num_batches)
     said = [run.reads.note] if run.reads.note else values.guesses
     return traced and replace(traced, notes=(*notes, *said, *traced.notes))
@@ -365,7 +362,9 @@ def _fit(
         trainer.strategy.setup_environment = without_modes()(connect)  # type: ignore[method-assign]
         leave_out_reducer(trainer.strategy, tracker.label_gradients)
         stack.callback(register_optimizer_step_post_hook(marks.count_step).remove)
-        if run.card is not None and device == CARD:  # sees an operator before the tracker: when its results are there
+        if (
+            run.card is not None and device == FAKE_GPU
+        ):  # sees an operator before the tracker: when its results are there
             stack.enter_context(
                 Scratch(run.card, device, lambda op, sizes: tracker.ledger.note_scratch(op, device, sizes))
             )
@@ -380,7 +379,7 @@ def _fit(
         return None
     timeline = tracker.timeline.on(str(device))
     layers = next(filter(None, (getattr(one, "layer_table", "") for one in trainer.callbacks)), "")  # type: ignore[attr-defined]
-    timeline = timeline if device == HOST else as_on_card(timeline)
+    timeline = timeline if device == HOST else as_on_gpu(timeline)
     return TracedFit(
         timeline=timeline,
         spans=spans,

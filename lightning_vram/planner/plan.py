@@ -1,31 +1,122 @@
 """Plans: what makes a run fit, and at what cost."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Callback
 
 from lightning_vram.argument_checks import check_positive_int
-from lightning_vram.estimation.batches import first_batch
-from lightning_vram.estimation.estimate import Progress, spec_of
+from lightning_vram.estimation.batches import batch_size_of, first_batch
+from lightning_vram.estimation.estimate import Progress, needed_bytes, spec_of
 from lightning_vram.estimation.fake_trainer import RunCallbacks, check_run_callbacks
-from lightning_vram.estimation.running_trainer.limit import AUTO, check_limit
-from lightning_vram.estimation.traced_fit import FitRun
+from lightning_vram.estimation.running_trainer import AUTO, check_limit
+from lightning_vram.estimation.step_time import bus_bytes_per_s
+from lightning_vram.estimation.traced_fit import STEP, FitRun, trace_fit
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
-from lightning_vram.memory.host.available import available_host_bytes
-from lightning_vram.memory.units import format_bytes, parse_bytes, parse_limit
+from lightning_vram.memory.estimate.workspaces import Workspaces, workspaces_of
+from lightning_vram.memory.host import available_host_bytes
+from lightning_vram.memory.tracking.timeline import Category
+from lightning_vram.memory.units import KIB, format_bytes, parse_bytes, parse_limit
 from lightning_vram.optimizers.on_host import margin_bytes
-from lightning_vram.planner.measured import Found, Measured, Workload, find_measured
-from lightning_vram.planner.miss import Ways, find_ways
-from lightning_vram.planner.parts import LEVELS, Exactness
-from lightning_vram.planner.remedies import Remedies, remedies_for
-from lightning_vram.planner.scheme import Scheme
+from lightning_vram.planner.alternatives import (
+    Alternatives,
+    describe_alternatives,
+    describe_peak_place,
+    peak_words,
+    suggest_alternatives,
+)
+from lightning_vram.planner.remedies import Remedies, has_plain_strategy, may_be_guarded, remedies_for
+from lightning_vram.planner.scheme import LEVELS, Exactness, Found, Measured, Scheme, Workload, find_measured
 from lightning_vram.planner.search import search
-from lightning_vram.planner.traced_steps import HOST, TracedSteps
-from lightning_vram.planner.words import ways_out, where
+
+HOST = "cpu"
+# Samples of results and generator states, which features store only in real runs.
+_UNSEEN_BYTES, _UNSEEN_SHARE = 64 * KIB, 0.001
+_FORWARD_SHARE = 0.3  # of a step: the rest is backward and optimizer
+_STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
+
+
+class TracedSteps:
+    """Traces steps of schemes on fake tensors; once ``is_late()``, only the baseline.
+
+    ``guards`` are callbacks that repeat a step after OOM, added if all parts allow it. ``tried`` has the traced steps
+    in order; ``left_out`` the schemes that were too late.
+    """
+
+    def __init__(  # noqa: PLR0913 - by name
+        self,
+        module: pl.LightningModule,
+        batch: Any,
+        run: FitRun,
+        on_progress: Progress | None = None,
+        *,
+        num_local_ranks: int = 1,
+        guards: Sequence[Callback] = (),
+        is_late: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._module, self._run = module, run
+        self._workspaces: Workspaces | None = None if run.card is None else workspaces_of(run.card)
+        self._progress = on_progress or (lambda stage, done: None)
+        self._num_runs, self._num_local_ranks, self._guards = 0, num_local_ranks, guards
+        self.own, self.batch, self.num_ranks = run.trainer_arguments, batch, run.num_ranks
+        self.batch_size = batch_size_of(batch) or 0
+        self._is_late = is_late
+        self.tried: list[Measured] = []
+        self.left_out: list[Scheme] = []
+
+    @property
+    def device(self) -> DeviceSpec:
+        """The device of the steps."""
+        return self._run.card or spec_of(HOST)
+
+    @property
+    def may_choose_strategy(self) -> bool:
+        """Whether a strategy may offload weights and states: on a GPU, with the default strategy."""
+        return self._run.card is not None and has_plain_strategy(self.own)
+
+    def travel_bytes(self, seconds: float) -> int:
+        """Return the D2H bytes during the forward of a step of so many seconds."""
+        return 0 if self._run.card is None else int(bus_bytes_per_s(self._run.card) * seconds * _FORWARD_SHARE)
+
+    def of(self, batch: Any, num_ranks: int) -> "TracedSteps":
+        """Return tracing with another batch, or on more devices."""
+        run, more = replace(self._run, num_ranks=num_ranks), {"num_local_ranks": self._num_local_ranks}
+        return TracedSteps(self._module, batch, run, self._progress, guards=self._guards, is_late=self._is_late, **more)
+
+    def __call__(self, scheme: Scheme) -> Measured | None:
+        """Trace one; ``None`` if a feature refuses this run, or it is late."""
+        if scheme.parts and self._is_late():
+            self.left_out += [] if scheme in self.left_out else [scheme]
+            return None
+        self._progress(f"tracing {scheme}", 1 - 0.9**self._num_runs)
+        self._num_runs += 1
+        try:
+            own = dict(self.own)
+            if self._guards and may_be_guarded(part.name for part in scheme.parts):
+                own["callbacks"] = [*own["callbacks"], *self._guards]
+            run = replace(self._run, trainer_arguments=scheme.trainer_kwargs(own))
+            traced = trace_fit(self._module, self.batch, run)
+        except Exception:
+            if not scheme.parts:  # the user's own run
+                raise
+            return None
+        num_bytes = needed_bytes(traced, self._workspaces)
+        measured = Measured(
+            scheme,
+            num_bytes + (_UNSEEN_BYTES + int(_UNSEEN_SHARE * num_bytes) if scheme.parts else 0),
+            traced.stage(STEP).peak_of(Category.ACTIVATIONS),
+            traced.times[STEP],
+            sum(traced.timeline.peak_by_category[category] for category in _STATES),
+            peak_words(traced.timeline),
+            traced.layers,
+            traced.host_bytes * self._num_local_ranks,
+        )
+        self.tried.append(measured)
+        return measured
 
 
 class PlanError(ValueError):
@@ -39,15 +130,21 @@ class PlanError(ValueError):
         device_bytes: Memory of the device.
     """
 
-    def __init__(self, least: Measured, workload: Workload, level: Exactness, ways: Ways, device_bytes: int) -> None:
-        there, needed, place = format_bytes(workload.budget_bytes), format_bytes(least.needed_bytes), where(least)
+    def __init__(
+        self, least: Measured, workload: Workload, level: Exactness, ways: Alternatives, device_bytes: int
+    ) -> None:
+        there, needed, place = (
+            format_bytes(workload.budget_bytes),
+            format_bytes(least.needed_bytes),
+            describe_peak_place(least),
+        )
         on_host = least.needed_bytes <= workload.budget_bytes
         if on_host:
             there, needed = f"{format_bytes(workload.host_bytes or 0)} of host memory", format_bytes(least.host_bytes)
             place = f", in addition to {format_bytes(margin_bytes(least.host_bytes))} that must stay free"
         super().__init__(
             f"No plan fits {there}. The minimum found is {needed}, with {least.scheme}{place}. "
-            f"{ways_out(least, level, ways, device_bytes, on_host=on_host)}"
+            f"{describe_alternatives(least, level, ways, device_bytes, on_host=on_host)}"
         )
         self.ways = ways
         self.least = least
@@ -217,7 +314,7 @@ def find_plan(steps: TracedSteps, workload: Workload, remedies: Remedies, level:
     found = search(steps, workload, remedies)
     if found.best is None:
         here = workload if workload.host_bytes is not None else replace(workload, host_bytes=available_host_bytes())
-        ways = find_ways(steps, found, here, has_strategies=steps.may_choose_strategy)
+        ways = suggest_alternatives(steps, found, here, has_strategies=steps.may_choose_strategy)
         raise PlanError(found.least_of(workload), workload, level, ways, steps.device.memory_bytes)
     return MemoryPlan(steps.device, workload.budget_bytes, found, steps.own)
 

@@ -11,8 +11,7 @@ from typing import Any
 from torch import nn
 
 from lightning_vram.estimation.fake_trainer import as_list
-from lightning_vram.planner.parts import Exactness, Part
-from lightning_vram.planner.scheme import Scheme
+from lightning_vram.planner.scheme import Exactness, Part, Scheme
 
 EARLY_RELEASE = Part("lightning_vram.EarlyRelease", note="frees gradients before the next forward, not after it")
 CHUNKED_LOSS = Part(

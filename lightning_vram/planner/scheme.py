@@ -1,16 +1,65 @@
 """Features, combinations of them, and what their steps need."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from importlib import import_module
 from itertools import starmap
 from textwrap import indent
-from typing import Any
+from typing import Any, Literal
 
 import yaml  # type: ignore[import-untyped]
 
 from lightning_vram.estimation.fake_trainer import as_list
-from lightning_vram.planner.parts import Exactness, Part
+from lightning_vram.estimation.step_time import StepTime
+from lightning_vram.optimizers.on_host import margin_bytes
+
+Place = Literal["callbacks", "plugins", "strategy"]
+
+
+class Exactness(IntEnum):
+    """How trained weights compare with the baseline."""
+
+    EXACT = 0  # bit-exact
+    LOSSLESS = 1  # sums in another order
+    ANY = 2  # gradients, moments or frozen weights differ by a bounded error
+
+
+LEVELS = {"exact": Exactness.EXACT, "lossless": Exactness.LOSSLESS, "any": Exactness.ANY}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A feature, as in a configuration of LightningCLI."""
+
+    class_path: str
+    init_args: Mapping[str, Any] = field(default_factory=dict)
+    place: Place = "callbacks"  # argument of the Trainer
+    exactness: Exactness = Exactness.EXACT
+    note: str = ""  # what it does, in a few words
+    replaces: tuple[str, ...] = ()  # arguments of the Trainer
+
+    @property
+    def name(self) -> str:
+        """The name of the class."""
+        return self.class_path.rpartition(".")[2]
+
+    def make(self) -> Any:
+        """Create the object."""
+        module, _, name = self.class_path.rpartition(".")
+        return getattr(import_module(module), name)(**self.init_args)
+
+    def __str__(self) -> str:
+        arguments = ", ".join(starmap(_short, self.init_args.items()))
+        return f"{self.name}({arguments})" if arguments else self.name
+
+
+def _short(name: str, value: Any) -> str:
+    if value is True:
+        return name
+    return f"{name}={'+'.join(map(str, value)) if isinstance(value, list | tuple) else value}"
+
 
 # What arguments save and cost: comments in the file of a plan.
 ARGUMENT_NOTES = {
@@ -94,3 +143,87 @@ def _argument(name: str, value: Any) -> str:
 def _dump(value: Mapping[str, Any]) -> str:
     text: str = yaml.safe_dump(value, sort_keys=False, default_flow_style=False, width=math.inf, allow_unicode=True)
     return text
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Memory and time of a step of one configuration."""
+
+    scheme: Scheme  # the configuration that was traced
+    needed_bytes: int  # device memory
+    activation_bytes: int  # peak of activations
+    time: StepTime  # of the step, modelled
+    states_bytes: int = 0  # weights, gradients and optimizer state at the peak
+    peak: str = ""  # its place, in a few words
+    layers: str = ""  # table of the decisions per layer, for a budget
+    host_bytes: int = 0  # peak of a strategy on the host of a node
+
+    @property
+    def seconds(self) -> float:
+        """Modelled step time in seconds."""
+        return self.time.seconds
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Budgets and batch of a plan."""
+
+    budget_bytes: int  # device memory
+    batch_size: int = 0  # N of the batch; 0: unknown
+    # D2H bytes during the forward of a step of so many seconds
+    travel_bytes: Callable[[float], int] = field(default=lambda seconds: 0)
+    host_bytes: int | None = None  # host memory of a node; ``None``: unknown
+
+    def fits(self, measured: Measured) -> bool:
+        """Whether a step fits device and host."""
+        return measured.needed_bytes <= self.budget_bytes and self.fits_host(measured)
+
+    def fits_host(self, measured: Measured) -> bool:
+        """Whether it fits the host, including memory that must stay free."""
+        return self.host_bytes is None or with_margin(measured.host_bytes) <= self.host_bytes
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a search."""
+
+    best: Measured | None  # the fastest that fits, if any
+    plain: Measured  # the baseline
+    tried: tuple[Measured, ...]  # all traced steps, in order
+
+    @property
+    def taken(self) -> Measured:
+        """The best, or what needs least."""
+        return self.best or self.least
+
+    @property
+    def least(self) -> Measured:
+        """The step that needs least."""
+        return min(self.tried, key=lambda measured: measured.needed_bytes)
+
+    def least_of(self, workload: Workload) -> Measured:
+        """Return the nearest to fit: if something fits the device, what needs least of the host."""
+        for_device = [one for one in self.tried if one.needed_bytes <= workload.budget_bytes]
+        return min(for_device, key=lambda measured: measured.host_bytes, default=self.least)
+
+    @property
+    def unbeaten(self) -> tuple[Measured, ...]:
+        """The Pareto front of memory and time, the fastest first."""
+        found: list[Measured] = []
+        for one in sorted(self.tried, key=lambda one: (one.seconds, one.needed_bytes)):
+            if not found or one.needed_bytes < found[-1].needed_bytes:
+                found.append(one)
+        return tuple(found)
+
+
+Measure = Callable[[Scheme], Measured | None]  # traces a step; ``None``: a feature refuses the run
+
+
+def find_measured(scheme: Scheme, tried: Iterable[Measured]) -> Measured | None:
+    """Return the step of a scheme, if it was traced."""
+    return next((one for one in tried if one.scheme == scheme), None)
+
+
+def with_margin(host_bytes: int) -> int:
+    """Return the host memory that a run needs, including what must stay free."""
+    return host_bytes + margin_bytes(host_bytes)

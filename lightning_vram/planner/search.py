@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lightning_vram.memory.units import MIB, format_argument, parse_bytes
-from lightning_vram.planner.measured import Found, Measure, Measured, Workload, find_measured
-from lightning_vram.planner.parts import Part
 from lightning_vram.planner.remedies import (
     CHECKPOINTING,
     EARLY_RELEASE,
@@ -22,7 +20,7 @@ from lightning_vram.planner.remedies import (
     Remedies,
     mode_of,
 )
-from lightning_vram.planner.scheme import Scheme
+from lightning_vram.planner.scheme import Found, Measure, Measured, Part, Scheme, Workload, find_measured
 
 _ROUNDS = 4  # to find one number
 _CLOSE = 0.01  # unused share of the budget

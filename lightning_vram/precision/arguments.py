@@ -1,7 +1,8 @@
 """What the plugin accepts and refuses, before anything has changed."""
 
+import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -9,11 +10,71 @@ from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_vram.argument_checks import check_positive_int
-from lightning_vram.core.layers.patterns import check_layers
-from lightning_vram.optimizers.lean import SCHEMES
-from lightning_vram.precision.overflow_watch import ON_LIMIT
+from lightning_vram.core.layers import check_layers
+from lightning_vram.memory.device.accelerators import has_native_bf16
+from lightning_vram.optimizers.bf16_weights import SCHEMES
+from lightning_vram.precision.loss_scaling import ON_LIMIT
+from lightning_vram.private_names.torch import can_autocast
+
+Choice = Literal["auto", "bf16", "fp16", "bf16-mixed", "16-mixed"]  # of a user
+Precision16 = Literal["bf16-mixed", "16-mixed"]  # Lightning's names
+
+_PRECISIONS: dict[str, Precision16 | None] = {
+    "auto": None,
+    "bf16": "bf16-mixed",
+    "fp16": "16-mixed",
+    "bf16-mixed": "bf16-mixed",
+    "16-mixed": "16-mixed",
+}
+DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+def check_choice(precision: object) -> Precision16 | None:
+    """Translate what the user wrote; ``None`` means ``"auto"``."""
+    if not isinstance(precision, str):
+        raise TypeError(
+            f"LeanMixedPrecision(precision) must be a string, got {precision!r} of type {type(precision).__name__}."
+        )
+    if precision not in _PRECISIONS:
+        raise ValueError(
+            f"LeanMixedPrecision(precision) must be 'auto', 'bf16' (or 'bf16-mixed') or 'fp16' (or '16-mixed'), got "
+            f"{precision!r}. For other precisions use Trainer(precision=...) without this plugin."
+        )
+    return _PRECISIONS[precision]
+
+
+def resolve_precision(choice: Precision16 | None, device_type: str) -> Precision16:
+    """Choose for a device: bf16 where its hardware computes in it, else fp16; or check what was chosen."""
+    precision = choice or ("bf16-mixed" if has_native_bf16(device_type) else "16-mixed")
+    if why := _why_not(device_type, DTYPES[precision]):
+        other = "bf16" if precision == "16-mixed" else "fp16"
+        raise MisconfigurationException(
+            f"LeanMixedPrecision(precision={'fp16' if precision == '16-mixed' else 'bf16'!r}) does not work on "
+            f"{device_type!r} devices: {why}. Use {other!r}, or Trainer(precision='32-true') without this plugin."
+        )
+    if choice == "bf16-mixed" and not has_native_bf16(device_type):
+        rank_zero_warn(
+            f"LeanMixedPrecision(precision='bf16'): this {device_type} device emulates bfloat16, which is slow. 'auto' "
+            "would choose float16 with loss scaling."
+        )
+    return precision
+
+
+def _why_not(device_type: str, dtype: torch.dtype) -> str | None:
+    """The reason why autocast refuses a device and a format, which it would otherwise only warn about."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            is_enabled = can_autocast(device_type, dtype)
+        except RuntimeError as error:
+            return str(error).rstrip(".")
+    if is_enabled:
+        return None
+    return str(caught[-1].message).splitlines()[0].rstrip(".") if caught else "autocast is not available"
+
 
 _REFUSED_CALLBACKS: dict[type[pl.Callback], str] = {
     StochasticWeightAveraging: "averages weights that bfloat16 has rounded. Use WeightAveraging, or parameters='fp32'",

@@ -15,26 +15,26 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool
-from lightning_vram.core.gradients.clipping import clip_gradient_norm
-from lightning_vram.core.layers.patterns import LayerPattern
-from lightning_vram.core.surgery.held_setting import without_fast_path
+from lightning_vram.core.gradients import clip_gradient_norm
+from lightning_vram.core.layers import LayerPattern
+from lightning_vram.core.patching import without_fast_path
 from lightning_vram.memory.device.accelerators import current_kind
 from lightning_vram.precision.arguments import (
+    DTYPES,
+    Choice,
+    Precision16,
     check_arguments,
+    check_choice,
     check_combination,
     refuse_callbacks,
     refuse_check,
     refuse_second_run,
     refuse_strategy,
+    resolve_precision,
 )
-from lightning_vram.precision.averages import list_averages
-from lightning_vram.precision.choice import DTYPES, Choice, Precision16, check_choice, resolve_precision
-from lightning_vram.precision.module_changes import ModuleChanges, Settings
-from lightning_vram.precision.overflow_watch import OnLimit, OverflowWatch
-from lightning_vram.precision.run import PrecisionRun, undo_interrupted_runs
-from lightning_vram.precision.scaled_steps import ScaledSteps
-from lightning_vram.private_names.lightning.callbacks import is_searching_rate
-from lightning_vram.private_names.lightning.strategies import call_after_closure
+from lightning_vram.precision.loss_scaling import OnLimit, OverflowWatch, ScaledSteps
+from lightning_vram.precision.run import ModuleChanges, PrecisionRun, Settings, list_averages, undo_interrupted_runs
+from lightning_vram.private_names.lightning import call_after_closure, is_searching_rate
 from lightning_vram.techniques.mixed_precision import without_optimizers
 
 Parameters = Literal["fp32", "bf16+master", "bf16+split", "bf16+kahan", "bf16+stochastic"]

@@ -9,7 +9,7 @@ from matplotlib import image
 from support.pictures import assert_no_text_meets_another
 
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.report.before_after import draw_steps
+from lightning_vram.report.comparison import draw_steps
 from tests.benchmarks import first_screen
 
 SMALL = ((2, 64, 2, 64), 16)

@@ -13,9 +13,9 @@ from lightning.pytorch import Callback
 
 from lightning_vram import ActivationCheckpointing, ActivationOffload, EarlyRelease, estimate_memory
 from lightning_vram.demos import ByteGPT
-from lightning_vram.report.before_after import ShownStep, draw_steps
+from lightning_vram.report.comparison import ShownStep, draw_steps
+from lightning_vram.report.drawing import save_figure
 from lightning_vram.report.estimate import ShownEstimate
-from lightning_vram.report.pictures import save_figure
 
 ROOT = Path(__file__).parents[2]
 BEFORE_AFTER = ROOT / "examples" / "first_screen.png"

@@ -9,11 +9,12 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from lightning_vram.optimizers.in_backward import BackwardSteps, Clipping
-from lightning_vram.optimizers.narrow import NarrowMoments
-from lightning_vram.optimizers.stepping.state_forms import FORMS, HostState
+from lightning_vram.optimizers.low_precision import LowPrecisionMoments
+from lightning_vram.optimizers.moment_forms import FORMS, HostState
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
-from lightning_vram.techniques.activation_checkpointing.budget.apply import BudgetedCheckpointing, decisions_of
-from lightning_vram.techniques.activation_checkpointing.budget.solver import BudgetError, predict_peak, solve
+from lightning_vram.techniques.activation_checkpointing.budget import BudgetedCheckpointing, decisions_of
+from lightning_vram.techniques.activation_checkpointing.budget_plan import predict_peak
+from lightning_vram.techniques.activation_checkpointing.budget_solver import BudgetError, solve
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
@@ -112,7 +113,7 @@ def _round(model: nn.Module) -> None:
 def _adamw_with(form: HostState, parameters: Iterable[nn.Parameter]) -> Optimizer:
     held = nn.ParameterList(parameters)
     optimizer = AdamW(held, lr=1e-4)
-    NarrowMoments(held, FORMS[form]).attach([optimizer])
+    LowPrecisionMoments(held, FORMS[form]).attach([optimizer])
     return optimizer
 
 

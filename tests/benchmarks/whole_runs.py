@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_vram.core.processes.clean_exit import leave_group
+from lightning_vram.core.processes import leave_group
 from lightning_vram.memory.tracking.timeline import Phase
 from lightning_vram.memory.tracking.tracker import MemoryTracker, track_memory
 from tests.benchmarks.cases import Workload

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_vram import StreamedCheckpointIO
-from lightning_vram.estimation.running_trainer import decision
-from lightning_vram.private_names.fsdp2.states import shards_integers
+from lightning_vram.estimation import running_trainer as decision
+from lightning_vram.private_names.fsdp2 import shards_integers
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),  # what a feature warns about is tested with the feature

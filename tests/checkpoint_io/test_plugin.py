@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_vram.checkpoint_io import StreamedCheckpointIO
-from lightning_vram.core.processes.rank_errors import CheckpointError
+from lightning_vram.core.ranks import CheckpointError
 from lightning_vram.memory.units import MIB
 
 PLUGINS = [TorchCheckpointIO, StreamedCheckpointIO]

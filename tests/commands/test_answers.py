@@ -16,7 +16,7 @@ from lightning_vram.cli import main
 from lightning_vram.commands.files import FILE_COMMANDS
 from lightning_vram.commands.options import COMMANDS, complete, options_of
 from lightning_vram.memory.device.measurement import Measurement, write_measurement
-from lightning_vram.memory.estimate.known_devices import known_devices
+from lightning_vram.memory.estimate.device_spec import known_devices
 
 HEAVY = re.compile(r"\| +(torch|lightning|jsonargparse|omegaconf|scipy)$", re.MULTILINE)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_vram.commands.hints import condense_error
+from lightning_vram.commands.errors import condense_error
 
 UNION = """Parser key "trainer.callbacks":
   Does not validate against any of the Union subtypes

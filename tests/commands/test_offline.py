@@ -7,7 +7,7 @@ import urllib.request
 import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_vram.commands.offline import NoDownloads
+from lightning_vram.commands.dry_run import NoDownloads
 
 MESSAGE = (
     r"^estimates download nothing, but this configuration needs something from models\.example\. Download it first, as "

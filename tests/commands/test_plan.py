@@ -15,8 +15,8 @@ from support.plans import FUSION, checkpointing, measured, plan_of, tried
 
 import lightning_vram
 from lightning_vram.cli import main
-from lightning_vram.commands.plan import fit_arguments
-from lightning_vram.planner.parts import Part
+from lightning_vram.commands.dry_run import fit_arguments
+from lightning_vram.planner.scheme import Part
 
 QUICKSTART = f"--config={Path(__file__).parents[2] / 'configs' / 'quickstart.yaml'}"
 DEVICE = ["--device", "h100"]
@@ -51,7 +51,7 @@ def answer(monkeypatch, plan) -> dict[str, Any]:
         arguments["on_progress"]("a step with nothing", 1.0)
         return plan
 
-    monkeypatch.setattr("lightning_vram.commands.plan.plan_memory", plan_memory)
+    monkeypatch.setattr("lightning_vram.commands.dry_run.plan_memory", plan_memory)
     return found
 
 

@@ -4,8 +4,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_vram.demos import ByteGPT, DigitsData, DigitsResNet, SourceText
-from lightning_vram.demos.source_text import read_sources
+from lightning_vram.demos import ByteGPT, DigitsData, DigitsResNet, SourceText, read_sources
 
 
 @pytest.mark.slow

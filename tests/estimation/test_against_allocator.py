@@ -7,7 +7,7 @@ from operator import itemgetter
 import pytest
 import torch
 
-from lightning_vram.estimation.stages import estimate_stages
+from lightning_vram.estimation.estimate import estimate_stages
 from lightning_vram.estimation.traced_fit import FitRun, trace_fit
 from lightning_vram.memory.estimate.workspaces import workspaces_of
 from tests.benchmarks.estimates.cases import CASES

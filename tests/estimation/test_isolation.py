@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from lightning_vram import ActivationCheckpointing, AutoVRAM, LeanMixedPrecision, MicroBatching, estimate_memory
-from lightning_vram.core.random_state import sources
+from lightning_vram.core import random_state as sources
 from lightning_vram.demos import ByteGPT
-from lightning_vram.estimation.isolation import isolated
+from lightning_vram.estimation.fake_trainer import isolated
 
 OWNERS = (
     *(torch, torch._C, Tensor, F, nn, nn.Module, nn.init, torch.autograd, torch.optim, torch.utils, torch.accelerator),

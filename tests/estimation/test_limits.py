@@ -10,10 +10,10 @@ from torch import nn
 import lightning_vram as lv
 from lightning_vram.estimation import estimate_memory, traced_fit
 from lightning_vram.estimation.batches import with_batch_size
-from lightning_vram.estimation.limits import Limit, SizeLaw, find_limit
+from lightning_vram.estimation.estimate import Limit, SizeLaw, find_limit
 from lightning_vram.estimation.traced_fit import TracedFit
 from lightning_vram.memory.tracking.timeline import Allocation, Category, MemoryEvent, MemoryTimeline, Phase
-from lightning_vram.private_names.torch.fakes import DynamicOutputShapeException
+from lightning_vram.private_names.dispatcher import DynamicOutputShapeException
 
 
 def a_run(*changes):

@@ -17,7 +17,7 @@ from lightning_vram import ActivationCheckpointing, MicroBatching
 from lightning_vram.estimation import estimate_memory
 from lightning_vram.estimation.batches import with_batch_size
 from lightning_vram.estimation.traced_fit import FitRun, trace_fit, trace_real_fit
-from lightning_vram.memory.estimate.fakes.recorded_reads import Read, RecordedReads, recorded
+from lightning_vram.memory.estimate.recorded_reads import Read, RecordedReads, recorded
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 SIZE = 32

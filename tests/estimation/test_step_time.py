@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from lightning_vram import ActivationCheckpointing, ActivationOffload
-from lightning_vram.core.host.copy_notes import TO_DEVICE, TO_HOST, note_copy
+from lightning_vram.core.host.transfers import TO_DEVICE, TO_HOST, note_copy
 from lightning_vram.demos import ByteGPT
 from lightning_vram.estimation.step_time import StepClock, StepTime
 from lightning_vram.estimation.traced_fit import FIRST_STEP, STEP, FitRun, trace_fit
-from lightning_vram.memory.estimate.device_spec import DeviceSpec
-from lightning_vram.memory.estimate.known_devices import find_device
+from lightning_vram.memory.estimate.device_spec import DeviceSpec, find_device
 
 META = torch.device("meta")
 LAUNCH = 4e-6

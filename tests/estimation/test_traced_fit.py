@@ -34,7 +34,7 @@ from lightning_vram.estimation.traced_fit import (
     trace_fit,
     trace_real_fit,
 )
-from lightning_vram.memory.estimate.known_devices import find_device
+from lightning_vram.memory.estimate.device_spec import find_device
 from lightning_vram.memory.tracking.timeline import MemoryTimeline
 
 pytestmark = [

@@ -12,7 +12,7 @@ from mutations.hostile import patient
 from support.devices import DEVICE, device_module
 from torch import Tensor, nn
 
-from lightning_vram.core.host.disk_ring import DiskRing
+from lightning_vram.core.host.disk import DiskRing
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
 
 NUM_STEPS = 3

@@ -15,12 +15,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_vram.core.gradients.averaging import average_dense
-from lightning_vram.core.host.worker import HostWorker
+from lightning_vram.core.gradients import average_dense
+from lightning_vram.core.host.transfers import HostWorker
 from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
-from lightning_vram.private_names.fsdp2.states import discard_step, groups_of
+from lightning_vram.private_names.fsdp2 import discard_step, groups_of
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
-from lightning_vram.techniques.sharding.grouping.plan import plan_sharding_groups
+from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
 
 NUM_STEPS = 3
 NARROW = [f"blocks.{index}.{name}.weight" for index in range(3) for name in ("up", "down")]
@@ -87,10 +87,15 @@ def sgd(network: Any, host: HostOptimizers) -> torch.optim.Optimizer:
 
 
 def _steps(
-    *, is_narrow: bool = False, is_evaluated: bool = False, num_backwards: int = 1, prepare: Any = None, **options: Any
+    *,
+    is_low_precision: bool = False,
+    is_evaluated: bool = False,
+    num_backwards: int = 1,
+    prepare: Any = None,
+    **options: Any,
 ) -> list[Tensor]:
     data = batches()
-    if is_narrow:
+    if is_low_precision:
         options |= {"narrow_dtype": torch.bfloat16, "narrow": NARROW}
     with trained(**options) as (network, host):
         optimizer = sgd(network, host)
@@ -99,11 +104,11 @@ def _steps(
         for batch in data:
             optimizer.zero_grad()
             for _ in range(num_backwards):
-                with torch.autocast(DEVICE, torch.bfloat16, enabled=is_narrow):
+                with torch.autocast(DEVICE, torch.bfloat16, enabled=is_low_precision):
                     loss = loss_of(network, batch)
                 loss.backward()
             if is_evaluated:
-                with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16, enabled=is_narrow):
+                with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16, enabled=is_low_precision):
                     network(batch)
             optimizer.step()
         host.finish()
@@ -133,11 +138,11 @@ def resident_evaluated_before_the_step() -> list[Tensor]:
 
 
 def narrow_evaluated_before_the_step() -> list[Tensor]:
-    return _steps(is_evaluated=True, is_narrow=True)
+    return _steps(is_evaluated=True, is_low_precision=True)
 
 
 def narrow_and_resident() -> list[Tensor]:
-    return _steps(is_evaluated=True, is_narrow=True, is_resident=True)
+    return _steps(is_evaluated=True, is_low_precision=True, is_resident=True)
 
 
 def on_the_device() -> list[Tensor]:
@@ -147,7 +152,7 @@ def on_the_device() -> list[Tensor]:
 
 def replicas() -> list[Tensor]:
     """Gradients of two dtypes are reduced on one stream and sent on another."""
-    return _steps(shape=(1, 1), is_narrow=True)
+    return _steps(shape=(1, 1), is_low_precision=True)
 
 
 def _set_hooks(network: Any) -> None:

@@ -118,7 +118,7 @@ OFFLOAD = [
 ]
 
 _GROUP = "techniques.sharding.group:ShardedGroup"
-_LANE = "techniques.sharding.lanes:ShardLane"
+_LANE = "techniques.sharding.lanes:FlatShard"
 _PARAMETER = "techniques.sharding.parameter:ShardedParameter"
 
 SHARDING = [

@@ -10,7 +10,7 @@ from mutations.table import MUTATIONS
 from support.devices import DEVICE, device_module
 from torch import Tensor
 
-from lightning_vram.techniques.sharding import lanes
+from lightning_vram.techniques.sharding import flat_shards as lanes
 
 pytestmark = pytest.mark.device
 FROM_A_RACE = (

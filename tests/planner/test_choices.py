@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from lightning_vram import DeviceSpec, plan_memory
 from lightning_vram.core.tensors import native_codecs
-from lightning_vram.demos.gpt import GPT
+from lightning_vram.demos import GPT
 from lightning_vram.estimation.traced_fit import FitRun, trace_real_fit
 from lightning_vram.memory.units import GIB, KIB, MIB
 

@@ -4,10 +4,8 @@ from support.plans import plan_of
 
 from lightning_vram.estimation.step_time import StepTime
 from lightning_vram.memory.units import GIB, MIB
-from lightning_vram.planner.measured import Measured
-from lightning_vram.planner.parts import Part
 from lightning_vram.planner.plan import effects
-from lightning_vram.planner.scheme import Scheme
+from lightning_vram.planner.scheme import Measured, Part, Scheme
 
 FUSION, OFFLOAD, CHECKPOINTING = (Part(f"lightning_vram.{name}") for name in ("Fusion", "Offload", "Checkpointing"))
 

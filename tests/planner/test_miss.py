@@ -11,11 +11,9 @@ from lightning_vram import DeviceSpec, FSDPOffloadStrategy, plan_memory
 from lightning_vram.demos import ByteGPT
 from lightning_vram.memory.units import GIB, MIB, format_bytes
 from lightning_vram.planner import PlanError
-from lightning_vram.planner.measured import Found, Workload
-from lightning_vram.planner.miss import Ways, find_ways
-from lightning_vram.planner.parts import Exactness
+from lightning_vram.planner.alternatives import Alternatives, describe_alternatives, suggest_alternatives
 from lightning_vram.planner.remedies import OPTIMIZER_ON_HOST, WEIGHTS_ON_HOST, leaner_on_host
-from lightning_vram.planner.words import ways_out
+from lightning_vram.planner.scheme import Exactness, Found, Workload
 
 CARD = DeviceSpec("card", 8 * GIB, bandwidth_bytes_per_s=1e12, flops_per_s={"fp32": 2e13}, bus_bytes_per_s=2e10)
 
@@ -122,23 +120,23 @@ class Line:
 def test_a_line_leads_to_the_largest_batch_in_few_steps(budget, size, asked):
     least = replace(measured(CHECKPOINTING, mib=260, ms=1), activation_bytes=160 * MIB)
     steps = Line(torch.zeros(16))
-    ways = find_ways(steps, Found(None, least, (least,)), Workload(budget * MIB), has_strategies=False)
+    ways = suggest_alternatives(steps, Found(None, least, (least,)), Workload(budget * MIB), has_strategies=False)
     assert (ways.batch_size, steps.asked) == (size, asked)
 
 
 def test_words():
     least = measured(CHECKPOINTING, mib=260, ms=1)
-    assert ways_out(least, Exactness.ANY, Ways()) == "What helps: budget='260.00MiB'."
-    assert ways_out(least, Exactness.ANY, Ways(), 2**20) == "What helps: a device with 260.00 MiB."
-    assert ways_out(least, Exactness.LOSSLESS, Ways(batch_size=3)) == (
+    assert describe_alternatives(least, Exactness.ANY, Alternatives()) == "What helps: budget='260.00MiB'."
+    assert describe_alternatives(least, Exactness.ANY, Alternatives(), 2**20) == "What helps: a device with 260.00 MiB."
+    assert describe_alternatives(least, Exactness.LOSSLESS, Alternatives(batch_size=3)) == (
         "What helps: budget='260.00MiB', batch size 3 with accumulate_grad_batches, or perhaps allow='any'."
     )
-    assert ways_out(least, Exactness.ANY, Ways(2, WEIGHTS_ON_HOST, 4 * GIB, GIB)) == (
+    assert describe_alternatives(least, Exactness.ANY, Alternatives(2, WEIGHTS_ON_HOST, 4 * GIB, GIB)) == (
         "What helps: budget='260.00MiB', strategy='fsdp_offload' (4.00 GiB of host memory; 1.00 GiB is available: "
         "nvme_path= keeps optimizer state on disk), or 2 devices with FSDPOffloadStrategy(offload='none')."
     )
     split = leaner_on_host(OPTIMIZER_ON_HOST, {"precision": "bf16-mixed"})[0]
-    assert ways_out(least, Exactness.ANY, Ways(0, split, 4 * GIB, 5 * GIB)) == (
+    assert describe_alternatives(least, Exactness.ANY, Alternatives(0, split, 4 * GIB, 5 * GIB)) == (
         "What helps: budget='260.00MiB', or strategy=FSDPOffloadStrategy(offload='optimizer', master='split') (4.00 "
         "GiB of host memory)."
     )

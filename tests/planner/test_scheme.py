@@ -7,9 +7,8 @@ import pytest
 import yaml
 
 from lightning_vram import ActivationCheckpointing, EmptyCache, FSDPOffloadStrategy
-from lightning_vram.planner.parts import Exactness, Part
 from lightning_vram.planner.remedies import remedies_for
-from lightning_vram.planner.scheme import ARGUMENT_NOTES, Scheme
+from lightning_vram.planner.scheme import ARGUMENT_NOTES, Exactness, Part, Scheme
 
 CHECKPOINTING = Part("lightning_vram.ActivationCheckpointing", {"budget": "1GiB", "layers": "auto"}, note="saves much")
 STRATEGY = Part("lightning_vram.FSDPOffloadStrategy", {"offload": "optimizer"}, place="strategy")

@@ -1,10 +1,9 @@
 import pytest
 
 from lightning_vram.estimation.step_time import StepTime
-from lightning_vram.planner.measured import Measured
-from lightning_vram.planner.parts import Exactness, Part
+from lightning_vram.planner.oom_remedies import as_code, measure_singles
 from lightning_vram.planner.remedies import CHECKPOINTING, OFFLOAD, remedies_for
-from lightning_vram.planner.single_remedies import as_code, measure_singles
+from lightning_vram.planner.scheme import Exactness, Measured, Part
 
 LEAN = Part("lightning_vram.LeanMixedPrecision", {"precision": "bf16"}, place="plugins", replaces=("precision",))
 SHARDED = Part("lightning_vram.FSDPOffloadStrategy", {"offload": "params"}, place="strategy")

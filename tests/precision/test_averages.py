@@ -16,9 +16,10 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 from lightning_vram import LeanMixedPrecision
-from lightning_vram.core.surgery.shadow import Shadow
-from lightning_vram.optimizers.lean import SCHEMES, weight_chunks
-from lightning_vram.private_names.lightning.callbacks import average_of
+from lightning_vram.core.patching import MethodPatch
+from lightning_vram.optimizers import bf16_chunks as weight_chunks
+from lightning_vram.optimizers.bf16_weights import SCHEMES
+from lightning_vram.private_names.lightning import average_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of Lightning, about folders that exist
 AVERAGES: dict[str, Any] = {
@@ -91,7 +92,7 @@ def check(ours: Any, plain: Any) -> None:
 
 def check_undone(model: Any) -> None:
     owners = (model.callback, model.average, model, model.saved_by.strategy)
-    assert not any(isinstance(value, Shadow) for owner in owners for value in vars(owner).values())
+    assert not any(isinstance(value, MethodPatch) for owner in owners for value in vars(owner).values())
     assert {p.dtype for one in (model, model.average.module) for p in one.parameters()} == {torch.float32}
 
 

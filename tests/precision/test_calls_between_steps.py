@@ -7,7 +7,7 @@ from support.helpers import LitTiny, TinyCNN, TinyGPT, describe_module
 from torch import nn
 
 from lightning_vram import LeanMixedPrecision
-from lightning_vram.precision.module_changes import CallsBetweenSteps
+from lightning_vram.precision.run import CallsBetweenSteps
 
 
 class Sampling(LitTiny):

@@ -2,7 +2,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_vram.precision.choice import check_choice, resolve_precision
+from lightning_vram.precision.arguments import check_choice, resolve_precision
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
 
@@ -24,7 +24,7 @@ def test_auto_asks_for_hardware_not_for_emulation(is_native, precision, monkeypa
         return is_native or including_emulation
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
-    monkeypatch.setattr("lightning_vram.precision.choice._why_not", lambda device_type, dtype: None)
+    monkeypatch.setattr("lightning_vram.precision.arguments._why_not", lambda device_type, dtype: None)
     assert resolve_precision(check_choice("auto"), "cuda") == precision
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.precision.module_changes import ModuleChanges, Settings
-from lightning_vram.techniques.mixed_precision import fp32_islands
+from lightning_vram.precision.run import ModuleChanges, Settings
+from lightning_vram.techniques.mixed_precision import module_precision as fp32_islands
 
 
 class Head(nn.Module):

@@ -76,7 +76,7 @@ def test_auto_is_bf16_on_a_cpu(make_trainer):
 
 
 def test_auto_is_fp16_with_a_scaler_where_bf16_is_emulated(make_trainer, monkeypatch):
-    monkeypatch.setattr("lightning_vram.precision.choice.has_native_bf16", lambda device_type: False)
+    monkeypatch.setattr("lightning_vram.precision.arguments.has_native_bf16", lambda device_type: False)
     plugin = LeanMixedPrecision("auto")
     trainer = make_trainer(plugins=[plugin])
     assert_equal_weights(fit(build(), trainer), fit(build(), make_trainer(plugins=[lightnings("16-mixed")])))
@@ -85,7 +85,7 @@ def test_auto_is_fp16_with_a_scaler_where_bf16_is_emulated(make_trainer, monkeyp
 
 
 def test_emulated_bf16_is_warned_about(make_trainer, monkeypatch):
-    monkeypatch.setattr("lightning_vram.precision.choice.has_native_bf16", lambda device_type: False)
+    monkeypatch.setattr("lightning_vram.precision.arguments.has_native_bf16", lambda device_type: False)
     with pytest.warns(UserWarning, match="emulates bfloat16, which is slow"):
         fit(build(), make_trainer(plugins=[LeanMixedPrecision("bf16")]))
 
@@ -580,7 +580,7 @@ def test_norms_that_are_not_there_are_refused(make_trainer):
 
 
 def test_formats_that_the_device_lacks_are_refused(make_trainer, monkeypatch):
-    monkeypatch.setattr("lightning_vram.precision.choice._why_not", lambda device_type, dtype: "it has none")
+    monkeypatch.setattr("lightning_vram.precision.arguments._why_not", lambda device_type, dtype: "it has none")
     with pytest.raises(
         MisconfigurationException, match=r"fp16.*does not work on 'cpu' devices: it has none. Use 'bf16'"
     ):
@@ -588,7 +588,7 @@ def test_formats_that_the_device_lacks_are_refused(make_trainer, monkeypatch):
 
 
 def test_auto_with_lean_parameters_is_refused_where_there_is_no_bf16(make_trainer, monkeypatch):
-    monkeypatch.setattr("lightning_vram.precision.choice.has_native_bf16", lambda device_type: False)
+    monkeypatch.setattr("lightning_vram.precision.arguments.has_native_bf16", lambda device_type: False)
     with pytest.raises(ValueError, match="stores bfloat16 weights, which do not work with float16"):
         make_trainer(plugins=[LeanMixedPrecision("auto", parameters="bf16+split")]).fit(build(TinyCNN))
 

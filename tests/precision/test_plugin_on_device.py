@@ -9,7 +9,7 @@ from support.helpers import LitLinear, LitTiny, TinyCNN, TinyGPT, assert_equal_w
 
 from lightning_vram import LeanMixedPrecision
 from lightning_vram.demos import ByteGPT
-from lightning_vram.techniques.mixed_precision.low_precision_norms import keep_norms_low
+from lightning_vram.techniques.mixed_precision.module_precision import keep_norms_low
 from lightning_vram.techniques.mixed_precision.weight_casts import WeightCasts
 
 pytestmark = pytest.mark.device

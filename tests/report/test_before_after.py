@@ -13,7 +13,7 @@ from support.pictures import assert_no_text_meets_another
 from lightning_vram import track_memory
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.report.before_after import ShownStep, as_estimate, draw_steps
+from lightning_vram.report.comparison import ShownStep, as_estimate, draw_steps
 
 
 def tracked(width, *, limit_bytes=None):

@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from support.pages import assert_documented
 
 from lightning_vram import FSDPOffloadStrategy
-from lightning_vram.strategies.registration import STRATEGY_NAMES, register_strategies
+from lightning_vram.strategies.fsdp_offload.strategy import STRATEGY_NAMES, register_strategies
 
 
 def test_documented():

@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from lightning_vram.memory.estimate.caching_allocator.allocator import CachingAllocator
-from lightning_vram.memory.estimate.caching_allocator.segments import Block, ExpandableSegments, Pool
-from lightning_vram.memory.estimate.caching_allocator.settings import AllocatorSettings
+from lightning_vram.memory.estimate.caching_allocator import (
+    AllocatorSettings,
+    Block,
+    CachingAllocator,
+    ExpandableSegments,
+    Pool,
+)
 
 Segment = Mapping[str, Any]
 _NO_PRIVATE_POOL = (0, 0)

@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.optim import SGD, AdamW, Optimizer
 
-from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore
-from lightning_vram.strategies.fsdp_offload.state_fit import check_states
+from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore, check_states
 from lightning_vram.techniques.sharded_checkpoints.folder import ShardedFolder
 
 WIDTH = 6

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily as no_mode
 from torch.nn import functional as F
 
 from lightning_vram.memory.tracking.tracker import track_memory
-from lightning_vram.private_names.cuda.attention import efficient_attention, flash_attention
+from lightning_vram.private_names.dispatcher import efficient_attention, flash_attention
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
-from lightning_vram.private_names.fsdp2.sharded_tensors import own_part_of
-from lightning_vram.techniques.sharding.gathered import narrow_of
+from lightning_vram.private_names.fsdp2 import own_shard_of
+from lightning_vram.techniques.sharding.gathered import low_precision_of
 
 ADAMW = partial(AdamW, lr=1e-2)
 
@@ -53,9 +53,9 @@ def host_bytes(module: pl.LightningModule) -> int:
                     count(value)
     gradients = 0
     for parameter in sharding.shards.values():
-        narrow = narrow_of(parameter.grad)
+        narrow = low_precision_of(parameter.grad)
         if parameter.grad is not None:
-            gradients += (own_part_of(parameter.grad) if narrow is None else narrow).nbytes
+            gradients += (own_shard_of(parameter.grad) if narrow is None else narrow).nbytes
     return sharding.host_bytes + gradients + sum(found.values())
 
 

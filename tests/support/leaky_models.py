@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 WIDTH, NUM_ROWS, NUM_BATCHES = 256, 8, 6
-KEPT_BYTES = NUM_ROWS * WIDTH * 4  # of what they keep of each step
+SAVED_COPY_BYTES = NUM_ROWS * WIDTH * 4  # of what they keep of each step
 KEPT: list[Tensor] = []
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from lightning_vram.optimizers.lean.parameters import LeanParameters
+from lightning_vram.optimizers.bf16_weights import LeanParameters
 
 EXACT = ("bf16+master", "bf16+split")
 

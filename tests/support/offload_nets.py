@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_vram.core.processes import clean_exit
+from lightning_vram.core import processes as clean_exit
 
 MODES = {
     "params": {},

@@ -3,9 +3,7 @@
 from lightning_vram.estimation.step_time import StepTime
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.units import GIB, MIB
-from lightning_vram.planner.measured import Found, Measured
-from lightning_vram.planner.parts import Exactness, Part
-from lightning_vram.planner.scheme import Scheme
+from lightning_vram.planner.scheme import Exactness, Found, Measured, Part, Scheme
 from lightning_vram.report.plan import ShownPlan
 
 FUSION = Part("lightning_vram.InPlaceFusion", note="recomputes cheap operators in the backward")

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
-from lightning_vram.techniques.sharding.grouping.plan import plan_sharding_groups
+from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
 
 WIDTH = 6
 NUM_BLOCKS = 3

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_vram.core.host import arena, transfers
-from lightning_vram.core.host.copy_notes import TO_HOST, copies_noted
-from lightning_vram.core.host.transfers import StreamCopies
+from lightning_vram.core.host import memory as arena
+from lightning_vram.core.host import transfers
+from lightning_vram.core.host.transfers import TO_HOST, StreamCopies, copies_noted
 from lightning_vram.techniques.activation_offload import places
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
 

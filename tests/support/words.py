@@ -81,5 +81,5 @@ def messages_in(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, text
 
 
-_OPERATORS = ROOT / "lightning_vram/core/operators/families.py"  # lists names: narrow is one
+_OPERATORS = ROOT / "lightning_vram/core/operators.py"  # lists names: narrow is one
 SOURCES = sorted(set((ROOT / "lightning_vram").rglob("*.py")) - {_OPERATORS})

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 import lightning_vram
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
 from lightning_vram.techniques.activation_checkpointing.save_policy import parse_save
-from lightning_vram.techniques.in_place_fusion.inplace_abn.pairs import apply_inplace_abn
-from lightning_vram.techniques.in_place_fusion.links import Link
-from lightning_vram.techniques.mixed_precision.fp32_islands import run_in_fp32
-from lightning_vram.techniques.mixed_precision.low_precision_norms import keep_norms_low
+from lightning_vram.techniques.in_place_fusion.inplace_abn import apply_inplace_abn
+from lightning_vram.techniques.in_place_fusion.observed_links import Link
+from lightning_vram.techniques.mixed_precision.module_precision import keep_norms_low, run_in_fp32
 
 NAMES = ["module", "state", "plain", "norm", "layer", "save", "function", "debug"]
 CHANGES = {

@@ -7,24 +7,163 @@ gradients.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.optim import LBFGS
 from typing_extensions import override
 
-from lightning_vram.argument_checks import check_bool
-from lightning_vram.callbacks.accumulation_scheduler.check import (
-    check_module,
-    check_run,
-    check_start,
-)
+from lightning_vram.argument_checks import check_bool, check_positive_int
+from lightning_vram.callbacks.accumulation_scheduler.mean import AccumulationWeights, AccumulationWindow
 from lightning_vram.callbacks.accumulation_scheduler.run import AccumulationRun
-from lightning_vram.callbacks.accumulation_scheduler.target import Rounding, check_target, plan_factor
-from lightning_vram.callbacks.accumulation_scheduler.weights import AccumulationWeights
-from lightning_vram.callbacks.accumulation_scheduler.window import AccumulationWindow
 from lightning_vram.callbacks.hook_points import FitTechnique
-from lightning_vram.core.batches.weights import BatchWeight, WeightName, check_weight, make_batch_weight
+from lightning_vram.core.batches.micro_batches import BatchWeight, WeightName, check_weight, make_batch_weight
+from lightning_vram.private_names.lightning import training_data
 from lightning_vram.techniques.accumulation_schedule import AccumulationSchedule, read_schedule
+
+_SCHEDULER = "AccumulationScheduler"
+
+
+def check_run(trainer: pl.Trainer, callback: Callback) -> None:
+    """Refuse a run before anything of it happens."""
+    check_module(trainer)
+    if trainer.accumulate_grad_batches != 1:
+        raise MisconfigurationException(
+            f"{_SCHEDULER} does not work with Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): both "
+            "set the accumulation factor. Remove that argument."
+        )
+    others: list[Callback] = [other for other in trainer.callbacks if other is not callback]  # type: ignore[attr-defined]
+    if any(isinstance(other, GradientAccumulationScheduler) for other in others):
+        raise MisconfigurationException(
+            f"{_SCHEDULER} does not work with GradientAccumulationScheduler: both set the accumulation factor. Remove "
+            f"the latter; {_SCHEDULER}(by_epoch=...) takes its dict."
+        )
+    if any(isinstance(other, type(callback)) for other in others):
+        raise MisconfigurationException(f"{_SCHEDULER} can be used once, got several. Merge them into one schedule.")
+
+
+def check_module(trainer: pl.Trainer) -> None:
+    """Refuse a module or a strategy."""
+    module, strategy = trainer.lightning_module, trainer.strategy
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            f"{_SCHEDULER} does not work with manual optimization: training_step calls the optimizer itself. "
+            "Accumulate there, or set automatic_optimization=True."
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise MisconfigurationException(
+            f"{_SCHEDULER} does not work with training_step(dataloader_iter): the step fetches its batches itself. Use "
+            "training_step(self, batch, batch_idx)."
+        )
+    if strategy.handles_gradient_accumulation:
+        raise MisconfigurationException(
+            f"{_SCHEDULER} does not work with {type(strategy).__name__}: it accumulates gradients itself, with one "
+            "factor for the whole run. Use its own configuration and remove the callback."
+        )
+    if isinstance(strategy, FSDPStrategy) and strategy.cpu_offload.offload_params:
+        raise MisconfigurationException(
+            f"{_SCHEDULER} does not work with FSDPStrategy(cpu_offload=True): FSDP1 accumulates wrong gradients there. "
+            "Use ModelParallelStrategy (FSDP2)."
+        )
+
+
+def check_start(trainer: pl.Trainer, weight: object, largest_factor: int) -> None:
+    """Refuse LBFGS, and warn of own steps and other weights, when optimizers and data are known."""
+    if largest_factor > 1 and any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+        raise MisconfigurationException(
+            f"{_SCHEDULER} does not work with LBFGS: it evaluates the loss several times per step, each time with the "
+            "last micro-batch only. Use larger batches or another optimizer."
+        )
+    module = trainer.lightning_module
+    hooks = [name for name in ("optimizer_step", "optimizer_zero_grad") if is_overridden(name, module)]
+    if hooks and largest_factor > 1:
+        names = " and ".join(f"{type(module).__name__}.{hook}" for hook in hooks)
+        rank_zero_warn(
+            f"{_SCHEDULER} accumulates gradients, so {names} is called once per optimizer step, not for every batch. "
+            "Move code that must run for every batch to on_train_batch_end."
+        )
+    if weight is not None or largest_factor > 1:
+        _warn_of_weights(trainer, weight)
+
+
+def _warn_of_weights(trainer: pl.Trainer, weight: object) -> None:
+    """Warn if ``MicroBatching`` weighs its parts differently. Without a weight, batches count, as equal samples do."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for other in callbacks:
+        if all(base.__name__ != "MicroBatching" for base in type(other).__mro__):
+            continue
+        other_weight = getattr(other, "weight", "samples")
+        if other_weight != (weight or "samples"):
+            rank_zero_warn(
+                f"{_SCHEDULER}(weight={weight!r}) and MicroBatching(weight={other_weight!r}) weigh their micro-batches "
+                "differently, so that an optimizer step is not the mean over its samples or tokens. Give both "
+                "the same weight."
+            )
+
+
+Rounding = Literal["up", "down"]
+
+
+def check_target(target_batch_size: int | None, rounding: Rounding | None) -> None:
+    """Check the arguments ``target_batch_size`` and ``round``."""
+    if target_batch_size is not None:
+        check_positive_int("AccumulationScheduler(target_batch_size)", target_batch_size)
+    if rounding not in (None, "up", "down"):
+        raise ValueError(f"AccumulationScheduler(round) must be 'up', 'down' or None, got {rounding!r}.")
+    if rounding is not None and target_batch_size is None:
+        raise ValueError(f"AccumulationScheduler(round) needs target_batch_size, got round={rounding!r} alone.")
+
+
+def plan_factor(trainer: pl.Trainer, target_batch_size: int, rounding: Rounding | None) -> int:
+    """Divide a target batch size by that of one micro-batch on all data-parallel ranks."""
+    batch_size = _read_batch_size(trainer)
+    # The data-parallel ranks: tensor-parallel ones share their batches. Missing on a single device.
+    sampler_kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+    num_ranks = int(sampler_kwargs.get("num_replicas") or 1)
+    size = batch_size * num_ranks
+    factor, remainder = divmod(target_batch_size, size)
+    if remainder and rounding == "up":
+        factor += 1
+    reason = f"one micro-batch of all ranks is {batch_size} x {num_ranks} = {size} samples"
+    if factor == 0:
+        raise MisconfigurationException(
+            f"AccumulationScheduler(target_batch_size) must be at least {size}, got {target_batch_size}: {reason}. "
+            f"Choose a smaller batch size for the loader, or round='up'."
+        )
+    if remainder and rounding is None:
+        nearest = " or ".join(str(value) for value in (factor * size, (factor + 1) * size))
+        raise MisconfigurationException(
+            f"AccumulationScheduler(target_batch_size) must be a multiple of {size}, got {target_batch_size}: "
+            f"{reason}. Choose {nearest}, or round='down' or 'up'."
+        )
+    return factor
+
+
+def _read_batch_size(trainer: pl.Trainer) -> int:
+    combined = training_data(trainer.fit_loop)
+    assert combined is not None  # the data is set up
+    way_out = "Give by_epoch={0: number of micro-batches} instead."
+    if len(combined.flattened) != 1:
+        raise MisconfigurationException(
+            f"AccumulationScheduler(target_batch_size) needs one training dataloader, got {len(combined.flattened)}. "
+            f"{way_out}"
+        )
+    loader = combined.flattened[0]
+    for place in (loader, getattr(loader, "batch_sampler", None)):
+        size = getattr(place, "batch_size", None)
+        if isinstance(size, int) and size > 0:
+            return size
+    raise MisconfigurationException(
+        f"AccumulationScheduler(target_batch_size) needs a training dataloader with a batch_size, got a "
+        f"{type(loader).__name__} without. {way_out}"
+    )
+
 
 _WEIGHT = "AccumulationScheduler(weight)"
 

@@ -10,6 +10,7 @@ number.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,12 +22,145 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_vram.callbacks.accumulation_scheduler.weights import AccumulationWeights
-from lightning_vram.callbacks.accumulation_scheduler.window import AccumulationWindow
-from lightning_vram.core.gradients.scaling import scale_gradients
-from lightning_vram.core.surgery.shadow import Shadow
-from lightning_vram.private_names.lightning.loops import MAKE_BACKWARD, OPTIMIZER_STEP, is_accumulating, skips_backward
-from lightning_vram.private_names.lightning.strategies import AFTER_CLOSURE
+from lightning_vram.core.batches.micro_batches import BatchWeight
+from lightning_vram.core.gradients import scale_gradients
+from lightning_vram.core.patching import MethodPatch
+from lightning_vram.private_names.lightning import (
+    AFTER_CLOSURE,
+    MAKE_BACKWARD,
+    OPTIMIZER_STEP,
+    is_accumulating,
+    skips_backward,
+)
+
+
+class AccumulationWeights:
+    """Weights of one window after the other. They stay on the device.
+
+    Losses are in units of the first weight above 0, so that float16 stays in range. All ranks agree about it, by one
+    more reduction for each batch until there is one; that is the only time the host waits for the device.
+    """
+
+    def __init__(self, weigh: BatchWeight, trainer: pl.Trainer) -> None:
+        self._weigh = weigh
+        self._device = trainer.strategy.root_device
+        self._num_ranks = trainer.world_size
+        self._dtype = torch.float32 if self._device.type == "mps" else torch.float64
+        self._reference: Tensor | None = None
+        self.is_known_zero = False  # whether the batch has weight 0, known without waiting for a device
+        self._weight = self._sum = torch.zeros((), dtype=self._dtype, device=self._device)
+
+    def begin(self, batch: Any, *, is_first: bool) -> None:
+        """Weigh the next batch, or the first one of a window. All ranks call this or :meth:`pass_over`."""
+        if is_first:
+            self._sum = torch.zeros_like(self._sum)
+        weight = self._weigh(batch)
+        self.is_known_zero = (not isinstance(weight, Tensor) or weight.device.type == "cpu") and bool(weight == 0)
+        if not isinstance(weight, Tensor):
+            weight = torch.full_like(self._sum, weight)  # unlike torch.tensor, it does not wait for the device
+        weight = weight.detach().to(self._device, self._dtype)
+        self._find_reference(weight)
+        self._weight = weight if self._reference is None else weight / self._reference
+
+    def pass_over(self) -> None:
+        """Take part in the reductions of the other ranks, without a batch."""
+        self._find_reference(torch.zeros_like(self._sum))
+
+    def scale(self, loss: Tensor, *, is_new: bool) -> Tensor:
+        """Multiply a loss of the last batch by its weight, which counts once for several losses."""
+        if is_new:
+            self._sum = self._sum + self._weight
+        return loss * self._weight.to(loss.device, loss.dtype)
+
+    def factor(self, length: int) -> Tensor:
+        """Return the factor of gradients whose losses were scaled and divided by ``length``. A collective.
+
+        Gradients are averaged over the ranks before. The factor is 1 where all weights are 0.
+        """
+        mean = self._reduced(self._sum, "SUM") / self._num_ranks
+        return torch.where(mean > 0, length / mean, 1)
+
+    def _find_reference(self, weight: Tensor) -> None:
+        if self._reference is not None:
+            return
+        largest = self._reduced(weight, "MAX")
+        if largest > 0:
+            self._reference = largest / torch.frexp(largest).mantissa  # a power of two, which rounds nothing
+
+    def _reduced(self, value: Tensor, operation: str) -> Tensor:
+        if self._num_ranks == 1:
+            return value
+        # strategy.reduce waits at a barrier each time
+        value = value.clone()
+        torch.distributed.all_reduce(value, op=getattr(torch.distributed.ReduceOp, operation))
+        return value
+
+
+@dataclass
+class AccumulationWindow:
+    """The micro-batches of one optimizer step: how many are planned, and how many have run.
+
+    A window ends when it is full, or with its epoch; only then the next one is planned.
+    """
+
+    length: int = 1  # micro-batches planned
+    position: int = 1  # of the current or last micro-batch, from 1
+    batch: int | None = None  # number of that batch in the run (``batch_progress.total.ready``); ``None`` before any
+    num_places: int = 0  # taken since the window, or the process that resumed it, began: equal on all ranks
+    num_begun: int = 0  # micro-batches among them that were not missing
+    num_held: int = 0  # those of them whose gradients count
+    is_held: bool = False  # whether the current one counts already
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the optimizer steps with the current micro-batch."""
+        return self.position >= self.length
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no earlier micro-batch of this window has gradients."""
+        return self.num_begun <= 1
+
+    def open(self, length: int) -> None:
+        """Begin the next window."""
+        self.length = length
+        self.position = self.num_places = self.num_begun = self.num_held = 0
+
+    def begin(self, batch: int) -> None:
+        """Begin a micro-batch."""
+        self.position += 1
+        self.num_places += 1
+        self.num_begun += 1
+        self.batch = batch
+        self.is_held = False
+
+    def pass_over(self, batch: int) -> None:
+        """Give a missing batch a place, so that ranks stay in step.
+
+        The last place is left to the next batch: Lightning steps with a batch alone. Other ranks cannot have stepped
+        at this one, since the step waits for all of them.
+        """
+        self.batch = batch
+        if self.position < self.length - 1:
+            self.position += 1
+            self.num_places += 1
+
+    def hold(self) -> bool:
+        """Count the current micro-batch, once for several backward passes; return whether it is the first."""
+        is_new = not self.is_held
+        self.num_held += is_new
+        self.is_held = True
+        return is_new
+
+    def state_dict(self, *, is_interrupted: bool) -> dict[str, Any]:
+        """What a checkpoint needs, without gradients. If interrupted, the current micro-batch will run again."""
+        return {"length": self.length, "position": self.position - is_interrupted, "batch": self.batch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue in the middle of a window, without its gradients."""
+        self.length, self.position, self.batch = (state_dict[key] for key in ("length", "position", "batch"))
+        self.num_places = self.num_begun = self.num_held = 0
+        self.is_held = False
 
 
 class AccumulationMean:
@@ -47,9 +181,9 @@ class AccumulationMean:
         self._loss: Tensor | None = None  # the last one of the window
         self._has_warned = False
         self._patches = [
-            Shadow(self._optimization, MAKE_BACKWARD, partial(partial, self._make_backward)),
-            Shadow(self._optimization, OPTIMIZER_STEP, partial(partial, self._optimizer_step)),
-            Shadow(trainer.precision_plugin, AFTER_CLOSURE, partial(partial, self._after_closure)),
+            MethodPatch(self._optimization, MAKE_BACKWARD, partial(partial, self._make_backward)),
+            MethodPatch(self._optimization, OPTIMIZER_STEP, partial(partial, self._optimizer_step)),
+            MethodPatch(trainer.precision_plugin, AFTER_CLOSURE, partial(partial, self._after_closure)),
         ]
 
     def begin(self, batch: Any) -> None:

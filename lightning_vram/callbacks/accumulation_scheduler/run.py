@@ -1,22 +1,192 @@
 """Gradient accumulation in one fit, from its setup to its end."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
 
-from lightning_vram.callbacks.accumulation_scheduler.loop import AccumulationLoop
-from lightning_vram.callbacks.accumulation_scheduler.mean import AccumulationMean
-from lightning_vram.callbacks.accumulation_scheduler.stepping_batches import SteppingBatches
-from lightning_vram.callbacks.accumulation_scheduler.weights import AccumulationWeights
-from lightning_vram.callbacks.accumulation_scheduler.window import AccumulationWindow
-from lightning_vram.core.batches.norm_momentum import NormMomentum, find_batch_norms
-from lightning_vram.core.surgery.shadow import Shadow
-from lightning_vram.private_names.lightning.loops import training_data
+from lightning_vram.callbacks.accumulation_scheduler.mean import (
+    AccumulationMean,
+    AccumulationWeights,
+    AccumulationWindow,
+)
+from lightning_vram.core.batches.micro_batches import NormMomentum, find_batch_norms
+from lightning_vram.core.patching import MethodPatch
+from lightning_vram.private_names.lightning import (
+    MAKE_ZERO_GRAD,
+    RUN,
+    WINDOW_ENDS,
+    epoch_ends,
+    skips_backward,
+    training_data,
+)
 from lightning_vram.techniques.accumulation_schedule import AccumulationSchedule
+
+
+class AccumulationLoop:
+    """Replaces three methods of a trainer's loops, until :meth:`remove`.
+
+    Lightning decides by the batch index modulo ``trainer.accumulate_grad_batches``: where the factor changes, the
+    gradients of a window that has not stepped would stay in the next one. Until removed, that attribute is the length
+    of the current window: Lightning divides by it. ``plan`` returns the length of a window that begins now.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        window: AccumulationWindow,
+        plan: Callable[[], int],
+        around: Callable[[Any], AbstractContextManager[object]],  # entered for each batch that the window has begun
+        pass_over: Callable[[], None],  # called for each batch that is missing
+    ) -> None:
+        self._trainer = trainer
+        self._window = window
+        self._plan = plan
+        self._around = around
+        self._pass_over = pass_over
+        self._epoch_loop = trainer.fit_loop.epoch_loop
+        self._optimization = self._epoch_loop.automatic_optimization
+        self._patches = [
+            MethodPatch(self._epoch_loop, WINDOW_ENDS, partial(partial, self._ends_window)),
+            MethodPatch(self._optimization, "run", partial(partial, self._run)),
+            MethodPatch(self._optimization, MAKE_ZERO_GRAD, partial(partial, self._make_zero_grad)),
+        ]
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a checkpoint made now will run the current micro-batch again."""
+        return self._epoch_loop.batch_progress.total.ready == self._window.batch and not self._is_processed
+
+    @property
+    def num_batches_left(self) -> int | float:
+        """Batches left in this epoch, with the current one."""
+        return self._trainer.num_training_batches - self._epoch_loop.batch_idx
+
+    def remove(self) -> None:
+        """Put everything back. Calling it again does nothing."""
+        for patch in reversed(self._patches):
+            patch.remove()
+
+    @property
+    def _is_processed(self) -> bool:
+        progress: Any = self._epoch_loop.batch_progress.current
+        return bool(progress.processed >= progress.ready)
+
+    @property
+    def _begins_window(self) -> bool:
+        # The first batch of an epoch also drops what an epoch that was cut short left, or a trial of a tuner.
+        return self._window.is_full or self._epoch_loop.batch_progress.current.ready == 1
+
+    def _open(self) -> None:
+        if self._begins_window:
+            self._window.open(self._plan())
+
+    def _close_with_epoch(self) -> None:
+        if epoch_ends(self._epoch_loop):
+            self._window.position = self._window.length  # Lightning steps then; a stream does not announce it
+
+    def _ends_window(self, inner: Callable[[], Any]) -> bool:
+        window = self._window
+        # Nothing is accumulated in the epoch that StochasticWeightAveraging adds for batch norm statistics; and the
+        # batch that a checkpoint of a run without this callback ended with is unknown.
+        if skips_backward(self._optimization) or (window.batch is None and self._epoch_loop.restarting):
+            return bool(inner())
+        progress = self._epoch_loop.batch_progress
+        if progress.total.ready == window.batch:
+            return window.is_full
+        if not self._is_processed:  # it has not begun: another hook asks in on_train_batch_start
+            return (self._plan() if self._begins_window else window.length - window.position) == 1
+        self._open()
+        window.pass_over(progress.total.ready)  # it is None, or on_train_batch_start returned -1
+        self._close_with_epoch()
+        self._pass_over()
+        return window.is_full
+
+    def _run(self, inner: Callable[..., Any], optimizer: Optimizer, batch_idx: int, kwargs: dict[str, Any]) -> Any:
+        if skips_backward(self._optimization):
+            return inner(optimizer, batch_idx, kwargs)
+        self._open()
+        self._window.begin(self._epoch_loop.batch_progress.total.ready)
+        self._trainer.accumulate_grad_batches = self._window.length
+        with self._around(kwargs["batch"]):
+            result = inner(optimizer, batch_idx, kwargs)
+        self._close_with_epoch()
+        return result
+
+    def _make_zero_grad(self, inner: Callable[..., Any], batch_idx: int, optimizer: Optimizer) -> Any:
+        if skips_backward(self._optimization):
+            return inner(batch_idx, optimizer)
+        if not self._window.is_first:
+            return None
+        length = self._trainer.accumulate_grad_batches
+        self._trainer.accumulate_grad_batches = 1  # of which any batch index is a multiple
+        try:
+            return inner(batch_idx, optimizer)
+        finally:
+            self._trainer.accumulate_grad_batches = length
+
+
+class SteppingBatches:
+    """Changes the class of a trainer to one of the same name with another estimate, until :meth:`remove`.
+
+    Learning rate schedules are made from the estimate, in ``configure_optimizers``. Lightning uses the factor of that
+    moment: it estimates 16 where a schedule makes 10 steps. It is a property, which only a class can replace. A copy
+    of the trainer, such as the one of a spawned worker process, has its original class.
+
+    ``end`` is called when another run begins: the error of another callback can keep a run from being cleaned up.
+    """
+
+    def __init__(
+        self, trainer: pl.Trainer, read_schedule: Callable[[], AccumulationSchedule], end: Callable[[], None]
+    ) -> None:
+        original = type(trainer)
+        self._trainer = trainer
+        self._original = original
+        self._read_schedule: Callable[[], AccumulationSchedule] | None = read_schedule
+
+        def estimate(trainer: Any) -> int | float:
+            lightning_estimate: int | float = original.estimated_stepping_batches.__get__(trainer)  # sets up the data
+            is_endless = trainer.max_epochs == -1 or trainer.num_training_batches == float("inf")
+            if self._read_schedule is None or is_endless:
+                return lightning_estimate
+            steps = self._read_schedule().count_steps(trainer.num_training_batches, max(trainer.max_epochs, 1))
+            return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
+
+        def run(trainer: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if self._read_schedule is not None:
+                end()
+            return getattr(original, RUN)(trainer, *args, **kwargs)
+
+        def reduce(trainer: Any, protocol: Any) -> Any:
+            return self._unswap(original.__reduce_ex__(trainer, protocol))
+
+        attributes = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+        changed = {"estimated_stepping_batches": property(estimate), RUN: run, "__reduce_ex__": reduce}
+        self._swapped = type(original.__name__, (original,), attributes | changed)
+        trainer.__class__ = self._swapped
+
+    def remove(self) -> None:
+        """Put the class back. Calling it again does nothing."""
+        self._read_schedule = None  # if another class was put over this one, it stays and passes calls on
+        if type(self._trainer) is self._swapped:
+            self._trainer.__class__ = self._original
+
+    def _unswap(self, reduced: Any) -> Any:
+        """Put the original class in ``(function, arguments, state ...)``."""
+        if not isinstance(reduced, tuple):
+            return reduced
+        function, arguments, *others = reduced
+        arguments = (self._original if one is self._swapped else one for one in arguments)
+        return _call, (function, *arguments), *others  # pickle looks at the class if it knows the function
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
 
 _MAX_NAMES = 5
 
@@ -38,7 +208,7 @@ class AccumulationRun:
         self._factor_before = trainer.accumulate_grad_batches
         self.is_over = False  # whether it has ended
         self._stepping_batches = SteppingBatches(trainer, self.read_schedule, self.end)
-        self._setup_data = Shadow(trainer.fit_loop, "setup_data", partial(partial, self._set_up_data))
+        self._setup_data = MethodPatch(trainer.fit_loop, "setup_data", partial(partial, self._set_up_data))
         if schedule is not None:
             self._set_factor()
         self._window: AccumulationWindow | None = None

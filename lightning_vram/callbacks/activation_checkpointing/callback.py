@@ -17,19 +17,18 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool, check_positive_int
-from lightning_vram.callbacks.activation_checkpointing.budget_offload import (
+from lightning_vram.callbacks.activation_checkpointing.budget import (
     MIN_OFFLOAD_BYTES,
     BudgetOffload,
+    CompiledLayersBudget,
+    are_compiled,
     check_remedies,
 )
-from lightning_vram.callbacks.activation_checkpointing.compiled_layers import CompiledLayersBudget, are_compiled
-from lightning_vram.callbacks.activation_checkpointing.segments import check_segments
 from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique
-from lightning_vram.core.layers.patterns import check_layers
-from lightning_vram.core.layers.selection import LayerSelection
-from lightning_vram.memory.tracking.storages import iterate_tensors
+from lightning_vram.core.layers import LayerSelection, check_layers
+from lightning_vram.memory.tracking.ledger import iterate_tensors
 from lightning_vram.memory.units import format_bytes, parse_limit
-from lightning_vram.private_names.torch.compiled import is_compiled
+from lightning_vram.private_names.dispatcher import is_compiled
 from lightning_vram.techniques.activation_checkpointing import (
     CheckpointingHandle,
     SavePolicy,
@@ -37,6 +36,23 @@ from lightning_vram.techniques.activation_checkpointing import (
     parse_save,
 )
 from lightning_vram.techniques.activation_checkpointing.budget import BudgetedCheckpointing, SharedPlan, share_largest
+
+
+def check_segments(segments: object) -> None:
+    """Refuse other values than ``None``, ``"sqrt"`` and integers from 2."""
+    if segments is None or segments == "sqrt":
+        return
+    if not isinstance(segments, int) or isinstance(segments, bool):
+        raise TypeError(
+            f"ActivationCheckpointing(segments) must be an int, 'sqrt' or None, "
+            f"got {segments!r} of type {type(segments).__name__}."
+        )
+    if segments < 2:
+        raise ValueError(
+            f"ActivationCheckpointing(segments) must be at least 2, got {segments}: one segment recomputes the whole "
+            "body at once and saves nothing. 'sqrt' needs the least memory."
+        )
+
 
 _CHECKS = ("outputs", "operators", "none")
 

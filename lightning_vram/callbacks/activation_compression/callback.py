@@ -16,10 +16,9 @@ from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool, check_positive_int
 from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique, refuse_moved_parameters
-from lightning_vram.core.layers.patterns import check_layers
-from lightning_vram.core.layers.selection import select_layers
+from lightning_vram.core.layers import check_layers, select_layers
 from lightning_vram.memory.units import parse_bytes
-from lightning_vram.private_names.lightning.strategies import ddp_arguments
+from lightning_vram.private_names.lightning import ddp_arguments
 from lightning_vram.techniques.activation_compression import CompressionStage, gradient_cosine
 
 _FORMATS = (None, "bf16", "fp8", "int8")

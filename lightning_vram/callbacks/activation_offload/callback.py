@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool
 from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique, refuse_moved_parameters
-from lightning_vram.core.host.arena import OffloadError
+from lightning_vram.core.host.memory import OffloadError
 from lightning_vram.memory.units import format_bytes, parse_bytes
 from lightning_vram.techniques.activation_offload import (
     ActivationOffloading,

@@ -13,31 +13,33 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool
-from lightning_vram.callbacks.auto_vram.decision import Asked, Decision, can_run_again, decide, tighter
-from lightning_vram.callbacks.auto_vram.first_steps import FirstSteps, Took, better
-from lightning_vram.callbacks.auto_vram.parts import PlannedParts
+from lightning_vram.callbacks.auto_vram.applied_plan import AppliedPlan, FirstSteps, StepMeasurement, faster_scheme
+from lightning_vram.callbacks.auto_vram.decision import (
+    NAME,
+    Decision,
+    PlanRequest,
+    can_repeat_step,
+    decide,
+    tighter_scheme,
+)
 from lightning_vram.callbacks.auto_vram.plan_cache import plan_folder
-from lightning_vram.callbacks.auto_vram.words import NAME
 from lightning_vram.callbacks.hook_points import (
-    Relief,
+    OutOfMemoryRelief,
     before_strategy_setup,
     check_trainer,
     rank_timeout,
     withdraw_from_strategy_setup,
 )
-from lightning_vram.core.processes.agreement import RankAgreement
+from lightning_vram.core.ranks import RankAgreement
 from lightning_vram.estimation.batches import count_elements, largest_shape
 from lightning_vram.estimation.fake_trainer import RunCallbacks, check_run_callbacks
-from lightning_vram.estimation.running_trainer.decision import decide_together, forget_shared
-from lightning_vram.estimation.running_trainer.limit import AUTO, check_limit, limit_bytes
-from lightning_vram.memory.device.allocator import has_cache
-from lightning_vram.memory.device.process_limit import ProcessLimit, can_limit, limited_share
+from lightning_vram.estimation.running_trainer import AUTO, check_limit, decide_together, forget_shared, limit_bytes
+from lightning_vram.memory.device.accelerators import ProcessLimit, can_limit, has_cache, limited_share
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.planner.parts import Exactness, Part
 from lightning_vram.planner.plan import level_of
 from lightning_vram.planner.remedies import CHECKPOINTING, may_be_guarded
-from lightning_vram.planner.scheme import Scheme
-from lightning_vram.report.estimate.progress import ProgressDisplay
+from lightning_vram.planner.scheme import Exactness, Part, Scheme
+from lightning_vram.report.progress import ProgressDisplay
 
 _BUDGET = f"{NAME}(budget)"
 _BETWEEN_RUNS = dict.fromkeys(("_decision", "_parts", "_first_steps", "_limit"))
@@ -117,7 +119,7 @@ class AutoVRAM(Callback):
         self.budget_bytes: int | None = None
         self._level = level_of(f"{NAME}(allow)", allow)
         self._decision: Decision | None = None
-        self._parts: PlannedParts | None = None
+        self._parts: AppliedPlan | None = None
         self._first_steps: FirstSteps | None = None
         self._limit: ProcessLimit | None = None
         self._most_elements: int | None = None  # of batches that need no warning
@@ -136,8 +138,8 @@ class AutoVRAM(Callback):
         if sum(isinstance(callback, AutoVRAM) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise MisconfigurationException(f"{NAME} can be used once, got several: one device has one budget.")
         limit = limit_bytes(_BUDGET, self.budget, trainer.strategy.root_device)
-        guards = [self._make_guard(trainer)] if can_run_again(trainer) else []
-        asked = Asked(self._level, self.budget, guards, plan_folder(trainer) if self.cache else None)
+        guards = [self._make_guard(trainer)] if can_repeat_step(trainer) else []
+        asked = PlanRequest(self._level, self.budget, guards, plan_folder(trainer) if self.cache else None)
         with ProgressDisplay.of(trainer) as on_progress:
             decision = decide_together(
                 trainer,
@@ -153,7 +155,7 @@ class AutoVRAM(Callback):
         self._most_elements = None if _changes_batches(trainer) else decision.num_elements
         self.budget_bytes = decision.budget_bytes or None
         is_guarded = decision.is_tight and may_be_guarded(part.name for part in decision.scheme.parts)
-        self._parts = PlannedParts(trainer, decision.scheme, guards if is_guarded else [])
+        self._parts = AppliedPlan(trainer, decision.scheme, guards if is_guarded else [])
         if decision.kind == "fallback":
             is_guarded &= bool(guards)
             before_strategy_setup(trainer, lambda: self._fall_back(trainer, decision.message, limit, is_guarded))
@@ -210,7 +212,7 @@ class AutoVRAM(Callback):
         if parts is not None:
             parts.end(exception)
 
-    def _correct(self, trainer: pl.Trainer, took: Took) -> None:
+    def _correct(self, trainer: pl.Trainer, took: StepMeasurement) -> None:
         """Plan again, by the largest measurement of all ranks. A collective."""
         decision, parts = self._decision, self._parts
         assert decision is not None
@@ -221,9 +223,9 @@ class AutoVRAM(Callback):
             nanoseconds, reserved_bytes = ranks.largest(int(took.seconds * 1e9), took.reserved_bytes)
         finally:
             ranks.close()
-        scheme = better(decision.found, parts.scheme, decision.budget_bytes, nanoseconds / 1e9)
+        scheme = faster_scheme(decision.found, parts.scheme, decision.budget_bytes, nanoseconds / 1e9)
         if reserved_bytes > decision.budget_bytes:
-            scheme = tighter(parts.scheme, decision.found, may_checkpoint=_may_checkpoint(trainer))
+            scheme = tighter_scheme(parts.scheme, decision.found, may_checkpoint=_may_checkpoint(trainer))
         end = "The plan is kept." if scheme is None else f"The run continues with {scheme}."
         rank_zero_info(
             f"{NAME}: a step takes {nanoseconds / 1e6:.1f} ms and reserves {format_bytes(reserved_bytes)} of the "
@@ -238,13 +240,13 @@ class AutoVRAM(Callback):
         note = f"{NAME}: no tighter plan is left."
         if self._level == Exactness.EXACT:
             note += " allow='lossless' would split the batch into micro-batches."
-        guard.relief = Relief(partial(self._tighten, trainer), self._level >= Exactness.LOSSLESS, note)
+        guard.relief = OutOfMemoryRelief(partial(self._tighten, trainer), self._level >= Exactness.LOSSLESS, note)
         return guard  # type: ignore[no-any-return]
 
     def _tighten(self, trainer: pl.Trainer) -> bool:
         if self._parts is None or self._decision is None:
             return False
-        scheme = tighter(self._parts.scheme, self._decision.found, may_checkpoint=_may_checkpoint(trainer))
+        scheme = tighter_scheme(self._parts.scheme, self._decision.found, may_checkpoint=_may_checkpoint(trainer))
         if scheme is None or not self._change(scheme):
             return False
         rank_zero_warn(f"{NAME}: a step ran out of memory in spite of the plan. It is repeated with {scheme}.")

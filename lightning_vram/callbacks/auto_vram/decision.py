@@ -13,29 +13,40 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.nn.parameter import is_lazy
 
-from lightning_vram.callbacks.auto_vram.parts import differs_late
+from lightning_vram.callbacks.auto_vram.applied_plan import can_switch
 from lightning_vram.callbacks.auto_vram.plan_cache import load_plan, plan_path, save_plan
-from lightning_vram.callbacks.auto_vram.words import NAME, found_message
 from lightning_vram.estimation.batches import largest_shape
 from lightning_vram.estimation.estimate import Progress
-from lightning_vram.estimation.running_trainer.decision import RunningTrainer
-from lightning_vram.estimation.running_trainer.limit import AUTO
+from lightning_vram.estimation.running_trainer import AUTO, RunningTrainer
 from lightning_vram.estimation.traced_fit import reason_of
-from lightning_vram.memory.device.accelerators import has_statistics
-from lightning_vram.memory.device.allocator import empty_cache, has_cache
-from lightning_vram.memory.estimate.calibrate import measure_bus
+from lightning_vram.memory.device.accelerators import empty_cache, has_cache, has_statistics
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
-from lightning_vram.memory.host.available import available_host_bytes
+from lightning_vram.memory.estimate.workspaces import measure_bus
+from lightning_vram.memory.host import available_host_bytes
 from lightning_vram.memory.units import format_argument, format_bytes, parse_bytes
-from lightning_vram.planner.measured import Found, Workload
-from lightning_vram.planner.miss import find_ways
-from lightning_vram.planner.parts import Exactness, Part
-from lightning_vram.planner.plan import MemoryPlan
+from lightning_vram.planner.alternatives import describe_alternatives, describe_peak_place, suggest_alternatives
+from lightning_vram.planner.plan import MemoryPlan, TracedSteps
 from lightning_vram.planner.remedies import CHECKPOINTING, QUANTIZED, may_be_guarded, remedies_for
-from lightning_vram.planner.scheme import Scheme
+from lightning_vram.planner.scheme import Exactness, Found, Part, Scheme, Workload
 from lightning_vram.planner.search import search
-from lightning_vram.planner.traced_steps import TracedSteps
-from lightning_vram.planner.words import ways_out, where
+from lightning_vram.report.plan import TIME, choices, choices_table
+from lightning_vram.report.tables import as_text
+
+NAME = "AutoVRAM"
+
+
+def describe_plan(plan: MemoryPlan) -> str:
+    """Report the configuration taken, and the others tried."""
+    best, device = plan.best, plan.device.name
+    needed, budget = format_bytes(plan.found.plain.needed_bytes), format_bytes(plan.budget_bytes)
+    if not plan.is_needed:
+        return f"{NAME}: the run fits, nothing is changed. A step needs {needed} of the {budget} on {device}."
+    return (
+        f"{NAME}: a step needs {needed}, but the budget on {device} is {budget}. With {best.scheme} it needs "
+        f"{format_bytes(best.needed_bytes)}, at about {plan.step_time_ratio:.2f} times the step time. Configurations "
+        f"tried:\n{as_text(choices_table(choices(plan)))}\n* used for this run. {TIME}"
+    )
+
 
 _MARGIN = 0.03  # of a device, if the user gave no budget
 _TIGHT = 0.8  # of the budget
@@ -68,7 +79,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """What a plan must respect: exactness, budget as the user typed it, guard callbacks, and the folder of plans."""
 
     level: Exactness
@@ -83,7 +94,9 @@ class Asked:
         return self.budget != AUTO
 
 
-def decide(trainer: pl.Trainer, read: Callable[[], RunningTrainer], free_bytes: int | None, asked: Asked) -> Decision:
+def decide(
+    trainer: pl.Trainer, read: Callable[[], RunningTrainer], free_bytes: int | None, asked: PlanRequest
+) -> Decision:
     """Take the plan of an earlier run, or search for a configuration that fits."""
     started, share = monotonic(), 1 if asked.has_budget else 1 - _MARGIN
     budget_bytes = int(share * (free_bytes or 0))
@@ -96,7 +109,7 @@ def decide(trainer: pl.Trainer, read: Callable[[], RunningTrainer], free_bytes: 
             if decision.kind == "info":
                 save_plan(path, decision.found, budget_bytes)
         else:
-            message = found_message(MemoryPlan(run.device, budget_bytes, found))
+            message = describe_plan(MemoryPlan(run.device, budget_bytes, found))
             message += f"\nThe plan was reused from an earlier run, {path}: cache=False makes a new one."
             decision = Decision(message, found=found, budget_bytes=budget_bytes)
     except Exception as error:  # a step on tensors without values may fail where the run does not
@@ -109,28 +122,31 @@ def decide(trainer: pl.Trainer, read: Callable[[], RunningTrainer], free_bytes: 
     return replace(decision, message=decision.message + largest, num_elements=max(run.sizes))
 
 
-def _plan(trainer: pl.Trainer, run: RunningTrainer, budget_bytes: int, asked: Asked, started: float) -> Decision:
+def _plan(trainer: pl.Trainer, run: RunningTrainer, budget_bytes: int, asked: PlanRequest, started: float) -> Decision:
     found, steps, workload, most_seconds = _search(run, budget_bytes, asked, started)
     most = f"{most_seconds:.0f} s, the time limit of planning (a tenth of the first epoch, at least 30 s)"
     if found.best is not None:
-        message = found_message(MemoryPlan(run.device, budget_bytes, found))
+        message = describe_plan(MemoryPlan(run.device, budget_bytes, found))
         message += f"\nIt is the fastest configuration found in {most}." if steps.left_out else ""
         return Decision(message, found=found, budget_bytes=budget_bytes)
     if steps.left_out:
         return _without_plan(trainer, f"no configuration that fits was found in {most}", budget_bytes, asked, found)
     here = replace(workload, host_bytes=available_host_bytes())
-    ways = find_ways(steps, found, here, has_strategies=steps.may_choose_strategy)
-    least, helps = found.least, ways_out(found.least, asked.level, ways, None if asked.has_budget else budget_bytes)
+    ways = suggest_alternatives(steps, found, here, has_strategies=steps.may_choose_strategy)
+    least, helps = (
+        found.least,
+        describe_alternatives(found.least, asked.level, ways, None if asked.has_budget else budget_bytes),
+    )
     fate = "" if asked.has_budget else " The run continues with it, and will probably run out of memory."
     message = (
         f"{NAME}: no configuration fits {format_bytes(budget_bytes)} on {run.device.name}. The minimum found is "
-        f"{format_bytes(least.needed_bytes)}, with {least.scheme}{where(least)}.{fate} {helps}"
+        f"{format_bytes(least.needed_bytes)}, with {least.scheme}{describe_peak_place(least)}.{fate} {helps}"
     )
     return Decision(message, "error" if asked.has_budget else "warning", found, budget_bytes)
 
 
 def _search(
-    run: RunningTrainer, budget_bytes: int, asked: Asked, started: float
+    run: RunningTrainer, budget_bytes: int, asked: PlanRequest, started: float
 ) -> tuple[Found, TracedSteps, Workload, float]:
     """Return the plans found, what a further search needs, and how many seconds planning may take."""
     fit, num_devices, guards = run.fit, run.num_devices, asked.guards
@@ -146,7 +162,7 @@ def _search(
     if plain.needed_bytes <= (_TIGHT if guards else 1) * budget_bytes:  # it fits without guards
         return Found(plain, plain, (plain,)), steps, workload, most_seconds
     if plain.needed_bytes > budget_bytes:  # the bus is not measured for a run that fits
-        fit = replace(fit, card=_with_bus(fit.card))
+        fit = replace(fit, card=_with_measured_bus(fit.card))
 
     def is_late() -> bool:
         return monotonic() - started + step_seconds > most_seconds
@@ -159,7 +175,7 @@ def _search(
 
 
 def _without_plan(
-    trainer: pl.Trainer, reason: str, budget_bytes: int, asked: Asked, found: Found | None = None
+    trainer: pl.Trainer, reason: str, budget_bytes: int, asked: PlanRequest, found: Found | None = None
 ) -> Decision:
     """Decide without a trace."""
     weights_bytes, rest_bytes = _bytes_at_rest(trainer)
@@ -189,7 +205,7 @@ def _bytes_at_rest(trainer: pl.Trainer) -> tuple[int, int]:
     return weights_bytes, weights_bytes + _MORE_AT_REST * num_bytes[True]
 
 
-def _with_bus(spec: DeviceSpec | None) -> DeviceSpec | None:
+def _with_measured_bus(spec: DeviceSpec | None) -> DeviceSpec | None:
     """Measure the PCIe bandwidth: a slot may give less than the specification."""
     if spec is None or not has_statistics(torch.device(spec.name).type):
         return spec
@@ -202,15 +218,15 @@ def _with_bus(spec: DeviceSpec | None) -> DeviceSpec | None:
         empty_cache(device)
 
 
-def tighter(scheme: Scheme, found: Found | None, *, may_checkpoint: bool) -> Scheme | None:
+def tighter_scheme(scheme: Scheme, found: Found | None, *, may_checkpoint: bool) -> Scheme | None:
     """Return a scheme that needs less, and that a running fit can switch to; ``None`` if there is none."""
     if found is None:
         return scheme + CHECKPOINTING if may_checkpoint else None
     checkpointing = next((part for part in scheme.parts if part.name == CHECKPOINTING.name), None)
     if checkpointing is not None and "budget" in checkpointing.init_args:
-        smaller = _smaller(checkpointing, scheme, found)
+        smaller = _lower_budget(checkpointing, scheme, found)
         return Scheme(tuple(smaller if part is checkpointing else part for part in scheme.parts))
-    others = [one for one in found.tried if differs_late(one.scheme, scheme)]
+    others = [one for one in found.tried if can_switch(one.scheme, scheme)]
     now = next((one.needed_bytes for one in others if one.scheme == scheme), found.least.needed_bytes)
     less = [one for one in others if one.needed_bytes < _TIGHTER * now]
     if less:
@@ -218,7 +234,7 @@ def tighter(scheme: Scheme, found: Found | None, *, may_checkpoint: bool) -> Sch
     return scheme + CHECKPOINTING if may_checkpoint else None
 
 
-def _smaller(checkpointing: Part, scheme: Scheme, found: Found) -> Part:
+def _lower_budget(checkpointing: Part, scheme: Scheme, found: Found) -> Part:
     """Lower the budget of checkpointed layers; save only their inputs, if the budget is close to that."""
     rest = [part for part in scheme.parts if part is not checkpointing]
     lean = next((one for one in found.tried if one.scheme == Scheme((*rest, CHECKPOINTING))), None)
@@ -228,7 +244,7 @@ def _smaller(checkpointing: Part, scheme: Scheme, found: Found) -> Part:
     return replace(checkpointing, init_args={**checkpointing.init_args, "budget": format_argument(budget_bytes)})
 
 
-def can_run_again(trainer: pl.Trainer) -> bool:
+def can_repeat_step(trainer: pl.Trainer) -> bool:
     """Whether a step can be repeated after an OOM: not if ranks wait within it, or some parameters have stepped."""
     is_alone = trainer.world_size == 1 and has_cache(trainer.strategy.root_device)
     names = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]

@@ -28,13 +28,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_vram.estimation.fake_trainer import parts_of
-from lightning_vram.estimation.running_trainer.decision import RunningTrainer
+from lightning_vram.estimation.running_trainer import RunningTrainer
 from lightning_vram.estimation.step_time import StepTime
-from lightning_vram.memory.device.process_limit import can_limit, total_bytes
-from lightning_vram.memory.estimate.caching_allocator.settings import read_settings
-from lightning_vram.planner.measured import Found, Measured
-from lightning_vram.planner.parts import Exactness, Part
-from lightning_vram.planner.scheme import Scheme
+from lightning_vram.memory.device.accelerators import can_limit, total_bytes
+from lightning_vram.memory.estimate.caching_allocator import read_settings
+from lightning_vram.planner.scheme import Exactness, Found, Measured, Part, Scheme
 from lightning_vram.version import __version__
 
 _OURS = "lightning_vram."
@@ -53,7 +51,7 @@ def plan_folder(trainer: pl.Trainer) -> Path | None:
 
 
 @contextmanager
-def _without_harm(path: Path) -> Iterator[None]:
+def _errors_cost_only_cache(path: Path) -> Iterator[None]:
     """An error in a file, or in the user's attributes that are read, costs the cache, not the run."""
     try:
         yield
@@ -66,7 +64,7 @@ def load_plan(path: Path | None, budget_bytes: int) -> Found | None:
     """Return the plan of an earlier run; ``None`` if there is none for this budget."""
     found = None
     if path is not None and path.is_file():
-        with _without_harm(path):
+        with _errors_cost_only_cache(path):
             saved = json.loads(path.read_text(encoding="utf-8"))
             tried = tuple(map(_read_measured, saved["tried"]))
             most_bytes = budget_bytes if saved["best"] == saved["plain"] else _MORE_BUDGET * saved["budget_bytes"]
@@ -79,7 +77,7 @@ def save_plan(path: Path | None, found: Found | None, budget_bytes: int) -> None
     """Write a plan, whole or not at all."""
     if path is None or found is None:
         return
-    with _without_harm(path):
+    with _errors_cost_only_cache(path):
         places = {"best": found.tried.index(found.taken), "plain": found.tried.index(found.plain)}
         text = json.dumps({"budget_bytes": budget_bytes, **places, "tried": list(map(asdict, found.tried))}, indent=1)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +105,7 @@ def plan_path(folder: Path | None, run: RunningTrainer, asked: Sequence[Any]) ->
     """Return the file for the plan of a run."""
     path = None
     if folder is not None:
-        with _without_harm(folder):
+        with _errors_cost_only_cache(folder):
             path = folder / f"{plan_key(run, asked)}.json"
     return path
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_vram.argument_checks import check_positive_int
 from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique, refuse_moved_parameters
-from lightning_vram.core.layers.patterns import check_layers
+from lightning_vram.core.layers import check_layers
 from lightning_vram.techniques.chunked_loss import ChunkedLossHandle, apply_chunked_loss, settle
 
 _STEPS = ("training_step", "validation_step")

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool, check_positive_int
 from lightning_vram.callbacks.hook_points import check_trainer
-from lightning_vram.memory.device.allocator import empty_cache, has_cache, read_allocator
+from lightning_vram.memory.device.accelerators import empty_cache, has_cache, read_allocator
 from lightning_vram.memory.units import format_bytes, parse_bytes
 
 log = logging.getLogger(__name__)

@@ -15,19 +15,47 @@ from typing import Any, ClassVar, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_positive_int
 from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique
-from lightning_vram.callbacks.leak_detector.names import attribute_owners, held_by, names_in
-from lightning_vram.core.surgery.shadow import Shadow
-from lightning_vram.memory.device.room import device_room
-from lightning_vram.memory.host.available import available_host_bytes
-from lightning_vram.memory.leaks.attributes import read_attributes
-from lightning_vram.memory.leaks.counting import LiveBytes
-from lightning_vram.memory.leaks.search import Leak, LeakSearch, Program
+from lightning_vram.core.patching import MethodPatch
+from lightning_vram.memory.device.accelerators import free_memory_of
+from lightning_vram.memory.host import available_host_bytes
+from lightning_vram.memory.leaks.holders import read_attributes
+from lightning_vram.memory.leaks.search import Leak, LeakSearch, LiveBytes, Program
 from lightning_vram.memory.units import parse_bytes
-from lightning_vram.private_names.torch.compiled import is_compiled
+from lightning_vram.private_names.dispatcher import is_compiled
+from lightning_vram.private_names.torch import tensors_in
+
+
+def names_by_id(trainer: pl.Trainer) -> dict[int, str]:
+    """Name objects by ``id``: ``self`` is the module, ``self.net`` a submodule, a callback is named by its class."""
+    names = {id(trainer): "trainer"}
+    for index, optimizer in enumerate(trainer.optimizers):
+        names[id(optimizer)] = f"trainer.optimizers[{index}]"
+    return names | {id(thing): name for name, thing in attribute_owners(trainer)}
+
+
+def attribute_owners(trainer: pl.Trainer) -> Iterator[tuple[str, object]]:
+    """Yield the module, its submodules, callbacks, loggers and the data module, with their names."""
+    for things in (trainer.callbacks, trainer.loggers, [trainer.datamodule]):  # type: ignore[attr-defined]
+        yield from ((type(thing).__name__, thing) for thing in things if thing is not None)
+    for name, module in trainer.lightning_module.named_modules():
+        yield f"self.{name}" if name else "self", module
+
+
+def lasting_tensors(trainer: pl.Trainer) -> Iterator[Tensor]:
+    """Yield tensors that may be new after any step, and last: parameters, gradients, buffers, optimizer state."""
+    for parameter in trainer.lightning_module.parameters():
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+    yield from trainer.lightning_module.buffers()
+    for optimizer in trainer.optimizers:
+        yield from tensors_in(list(optimizer.state.values()))
+
 
 _LEAST_PATIENCE = 5  # fewer steps grow by chance
 _BATCHES_IF_UNKNOWN = 10_000  # to the end of an epoch whose length no loader tells
@@ -105,8 +133,8 @@ class LeakDetector(FitTechnique):
         program = Program(
             count=counter.read,
             module=trainer.lightning_module,
-            held=partial(held_by, trainer),
-            names=partial(names_in, trainer),
+            held=partial(lasting_tensors, trainer),
+            names=partial(names_by_id, trainer),
             follows_operators=not is_compiled(trainer.lightning_module),
             room=partial(_available_bytes, trainer),
             attributes=lambda: read_attributes(attribute_owners(trainer)),
@@ -117,7 +145,7 @@ class LeakDetector(FitTechnique):
         }
         loop = trainer.fit_loop.epoch_loop
         for optimization in (loop.automatic_optimization, loop.manual_optimization):  # the backward is in both
-            self._undoes.append(Shadow(optimization, "run", partial(partial, self._run)).remove)
+            self._undoes.append(MethodPatch(optimization, "run", partial(partial, self._run)).remove)
         for step, stage in _EVALUATIONS.items():
             around = partial(self._around_step, stage)
             self._undoes.append(AroundStep(trainer.strategy, step, Depth.OBSERVATION, around).remove)
@@ -240,7 +268,7 @@ def _batches_left(num_batches: float, batch_idx: int) -> float:
 
 
 def _available_bytes(trainer: pl.Trainer) -> float:
-    room = device_room(trainer.strategy.root_device)
+    room = free_memory_of(trainer.strategy.root_device)
     if room is not None:
         return room.room_bytes()
     available = available_host_bytes()

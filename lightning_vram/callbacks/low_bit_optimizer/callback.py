@@ -15,9 +15,9 @@ from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool
 from lightning_vram.callbacks.hook_points import MomentsTechnique
-from lightning_vram.optimizers.narrow import Library
-from lightning_vram.optimizers.stepping.update_check import UpdateCheck
-from lightning_vram.private_names.lightning.logging import logs_are_due
+from lightning_vram.optimizers.low_precision import Library
+from lightning_vram.optimizers.moment_forms import UpdateCheck
+from lightning_vram.private_names.lightning import logs_are_due
 
 
 class LowBitOptimizer(MomentsTechnique):

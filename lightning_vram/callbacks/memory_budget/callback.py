@@ -18,19 +18,20 @@ from typing_extensions import override
 from lightning_vram.callbacks.hook_points import check_trainer, rank_timeout
 from lightning_vram.estimation.estimate import Estimator, Progress
 from lightning_vram.estimation.fake_trainer import RunCallbacks, check_run_callbacks
-from lightning_vram.estimation.running_trainer.decision import (
+from lightning_vram.estimation.running_trainer import (
+    AUTO,
     RunningTrainer,
     bytes_of_others,
+    check_limit,
     decide_together,
     forget_shared,
+    limit_bytes,
 )
-from lightning_vram.estimation.running_trainer.limit import AUTO, check_limit, limit_bytes
-from lightning_vram.memory.device.allocator import PeakWatch, has_cache
-from lightning_vram.memory.device.process_limit import ProcessLimit, can_limit
+from lightning_vram.memory.device.accelerators import PeakWatch, ProcessLimit, can_limit, has_cache
 from lightning_vram.memory.estimate.result import TRAIN, MemoryEstimate
 from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.report.estimate.progress import ProgressDisplay
+from lightning_vram.report.progress import ProgressDisplay
 
 _LIMIT = "MemoryBudget(limit)"
 _NAMES = {Category.OPTIMIZER_STATE: "optimizer state"}

@@ -8,28 +8,102 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_positive_int
-from lightning_vram.callbacks.hook_points import FitTechnique, Relief, before_strategy_setup, rank_timeout
-from lightning_vram.callbacks.micro_batching.checks import (
-    check_gradients,
-    check_micro_batching,
-    check_recovery,
-    reduces_by_hand,
+from lightning_vram.callbacks.hook_points import (
+    FitTechnique,
+    OutOfMemoryRelief,
+    before_strategy_setup,
+    rank_timeout,
+    refuse_moved_parameters,
 )
-from lightning_vram.callbacks.micro_batching.closure import MicroBatchClosure
-from lightning_vram.callbacks.micro_batching.evaluation import patch_evaluation_steps
+from lightning_vram.callbacks.micro_batching.closure import MicroBatchClosure, patch_evaluation_steps
 from lightning_vram.callbacks.micro_batching.runner import MicroBatchRunner, why_counts_must_be_equal
-from lightning_vram.core.batches.cutting import BatchCutter, find_time_first
-from lightning_vram.core.batches.path import check_shared_keys
-from lightning_vram.core.batches.weights import BatchWeight, WeightName, make_batch_weight
-from lightning_vram.core.processes.agreement import RankAgreement
-from lightning_vram.core.surgery.shadow import Shadow, instead
-from lightning_vram.memory.device.room import device_room
-from lightning_vram.private_names.lightning.loops import MAKE_CLOSURE
+from lightning_vram.core.batches.contents import check_shared_keys
+from lightning_vram.core.batches.micro_batches import BatchWeight, WeightName, make_batch_weight
+from lightning_vram.core.batches.splitting import BatchCutter, find_time_first
+from lightning_vram.core.gradients import why_reducer_is_needed
+from lightning_vram.core.patching import MethodPatch, replace_by
+from lightning_vram.core.ranks import RankAgreement
+from lightning_vram.core.tensors.properties import is_sharded
+from lightning_vram.memory.device.accelerators import free_memory_of
+from lightning_vram.private_names.lightning import MAKE_CLOSURE
+from lightning_vram.private_names.torch import has_accumulation_hooks
 from lightning_vram.techniques.micro_batching import AgreedSizes, FixedSize, MicroBatchSizes, SizePlanning
+from lightning_vram.techniques.sharding import can_recover
+
+
+def check_micro_batching(trainer: pl.Trainer, *, is_training: bool) -> None:
+    """Refuse what cannot work, in the ``setup`` hooks, before anything has changed."""
+    refuse_moved_parameters("MicroBatching", trainer, "a second forward in one step would find elsewhere")
+    module = trainer.lightning_module
+    steps = ["training_step"] if is_training else ["validation_step", "test_step", "predict_step"]
+    for step in steps:
+        if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+            raise MisconfigurationException(
+                f"MicroBatching does not work with {step}(self, dataloader_iter): the step fetches its batches "
+                f"itself. Use {step}(self, batch, batch_idx)."
+            )
+    if is_training and not module.automatic_optimization:
+        raise MisconfigurationException(
+            "MicroBatching does not work with manual optimization: it cannot split the forward, backward and "
+            "optimizer step inside training_step. Set automatic_optimization=True, or split the batch in "
+            "training_step."
+        )
+
+
+def check_recovery(trainer: pl.Trainer) -> None:
+    """Refuse to run batches again where a run cannot recover from an error."""
+    if is_sharded(trainer.lightning_module) and not can_recover():
+        raise MisconfigurationException(
+            "MicroBatching('auto') needs PyTorch 2.13 or newer under FSDP2: older versions cannot recover from a "
+            "failed forward or backward. Give a fixed size, such as MicroBatching(8)."
+        )
+
+
+def check_gradients(trainer: pl.Trainer, *, retries: bool) -> None:
+    """Refuse other ways to reduce and use gradients, which show only once the strategy has wrapped the module."""
+    stepping = [name for name, p in trainer.lightning_module.named_parameters() if has_accumulation_hooks(p)]
+    for optimizer in trainer.optimizers:  # has the shards of what is gathered
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        stepping += [type(optimizer).__name__ for p in parameters if has_accumulation_hooks(p)]
+    if stepping:
+        raise MisconfigurationException(
+            "MicroBatching does not work with post-accumulate-grad hooks, which optimizers in the backward use: "
+            f"they would run once per micro-batch. Remove the hook of {stepping[0]}."
+        )
+    model = trainer.strategy.model
+    if not isinstance(model, DistributedDataParallel):
+        return
+    if model.static_graph:
+        raise MisconfigurationException(
+            "MicroBatching does not work with DDPStrategy(static_graph=True): its first backward must be "
+            "synchronized, and that of a first micro-batch is not. Remove static_graph."
+        )
+    reason = why_reducer_is_needed(model) if retries else None
+    if reason is not None:
+        raise MisconfigurationException(
+            f"MicroBatching('auto') does not work with {reason}: a rank that runs out of memory during a "
+            "reduction would block the others, so gradients are averaged after the backward, without the "
+            "reducer. Give a fixed size, such as MicroBatching(8)."
+        )
+
+
+def reduces_by_hand(trainer: pl.Trainer, *, retries: bool, weighs: bool) -> bool:
+    """Whether gradients are averaged after the backward, under DDP."""
+    # A rank that runs out of memory in the middle of a reduction leaves the others waiting in it. A parameter that only
+    # an earlier micro-batch used is unused for the reducer. And the last micro-batch, after which it reduces, may have
+    # weight 0.
+    model = trainer.strategy.model
+    if not isinstance(model, DistributedDataParallel):
+        return False
+    return retries or ((model.find_unused_parameters or weighs) and why_reducer_is_needed(model) is None)
+
 
 Size = int | Literal["auto"]
 
@@ -38,7 +112,7 @@ Size = int | Literal["auto"]
 class _Run:
     """State from setup to teardown."""
 
-    patches: list[Shadow] = field(default_factory=list)
+    patches: list[MethodPatch] = field(default_factory=list)
     runners: dict[str, MicroBatchRunner] = field(default_factory=dict)  # "training", "evaluation"
     agreement: RankAgreement | None = None
     is_checked: bool = False  # whether gradients are reduced and used in a way that MicroBatching can keep
@@ -74,7 +148,7 @@ class MicroBatching(FitTechnique):
     there are samples is split, unless ``shared_keys`` names it. A ``split_batch(batch, size)`` method of the
     LightningModule replaces these rules: it returns micro-batches of ``size`` samples, the last one with the remainder,
     and can trim padding. With ``"auto"``, a batch that cannot be split runs whole, with one warning. Outputs are joined
-    by :func:`~lightning_vram.core.batches.combining.combine_outputs` or by the module's ``combine_outputs(outputs,
+    by :func:`~lightning_vram.core.batches.micro_batches.combine_outputs` or by the module's ``combine_outputs(outputs,
     sizes)``; outputs that cannot be joined are an error in evaluation and a list in training.
 
     Under DDP with ``"auto"``, gradients are reduced after the backward; with a fixed size the reduction overlaps the
@@ -152,7 +226,7 @@ class MicroBatching(FitTechnique):
         }
         self._run = _Run()
         self._last_size: int | None = None
-        self.relief: Relief | None = None  # is tried before a batch is cut; of AutoVRAM
+        self.relief: OutOfMemoryRelief | None = None  # is tried before a batch is cut; of AutoVRAM
 
     def starting_with(self, size: int) -> "MicroBatching":
         """Return a copy whose ``"auto"`` starts with ``size`` samples, as if it had found this size."""
@@ -220,7 +294,7 @@ class MicroBatching(FitTechnique):
         def make_closure(kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
             return MicroBatchClosure(loop, kwargs, optimizer, batch_idx, self._get_runner(trainer, "training"))
 
-        self._run.patches.append(Shadow(loop, MAKE_CLOSURE, instead(make_closure)))
+        self._run.patches.append(MethodPatch(loop, MAKE_CLOSURE, replace_by(make_closure)))
         if self.eval is not None:
             self._apply_to_evaluation(trainer)
 
@@ -270,7 +344,7 @@ class MicroBatching(FitTechnique):
                 has_all_keys=is_training,
             )
             plans = collective is not None and sizes.retries
-            available = device_room(trainer.strategy.root_device) if plans else None
+            available = free_memory_of(trainer.strategy.root_device) if plans else None
             planning = SizePlanning(available) if available is not None else None
             self._run.runners[name] = MicroBatchRunner(
                 trainer, cutter, sizes, weight, is_training=is_training, planning=planning, relief=self.relief

@@ -7,8 +7,9 @@ again, since what they wrote into the module was taken back.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,13 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_vram.callbacks.micro_batching.attempt import MicroBatch
-from lightning_vram.callbacks.micro_batching.quiet_hooks import quiet_hooks
-from lightning_vram.callbacks.micro_batching.runner import MicroBatchRunner
-from lightning_vram.core.batches.combining import OutputCombineError, combine_outputs
-from lightning_vram.core.gradients.reduction import expect_buffer_sync, reduce_gradients, sync_buffers
-from lightning_vram.core.rollback.step_rollback import iterate_members
-from lightning_vram.private_names.lightning.loops import (
+from lightning_vram.callbacks.micro_batching.runner import MicroBatch, MicroBatchRunner
+from lightning_vram.core.batches.micro_batches import OutputCombineError, combine_outputs
+from lightning_vram.core.gradients import expect_buffer_sync, reduce_gradients, sync_buffers
+from lightning_vram.core.module_state import iterate_members
+from lightning_vram.core.patching import MethodPatch, replace_by
+from lightning_vram.private_names.lightning import (
     AutomaticOptimization,
     blocked_sync,
     call_hook,
@@ -37,7 +37,31 @@ from lightning_vram.private_names.lightning.loops import (
     make_step,
     make_zero_grad,
 )
-from lightning_vram.private_names.torch.modules import own_parameters
+from lightning_vram.private_names.torch import own_parameters
+
+
+@contextmanager
+def quiet_hooks(trainer: pl.Trainer, names: Collection[str], heard_by: Callable[[Callback], bool]) -> Iterator[None]:
+    """Within the context, call hooks ``names`` only on callbacks for which ``heard_by`` is true, not on the module."""
+    module = trainer.lightning_module
+    quiet: list[tuple[Any, str]] = [(module, name) for name in names if _overrides(module, name, pl.LightningModule)]
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        heard = [name for name in names if _overrides(callback, name, Callback)]
+        if heard and not heard_by(callback):
+            quiet += [(callback, name) for name in heard]
+    with ExitStack() as stack:
+        for owner, name in quiet:
+            stack.callback(MethodPatch(owner, name, replace_by(_do_nothing)).remove)
+        yield
+
+
+def _overrides(owner: Any, name: str, base: type) -> bool:
+    return name in vars(owner) or getattr(type(owner), name, None) is not getattr(base, name)
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Replaces a hook."""
+
 
 _warnings = WarningCache()
 _BEFORE, _AFTER = "on_before_backward", "on_after_backward"
@@ -174,3 +198,21 @@ def _combine_extras(
             combined[key] = values
     del combined["loss"]
     return combined
+
+
+def patch_evaluation_steps(trainer: pl.Trainer, get_runner: Callable[[], MicroBatchRunner]) -> list[MethodPatch]:
+    """Let ``get_runner()`` run the evaluation steps of the strategy, until the patches are removed."""
+
+    def step(inner: Callable[..., Any], /, batch: Any, *args: Any) -> Any:
+        runner = get_runner()
+        model = trainer.strategy.model
+        if isinstance(model, DistributedDataParallel) and runner.retries:
+            sync_buffers(model)  # not inside of an attempt, which must not wait for other ranks
+        outputs = runner.run(batch, lambda part: inner(part.batch, *args))
+        if len(outputs) == 1:
+            return outputs[0][1]
+        parts = [part for part, _ in outputs]
+        return combine_step_outputs(trainer.lightning_module, [output for _, output in outputs], parts)
+
+    steps = ("validation_step", "test_step", "predict_step")
+    return [MethodPatch(trainer.strategy, name, partial(partial, step)) for name in steps]

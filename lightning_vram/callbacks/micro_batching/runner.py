@@ -5,28 +5,193 @@ attributes, what it logged and drew from the generators. So the run goes on as i
 from the start.
 """
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_vram.callbacks.hook_points import Relief
-from lightning_vram.callbacks.micro_batching.attempt import MicroBatch, MicroBatchAttempt, Output, Step
-from lightning_vram.callbacks.micro_batching.metric_states import MetricStates
-from lightning_vram.callbacks.micro_batching.undo import StepUndo
-from lightning_vram.core.batches.cutting import BatchCutter, BatchFacts
-from lightning_vram.core.batches.guard import BatchGuard, hand_back
-from lightning_vram.core.batches.weights import BatchWeight, shares_of
-from lightning_vram.core.gradients.reduction import has_collectives_in_forward
-from lightning_vram.core.processes.agreement import RankAgreementError
+from lightning_vram.callbacks.hook_points import OutOfMemoryRelief
+from lightning_vram.callbacks.micro_batching.metrics_and_logging import BatchLogging, MetricStates
+from lightning_vram.core.batches.contents import BatchSplitError
+from lightning_vram.core.batches.micro_batches import BatchGuard, BatchWeight, hand_back, shares_of
+from lightning_vram.core.batches.splitting import BatchCutter, BatchFacts
+from lightning_vram.core.gradients import GradientState, has_collectives_in_forward
+from lightning_vram.core.module_state import BufferCopies
+from lightning_vram.core.ranks import RankAgreementError
+from lightning_vram.core.rollback import StepState
+from lightning_vram.memory.device.accelerators import empty_cache, has_cache
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory, release_frames
-from lightning_vram.techniques.micro_batching import PROBED_SIZES, Agreed, AgreedSizes, SizePlanning
+from lightning_vram.private_names.lightning import running_results
+from lightning_vram.techniques.micro_batching import PROBED_SIZES, Agreed, AgreedSizes, NormCounting, SizePlanning
+from lightning_vram.techniques.sharding import discard_failed_iteration
+
+Output = TypeVar("Output")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A part of a batch."""
+
+    batch: Any  # views of the batch
+    size: int  # number of samples
+    share: float  # weight in means
+    factor: float  # of the loss
+    is_first: bool
+    is_last: bool
+    is_idle: bool = False  # runs because other ranks have one more, and counts for nothing
+    batch_dim: int = 0
+
+
+Step = Callable[[MicroBatch], Output]
+
+
+class MicroBatchAttempt:
+    """Runs the micro-batches of a batch, once."""
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        metrics: MetricStates,
+        guard: BatchGuard,
+        *,
+        is_training: bool,
+        is_again: bool = False,  # whether an attempt of the same batch ran out of memory before
+    ) -> None:
+        self._trainer = trainer
+        self._module = trainer.lightning_module
+        results = running_results(trainer)
+        self._logging = BatchLogging(results) if results is not None else None
+        self._metrics = metrics
+        self._guard = guard
+        self._is_training = is_training
+        self._norms: NormCounting | None = None
+        self.is_again = is_again
+        self._number = self._num_parts = 1  # of the part under way, and of all
+
+    def run(self, micro_batches: Sequence[MicroBatch], step: Step[Output]) -> list[tuple[MicroBatch, Output]]:
+        """Run ``step`` on each of them; returns what it returned, without the idle ones."""
+        parts = [part for part in micro_batches if not part.is_idle]
+        num_samples = sum(part.size for part in parts)
+        self._num_parts = len(parts)
+        self._metrics.begin(len(parts))
+        if self._is_training and len(parts) > 1:
+            self._norms = NormCounting(self._module)
+        outputs = []
+        with self._logging or nullcontext():
+            for number, part in enumerate(micro_batches, 1):
+                self._number = min(number, len(parts))  # the idle ones repeat the last part
+                if part.is_idle:
+                    self._run_idle(part, step)
+                    continue
+                self._metrics.start_micro_batch(part.share)
+                if self._logging is not None:
+                    self._logging.start_micro_batch(part.size, part.share)
+                if self._norms is not None:
+                    self._norms.begin_part(part.size / num_samples)
+                lent = replace(part, batch=self._guard.lend(part.batch))
+                outputs.append((lent, step(lent)))
+        return outputs
+
+    def keep(self) -> None:
+        """Let it count. A collective if the user logs with ``sync_dist=True``."""
+        self._guard.settle()
+        if self._norms is not None:
+            self._norms.finish()
+        self._metrics.finish()
+        if self._logging is not None:
+            self._logging.replay()
+
+    def drop(self) -> None:
+        """Undo what it left in norms and metrics. Calling it again does nothing."""
+        if self._norms is not None:
+            self._norms.restore()
+        self._metrics.restore()
+
+    def add_note(self, error: BaseException) -> None:
+        """Note on an error of the model that splitting may be the cause. The type of the error does not change."""
+        is_of_cut = isinstance(error, BatchSplitError) or not isinstance(error, Exception) or is_out_of_memory(error)
+        if self._num_parts == 1 or is_of_cut:
+            return
+        error.add_note(
+            f"MicroBatching: this error is from micro-batch {self._number} of {self._num_parts}. If the whole "
+            "batch runs without it, splitting is the cause, for example with a batch padded to its longest "
+            "sample. Trim each micro-batch in MicroBatching(split=...), or in split_batch(batch, size) of the "
+            "LightningModule. Name entries that belong to all samples in shared_keys=."
+        )
+
+    def _run_idle(self, part: MicroBatch, step: Step[Output]) -> None:
+        device = self._trainer.strategy.root_device
+        state = StepState(self._module, device, BufferCopies(), skip=lambda member: isinstance(member, Metric))
+        metrics = MetricStates(self._module)
+        metrics.begin(1)
+        results = running_results(self._trainer)
+        with BatchLogging(results) if results is not None else nullcontext():  # without replay
+            try:
+                step(replace(part, batch=self._guard.lend(part.batch)))
+            finally:
+                metrics.restore()
+                state.restore()
+
+
+class StepUndo:
+    """Saves what a step may change, except metrics and logged values, which each attempt restores."""
+
+    def __init__(self, trainer: pl.Trainer, guard: BatchGuard) -> None:
+        self._module = trainer.lightning_module
+        self._device = trainer.strategy.root_device
+        self._guard = guard
+        self._buffers = BufferCopies()
+        self._parameters: list[Tensor] = []
+        self._gradients: GradientState | None = None
+
+    def remember(self, batch: Any, parameters: list[Tensor]) -> Callable[[], None]:
+        """Save all but gradients; returns what restores the state, as often as it is called."""
+        self._parameters, self._gradients = parameters, None
+        try:
+            return self._take(batch)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        self._make_room()  # outside of the handler: the error holds on to the copies made so far
+        return self._take(batch)
+
+    def remember_gradients(self) -> None:
+        """Save gradients once per step: before the first backward and after zeroing, when there are none to copy."""
+        if self._gradients is None:
+            self._gradients = GradientState(self._parameters)
+
+    def forget_gradients(self) -> None:
+        """Free the copies: the step counts, and the optimizer needs the memory."""
+        self._gradients = None
+
+    def _take(self, batch: Any) -> Callable[[], None]:
+        state = StepState(self._module, self._device, self._buffers, skip=lambda member: isinstance(member, Metric))
+        self._guard.watch(batch)
+
+        def undo() -> None:
+            self._guard.check()
+            discard_failed_iteration(self._module)
+            if self._gradients is not None:
+                self._gradients.restore()
+            state.restore()
+            self._make_room()
+
+        return undo
+
+    def _make_room(self) -> None:
+        gc.collect()
+        if has_cache(self._device):
+            empty_cache(self._device)
+
 
 _SILENCE_SECONDS = 60.0  # and ten times what the longest attempt took: ranks began it together
 
@@ -43,7 +208,7 @@ class MicroBatchRunner:
         *,
         is_training: bool,
         planning: SizePlanning | None = None,
-        relief: Relief | None = None,  # is tried before a batch is cut
+        relief: OutOfMemoryRelief | None = None,  # is tried before a batch is cut
     ) -> None:
         self._trainer = trainer
         self._relief = relief

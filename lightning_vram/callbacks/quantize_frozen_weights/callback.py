@@ -5,8 +5,9 @@ forward and again for the backward; nothing is saved in between. It costs dequan
 that the adapters train with. It does not help for trainable weights.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
@@ -16,16 +17,16 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from rich.progress import track
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool
 from lightning_vram.callbacks.hook_points import FitTechnique, refuse_moved_parameters
-from lightning_vram.callbacks.quantize_frozen_weights.checkpoints import Checkpoints
-from lightning_vram.core.layers.patterns import LayerPattern, check_layers
-from lightning_vram.core.surgery.shadow import Shadow, instead
+from lightning_vram.core.layers import LayerPattern, check_layers
+from lightning_vram.core.patching import MethodPatch, replace_by
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.private_names.fsdp2.states import (
+from lightning_vram.private_names.fsdp2 import (
     dtype_to_compute,
     groups_of,
     is_sharded,
@@ -33,7 +34,7 @@ from lightning_vram.private_names.fsdp2.states import (
     place_of,
     shards_integers,
 )
-from lightning_vram.private_names.lightning.strategies import saves_folders
+from lightning_vram.private_names.lightning import saves_folders
 from lightning_vram.techniques.quantize_frozen_weights import (
     MIN_BLOCK_SIZE,
     Library,
@@ -43,6 +44,92 @@ from lightning_vram.techniques.quantize_frozen_weights import (
     why_not_installed,
 )
 from lightning_vram.techniques.sharding import has_meta, materialize
+
+
+class Checkpoints:
+    """Patches loading and saving of the module, until :meth:`remove`."""
+
+    def __init__(self, trainer: pl.Trainer, prepare: Callable[[], None], *, has_frozen: bool) -> None:
+        self._trainer = trainer
+        self._prepare = prepare
+        strategy = trainer.strategy
+        replaced: dict[str, Callable[..., Any]] = {"load_model_state_dict": self._load}
+        if isinstance(strategy, ModelParallelStrategy):
+            replaced["load_checkpoint"] = self._load_into_shards
+        if not has_frozen:
+            replaced["lightning_module_state_dict"] = self._without_frozen
+        self._patches = [MethodPatch(strategy, name, partial(partial, run)) for name, run in replaced.items()]
+
+    def remove(self) -> None:
+        """Undo the patches. Calling it again does nothing."""
+        for patch in self._patches:
+            patch.remove()
+
+    def _load(self, load: Callable[..., None], checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        self._prepare()
+        if "state_dict" in checkpoint:  # else the strategy reads it where it is
+            checkpoint = {**checkpoint, "state_dict": self._fit(checkpoint["state_dict"])}
+        load(checkpoint, *args, **kwargs)
+
+    def _fit(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return weights of a checkpoint in the format that the module has."""
+        module = self._trainer.lightning_module
+        own, frozen = module.state_dict(), _frozen_names(module)
+        for name, value in given.items():
+            if _is_packed(value) and isinstance(own.get(name), Tensor) and own[name].is_floating_point():
+                raise ValueError(
+                    f"the checkpoint has {name} quantized, and this run does not quantize it: name its layer in "
+                    "QuantizeFrozenWeights(layers), and freeze it."
+                )
+        if frozen and frozen.isdisjoint(given):  # it was saved without
+            # a module may leave them out of its state_dict, and have strict_loading=False
+            return {**given, **{name: _whole(own[name]) for name in frozen & own.keys()}}
+        full = {name: given[name] for name in _full_precision_names(given, own)}
+        if full:
+            module.load_state_dict(full, strict=False)  # into what ``own`` shares
+        return {**given, **{name: own[name] for name in full}}
+
+    def _load_into_shards(self, load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Read a file as ModelParallelStrategy does, parameter by parameter."""
+        module = self._trainer.lightning_module
+        if not Path(path).is_file():
+            return load(path, *args, **kwargs)
+        own, frozen, strict = module.state_dict(), _frozen_names(module), module.strict_loading
+        given = torch.load(path, mmap=True, map_location="cpu", weights_only=kwargs.get("weights_only"))["state_dict"]
+        for name in _full_precision_names(given, own):
+            raise ValueError(
+                f"the checkpoint has {name} in full precision, and {type(self._trainer.strategy).__name__} would load "
+                "it into quantized shards: load it in __init__, or use strategy='fsdp_offload'."
+            )
+        if frozen.isdisjoint(given) and own.keys() - frozen == given.keys():  # it was saved without
+            module.strict_loading = False
+        try:
+            return load(path, *args, **kwargs)
+        finally:
+            module.strict_loading = strict
+
+    def _without_frozen(self, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        frozen = _frozen_names(self._trainer.lightning_module)
+        return {name: value for name, value in state_dict().items() if name not in frozen}
+
+
+def _frozen_names(module: nn.Module) -> set[str]:
+    named = module.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if not parameter.requires_grad}
+
+
+def _is_packed(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype is torch.uint8
+
+
+def _full_precision_names(given: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """Names of weights that are quantized here, and not in the checkpoint."""
+    return [name for name, value in given.items() if _is_packed(own.get(name)) and value.is_floating_point()]
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
 
 _NAME, _SEED = "QuantizeFrozenWeights", 0
 _REFUSED = (
@@ -183,7 +270,7 @@ class QuantizeFrozenWeights(FitTechnique):
             trainer.strategy.teardown()
             self._undo()
 
-        shadow = Shadow(trainer.strategy, "teardown", instead(teardown))
+        shadow = MethodPatch(trainer.strategy, "teardown", replace_by(teardown))
 
     @override
     def _undo(self) -> None:

@@ -27,24 +27,27 @@ from typing_extensions import override
 from lightning_vram.argument_checks import check_bool
 from lightning_vram.callbacks.hook_points import check_trainer, rank_timeout
 from lightning_vram.callbacks.slurm_requeue.exact_resume import ExactResume
-from lightning_vram.callbacks.slurm_requeue.folder import RequeueFolder
-from lightning_vram.callbacks.slurm_requeue.job import SlurmJob, check_job, check_tasks
-from lightning_vram.callbacks.slurm_requeue.job_stop import JobStopped, StopPoints, save_together
-from lightning_vram.callbacks.slurm_requeue.start import open_folder, resume_fit
-from lightning_vram.core.processes.agreement import RankAgreement
-from lightning_vram.core.processes.clean_exit import leave_group_at_exit
-from lightning_vram.core.processes.lost_peers import naming_lost_peers
-from lightning_vram.core.processes.shielded_daemons import DaemonShield
-from lightning_vram.core.processes.stop_signals import StopSignals
-from lightning_vram.core.processes.stop_vote import StopVote
-from lightning_vram.core.surgery.shadow import Shadow, instead
-from lightning_vram.early_signals import let_through
-from lightning_vram.private_names.lightning.connectors import (
+from lightning_vram.callbacks.slurm_requeue.job import (
+    JobStopped,
+    RequeueFolder,
+    SlurmJob,
+    StopPoints,
+    check_job,
+    check_tasks,
+    open_folder,
+    resume_fit,
+    save_together,
+)
+from lightning_vram.core.patching import MethodPatch, replace_by
+from lightning_vram.core.processes import DaemonShield, StopSignals, StopVote, leave_group_at_exit
+from lightning_vram.core.ranks import RankAgreement, naming_lost_peers
+from lightning_vram.private_names.lightning import (
     SIGTERM_HANDLER,
     checkpoint_connector,
     cluster_environment,
     signal_connector,
 )
+from lightning_vram.startup import let_through
 
 _fits = count(1)  # of this program: the same on all ranks
 _folders: list[RequeueFolder] = []  # of those, on rank 0
@@ -114,7 +117,7 @@ class SlurmRequeue(Callback):
         self._agreement: RankAgreement | None = None
         self._stops: StopPoints | None = None
         self._resume: ExactResume | None = None
-        self._patches: list[Shadow] = []
+        self._patches: list[MethodPatch] = []
         self._environment: SLURMEnvironment | None = None
         self._peers: AbstractContextManager[None] = nullcontext()
 
@@ -151,7 +154,7 @@ class SlurmRequeue(Callback):
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             self._environment, environment.auto_requeue = environment, False
         connector = signal_connector(trainer)
-        self._patches.append(Shadow(connector, SIGTERM_HANDLER, instead(self._signals.note)))
+        self._patches.append(MethodPatch(connector, SIGTERM_HANDLER, replace_by(self._signals.note)))
         self._shield.raise_it()
         if not self._signals.install():
             rank_zero_warn("SlurmRequeue has no effect outside of the main thread: only that thread receives signals.")
@@ -169,9 +172,9 @@ class SlurmRequeue(Callback):
         if trainer.is_global_zero:
             _folders.append(folder)
         self._patches += [
-            Shadow(checkpoint_connector(trainer), "resume_start", partial(partial, self._start, trainer, job)),
-            Shadow(trainer.fit_loop, "run", partial(partial, self._run, trainer)),
-            Shadow(trainer.fit_loop.epoch_loop, "advance", partial(partial, stops.advance)),
+            MethodPatch(checkpoint_connector(trainer), "resume_start", partial(partial, self._start, trainer, job)),
+            MethodPatch(trainer.fit_loop, "run", partial(partial, self._run, trainer)),
+            MethodPatch(trainer.fit_loop.epoch_loop, "advance", partial(partial, stops.advance)),
         ]
 
     def _start(

@@ -1,13 +1,36 @@
 """The SLURM job that this process is a task of: its folder, how it stops, and how it starts again."""
 
+import atexit
+import math
 import os
+import pickle
+import shutil
 import subprocess
-from collections.abc import Mapping
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_vram.callbacks.slurm_requeue.exact_resume import ExactResume
+from lightning_vram.core.processes import StopVote
+from lightning_vram.core.ranks import RankAgreement
+from lightning_vram.private_names.lightning import (
+    is_accumulating,
+    is_sequential,
+    last_checkpoints,
+    validates_by_clock,
+    validation_follows,
+)
 
 _INTERACTIVE = ("bash", "interactive")  # names of jobs that Lightning takes for sessions, whose tasks do not connect
 # Who else starts processes in a job: torchrun, MPI; and a terminal, in which one tries things.
@@ -103,3 +126,300 @@ def _scontrol(*arguments: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return subprocess.CompletedProcess(command, 1, "", str(error))
+
+
+_FOR_THIS_USER = 0o700
+_FOR_OTHERS = 0o077
+
+
+class RequeueFolder:
+    """The folder of one program of a job. All methods but ``is_open`` are for one rank."""
+
+    # It is named by job and step, so that another run in the same folder does not start from a checkpoint of this one.
+    # It is made for this user alone: no other user can have written what is in there.
+
+    def __init__(self, root: Path, job_id: str, step_id: str, fit: int) -> None:  # fit: from 1, one per trainer.fit
+        self.path = root / "slurm_requeue" / job_id / f"step-{step_id}"
+        self.checkpoint = self.path / f"fit-{fit}.ckpt"  # where it was stopped
+        self.ended = self.path / f"fit-{fit}.ended"  # the checkpoint of its end
+        self.part = self.path / f"fit-{fit}.part"  # a checkpoint that is being written
+        self._started = self.path / f"fit-{fit}.started"  # empty; its time is when the job first came to this fit
+        self._next_started = self.path / f"fit-{fit + 1}.started"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this process sees it."""
+        try:
+            return self._started.exists()
+        except OSError:  # of a network file system
+            return False
+
+    def try_open(self, restart_count: int) -> str:
+        """Make it, and record when the job first came to this fit; returns why it cannot be written, or ``""``."""
+        job = self.path.parent
+        try:
+            job.parent.mkdir(parents=True, exist_ok=True)
+            for folder in (job, self.path):
+                folder.mkdir(mode=_FOR_THIS_USER, exist_ok=True)
+            if restart_count == 0:  # what is there is of another job that had this number
+                for old in (self._started, self.checkpoint, self.ended):
+                    _remove(old)
+                for folder in (job, self.path):
+                    with suppress(OSError):  # of another user, or a file system without modes
+                        folder.chmod(_FOR_THIS_USER)
+            self._started.open("a").close()  # its time is that of the first
+            _remove(self.part)
+        except OSError as error:
+            return str(error)
+        return ""
+
+    def foreign_owner(self, path: Path) -> int | None:
+        """The number of another user who owns checkpoint ``path`` of this folder; ``None`` if this user does."""
+        owner = path.lstat().st_uid
+        return None if owner == self._own_uid() else owner
+
+    def is_private(self) -> bool:
+        """Whether no other user can have written here."""
+        own = self._own_uid()
+        found = [folder.stat() for folder in (self.path.parent, self.path)]
+        return all(each.st_uid == own and not each.st_mode & _FOR_OTHERS for each in found)
+
+    def _own_uid(self) -> int:
+        """Of this user on this file system, which may be another than in this process."""
+        with tempfile.TemporaryFile(dir=self.path) as file:
+            return os.fstat(file.fileno()).st_uid
+
+    def newest(self, others: Iterable[Path]) -> Path | None:
+        """The end of the fit, or the newest of the job's checkpoint and ``others`` that the fit may have written."""
+        if self.ended.exists():
+            return self.ended
+        since = _time(self._started, 0.0)
+        until = _time(self._next_started, math.inf)  # an earlier start of the job has been further
+        written = {path: _time(path, -math.inf) for path in (self.checkpoint, *others)}
+        of_fit = {path: when for path, when in written.items() if since <= when <= until}
+        return max(of_fit, key=lambda path: of_fit[path], default=None)
+
+    def publish(self) -> None:
+        """Replace the checkpoint by what was written."""
+        old = self.checkpoint.with_suffix(".old")
+        if self.checkpoint.is_dir():  # which cannot be replaced
+            self.checkpoint.replace(old)
+        self.part.replace(self.checkpoint)
+        _remove(old)
+        _remove(self.ended)  # it was given more to do
+
+    def publish_end(self) -> None:
+        """Let what was written be the end of the fit."""
+        _remove(self.ended)
+        self.part.replace(self.ended)
+        self.remove_checkpoint()
+
+    def touch(self) -> None:
+        """Let the checkpoint be the newest."""
+        if self.checkpoint.exists():
+            self.checkpoint.touch()
+
+    def remove_checkpoint(self) -> None:
+        """Remove it for a fit that does not need it any more; the record that the job was here stays."""
+        _remove(self.checkpoint)
+
+    def remove(self) -> None:
+        """Remove all of this program, when it has ended."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        for folder in (self.path.parent, self.path.parent.parent):
+            with suppress(OSError):  # other programs and jobs have theirs in there
+                folder.rmdir()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _time(path: Path, missing: float) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return missing
+
+
+class JobStopped(SystemExit):
+    """Ends the program on all ranks after the checkpoint has been saved. Its code is 0 if the job is requeued."""
+
+
+@dataclass
+class StopPoints:
+    """Where a run may stop: it then saves, is requeued and ends, on all ranks."""
+
+    _trainer: pl.Trainer
+    _job: SlurmJob
+    _vote: StopVote
+    _peers: AbstractContextManager[None]  # entered around a vote
+    _resume: ExactResume | None  # of the fit, if it is one
+    _is_trial: Callable[[], bool]  # whether a tuner tries something
+    folder: RequeueFolder | None = None  # where a fit saves
+
+    def advance(self, advance: Callable[[Any], None], fetcher: Any) -> None:
+        """Replaces ``advance``, which runs the next batch of a fit."""
+        with self._peers:
+            is_stopping = self._vote.exchange() and not self._is_trial()
+        loop = self._trainer.fit_loop.epoch_loop
+        if is_stopping and not loop.restarting and self._is_between_steps(fetcher):
+            self._stop()
+        advance(fetcher)
+
+    def begin_evaluation(self) -> None:
+        """Agree on the votes of the validation, test or prediction that begins."""
+        trainer = self._trainer
+        if not trainer.sanity_checking:
+            stage = "test" if trainer.testing else "predict" if trainer.predicting else "val"
+            num_batches = getattr(trainer, f"num_{stage}_batches")  # of each loader
+            known = sum(num_batches) if is_sequential(trainer) else min(num_batches, default=0)
+            with self._peers:
+                self._vote.limit(known)
+
+    def evaluate(self) -> None:
+        """Vote after a batch of an evaluation."""
+        trainer = self._trainer
+        if trainer.sanity_checking:
+            return
+        with self._peers:
+            is_stopping = self._vote.exchange_limited()
+        if is_stopping and (trainer.state.fn != "fit" or not is_accumulating(trainer.fit_loop.epoch_loop)):
+            self._stop()
+
+    def _is_between_steps(self, fetcher: Any) -> bool:
+        """Whether a checkpoint made now can be resumed here. Lightning's counters do not say what follows a batch."""
+        loop = self._trainer.fit_loop.epoch_loop
+        by_clock = validates_by_clock(self._trainer)  # ranks' clocks differ
+        return not is_accumulating(loop) and (by_clock or not validation_follows(loop, fetcher))
+
+    def _stop(self) -> None:
+        trainer, done = self._trainer, "nothing to save"
+        if self.folder is not None and self._resume is not None:
+            start = time.perf_counter()
+            save_together(trainer, self.folder, self._resume)
+            if trainer.is_global_zero:  # there are callbacks that save after an exception
+                atexit.register(self.folder.touch)
+            done = f"saved {self.folder.checkpoint} in {time.perf_counter() - start:.1f} s"
+        asked = requeue(self._job) if trainer.is_global_zero else (0, "")
+        code, outcome = trainer.strategy.broadcast(asked)
+        rank_zero_info(f"SlurmRequeue: {self._vote.name} at step {trainer.global_step}: {done}; {outcome}.")
+        raise JobStopped(code)
+
+
+def save_together(trainer: pl.Trainer, folder: RequeueFolder, resume: ExactResume) -> None:
+    """Save between two batches, within a validation, or at the end; a collective. Waits for asynchronous saves."""
+    val_progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+    saved = val_progress.state_dict()
+    resume.repeats_validation = trainer.validating
+    if trainer.validating:  # so that Lightning runs it again, from its first batch
+        val_progress.reset()
+        val_progress.total.ready = val_progress.total.started = 1  # type: ignore[attr-defined]
+    try:
+        trainer.save_checkpoint(folder.part, weights_only=False)
+    finally:
+        resume.repeats_validation = False
+        val_progress.load_state_dict(saved)
+    finish = getattr(trainer.strategy, "wait_for_checkpoints", None)
+    trainer.strategy.checkpoint_io.teardown() if finish is None else finish()
+    trainer.strategy.barrier("SlurmRequeue.save")
+    if trainer.is_global_zero and resume.fit_has_ended:
+        folder.publish_end()
+    elif trainer.is_global_zero:
+        folder.publish()
+
+
+def requeue(job: SlurmJob) -> tuple[int, str]:
+    """Requeue the job, unless it was cancelled. For one rank. Returns an exit code and a message."""
+    fate = job.fate()
+    if fate is Fate.CANCELLED:
+        return 1, f"job {job.job_id} was cancelled and is not requeued"
+    if fate is Fate.REQUEUED:
+        return 0, f"job {job.job_id} has been requeued"
+    why = job.requeue()
+    if why:
+        return 1, f"job {job.job_id} could not be requeued ({why}): submit it again"
+    return 0, f"job {job.job_id} is requeued"
+
+
+_WAY_OUT = "Give a folder that all nodes share: SlurmRequeue(dirpath=...), or the trainer's default_root_dir."
+
+
+def open_folder(
+    trainer: pl.Trainer, agreement: RankAgreement, dirpath: str | Path | None, job: SlurmJob, fit: int
+) -> RequeueFolder:
+    """Make the folder of the job, and check that every rank sees it. A collective: all ranks raise, or none."""
+    root = str(trainer.default_root_dir if dirpath is None else dirpath)
+    if "://" in root:
+        raise MisconfigurationException(
+            f"SlurmRequeue needs a folder that all nodes share, got default_root_dir={root!r}. "
+            "Give it one: SlurmRequeue(dirpath=...)."
+        )
+    folder = RequeueFolder(Path(root).absolute(), job.job_id, job.step_id, fit)
+    error = trainer.strategy.broadcast(folder.try_open(job.restart_count) if trainer.is_global_zero else "")
+    if error:
+        raise MisconfigurationException(f"SlurmRequeue cannot write to {str(folder.path)!r}: {error}. {_WAY_OUT}")
+    (blind,) = agreement.largest(-1 if folder.is_open else trainer.global_rank)
+    if blind >= 0:
+        raise MisconfigurationException(
+            f"SlurmRequeue cannot use {str(folder.path)!r}: rank {blind} does not see what rank 0 has made there. "
+            + _WAY_OUT
+        )
+    return folder
+
+
+def resume_fit(
+    trainer: pl.Trainer,
+    job: SlurmJob,
+    folder: RequeueFolder,
+    start: Callable[..., None],
+    checkpoint_path: Any = None,
+    *,
+    trusts: bool | None,  # whether to unpickle any class; None: if no other user can have written the file
+    **options: Any,
+) -> bool:
+    """Resume from the job's newest checkpoint, if any; returns whether the fit had ended. All ranks raise, or none."""
+    found: tuple[Path | None, int | None, bool | None] = None, None, trusts
+    if trainer.is_global_zero and job.restart_count > 0:
+        found = _find(trainer, folder, checkpoint_path, trusts=trusts)
+    newest, foreign_owner, trusts = trainer.strategy.broadcast(found)
+    if newest is None:
+        start(checkpoint_path, **options)
+        return False
+    if foreign_owner is not None:
+        raise MisconfigurationException(
+            f"SlurmRequeue does not load {str(newest)!r}: it belongs to user {foreign_owner}, not to you. Remove it to "
+            "start anew, or use your own folder: SlurmRequeue(dirpath=...)."
+        )
+    has_ended = newest == folder.ended
+    outcome = ": this fit has ended" if has_ended else ""
+    rank_zero_info(f"SlurmRequeue: restart {job.restart_count} of job {job.job_id}{outcome}.")
+    if has_ended or newest == folder.checkpoint:
+        options["weights_only"] = not trusts
+    elif trusts:
+        options["weights_only"] = False
+    try:
+        start(str(newest), **options)
+    except pickle.UnpicklingError as error:
+        raise pickle.UnpicklingError(
+            f"SlurmRequeue does not load {str(newest)!r}: it contains more than tensors and basic types, and "
+            "other users may have written it. If you trust it: SlurmRequeue(weights_only=False), or allow its "
+            "classes with torch.serialization.add_safe_globals."
+        ) from error
+    return has_ended
+
+
+def _find(
+    trainer: pl.Trainer, folder: RequeueFolder, checkpoint_path: Any, *, trusts: bool | None
+) -> tuple[Path | None, int | None, bool | None]:
+    """The newest checkpoint, if there is one; whose it is, if not this user's; and whether to trust it."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    savers = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
+    paths = [path for saver in savers for path in last_checkpoints(saver, trainer)]  # of save_last=True
+    newest = folder.newest(map(Path, paths if checkpoint_path is None else [*paths, checkpoint_path]))
+    if newest is None or newest not in (folder.checkpoint, folder.ended):
+        return newest, None, trusts
+    return newest, folder.foreign_owner(newest), folder.is_private() if trusts is None else trusts

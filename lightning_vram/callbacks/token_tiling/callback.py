@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_vram.argument_checks import check_positive_int
 from lightning_vram.callbacks.hook_points import FitTechnique, refuse_moved_parameters
-from lightning_vram.core.layers.patterns import check_layers, show_names
+from lightning_vram.core.layers import check_layers, show_names
 from lightning_vram.techniques.token_tiling import TilingHandle, apply_token_tiling
 
 
@@ -31,7 +31,7 @@ class TokenTiling(FitTechnique):
     Args:
         layers: ``"auto"``: the outermost modules that pass the check and run several operators. Or class names, module
             names, globs or classes, one or a list, as for
-            :func:`~lightning_vram.core.layers.selection.select_layers`; one of them that mixes tokens raises an error.
+            :func:`~lightning_vram.core.layers.select_layers`; one of them that mixes tokens raises an error.
         tile: Number of tokens per sequence in a tile. ``"auto"``: as many tokens of the batch as the hidden size, at
             least 1,024.
 

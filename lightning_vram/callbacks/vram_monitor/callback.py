@@ -17,27 +17,175 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
+from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool, check_positive_int
 from lightning_vram.callbacks.hook_points import check_trainer
-from lightning_vram.callbacks.vram_monitor.last_batches import LastBatches
-from lightning_vram.callbacks.vram_monitor.out_of_memory import explain
-from lightning_vram.callbacks.vram_monitor.readings import Readings
-from lightning_vram.core.surgery.shadow import Shadow
-from lightning_vram.memory.device.allocator_settings import advise
-from lightning_vram.memory.device.measurement import Measurement, largest, write_measurement
+from lightning_vram.callbacks.vram_monitor.out_of_memory import LastBatches, explain
+from lightning_vram.core.patching import MethodPatch
+from lightning_vram.memory.device.accelerators import PhasePeaks, fragmentation_advice, has_cache
+from lightning_vram.memory.device.measurement import SIZE_NAMES, Measurement, largest, write_measurement
 from lightning_vram.memory.device.out_of_memory import OutOfMemorySource, read_out_of_memory
 from lightning_vram.memory.tracking.timeline import MemoryTimeline, Phase
+from lightning_vram.memory.tracking.tracker import MemoryProbe
 from lightning_vram.memory.units import format_bytes, parse_bytes
-from lightning_vram.private_names.torch.compiled import is_compiled
-from lightning_vram.report.before_after import ShownStep, as_estimate, draw_steps
-from lightning_vram.report.pictures import check_picture_path, save_figure
+from lightning_vram.private_names.dispatcher import is_compiled
+from lightning_vram.report.comparison import ShownStep, as_estimate, draw_steps
+from lightning_vram.report.drawing import check_picture_path, save_figure
+
+
+class Readings:
+    """Measurements of one run, from setup to teardown. ``track`` is that of ``VRAMMonitor``."""
+
+    def __init__(self, track: bool | None) -> None:  # noqa: FBT001
+        self._track = track
+        self._stage = "train"
+        self._allocator_peaks: dict[str, PhasePeaks] = {}  # since the last reading, for each stage
+        self._probe: MemoryProbe | None = None  # of the reading under way
+        self._batch_idx = 0  # that it reads
+        self._metric: MaxOverRanks | None = None
+        self.timeline: MemoryTimeline | None = None  # of the tracked training batch with the highest peak
+        self._largest: Measurement | None = None  # of a stage other than training, until it ends
+
+    @property
+    def is_tracking(self) -> bool:
+        """Whether the measurement under way tracks tensors."""
+        return self._probe is not None and self._probe.is_tracking
+
+    def switch_stage(self, stage: str, trainer: pl.Trainer) -> None:
+        """What runs from now on belongs to ``stage``."""
+        self.abort()
+        device = trainer.strategy.root_device
+        if has_cache(device):
+            self._peaks_of(self._stage, device).read()
+        self._stage = stage
+
+    def switch_phase(self, phase: Phase) -> None:
+        """What runs from now on belongs to ``phase``."""
+        if self._probe is not None:
+            self._probe.switch(phase)
+
+    def begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begin to measure a batch."""
+        self.abort()
+        self._batch_idx = batch_idx
+        device = trainer.strategy.root_device
+        peaks = self._peaks_of(self._stage, device) if has_cache(device) else None
+        self._probe = MemoryProbe(device, peaks, track=self._tracks(trainer))
+        self._probe.start(pl_module, trainer.optimizers, batch)
+
+    def end(self, trainer: pl.Trainer) -> Measurement | None:
+        """End a batch. Returns its measurement, of all ranks, if it was measured and is one of the training."""
+        if self._probe is None:
+            return None
+        probe, self._probe = self._probe, None
+        measurement = self._finish(probe, trainer, trainer.current_epoch, self._batch_idx)
+        if measurement is None:
+            return None
+        if self._stage == "train":
+            timeline = probe.timeline
+            if timeline is not None and (self.timeline is None or timeline.peak_bytes > self.timeline.peak_bytes):
+                self.timeline = timeline
+            return self._reduce(trainer, measurement)
+        self._keep_largest(measurement)
+        return None
+
+    def end_training(self, trainer: pl.Trainer, last: Measurement | None) -> Measurement | None:
+        """Return the peaks since the ``last`` measurement, of all ranks."""
+        flushed = self._flush(trainer, last)
+        return None if flushed is None else self._reduce(trainer, flushed)
+
+    def end_stage(self, trainer: pl.Trainer, last: Measurement | None) -> Measurement | None:
+        """Reduce once: ranks may have seen different numbers of batches, even none."""
+        flushed = self._flush(trainer, last)
+        if flushed is not None:
+            self._keep_largest(flushed)
+        found, self._largest = self._largest, None
+        device = trainer.strategy.root_device
+        if trainer.sanity_checking or not (has_cache(device) or self._tracks(trainer)):
+            return None
+        place = self._stage, trainer.current_epoch, 0, trainer.global_step, str(device)
+        nothing = Measurement(*place, "tracker", -1, -1)
+        measurement = self._reduce(trainer, found or nothing)
+        return measurement if measurement.peak_allocated_bytes >= 0 else None
+
+    def end_alone(self, trainer: pl.Trainer) -> tuple[Measurement | None, MemoryTimeline | None]:
+        """End the measurement under way, if any, without the other ranks: they may not be there."""
+        if self._probe is None:
+            return None, None
+        probe, self._probe = self._probe, None
+        measurement = probe.finish(self._stage, trainer.current_epoch, self._batch_idx, trainer.global_step)
+        return measurement, probe.timeline
+
+    def abort(self) -> None:
+        """Discard the measurement under way."""
+        if self._probe is not None:
+            self._probe.abort()
+            self._probe = None
+
+    def _peaks_of(self, stage: str, device: torch.device) -> PhasePeaks:
+        return self._allocator_peaks.setdefault(stage, PhasePeaks(device))
+
+    def _tracks(self, trainer: pl.Trainer) -> bool:
+        wanted = not has_cache(trainer.strategy.root_device) if self._track is None else self._track
+        return wanted and not is_compiled(trainer.lightning_module)
+
+    def _finish(self, probe: MemoryProbe, trainer: pl.Trainer, epoch: int, batch_idx: int) -> Measurement | None:
+        measurement = probe.finish(self._stage, epoch, batch_idx, trainer.global_step)
+        self._allocator_peaks.pop(self._stage, None)
+        return measurement
+
+    def _flush(self, trainer: pl.Trainer, last: Measurement | None) -> Measurement | None:
+        """Read the allocator's peaks since the last measurement."""
+        self.abort()
+        device = trainer.strategy.root_device
+        if not has_cache(device):
+            return None
+        probe = MemoryProbe(device, self._peaks_of(self._stage, device), track=False)
+        batch_idx = max(0, trainer.fit_loop.epoch_loop.batch_idx) if self._stage == "train" else 0
+        return self._finish(probe, trainer, trainer.current_epoch if last is None else last.epoch, batch_idx)
+
+    def _keep_largest(self, measurement: Measurement) -> None:
+        self._largest = measurement if self._largest is None else largest([self._largest, measurement])
+
+    def _reduce(self, trainer: pl.Trainer, measurement: Measurement) -> Measurement:
+        """Take each size's maximum over the ranks."""
+        if self._metric is None:
+            self._metric = MaxOverRanks(len(SIZE_NAMES)).to(trainer.strategy.root_device)
+        sizes = measurement.sizes()
+        self._metric.reset()
+        self._metric.update(torch.tensor([sizes.get(name, -1) for name in SIZE_NAMES]))
+        maxima: list[int] = self._metric.compute().tolist()
+        known = {name: size for name, size in zip(SIZE_NAMES, maxima, strict=True) if size >= 0}
+        return measurement.with_sizes({"allocated_bytes": -1, "peak_allocated_bytes": -1, **known})
+
+
+class MaxOverRanks(Metric):
+    """Element-wise maximum of ``num_values`` integers over updates and over ranks, -1 where there was none."""
+
+    # torchmetrics.MaxMetric computes in float32, which rounds bytes above 16 MiB.
+    full_state_update = False
+    values: Tensor
+
+    def __init__(self, num_values: int) -> None:
+        super().__init__()
+        self.add_state("values", default=torch.full((num_values,), -1), dist_reduce_fx="max")
+
+    @override
+    def update(self, values: Tensor) -> None:
+        self.values = torch.maximum(self.values, values.to(self.values))
+
+    @override
+    def compute(self) -> Tensor:
+        return self.values
+
 
 _NUM_FIRST_BATCHES = 2  # the first shows at once what a step takes, the second holds the optimizer's state as well
 _NUM_TIMED_BATCHES = 1000
@@ -109,7 +257,7 @@ class VRAMMonitor(Callback):
         self._readings = Readings(track)
         self._last: Measurement | None = None  # reading, of all ranks
         self._file: Path | None = None
-        self._bar: Shadow | None = None
+        self._bar: MethodPatch | None = None
         self._previous_end: float | None = None  # of a training batch
         self._batches = LastBatches()
 
@@ -161,7 +309,7 @@ class VRAMMonitor(Callback):
             self._file = Path(folder or ".") / self.path
         bar = trainer.progress_bar_callback
         if bar is not None and self._bar is None:  # TQDM's, Rich's or a user's
-            self._bar = Shadow(bar, "get_metrics", partial(partial, self._show))
+            self._bar = MethodPatch(bar, "get_metrics", partial(partial, self._show))
         if self.track and is_compiled(pl_module):
             rank_zero_warn(
                 "VRAMMonitor(track=True) has no effect on a compiled module: tracking would run it uncompiled."
@@ -228,7 +376,7 @@ class VRAMMonitor(Callback):
         self._publish(trainer, self._readings.end_training(trainer, self._last))
         peak = self.peaks.get("train")
         if peak is not None and peak.peak_reserved_bytes is not None:
-            advice = advise(peak.peak_allocated_bytes, peak.peak_reserved_bytes)
+            advice = fragmentation_advice(peak.peak_allocated_bytes, peak.peak_reserved_bytes)
             if advice is not None:
                 rank_zero_warn(f"VRAMMonitor: {advice}")
 

@@ -1,46 +1,142 @@
 """The report about an out-of-memory error: facts of the run, and which features would have helped."""
 
-from collections.abc import Iterator
+import linecache
+import sys
+import sysconfig
+import traceback
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_vram.callbacks.hook_points import FitTechnique
-from lightning_vram.callbacks.vram_monitor.failed_place import read_place
-from lightning_vram.callbacks.vram_monitor.last_batches import LastBatches
-from lightning_vram.estimation.estimate import Progress
-from lightning_vram.estimation.running_trainer.decision import describe_device, read_trainer_arguments
-from lightning_vram.estimation.stages import estimate_stages
+from lightning_vram.estimation.estimate import Progress, estimate_stages
+from lightning_vram.estimation.running_trainer import describe_device, read_trainer_arguments
 from lightning_vram.estimation.traced_fit import STEP, FitRun, trace_fit
-from lightning_vram.memory.device.allocator import empty_cache, has_cache
-from lightning_vram.memory.device.failed_request import FailedRequest, read_failed_request
-from lightning_vram.memory.device.out_of_memory import OutOfMemorySource, path_to_out_of_memory
-from lightning_vram.memory.device.snapshot import write_snapshot
+from lightning_vram.memory.device.accelerators import empty_cache, has_cache, read_allocator
+from lightning_vram.memory.device.out_of_memory import (
+    FailedRequest,
+    OutOfMemorySource,
+    path_to_out_of_memory,
+    read_failed_request,
+    write_snapshot,
+)
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.result import TRAIN, MemoryEstimate
 from lightning_vram.memory.estimate.workspaces import workspaces_of
 from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.planner.evaluation_remedies import LeanerEvaluation, measure_evaluation
-from lightning_vram.planner.measured import Measured
-from lightning_vram.planner.parts import Exactness
+from lightning_vram.planner.oom_remedies import (
+    LeanerEvaluation,
+    as_code,
+    measure_evaluation,
+    measure_singles,
+    results_of,
+)
+from lightning_vram.planner.plan import TracedSteps
 from lightning_vram.planner.remedies import remedies_for
-from lightning_vram.planner.single_remedies import as_code, measure_singles, results_of
-from lightning_vram.planner.traced_steps import TracedSteps
-from lightning_vram.private_names.torch.trees import tensors_in
-from lightning_vram.report.estimate.figure import save as save_picture
-from lightning_vram.report.estimate.progress import ProgressDisplay
-from lightning_vram.report.out_of_memory import OutOfMemory, Remedy, write_page
-from lightning_vram.report.out_of_memory.page import summary
+from lightning_vram.planner.scheme import Exactness, Measured
+from lightning_vram.private_names.torch import tensors_in
+from lightning_vram.report.estimate.pictures import save as save_picture
+from lightning_vram.report.out_of_memory import OutOfMemory, Place, Remedy, Work, summary, write_page
+from lightning_vram.report.progress import ProgressDisplay
+
+_STAGES = ("train", "validation", "test", "predict")
+_BY_FUNCTION = {
+    **dict.fromkeys(("training_step", "validation_step", "test_step", "predict_step"), Work.FORWARD),
+    **dict.fromkeys((f"on_{stage}_{end}" for stage in _STAGES for end in ("epoch_end", "end")), Work.EPOCH_END),
+    "on_run_end": Work.EPOCH_END,  # where Lightning computes the metrics that are logged
+    "model_to_device": Work.MOVING,
+    **dict.fromkeys(("save_checkpoint", "dump_checkpoint"), Work.SAVING),
+    **dict.fromkeys(
+        ("restore", "resume_start", "restore_training_state", "restore_optimizers", "load_checkpoint"), Work.RESTORING
+    ),
+}
+_MOST_CHARACTERS_OF_LINE = 100
+_IN_BACKWARD = {"backward", "_engine_run_backward"}
+_OWN_FOLDER = str(Path(__file__).parents[2])
+_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def read_place(errors: Sequence[BaseException], module: nn.Module) -> Place:
+    """Find out what was being done when memory ran out; ``errors`` from the outermost to the out-of-memory error."""
+    names = {id(part): name for name, part in module.named_modules()}
+    work, inner, line, function = Work.OTHER, "", "", ""
+    for frame, number in chain.from_iterable(traceback.walk_tb(error.__traceback__) for error in errors):
+        work = _work_of(frame) or work
+        inner = names.get(id(frame.f_locals.get("self")), "") or inner
+        path = frame.f_code.co_filename
+        if path.endswith("nn/functional.py"):
+            function = frame.f_code.co_name
+        if _is_users(path):
+            line = f"{Path(path).name}:{number}: {linecache.getline(path, number).strip():.{_MOST_CHARACTERS_OF_LINE}}"
+    return Place(work, "" if work in (Work.RESTORING, Work.SAVING, Work.MOVING) else inner, line, function)
+
+
+def _work_of(frame: FrameType) -> Work | None:
+    path, name = frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name
+    if "/torch/optim/" in path or "/lightning_vram/optimizers/" in path:
+        return Work.OPTIMIZER_STEP
+    if name in _IN_BACKWARD and ("/torch/autograd/" in path or path.endswith("/torch/_tensor.py")):
+        return Work.BACKWARD
+    return _BY_FUNCTION.get(name)
+
+
+def _is_users(path: str) -> bool:
+    is_file = not path.startswith("<") and path != sys.executable
+    return is_file and not path.startswith((_OWN_FOLDER, *_LIBRARIES)) and "site-packages" not in path
+
+
+_NUM_ENDS = 64
+
+
+class LastBatches:
+    """The running batch of one run, and the ends of the last ones."""
+
+    def __init__(self) -> None:
+        self.stage = "train"
+        self.batch: Any = None  # that is running
+        self.batch_idx = 0
+        self.timeline: MemoryTimeline | None = None  # of what was tracked in a batch that has ended in an error
+        self._ends: dict[str, deque[tuple[int, int]]] = {}
+
+    @property
+    def ends(self) -> deque[tuple[int, int]]:
+        """Batches of this stage so far, and bytes in tensors at their ends: each evaluation counts for itself."""
+        return self._ends.setdefault(self.stage, deque(maxlen=_NUM_ENDS))
+
+    def switch_stage(self, stage: str) -> None:
+        """Record what runs now. Training continues where it was."""
+        self.stage = stage
+        if stage != "train":
+            self._ends.pop(stage, None)
+
+    def end_batch(self, trainer: pl.Trainer) -> None:
+        """Record that it has ended, and what is allocated on the device."""
+        self.batch = None
+        allocated_bytes = _allocated_bytes(trainer.strategy.root_device)
+        if allocated_bytes is not None:
+            num_before = self.ends[-1][0] if self.ends else 0
+            if self.stage == "train":
+                num_before = trainer.fit_loop.epoch_loop.total_batch_idx
+            self.ends.append((num_before + 1, allocated_bytes))
+
+
+def _allocated_bytes(device: torch.device) -> int | None:
+    return read_allocator(device).allocated_bytes if has_cache(device) else None
+
 
 _NAME = "out_of_memory"
 _FOREIGN = "not of this run"

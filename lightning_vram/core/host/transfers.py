@@ -8,26 +8,101 @@ copy, or it has finished: after that, the allocator may give the memory to the n
 The current stream is looked up at each call: the backward runs in a thread of autograd's own.
 """
 
+import queue
+import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_vram.core.host.arena import unseen
-from lightning_vram.core.host.copy_notes import TO_DEVICE, TO_HOST, note_copy
-from lightning_vram.core.host.copy_times import (
-    WAIT_FOR_FETCHING,
-    WAIT_FOR_SENDING,
-    Clock,
-    CopyTimes,
-    HostClock,
-    StreamClock,
-    timed,
-)
+from lightning_vram.core.host.memory import hidden_from_modes
 from lightning_vram.memory.device.accelerators import has_streams
+from lightning_vram.private_names.dispatcher import detect_fake_mode
+
+TO_HOST, TO_DEVICE = "to the host", "to the device"
+_listeners: list[Callable[[str, int], None]] = []
+
+
+@contextmanager
+def copies_noted(listener: Callable[[str, int], None]) -> Iterator[None]:
+    """Call ``listener`` with the direction and bytes of each copy inside the block."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def note_copy(way: str, num_bytes: int) -> None:
+    """Call the listeners."""
+    for listener in _listeners:
+        listener(way, num_bytes)
+
+
+WAIT_FOR_SENDING, WAIT_FOR_FETCHING = "wait for sending", "wait for fetching"
+
+
+class HostClock:
+    """The clock of the host, for devices whose copies block."""
+
+    def mark(self, stream: Any = None) -> float:  # noqa: D102
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:  # noqa: D102
+        return end - start
+
+
+class StreamClock:
+    """Events on the streams of a device, such as ``module=torch.cuda``; they cost nothing until they are read."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def mark(self, stream: Any = None) -> Any:  # noqa: D102
+        event = self._module.Event(enable_timing=True)
+        event.record(stream if stream is not None else self._module.current_stream())
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:  # noqa: D102
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+
+Clock = HostClock | StreamClock
+"""Makes marks of the present moment of a stream, or of the current one; blocks to compute the time between two."""
+
+
+class CopyTimes:
+    """Records spans of time between marks of a clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._spans: list[tuple[str, int, Any, Any]] = []
+
+    @contextmanager
+    def span(self, what: str, num_bytes: int, stream: Any) -> Iterator[None]:
+        """Record how long ``stream``, or the current one, takes for what is queued in the block."""
+        start = self.clock.mark(stream)
+        yield
+        self._spans.append((what, num_bytes, start, self.clock.mark(stream)))
+
+    def num_bytes(self, what: str) -> int:
+        """Return the bytes of all spans of this name."""
+        return sum(span[1] for span in self._spans if span[0] == what)
+
+    def seconds(self, what: str) -> float:
+        """Return the seconds of all spans of this name; blocks until they have ended."""
+        return sum(self.clock.seconds(start, end) for kind, _, start, end in self._spans if kind == what)
+
+
+def timed(times: CopyTimes | None, what: str, num_bytes: int = 0, stream: Any = None) -> AbstractContextManager[None]:
+    """Return a context whose span is recorded in ``times``, if that is given."""
+    return times.span(what, num_bytes, stream) if times is not None else nullcontext()
 
 
 class Departure:
@@ -81,7 +156,7 @@ class Copies:
 
     def send(self, source: Tensor, pieces: Sequence[Tensor], window_bytes: int) -> Departure:
         """Copy ``source`` to the host; at most ``window_bytes`` of the device are held for copies in flight."""
-        with unseen(source), timed(self.times, TO_HOST, source.nbytes):
+        with hidden_from_modes(source), timed(self.times, TO_HOST, source.nbytes):
             scatter(source, pieces, is_blocking=True)
         return Departure()
 
@@ -90,7 +165,7 @@ class Copies:
 
     def fetch(self, pieces: Sequence[Tensor], target: Tensor, moment: Any) -> Arrival:
         """Copy from the host into ``target``, which was made before ``moment``."""
-        with unseen(target), timed(self.times, TO_DEVICE, target.nbytes):
+        with hidden_from_modes(target), timed(self.times, TO_DEVICE, target.nbytes):
             gather(pieces, target, is_blocking=True)
         return Arrival()
 
@@ -123,7 +198,7 @@ class StreamCopies(Copies):
     def send(self, source: Tensor, pieces: Sequence[Tensor], window_bytes: int) -> Departure:  # noqa: D102
         compute = self._module.current_stream(self._device)
         self._side.wait_stream(compute)
-        with self._module.stream(self._side), unseen(source), timed(self.times, TO_HOST, source.nbytes):
+        with self._module.stream(self._side), hidden_from_modes(source), timed(self.times, TO_HOST, source.nbytes):
             scatter(source, pieces)
             event = self._side.record_event()
         departure = Departure(source, event, compute, self.times)
@@ -139,7 +214,7 @@ class StreamCopies(Copies):
     def fetch(self, pieces: Sequence[Tensor], target: Tensor, moment: Any) -> "_StreamArrival":  # noqa: D102
         stream, event = moment
         self._side.wait_event(event)  # kernels that are queued may still use that memory for what it was before
-        with self._module.stream(self._side), unseen(target), timed(self.times, TO_DEVICE, target.nbytes):
+        with self._module.stream(self._side), hidden_from_modes(target), timed(self.times, TO_DEVICE, target.nbytes):
             gather(pieces, target)
             arrival = _StreamArrival(target, self._side.record_event(), stream, self._module, self.times)
         self._arrivals.append(arrival)
@@ -225,7 +300,7 @@ def _let_go_of_all(departures: deque[Departure], arrivals: "deque[_StreamArrival
 
 def note_use(tensor: Tensor, stream: Any) -> None:
     """Tell the allocator that ``stream`` uses ``tensor``, if it was made for another stream."""
-    with unseen(tensor):
+    with hidden_from_modes(tensor):
         tensor.record_stream(stream)
 
 
@@ -259,3 +334,123 @@ def make_copies(tensor: Tensor) -> Copies:
     if type(tensor) is Tensor and has_streams(tensor.device.type):
         return StreamCopies(tensor.device)
     return Copies()
+
+
+PATIENCE_SECONDS = 1.0  # between two looks whether the thread is still there
+
+
+class Ticket:
+    """One job, to wait for."""
+
+    def __init__(self, worker: "HostWorker") -> None:
+        self._worker = worker
+        self._is_done = threading.Event()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the job has ended."""
+        return self._is_done.is_set()
+
+    def wait(self) -> None:
+        """Return when the job has ended; raise what it, or a job before it, raised, or if the thread is gone."""
+        while not self._is_done.wait(PATIENCE_SECONDS):
+            self._worker.check_alive()
+        self._worker.check()
+
+
+class HostWorker:
+    """One thread for jobs in order. After an error it drops all later jobs, and every later call raises that error.
+
+    ``num_threads`` is for PyTorch's operators in a job, without effect on other threads; ``None``: as many as
+    elsewhere, and the thread is started by the first job. ``on_end`` is called in the thread when it ends, or without
+    one by :meth:`stop`.
+    """
+
+    def __init__(self, name: str, num_threads: int | None = None, *, on_end: Callable[[], None] | None = None) -> None:
+        self._errors: list[BaseException] = []
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None] = queue.SimpleQueue()
+        started, num_before = threading.Event(), torch.get_num_threads()
+        args = (self._jobs, self._errors, started, num_threads, on_end)
+        self._thread = threading.Thread(target=_work, args=args, name=name, daemon=True)
+        self._on_end = on_end
+        if num_threads is not None:
+            self._thread.start()
+            started.wait()
+            torch.set_num_threads(num_before)  # what the thread set counts for all that are made later
+        self._end = weakref.finalize(self, self._jobs.put, None)
+
+    def submit(self, job: Callable[[], None]) -> Ticket:
+        """Run ``job`` after those before; on fake tensors at once, since their mode belongs to one thread."""
+        self.check()
+        ticket = Ticket(self)
+        if detect_fake_mode() is not None:
+            job()
+            ticket._is_done.set()
+            return ticket
+        if self._thread.ident is None:
+            self._thread.start()
+        self._jobs.put((job, ticket))
+        return ticket
+
+    def arrange(self, tickets: Sequence[Ticket]) -> None:
+        """Run the waiting jobs of ``tickets`` in that order; all others keep their place."""
+        waiting = []
+        with suppress(queue.Empty):
+            while True:
+                waiting.append(self._jobs.get_nowait())
+        places = {ticket: place for place, ticket in enumerate(tickets)}
+        chosen = [item for item in waiting if item is not None and item[1] in places]
+        arranged = iter(sorted(chosen, key=lambda item: places[item[1]]))
+        for item in waiting:
+            self._jobs.put(next(arranged) if item is not None and item[1] in places else item)
+
+    def check(self) -> None:
+        """Raise what a job has raised."""
+        if self._errors:
+            raise self._errors[0]
+
+    def check_alive(self) -> None:
+        """Raise if the thread is gone, as in a forked process."""
+        if not self._thread.is_alive():
+            raise RuntimeError(f"The thread {self._thread.name!r} ended with unfinished jobs: was the process forked?")
+
+    def drain(self) -> None:
+        """Return when all jobs have ended, or were dropped. Raises nothing."""
+        ticket = Ticket(self)
+        self._jobs.put((lambda: None, ticket))
+        while self._thread.is_alive() and not ticket.is_done:
+            ticket._is_done.wait(PATIENCE_SECONDS)
+
+    def stop(self, *, wait: bool = True) -> None:
+        """End the thread after what it has to do."""
+        if self._end.detach():
+            self._jobs.put(None)
+            if self._thread.ident is None and self._on_end is not None:
+                self._on_end()
+        if wait and self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+def _work(
+    jobs: "queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None]",
+    errors: list[BaseException],
+    started: threading.Event,
+    num_threads: int | None,
+    on_end: Callable[[], None] | None,
+) -> None:
+    if num_threads is not None:
+        torch.get_num_threads()  # else the first operator would set what all threads have
+        torch.set_num_threads(num_threads)
+    started.set()
+    while (item := jobs.get()) is not None:
+        job, ticket = item
+        try:
+            if not errors:
+                job()
+        except BaseException as error:  # handed on, whatever it is
+            errors.append(error)
+        finally:
+            ticket._is_done.set()
+        del item, job, ticket  # else they would live until the next comes
+    if on_end is not None:
+        on_end()

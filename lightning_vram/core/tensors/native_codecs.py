@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from lightning_vram.private_names.torch.dispatch import FakeTensor, without_dispatch
+from lightning_vram.private_names.dispatcher import FakeTensor, without_dispatch
 
 PATIENCE = 2**29
 """Numbers that operators code before anything is compiled: it takes them about as long."""

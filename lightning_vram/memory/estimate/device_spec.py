@@ -1,12 +1,17 @@
 """What an estimate needs to know of a GPU, and the file that stores it."""
 
+import difflib
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from lightning_vram.argument_checks import check_positive_int
+from lightning_vram.memory.units import MIB
 
 _FORMAT = 1  # of the file
 
@@ -72,3 +77,91 @@ def read_calibration(path: str | Path) -> DeviceSpec:
         raise ValueError(
             f"{str(path)!r} is not a file that `lightning-vram calibrate` wrote for this version: {why}."
         ) from error
+
+
+_GIGA, _TERA = 1e9, 1e12
+_SEPARATORS = re.compile(r"[^a-z0-9]")
+_LEFT_OUT = re.compile(r"nvidia|geforce|tesla|quadro|rtx|amd|instinct|radeon|intelr?|datacenter|gpu|generation|edition")
+_MAX_CLOSE, _SIMILARITY = 6, 0.5
+
+
+def find_device(name: str) -> DeviceSpec:
+    """Return a GPU by its name as people and drivers write it, or from a file of ``lightning-vram calibrate``.
+
+    Example:
+        >>> find_device("rtx4090").name
+        'RTX 4090'
+    """
+    if name.endswith(".json"):
+        return read_calibration(name)
+    found = _names().get(_short(name))
+    if found is None:
+        close = f" Did you mean {', '.join(_close_to(name))}?" if _close_to(name) else ""
+        raise ValueError(
+            f"device {name!r} is unknown.{close} `lightning-vram estimate --device list` prints all. For another GPU: "
+            "DeviceSpec(name=..., memory_bytes=...), or --device NAME --device_memory 24GiB."
+        )
+    return found
+
+
+@cache
+def known_devices() -> tuple[DeviceSpec, ...]:
+    """Return all cards that are known by name."""
+    return tuple(dict.fromkeys(_names().values()))
+
+
+def describe_this_device() -> DeviceSpec:
+    """Return the accelerator of this machine: memory from its driver, the rest by its name."""
+    import torch  # seconds, of which a list of names needs nothing
+
+    from lightning_vram.memory.device.accelerators import current_kind, has_statistics
+
+    kind = current_kind()
+    if not has_statistics(kind):
+        raise RuntimeError("no GPU that reports its memory was found. Name a device instead, such as rtx4090.")
+    module = torch.get_device_module(kind)
+    name, memory_bytes = module.get_device_name(), module.mem_get_info()[1]
+    properties = module.get_device_properties(module.current_device())
+    known = _names().get(_short(name), DeviceSpec(name, memory_bytes))
+    return replace(
+        known,
+        name=name,
+        memory_bytes=memory_bytes,
+        memory_source="the driver",
+        capability=(properties.major, properties.minor) if hasattr(properties, "major") else known.capability,
+        num_multiprocessors=getattr(properties, "multi_processor_count", known.num_multiprocessors),
+    )
+
+
+@cache
+def _names() -> dict[str, DeviceSpec]:
+    """All cards by all their names, each without what people leave out."""
+    data = json.loads((files("lightning_vram.memory.estimate") / "known_devices.json").read_text())
+    found = {}
+    for card in data["devices"]:
+        spec = DeviceSpec(
+            name=card["name"],
+            memory_bytes=card["memory_mib"] * MIB,
+            memory_source=card["memory_source"],
+            bandwidth_bytes_per_s=card["bandwidth_gb_s"] * _GIGA,
+            flops_per_s={name: rate * _TERA for name, rate in card["tflops"].items()},
+            bus_bytes_per_s=data["buses_gb_s"][card["bus"]] * _GIGA,
+            capability=tuple(card["capability"]) if "capability" in card else None,
+            num_multiprocessors=card["num_multiprocessors"],
+        )
+        for name in (card["name"], *card.get("aliases", ())):
+            found[_short(name)] = spec
+    return found
+
+
+def _short(name: str) -> str:
+    return _LEFT_OUT.sub("", _SEPARATORS.sub("", name.lower()))
+
+
+def _close_to(name: str) -> list[str]:
+    """Names of a few cards that begin alike, or else are spelled alike."""
+    short, names = _short(name), _names()
+    close = [names[key].name for key in names if short and key.startswith(short)]
+    spelled = {_SEPARATORS.sub("", spec.name.lower()): spec.name for spec in known_devices()}
+    alike = difflib.get_close_matches(_SEPARATORS.sub("", name.lower()), spelled, _MAX_CLOSE, _SIMILARITY)
+    return list(dict.fromkeys(close or [spelled[key] for key in alike]))[:_MAX_CLOSE]

@@ -1,18 +1,210 @@
 """What keeps the storages of a step alive that has long ended."""
 
 import gc
+import sys
+import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from lightning_vram.memory.leaks.births import Births, storages_of
-from lightning_vram.memory.leaks.referrers import Link, describe_chain, find_chains, is_a, is_table_of_attributes
-from lightning_vram.memory.leaks.watch import live_tensors
-from lightning_vram.private_names.torch.autograd import number_of
-from lightning_vram.private_names.torch.tensors import ends_of_graph, storage_key
+from lightning_vram.memory.leaks.allocations import AllocationTracker, live_tensors, storages_of
+from lightning_vram.private_names.torch import ends_of_graph, number_of, storage_key, tree_leaves
+
+_MAX_DEPTH = 14
+_MAX_WIDTH = 20_000  # objects per level: beyond, chance paths through large tables
+
+
+_MODULE_TABLES = ("_modules", "_parameters", "_buffers")  # in which nn.Module keeps attributes
+
+
+def is_a(thing: object, kinds: Any) -> Any:
+    """Like ``isinstance``, which asks proxies and mocks for their class; some of them warn, or load a library."""
+    return issubclass(type(thing), kinds)
+
+
+@dataclass(slots=True)
+class Link:
+    """An object on the way, and what it refers to."""
+
+    thing: Any
+    below: "Link | None"
+    covers: frozenset[int]  # targets that it leads to, by id: also those that share a container with the last link
+
+
+def find_chains(targets: Iterable[object], names: Mapping[int, str], ignored: Iterable[object] = ()) -> list[Link]:
+    """Find the shortest chain of references to each of a few targets from a global, a class or one of ``names``.
+
+    Returns the first links. A running function's variable begins a chain only if nothing better does; no chain goes
+    through ``ignored`` objects. ``names`` are by ``id``.
+    """
+    level = [Link(target, None, frozenset({id(target)})) for target in targets]
+    hidden = _hidden_things()
+    seen = {id(link.thing) for link in level} | {id(thing) for thing in ignored}
+    found: list[Link] = []
+    frames: list[Link] = []
+    done: set[int] = set()
+    for _ in range(_MAX_DEPTH):
+        if not level or len(level) > _MAX_WIDTH:
+            break
+        level, named, running = _climb(level, hidden, seen, names)
+        for link in named:
+            if not link.covers <= done:
+                found.append(link)
+            done |= link.covers
+        frames += running
+        level = [link for link in level if not link.covers <= done]
+    return found + [link for link in frames if not link.covers <= done]
+
+
+def _climb(
+    level: list[Link], hidden: list[Any], seen: set[int], names: Mapping[int, str]
+) -> tuple[list[Link], list[Link], list[Link]]:
+    """Return who refers to a level: those without a name, those with one, and frames."""
+    below = {id(link.thing): link for link in level}
+    things = [link.thing for link in level]
+    above: list[Link] = []
+    named: list[Link] = []
+    running: list[Link] = []
+    ours = {id(below), id(things), id(level), id(above), id(named), id(running), id(hidden)}
+    for thing in [*gc.get_referrers(*things), *hidden]:
+        if id(thing) in ours or id(thing) in seen or is_a(thing, Link):
+            continue
+        children = [below[id(part)] for part in gc.get_referents(thing) if id(part) in below]
+        if not children or _is_of_this_package(thing):
+            continue
+        seen.add(id(thing))
+        link = Link(thing, children[0], frozenset().union(*(child.covers for child in children)))
+        if is_a(thing, types.FrameType):
+            running.append(link)
+        elif id(thing) in names or _own_name(thing) is not None:
+            named.append(link)
+        else:
+            above.append(link)
+    return above, named, running
+
+
+def _hidden_things() -> list[Any]:
+    """Return globals and attributes of classes, and what they hold, if ``gc.freeze`` put some out of sight."""
+    if not gc.get_freeze_count():
+        return []
+    found: list[Any] = []
+    for module in list(sys.modules.values()):
+        table = getattr(module, "__dict__", {})
+        name, file = table.get("__name__"), str(table.get("__file__"))
+        if str(name).partition(".")[0] in sys.stdlib_module_names or "-packages" in file:
+            continue  # of libraries; their own hundred thousand values are not looked at
+        found.append(table)
+        for value in list(table.values()):
+            if is_a(value, type):
+                attributes = [part for part in gc.get_referents(value) if type(part) is dict]
+                found += [value, *attributes, *(part for held in attributes for part in _containers(held))]
+        found += _containers(table)
+    return found
+
+
+def _containers(table: Mapping[str, Any]) -> list[Any]:
+    return [value for value in list(table.values()) if is_a(value, list | dict | set | deque)]
+
+
+def _is_of_this_package(thing: Any) -> bool:
+    """Whether it is a frame of this search, or an iterator of one."""
+    if is_a(thing, types.FrameType | types.GeneratorType):
+        frame = thing if is_a(thing, types.FrameType) else thing.gi_frame
+        return frame is not None and str(frame.f_globals.get("__name__")).startswith("lightning_vram.memory.leaks")
+    return False
+
+
+def _own_name(thing: Any) -> str | None:
+    if type(thing) is dict and "__builtins__" in thing and "__name__" in thing:  # globals
+        return str(thing["__name__"])
+    if is_a(thing, types.ModuleType):
+        return str(thing.__name__)
+    return str(thing.__qualname__) if is_a(thing, type) else None
+
+
+def describe_chain(chain: Link, names: Mapping[int, str], until: object = None) -> str:
+    """Write a chain as one would in code, up to ``until``: ``self.net.cache['x']``."""
+    thing = chain.thing
+    text = names.get(id(thing)) or _own_name(thing) or _frame_name(thing)
+    link: Link | None = chain
+    while link is not None and link.below is not None and link.thing is not until:
+        text, link = _step(text, link)
+    return text
+
+
+def _step(text: str, link: Link) -> tuple[str, Link | None]:
+    """Return the text with the next reference, and the link that it leads to."""
+    thing, below = link.thing, link.below
+    assert below is not None
+    child = below.thing
+    if is_a(thing, types.FrameType):
+        return f"{_key_of(thing.f_locals, child)}, a variable of {text}", below
+    if is_a(thing, dict) and _own_name(thing) is not None:
+        return f"{text}.{_key_of(thing, child)}", below
+    if is_a(thing, types.FunctionType):
+        return _step_of_function(text, thing, below)
+    if is_a(thing, Mapping):
+        key = _key_of(thing, child)
+        for table in _MODULE_TABLES:
+            if text.endswith(f".{table}"):
+                return f"{text.removesuffix(table)}{key}", below
+        return f"{text}[{key!r}]", below
+    return _step_of_object(text, thing, below)
+
+
+def _step_of_object(text: str, thing: Any, below: Link) -> tuple[str, Link | None]:
+    child = below.thing
+    if is_a(thing, types.CellType):
+        return text, below
+    if is_a(thing, list | tuple):
+        return f"{text}[{next(index for index, item in enumerate(thing) if item is child)}]", below
+    attributes = getattr(thing, "__dict__", {})
+    if is_a(child, dict) and below.below is not None and (child is attributes or is_a(thing, type)):
+        return f"{text}.{_key_of(attributes, below.below.thing)}", below.below
+    name = _key_of(attributes, child)
+    if name is not None:
+        return f"{text}.{name}", below
+    return f"{text}[...]" if hasattr(type(thing), "__len__") else f"{text}.<{type(thing).__name__}>", below
+
+
+def _step_of_function(text: str, function: types.FunctionType, below: Link) -> tuple[str, Link | None]:
+    """Name the variable of a closure, which is behind a tuple of cells."""
+    code = function.__code__
+    owner = f"{function.__qualname__}() ({code.co_filename}:{code.co_firstlineno})"
+    place = f" at {text}" if text else ""
+    cell = below.below if below.thing is function.__closure__ else None
+    cells = function.__closure__ or ()
+    if cell is not None and any(cell.thing is other for other in cells):
+        name = next(name for name, other in zip(code.co_freevars, cells, strict=True) if other is cell.thing)
+        return f"{name}, in the closure of {owner}{place}", cell
+    return f"{owner}{place}", below
+
+
+def is_table_of_attributes(thing: object, owners: Iterable[object]) -> bool:
+    """Whether a dict holds attributes or globals, for one of ``owners`` that refer to it."""
+    if not is_a(thing, dict):
+        return False
+    for owner in owners:
+        attributes = getattr(owner, "__dict__", {})
+        if attributes is thing or is_a(owner, type):
+            return True
+        if any(attributes.get(table) is thing for table in _MODULE_TABLES):
+            return True
+    return _own_name(thing) is not None
+
+
+def _key_of(mapping: Mapping[Any, Any], child: object) -> Any:
+    return next((key for key, value in list(mapping.items()) if value is child), None)
+
+
+def _frame_name(thing: Any) -> str:
+    if is_a(thing, types.FrameType):
+        return f"{thing.f_code.co_name}() ({thing.f_code.co_filename}:{thing.f_lineno})"
+    return type(thing).__name__
+
 
 _MAX_TARGETS = 16
 _LEAST_PART = 100  # of the largest: sums that Lightning logs are new in each epoch, too
@@ -51,7 +243,7 @@ class Holder:
         return f"{self.path}: a {self.container} of {self.num_items} items, {graphs}. Store value.detach() instead."
 
 
-def find_holders(births: Births, names: Mapping[int, str]) -> list[Holder]:
+def find_holders(births: AllocationTracker, names: Mapping[int, str]) -> list[Holder]:
     """Name what keeps the storages that are left of a step, unless only C++ sees it. Takes some tenths of a second."""
     gc.collect()  # what only a cycle keeps is kept by nobody
     targets, with_graph = _targets(births)
@@ -62,12 +254,12 @@ def find_holders(births: Births, names: Mapping[int, str]) -> list[Holder]:
     return list(found.values())
 
 
-def keeps_graph(births: Births) -> bool:
+def keeps_graph(births: AllocationTracker) -> bool:
     """Whether a tensor that Python can see has nodes of the graph of the step: also where their tensors are gone."""
     return any(_reaches(tensor, births.nodes) for tensor in live_tensors())
 
 
-def _targets(births: Births) -> tuple[list[Tensor], set[int]]:
+def _targets(births: AllocationTracker) -> tuple[list[Tensor], set[int]]:
     """Return the tensors that keep most, and the ``id`` of those that keep the graph of the step."""
     alive = births.alive()
     sizes: dict[int, int] = {}
@@ -146,3 +338,85 @@ def _tensors(item: Any) -> Iterator[Tensor]:
         yield item
     else:
         yield from (part for part in gc.get_referents(item) if is_a(part, Tensor))
+
+
+_LOOKED_AT_BY_THEMSELVES = ("_modules", "_parameters")  # tables of nn.Module
+_BUFFERS = "_buffers"  # are attributes, too
+
+
+@dataclass(frozen=True)
+class HeldMemory:
+    """What an attribute holds."""
+
+    num_bytes: int = 0  # of its tensors and arrays, on all devices together
+    container: str = ""  # its class, if it has several items; else empty
+    num_items: int = 0  # of the container
+
+
+def iterate_attributes(name: str, owner: object) -> Iterator[tuple[str, Any]]:
+    """Yield attributes and buffers with paths such as ``"self.net.outputs"``; no parameters and submodules."""
+    for attribute, value in list(getattr(owner, "__dict__", {}).items()):
+        if attribute == _BUFFERS:
+            yield from ((f"{name}.{key}", buffer) for key, buffer in value.items())
+        elif attribute not in _LOOKED_AT_BY_THEMSELVES:
+            yield f"{name}.{attribute}", value
+
+
+def read_attributes(owners: Iterable[tuple[str, object]]) -> dict[str, HeldMemory]:
+    """Return what attributes hold in tensors and arrays, by path; not what holds nothing, nor a deque with a length."""
+    values = (pair for name, owner in owners for pair in iterate_attributes(name, owner))
+    return {path: held for path, value in values if (held := _held(value)).num_bytes}
+
+
+def _held(value: Any) -> HeldMemory:
+    if isinstance(value, deque) and value.maxlen is not None:
+        return HeldMemory()
+    try:
+        leaves = tree_leaves(value)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        sizes = {storage_key(storage): int(storage.nbytes()) for storage in storages_of(tensors)}
+    except (AttributeError, RuntimeError):  # a list that contains itself; tensors that are half made
+        return HeldMemory()
+    of_arrays = sum(_array_bytes(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
+    is_container = isinstance(value, dict | list | tuple | deque) and len(value) > 1
+    num_bytes = sum(sizes.values()) + of_arrays
+    return HeldMemory(num_bytes, type(value).__name__, len(value)) if is_container else HeldMemory(num_bytes)
+
+
+def _array_bytes(leaf: Any) -> int:
+    num_bytes = getattr(leaf, "nbytes", 0) if type(leaf).__name__ == "ndarray" else 0  # of NumPy, or of its kin
+    return num_bytes if isinstance(num_bytes, int) else 0
+
+
+class GrowingAttributes:
+    """Attributes that have grown by ``min_bytes`` per step from look to look, since the first."""
+
+    def __init__(self, read: Callable[[], Mapping[str, HeldMemory]], min_bytes: int, step: int) -> None:
+        self._read = read
+        self._min_bytes = min_bytes
+        self._first_step = self._last_step = step
+        self._first = read()
+        self._grown: dict[str, HeldMemory] | None = None  # at the last look, after the first
+
+    def look(self, step: int) -> dict[str, tuple[HeldMemory, int]]:
+        """Return, by path, what has grown since the last look, and the bytes per step since the first."""
+        least_bytes = self._min_bytes * max(1, step - self._last_step)
+        before = self._first if self._grown is None else self._grown
+        self._grown = {
+            path: held
+            for path, held in self._read().items()
+            if (self._grown is None or path in before)
+            and held.num_bytes - before.get(path, HeldMemory()).num_bytes >= least_bytes
+        }
+        self._last_step = step
+        num_steps = max(1, step - self._first_step)
+        return {
+            path: (held, (held.num_bytes - self._first.get(path, HeldMemory()).num_bytes) // num_steps)
+            for path, held in self._grown.items()
+        }
+
+
+def as_holders(grown: Mapping[str, tuple[HeldMemory, int]]) -> list[Holder]:
+    """Return what :meth:`GrowingAttributes.look` has found as holders."""
+    kind = {"has_graph": False, "is_metric": False, "is_bounded": False, "is_measured": True}
+    return [Holder(path, held.container, held.num_items, 0, **kind) for path, (held, _) in grown.items()]

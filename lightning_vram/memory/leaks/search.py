@@ -6,21 +6,165 @@ grows in the next one as well, or if memory would run out before. Where nothing 
 seems to keep it, attributes are measured.
 """
 
+import ctypes
+import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import combinations
+from math import sqrt
 
+import torch
 from torch import Tensor, nn
 
-from lightning_vram.memory.leaks.attributes import GrowingAttributes, Held, as_holders
-from lightning_vram.memory.leaks.births import Births, Site
-from lightning_vram.memory.leaks.counting import Pace
-from lightning_vram.memory.leaks.growth import Growth
-from lightning_vram.memory.leaks.holders import Holder, find_holders, keeps_graph
-from lightning_vram.memory.leaks.watch import Watch
-from lightning_vram.memory.units import format_bytes
+from lightning_vram.memory.device.accelerators import has_statistics
+from lightning_vram.memory.leaks.allocations import AllocationTracker, Site, StepWatch
+from lightning_vram.memory.leaks.holders import (
+    GrowingAttributes,
+    HeldMemory,
+    Holder,
+    as_holders,
+    find_holders,
+    keeps_graph,
+)
+from lightning_vram.memory.units import MIB, format_bytes
+
+_FREE_SECONDS = 1.0  # for tests, and short runs
+_SHARE = 0.005  # of the time
+_FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+
+
+class _MallocInfo(ctypes.Structure):
+    """``struct mallinfo2`` of glibc: ``uordblks`` and ``hblkhd`` are bytes in use, in heaps and in their own maps."""
+
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _FIELDS.split())
+
+
+class LiveBytes:
+    """Counts live bytes of a training's device, and of the host: there whatever else a program has, too."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._counters: dict[str, Callable[[], int]] = {}
+        if has_statistics(device.type):
+            module = torch.get_device_module(device)
+            self._counters[str(device)] = lambda: int(module.memory_allocated(device))
+        host = _host_counter()
+        if host is not None:
+            self._counters["cpu"] = host
+
+    def read(self) -> dict[str, int]:
+        """Return bytes by device. Those that nobody counts are left out: the host of macOS and Windows, MPS."""
+        return {name: count() for name, count in self._counters.items()}
+
+
+class Pace:
+    """Says in which steps to count, so that counting takes little of the time."""
+
+    def __init__(self) -> None:
+        self.stride = 1  # in steps
+        self._start = time.perf_counter()
+        self._spent = 0.0
+
+    def is_due(self, step: int) -> bool:
+        """Whether a step is to be counted."""
+        return step % self.stride == 0
+
+    def slow_down(self, seconds: float) -> bool:
+        """Note what a count has taken. Returns whether the stride has doubled."""
+        now = time.perf_counter()
+        self._spent += seconds
+        is_slower = self._spent > _FREE_SECONDS + _SHARE * (now - self._start)
+        if is_slower:
+            self.stride *= 2
+            self._spent, self._start = _FREE_SECONDS, now
+        return is_slower
+
+
+def _host_counter() -> Callable[[], int] | None:
+    """Return what counts the host's memory; ``None`` where tensors do not come from glibc."""
+    read_info = getattr(_c_library(), "mallinfo2", None)
+    if read_info is None:
+        return None
+    read_info.restype = _MallocInfo
+
+    def count() -> int:
+        info = read_info()
+        return int(info.uordblks + info.hblkhd)
+
+    before = count()
+    probe = torch.empty(MIB, dtype=torch.uint8, device="cpu")
+    is_counted = count() - before >= probe.nbytes // 2  # not of jemalloc or mimalloc, beside which glibc's stand still
+    return count if is_counted else None
+
+
+def _c_library() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(None)
+    except (OSError, TypeError):  # Windows
+        return None
+
+
+_STRIDE = 16  # of the coarse series: growth by leaps, or below the noise of single steps
+_NUM_DEVIATIONS = 4.0  # that chance gets to once in 30,000
+
+
+class Growth:
+    """``length`` counts at equal moments, and the least of each 16; growth starts at ``min_bytes`` per count."""
+
+    def __init__(self, length: int, min_bytes: int) -> None:
+        self._length = length
+        self._min_bytes = min_bytes
+        self._fine: deque[int] = deque(maxlen=length)
+        self._coarse: deque[int] = deque(maxlen=length)
+        self._block: list[int] = []
+
+    def add(self, count: int) -> None:
+        """Note the next count."""
+        self._fine.append(count)
+        self._block.append(count)
+        if len(self._block) == _STRIDE:
+            self._coarse.append(min(self._block))
+            self._block.clear()
+
+    def restart(self) -> None:
+        """Forget all counts."""
+        for counts in (self._fine, self._coarse, self._block):
+            counts.clear()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there are as many counts as decide."""
+        return len(self._fine) == self._length
+
+    def steady_bytes(self) -> int | None:
+        """Return by how much each count is larger than the last, if they grow steadily; ``None`` if not."""
+        for counts, stride in ((self._fine, 1), (self._coarse, _STRIDE)):
+            slope = self._steady_slope(list(counts)) if len(counts) == self._length else None
+            if slope is not None and slope >= self._min_bytes * stride:
+                return int(slope / stride)
+        return None
+
+    def goes_on(self) -> bool:
+        """Whether the later half is above the earlier by half of the least growth. Ask it if :attr:`is_full`."""
+        half = self._length // 2
+        counts = list(self._fine)
+        return min(counts[-half:]) - min(counts[:half]) >= self._min_bytes * half // 2
+
+    def _steady_slope(self, counts: Sequence[int]) -> float | None:
+        """Return the slope of Theil and Sen, if the trend of Mann and Kendall is beyond chance."""
+        half = len(counts) // 2
+        if min(counts[half:]) <= min(counts[:half]):
+            return None  # the usual case, at once
+        number = len(counts)
+        pairs = list(combinations(range(number), 2))
+        trend = sum((counts[late] > counts[early]) - (counts[late] < counts[early]) for early, late in pairs)
+        deviation = sqrt(number * (number - 1) * (2 * number + 5) / 18)
+        if trend < min(_NUM_DEVIATIONS * deviation, len(pairs)):
+            return None
+        return statistics.median((counts[late] - counts[early]) / (late - early) for early, late in pairs)
+
 
 _STEPS_TO_SETTLE = 2  # gradients and results of a step go with the next one, or the one after
 _MAX_TRIES = 4  # a step may leave nothing where only each tenth does, say
@@ -55,7 +199,7 @@ class Program:
     names: Callable[[], Mapping[int, str]]  # returns names by ``id`` of what references are followed from
     follows_operators: bool  # whether a dispatch mode may follow a step
     room: Callable[[], float]  # returns how many bytes are left
-    attributes: Callable[[], Mapping[str, Held]] = dict  # returns what each attribute holds, by its path
+    attributes: Callable[[], Mapping[str, HeldMemory]] = dict  # returns what each attribute holds, by its path
 
 
 class LeakSearch:
@@ -70,7 +214,7 @@ class LeakSearch:
         self._num_steps = 0
         self._next_watch = self._pause = patience
         self._is_armed = False  # the next step is to be watched
-        self._watch: Watch | None = None
+        self._watch: StepWatch | None = None
         self._has_watched_step = False  # and not yet looked at what is left
         self._num_tries = 0
         self._attributes: GrowingAttributes | None = None  # since the first try
@@ -142,12 +286,12 @@ class LeakSearch:
 
     def _begin(self) -> None:
         self._is_armed = self._has_watched_step = False
-        self._watch = Watch(self._program.module, follows_operators=self._program.follows_operators)
+        self._watch = StepWatch(self._program.module, follows_operators=self._program.follows_operators)
         self._age, self._has_outlived_epoch, self._found = 0, False, None
         if self._num_tries == 0:
             self._attributes = GrowingAttributes(self._program.attributes, self._min_bytes, self._num_steps)
 
-    def _finish(self, watch: Watch) -> None:
+    def _finish(self, watch: StepWatch) -> None:
         watch.finish(self._program.held)
         self._has_watched_step = False
 
@@ -158,7 +302,7 @@ class LeakSearch:
         self._next_watch = self._num_steps + self._pause
         self._restart()
 
-    def _settle(self, births: Births) -> None:
+    def _settle(self, births: AllocationTracker) -> None:
         """Go on with what is left of the step; else watch another one, or follow attributes that have grown."""
         if self._is_left(births):
             self._restart()
@@ -172,7 +316,7 @@ class LeakSearch:
         else:
             self._give_up()
 
-    def _judge(self, births: Births, num_steps_left: float) -> Leak | None:
+    def _judge(self, births: AllocationTracker, num_steps_left: float) -> Leak | None:
         grown = self._grown_attributes() if self._only_measures else {}
         goes_on = not self._growth or any(growth.goes_on() for growth in self._growth.values())
         if not goes_on or not (grown or self._is_left(births)):
@@ -194,7 +338,7 @@ class LeakSearch:
             self._restart()
         return leak
 
-    def _leak(self, births: Births, left_bytes: int, *, is_sure: bool) -> Leak | None:
+    def _leak(self, births: AllocationTracker, left_bytes: int, *, is_sure: bool) -> Leak | None:
         """Return what is to be reported: what keeps a graph, and what else is sure."""
         found = self._found or []
         new = [holder for holder in found if (is_sure or holder.has_graph) and not holder.is_bounded]
@@ -211,10 +355,10 @@ class LeakSearch:
         self._pause *= 4  # it goes on to grow, and leads to looks
         return Leak(self._slope or left_bytes, left_bytes, holders, _sites(births))
 
-    def _grown_attributes(self) -> dict[str, tuple[Held, int]]:
+    def _grown_attributes(self) -> dict[str, tuple[HeldMemory, int]]:
         return {} if self._attributes is None else self._attributes.look(self._num_steps)
 
-    def _is_left(self, births: Births) -> bool:
+    def _is_left(self, births: AllocationTracker) -> bool:
         """Whether the watched step has left enough behind: tensors, or the nodes of a graph whose tensors are gone."""
         return _left_bytes(births) >= self._min_bytes or keeps_graph(births)
 
@@ -230,11 +374,11 @@ class LeakSearch:
             growth.restart()
 
 
-def _left_bytes(births: Births) -> int:
+def _left_bytes(births: AllocationTracker) -> int:
     return sum(size for size, _ in births.alive().values())
 
 
-def _sites(births: Births) -> tuple[tuple[Site, int], ...]:
+def _sites(births: AllocationTracker) -> tuple[tuple[Site, int], ...]:
     sizes: Counter[Site] = Counter()
     for size, site in births.alive().values():
         if site != Site():

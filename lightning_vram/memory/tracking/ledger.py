@@ -2,16 +2,168 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_vram.memory.device.accelerators import stream_id
-from lightning_vram.memory.tracking.storages import iterate_storages
 from lightning_vram.memory.tracking.timeline import HOST, Allocation, Category, MemoryEvent, MemoryTimeline, Phase
-from lightning_vram.private_names.torch.tensors import storage_key
+from lightning_vram.private_names.dispatcher import (
+    ASK_DEVICE,
+    DispatchKey,
+    OpOverload,
+    TorchDispatchMode,
+    call_operator,
+    is_composite_operator,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+    run_composite_kernel,
+    schema_of,
+)
+from lightning_vram.private_names.torch import observe_forwards, sparse_indices, sparse_values, storage_key, tree_leaves
+
+_COMPRESSED_ROWS = (torch.sparse_csr, torch.sparse_bsr)
+_COMPRESSED_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
+
+
+def iterate_storages(tensor: Tensor) -> Iterator[tuple[torch.UntypedStorage, torch.device]]:
+    """Yield each storage that holds data of ``tensor``, with its device.
+
+    The device is the tensor's word, not the storage's: the storage of a fake tensor lies on ``meta``, whatever the
+    tensor stands for. A tensor without accessible storage (opaque layouts such as mkldnn) yields nothing.
+    """
+    if is_lazy(tensor):
+        return  # no storage yet
+    wrapper: Any = tensor
+    if is_traceable_wrapper_subclass(wrapper):
+        names, _ = wrapper.__tensor_flatten__()
+        for part in (getattr(wrapper, name) for name in names):
+            if isinstance(part, Tensor):  # a DTensor names its device mesh as well
+                yield from iterate_storages(part)
+    elif tensor.layout is torch.strided:
+        if _has_storage(tensor):
+            yield tensor.untyped_storage(), tensor.device
+    else:
+        for part in _sparse_parts(tensor):
+            yield from iterate_storages(part)
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    try:
+        tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
+def _sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    if tensor.layout is torch.sparse_coo:
+        return sparse_indices(tensor), sparse_values(tensor)
+    if tensor.layout in _COMPRESSED_ROWS:
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in _COMPRESSED_COLUMNS:
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
+
+
+def iterate_tensors(nest: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a batch: any nest of containers, mappings, dataclasses and other objects with attributes."""
+    for leaf in tree_leaves(nest):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, Mapping):  # not every mapping is a dict: transformers' BatchEncoding
+            yield from iterate_tensors(list(leaf.values()))
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | torch.nn.Module) and not callable(leaf):
+            yield from iterate_tensors(list(vars(leaf).values()))
+
+
+class Results(Enum):
+    """What an operator returns."""
+
+    NEW = auto()
+    CHANGED = auto()  # an argument, perhaps with another size: ``aten.resize_``
+    VIEWS = auto()  # of an argument: an unknown storage is older than the block
+    COMPOSED = auto()  # what other operators return: without autograd those are not seen unless it is taken apart
+
+
+@cache
+def results_of(func: Any) -> Results:
+    """Return what ``func``, an overload or a higher-order operator, returns."""
+    if not isinstance(func, OpOverload):
+        return Results.NEW  # a higher-order operator
+    if func.namespace == "prim":
+        return Results.VIEWS  # questions about a tensor; the dispatcher does not know them
+    keys = DispatchKey
+    has_own_kernel = func.has_kernel_for_dispatch_key(keys.CPU) or func.has_kernel_for_dispatch_key(keys.CUDA)
+    if is_composite_operator(func) and not has_own_kernel:
+        return Results.COMPOSED
+    schema = schema_of(func)
+    if not any(result.alias_info for result in schema.returns):
+        return Results.NEW
+    if func is torch.ops.aten.lift_fresh.default:  # the first that is seen of torch.tensor([...])
+        return Results.NEW
+    return Results.CHANGED if schema.is_mutable else Results.VIEWS
+
+
+class ResultRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls ``before(operator)``, runs the operator, and calls ``note(result, what it is, operator)``."""
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, note: Callable[[Any, Results, Any], None], before: Callable[[Any], None] = lambda func: None
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._note = note
+        self._before = before
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # the wrapper unwraps itself; what it runs inside comes here again
+        if func is ASK_DEVICE:
+            return args[0].device
+        results = results_of(func)
+        if results is Results.COMPOSED:
+            with self:
+                return run_composite_kernel(func, *args, **(kwargs or {}))
+        self._before(func)
+        result = call_operator(func, args, kwargs)
+        self._note(result, results, func)
+        return result
+
+
+_kept: WeakKeyDictionary[Optimizer, Callable[[], Iterable[Tensor]]] = WeakKeyDictionary()
+
+
+def register_optimizer_tensors(optimizer: Optimizer, read: Callable[[], Iterable[Tensor]]) -> None:
+    """Count tensors that are in no attribute of an optimizer, which ``read`` must not hold, such as fp32 weights."""
+    _kept[optimizer] = read
+
+
+def forget_optimizer_tensors(optimizer: Optimizer) -> None:
+    """Undo :func:`register_optimizer_tensors`, if it was called."""
+    _kept.pop(optimizer, None)
+
+
+def optimizer_tensors(optimizer: Optimizer) -> Iterable[Tensor]:
+    """Return the tensors that were registered."""
+    read = _kept.get(optimizer)
+    return () if read is None else read()
+
 
 HELD = "held"
 SCRATCH = " (scratch)"  # ends the name of an operator, for what it took beside its result
@@ -182,3 +334,67 @@ def label_all(ledger: Ledger, tensors: Iterable[tuple[str, Tensor | None]], cate
     for module, tensor in tensors:
         if tensor is not None:
             ledger.label(tensor, category, module)
+
+
+_listeners: list[tuple[Callable[[nn.Module], None], Callable[[nn.Module], None]]] = []
+_resizing: list[Ledger] = []
+
+
+@contextmanager
+def module_scope(module: nn.Module) -> Iterator[None]:
+    """Name ``module`` as running inside the block: recomputation calls a forward without ``__call__`` and its hooks."""
+    called = list(_listeners)
+    for enter, _ in called:
+        enter(module)
+    try:
+        yield
+    finally:
+        for _, leave in called:
+            leave(module)
+
+
+def follow_modules(stack: ExitStack, ledger: Ledger, root: nn.Module | None, on_forward: Callable[[], None]) -> None:
+    """Keep the name of the innermost running module in the ledger."""
+    names = {id(module): name for name, module in root.named_modules()} if root is not None else {}
+    outer: list[tuple[nn.Module, str, bool]] = []
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        on_forward()
+        outer.append((module, ledger.module, ledger.is_in_reducer))
+        ledger.module = names.get(id(module), ledger.module)
+        ledger.is_in_reducer = isinstance(module, DistributedDataParallel)
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        while outer:  # a module left by an exception that its hook did not see is skipped
+            left, ledger.module, ledger.is_in_reducer = outer.pop()
+            if left is module:
+                return
+
+    _listeners.append((enter, leave))
+    stack.callback(_listeners.remove, (enter, leave))
+    stack.callback(observe_forwards(enter, leave))
+
+
+def follow_resizes(stack: ExitStack, ledger: Ledger) -> None:
+    """Note ``UntypedStorage.resize_``, with which FSDP frees and fills parameters: it does not dispatch."""
+    if not _resizing:
+        torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign, assignment]
+    _resizing.append(ledger)
+
+    def stop() -> None:
+        _resizing.remove(ledger)
+        if not _resizing:
+            del torch.UntypedStorage.resize_  # the one of its base shows again
+
+    stack.callback(stop)
+
+
+def _resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
+    was_empty = storage.nbytes() == 0
+    result = super(torch.UntypedStorage, storage).resize_(size)
+    for ledger in _resizing:
+        if was_empty:
+            ledger.add_storage(storage, storage.device, "resize_")
+        else:
+            ledger.update_storage(storage)
+    return result

@@ -1,23 +1,26 @@
 """Optimizers that step on the host during training."""
 
 from lightning_vram.optimizers.on_host.averages import HostAverage
-from lightning_vram.optimizers.on_host.host_needs import HostNeeds, add_states, count_host_needs
-from lightning_vram.optimizers.on_host.host_room import HostRoom, margin_bytes
-from lightning_vram.optimizers.on_host.narrow_states import NarrowStates, widen_when_stepped
-from lightning_vram.optimizers.on_host.offloaded_adamw import OffloadedAdamW
-from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
-from lightning_vram.optimizers.on_host.split_steps import step_in_parts
+from lightning_vram.optimizers.on_host.host_memory import (
+    HostMemory,
+    HostNeeds,
+    add_states,
+    count_host_needs,
+    margin_bytes,
+)
+from lightning_vram.optimizers.on_host.optimizers import HostOptimizers, OffloadedAdamW
+from lightning_vram.optimizers.on_host.split_steps import LowPrecisionStates, step_in_parts, upcast_when_stepped
 
 __all__ = [
     "HostAverage",
+    "HostMemory",
     "HostNeeds",
     "HostOptimizers",
-    "HostRoom",
-    "NarrowStates",
+    "LowPrecisionStates",
     "OffloadedAdamW",
     "add_states",
     "count_host_needs",
     "margin_bytes",
     "step_in_parts",
-    "widen_when_stepped",
+    "upcast_when_stepped",
 ]

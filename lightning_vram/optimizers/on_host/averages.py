@@ -13,16 +13,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_vram.core.host.split_weights import PART_ELEMENTS
-from lightning_vram.core.host.worker import Ticket
-from lightning_vram.core.surgery.shadow import Shadow, instead
-from lightning_vram.core.tensors.layout import WHOLE_LAYOUT, stored_like
+from lightning_vram.core.host.memory import PART_ELEMENTS
+from lightning_vram.core.host.transfers import Ticket
+from lightning_vram.core.patching import MethodPatch, replace_by
+from lightning_vram.core.tensors.properties import WHOLE_LAYOUT, stored_like
 from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
-from lightning_vram.optimizers.stepping.averaging import move_average
-from lightning_vram.optimizers.stepping.step_round import as_sharded
-from lightning_vram.private_names.fsdp2.sharded_tensors import cut_own_part, local_part, own_part_of
-from lightning_vram.private_names.torch.modules import own_parameters
-from lightning_vram.techniques.sharding import FullSharding, ShardedGroup, ShardLane
+from lightning_vram.optimizers.step_round import as_sharded, move_average
+from lightning_vram.private_names.fsdp2 import cut_own_shard, local_shard, own_shard_of
+from lightning_vram.private_names.torch import own_parameters
+from lightning_vram.techniques.sharding import FlatShard, FullSharding, ShardedGroup
 
 Gather = Callable[[nn.Module], dict[str, Any]]
 _PREFIX = "module."  # of the names of weights in the state of an AveragedModel
@@ -54,9 +53,9 @@ class HostAverage:
         self._plain = [(whole, parameter) for whole, parameter in pairs if whole not in made]
         _replace(average.module, made)
         self._patches = [
-            Shadow(average, "update_parameters", instead(self.update)),
-            Shadow(average, "state_dict", partial(partial, self._read_state)),
-            *(Shadow(average.module, name, self._settle_first) for name in ("parameters", "buffers")),
+            MethodPatch(average, "update_parameters", replace_by(self.update)),
+            MethodPatch(average, "state_dict", partial(partial, self._read_state)),
+            *(MethodPatch(average.module, name, self._settle_first) for name in ("parameters", "buffers")),
         ]
 
     def update(self, model: nn.Module) -> None:
@@ -92,7 +91,7 @@ class HostAverage:
         batch = _Batch(self.average, number)
         for lane in group.lanes:
             for place, parameter in enumerate(lane.parameters):
-                for average, weights in _cut(lane, place, own_part_of(self._shards[parameter.sharded_param])):
+                for average, weights in _cut(lane, place, own_shard_of(self._shards[parameter.sharded_param])):
                     batch.add(average, weights)
         batch.run()
 
@@ -170,7 +169,7 @@ class _Batch:
             move_average(self._average, self._number, (ours, ()), (theirs, ()))
 
 
-def _cut(lane: ShardLane, place: int, average: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _cut(lane: FlatShard, place: int, average: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Cut average and weights of a shard into parts."""
     if lane.shards is None:  # split between steps
         assert lane.split is not None
@@ -180,7 +179,7 @@ def _cut(lane: ShardLane, place: int, average: Tensor) -> Iterator[tuple[Tensor,
             if ours.numel():
                 yield ours, lane.split.read((start, stop))[: ours.numel()]
         return
-    weights = own_part_of(lane.parameters[place].sharded_param)
+    weights = own_shard_of(lane.parameters[place].sharded_param)
     if weights.numel() > PART_ELEMENTS:
         yield from zip(
             torch.split(average.view(-1), PART_ELEMENTS), torch.split(weights.view(-1), PART_ELEMENTS), strict=True
@@ -191,9 +190,9 @@ def _cut(lane: ShardLane, place: int, average: Tensor) -> Iterator[tuple[Tensor,
 
 @torch.no_grad()
 def _make_shard(whole: nn.Parameter, shard: Any, *, is_copy: bool) -> nn.Parameter:
-    own = own_part_of(shard)
+    own = own_shard_of(shard)
     local = torch.empty(own.shape, dtype=whole.dtype, device="cpu")
-    local.copy_(own if is_copy else cut_own_part(whole, shard))
+    local.copy_(own if is_copy else cut_own_shard(whole, shard))
     made = nn.Parameter(as_sharded(local, shard, own.shape), requires_grad=whole.requires_grad)
     vars(made)[WHOLE_LAYOUT] = whole.to("meta")
     return made
@@ -201,7 +200,7 @@ def _make_shard(whole: nn.Parameter, shard: Any, *, is_copy: bool) -> nn.Paramet
 
 @torch.no_grad()
 def _make_whole(shard: Any) -> nn.Parameter:
-    whole = local_part(shard) if shard.device_mesh.size() == 1 else shard.full_tensor()
+    whole = local_shard(shard) if shard.device_mesh.size() == 1 else shard.full_tensor()
     whole = stored_like(whole.detach().cpu(), getattr(shard, WHOLE_LAYOUT))
     return nn.Parameter(whole, requires_grad=shard.requires_grad)
 

@@ -3,31 +3,127 @@
 import os
 import threading
 import warnings
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_vram.core.gradients.clipping import clip_factor, sharded_norm
-from lightning_vram.core.host.worker import HostWorker, Ticket
-from lightning_vram.core.surgery.shadow import Shadow
-from lightning_vram.memory.tracking.optimizer_tensors import forget_optimizer_tensors, register_optimizer_tensors
-from lightning_vram.optimizers.on_host.kept_states import KeptStates, replace_parameters
-from lightning_vram.optimizers.on_host.split_steps import scale_gradients
-from lightning_vram.optimizers.stepping.foreign_steps import WholeSteps, can_step_wholes, explain_failures
-from lightning_vram.optimizers.stepping.state_forms import StateForm, find_unheld
-from lightning_vram.optimizers.stepping.step_round import Member, StepRound, list_tensors
-from lightning_vram.optimizers.stepping.steppable import iterate_parameters, refuse_optimizer, why_not_steppable
-from lightning_vram.optimizers.stepping.take_over import StepTakeOver
-from lightning_vram.private_names.fsdp2.sharded_tensors import calls_derived_dispatch
-from lightning_vram.private_names.torch.optimizers import has_step_hooks, note_step
-from lightning_vram.techniques.sharding import FullSharding, ShardedGroup
-from lightning_vram.techniques.sharding.gathered import narrow_of, wide_part
+from lightning_vram.core.gradients import clip_factor, sharded_norm
+from lightning_vram.core.host.transfers import HostWorker, Ticket
+from lightning_vram.core.patching import MethodPatch
+from lightning_vram.core.tensors.properties import state_stored_like
+from lightning_vram.memory.host import cores_of_rank
+from lightning_vram.memory.tracking.ledger import forget_optimizer_tensors, register_optimizer_tensors
+from lightning_vram.optimizers.moment_forms import StateForm, find_unsupported
+from lightning_vram.optimizers.on_disk import StreamedStates
+from lightning_vram.optimizers.on_host.split_steps import (
+    LowPrecisionStates,
+    cut_gradient,
+    scale_gradients,
+    scale_members,
+    step_flat_shards,
+    step_in_parts,
+    upcast_when_stepped,
+)
+from lightning_vram.optimizers.step_round import (
+    Member,
+    StepRound,
+    iterate_parameters,
+    list_tensors,
+    refuse_optimizer,
+    why_not_steppable,
+)
+from lightning_vram.optimizers.take_over import StepTakeOver, WholeSteps, can_step_wholes, explain_failures
+from lightning_vram.private_names.fsdp2 import calls_derived_dispatch, local_shard
+from lightning_vram.private_names.torch import has_step_hooks, note_step
+from lightning_vram.techniques.sharding import FlatShard, FullSharding, ShardedGroup
+from lightning_vram.techniques.sharding.gathered import fp32_part, low_precision_of
+
+
+class StoredStates:
+    """States of one optimizer: in memory or in a file in ``folder``, with moments in a form or float32.
+
+    ``on_device``: parameters on the device, if a callback wants the form for all moments.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Collection[nn.Parameter],
+        folder: str | os.PathLike[str] | None,
+        form: StateForm | None,
+        on_device: Collection[nn.Parameter] | None = None,
+    ) -> None:
+        self._narrow, self._has_device = None, bool(on_device)
+        if form is not None and (on_device is None or form.fits(optimizer)):
+            takes = form.takes if folder is None and on_device is not None else form.holds
+            narrow = set(filter(takes, {*parameters, *(on_device or ())}))
+            self._narrow = LowPrecisionStates(optimizer, narrow.__contains__, form)
+        form = None if self._narrow is None else form
+        self._streamed = None if folder is None else StreamedStates(optimizer, parameters, folder, form)
+
+    def begin(self, optimizer: Optimizer) -> list[RemovableHandle]:
+        """Move states there, now and after loading; return handles."""
+        self._take_in(optimizer)
+        handles = [optimizer.register_load_state_dict_post_hook(self._take_in)]
+        if self._narrow is not None:
+            handles.append(optimizer.register_load_state_dict_pre_hook(self._narrow.before_load))
+        return handles
+
+    def adopt(self, members: Sequence[Member], wait: Callable[[], None]) -> None:
+        """Adopt what user code wrote to states of a group, once other steps are over."""
+        if self._streamed is not None:
+            self._streamed.adopt(members, wait)
+        if self._narrow is not None:
+            self._narrow.adopt(members)
+
+    def step(self, step_round: StepRound, lanes: Sequence[FlatShard], members: Sequence[Member]) -> None:
+        """Step members of one group: with states from disk, in parts, or at once."""
+        members = step_flat_shards(step_round, self._narrow, lanes, members, is_whole=self._streamed is not None)
+        if self._streamed is not None:
+            scale_members(step_round, members)
+            self._streamed.run(step_round, members, cut_gradient)
+        elif self._narrow is not None:
+            step_in_parts(step_round, self._narrow, members)
+        elif members:
+            step_round.run(members)
+
+    def step_on_device(self, step_round: StepRound, members: Sequence[Member], *, is_on_host: bool) -> None:
+        """Step members of a group whose shards are on the computing device."""
+        if self._narrow is not None and self._has_device:
+            step_in_parts(step_round, self._narrow, members)
+        else:
+            step_round.run(members, is_on_host=is_on_host)
+
+    def let_go(self, optimizer: Optimizer) -> None:
+        """Upcast moments once the optimizer steps by itself."""
+        if self._narrow is not None:
+            upcast_when_stepped(optimizer)
+
+    def _take_in(self, optimizer: Optimizer) -> None:
+        if self._narrow is not None:
+            self._narrow.take_in(optimizer)
+        if self._streamed is not None:
+            self._streamed.load()
+
+
+def replace_parameters(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Replace parameters in groups and states of an optimizer."""
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+    for parameter, other in replaced.items():
+        if parameter in optimizer.state:
+            state = optimizer.state.pop(parameter)
+            is_alone = isinstance(parameter, DTensor) and parameter.device_mesh.size() == 1
+            plain = {key: local_shard(value) if is_alone else value for key, value in state.items()}
+            optimizer.state[other] = state_stored_like(plain, local_shard(other))
+
 
 Result = TypeVar("Result")
 
@@ -67,7 +163,7 @@ class HostOptimizers(StepTakeOver):
         ] = []  # jobs of the step; whether a forward ignores them
         self._nvme_path, self._form, self._is_form_everywhere = nvme_path, form, is_form_everywhere
         self.unheld: set[nn.Parameter] = set()  # trained parameters whose moments cannot have the form
-        self._stored: dict[int, KeptStates] = {}  # by id of the optimizer
+        self._stored: dict[int, StoredStates] = {}  # by id of the optimizer
         self._fresh: list[Member] = []  # of the step, without states
         self._stateless: set[nn.Parameter] = set()  # without states after a step, as of SGD
         self._factors: dict[int, Tensor] = {}  # of pending gradient scaling, by id of the optimizer
@@ -85,7 +181,7 @@ class HostOptimizers(StepTakeOver):
         others = [parameter for parameter, group in self._groups.items() if group.landing is None]
         on_device = others if self._is_form_everywhere else None
         self._check_form(fresh, self._groups if self._is_form_everywhere else set(on_host))
-        stored = [KeptStates(one, on_host, self._nvme_path, self._form, on_device) for one in fresh]
+        stored = [StoredStates(one, on_host, self._nvme_path, self._form, on_device) for one in fresh]
         lanes = [lane for group in self._sharding.groups for lane in group.lanes]
         for optimizer, states in zip(fresh, stored, strict=True):
             self._attached.append(optimizer)
@@ -108,7 +204,7 @@ class HostOptimizers(StepTakeOver):
         names = f"host_state={form.name!r}", "host_state='fp32'"
         if self._is_form_everywhere:
             names, optimizers = (form.part, f"leave {form.part} out"), [one for one in optimizers if form.fits(one)]
-        self.unheld = find_unheld(*names, form, optimizers, parameters, is_late=bool(self._stored))
+        self.unheld = find_unsupported(*names, form, optimizers, parameters, is_late=bool(self._stored))
 
     def _attach_foreign(self, optimizer: Optimizer) -> None:
         """Step an optimizer of an unknown class synchronously, on whole tensors if possible."""
@@ -127,13 +223,13 @@ class HostOptimizers(StepTakeOver):
             self._patch_step(optimizer, lambda optimizer, closure=None: whole.step(closure))
         else:
             explained = explain_failures(optimizer, is_split=self._is_split)
-            self._patches.append(Shadow(optimizer, "step", explained))
+            self._patches.append(MethodPatch(optimizer, "step", explained))
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float, *, may_wait: bool) -> None:
         """Clip gradients to a common 2-norm; ``may_wait``: in the step, which comes next. A collective."""
         parameters = [parameter for parameter in iterate_parameters(optimizer) if parameter.grad is not None]
-        has_narrow = any(narrow_of(parameter.grad) is not None for parameter in parameters)
-        norm = self._compute(lambda: sharded_norm(parameters, *([wide_part] if has_narrow else [])))
+        has_narrow = any(low_precision_of(parameter.grad) is not None for parameter in parameters)
+        norm = self._compute(lambda: sharded_norm(parameters, *([fp32_part] if has_narrow else [])))
         if self._worker is not None:
             norm = norm.cpu()  # scaling on the host needs no wait for the device
         factor = clip_factor(norm, max_norm)
@@ -277,3 +373,81 @@ def _run(run: Callable[[Sequence[Member]], None], group: ShardedGroup, members: 
     run(members)
     for lane in group.lanes:
         lane.refresh()
+
+
+class OffloadedAdamW(AdamW):
+    """AdamW whose step overlaps with the next forward, on the host and on the shards of this rank.
+
+    Schedulers, ``state_dict`` and hooks work as with ``torch.optim.AdamW``. ``step()`` returns before the step is over;
+    reading a parameter, gradient or state waits for it, layer by layer. Attach other optimizers of ``torch.optim`` to
+    :class:`~lightning_vram.optimizers.on_host.optimizers.HostOptimizers`. ZeRO-Offload
+    (https://arxiv.org/abs/2101.06840) steps after the backward, and waits.
+
+    Args:
+        sharding: Of the module that is trained.
+        params: Its parameters, or groups of them; all by default.
+        lr: As that of ``torch.optim.AdamW``.
+        step_in_backward: Step a layer as soon as the backward has its gradients, in ``step(closure)``: only if nothing
+            looks at gradients after the backward or changes them, as clipping does.
+        num_threads: That a step uses; the cores of this process by default.
+        nvme_path: Folder on a fast local disk for the states, in place of host memory.
+        options: More of ``torch.optim.AdamW``.
+
+    Raises:
+        ValueError: If an option is out of range, or ``nvme_path`` is no folder.
+        OffloadError: If there is no room at ``nvme_path``.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> import torch
+        >>> from torch import nn
+        >>> from lightning_vram.techniques.sharding import FullSharding, ShardingOptions
+        >>> from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = dist.init_device_mesh("cpu", (1,))
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+        >>> sharding = FullSharding(model, mesh, plan_sharding_groups(model), ShardingOptions())
+        >>> optimizer = OffloadedAdamW(sharding, lr=1e-2)
+        >>> model(torch.ones(2, 4)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.close()
+        >>> dist.destroy_process_group()
+    """
+
+    def __init__(
+        self,
+        sharding: FullSharding,
+        params: Iterable[Any] | None = None,
+        lr: float | Tensor = 1e-3,
+        *,
+        step_in_backward: bool = False,
+        num_threads: int | None = None,
+        nvme_path: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(sharding.module.parameters() if params is None else params, lr, **options)
+        self._sharding = sharding
+        self._host = HostOptimizers(sharding, num_threads=num_threads or cores_of_rank(1), nvme_path=nvme_path)
+        self._host.may_step_early = lambda closure: step_in_backward
+        self._host.attach([self])
+
+    def clip_norm(self, max_norm: float) -> None:
+        """Clip gradients to a common 2-norm over all ranks, in the threads of the step.
+
+        Args:
+            max_norm: Largest norm.
+        """
+        self._host.clip_norm(self, max_norm, may_wait=True)
+
+    def finish(self) -> None:
+        """Wait until the step is over.
+
+        Raises:
+            BaseException: What it has raised.
+        """
+        self._host.finish()
+
+    def close(self) -> None:
+        """Make module and optimizer plain again, on all ranks: all must take part."""
+        self._host.finish()
+        self._host.let_go(self._sharding.remove())

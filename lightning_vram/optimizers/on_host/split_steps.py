@@ -1,39 +1,235 @@
 """Step split weights, and weights with low-precision moments, in parts: few of them are float32 at a time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from lightning_vram.core.gradients.clipping import apply_clip_factor
-from lightning_vram.core.host.split_weights import PART_ELEMENTS, Part, SplitWeights, cut_parts
-from lightning_vram.core.tensors.layout import flat_as_stored, stored_like
-from lightning_vram.core.tensors.low_bit import BLOCK_SIZE
-from lightning_vram.core.tensors.native_codecs import LANES, AdamWStep
-from lightning_vram.optimizers.on_disk.layouts import is_elementwise
-from lightning_vram.optimizers.on_host.narrow_states import NarrowStates
-from lightning_vram.optimizers.on_host.native_steps import read_adamw_step, step_as_kept, step_split
-from lightning_vram.optimizers.stepping.state_forms import MOMENTS, draw_of_moment, first_place, make_seeds, widen_state
-from lightning_vram.optimizers.stepping.step_round import Member, State, StepRound, make_stand_in, publish_state
-from lightning_vram.private_names.fsdp2.sharded_tensors import local_part, own_part_of
-from lightning_vram.private_names.torch.dispatch import FakeTensor
-from lightning_vram.techniques.sharding import ShardLane
-from lightning_vram.techniques.sharding.gathered import narrow_of, narrow_part, scale_narrow, wide_part, widen
+from lightning_vram.core.gradients import apply_clip_factor
+from lightning_vram.core.host.memory import PART_ELEMENTS, Part, SplitWeights, cut_parts
+from lightning_vram.core.tensors.codecs import BLOCK_SIZE, LowBitTensor
+from lightning_vram.core.tensors.native_codecs import LANES, AdamWStep, native_codecs
+from lightning_vram.core.tensors.properties import flat_as_stored, state_stored_like, stored_like
+from lightning_vram.optimizers.moment_forms import (
+    MOMENTS,
+    StateForm,
+    UpdateCheck,
+    draw_of_moment,
+    first_place,
+    is_elementwise,
+    is_low_precision,
+    make_seeds,
+    round_state,
+    upcast_moment,
+    upcast_state,
+)
+from lightning_vram.optimizers.step_round import (
+    Member,
+    State,
+    StepRound,
+    as_sharded,
+    check_state,
+    iterate_parameters,
+    local_parts,
+    make_proxy,
+    publish_state,
+    steps_like,
+)
+from lightning_vram.private_names.dispatcher import FakeTensor
+from lightning_vram.private_names.fsdp2 import local_shard, own_shard_of
+from lightning_vram.techniques.sharding import FlatShard
+from lightning_vram.techniques.sharding.gathered import (
+    fp32_part,
+    low_precision_of,
+    low_precision_part,
+    scale_low_precision,
+    upcast,
+)
+
+_STATE = {"step", "exp_avg", "exp_avg_sq"}
+_OTHERS = ("amsgrad", "maximize", "differentiable")  # unsupported settings
+
+
+def read_adamw_step(step_round: StepRound, member: Member) -> AdamWStep | None:
+    """Return the step of a member if it is one of fused AdamW on the host, but not the first."""
+    optimizer, state = step_round.optimizer, member.local_state
+    step = state.get("step")
+    if set(state) != _STATE or not isinstance(step, Tensor) or type(step) is not Tensor or step.device.type != "cpu":
+        return None
+    settings = step_round.settings_of(member.group)
+    is_other = not settings.get("fused") or any(settings.get(name) for name in _OTHERS)
+    is_scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
+    if is_other or is_scaled or not steps_like(type(optimizer), (Adam, AdamW)):
+        return None
+    numbers = settings["lr"], *settings["betas"], settings["eps"], settings["weight_decay"]
+    if any(isinstance(number, Tensor) and number.device.type != "cpu" for number in numbers):
+        return None
+    lr, first, second, eps, decay = map(float, numbers)
+    if 1 - first >= 0.5 or (decay and not settings.get("decoupled_weight_decay")):  # use other formulas
+        return None
+    return AdamWStep(int(step) + 1, lr, (first, second), eps, decay)
+
+
+def step_stored(step: AdamWStep, weights: Tensor, gradient: Tensor, state: State, draws: tuple[int, int]) -> bool:
+    """Step flat fp32 weights with stored moments by compiled code, if there is some; return whether they are stepped.
+
+    ``draws``: random draws for the first place of both moments.
+    """
+    moments = state["exp_avg"], state["exp_avg_sq"]
+    if weights.numel() % LANES or gradient.dtype != torch.float32 or not all(map(is_low_precision, moments)):
+        return False
+    tensors = weights, gradient, *map(_as_it_lies, moments)
+    native = native_codecs(*tensors)
+    if native is None or not native.has_step:
+        return False
+    native.step_adamw(step, tensors, _bits_of(moments[0]), draws)
+    return True
+
+
+def step_split(
+    step: AdamWStep,
+    split: SplitWeights,
+    part: Part,
+    gradient: tuple[Tensor, float],
+    state: State,
+    draws: tuple[int, int],
+) -> bool:
+    """Step a part of split weights likewise; the gradient may be bf16, with a factor."""
+    upper, lower, (places, halves) = split.pieces(part)
+    moments, (numbers, factor) = (state["exp_avg"], state["exp_avg_sq"]), gradient
+    is_known = all(is_low_precision(one) or one.dtype == torch.float32 for one in moments) and numbers.dtype in {
+        torch.float32,
+        torch.bfloat16,
+    }
+    if places is None or not is_known or upper.numel() % LANES or numbers.numel() != upper.numel():
+        return False
+    tensors = upper, lower, numbers, *map(_as_it_lies, moments)
+    native = native_codecs(*tensors)
+    if native is None or not native.has_step:
+        return False
+    found = native.step_split(step, tensors, _bits_of(moments[0]), draws, factor=factor, odd=(places, halves))
+    split.note_odd(part, *found)
+    return True
+
+
+def _as_it_lies(moment: Any) -> Tensor:
+    records: Tensor = moment.records if isinstance(moment, LowBitTensor) else moment
+    return records
+
+
+def _bits_of(moment: Any) -> int:
+    return int(moment.bits) if isinstance(moment, LowBitTensor) else 8 * int(moment.itemsize)
+
+
+_to_upcast: "WeakKeyDictionary[Optimizer, RemovableHandle]" = WeakKeyDictionary()
+
+
+class LowPrecisionStates:
+    """Moments of one optimizer in a form, for the parameters that ``takes`` returns true for, now or later."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        takes: Callable[[nn.Parameter], bool],
+        form: StateForm,
+        check: UpdateCheck | None = None,
+    ) -> None:
+        self.form, self._check = form, check
+        self._optimizer = optimizer
+        self.has = takes  # whether the moments of a parameter have the form
+        self._loading: dict[nn.Parameter, State] = {}
+        handle = _to_upcast.pop(optimizer, None)
+        if handle is not None:  # of an earlier run
+            handle.remove()
+
+    @property
+    def is_counting(self) -> bool:
+        """Whether lost updates are counted in this step."""
+        return self._check is not None and self._check.is_counting
+
+    def rounded(self, state: State, start: int, seed: str, stored: State) -> State:
+        """Round the state of a part of a parameter, and count lost updates of existing moments."""
+        if self._check is None or not self._check.is_counting:
+            return round_state(self.form, state, start, seed, stored)
+        keys = [key for key in MOMENTS if is_low_precision(stored.get(key))]
+        before, stepped = [upcast_moment(stored[key]) for key in keys], [state[key].clone() for key in keys]
+        narrow = round_state(self.form, state, start, seed, stored)
+        for key, old, new in zip(keys, before, stepped, strict=True):
+            self._check.count(old, new, narrow[key])
+        return narrow
+
+    def take_in(self, optimizer: Optimizer) -> None:
+        """Convert the moments that the optimizer has or has loaded, one by one."""
+        loading, self._loading = self._loading, {}
+        for parameter, moments in loading.items():
+            optimizer.state[parameter].update(moments)
+        for parameter in filter(self.has, iterate_parameters(optimizer)):
+            state = optimizer.state.get(parameter, {})
+            self._convert(parameter, state, local_parts(parameter, state))
+
+    def adopt(self, members: Sequence[Member]) -> None:
+        """Convert moments that user code wrote to the states of members."""
+        for member in members:
+            if self.has(member.parameter):
+                self._convert(member.parameter, member.state, member.local_state)
+
+    def _convert(self, parameter: nn.Parameter, state: State, local_state: State) -> None:
+        shard = local_shard(parameter)
+        for key in MOMENTS:
+            value = local_state.get(key)
+            if value is not None:
+                check_state(self._optimizer, parameter, key, value)
+                local_state[key] = self.form.convert(key, value, shard)
+                if local_state[key] is not value:
+                    state[key] = as_sharded(local_state[key], parameter, shard.shape)
+
+    def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Hold back moments while loading: ``torch.optim`` would upcast all of them at once."""
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = dict(
+            zip(saved, iterate_parameters(optimizer), strict=False)
+        )  # load_state_dict compares the numbers
+        states = dict(state_dict["state"])
+        for key, state in states.items():
+            parameter = parameters.get(key)
+            if parameter is not None and self.has(parameter) and isinstance(state, Mapping):
+                self._loading[parameter] = {name: state[name] for name in MOMENTS if name in state}
+                states[key] = {name: value for name, value in state.items() if name not in MOMENTS}
+        return {**state_dict, "state": states}
+
+
+def upcast_when_stepped(optimizer: Optimizer) -> None:
+    """Upcast moments at the next step of the optimizer itself: there may be no memory for them before."""
+
+    def widen(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        _to_upcast.pop(optimizer).remove()
+        for parameter, state in optimizer.state.items():
+            if parameter.dtype == torch.float32 and any(
+                is_low_precision(local_shard(state.get(key))) for key in MOMENTS
+            ):
+                state.update(state_stored_like(upcast_state(state), local_shard(parameter)))
+
+    _to_upcast[optimizer] = optimizer.register_step_pre_hook(widen)
+
 
 _ON_DEVICE = 2**22  # weights in a part on the device: few kernels, 64 MiB
 
 
-def step_in_parts(step_round: StepRound, narrow: NarrowStates, members: Sequence[Member]) -> None:
+def step_in_parts(step_round: StepRound, narrow: LowPrecisionStates, members: Sequence[Member]) -> None:
     """Step members with low-precision moments, some parts at a time."""
     _step_parts(step_round, [_Stepping(member, narrow) for member in members])
 
 
-def step_lanes(
+def step_flat_shards(
     step_round: StepRound,
-    narrow: NarrowStates | None,
-    lanes: Sequence[ShardLane],
+    narrow: LowPrecisionStates | None,
+    lanes: Sequence[FlatShard],
     members: Sequence[Member],
     *,
     is_whole: bool,
@@ -62,34 +258,34 @@ def step_lanes(
 def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply sharded gradients by a scalar, in place; 16-bit ones when they are read."""
     for gradient in gradients:
-        if narrow_of(gradient) is not None:
-            scale_narrow(gradient, factor)
-    apply_clip_factor([local_part(gradient) for gradient in gradients if narrow_of(gradient) is None], factor)
+        if low_precision_of(gradient) is not None:
+            scale_low_precision(gradient, factor)
+    apply_clip_factor([local_shard(gradient) for gradient in gradients if low_precision_of(gradient) is None], factor)
 
 
 def _as_it_is(member: Member, *, has_wide_gradient: bool) -> Member:
     """Return ``member`` with the tensors of now: some may have been empty before."""
     assert member.own_gradient is not None
     if has_wide_gradient:
-        widen(member.own_gradient)
-    return replace(member, shard=own_part_of(member.parameter), gradient=own_part_of(member.own_gradient))
+        upcast(member.own_gradient)
+    return replace(member, shard=own_shard_of(member.parameter), gradient=own_shard_of(member.own_gradient))
 
 
 def cut_gradient(member: Member, part: slice) -> Tensor:
     """Return a flat part of a gradient."""
-    if member.own_gradient is not None and narrow_of(member.own_gradient) is not None:
-        return wide_part(member.own_gradient, part)
+    if member.own_gradient is not None and low_precision_of(member.own_gradient) is not None:
+        return fp32_part(member.own_gradient, part)
     return flat_as_stored(stored_like(member.gradient, member.shard))[part]
 
 
-def scale(step_round: StepRound, members: Sequence[Member]) -> None:
+def scale_members(step_round: StepRound, members: Sequence[Member]) -> None:
     """Multiply gradients by the factor of the step, if any; 16-bit ones when they are read."""
     if step_round.factor is None:
         return
     for member in members:
-        if member.own_gradient is not None and narrow_of(member.own_gradient) is not None:
-            scale_narrow(member.own_gradient, step_round.factor)
-    step_round.scale([member for member in members if narrow_of(member.own_gradient) is None])
+        if member.own_gradient is not None and low_precision_of(member.own_gradient) is not None:
+            scale_low_precision(member.own_gradient, step_round.factor)
+    step_round.scale([member for member in members if low_precision_of(member.own_gradient) is None])
 
 
 class _Scratch:
@@ -118,9 +314,9 @@ class _Stepping:
     """A parameter that is stepped in parts."""
 
     def __init__(
-        self, member: Member, narrow: NarrowStates | None, split: SplitWeights | None = None, place: int = 0
+        self, member: Member, narrow: LowPrecisionStates | None, split: SplitWeights | None = None, place: int = 0
     ) -> None:
-        if narrow_of(member.own_gradient) is None:
+        if low_precision_of(member.own_gradient) is None:
             member = replace(member, gradient=stored_like(member.gradient, member.shard))
         self.member, self.split = member, split
         self.narrow = narrow if narrow is not None and narrow.has(member.parameter) else None
@@ -136,7 +332,7 @@ class _Stepping:
         """Step stored tensors by compiled code, as one part; return the parts that are left."""
         numel = self.member.shard.numel()
         most = numel - numel % BLOCK_SIZE if numel % LANES else numel
-        if self.split is None and _Part(self, (0, most)).step_as_kept():
+        if self.split is None and _Part(self, (0, most)).step_stored():
             return list(cut_parts(most, numel)) if most < numel else []
         return self.parts
 
@@ -204,7 +400,7 @@ class _Part:
         self._before = whole.state_of(self._range)
         self.group = whole.member.group
 
-    def step_as_kept(self) -> bool:
+    def step_stored(self) -> bool:
         """Step stored weights and moments by compiled code, if possible."""
         whole, split, part = self._whole, self._whole.split, self._range
         is_counting = whole.narrow is not None and whole.narrow.is_counting  # needs float32 moments
@@ -214,9 +410,9 @@ class _Part:
         draws = draw_of_moment("exp_avg", place, whole.seed), draw_of_moment("exp_avg_sq", place, whole.seed)
         if split is None:
             gradient = cut_gradient(whole.member, part)
-            is_done = step_as_kept(whole.step, whole.read(self._part), gradient, self._before, draws)
+            is_done = step_stored(whole.step, whole.read(self._part), gradient, self._before, draws)
         else:
-            scaled = narrow_part(whole.member.own_gradient, part) or (cut_gradient(whole.member, part), 1.0)
+            scaled = low_precision_part(whole.member.own_gradient, part) or (cut_gradient(whole.member, part), 1.0)
             is_done = step_split(whole.step, split, self._part, scaled, self._before, draws)
         if is_done:
             whole.fresh["step"] = whole.member.local_state["step"] + 1
@@ -225,8 +421,8 @@ class _Part:
     def widen(self, take: Callable[[int], Tensor]) -> None:
         """Create the proxy and float32 state, in memory of ``take``."""
         self._numbers = self._whole.read(self._part)
-        self.proxy = make_stand_in(self._numbers[: self.size], cut_gradient(self._whole.member, self._range))
-        self.state = dict(self._before) if self._whole.narrow is None else widen_state(self._before, take)
+        self.proxy = make_proxy(self._numbers[: self.size], cut_gradient(self._whole.member, self._range))
+        self.state = dict(self._before) if self._whole.narrow is None else upcast_state(self._before, take)
 
     def keep(self) -> None:
         """Store what the step wrote."""
@@ -243,7 +439,7 @@ def _copy(value: Any) -> Any:
 
 @torch.no_grad()
 def _step_parts(step_round: StepRound, all_stepping: Sequence[_Stepping]) -> None:
-    scale(step_round, [stepping.member for stepping in all_stepping])
+    scale_members(step_round, [stepping.member for stepping in all_stepping])
     narrow = [stepping for stepping in all_stepping if stepping.narrow is not None]
     members = [stepping.member for stepping in narrow]
     for stepping, seed in zip(narrow, make_seeds(members, [one.local_state for one in members]), strict=True):
@@ -255,7 +451,7 @@ def _step_parts(step_round: StepRound, all_stepping: Sequence[_Stepping]) -> Non
         stepping.step = read_adamw_step(step_round, stepping.member)
         for part in stepping.step_most():
             one = _Part(stepping, part)
-            if one.step_as_kept():
+            if one.step_stored():
                 continue
             one.widen(scratch.take)
             batch.append(one)

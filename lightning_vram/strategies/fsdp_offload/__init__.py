@@ -1,8 +1,7 @@
 """See :class:`FSDPOffloadStrategy`."""
 
 from lightning_vram.strategies.fsdp_offload.arguments import Offload
-from lightning_vram.strategies.fsdp_offload.checkpoint_writing import local_path
-from lightning_vram.strategies.fsdp_offload.consolidation import consolidate
+from lightning_vram.strategies.fsdp_offload.checkpoint_writing import consolidate, local_path
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 
 __all__ = ["FSDPOffloadStrategy", "Offload", "consolidate", "local_path"]

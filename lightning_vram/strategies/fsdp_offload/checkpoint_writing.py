@@ -1,6 +1,7 @@
 """Write a checkpoint on all ranks, complete or not at all; convert a sharded one to a single file."""
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -10,10 +11,11 @@ from typing import Any
 import torch.distributed as dist
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
-from lightning_vram.core.processes.rank_errors import current_rank, on_all_ranks
-from lightning_vram.private_names.lightning.files import is_local, save_whole
+from lightning_vram.core.ranks import current_rank, on_all_ranks
+from lightning_vram.private_names.lightning import is_local, save_whole
 from lightning_vram.techniques.sharded_checkpoints import (
     MODULE_STATES,
+    ShardedFolder,
     count_bytes,
     delete,
     delete_leftovers,
@@ -118,3 +120,36 @@ def _prepare(path: Path, folder: Path | None) -> None:
     delete_leftovers(path)
     if folder is not None:
         folder.mkdir()
+
+
+def consolidate(
+    folder: Path,
+    output: Path,
+    *,
+    weights_only: bool | None = None,
+    verify: bool = True,
+    on_progress: Callable[[str, float], None] = lambda stage, done: None,
+) -> None:
+    """Write a sharded checkpoint as one file for a Trainer on one device; on error, ``output`` is unchanged.
+
+    Needs host memory for all of it, and one process. Lightning's own tool writes optimizer states under names that no
+    optimizer reads. ``on_progress`` gets the stage and its finished share, and may raise ``KeyboardInterrupt``.
+    """
+    if not is_sharded_folder(folder):
+        raise FileNotFoundError(f"{folder} is not a sharded checkpoint: a folder with .metadata and meta.pt.")
+    if output.is_dir():
+        raise IsADirectoryError(f"{output} is a folder: name a file to write.")
+    on_progress("verifying checksums" if verify else "reading", 0.0)
+    source = ShardedFolder(folder, weights_only=weights_only, verify=verify)
+    checkpoint = {**source.read_states(partial(on_progress, "reading")), **source.read_rest()}
+    roots = sorted((key for key in checkpoint if re.fullmatch(r"optimizer_\d+", key)), key=lambda key: int(key[10:]))
+    optimizer_states = [_numbered(checkpoint.pop(root)) for root in roots]
+    whole = {**checkpoint, "optimizer_states": optimizer_states} if roots else checkpoint
+    write_checkpoint(whole, str(output), sharded=False, group=None, on_progress=partial(on_progress, "writing"))
+
+
+def _numbered(state: dict[str, Any]) -> dict[str, Any]:
+    numbers = {name: number for number, name in enumerate(name for g in state["param_groups"] for name in g["params"])}
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
+    values = {numbers.get(name, name): value for name, value in state.get("state", {}).items()}
+    return {**state, "state": values, "param_groups": groups}

@@ -4,23 +4,90 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_vram.private_names.lightning.connectors import find_trainer
-from lightning_vram.strategies.fsdp_offload.averages import RunAverages
+from lightning_vram.core.patching import MethodPatch, replace_by
+from lightning_vram.optimizers.on_host import HostAverage, HostOptimizers
+from lightning_vram.precision.run import list_averages
+from lightning_vram.private_names.lightning import averaging_callbacks, find_trainer
 from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore
 from lightning_vram.strategies.fsdp_offload.connected import ConnectedStrategy
 from lightning_vram.techniques.sharded_checkpoints import (
+    MODULE_STATES,
     gather_module_state,
     gather_optimizer_state,
     sharded_module_state,
     sharded_optimizer_state,
 )
+from lightning_vram.techniques.sharding import FullSharding
+
+_AVERAGE, _CURRENT = MODULE_STATES
+_REST = "averaging_state"  # key of other values of an average in a checkpoint
+
+
+class RunAverages:
+    """Averages of ``WeightAveraging`` callbacks, which copy the module before it is sharded."""
+
+    def __init__(self) -> None:
+        self._averages: list[HostAverage] = []
+        self._patches: list[MethodPatch] = []
+
+    @staticmethod
+    def copies_of(module: Any) -> list[nn.Module]:
+        """Return the whole copies of the module."""
+        return [average.module for _, average in list_averages(find_trainer(module), module)]
+
+    def shard(self, module: Any, sharding: FullSharding, gather: Any) -> None:
+        """Shard the averages; ``gather`` makes the state of a sharded module for a checkpoint."""
+        trainer = find_trainer(module)
+        is_copy = trainer is not None and trainer.state.fn == TrainerFn.FITTING  # the callback has just copied it
+        for _, average in list_averages(trainer, module):
+            self._averages.append(HostAverage(average, module, sharding, is_copy=is_copy, gather=gather))
+
+    def attach(self, optimizers: HostOptimizers) -> None:
+        """Update the averages in the thread of the optimizers."""
+        for average in self._averages:
+            average.optimizers = optimizers
+
+    def expect_checkpoint(self, module: pl.LightningModule | None) -> None:
+        """Keep callbacks from loading whole tensors: :meth:`load` does it."""
+        self._remove_patches()
+        for callback in averaging_callbacks(None if module is None else find_trainer(module)):
+            if type(callback).on_load_checkpoint is WeightAveraging.on_load_checkpoint:
+                self._patches.append(MethodPatch(callback, "on_load_checkpoint", replace_by(lambda *_: None)))
+
+    def load(self, store: CheckpointStore, checkpoint: Mapping[str, Any], module: nn.Module, *, strict: bool) -> None:
+        """Load the module and the averages, as the callback does. A collective.
+
+        From a checkpoint without averages they start from its weights.
+        """
+        has_average = store.has_state(checkpoint, _CURRENT) and _REST in checkpoint
+        key = _CURRENT if has_average and self._averages else _AVERAGE
+        store.load_module(checkpoint, module, strict=strict, key=key)
+        for average in self._averages:
+            store.load_module(checkpoint, average.average.module, strict=strict and has_average, key=_AVERAGE)
+            if has_average:
+                average.average.load_state_dict(checkpoint[_REST], strict=False)
+            else:
+                rank_zero_warn("The checkpoint has no averaged weights: WeightAveraging starts from its weights.")
+
+    def remove(self, *, make_whole: bool) -> None:
+        """Unshard the averages; ``make_whole``: gather them (a collective)."""
+        self._remove_patches()
+        while self._averages:
+            self._averages.pop().remove(make_whole=make_whole)
+
+    def _remove_patches(self) -> None:
+        while self._patches:
+            self._patches.pop().remove()
 
 
 class CheckpointedStrategy(ConnectedStrategy):

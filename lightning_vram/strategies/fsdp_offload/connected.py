@@ -19,13 +19,12 @@ from torch.distributed.rendezvous import rendezvous
 from typing_extensions import override
 
 from lightning_vram.callbacks.slurm_requeue import SlurmJob, check_job, check_tasks
-from lightning_vram.core.processes.clean_exit import leave_group_at_exit
-from lightning_vram.core.processes.lost_peers import naming_lost_peers
-from lightning_vram.core.processes.restart_store import attempt_store
-from lightning_vram.private_names.lightning.connectors import find_trainer
-from lightning_vram.private_names.lightning.strategies import (
+from lightning_vram.core.processes import leave_group_at_exit
+from lightning_vram.core.ranks import attempt_store, naming_lost_peers
+from lightning_vram.private_names.lightning import (
     PlainStrategy,
     ScriptLauncher,
+    find_trainer,
     make_script_launcher,
     reduce_over_ranks,
 )

@@ -11,31 +11,30 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_vram.core.processes.numa_binding import NumaBinding, bind_to_node_of
-from lightning_vram.core.processes.same_modules import check_same_modules, spread_values
-from lightning_vram.core.surgery.shadow import Shadow
-from lightning_vram.memory.host.cores import cores_of_rank
+from lightning_vram.core.patching import MethodPatch
+from lightning_vram.core.processes import NumaBinding, bind_to_node_of
+from lightning_vram.core.ranks import check_same_modules, spread_values
+from lightning_vram.memory.host import cores_of_rank
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.optimizers.on_host import (
-    HostNeeds,
-    HostOptimizers,
-    HostRoom,
-    add_states,
-    count_host_needs,
-)
-from lightning_vram.optimizers.stepping.state_forms import FORMS, HostState, describe_unheld
-from lightning_vram.private_names.torch.dispatch import detect_fake_mode
+from lightning_vram.optimizers.moment_forms import FORMS, HostState, describe_unsupported
+from lightning_vram.optimizers.on_host import HostMemory, HostNeeds, HostOptimizers, add_states, count_host_needs
+from lightning_vram.private_names.dispatcher import detect_fake_mode
+from lightning_vram.strategies.fsdp_offload.arguments import check_master
 from lightning_vram.strategies.fsdp_offload.checkpointed import CheckpointedStrategy
-from lightning_vram.strategies.fsdp_offload.checks import check_master
-from lightning_vram.strategies.fsdp_offload.early_steps import EarlySteps, may_clip_late
-from lightning_vram.strategies.fsdp_offload.stand_ins import clip_on_shards, follow_toggles, log_numbers
+from lightning_vram.strategies.fsdp_offload.patches import (
+    EarlySteps,
+    clip_on_shards,
+    follow_toggles,
+    log_numbers,
+    may_clip_late,
+)
 from lightning_vram.techniques.mixed_precision import find_narrow_weights, list_islands
 from lightning_vram.techniques.sharding import FullSharding, ShardingOptions, StepRoom
 from lightning_vram.techniques.sharding.gathered import WholeNumbers
 from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
 
 _LOOPS = ("validate_loop", "test_loop", "predict_loop")
-_NARROW = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_LOW_PRECISION = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 class ShardedStrategy(CheckpointedStrategy):
@@ -47,9 +46,9 @@ class ShardedStrategy(CheckpointedStrategy):
         self.moments: HostState | None = None
         self._sharding: FullSharding | None = None
         self._host_optimizers: HostOptimizers | None = None
-        self._patches: list[Shadow | WholeNumbers] = []
+        self._patches: list[MethodPatch | WholeNumbers] = []
         self._has_failed = False
-        self._host_room: HostRoom | None = None  # until the optimizers are set up
+        self._host_room: HostMemory | None = None  # until the optimizers are set up
         self._host_needs = HostNeeds()
         self._binding: NumaBinding | None = None
         self._room: StepRoom | None = None  # for device_bytes="auto", until it is measured
@@ -61,7 +60,7 @@ class ShardedStrategy(CheckpointedStrategy):
         spread_values(module)
         narrow_dtype = None
         if arguments.narrow_transfers and isinstance(self.precision_plugin, MixedPrecision):
-            narrow_dtype = _NARROW.get(self.precision_plugin.precision)
+            narrow_dtype = _LOW_PRECISION.get(self.precision_plugin.precision)
         check_master(arguments.master, narrow_dtype, self.precision_plugin.precision, type(self).__name__)
         narrow = find_narrow_weights(module, list_islands(module)) if narrow_dtype is not None else set()
         names = {name for name, parameter in module.named_parameters() if parameter in narrow}
@@ -106,7 +105,7 @@ class ShardedStrategy(CheckpointedStrategy):
         averages = self._averages.copies_of(module)
         self._host_needs = count_host_needs(module, num_shards, copied, narrow_dtype, averages)
         if detect_fake_mode() is None:
-            self._host_room = HostRoom(module, self.optimizers, averages, may_swap=not self._pins_memory)
+            self._host_room = HostMemory(module, self.optimizers, averages, may_swap=not self._pins_memory)
             self._host_room.check(self._host_needs, **self._room_options)
 
     def _check_states(self) -> None:
@@ -146,7 +145,7 @@ class ShardedStrategy(CheckpointedStrategy):
         self._host_optimizers.attach(self.optimizers)
         if self._host_optimizers.unheld:
             name = f"fsdp_offload (moments in {self._host_state})"
-            rank_zero_info(describe_unheld(name, self._host_optimizers.unheld, self._sharding.module))
+            rank_zero_info(describe_unsupported(name, self._host_optimizers.unheld, self._sharding.module))
         self._averages.attach(self._host_optimizers)
         if self.arguments.device_bytes == "auto":
             self._room = StepRoom(self._sharding, self.optimizers)

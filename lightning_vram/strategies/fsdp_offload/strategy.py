@@ -9,14 +9,15 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_vram.core.processes.rank_errors import on_all_ranks
-from lightning_vram.core.surgery.held_setting import without_fast_path
-from lightning_vram.optimizers.stepping.state_forms import HostState
+from lightning_vram.core.patching import without_fast_path
+from lightning_vram.core.ranks import on_all_ranks
+from lightning_vram.optimizers.moment_forms import HostState
 from lightning_vram.strategies.fsdp_offload.arguments import (
     DeviceBytes,
     Master,
@@ -26,14 +27,12 @@ from lightning_vram.strategies.fsdp_offload.arguments import (
     StateDictType,
     Wrap,
     check_arguments,
-)
-from lightning_vram.strategies.fsdp_offload.checks import (
     check_cores,
+    check_device_bytes,
     check_gradients,
     check_layer_drop,
     check_loss,
     check_module,
-    check_room,
     check_run,
     fitting_precision,
 )
@@ -217,7 +216,7 @@ class FSDPOffloadStrategy(ShardedStrategy):
         self._has_failed = False
         self.accelerator.setup(trainer)
         check_run(trainer, type(self).__name__)
-        check_room(self.arguments.device_bytes, self.root_device, type(self).__name__)
+        check_device_bytes(self.arguments.device_bytes, self.root_device, type(self).__name__)
         is_stepping_here = self.arguments.offload != "none" and trainer.state.fn == TrainerFn.FITTING
         if is_stepping_here and self.arguments.cpu_threads is None:
             check_cores(self._num_threads, type(self).__name__)
@@ -300,3 +299,14 @@ class FSDPOffloadStrategy(ShardedStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         with self._named("optimizer step"):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+
+STRATEGY_NAMES: dict[str, Offload] = {"fsdp_offload": "params", "fsdp_offload_optimizer": "optimizer"}
+
+
+def register_strategies() -> None:
+    """Register the names with Lightning; repeated calls do nothing."""
+    for name, offload in STRATEGY_NAMES.items():
+        if name not in StrategyRegistry:
+            description = f"FSDP2 for any module, with host offload: {offload}"
+            StrategyRegistry.register(name, FSDPOffloadStrategy, description, offload=offload)

@@ -17,22 +17,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_vram.core.hooks.moment import is_transformed
-from lightning_vram.core.layers.patterns import LayerPattern
-from lightning_vram.core.layers.segments import Segments, select_segments
-from lightning_vram.core.layers.selection import Layer, LayerSelection, select_layers, thin_out
-from lightning_vram.core.rollback.forward_state import iterate_floating_buffers
-from lightning_vram.core.surgery.class_swap import Swaps
-from lightning_vram.private_names.torch.compiled import is_left_to_python
-from lightning_vram.techniques.activation_checkpointing.kept_arguments import Arguments
+from lightning_vram.core.hooks import is_transformed
+from lightning_vram.core.layers import (
+    Layer,
+    LayerPattern,
+    LayerSelection,
+    Segments,
+    select_layers,
+    select_segments,
+    thin_out,
+)
+from lightning_vram.core.patching import Swaps
+from lightning_vram.core.rollback import iterate_floating_buffers
+from lightning_vram.private_names.dispatcher import is_left_to_python
 from lightning_vram.techniques.activation_checkpointing.recomputed_call import (
+    DeterminismCheck,
     Observation,
+    Recomputing,
     call_recomputed,
     compiled_checkpoint,
     drop_empty_caches,
 )
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
-from lightning_vram.techniques.activation_checkpointing.two_runs import DeterminismCheck, Recomputing
+from lightning_vram.techniques.activation_checkpointing.saved_arguments import Arguments
 
 _STATE = "_activation_checkpointing"
 _TRANSFORMERS_SWITCH = "gradient_checkpointing"  # what gradient_checkpointing_enable() sets
@@ -117,14 +124,14 @@ def apply_activation_checkpointing(  # noqa: PLR0913 - the words of the callback
 
     Args:
         model: Any module.
-        layers: See :func:`~lightning_vram.core.layers.selection.select_layers`.
+        layers: See :func:`~lightning_vram.core.layers.select_layers`.
         every_n_layers: Checkpoint the first chosen layer and every n-th after it.
         segments: Cut the sequential bodies among ``layers`` into so many layers: see
-            :func:`~lightning_vram.core.layers.segments.select_segments`.
+            :func:`~lightning_vram.core.layers.select_segments`.
         skip_last: Leave the last layer, or the last segment of each body, plain: the backward wants its inside first.
         save: What a layer keeps besides its inputs.
         determinism_check: How a second run is compared to the first; see
-            :class:`~lightning_vram.techniques.activation_checkpointing.two_runs.Recomputing`.
+            :class:`~lightning_vram.techniques.activation_checkpointing.recomputed_call.Recomputing`.
 
     Returns:
         The undo.

@@ -1,32 +1,232 @@
 """One call of a layer that is recomputed in the backward.
 
 It follows the rules of non-reentrant :func:`torch.utils.checkpoint.checkpoint`: see
-:mod:`~lightning_vram.core.hooks.recomputed_saves`. In addition, modules and random state are as in the first run,
+:mod:`~lightning_vram.core.recomputed_saves`. In addition, modules and random state are as in the first run,
 inputs may be passed anywhere, results of chosen operators are taken from the first run, and a recomputation that
 diverges is an error. In compiled code the compiler's partitioner does all that, under PyTorch's checkpoint.
 """
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+from weakref import ref
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from typing_extensions import override
 
-from lightning_vram.core.hooks.hidden_from_dynamo import hide_from_dynamo
-from lightning_vram.core.hooks.recomputed_saves import SecondRun
-from lightning_vram.core.hooks.stage import exact_only
-from lightning_vram.core.rollback.forward_state import ForwardState, Learned
-from lightning_vram.core.tensors.nests import flatten_arguments
-from lightning_vram.memory.tracking.following import module_scope
-from lightning_vram.private_names.torch.trees import tree_map
-from lightning_vram.techniques.activation_checkpointing.kept_arguments import Arguments, KeptArguments
+from lightning_vram.core.hooks import OwnHooks, QuietMode, exact_only, hide_from_dynamo, is_in_backward, stepping_aside
+from lightning_vram.core.recomputed_saves import (
+    Placeholder,
+    RecomputationError,
+    RecomputationHooks,
+    RecomputedSaves,
+    SavedSamples,
+    divergence_error,
+    is_close,
+    is_due,
+    take_sample,
+)
+from lightning_vram.core.rollback import ForwardFacts, ForwardState
+from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, PLAIN_TYPES, flatten_arguments, storage_address
+from lightning_vram.memory.tracking.ledger import module_scope
+from lightning_vram.private_names.dispatcher import TO_COPY, OpOverload, call_operator, schema_of, without_dispatch
+from lightning_vram.private_names.torch import current_graph_task_id, may_stop_early, tree_leaves, tree_map
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
-from lightning_vram.techniques.activation_checkpointing.two_runs import Counts, LayerRuns, Recomputing
+from lightning_vram.techniques.activation_checkpointing.saved_arguments import Arguments, SavedArguments
+from lightning_vram.techniques.activation_checkpointing.selective import SavedOutputs
+
+_UNSET = ("empty", "new_empty", "resize", "set_")  # operators that leave whatever was in the memory
+
+
+_Record = tuple[Any, tuple[str, ...], Tensor | None]
+"""Of an operator: itself, the shapes that it returned, and a sample of its values."""
+
+
+class OperatorTrace(QuietMode):
+    """Writes down every operator of a first run; :meth:`comparing` gives the mode for a second.
+
+    It costs some ten kernels and a synchronisation per operator.
+    """
+
+    def __init__(self, buffers: Iterable[Tensor] = (), records: list[_Record] | None = None) -> None:
+        super().__init__()
+        # Statistics in buffers are updated in both runs: what is read from them is not compared.
+        self._buffers = {storage_address(buffer) for buffer in buffers} - {0}
+        self._expected = records  # of the first run; ``None`` in the first run
+        self._backward = current_graph_task_id()
+        self._records: list[_Record] = []
+
+    def comparing(self) -> "OperatorTrace":
+        """Return a mode that raises ``RecomputationError`` at the first operator that is not as it was here."""
+        return OperatorTrace(records=self._records)
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = call_operator(func, args, kwargs)
+        is_inner = current_graph_task_id() != self._backward  # a backward inside of the layer
+        if is_inner or _is_passed_over(func, types, args):
+            return output
+        first = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
+        is_compared = not (self._is_unset_or_moving(func, args) or _is_counter(func, first))
+        with without_dispatch():  # other modes are not to see our own operators
+            record = (func, _describe(output), take_sample(first) if is_compared else None)
+            self._records.append(record)
+            if self._expected is not None:
+                self._compare(record, len(self._records) - 1)
+        return output
+
+    def _is_unset_or_moving(self, func: Any, args: tuple[Any, ...]) -> bool:
+        if any(part in str(func) for part in _UNSET):
+            return True
+        first = args[0] if args else None
+        return isinstance(first, Tensor) and storage_address(first) in self._buffers
+
+    def _compare(self, record: _Record, number: int) -> None:
+        assert self._expected is not None
+        function, shapes, sample = record
+        if number >= len(self._expected):
+            raise RecomputationError(f"it ran {function} after the last operator of the forward")
+        (expected, expected_shapes, expected_sample), place = self._expected[number], f"operator {number + 1}"
+        if function is not expected:
+            raise RecomputationError(f"{place} was {expected} and is {function}")
+        if shapes != expected_shapes:
+            was, now = ", ".join(expected_shapes), ", ".join(shapes)
+            raise RecomputationError(f"{place}, {function}, returned {was} and returns {now}")
+        if expected_sample is not None and not is_close(expected_sample, sample):
+            raise RecomputationError(f"{place}, {function}, returned other values than it returns now")
+
+
+def _is_passed_over(func: Any, types: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operator is the checkpoint's own, a mere question, a cast that autocast keeps, or of a subclass."""
+    if not PLAIN_TYPES.issuperset(types):
+        return True
+    is_cast = func is TO_COPY and type(args[0]) in PARAMETER_CLASSES
+    return is_cast or getattr(func, "namespace", "") == "prim" or str(func).startswith("aten.detach")
+
+
+def _is_counter(func: Any, tensor: Tensor | None) -> bool:
+    """Whether an integer is moved in place, as norms count their batches: that goes on in the second run."""
+    is_mutable = isinstance(func, OpOverload) and schema_of(func).is_mutable
+    return is_mutable and tensor is not None and not tensor.is_floating_point()
+
+
+def _describe(output: Any) -> tuple[str, ...]:
+    return tuple(
+        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        for leaf in tree_leaves(output)
+        if isinstance(leaf, Tensor)
+    )
+
+
+Counts = Counter[tuple[SavePolicy | None, bool]]
+"""How often a layer was called, by what is kept, and whether it was in a backward."""
+DeterminismCheck = Literal["outputs", "operators", "none"]
+
+
+@dataclass(frozen=True)
+class CallWatch:
+    """Callbacks of an observer of one layer."""
+
+    # gets the arguments of a call; returns a context for all of it, from before anything is saved for it
+    call: Callable[[Sequence[Any]], AbstractContextManager[None]]
+    inside: Callable[[], AbstractContextManager[None]]  # returns a context for the first run of the layer's forward
+    on_recomputation: Callable[[], None]  # called before the second run
+
+
+@dataclass(frozen=True)
+class Recomputing:
+    """How a layer is recomputed."""
+
+    name: str  # of the layer, for messages
+    # results of operators that the second run takes from the first; ``None``: it gets the inputs only
+    save: SavePolicy | None = None
+    # ``"outputs"`` compares samples of what autograd saves, in calls 1, 2, 4, 8, ... of the layer; ``"operators"``
+    # compares all operators of each call; ``"none"`` nothing, not even shapes.
+    determinism_check: DeterminismCheck = "outputs"
+    watch: CallWatch | None = None
+
+
+class LayerRuns:
+    """The two runs of one call; an error says where the second differs from the first."""
+
+    def __init__(self, modules: Sequence[nn.Module], recomputing: Recomputing, counts: Counts) -> None:
+        check = recomputing.determinism_check
+        kind = recomputing.save, is_in_backward()  # where a checkpoint around it recomputes: counted apart
+        counts[kind] += 1
+        self._name = recomputing.name
+        self._watch = recomputing.watch
+        self._samples: SavedSamples | None = None
+        if check == "outputs" and is_due(counts[kind]):
+            self._samples = SavedSamples(buffer for module in modules for buffer in module.buffers())
+        self._trace: OperatorTrace | None = None
+        if check == "operators":
+            self._trace = OperatorTrace(buffer for module in modules for buffer in module.buffers())
+        self._places: list[ref[Placeholder]] = []
+        self._outputs: SavedOutputs | None = None
+        if recomputing.save is not None:
+            self._outputs = SavedOutputs(recomputing.save, self._places)
+        self._compares_kinds = check != "none"
+
+    def saves(self, run_again: Callable[[RecomputationHooks], None]) -> RecomputedSaves:
+        """Return what is saved in the call, which ``run_again`` runs a second time."""
+        return RecomputedSaves(
+            run_again,
+            self._places,
+            self._error,
+            compares_kinds=self._compares_kinds,
+            stops_early=self._trace is None and may_stop_early(),
+            samples=self._samples,
+        )
+
+    def first(self, saves: RecomputedSaves) -> AbstractContextManager[None]:
+        """Return the context for the first call of the forward."""
+        watching = self._watch.inside() if self._watch is not None else None
+        recording = self._outputs.recording() if self._outputs is not None else None
+        return _inside(saves, watching, recording, self._trace)
+
+    @contextmanager
+    def second(self, run: RecomputationHooks) -> Iterator[None]:
+        """Run the forward again inside; raises ``RecomputationError`` if it differs."""
+        if self._watch is not None:
+            self._watch.on_recomputation()
+        replaying = self._outputs.replaying() if self._outputs is not None else None
+        comparing = self._trace.comparing() if self._trace is not None else None
+        try:
+            with _inside(run, replaying, comparing):
+                yield
+        except RecomputationError as error:
+            raise self._error(f"{error}.", is_named=True) from None
+
+    def settle(self) -> int:
+        """Call after the first run, outside of the checkpoint; returns how many results are kept."""
+        if self._samples is not None:
+            self._samples.settle()
+        return self._outputs.settle() if self._outputs is not None else 0
+
+    def _error(self, reason: str, *, is_named: bool = False) -> RecomputationError:
+        tip = "" if is_named else "determinism_check='operators' names the operator that differs. "
+        way_out = (
+            "Leave the layer out of checkpointing, or pass determinism_check='none' if the difference is intended."
+        )
+        return divergence_error(self._name, reason, tip + way_out)
+
+
+@contextmanager
+def _inside(hooks: OwnHooks, *others: AbstractContextManager[Any] | None) -> Iterator[None]:
+    """Enter hooks, then what else there is."""
+    with hooks, stepping_aside(hooks), ExitStack() as stack:
+        for other in filter(None, others):
+            stack.enter_context(other)
+        yield
+
 
 # Past the saved-tensor hooks of others, as always. From torch 2.15 on it has to be said: else a warning tells that a
 # later version will hand them what is kept. Where nothing is kept it means nothing.
@@ -38,7 +238,7 @@ _HOOKS: dict[str, Any] = {_RESPECT: False} if _RESPECT in inspect.signature(chec
 class Observation:
     """What is known about a layer from its earlier calls."""
 
-    learned: Learned = field(default_factory=Learned)  # what it writes and draws
+    learned: ForwardFacts = field(default_factory=ForwardFacts)  # what it writes and draws
     # whether it writes its input tensors in place; ``None`` before the first call
     overwrites_inputs: bool | None = None
     num_kept: int | None = None  # results of operators it kept in its last call, besides its inputs
@@ -60,11 +260,11 @@ def call_recomputed(
     watch = recomputing.watch
     watching = watch.call(flatten_arguments(arguments)[0]) if watch is not None else nullcontext()
     with watching, exact_only:
-        kept = KeptArguments(arguments, observation.overwrites_inputs)
+        kept = SavedArguments(arguments, observation.overwrites_inputs)
         state = ForwardState(modules, observation.learned, kept.devices())
         runs = LayerRuns(modules, recomputing, observation.counts)
 
-        def run_again(run: SecondRun) -> None:
+        def run_again(run: RecomputationHooks) -> None:
             def work() -> None:
                 args, kwargs = kept.give(is_overwritten=observation.overwrites_inputs)
                 with module_scope(modules[0]), runs.second(run):
@@ -84,7 +284,7 @@ def call_recomputed(
     return output
 
 
-def _settle(kept: KeptArguments, observation: Observation, name: str) -> None:
+def _settle(kept: SavedArguments, observation: Observation, name: str) -> None:
     """Learn whether the layer overwrote its inputs, and keep what the second run needs of them."""
     if kept.overwrites_inside():
         raise RuntimeError(

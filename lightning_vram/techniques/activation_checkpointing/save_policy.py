@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from lightning_vram.argument_checks import check_positive_int
-from lightning_vram.core.operators.cost import ATTENTION, MATMULS, resolve_operators
-from lightning_vram.private_names.torch.dispatch import DispatchKey
-from lightning_vram.private_names.torch.operators import OpOverload, OpOverloadPacket, schema_of
+from lightning_vram.core.operators import ATTENTION, MATMULS, resolve_operators
+from lightning_vram.private_names.dispatcher import DispatchKey, OpOverload, OpOverloadPacket, schema_of
 
 _FAMILIES = {"matmuls": MATMULS | ATTENTION, "attention": ATTENTION}
 INPUTS = "inputs"

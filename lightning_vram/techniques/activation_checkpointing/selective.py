@@ -5,7 +5,7 @@ be neither offloaded nor compressed; it keeps results that recomputation never r
 one, and redraws different dropout masks after an operator with random numbers. Here each of these works.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,21 +13,91 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_vram.core.hooks.mode import QuietMode
-from lightning_vram.core.hooks.moment import SelectiveCheckpointMode
-from lightning_vram.core.hooks.saved_samples import RecomputationError
-from lightning_vram.core.operators.families import iterate_written, written_arguments
-from lightning_vram.core.random_state.sources import differs, find_sources
-from lightning_vram.core.tensors.nests import flatten_arguments
-from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES
-from lightning_vram.core.tensors.versions import storage_address
-from lightning_vram.private_names.torch.autograd import current_graph_task_id, retains_graph
-from lightning_vram.private_names.torch.dispatch import TorchDispatchMode
-from lightning_vram.private_names.torch.operator_calls import call_operator
-from lightning_vram.private_names.torch.operators import UNSAFE_VIEW
-from lightning_vram.private_names.torch.tensors import base_of, is_view
-from lightning_vram.techniques.activation_checkpointing.kept_result import KeptResult
+from lightning_vram.core.hooks import QuietMode, SavedOutput, SelectiveCheckpointMode
+from lightning_vram.core.operators import iterate_written, written_arguments
+from lightning_vram.core.random_state import differs, find_sources
+from lightning_vram.core.recomputed_saves import RecomputationError
+from lightning_vram.core.tensors.properties import (
+    PARAMETER_CLASSES,
+    Rebuild,
+    alias,
+    flatten_arguments,
+    flatten_output,
+    storage_address,
+    version_of,
+)
+from lightning_vram.private_names.dispatcher import UNSAFE_VIEW, TorchDispatchMode, call_operator
+from lightning_vram.private_names.torch import base_of, current_graph_task_id, is_view, retains_graph
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
+
+
+class SavedResult:
+    """The result of one call of an operator; one that is not kept has to be computed again."""
+
+    __slots__ = (
+        *("_kept", "_leaves", "_num_saves", "_random_states", "_rebuild", "_watched"),
+        *("addresses", "function", "signature"),
+    )
+
+    def __init__(self, function: Any, signature: Any, num_saves: int) -> None:
+        self.function = function
+        self.signature = signature
+        self.addresses: set[int] = set()
+        self._num_saves = num_saves  # tensors that autograd had saved in the layer before it ran
+        self._leaves: list[Any] | None = None
+        self._watched: list[tuple[Tensor, int]] = []  # other tensors on its memory, with their versions
+        self._kept: list[Any] | None = None  # from the end of the first run on: a backward inside of it finds nothing
+        self._rebuild: Rebuild = list
+        self._random_states: list[tuple[Callable[[Any], Any], Any]] = []
+
+    def keep(self, output: Any, random_states: list[tuple[Callable[[Any], Any], Any]]) -> None:
+        """Keep ``output``, and where generators stood after it."""
+        leaves, self._rebuild = flatten_output(output)
+        self._leaves = [alias(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._random_states = random_states
+        self.addresses = {storage_address(leaf) for leaf in leaves if isinstance(leaf, Tensor)} - {0}
+        for leaf in self._leaves:
+            if isinstance(leaf, Tensor):
+                self._watched.append((leaf, version_of(leaf)))
+
+    def watch(self, tensor: Tensor) -> None:
+        """Give it up as soon as ``tensor``, which shares its memory, is written to."""
+        self._watched.append((alias(tensor), version_of(tensor)))
+
+    def give_up(self) -> None:
+        """Do not keep it: it was overwritten, and is made and overwritten again in the second run."""
+        self._leaves = None
+        self._watched = []
+
+    def settle(self, num_saves: int) -> bool:
+        """Save it, unless the layer wrote to it or saved nothing after it: the second run ends before then."""
+        leaves, self._leaves = self._leaves, None
+        watched, self._watched = self._watched, []
+        is_intact = all(version_of(tensor) == version for tensor, version in watched)
+        if leaves is None or self._num_saves == num_saves or not is_intact:
+            return False
+        others = [tensor for tensor, _ in watched]
+        self._kept = [SavedOutput(leaf, others) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return True
+
+    def forget(self) -> None:
+        """Do not keep it any longer: if it is wanted once more, it has to be computed again."""
+        self._kept, self._random_states = None, []
+
+    def give(self) -> tuple[Any] | None:
+        """Return what the operator returned, in a tuple; ``None`` if it has to run again."""
+        if self._kept is None:
+            return None
+        leaves = []
+        for kept in self._kept:
+            leaf = kept.give() if isinstance(kept, SavedOutput) else kept
+            if leaf is None and isinstance(kept, SavedOutput):
+                return None  # overwritten after the layer: as if it had not been kept
+            leaves.append(alias(leaf) if isinstance(leaf, Tensor) else leaf)
+        for write, state in self._random_states:
+            write(state)
+        return (self._rebuild(leaves),)
+
 
 aten = torch.ops.aten
 
@@ -37,14 +107,14 @@ _UNSAFE_VIEWS = frozenset(
 )
 
 
-class KeptOutputs:
+class SavedOutputs:
     """The results kept of one call of a layer."""
 
     def __init__(self, choice: SavePolicy, saves: Sequence[object]) -> None:
         self.choice = choice
         self.saves = saves  # one per tensor that autograd has saved so far: later results are not needed
-        self.results: list[KeptResult] = []
-        self.by_address: dict[int, list[KeptResult]] = {}
+        self.results: list[SavedResult] = []
+        self.by_address: dict[int, list[SavedResult]] = {}
         self.is_complete = False  # a backward inside of the layer recomputes it before its forward has ended
 
     @contextmanager
@@ -65,7 +135,7 @@ class KeptOutputs:
 
 
 class _Mode(SelectiveCheckpointMode, QuietMode):
-    def __init__(self, kept: KeptOutputs) -> None:
+    def __init__(self, kept: SavedOutputs) -> None:
         super().__init__()
         self._kept = kept
         self._backward = current_graph_task_id()
@@ -91,7 +161,7 @@ class _Recording(_Mode):
         kept = self._kept
         number = len(kept.results)
         leaves = flatten_arguments((args, kwargs))[0]
-        result = KeptResult(func, sign(leaves), len(kept.saves))
+        result = SavedResult(func, sign(leaves), len(kept.saves))
         kept.results.append(result)
         if not kept.choice.keeps(number):
             return call_operator(func, args, kwargs)
@@ -121,7 +191,7 @@ class _Recording(_Mode):
 
 
 class _Replaying(_Mode):
-    def __init__(self, kept: KeptOutputs) -> None:
+    def __init__(self, kept: SavedOutputs) -> None:
         super().__init__(kept)
         self._number = 0
 
@@ -139,7 +209,7 @@ class _Replaying(_Mode):
                 return output[0]
         return call_operator(func, args, kwargs)
 
-    def _next(self, func: Any, leaves: list[Any]) -> KeptResult | None:
+    def _next(self, func: Any, leaves: list[Any]) -> SavedResult | None:
         if not self._kept.is_complete:
             return None
         number, self._number = self._number, self._number + 1

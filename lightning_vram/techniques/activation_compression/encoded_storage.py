@@ -6,19 +6,87 @@ value, three views of one result, share one encoding, and any strides come back.
 
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_vram.core.hooks.stage import Taken
-from lightning_vram.core.tensors.layout import flat_as_stored, is_dense
-from lightning_vram.core.tensors.versions import NO_VERSION, alias, version_of
+from lightning_vram.core.hooks import StoredTensor
+from lightning_vram.core.tensors.codecs import pack_bits, unpack_bits
+from lightning_vram.core.tensors.properties import NO_VERSION, alias, flat_as_stored, is_dense, version_of
 from lightning_vram.memory.device.accelerators import stream_id
-from lightning_vram.private_names.torch.dispatch import FakeTensor
-from lightning_vram.techniques.activation_compression.lossless_codecs import Encoding, can_be_read
+from lightning_vram.private_names.dispatcher import FakeTensor
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size
+_SMALL_INTEGERS = (torch.uint8, torch.int16, torch.int32)
+
+
+class Encoding(NamedTuple):
+    """What was made of the elements of a storage, and how to get them back."""
+
+    pieces: list[Tensor]
+    decode: Callable[[list[Tensor]], Tensor]
+    """Takes the pieces, returns the elements [n] in memory of their own."""
+
+
+def can_be_read(tensor: Tensor) -> bool:
+    """Whether a look at the values costs no wait for a device. NumPy writes to no other memory."""
+    return tensor.device.type == "cpu"
+
+
+def is_certain(flag: Tensor) -> bool:
+    """Whether ``flag`` is true. Of fake tensors nothing is known that speaks against what was noted."""
+    return isinstance(flag, FakeTensor) or bool(flag)
+
+
+def pack_mask(mask: Tensor) -> Encoding:
+    """Keep ``mask``, bool [n], as bits."""
+    size = mask.numel()
+    return Encoding([pack_bits(mask)], lambda pieces: _unpack(pieces[0], size, torch.bool))
+
+
+def pack_two_values(numbers: Tensor) -> Encoding | None:
+    """Keep ``numbers``, [n] of any dtype, as bits, if they have two values; ``None`` if they have more."""
+    dtype, size = numbers.dtype, numbers.numel()
+    as_integers = numbers.view(_INTEGERS[dtype.itemsize])  # -0.0 and NaN are values like others
+    low, high = as_integers.aminmax()
+    is_high = as_integers == high
+    if can_be_read(numbers) and not is_certain((is_high | (as_integers == low)).all()):
+        return None
+
+    def decode(pieces: list[Tensor]) -> Tensor:
+        bits, low, high = pieces
+        return torch.where(_unpack(bits, size, torch.bool), high, low).view(dtype)
+
+    return Encoding([pack_bits(is_high), low, high], decode)
+
+
+def shrink_indices(indices: Tensor, largest: int) -> Encoding | None:
+    """Keep ``indices``, [n], in the smallest integers that hold ``largest``; ``None`` if that is no smaller."""
+    dtype = indices.dtype
+    if can_be_read(indices):
+        low, high = indices.aminmax()
+        is_fake = isinstance(indices, FakeTensor)
+        if not is_fake and (int(low) < 0 or int(high) > largest):
+            return None  # somebody wrote there past PyTorch
+    narrow = next((narrow for narrow in _SMALL_INTEGERS if largest <= torch.iinfo(narrow).max), dtype)
+    if narrow.itemsize >= dtype.itemsize:
+        return None
+    return Encoding([indices.to(narrow)], lambda pieces: pieces[0].to(dtype))
+
+
+def pack_signs(numbers: Tensor, condition: Callable[[Tensor], Tensor]) -> Encoding:
+    """Keep where ``condition`` holds. What comes back is 1 there and 0 elsewhere."""
+    dtype, size = numbers.dtype, numbers.numel()
+    return Encoding([pack_bits(condition(numbers))], lambda pieces: _unpack(pieces[0], size, dtype))
+
+
+def _unpack(bits: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    return unpack_bits(bits, torch.empty(size, dtype=dtype, device=bits.device))
+
 
 Encode = Callable[[Tensor], Encoding | None]
-HandOn = Callable[[Tensor], Taken | None]
+HandOn = Callable[[Tensor], StoredTensor | None]
 
 
 def elements_of(tensor: Tensor) -> Tensor:
@@ -32,7 +100,7 @@ def fills_its_memory(tensor: Tensor) -> bool:
     return is_dense(tensor) and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
-def source_of_elements(tensor: Tensor, handed: Taken | None) -> Callable[[], Tensor] | None:
+def source_of_elements(tensor: Tensor, handed: StoredTensor | None) -> Callable[[], Tensor] | None:
     """Return a function that returns all elements of the memory of ``tensor``, which stays, or was taken."""
     if handed is None:
         elements = elements_of(alias(tensor))
@@ -40,7 +108,7 @@ def source_of_elements(tensor: Tensor, handed: Taken | None) -> Callable[[], Ten
     return (lambda: flat_as_stored(handed.give())) if fills_its_memory(tensor) else None  # else a part is left
 
 
-class WhichGiven:
+class ExactSwitch:
     """Says, to all encodings of a run, whether the exact numbers are wanted for once."""
 
     def __init__(self) -> None:
@@ -61,13 +129,15 @@ class EncodedStorage:
         self.dtype, self.is_exact = tensor.dtype, is_exact
         self._encode = encode  # makes an encoding of its elements, and would make the same one again
         self._decode = encoding.decode
-        self._pieces: list[Tensor | Taken] = [hand_on(piece) or piece for piece in encoding.pieces]
+        self._pieces: list[Tensor | StoredTensor] = [hand_on(piece) or piece for piece in encoding.pieces]
         self._exact: Tensor | None = None
-        self._which: WhichGiven | None = None
+        self._which: ExactSwitch | None = None
         self._last: tuple[weakref.ref[Tensor], int, int, int] | None = None  # with version, offset and stream
-        self.num_bytes = sum(piece.num_bytes if isinstance(piece, Taken) else piece.nbytes for piece in self._pieces)
+        self.num_bytes = sum(
+            piece.num_bytes if isinstance(piece, StoredTensor) else piece.nbytes for piece in self._pieces
+        )
 
-    def keep_exact_too(self, tensor: Tensor, which: WhichGiven) -> None:
+    def keep_exact_too(self, tensor: Tensor, which: ExactSwitch) -> None:
         """Keep the memory of ``tensor`` as well; ``which`` says when that is given."""
         self._exact, self._which = elements_of(tensor), which
 
@@ -119,7 +189,7 @@ class EncodedStorage:
         return view
 
     def _read(self) -> list[Tensor]:
-        return [piece.give() if isinstance(piece, Taken) else piece for piece in self._pieces]
+        return [piece.give() if isinstance(piece, StoredTensor) else piece for piece in self._pieces]
 
 
 def _are_same(kept: Tensor, made: Tensor) -> bool:
@@ -127,7 +197,7 @@ def _are_same(kept: Tensor, made: Tensor) -> bool:
     return isinstance(kept, FakeTensor) or torch.equal(kept_bytes, made_bytes)
 
 
-class Encoded(Taken):
+class Encoded(StoredTensor):
     """A saved tensor: where it lies in an encoded memory."""
 
     __slots__ = ("_offset", "_shape", "_strides", "storage")

@@ -14,10 +14,11 @@ neither does one to ``.data`` after the stage was left; between two saves of one
 ``grad_fn._saved_result`` of a ReLU shows ones and zeros.
 """
 
+import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,24 +28,22 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_vram.core.hooks.hidden_from_dynamo import hide_from_dynamo
-from lightning_vram.core.hooks.stage import SavedTensorStage, Taken
-from lightning_vram.core.layers.selection import LayerSelection
-from lightning_vram.core.tensors.by_storage import ByStorage, StorageMemo
-from lightning_vram.core.tensors.lossy_codecs import LossyFormat
-from lightning_vram.core.tensors.versions import alias, storage_address
+from lightning_vram.core.hooks import SavedTensorStage, StoredTensor, hide_from_dynamo
+from lightning_vram.core.layers import LayerSelection
+from lightning_vram.core.tensors.codecs import LossyFormat
+from lightning_vram.core.tensors.properties import ByStorage, StorageMemo, alias, storage_address
 from lightning_vram.memory.device.accelerators import stream_id
-from lightning_vram.private_names.torch.autocast import without_autocast
-from lightning_vram.private_names.torch.dispatch import TorchDispatchMode
-from lightning_vram.techniques.activation_compression.choice import EncodingChoice
+from lightning_vram.private_names.dispatcher import TorchDispatchMode
+from lightning_vram.private_names.torch import without_autocast
 from lightning_vram.techniques.activation_compression.encoded_storage import (
     Encoded,
     EncodedStorage,
-    WhichGiven,
+    ExactSwitch,
     elements_of,
     source_of_elements,
 )
-from lightning_vram.techniques.activation_compression.lossy_permission import (
+from lightning_vram.techniques.activation_compression.encoding_choice import (
+    EncodingChoice,
     LossyPermission,
     check_compression,
     is_checkpoint,
@@ -74,7 +73,7 @@ class CompressionStage(SavedTensorStage):
     loss it stores results and inputs of operators that have a gradient; never what has none (data, constants, what
     custom functions put aside), leaves, second results and statistics of operators, what is made of those or of weights
     only, what the backward of an operator magnifies an error of (see
-    :mod:`~lightning_vram.core.operators.exactness`), inputs of checkpoints, and tensors whose last size is 1.
+    :mod:`~lightning_vram.core.operators`), inputs of checkpoints, and tensors whose last size is 1.
     Differences of nearly equal terms, as in a softmax made of ``exp`` and ``sum``, magnify an error that no operator
     shows.
 
@@ -122,7 +121,7 @@ class CompressionStage(SavedTensorStage):
         self._made_of: ByStorage[weakref.WeakSet[EncodedStorage]] = ByStorage()  # at any version of it
         self._counted: ByStorage[bool] = ByStorage()
         self._counted_whole: ByStorage[bool] = ByStorage()
-        self._which = WhichGiven()
+        self._which = ExactSwitch()
         self._being_saved: Tensor | None = None  # by autograd, and not offered by another stage
         self._is_checkpointed = False
         self._keeps_exact = False
@@ -196,7 +195,7 @@ class CompressionStage(SavedTensorStage):
                 self._count_whole(target, target.untyped_storage().nbytes())
 
     @override
-    def take(self, tensor: Tensor) -> Taken | None:
+    def take(self, tensor: Tensor) -> StoredTensor | None:
         if not storage_address(tensor) or not tensor.numel():
             return self.hand_on(tensor)
         self.report.num_saved += 1
@@ -269,7 +268,7 @@ class CompressionStage(SavedTensorStage):
             self._made_of.note(tensor, of_memory)
         of_memory.add(made)
 
-    def _leave(self, tensor: Tensor, num_writes: int | None) -> Taken | None:
+    def _leave(self, tensor: Tensor, num_writes: int | None) -> StoredTensor | None:
         """Leave a tensor as it is; what was made of its memory before is given up for it."""
         handed = self.hand_on(tensor)
         for kind in ("signs", "lossless", "lossy") if num_writes is not None else ():
@@ -294,3 +293,64 @@ class CompressionStage(SavedTensorStage):
 
 def _return(elements: Tensor) -> Tensor:
     return elements
+
+
+def gradient_cosine(stage: CompressionStage, loss: Tensor, parameters: Iterable[Tensor]) -> float:
+    """Return the cosine between the exact gradient and the one that ``stage`` gives.
+
+    The same graph is run backward twice, with the exact numbers and with the stored ones: it costs two backwards and,
+    for that batch, the memory of the exact numbers. The graph stays usable, no ``.grad`` is touched, no random number
+    is drawn. Hooks on tensors run, those on the accumulation of gradients (as of DDP) do not. Not for sharded
+    parameters (FSDP), whose hooks move them, nor with reentrant checkpointing, and not for DDP with
+    ``static_graph=True``, which counts the backwards.
+
+    Args:
+        stage: What compressed the graph of ``loss``, entered within
+            :meth:`~lightning_vram.techniques.activation_compression.stage.CompressionStage.keeping_exact_too`.
+        loss: A scalar, scaled as for the backward: gradients in float16 vanish otherwise.
+        parameters: The gradient is that with respect to all of them together; those without one are left out.
+
+    Returns:
+        A number from -1 to 1. 0.0 if one gradient is zero, NaN if both are, or one is not finite. The parts of complex
+        numbers count as numbers.
+
+    Raises:
+        RuntimeError: If the run did not keep the exact numbers.
+        ValueError: If no parameter requires a gradient.
+    """
+    if not stage.has_exact:
+        raise RuntimeError(
+            "gradient_cosine(stage) has no exact gradient to compare with: enter the stage inside "
+            "stage.keeping_exact_too()."
+        )
+    wanted = [parameter for parameter in parameters if parameter.requires_grad]
+    if not wanted:
+        raise ValueError("gradient_cosine(parameters) must hold one that requires a gradient, got none.")
+    stored = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
+    with stage.giving_exact():
+        exact = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
+    with torch.no_grad():
+        sums = torch.zeros(3, dtype=_widest(loss.device), device=loss.device)
+        for one, other in zip(exact, stored, strict=True):
+            if one is not None:  # an unused parameter has neither
+                sums += _products(one, other).to(sums.device)
+        product, exact_square, stored_square = sums.tolist()  # one wait for the device
+    if exact_square == 0.0 or stored_square == 0.0:
+        return math.nan if exact_square == stored_square else 0.0
+    cosine = product / (exact_square**0.5 * stored_square**0.5)
+    return cosine if cosine != cosine else max(-1.0, min(1.0, float(cosine)))
+
+
+def _products(one: Tensor, other: Tensor) -> Tensor:
+    a, b = _numbers_of(one), _numbers_of(other)
+    return torch.stack([a @ b, a @ a, b @ b])
+
+
+def _numbers_of(gradient: Tensor) -> Tensor:
+    dense = gradient.to_dense().resolve_conj()
+    real = torch.view_as_real(dense) if dense.is_complex() else dense
+    return real.reshape(-1).to(_widest(gradient.device))
+
+
+def _widest(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # which has no float64

@@ -2,21 +2,151 @@
 
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_vram.core.hooks.stage import Taken
-from lightning_vram.core.host.arena import OffloadError, unseen
+from lightning_vram.core.hooks import StoredTensor
+from lightning_vram.core.host.memory import OffloadError, hidden_from_modes
 from lightning_vram.core.host.transfers import Arrival
-from lightning_vram.core.tensors.versions import alias, version_counter
-from lightning_vram.private_names.torch.autograd import current_graph_task_id
-from lightning_vram.private_names.torch.dispatch import FakeTensor
-from lightning_vram.private_names.torch.tensors import num_writes
-from lightning_vram.techniques.activation_offload.geometry import Geometry, to_view
-from lightning_vram.techniques.activation_offload.history import Run
+from lightning_vram.core.tensors.properties import alias, version_counter
+from lightning_vram.private_names.dispatcher import FakeTensor, neg_view
+from lightning_vram.private_names.torch import current_graph_task_id, num_writes
 from lightning_vram.techniques.activation_offload.places import Parcel, Place
+
+ALIGNED_BYTES = 256
+"""Kernels choose by the alignment of addresses. Those of copies are the originals', modulo this."""
+
+
+class Geometry:
+    """How a tensor lies in its memory."""
+
+    __slots__ = ("is_conj", "is_neg", "offset", "shape", "strides")
+
+    def __init__(self, tensor: Tensor, offset: int) -> None:
+        self.shape, self.strides, self.offset = tensor.shape, tensor.stride(), offset
+        self.is_conj, self.is_neg = tensor.is_conj(), tensor.is_neg()
+
+
+def find_span(tensor: Tensor) -> tuple[int, int]:
+    """Return the first element and the number of elements to send: of all its memory if it covers half of that.
+
+    Else they begin at an aligned address, up to 255 bytes below the tensor.
+    """
+    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    total, remainder = divmod(tensor.untyped_storage().nbytes(), tensor.dtype.itemsize)
+    if not remainder and 2 * length >= total:
+        return 0, total
+    offset = int(tensor.storage_offset())
+    below = offset % (ALIGNED_BYTES // tensor.dtype.itemsize)
+    return offset - below, length + below
+
+
+def to_flat(tensor: Tensor, start: int, length: int) -> Tensor:
+    """Return ``length`` elements of the memory of an alias from ``start`` on, as they lie there."""
+    with hidden_from_modes(tensor):
+        if tensor.is_neg():
+            tensor = neg_view(tensor)
+        if tensor.is_conj():
+            tensor = tensor.conj()
+        return tensor.as_strided((length,), (1,), start)
+
+
+def as_bytes(flat: Tensor) -> Tensor:
+    """Return the bytes of a flat tensor."""
+    with hidden_from_modes(flat):
+        return flat.view(torch.uint8)
+
+
+def to_view(flat: Tensor, dtype: torch.dtype, geometry: Geometry) -> Tensor:
+    """Return the tensor that ``geometry`` tells of, on the bytes of ``flat``."""
+    with hidden_from_modes(flat):
+        remainder = flat.numel() % dtype.itemsize
+        typed = (flat.narrow(0, 0, flat.numel() - remainder) if remainder else flat).view(dtype)
+        view = typed.as_strided(geometry.shape, geometry.strides, typed.storage_offset() + geometry.offset)
+        if geometry.is_conj:
+            view = view.conj()
+        return neg_view(view) if geometry.is_neg else view
+
+
+_MAX_KINDS = 256  # remembered; batches may have any length
+_FEWEST_TO_PRUNE = 64
+
+
+class _Saved(Protocol):
+    number: int
+    num_bytes: int
+
+
+class Run:
+    """What one forward saved, in order, and how much of it is on the device; expected is last time's, or 0."""
+
+    __slots__ = ("_prune_at", "expected_bytes", "items", "largest_bytes", "resident_bytes", "saved_bytes")
+
+    def __init__(self, expected_bytes: int = 0, largest_bytes: int = 0) -> None:
+        self.expected_bytes = expected_bytes
+        self.largest_bytes = largest_bytes
+        self.saved_bytes = 0
+        self.resident_bytes = 0  # on the device and not given back to autograd yet
+        self.items: list[weakref.ref[Any]] = []
+        self._prune_at = _FEWEST_TO_PRUNE
+
+    def append(self, item: _Saved) -> None:
+        """Note that ``item`` is saved, and number it."""
+        item.number = len(self.items)
+        self.items.append(weakref.ref(item))
+        if len(self.items) >= self._prune_at:
+            self._prune()
+
+    def _prune(self) -> None:
+        """Forget the dead if they are the most: of forwards, say, that one loss after the other dropped unused."""
+        alive = [item for reference in self.items if (item := reference()) is not None]
+        if 2 * len(alive) <= len(self.items):
+            for number, item in enumerate(alive):
+                item.number = number
+            self.items = [weakref.ref(item) for item in alive]
+            self.saved_bytes = sum(item.num_bytes for item in alive)
+        self._prune_at = max(_FEWEST_TO_PRUNE, 2 * len(self.items))
+
+
+class ForwardHistory:
+    """Follows a program from forward to forward.
+
+    A forward begins when the program is entered, and with what is saved after a backward asked for something. Two are
+    of a kind if both were the n-th since the program was entered, and what they saved first has one size.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[int, int], tuple[int, int]] = {}  # total and largest bytes by kind, latest kind last
+        self._run: Run | None = None
+        self._kind = (0, 0)
+        self._num_forwards = 0
+
+    def start(self) -> None:
+        """The program is entered."""
+        self._run = None
+        self._num_forwards = 0
+
+    def end_forward(self) -> None:
+        """A backward asked for something."""
+        self._run = None
+
+    def add(self, num_bytes: int) -> tuple[Run, int]:
+        """Note that something is saved; return the run it belongs to, and the bytes that were saved in it before."""
+        run = self._run
+        if run is None:
+            self._kind = (self._num_forwards, num_bytes)
+            self._num_forwards += 1
+            run = self._run = Run(*self._last.pop(self._kind, (0, 0)))
+            if len(self._last) >= _MAX_KINDS:
+                del self._last[next(iter(self._last))]
+        position = run.saved_bytes
+        run.saved_bytes += num_bytes
+        run.largest_bytes = max(run.largest_bytes, num_bytes)
+        self._last[self._kind] = run.saved_bytes, run.largest_bytes
+        return run, position
+
 
 _LOOK_AHEAD = 64  # items that are looked at for one that may be fetched
 
@@ -104,7 +234,7 @@ class OffloadedItem:
         """
         if self.parcel is None or type(tensor) is FakeTensor or tensor.device.type != "cpu":
             return True
-        with unseen(tensor):
+        with hidden_from_modes(tensor):
             flat = self._place.wrap(tensor.untyped_storage()).narrow(0, start_bytes, self.num_bytes)
             if self._packed_dtype is not None:
                 flat = flat.view(self._packed_dtype).to(torch.bfloat16).view(torch.uint8)
@@ -246,7 +376,7 @@ _Bring = Callable[[OffloadedItem, int], tuple[Tensor, int]]
 """Gets an item and the load at which a handle was last asked; returns the bytes and the load now."""
 
 
-class OffloadHandle(Taken):
+class OffloadHandle(StoredTensor):
     """A tensor that was offloaded: how it lies in the bytes of its item, which it may share with others."""
 
     __slots__ = ("_bring", "_dtype", "_geometry", "_load", "item")
@@ -272,3 +402,43 @@ class OffloadHandle(Taken):
     def give(self) -> Tensor:  # noqa: D102
         flat, self._load = self._bring(self.item, self._load)
         return to_view(flat, self._dtype, self._geometry)
+
+
+class LateHandle(StoredTensor):
+    """Holds a tensor until its operator has finished, then what ``take`` returns for it (``None``: it stays)."""
+
+    __slots__ = ("_take", "_taken", "_tensor")
+
+    def __init__(self, tensor: Tensor, take: Callable[[Tensor], StoredTensor | None]) -> None:
+        self._tensor: Tensor | None = alias(tensor)
+        self._take: Callable[[Tensor], StoredTensor | None] | None = take
+        self._taken: StoredTensor | None = None
+
+    def finish(self) -> None:
+        """Take it over now: the operator that saved it is through."""
+        if self._take is not None and self._tensor is not None:
+            take, self._take = self._take, None
+            self._taken = take(self._tensor)
+            if self._taken is not None:
+                self._tensor = None
+
+    @property
+    def is_snapshot(self) -> bool:  # noqa: D102
+        return self._taken is not None
+
+    @property
+    def num_bytes(self) -> int:  # noqa: D102
+        return self._tensor.nbytes if self._tensor is not None else self._whole.num_bytes
+
+    def before_write(self) -> None:  # noqa: D102
+        self.finish()
+        if self._taken is not None:
+            self._taken.before_write()
+
+    def give(self) -> Tensor:  # noqa: D102
+        return self._tensor if self._tensor is not None else self._whole.give()
+
+    @property
+    def _whole(self) -> StoredTensor:
+        assert self._taken is not None
+        return self._taken

@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Hashable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -22,22 +23,101 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool
-from lightning_vram.core.hooks.stage import SavedTensorStage, Taken, innermost_stage
-from lightning_vram.core.hooks.unfinished_saves import is_unfinished
-from lightning_vram.core.tensors.by_storage import StorageMemo
-from lightning_vram.core.tensors.versions import alias
-from lightning_vram.private_names.torch.autocast import without_autocast
-from lightning_vram.private_names.torch.autograd import current_graph_task_id, num_nodes
-from lightning_vram.private_names.torch.dispatch import TorchDispatchMode
-from lightning_vram.techniques.activation_offload.argument_checks import check_bytes, check_max_slowdown
-from lightning_vram.techniques.activation_offload.candidates import OffloadCandidates
-from lightning_vram.techniques.activation_offload.geometry import as_bytes, find_span, to_flat
-from lightning_vram.techniques.activation_offload.history import ForwardHistory, Run
-from lightning_vram.techniques.activation_offload.items import OffloadedItem, OffloadHandle
-from lightning_vram.techniques.activation_offload.late_handle import LateHandle
-from lightning_vram.techniques.activation_offload.pace import OffloadMeasures, OffloadPace
-from lightning_vram.techniques.activation_offload.places import OffloadPlaces
-from lightning_vram.techniques.activation_offload.report import OffloadReport
+from lightning_vram.core.hooks import SavedTensorStage, StoredTensor, innermost_stage, is_unfinished
+from lightning_vram.core.tensors.properties import ByStorage, StorageMemo, alias, storage_address
+from lightning_vram.memory.device.accelerators import is_capturing
+from lightning_vram.memory.tracking.ledger import iterate_storages, iterate_tensors
+from lightning_vram.private_names.dispatcher import FakeTensor, TorchDispatchMode
+from lightning_vram.private_names.torch import current_graph_task_id, num_nodes, without_autocast
+from lightning_vram.techniques.activation_offload.items import (
+    ForwardHistory,
+    LateHandle,
+    OffloadedItem,
+    OffloadHandle,
+    Run,
+    as_bytes,
+    find_span,
+    to_flat,
+)
+from lightning_vram.techniques.activation_offload.places import OffloadMeasures, OffloadPace, OffloadPlaces
+
+
+def check_bytes(name: str, value: object, allowed: str = "bytes as an int") -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless ``value`` is a non-negative int."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be {allowed}, got {value!r} of type {type(value).__name__}.")
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, got {value}.")
+
+
+def check_max_slowdown(name: str, value: object, disk_path: object) -> None:
+    """Refuse an invalid slowdown, and one with a disk, whose own waits are not measured."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number or None, got {value!r} of type {type(value).__name__}.")
+    if not value >= 1:
+        raise ValueError(f"{name} must be at least 1, got {value}.")
+    if disk_path is not None:
+        raise ValueError(f"{name} is for host memory: with disk_path, set most_bytes.")
+
+
+class OffloadCandidates:
+    """Chooses tensors on the device with at least ``min_bytes`` of memory that is not held there anyway."""
+
+    def __init__(self, min_bytes: int) -> None:
+        self._min_bytes = max(1, min_bytes)
+        self._in_place: ByStorage[bool] = ByStorage()
+        self._parameters: set[int] = set()  # addresses of their storages
+        self._may_be_host = True  # whether the host is the device
+
+    def begin(self, module: nn.Module | None) -> None:
+        """Learn what the parameters and buffers of ``module`` are now, and where."""
+        tensors = [] if module is None else [*module.parameters(), *module.buffers()]
+        self._parameters = {storage_address(tensor) for tensor in tensors} | {0}
+        self._may_be_host = all(tensor.device.type == "cpu" for tensor in tensors)
+
+    def keep_in_place(self, nest: Any) -> None:
+        """Let the memory of all tensors in ``nest`` stay as long as it lives."""
+        for tensor in iterate_tensors(nest):
+            for storage, _ in iterate_storages(tensor):
+                self._in_place.note_storage(storage, True)  # noqa: FBT003
+
+    def keep_memory(self, tensor: Tensor) -> None:
+        """Let the memory of ``tensor`` stay as long as it lives."""
+        self._in_place.note(tensor, True)  # noqa: FBT003
+
+    def may_travel(self, tensor: Tensor) -> bool:
+        """Whether ``tensor``, or a part of its memory, may be sent away."""
+        address = storage_address(tensor)
+        if address in self._parameters or tensor.untyped_storage().nbytes() < self._min_bytes:
+            return False
+        if self._in_place.find(tensor):
+            return False
+        if current_graph_task_id() != -1:  # in a backward: needed again at once, or by the next backward
+            return False
+        return tensor.numel() > 0 and self._is_on_device(tensor) and not tensor.is_quantized
+
+    def _is_on_device(self, tensor: Tensor) -> bool:
+        kind = tensor.device.type
+        if kind == "cpu":
+            return self._may_be_host
+        if type(tensor) is not FakeTensor and (kind == "meta" or is_capturing(tensor.device)):
+            return False
+        self._may_be_host = False  # a module on the host that computes elsewhere: FSDP2 with offload
+        return True
+
+
+@dataclass(frozen=True)
+class OffloadReport:
+    """What an ``ActivationOffloading`` did since it was entered last."""
+
+    offloaded_bytes: int  # bytes of the device that were sent away. Each storage counts once.
+    kept_bytes: int  # bytes that were large enough and stayed: needed again at once, or more than may travel
+    num_offloaded: int  # storages that were sent away
+    host_bytes: int  # host memory taken so far, whether in use or not
+    disk_bytes: int  # size of the file
+
 
 _WINDOW_SHARE = 16  # "auto": this part of what a forward saves
 _EXCESS_SHARE = 2  # of what stays in excess: used up by then, its room serves what is fetched ahead
@@ -179,7 +259,7 @@ class ActivationOffloading(SavedTensorStage):
         return None
 
     @override
-    def take(self, tensor: Tensor) -> Taken | None:
+    def take(self, tensor: Tensor) -> StoredTensor | None:
         if num_nodes() != self._late_operator:
             self._finish_late()
         if not self._candidates.may_travel(tensor):
@@ -191,7 +271,7 @@ class ActivationOffloading(SavedTensorStage):
             return late
         return self._send(tensor)
 
-    def _send(self, tensor: Tensor) -> Taken | None:
+    def _send(self, tensor: Tensor) -> StoredTensor | None:
         with self._lock:
             item, offset = self._find_item(tensor)
             return OffloadHandle(self._bring, item, tensor, offset) if item is not None else self.hand_on(tensor)

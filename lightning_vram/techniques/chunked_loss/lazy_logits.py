@@ -8,22 +8,92 @@ kept.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_vram.core.hooks.hidden_from_dynamo import hide_from_dynamo
-from lightning_vram.core.tensors.versions import version_of
-from lightning_vram.private_names.fsdp2.states import waits_for_backward
-from lightning_vram.private_names.torch.tensors import make_wrapper, without_torch_function
-from lightning_vram.private_names.torch.trees import tree_map_only
-from lightning_vram.techniques.chunked_loss.chunk_rows import ChunkRows
-from lightning_vram.techniques.chunked_loss.expression import Call, Head, Node, detach, read_autocast, walk
-from lightning_vram.techniques.chunked_loss.questions import IN_PLACE, PROPERTIES, QUESTIONS
-from lightning_vram.techniques.chunked_loss.row_chunks import compute_rows, compute_sum
-from lightning_vram.techniques.chunked_loss.row_program import RowProgram
+from lightning_vram.core.hooks import hide_from_dynamo, is_in_backward
+from lightning_vram.core.tensors.properties import REAL_TYPES, version_of
+from lightning_vram.memory.device.accelerators import FreeMemory, free_memory_of
+from lightning_vram.private_names.fsdp2 import waits_for_backward
+from lightning_vram.private_names.torch import VIEW_PROPERTIES, make_wrapper, tree_map_only, without_torch_function
+from lightning_vram.techniques.chunked_loss.row_program import (
+    Call,
+    Head,
+    Node,
+    RowProgram,
+    compute_rows,
+    compute_sum,
+    detach,
+    read_autocast,
+    walk,
+)
+
+_FEWEST_ROWS = {"cpu": 128}  # fewer leave products of matrices slow; elsewhere 256
+_FEWEST_WHERE_FULL = 16
+_MATRICES = 5  # of a chunk, in float32: logits, their logarithms, the gradients of both, one more for soft caps
+_MARGIN = 10  # the part of the room that is left free: cached blocks may not fit
+
+
+def find_chunk_rows(chunk: int | Literal["auto"], hidden: Tensor, num_rows: int, num_classes: int) -> int:
+    """Return how many tokens are computed at a time, from sizes only, so that a run can be repeated."""
+    if chunk != "auto":
+        return chunk
+    fewest = _FEWEST_ROWS.get(hidden.device.type, 256)
+    return max(fewest, 1 << max(0, (num_rows * hidden.shape[-1] // num_classes - 1).bit_length()))
+
+
+class ChunkRows:
+    """:func:`find_chunk_rows`, and fewer from then on where the device has no room for as many.
+
+    Room is asked for in each forward, which waits for nothing: moments of the optimizer come after the first. What a
+    checkpoint runs again has the chunks of its first run. Tensors without values, as in estimates, have no room.
+    """
+
+    def __init__(self, chunk: int | Literal["auto"]) -> None:
+        self._chunk = chunk
+        self._rooms: dict[torch.device, FreeMemory | None] = {}
+        self._fewer: dict[tuple[torch.device, int, int, int], int] = {}
+
+    def __call__(self, hidden: Tensor, num_rows: int, num_classes: int, *, asks: bool) -> int:
+        """Return the rows; ``asks`` whether they are computed now, so that free memory counts."""
+        rows = find_chunk_rows(self._chunk, hidden, num_rows, num_classes)
+        device, width = hidden.device, hidden.shape[-1]
+        if self._chunk != "auto" or type(hidden) not in REAL_TYPES:
+            return rows
+        key = (device, num_rows, width, num_classes)
+        rows = self._fewer.get(key, rows)
+        if not asks or is_in_backward():
+            return rows
+        if device not in self._rooms:
+            self._rooms[device] = free_memory_of(device)
+        room = self._rooms[device]
+        if room is None:
+            return rows
+        num_bytes = max(4, hidden.element_size())
+        # The gradient of the weights in float32, and a cast of them or of it; that of the hidden states.
+        lasting_bytes = num_bytes * (2 * num_classes + num_rows) * width
+        allowed_bytes = room.room_bytes() * (_MARGIN - 1) // _MARGIN - lasting_bytes
+        fitting = max(_FEWEST_WHERE_FULL, allowed_bytes // (_MATRICES * num_bytes * num_classes))
+        if fitting < rows:
+            rows = self._fewer[key] = 1 << (fitting.bit_length() - 1)
+        return rows
+
+
+PROPERTIES = VIEW_PROPERTIES | {
+    *("shape", "dtype", "device", "ndim", "layout", "names", "is_leaf", "requires_grad", "grad_fn"),
+    *("retains_grad", "output_nr", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta"),
+    *("is_mtia", "is_ipu", "is_maia", "is_vulkan", "is_mkldnn", "is_sparse", "is_sparse_csr", "is_nested"),
+    "is_quantized",
+}
+QUESTIONS = {
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "element_size"),
+    *("is_floating_point", "is_complex", "is_signed", "is_same_size", "storage_offset", "get_device", "is_conj"),
+    *("is_neg", "is_inference", "__len__"),
+}
+IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__set__"})
 
 
 class Settings:

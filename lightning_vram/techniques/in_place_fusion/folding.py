@@ -21,19 +21,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_vram.core.surgery.class_swap import Swaps, plain_class_forward
-from lightning_vram.core.tensors.parameter_classes import PLAIN_TYPES
-from lightning_vram.core.tensors.versions import version_of
-from lightning_vram.private_names.torch.autograd import current_graph_task_id, is_in_transform
-from lightning_vram.private_names.torch.modules import (
+from lightning_vram.core.patching import Swaps, plain_class_forward
+from lightning_vram.core.tensors.properties import PLAIN_TYPES, version_of
+from lightning_vram.private_names.torch import (
     can_check_dimensions,
     can_pad_output,
     check_dimensions,
     class_conv_forward,
     convolve_with,
+    current_graph_task_id,
+    is_in_transform,
 )
-from lightning_vram.private_names.torch.modules import output_padding as find_output_padding
-from lightning_vram.techniques.in_place_fusion.links import Link
+from lightning_vram.private_names.torch import output_padding as find_output_padding
+from lightning_vram.techniques.in_place_fusion.observed_links import Link
 
 _Convolution: TypeAlias = (
     nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d

@@ -20,9 +20,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.private_names.torch.tensors import is_view
-from lightning_vram.techniques.in_place_fusion.links import has_global_hooks, has_tensor_hooks, is_plain, watch_hooks
-from lightning_vram.techniques.in_place_fusion.storage_watch import Memory, StorageWatch, collect_cycles
+from lightning_vram.private_names.torch import is_view
+from lightning_vram.techniques.in_place_fusion.observed_links import (
+    Memory,
+    StorageWatch,
+    collect_cycles,
+    has_global_hooks,
+    has_tensor_hooks,
+    is_plain,
+    watch_hooks,
+)
 
 _EXACT = {nn.ReLU.forward, nn.LeakyReLU.forward}
 _COPIED = "saves nothing: autograd copies its input first"

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.private_names.torch.compiled import is_compiled
-from lightning_vram.private_names.torch.tensors import storage_key
-from lightning_vram.private_names.torch.trees import tree_leaves
+from lightning_vram.private_names.dispatcher import is_compiled
+from lightning_vram.private_names.torch import storage_key, tree_leaves
 from lightning_vram.techniques.in_place_fusion.folding import (
     BATCH_NORMS,
     CONVOLUTIONS,
@@ -28,7 +27,7 @@ from lightning_vram.techniques.in_place_fusion.folding import (
 )
 from lightning_vram.techniques.in_place_fusion.inplace_abn import InPlaceABNHandle, apply_inplace_abn_where_safe
 from lightning_vram.techniques.in_place_fusion.inplace_activations import InplaceObserver, set_inplace
-from lightning_vram.techniques.in_place_fusion.links import LinkObserver
+from lightning_vram.techniques.in_place_fusion.observed_links import LinkObserver
 from lightning_vram.techniques.in_place_fusion.recomputation import (
     Recomputation,
     apply_compiled_recomputation,

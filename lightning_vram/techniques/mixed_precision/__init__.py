@@ -1,11 +1,18 @@
 """Loss scale, layers that stay in float32, norms in 16 bits, casts of weights. May import: core, memory."""
 
-from lightning_vram.techniques.mixed_precision.autocast_weights import find_narrow_weights
-from lightning_vram.techniques.mixed_precision.fp32_islands import Float32Islands, list_islands, run_in_fp32
-from lightning_vram.techniques.mixed_precision.grad_scaler_parts import note_unscaled, unscale_part, without_optimizers
-from lightning_vram.techniques.mixed_precision.loss_scaling import LossScaling
-from lightning_vram.techniques.mixed_precision.low_precision_norms import keep_norms_low
-from lightning_vram.techniques.mixed_precision.weight_casts import WeightCasts
+from lightning_vram.techniques.mixed_precision.loss_scaling import (
+    LossScaling,
+    note_unscaled,
+    unscale_part,
+    without_optimizers,
+)
+from lightning_vram.techniques.mixed_precision.module_precision import (
+    Float32Islands,
+    keep_norms_low,
+    list_islands,
+    run_in_fp32,
+)
+from lightning_vram.techniques.mixed_precision.weight_casts import WeightCasts, find_narrow_weights
 
 __all__ = [
     "Float32Islands",

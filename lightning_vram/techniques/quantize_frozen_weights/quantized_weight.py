@@ -21,16 +21,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_vram.core.hooks.moment import is_transformed
-from lightning_vram.core.hooks.remade_saves import RemadeSaves
-from lightning_vram.core.tensors.parameter_classes import add_parameter_class, while_plain
-from lightning_vram.private_names.fsdp2.sharded_tensors import shard_like
-from lightning_vram.private_names.torch.autograd import may_set_hooks
-from lightning_vram.private_names.torch.modules import own_parameters
-from lightning_vram.private_names.torch.tensors import without_torch_function
-from lightning_vram.private_names.torch.trees import tree_leaves, tree_map_only
-from lightning_vram.techniques.quantize_frozen_weights.libraries import Library
-from lightning_vram.techniques.quantize_frozen_weights.packing import Packing
+from lightning_vram.core.hooks import RecomputableTensors, is_transformed
+from lightning_vram.core.tensors.properties import add_parameter_class, while_plain
+from lightning_vram.private_names.fsdp2 import shard_like
+from lightning_vram.private_names.torch import (
+    may_set_hooks,
+    own_parameters,
+    tree_leaves,
+    tree_map_only,
+    without_torch_function,
+)
+from lightning_vram.techniques.quantize_frozen_weights.packing import Library, Packing
 
 DTYPE = "_quantized_weight_dtype"
 """Name of an empty buffer, which follows the module to devices and dtypes."""
@@ -51,7 +52,7 @@ _INPUTS: dict[Callable[..., Any], tuple[int, str]] = {  # where the input of a l
 _COMPILERS = "torch._"
 _SEE_BYTES = ("torch.nn.modules.module", "torch.nn.parallel", "torch.distributed", "torch.autograd", "lightning_vram.")
 _REPLACE = {f"torch.nn.utils.{name}" for name in ("parametrize", "prune", "spectral_norm", "weight_norm")}
-_WATCHED = "lightning_vram.techniques.sharding.gathered.watched_shards"
+_WATCHED = "lightning_vram.techniques.sharding.gathered"
 _FOR_CALLERS = ("_linalg_utils", "_lobpcg", "_lowrank", "_tensor", "overrides", "nn.parameter")
 _BETWEEN = {__name__, _WATCHED, *(f"torch.{name}" for name in _FOR_CALLERS)}
 _OF_SHAPE = {
@@ -192,7 +193,7 @@ class QuantizedWeight(nn.Parameter):
             return torch.utils.checkpoint.checkpoint(call, use_reentrant=False, preserve_rng_state=False)
         if not (torch.is_grad_enabled() and input.requires_grad) or is_transformed() or not may_set_hooks():
             return call()
-        saves = RemadeSaves()
+        saves = RecomputableTensors()
         weight = saves.add(self.dequantize(dtype), partial(self.dequantize, dtype))
         with saves.hooks():
             return _call_with(lambda _: weight, func, args, kwargs)

@@ -1,13 +1,16 @@
 """Full and sharded state dicts, checked, and written whole or not at all. May import: core, memory."""
 
-from lightning_vram.techniques.sharded_checkpoints.broken_files import explained, read_values
-from lightning_vram.techniques.sharded_checkpoints.checksums import check_archive
 from lightning_vram.techniques.sharded_checkpoints.files import (
+    check_archive,
     delete,
     delete_leftovers,
+    explained,
+    naming_full_disk,
     publish,
+    read_values,
     recover,
     remove,
+    save_values,
     temporary_path,
 )
 from lightning_vram.techniques.sharded_checkpoints.folder import (
@@ -15,22 +18,20 @@ from lightning_vram.techniques.sharded_checkpoints.folder import (
     REST_FILE,
     ShardedFolder,
     is_sharded_folder,
-)
-from lightning_vram.techniques.sharded_checkpoints.full_states import (
-    check_groups,
-    gather_module_state,
-    gather_optimizer_state,
-    load_module_state,
-    load_optimizer_state,
-)
-from lightning_vram.techniques.sharded_checkpoints.parameter_names import parameters_by_name
-from lightning_vram.techniques.sharded_checkpoints.sharded_states import (
     sharded_module_state,
     sharded_optimizer_state,
     write_folder,
 )
-from lightning_vram.techniques.sharded_checkpoints.state_trees import count_bytes, snapshot
-from lightning_vram.techniques.sharded_checkpoints.written_files import naming_full_disk, save_values
+from lightning_vram.techniques.sharded_checkpoints.states import (
+    check_groups,
+    count_bytes,
+    gather_module_state,
+    gather_optimizer_state,
+    load_module_state,
+    load_optimizer_state,
+    parameters_by_name,
+    snapshot,
+)
 
 __all__ = [
     "MODULE_STATES",

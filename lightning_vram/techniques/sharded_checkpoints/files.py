@@ -8,11 +8,31 @@ need room on the disk.
 
 import contextlib
 import ctypes
+import errno
 import hashlib
+import io
+import json
 import os
+import pickle
+import re
 import shutil
-from collections.abc import Iterator
+import zipfile
+import zlib
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from lightning_vram.core.ranks import CheckpointError
+from lightning_vram.memory.units import format_bytes
 
 _AT_FDCWD = -100  # of Linux's fcntl.h: paths are relative to the working directory
 _RENAME_EXCHANGE = 2
@@ -113,3 +133,280 @@ def _exchange(one: Path, other: Path) -> bool:
         return False
     names = [ctypes.c_char_p(os.fsencode(path)) for path in (one, other)]
     return int(renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(_RENAME_EXCHANGE))) == 0
+
+
+# Checksums of a checkpoint, so that bytes that a disk or a copy has changed are not trained on.
+#
+# A sharded one has them in a file of its own, made as the bytes are written: CRC-32, a third of a second for each GiB.
+# A full one has those of its zip archive. To check means to read once more, before anything is loaded; the ranks share
+# that. Neither keeps anybody from changing a checkpoint on purpose.
+
+CHECKSUM_FILE = "checksums.json"
+_CHUNK_BYTES = 2**23
+_WAY_OUT = "Resume from another checkpoint, or load this one without the check: verify=False."
+
+
+@dataclass
+class Checksum:
+    """Of a file, or of what there is of it yet."""
+
+    num_bytes: int = 0
+    crc32: int = 0
+
+    def add(self, data: bytes | memoryview) -> None:
+        """Go on with the bytes that follow."""
+        self.num_bytes += memoryview(data).nbytes
+        self.crc32 = zlib.crc32(data, self.crc32)
+
+
+def write_checksums(folder: Path, checksums: Mapping[str, Checksum]) -> None:
+    """Write down what the files of a sharded checkpoint have to be."""
+    (folder / CHECKSUM_FILE).write_text(json.dumps({name: asdict(each) for name, each in sorted(checksums.items())}))
+
+
+def check_folder(folder: Path, part: int = 0, num_parts: int = 1) -> None:
+    """Compare a sharded checkpoint with what was written down; one without checksums is taken as it is.
+
+    Args:
+        folder: It.
+        part: Which share of the files to read, of ``num_parts``: a rank.
+        num_parts: How many shares there are.
+
+    Raises:
+        CheckpointError: If a file is not what was written.
+    """
+    if not (folder / CHECKSUM_FILE).is_file():
+        return
+    try:
+        written = {
+            str(name): Checksum(**each)
+            for name, each in json.loads((folder / CHECKSUM_FILE).read_text(encoding="utf-8")).items()
+        }
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{CHECKSUM_FILE} is damaged. {_WAY_OUT}") from error
+    for name in sorted(written, key=lambda name: (-written[name].num_bytes, name))[part::num_parts]:
+        _check_file(folder / name, written[name])
+
+
+def check_archive(path: Path, part: int = 0, num_parts: int = 1) -> None:
+    """Compare the entries of a file of ``torch.save`` with their checksums; an older kind of file has none.
+
+    Args:
+        path: The file.
+        part: Which share of the entries to read, of ``num_parts``: a rank.
+        num_parts: How many shares there are.
+
+    Raises:
+        CheckpointError: If an entry is not what was written.
+    """
+    if not is_archive(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = sorted(archive.infolist(), key=lambda entry: (-entry.file_size, entry.filename))
+            for entry in entries[part::num_parts]:
+                with archive.open(entry) as file:
+                    while file.read(_CHUNK_BYTES):
+                        pass
+    except OSError:
+        raise
+    except Exception as error:  # of zipfile, zlib or struct, as it happens
+        raise CheckpointError(f"{path.name} is damaged ({error}). {_WAY_OUT}") from error
+
+
+def is_archive(path: Path) -> bool:
+    """Whether a file is of the kind that ``torch.save`` writes, which can be mapped into memory."""
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def _check_file(path: Path, written: Checksum) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"its file {path.name} is missing. Resume from another checkpoint.")
+    size = path.stat().st_size
+    if size != written.num_bytes:
+        raise CheckpointError(f"{path.name} is damaged: it has {size} bytes instead of {written.num_bytes}. {_WAY_OUT}")
+    found = Checksum()
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(_CHUNK_BYTES):
+            found.add(data)
+    if found != written:
+        raise CheckpointError(f"{path.name} is damaged: its checksum differs. {_WAY_OUT}")
+
+
+Result = TypeVar("Result")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class CheckedFiles(FileSystem):
+    """Notes the checksum of each file that is written.
+
+    Attributes:
+        checksums: By name, of those that are complete.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checksums: dict[str, Checksum] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        """Open a file; its checksum is there when it was closed."""
+        with super().create_stream(path, mode) as stream:
+            if "w" not in mode:
+                yield stream
+                return
+            checked = _CheckedStream(stream)
+            yield checked
+            self.checksums[Path(path).name] = checked.checksum
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Rename a file, and what is noted of it."""
+        super().rename(path, new_path)
+        self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
+
+
+class CheckedWriter(FileSystemWriter):
+    """Writes the parts of a sharded checkpoint into a folder that is empty; ``files`` says what it has written."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, single_file_per_rank=True, sync_files=True)
+        self.files = CheckedFiles()
+        self.fs = self.files
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's part. Errors of the disk are raised: other ranks see no more of an error than itself."""
+        with naming_disk_errors():
+            return super().write_data(plan, planner)
+
+
+def save_values(values: Any, file: Any) -> None:
+    """Do what ``torch.save`` does, but raise the error of the disk itself."""
+    with naming_disk_errors():
+        torch.save(values, file)
+
+
+@contextmanager
+def naming_disk_errors() -> Generator[None, None, None]:
+    """Raise the error of the disk itself. ``torch.save`` says instead that its archive has no proper end."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
+            raise
+        raise cause from None
+
+
+def naming_full_disk(write: Callable[[], Result], folder: Path, num_bytes: int) -> Result:
+    """Write something, and say how much of what was missing if the disk is full.
+
+    Args:
+        write: What to do.
+        folder: On the disk.
+        num_bytes: That it takes.
+
+    Raises:
+        CheckpointError: If the disk is full.
+    """
+    free = shutil.disk_usage(folder).free
+    try:
+        return write()
+    except (OSError, CheckpointException) as error:
+        if not _is_full(error):
+            raise
+        raise CheckpointError(
+            f"the disk of {folder} is full: the checkpoint needs {format_bytes(num_bytes)}, and "
+            f"{format_bytes(free)} were free. Free some space, or save to another disk. A previous checkpoint of "
+            "this name is unchanged."
+        ) from error
+
+
+def _is_full(error: BaseException) -> bool:
+    errors = [each for each, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    return any(isinstance(each, OSError) and each.errno in _FULL for each in errors)
+
+
+class _CheckedStream(io.BufferedIOBase):
+    def __init__(self, stream: io.IOBase) -> None:
+        super().__init__()
+        self.checksum = Checksum()
+        self._stream: Any = stream
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._stream.write(view)
+        self.checksum.add(view)
+        return view.nbytes
+
+    def tell(self) -> int:
+        return self.checksum.num_bytes
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        return int(self._stream.fileno())
+
+
+_CLASS = re.compile(r"GLOBAL ([\w.]+)")  # in the message of torch.load(weights_only=True)
+_REASON = re.compile(r"WeightsUnpickler error:\s*(.*)")
+_MAX_REASON = 200
+
+
+class ForbiddenClassError(pickle.UnpicklingError):
+    """A file holds more than ``weights_only=True`` reads."""
+
+
+# a class that is not there, and the disk, say it themselves; Ctrl-C is no damage
+_CLEAR = (AttributeError, CheckpointError, ForbiddenClassError, ImportError, KeyboardInterrupt, MemoryError, OSError)
+
+
+def read_values(path: Path, *, weights_only: bool | None) -> Any:
+    """Read a file of ``torch.save`` on the host, mapped into memory where it can be.
+
+    Args:
+        path: The file.
+        weights_only: See ``torch.load``.
+
+    Returns:
+        What is in it.
+
+    Raises:
+        ForbiddenClassError: If it holds what ``weights_only`` does not allow.
+        CheckpointError: If it is damaged, or something else.
+        OSError: If it cannot be read.
+    """
+    return explained(
+        lambda: torch.load(path, map_location="cpu", mmap=is_archive(path), weights_only=weights_only), path.name
+    )
+
+
+def explained(read: Callable[[], Result], name: str) -> Result:
+    """Read something; say what is wrong with ``name`` if that fails, as :func:`read_values` does."""
+    try:
+        return read()
+    except (Exception, CheckpointException) as error:
+        # torch.distributed.checkpoint has collected those of all ranks
+        first = error.failures[min(error.failures)][0] if isinstance(error, CheckpointException) else error
+        if isinstance(first, _CLEAR):
+            raise first from error
+        raise _describe(first, name) from error
+
+
+def _describe(error: BaseException, name: str) -> Exception:
+    text = str(error)
+    found = _CLASS.search(text)
+    if isinstance(error, pickle.UnpicklingError) and found:
+        return ForbiddenClassError(
+            f"{name} contains {found[1]}, and weights_only=True, the default, loads only tensors and basic types. "
+            "If you trust its source: trainer.fit(..., weights_only=False), or allow the class with "
+            "torch.serialization.add_safe_globals."
+        )
+    reason = (_REASON.search(text) or re.match(r"(.*)", text))[1].strip()[:_MAX_REASON]  # type: ignore[index]
+    return CheckpointError(f"{name} is damaged or not a checkpoint ({type(error).__name__}: {reason})")

@@ -5,14 +5,14 @@ memory.
 """
 
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions, StepRoom
+from lightning_vram.techniques.sharding.flat_shards import FlatShard
 from lightning_vram.techniques.sharding.group import ShardedGroup
-from lightning_vram.techniques.sharding.lanes import ShardLane
 from lightning_vram.techniques.sharding.materialization import has_meta, materialize
-from lightning_vram.techniques.sharding.recovery import can_recover, discard_failed_iteration
+from lightning_vram.techniques.sharding.removal import can_recover, discard_failed_iteration
 
 __all__ = [
+    "FlatShard",
     "FullSharding",
-    "ShardLane",
     "ShardedGroup",
     "ShardingOptions",
     "StepRoom",

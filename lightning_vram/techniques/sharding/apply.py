@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
 
-from lightning_vram.core.host.buffers import HostBuffers
-from lightning_vram.core.host.worker import HostWorker
-from lightning_vram.core.surgery.class_swap import mixin_for
-from lightning_vram.memory.device.accelerators import current_kind
-from lightning_vram.memory.device.room import device_room
-from lightning_vram.private_names.fsdp2.states import (
+from lightning_vram.core.host.memory import HostBuffers
+from lightning_vram.core.host.transfers import HostWorker
+from lightning_vram.core.patching import mixin_for
+from lightning_vram.memory.device.accelerators import current_kind, free_memory_of
+from lightning_vram.private_names.dispatcher import is_compiled_part
+from lightning_vram.private_names.fsdp2 import (
     RANKS_MARK,
     announce_backward,
     end_backward_once,
@@ -27,16 +27,13 @@ from lightning_vram.private_names.fsdp2.states import (
     prepare_class,
     state_of,
 )
-from lightning_vram.private_names.torch.compiled import is_compiled_part
-from lightning_vram.private_names.torch.modules import own_parameters
-from lightning_vram.techniques.sharding.device_share import DeviceShare
+from lightning_vram.private_names.torch import own_parameters
+from lightning_vram.techniques.sharding.flat_shards import FlatShard, Place
 from lightning_vram.techniques.sharding.gathered import WeightReads
-from lightning_vram.techniques.sharding.group import ShardedGroup, ViewProofState, take_over
+from lightning_vram.techniques.sharding.group import DeviceShare, ShardedGroup, ViewProofState, take_over
 from lightning_vram.techniques.sharding.grouping import ShardingPlan
-from lightning_vram.techniques.sharding.lanes import ShardLane
 from lightning_vram.techniques.sharding.materialization import has_meta, materialize
 from lightning_vram.techniques.sharding.removal import WholeParameters, detach_fsdp
-from lightning_vram.techniques.sharding.residency import Place
 
 
 @dataclass(frozen=True)
@@ -316,7 +313,7 @@ class StepRoom:
     def __init__(self, sharding: FullSharding, optimizers: Iterable[Optimizer]) -> None:
         self._sharding = sharding
         self._waiting = {id(optimizer) for optimizer in optimizers}
-        self._room = device_room(sharding.device)
+        self._room = free_memory_of(sharding.device)
         if self._room is not None:
             self._room.reset()
 
@@ -490,7 +487,7 @@ class NarrowTrial:
         parameters = [parameter for _, lane in self._lanes for parameter in lane.parameters]
         return [parameter.reads for parameter in parameters if parameter.reads is not None]
 
-    def _end(self, lane: ShardLane) -> None:
+    def _end(self, lane: FlatShard) -> None:
         lane.is_on_trial = False
         for parameter in lane.parameters:
             parameter.reads = None

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import swap_tensors
 
-from lightning_vram.private_names.torch.modules import RESET_ATTENTION, own_buffers, own_parameters
+from lightning_vram.private_names.torch import RESET_ATTENTION, own_buffers, own_parameters
 
 _SHOWN_CLASSES = 5
 

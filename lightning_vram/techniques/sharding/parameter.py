@@ -8,24 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_vram.core.tensors.counted_parameter import count_writes
-from lightning_vram.private_names.fsdp2.classes import ParameterBase
-from lightning_vram.private_names.fsdp2.sharded_tensors import cut_own_part
-from lightning_vram.private_names.fsdp2.states import look_past_attribute
-from lightning_vram.private_names.torch.modules import own_parameters
-from lightning_vram.private_names.torch.operators import is_mutable
-from lightning_vram.private_names.torch.tensors import gradient_hooks, has_accumulation_hooks, local_part_of
+from lightning_vram.core.tensors.properties import count_writes
+from lightning_vram.private_names.dispatcher import is_mutable
+from lightning_vram.private_names.fsdp2 import ParameterBase, cut_own_shard, look_past_attribute
+from lightning_vram.private_names.torch import gradient_hooks, has_accumulation_hooks, local_shard_of, own_parameters
+from lightning_vram.techniques.sharding.flat_shards import FlatShard
 from lightning_vram.techniques.sharding.gathered import (
     WeightReads,
     gathered_of,
-    keep_narrow,
-    narrow_of,
+    keep_low_precision,
+    low_precision_of,
     observe,
     set_gathered,
+    upcast,
     watch,
-    widen,
 )
-from lightning_vram.techniques.sharding.lanes import ShardLane
 
 
 class _Telling:
@@ -51,7 +48,7 @@ def _read(owner: "weakref.ref[ShardedParameter]", gradient: "weakref.ref[Tensor]
     if parameter is not None:
         parameter.read_gradient()
     elif kept is not None:
-        widen(kept)
+        upcast(kept)
 
 
 class ShardedParameter(ParameterBase):
@@ -61,7 +58,7 @@ class ShardedParameter(ParameterBase):
     gradient where one is there already.
     """
 
-    lane: ShardLane
+    lane: FlatShard
     fetched: Tensor | None
     is_reducing: bool
     _sent: Tensor | None  # a gradient on its way
@@ -78,7 +75,7 @@ class ShardedParameter(ParameterBase):
     _kept: "weakref.ref[Tensor] | None"  # the last such gradient
     reads: WeightReads | None  # of a weight that may be sent in 16 bit, while that is not proven
 
-    def begin(self, lane: ShardLane, touch: Callable[[], None]) -> None:
+    def begin(self, lane: FlatShard, touch: Callable[[], None]) -> None:
         """What a constructor would do. ``touch`` is called when somebody uses the shard, who may write to it."""
         look_past_attribute(self)
         self.lane, self._touch = lane, touch
@@ -192,19 +189,19 @@ class ShardedParameter(ParameterBase):
         if shard.grad is None and self.lane.keeps_gradients and gradient.dtype != shard.dtype:
             nothing = torch.full((), torch.nan, dtype=shard.dtype)
             shard.grad = kept = super().to_sharded_dtensor(nothing.expand(gradient.shape))
-            keep_narrow(kept, gradient)
+            keep_low_precision(kept, gradient)
             self._kept = weakref.ref(kept)
             self.watch_gradient()
         elif shard.grad is None:
             shard.grad = super().to_sharded_dtensor(gradient.to(shard.dtype))
         else:
-            local_part_of(shard.grad).add_(gradient)
+            local_shard_of(shard.grad).add_(gradient)
 
     @property
     def kept_gradient(self) -> Tensor | None:
         """The gradient that is kept in 16 bit, as long as it is and somebody has it."""
         kept = self._kept() if self._kept is not None else None
-        return kept if narrow_of(kept) is not None else None
+        return kept if low_precision_of(kept) is not None else None
 
     def watch_gradient(self) -> None:
         """Have what is kept read by :attr:`read_gradient`. It does not keep this, as :class:`_Telling` does not."""
@@ -216,7 +213,7 @@ class ShardedParameter(ParameterBase):
         """Let it have its values in the dtype of the shard."""
         kept = self.kept_gradient
         if kept is not None:
-            widen(kept)
+            upcast(kept)
 
     def _call_hooks(self, gradient: Tensor) -> Tensor:
         """Those of ``Tensor.register_hook``, which autograd calls for what is gathered only."""
@@ -226,7 +223,7 @@ class ShardedParameter(ParameterBase):
         for hook in gradient_hooks(self.sharded_param):
             changed = hook(sharded)
             sharded = sharded if changed is None else changed
-        return local_part_of(sharded)
+        return local_shard_of(sharded)
 
     def reset_sharded_param(self) -> None:
         """As FSDP2 does it after a ``load_state_dict``, which must have loaded in place: shards lie in their lane."""
@@ -254,7 +251,7 @@ class ShardedParameter(ParameterBase):
                     f"Parameter {self.name!r} was written through optimizer.param_groups during a step, in which the "
                     "ranks compute with a copy of it. Write to the parameters of the module instead."
                 )
-            whole.copy_(local_part_of(shard))
+            whole.copy_(local_shard_of(shard))
             self._version = count_writes(whole)
             self.lane.touch()
         self._watch_shard()
@@ -273,8 +270,8 @@ class ShardedParameter(ParameterBase):
                 "own batch: the ranks would diverge. Train on one device, or leave max_norm out."
             )
         self.lane.open()
-        local = local_part_of(shard)
-        local.copy_(cut_own_part(whole, shard))
+        local = local_shard_of(shard)
+        local.copy_(cut_own_shard(whole, shard))
         if local.device.type != "cpu":  # else the copy has waited: what comes next may be a step, or another stream
             torch.accelerator.current_stream().synchronize()
         self.lane.touch()

@@ -9,11 +9,19 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from lightning_vram.core.surgery.class_swap import remove_mixin
-from lightning_vram.core.tensors.layout import WHOLE_LAYOUT, stored_as
-from lightning_vram.private_names.fsdp2.states import MARKS, place_of, put_back, remove_hooks
-from lightning_vram.private_names.torch.modules import ConvBase, own_buffers, own_parameters
-from lightning_vram.private_names.torch.tensors import local_part_of
+from lightning_vram.core.patching import remove_mixin
+from lightning_vram.core.tensors.properties import WHOLE_LAYOUT, sharded_modules, stored_as
+from lightning_vram.private_names.fsdp2 import (
+    MARKS,
+    can_reset,
+    discard_step,
+    groups_of,
+    is_root,
+    place_of,
+    put_back,
+    remove_hooks,
+)
+from lightning_vram.private_names.torch import ConvBase, local_shard_of, own_buffers, own_parameters
 from lightning_vram.techniques.sharding.group import ShardedGroup
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the dimensions of a weight
@@ -94,7 +102,7 @@ class WholeParameters:
             original.data = self._placed(_gather(shard), original)
             original.requires_grad_(shard.requires_grad)
             if group.mesh_info.mesh.size() == 1 and shard.grad is not None:
-                original.grad = self._placed(local_part_of(shard.grad), original)
+                original.grad = self._placed(local_shard_of(shard.grad), original)
             put_back(parameter, original)
             restored[shard] = original
         return restored
@@ -151,6 +159,51 @@ def detach_fsdp(module: nn.Module) -> None:
 def _gather(shard: Any) -> Tensor:
     """The whole values, in memory of their own."""
     if shard.device_mesh.size() == 1:
-        return local_part_of(shard).detach().clone()
+        return local_shard_of(shard).detach().clone()
     whole: Tensor = shard.full_tensor()
     return whole.detach()
+
+
+# Make an FSDP2 model usable again after a forward or backward that failed.
+#
+# An exception leaves parameters gathered, collectives under way and FSDP2's own bookkeeping in the middle of things.
+# PyTorch 2.13 can reset these, but not all: gradients of whole parameters that were not yet reduced stay (up to 2.14)
+# and would be added to those of the next backward, and of a layer whose gathering itself ran out of memory the buffers
+# stay.
+
+can_recover = can_reset
+"""Return whether this PyTorch can reset FSDP2 after an exception: 2.13 or newer."""
+
+
+def discard_failed_iteration(module: nn.Module) -> None:
+    """Bring all FSDP2 models in ``module`` to where they were before a forward or backward that failed.
+
+    To be called outside of the ``except`` block, when nothing holds the graph any more, and on every rank: all must
+    have failed or given up at the same collective, since the others wait there. Afterwards parameters are sharded and
+    nothing is gathered. Gradients that were accumulated unreduced (``set_requires_gradient_sync(False)``) are lost,
+    those of earlier batches too. Gradients of the shards are left as they are: some parameters have that of the failed
+    backward in them by now, so save them before and put them back.
+
+    Args:
+        module: An FSDP2 model, a module that contains some, or none: then nothing happens.
+
+    Raises:
+        RuntimeError: If this PyTorch cannot do it, or ``module`` is only a part of an FSDP2 model.
+    """
+    parts = list(sharded_modules(module))
+    if not parts:
+        return
+    if not can_recover():
+        raise RuntimeError(
+            "An FSDP2 model cannot continue after a failed forward or backward before PyTorch 2.13: "
+            "upgrade, or choose a size that fits from the start."
+        )
+    roots = [part for part in parts if is_root(part)]
+    if not roots and any(is_root(part) is False for part in parts):
+        raise RuntimeError(
+            f"discard_failed_iteration(module) needs the whole FSDP2 model, got a submodule: {type(module).__name__}."
+        )
+    for root in roots:
+        root.reset_iter_state()
+    for parameter in (p for part in parts for group in groups_of(part) for p in group.fsdp_params):
+        discard_step(parameter)

@@ -15,17 +15,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_vram.core.hooks.moment import is_in_backward, is_in_selective_checkpoint, is_transformed
-from lightning_vram.core.hooks.saved_samples import SavedSamples, is_due
-from lightning_vram.core.layers.patterns import LayerPattern, has_no_forward
-from lightning_vram.core.layers.selection import name_layers, select_layers
-from lightning_vram.core.rollback.forward_state import ForwardState, Learned
-from lightning_vram.core.surgery.class_swap import Swaps
-from lightning_vram.private_names.torch.autocast import read_parametrizations
-from lightning_vram.private_names.torch.modules import SEE_INPUT, BatchNormBase, InstanceNormBase, has_hooks
-from lightning_vram.techniques.token_tiling.cut_call import CutCall, cut_call
+from lightning_vram.core.hooks import is_in_backward, is_in_selective_checkpoint, is_transformed
+from lightning_vram.core.layers import LayerPattern, has_no_forward, name_layers, select_layers
+from lightning_vram.core.patching import Swaps
+from lightning_vram.core.recomputed_saves import SavedSamples, is_due
+from lightning_vram.core.rollback import ForwardFacts, ForwardState
+from lightning_vram.private_names.torch import (
+    SEE_INPUT,
+    BatchNormBase,
+    InstanceNormBase,
+    has_hooks,
+    read_parametrizations,
+)
 from lightning_vram.techniques.token_tiling.proof import prove
-from lightning_vram.techniques.token_tiling.tiled_call import Body, TiledCall, TileRecomputation, is_inside
+from lightning_vram.techniques.token_tiling.tiled_call import (
+    Body,
+    CutCall,
+    TiledCall,
+    TileRecomputation,
+    cut_call,
+    is_inside,
+)
 
 _KEY = "_token_tiling"
 _MIXING = (BatchNormBase, InstanceNormBase, nn.MultiheadAttention, nn.RNNBase)
@@ -44,7 +54,7 @@ class _State:
     tile: int | Literal["auto"]
     refuse: Refuse | None
     verdicts: dict[Any, tuple[bool, str]] = field(default_factory=dict)  # by the kind of a call, and settings
-    learned: Learned = field(default_factory=Learned)
+    learned: ForwardFacts = field(default_factory=ForwardFacts)
     num_calls: Counter[bool] = field(default_factory=Counter)  # with gradients; in a backward, of a checkpoint, or not
 
 
@@ -74,7 +84,7 @@ def apply_token_tiling(
         layers: ``"auto"``: the outermost modules that are proven to treat tokens alone and compute in several
             operations. Otherwise class names, module names, globs or classes, one or several.
         tile: Tokens of each sequence at a time; see
-            :meth:`~lightning_vram.techniques.token_tiling.cut_call.CutCall.tile`.
+            :meth:`~lightning_vram.techniques.token_tiling.tiled_call.CutCall.tile`.
         refuse: Is called in the first call of a layer that was named and cannot run in tiles.
 
     Returns:

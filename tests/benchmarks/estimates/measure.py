@@ -12,8 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
 from lightning_vram.estimation import estimate_memory
-from lightning_vram.memory.estimate.device_spec import DeviceSpec
-from lightning_vram.memory.estimate.known_devices import describe_this_device
+from lightning_vram.memory.estimate.device_spec import DeviceSpec, describe_this_device
 from tests.benchmarks.estimates.cases import CASES
 from tests.benchmarks.measure import Row, describe_error
 from tests.benchmarks.whole_runs import Same, trainer_options

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_vram.demos import ByteGPT
-from lightning_vram.memory.device.allocator_settings import expands
+from lightning_vram.memory.device.accelerators import has_expandable_segments
 from tests.benchmarks.gpu_day.items import open_device
 from tests.benchmarks.measure import Row, read_peaks
 from tests.benchmarks.whole_runs import trainer_options
@@ -54,7 +54,11 @@ def measure(device: torch.device, *, is_tiny: bool) -> Row:
     pl.Trainer(**options).fit(model, DataLoader(_Lengths(num_batches, batch_size, longest), batch_size=None))
     row = read_peaks(device)
     allocated, reserved = (row.get(f"max_memory_{kind}_bytes", 0) for kind in ("allocated", "reserved"))
-    return {**row, "reserved_of_allocated": reserved / allocated if allocated else None, "expands": expands()}
+    return {
+        **row,
+        "reserved_of_allocated": reserved / allocated if allocated else None,
+        "expands": has_expandable_segments(),
+    }
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_vram import AutoVRAM
 from lightning_vram.demos import ByteGPT
-from lightning_vram.memory.device.process_limit import ProcessLimit
+from lightning_vram.memory.device.accelerators import ProcessLimit
 from lightning_vram.memory.units import GIB
 from tests.benchmarks.cases import GPU_WORKLOADS, Workload, make_tokens
 from tests.benchmarks.gpu_day.items import Item, Setting

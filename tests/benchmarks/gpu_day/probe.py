@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_vram.core.host.arena import make_host_tensor
+from lightning_vram.core.host.memory import make_host_tensor
 from lightning_vram.memory.device.accelerators import pin_in_place
-from lightning_vram.memory.estimate.calibrate import measure_bus
-from lightning_vram.memory.estimate.known_devices import describe_this_device
+from lightning_vram.memory.estimate.device_spec import describe_this_device
+from lightning_vram.memory.estimate.workspaces import measure_bus
 from tests.benchmarks.gpu_day.items import Item, Setting
 from tests.benchmarks.gpu_day.results import Report
 from tests.benchmarks.gpu_day.schedule import read_host_bytes

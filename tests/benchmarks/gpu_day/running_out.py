@@ -13,8 +13,7 @@ import torch
 
 from lightning_vram import VRAMMonitor
 from lightning_vram.demos import ByteGPT, SourceText
-from lightning_vram.memory.device.allocator_settings import SETTING, VARIABLES
-from lightning_vram.memory.device.process_limit import ProcessLimit
+from lightning_vram.memory.device.accelerators import SETTING, VARIABLES, ProcessLimit
 from lightning_vram.memory.units import GIB, MIB
 from tests.benchmarks.gpu_day.items import Item, Setting
 from tests.benchmarks.gpu_day.results import Report

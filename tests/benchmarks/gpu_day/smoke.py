@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_vram.core.processes.clean_exit import leave_group
+from lightning_vram.core.processes import leave_group
 from lightning_vram.demos import ByteGPT, DigitsResNet
 from tests.benchmarks.gpu_day import parts
 from tests.benchmarks.gpu_day.items import Item, Setting

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from lightning_vram.memory.device.allocator_settings import VARIABLES
-from lightning_vram.memory.estimate.device_spec import DeviceSpec
-from lightning_vram.memory.estimate.known_devices import describe_this_device
+from lightning_vram.memory.device.accelerators import VARIABLES
+from lightning_vram.memory.estimate.device_spec import DeviceSpec, describe_this_device
 from tests.benchmarks.cases import WORKLOADS, Workload
 from tests.benchmarks.estimates import measure as estimates
 from tests.benchmarks.estimates.cases import CASES

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, ExitStack
 import torch
 from torch import nn
 
-from lightning_vram.core.layers.selection import select_layers
+from lightning_vram.core.layers import select_layers
 from tests.benchmarks.cases import Workload
 
 

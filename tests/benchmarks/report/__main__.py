@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console, RenderableType
 
-from lightning_vram.commands.program import describe
+from lightning_vram.commands.options import describe
 from tests.benchmarks.report import drawable, read_results, result_tables, save_pictures
 
 _MIN_WIDTH, _MAX_WIDTH = 100, 1000  # characters, in a log file

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_vram.report.pictures import check_picture_path, save_figure
+from lightning_vram.report.drawing import check_picture_path, save_figure
 from tests.benchmarks.report.bar_chart import draw_bars
 from tests.benchmarks.report.bars import read_bars, read_peak_bars
 from tests.benchmarks.report.points import read_panels

@@ -4,9 +4,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.report.numbered import Entry, list_height, stairs, write_list, write_numbers
-from lightning_vram.report.pictures import FAINT, FONT, INK, style_axes
-from lightning_vram.report.scale import unit_of
+from lightning_vram.report.drawing import (
+    FAINT,
+    FONT,
+    INK,
+    Entry,
+    list_height,
+    stairs,
+    style_axes,
+    unit_of,
+    write_list,
+    write_numbers,
+)
 from lightning_vram.report.tables import format_seconds
 from tests.benchmarks.report.points import PEER, Panel, front
 from tests.benchmarks.report.results import BASELINE, OURS, PLAIN

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_vram.techniques.in_place_fusion.inplace_abn.function import Normalization, normalize_and_activate
-from lightning_vram.techniques.in_place_fusion.inplace_abn.inversion import (
+from lightning_vram.techniques.in_place_fusion.invertible_norm import (
     InvertibleActivation,
+    Normalization,
+    normalize_and_activate,
     predict_inversion_error,
 )
 from tests.benchmarks.compare import Options

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_vram.core.layers.selection import select_layers
+from lightning_vram.core.layers import select_layers
 from lightning_vram.demos import ByteGPT, DigitsResNet
-from lightning_vram.techniques.activation_compression.gradient_error import gradient_cosine
-from lightning_vram.techniques.activation_compression.stage import CompressionStage
+from lightning_vram.techniques.activation_compression.stage import CompressionStage, gradient_cosine
 from tests.benchmarks.compare import Options
 from tests.benchmarks.measure import Row
 from tests.support.networks import make_network

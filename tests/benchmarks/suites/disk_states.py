@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_vram.optimizers.on_disk.layouts import StateLayout
-from lightning_vram.optimizers.on_disk.states import DiskStates, Piece
+from lightning_vram.optimizers.moment_forms import StateLayout
+from lightning_vram.optimizers.on_disk import DiskStates, Piece
 from tests.benchmarks.compare import Options
 from tests.benchmarks.measure import Row, compare_seconds, in_turns, time_call
 

@@ -26,9 +26,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.utils.data import DataLoader
 
 from lightning_vram import ActivationCheckpointing, LeanMixedPrecision
-from lightning_vram.core.processes.clean_exit import leave_group
-from lightning_vram.demos import ByteGPT
-from lightning_vram.demos.gpt import Block
+from lightning_vram.core.processes import leave_group
+from lightning_vram.demos import Block, ByteGPT
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 from tests.benchmarks.compare import Options
 from tests.benchmarks.measure import (

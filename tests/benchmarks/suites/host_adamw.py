@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_vram.optimizers.narrow import NarrowMoments
+from lightning_vram.optimizers.low_precision import LowPrecisionMoments
+from lightning_vram.optimizers.moment_forms import FORMS as MOMENT_FORMS
+from lightning_vram.optimizers.moment_forms import HostState
 from lightning_vram.optimizers.on_host import HostOptimizers, OffloadedAdamW
-from lightning_vram.optimizers.stepping.state_forms import FORMS as MOMENT_FORMS
-from lightning_vram.optimizers.stepping.state_forms import HostState
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
-from lightning_vram.techniques.sharding.grouping.plan import plan_sharding_groups
+from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
 from tests.benchmarks.compare import Options
 from tests.benchmarks.measure import Row, compare_seconds, in_turns, time_call
 
@@ -129,7 +129,7 @@ def make_plain_step(model: nn.Module, form: HostState) -> Callable[[], None]:
         parameter.grad = torch.randn_like(parameter)
     found = MOMENT_FORMS.get(form)
     if found is not None:
-        NarrowMoments(model, found).attach([optimizer])
+        LowPrecisionMoments(model, found).attach([optimizer])
     return optimizer.step
 
 

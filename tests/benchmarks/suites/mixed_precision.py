@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from lightning_vram import LeanMixedPrecision, track_memory
 from lightning_vram.demos import ByteGPT
-from lightning_vram.optimizers.lean.parameters import SCHEMES, LeanParameters
-from lightning_vram.techniques.mixed_precision.low_precision_norms import keep_norms_low
+from lightning_vram.optimizers.bf16_weights import SCHEMES, LeanParameters
+from lightning_vram.techniques.mixed_precision.module_precision import keep_norms_low
 from lightning_vram.techniques.mixed_precision.weight_casts import WeightCasts
 from tests.benchmarks.cases import Workload
 from tests.benchmarks.compare import Options, measure_ways

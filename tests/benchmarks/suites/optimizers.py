@@ -15,7 +15,7 @@ from lightning_vram import (
     MomentsInBF16,
     OptimizerInBackward,
 )
-from lightning_vram.optimizers.lean.parameters import SCHEMES
+from lightning_vram.optimizers.bf16_weights import SCHEMES
 from tests.benchmarks.cases import Workload
 from tests.benchmarks.compare import Options, measure_ways
 from tests.benchmarks.measure import Row

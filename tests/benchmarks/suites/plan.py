@@ -14,9 +14,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_vram import ActivationCheckpointing, ActivationOffload, AutoVRAM, InPlaceFusion, plan_memory
-from lightning_vram.memory.estimate.calibrate import measure_bus
-from lightning_vram.memory.estimate.device_spec import DeviceSpec
-from lightning_vram.memory.estimate.known_devices import describe_this_device
+from lightning_vram.memory.estimate.device_spec import DeviceSpec, describe_this_device
+from lightning_vram.memory.estimate.workspaces import measure_bus
 from lightning_vram.planner import MemoryPlan
 from tests.benchmarks.cases import Workload
 from tests.benchmarks.compare import Options, measure_ways

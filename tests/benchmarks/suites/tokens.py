@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_vram import ActivationCheckpointing, ActivationOffload, ChunkedLoss, TokenTiling, estimate_memory
-from lightning_vram.memory.estimate.known_devices import find_device
+from lightning_vram.memory.estimate.device_spec import find_device
 from tests.benchmarks.compare import Options
 from tests.benchmarks.measure import Row
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_vram import ActivationCheckpointing, ActivationOffload
 from lightning_vram.demos import ByteGPT
 from lightning_vram.estimation.traced_fit import STEP, FitRun, trace_fit
-from lightning_vram.memory.estimate.known_devices import find_device
+from lightning_vram.memory.estimate.device_spec import find_device
 from lightning_vram.memory.tracking.timeline import Category
 
 BOTH = ("recompute", "offload")

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_vram import ActivationCheckpointing, SavePolicy
-from lightning_vram.core.hooks.saved_samples import RecomputationError
+from lightning_vram.core.recomputed_saves import RecomputationError
 from lightning_vram.memory.units import parse_bytes
 from lightning_vram.techniques.activation_checkpointing.apply import _STATE, apply_activation_checkpointing
 

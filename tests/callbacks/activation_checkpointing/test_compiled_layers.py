@@ -16,9 +16,9 @@ from torch._functorch import config
 from torch.nn import functional as F
 
 from lightning_vram import ActivationCheckpointing
-from lightning_vram.callbacks.activation_checkpointing import compiled_layers
+from lightning_vram.callbacks.activation_checkpointing import budget as compiled_layers
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.private_names.torch.partitioner import LEAST_SHARE
+from lightning_vram.private_names.dispatcher import LEAST_SHARE
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 

@@ -194,7 +194,7 @@ def test_warns_on_the_host(make_trainer):
 
 
 def test_a_host_that_is_too_small_is_an_error_before_any_weight_has_changed(make_trainer, monkeypatch):
-    monkeypatch.setattr("lightning_vram.core.host.arena.available_host_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("lightning_vram.core.host.memory.available_host_bytes", lambda: 1 << 20)
     model = LitTiny(TinyGPT())
     before, weights = describe_module(model), {k: v.clone() for k, v in model.state_dict().items()}
     with pytest.raises(MisconfigurationException, match=r"^ActivationOffload: .*host"):

@@ -117,7 +117,7 @@ def test_the_least_is_told_where_nothing_fits(make_trainer):
 
 @pytest.mark.slow
 def test_what_is_left_is_tried_where_nobody_named_a_budget(make_trainer, monkeypatch):
-    monkeypatch.setattr("lightning_vram.estimation.running_trainer.limit.available_host_bytes", lambda: 2 * MIB)
+    monkeypatch.setattr("lightning_vram.estimation.running_trainer.available_host_bytes", lambda: 2 * MIB)
     monitor = VRAMMonitor(track=True, path=None)
     with pytest.warns(UserWarning, match=r"The run continues with it, and will probably run out of memory\."):
         fit(make_trainer, AutoVRAM(), monitor)
@@ -167,7 +167,7 @@ class Wide(pl.LightningModule):
 
 
 def test_where_parameters_step_in_the_backward_nothing_runs_a_step_again(make_trainer, monkeypatch):
-    monkeypatch.setattr(callback_module, "can_run_again", lambda trainer: True)
+    monkeypatch.setattr(callback_module, "can_repeat_step", lambda trainer: True)
     monitor, seen = VRAMMonitor(track=True, path=None), []
 
     class Look(pl.Callback):
@@ -322,7 +322,7 @@ def is_real(batch) -> bool:
 
 @pytest.mark.slow
 def test_memory_that_runs_out_in_spite_of_it_ends_in_a_tighter_plan(make_trainer, monkeypatch):
-    monkeypatch.setattr(callback_module, "can_run_again", lambda trainer: True)
+    monkeypatch.setattr(callback_module, "can_repeat_step", lambda trainer: True)
     monitor = VRAMMonitor(track=True, path=None)
     auto = AutoVRAM(int(0.6 * PLAIN_BYTES))
     with pytest.warns(
@@ -335,7 +335,7 @@ def test_memory_that_runs_out_in_spite_of_it_ends_in_a_tighter_plan(make_trainer
 
 @pytest.mark.slow
 def test_where_no_plan_is_left_the_error_says_what_would_help(make_trainer, monkeypatch):
-    monkeypatch.setattr(callback_module, "can_run_again", lambda trainer: True)
+    monkeypatch.setattr(callback_module, "can_repeat_step", lambda trainer: True)
 
     class Full(LitGPT):
         def training_step(self, batch):

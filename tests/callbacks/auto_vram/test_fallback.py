@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_vram import ActivationCheckpointing, AutoVRAM
 from lightning_vram.estimation.traced_fit import reason_of
 from lightning_vram.memory.units import KIB
-from lightning_vram.private_names.torch.fakes import UNKNOWN_VALUES, UnsupportedOperatorException
+from lightning_vram.private_names.dispatcher import UNKNOWN_VALUES, UnsupportedOperatorException
 
 WIDTH = 32
 SECOND_LINE = r"\nThe run continues without a plan: {}, the limit of {} on cpu is not enforced\.$"
@@ -96,7 +96,7 @@ def test_without_a_budget_and_with_room_to_spare_nothing_changes(make_trainer):
 
 def test_a_device_that_is_too_small_for_weights_gradients_and_moments_needs_no_budget(make_trainer, monkeypatch):
     available = 20 * KIB  # beside the weights, of which 4 times 12.4 is needed
-    monkeypatch.setattr("lightning_vram.estimation.running_trainer.limit.available_host_bytes", lambda: available)
+    monkeypatch.setattr("lightning_vram.estimation.running_trainer.available_host_bytes", lambda: available)
     _, said = fit(make_trainer, AutoVRAM())
     assert said[0].endswith("\nThe run continues without a plan: repeated layers are checkpointed.")
 

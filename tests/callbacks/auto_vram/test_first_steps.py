@@ -3,12 +3,10 @@
 import pytest
 from support.plans import CHECKPOINTING, FUSION, OFFLOAD
 
-from lightning_vram.callbacks.auto_vram.first_steps import better
+from lightning_vram.callbacks.auto_vram.applied_plan import faster_scheme
 from lightning_vram.estimation.step_time import StepTime
 from lightning_vram.memory.units import MIB
-from lightning_vram.planner.measured import Found, Measured
-from lightning_vram.planner.parts import Part
-from lightning_vram.planner.scheme import Scheme
+from lightning_vram.planner.scheme import Found, Measured, Part, Scheme
 
 BUDGET = 100 * MIB
 
@@ -23,7 +21,7 @@ OFFLOADED = measured(OFFLOAD, mib=95, compute=1.0, to_host=1.35)
 
 
 def choose(now: Measured, other: Measured, seconds: float) -> Scheme | None:
-    return better(Found(now, PLAIN, (PLAIN, now, other)), now.scheme, BUDGET, seconds)
+    return faster_scheme(Found(now, PLAIN, (PLAIN, now, other)), now.scheme, BUDGET, seconds)
 
 
 def test_where_kernels_are_slower_than_modelled_copies_hide_behind_them():
@@ -46,4 +44,4 @@ def test_what_waits_for_copies_says_nothing_of_kernels():
 def test_what_does_not_fit_or_cannot_come_late_is_no_choice():
     assert choose(RECOMPUTED, measured(OFFLOAD, mib=101, compute=0.1), seconds=1.3) is None
     assert choose(RECOMPUTED, measured(FUSION, mib=50, compute=0.1), seconds=1.3) is None
-    assert better(Found(None, PLAIN, (PLAIN,)), RECOMPUTED.scheme, BUDGET, 1.0) is None  # nobody has run it
+    assert faster_scheme(Found(None, PLAIN, (PLAIN,)), RECOMPUTED.scheme, BUDGET, 1.0) is None  # nobody has run it

@@ -25,12 +25,12 @@ from lightning_vram import AutoVRAM, MicroBatching
 from lightning_vram.callbacks.auto_vram import decision, plan_cache
 from lightning_vram.callbacks.auto_vram.plan_cache import load_plan, plan_folder, plan_key, save_plan
 from lightning_vram.demos import ByteGPT
-from lightning_vram.estimation.running_trainer.decision import RunningTrainer
+from lightning_vram.estimation.running_trainer import RunningTrainer
 from lightning_vram.estimation.step_time import StepTime
 from lightning_vram.estimation.traced_fit import FitRun
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.units import GIB, MIB
-from lightning_vram.planner.measured import Found
+from lightning_vram.planner.scheme import Found
 
 TIGHT, WIDE = int(0.9 * 16.78 * MIB), "1GiB"  # of 16.78 MiB that a step needs
 
@@ -150,7 +150,7 @@ def test_all_that_was_tried_comes_back_so_that_the_plan_can_be_corrected(tmp_pat
     again = load_plan(path, budget)
     assert again == found
     assert again.tried[1] is again.best
-    assert decision.tighter(again.best.scheme, again, may_checkpoint=False) == decision.tighter(
+    assert decision.tighter_scheme(again.best.scheme, again, may_checkpoint=False) == decision.tighter_scheme(
         found.best.scheme, found, may_checkpoint=False
     )
 
@@ -306,7 +306,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning_vram import EarlyRelease
 from lightning_vram.callbacks.auto_vram.plan_cache import plan_key
-from lightning_vram.estimation.running_trainer.decision import RunningTrainer
+from lightning_vram.estimation.running_trainer import RunningTrainer
 from lightning_vram.estimation.traced_fit import FitRun
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 

@@ -11,7 +11,7 @@ class Told:
         self.infos: list[str] = []
         for place in (
             "lightning_vram.callbacks.early_release.callback.rank_zero_warn",
-            "lightning_vram.callbacks.early_release.findings.rank_zero_warn",
+            "lightning_vram.callbacks.early_release.callback.rank_zero_warn",
         ):
             monkeypatch.setattr(place, lambda text, **_: self.warnings.append(text))
         place = "lightning_vram.callbacks.early_release.callback.rank_zero_info"

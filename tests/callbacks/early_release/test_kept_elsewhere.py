@@ -11,7 +11,7 @@ from support.helpers import ForkingOffload
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_vram.callbacks.early_release.kept_elsewhere import why_buckets_stay, why_left_alone
+from lightning_vram.callbacks.early_release.callback import why_buckets_stay, why_not_first
 
 WHY_BUCKETS = "with gradient_as_bucket_view=True DDP's buckets hold them for the whole run."
 
@@ -48,4 +48,4 @@ class KeepsItself(SingleDeviceStrategy):
 )
 def test_who_has_them_elsewhere(strategy, why):
     trainer = SimpleNamespace(strategy=strategy(), lightning_module=pl.LightningModule(), callbacks=[])
-    assert why_left_alone(trainer) == why
+    assert why_not_first(trainer) == why

@@ -7,7 +7,7 @@ import torch
 from support.devices import ACCELERATOR, DEVICE, device_module
 
 from lightning_vram import EmptyCache
-from lightning_vram.memory.device.allocator import AllocatorBytes
+from lightning_vram.memory.device.accelerators import AllocatorBytes
 from lightning_vram.memory.units import GIB, MIB
 
 EPOCHS, BATCHES = 2, 3  # as set in make_trainer and LitTiny

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, RMSprop
 
 from lightning_vram import LowBitOptimizer, MomentsInBF16
-from lightning_vram.core.tensors.low_bit import LowBitTensor
+from lightning_vram.core.tensors.codecs import LowBitTensor
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 IN_4_BITS = partial(LowBitOptimizer, bits=4)

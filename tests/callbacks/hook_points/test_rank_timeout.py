@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_vram.callbacks.hook_points.rank_timeout import rank_timeout
+from lightning_vram.callbacks.hook_points import rank_timeout
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 
 

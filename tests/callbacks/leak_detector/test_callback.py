@@ -11,7 +11,7 @@ from support.helpers import LitManual, LitTiny, TinyCNN
 
 from lightning_vram.callbacks.leak_detector import LeakDetector
 from lightning_vram.callbacks.leak_detector.callback import MemoryLeakError
-from lightning_vram.memory.leaks.counting import LiveBytes
+from lightning_vram.memory.leaks.search import LiveBytes
 
 
 @pytest.mark.parametrize(

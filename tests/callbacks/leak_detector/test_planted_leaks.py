@@ -104,7 +104,7 @@ GROWS = {
 def test_an_attribute_that_grows_and_keeps_nothing_of_a_step(name, make_trainer):
     model, expected = GROWS[name]
     ((stage, leak),) = fit(model(), make_trainer, max_epochs=8, limit_val_batches=0)
-    assert (stage, leak.tensor_bytes) == ("train", leaky.KEPT_BYTES)
+    assert (stage, leak.tensor_bytes) == ("train", leaky.SAVED_COPY_BYTES)
     (holder,) = leak.holders
     assert re.fullmatch(expected, str(holder)), str(holder)
 
@@ -129,7 +129,7 @@ def test_an_evaluation_that_keeps_graphs_is_told(stage, make_trainer):
 @pytest.mark.parametrize("model", [leaky.Evaluation, leaky.JoinedEvaluation])
 def test_what_an_evaluation_collects_is_told_if_memory_would_run_out(model, stage, make_trainer, monkeypatch):
     assert evaluate(stage, model(), make_trainer) == []
-    monkeypatch.setattr(callback, "_available_bytes", lambda trainer: leaky.KEPT_BYTES)
+    monkeypatch.setattr(callback, "_available_bytes", lambda trainer: leaky.SAVED_COPY_BYTES)
     ((kind, (holder,)),) = evaluate(stage, model(), make_trainer)
     assert kind == stage
     assert holder.startswith(("self.outputs: a list of", "self.all: reallocated at each step"))
@@ -144,28 +144,28 @@ def test_an_evaluation_raises_at_its_end(make_trainer):
 
 def test_a_callback_is_named_by_its_class(make_trainer):
     ((stage, leak),) = fit(leaky.Plain(), make_trainer, callbacks=[leaky.Keeper()])
-    assert (stage, leak.tensor_bytes) == ("train", leaky.KEPT_BYTES)
+    assert (stage, leak.tensor_bytes) == ("train", leaky.SAVED_COPY_BYTES)
     assert [holder.path for holder in leak.holders] == ["Keeper.batches"]
 
 
 def test_outputs_of_validations_that_stay(make_trainer):
     ((stage, leak),) = fit(leaky.Validation(), make_trainer, val_check_interval=3)
-    assert (stage, leak.tensor_bytes) == ("validate", leaky.KEPT_BYTES)
+    assert (stage, leak.tensor_bytes) == ("validate", leaky.SAVED_COPY_BYTES)
     assert [holder.path for holder in leak.holders] == ["self.outputs"]
 
 
 def test_size_and_origin_are_exact(make_trainer):
     ((_, leak),) = fit(leaky.Outputs(), make_trainer)
-    assert leak.tensor_bytes == leaky.KEPT_BYTES
-    assert leaky.KEPT_BYTES <= leak.bytes_per_step < 2 * leaky.KEPT_BYTES
+    assert leak.tensor_bytes == leaky.SAVED_COPY_BYTES
+    assert leaky.SAVED_COPY_BYTES <= leak.bytes_per_step < 2 * leaky.SAVED_COPY_BYTES
     ((site, num_bytes),) = leak.sites
-    assert (site.module, num_bytes) == ("net.0", leaky.KEPT_BYTES)
+    assert (site.module, num_bytes) == ("net.0", leaky.SAVED_COPY_BYTES)
     assert re.fullmatch(r".*leaky_models\.py:\d+ in hidden", site.line)
     assert str(leak).splitlines()[-1] == f"  allocated in net.0, {site.line}: 8.00 KiB"
 
 
 def test_a_leak_below_the_least_size_is_none(make_trainer, monkeypatch):
-    monkeypatch.setitem(DETECTOR, "min_bytes_per_step", 16 * leaky.KEPT_BYTES)
+    monkeypatch.setitem(DETECTOR, "min_bytes_per_step", 16 * leaky.SAVED_COPY_BYTES)
     assert fit(leaky.Outputs(), make_trainer) == []
 
 
@@ -182,11 +182,11 @@ def test_named_in_a_compiled_model(make_trainer):
     model.net.compile(backend="aot_eager")
     ((_, leak),) = fit(model, make_trainer)
     assert [holder.path for holder in leak.holders] == ["self.cache"]
-    assert leak.tensor_bytes == leaky.KEPT_BYTES
+    assert leak.tensor_bytes == leaky.SAVED_COPY_BYTES
 
 
 def test_named_where_memory_is_not_counted(make_trainer, monkeypatch):
-    monkeypatch.setattr("lightning_vram.memory.leaks.counting.LiveBytes.read", lambda self: {})
+    monkeypatch.setattr("lightning_vram.memory.leaks.search.LiveBytes.read", lambda self: {})
     ((_, leak),) = fit(leaky.Losses(), make_trainer)
     assert [holder.path for holder in leak.holders] == ["self.losses"]
 

@@ -21,9 +21,9 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from lightning_vram import LowBitOptimizer, OptimizerInBackward, estimate_memory
 from lightning_vram.callbacks.low_bit_optimizer import LowBitOptimizer as Same
-from lightning_vram.core.tensors.low_bit import LowBitTensor
+from lightning_vram.core.tensors.codecs import LowBitTensor
 from lightning_vram.memory.tracking.timeline import Category
-from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
+from lightning_vram.private_names.fsdp2 import local_shard
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 OPTIMIZERS: dict[str, tuple[Any, int]] = {  # and the moments of each
@@ -61,7 +61,7 @@ class Looking(Layers):
         if hasattr(self.trainer.strategy, "_finish_steps"):
             self.trainer.strategy._finish_steps()
         states = [(p, s) for optimizer in self.trainer.optimizers for p, s in optimizer.state.items()]
-        local = [(p, local_part(value)) for p, s in states for value in s.values() if isinstance(value, Tensor)]
+        local = [(p, local_shard(value)) for p, s in states for value in s.values() if isinstance(value, Tensor)]
         self.sizes = sorted({p.numel() for p, value in local if isinstance(value, LowBitTensor)})
         self.host_bytes.append(sum(value.nbytes for _, value in local if value.dim()))
 

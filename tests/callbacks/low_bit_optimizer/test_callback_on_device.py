@@ -10,7 +10,7 @@ from support.helpers import assert_equal_weights
 from support.host_layers import Layers
 
 from lightning_vram import LowBitOptimizer
-from lightning_vram.core.tensors.low_bit import LowBitTensor
+from lightning_vram.core.tensors.codecs import LowBitTensor
 
 pytestmark = [pytest.mark.device, pytest.mark.filterwarnings("ignore::UserWarning")]
 

@@ -17,9 +17,9 @@ from torch.optim import SGD, Adam, NAdam
 from torch.optim.lr_scheduler import OneCycleLR
 
 from lightning_vram import LowBitOptimizer
-from lightning_vram.core.tensors.low_bit import MappedTensor
-from lightning_vram.optimizers.narrow import libraries
-from lightning_vram.optimizers.stepping.state_forms import FORMS
+from lightning_vram.core.tensors.codecs import MappedTensor
+from lightning_vram.optimizers import low_precision as libraries
+from lightning_vram.optimizers.moment_forms import FORMS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SGD_MOMENTUM = partial(SGD, lr=0.1, momentum=0.9)

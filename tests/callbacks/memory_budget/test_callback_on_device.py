@@ -8,7 +8,7 @@ from support.devices import ACCELERATOR, DEVICE, allocate_workspaces, at_size, d
 from support.helpers import LitTiny, TinyCNN, TinyGPT, assert_equal_weights
 
 from lightning_vram import MemoryBudget
-from lightning_vram.memory.device.process_limit import ProcessLimit
+from lightning_vram.memory.device.accelerators import ProcessLimit
 from lightning_vram.memory.units import GIB, MIB, parse_bytes
 
 pytestmark = pytest.mark.device

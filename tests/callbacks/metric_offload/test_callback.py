@@ -15,7 +15,7 @@ from torchmetrics.classification import BinaryAUROC
 
 from lightning_vram import MicroBatching
 from lightning_vram.callbacks.metric_offload import MetricOffload
-from lightning_vram.callbacks.metric_offload.offloaded_metric import OffloadedMetric
+from lightning_vram.callbacks.metric_offload.callback import OffloadedMetric
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:No (nega|posi)tive samples in targets",  # of one batch, in a bootstrap

@@ -8,7 +8,7 @@ from support.metric_models import METRICS, Detections, LitMetrics, assert_equal_
 from torchmetrics import Metric
 
 from lightning_vram.callbacks.metric_offload import MetricOffload
-from lightning_vram.callbacks.metric_offload.offloaded_metric import OffloadedMetric, list_states
+from lightning_vram.callbacks.metric_offload.callback import OffloadedMetric, list_states
 from lightning_vram.techniques.metric_offload import host_group
 
 pytestmark = pytest.mark.distributed

@@ -13,9 +13,8 @@ from support.helpers import LitTiny, TinyCNN
 from torchmetrics import MaxMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
-from lightning_vram.callbacks.micro_batching.batch_logging import BatchLogging
-from lightning_vram.callbacks.micro_batching.metric_states import MetricStates
-from lightning_vram.core.surgery.shadow import Shadow
+from lightning_vram.callbacks.micro_batching.metrics_and_logging import BatchLogging, MetricStates
+from lightning_vram.core.patching import MethodPatch
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You called `self.log.'(count|best|x)', ....` in your:UserWarning"),  # integers
@@ -112,7 +111,7 @@ class InChunks(Callback):
 
             return run_twice
 
-        self.shadows = [Shadow(trainer.strategy, name, in_chunks) for name in ("training_step", "validation_step")]
+        self.shadows = [MethodPatch(trainer.strategy, name, in_chunks) for name in ("training_step", "validation_step")]
 
     def teardown(self, trainer, pl_module, stage):
         for shadow in self.shadows:
@@ -156,7 +155,7 @@ class Calls:
     def __init__(self) -> None:
         self.results = _ResultCollection(training=True)
         self.seen = []
-        self.shadow = Shadow(self.results, "log", self._note)
+        self.shadow = MethodPatch(self.results, "log", self._note)
 
     def _note(self, log):
         def note(fx, name, value, **options):

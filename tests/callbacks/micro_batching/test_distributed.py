@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
 
 from lightning_vram.callbacks.micro_batching.callback import MicroBatching
-from lightning_vram.core.surgery.shadow import Shadow
+from lightning_vram.core.patching import MethodPatch
 from lightning_vram.memory.units import MIB
-from lightning_vram.techniques.sharding.recovery import can_recover
+from lightning_vram.techniques.sharding.removal import can_recover
 
 pytestmark = [
     pytest.mark.distributed,
@@ -200,7 +200,7 @@ class Clean(pl.Callback):
     """Nothing of the probes is left on the metrics."""
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        assert not isinstance(pl_module.error.update, Shadow)
+        assert not isinstance(pl_module.error.update, MethodPatch)
 
 
 @pytest.mark.skipif(not can_recover(), reason="needs torch 2.13")
@@ -228,7 +228,7 @@ def test_a_size_is_planned_where_the_device_tells_its_room_and_ranks_must_keep_s
         limits.append(limit)
         return Room(limit)
 
-    monkeypatch.setattr("lightning_vram.callbacks.micro_batching.callback.device_room", make_room)
+    monkeypatch.setattr("lightning_vram.callbacks.micro_batching.callback.free_memory_of", make_room)
     options = {"heavy": "forward", "is_sharded": True, "norm": True}  # a norm that refuses single samples
     expected = fit([MicroBatching(4)], **options)
     room_for_four = int(5.1 * MIB)

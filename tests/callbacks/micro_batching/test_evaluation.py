@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_vram import MicroBatching
-from lightning_vram.core.batches.combining import OutputCombineError
+from lightning_vram.core.batches.micro_batches import OutputCombineError
 from lightning_vram.memory.units import MIB
 
 NUM_SAMPLES = 14  # two batches: eight and six

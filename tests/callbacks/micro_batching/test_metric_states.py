@@ -11,7 +11,7 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, Multicl
 from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError, PearsonCorrCoef
 from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
-from lightning_vram.callbacks.micro_batching.metric_states import MetricStates
+from lightning_vram.callbacks.micro_batching.metrics_and_logging import MetricStates
 
 NUM_SAMPLES = 12
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_vram import MicroBatching
-from lightning_vram.core.batches.splitting import BatchSplitError
+from lightning_vram.core.batches.contents import BatchSplitError
 from lightning_vram.memory.units import MIB
 
 pytestmark = pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")  # Lightning, of odd batches
@@ -105,7 +105,7 @@ def test_what_only_the_reducer_can_do_is_refused(make_trainer, monkeypatch) -> N
     with pytest.raises(Exception, match=r"MicroBatching does not work with DDPStrategy\(static_graph=True\)"):
         fit(MicroBatching(1), static_graph=True)
     monkeypatch.setattr(
-        "lightning_vram.callbacks.micro_batching.checks.why_reducer_is_needed", lambda ddp: "a communication hook"
+        "lightning_vram.callbacks.micro_batching.callback.why_reducer_is_needed", lambda ddp: "a communication hook"
     )  # Lightning registers them on GPUs only
     with pytest.raises(Exception, match=r"MicroBatching\('auto'\) does not work with a communication hook"):
         fit(MicroBatching())

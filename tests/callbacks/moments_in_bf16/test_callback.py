@@ -14,7 +14,7 @@ from torch.optim import NAdam, RAdam
 
 from lightning_vram import MomentsInBF16
 from lightning_vram.callbacks.moments_in_bf16 import MomentsInBF16 as Same
-from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
+from lightning_vram.private_names.fsdp2 import local_shard
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 OPTIMIZERS: dict[str, Any] = {
@@ -29,10 +29,10 @@ OPTIMIZERS: dict[str, Any] = {
 
 @pytest.fixture
 def fit(make_trainer):
-    def fit(make: Any = Layers, *, is_narrow: bool = True, ckpt_path: Any = None, **options: Any) -> Any:
+    def fit(make: Any = Layers, *, is_low_precision: bool = True, ckpt_path: Any = None, **options: Any) -> Any:
         pl.seed_everything(0, verbose=False)
         model = make()
-        trainer = make_trainer(callbacks=[MomentsInBF16()] if is_narrow else [], **{"max_epochs": 1, **options})
+        trainer = make_trainer(callbacks=[MomentsInBF16()] if is_low_precision else [], **{"max_epochs": 1, **options})
         trainer.fit(model, ckpt_path=ckpt_path)
         model.saved_by = trainer
         return model
@@ -47,7 +47,7 @@ class Looking(Layers):
         if hasattr(self.trainer.strategy, "_finish_steps"):
             self.trainer.strategy._finish_steps()
         states = self.trainer.optimizers[0].state.values()
-        values = [local_part(value) for state in states for value in state.values()]
+        values = [local_shard(value) for state in states for value in state.values()]
         self.dtypes = {value.dtype for value in values if value.dim()}
         self.host_bytes.append(sum(value.nbytes for value in values if value.dim()))
 
@@ -63,7 +63,7 @@ def test_it_is_exported() -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_moments_are_bf16_and_training_is_close(optimizer, fit):
     make = partial(Looking, optimizer, num_batches=20)
-    narrow, plain = fit(make), fit(make, is_narrow=False)
+    narrow, plain = fit(make), fit(make, is_low_precision=False)
     num_moments = 3 if optimizer is OPTIMIZERS["amsgrad, one by one"] else 2
     assert narrow.dtypes == {torch.bfloat16}
     assert narrow.host_bytes == [2 * num_moments * num_weights(narrow)] * 20
@@ -91,9 +91,11 @@ class Loaded(Layers):
 
 @pytest.mark.parametrize(("first", "second"), [(True, False), (False, True)])
 def test_checkpoints_are_plain_and_load_with_and_without(first, second, fit, tmp_path):
-    fit(partial(Layers, num_batches=4), is_narrow=first).saved_by.save_checkpoint(tmp_path / "last.ckpt")
+    fit(partial(Layers, num_batches=4), is_low_precision=first).saved_by.save_checkpoint(tmp_path / "last.ckpt")
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["optimizer_states"][0]["state"].values()
-    loaded = fit(partial(Loaded, num_batches=4), is_narrow=second, ckpt_path=tmp_path / "last.ckpt", max_epochs=2)
+    loaded = fit(
+        partial(Loaded, num_batches=4), is_low_precision=second, ckpt_path=tmp_path / "last.ckpt", max_epochs=2
+    )
     for moment, state in zip(loaded.moments, saved, strict=True):
         assert type(state["exp_avg"]) is Tensor
         assert state["exp_avg"].dtype == (torch.bfloat16 if first else torch.float32)
@@ -133,7 +135,7 @@ def test_under_fsdp_offload_moments_are_bf16_wherever_they_are(offload, fit):
     assert model.host_bytes[-1] == 4 * num_weights(model)
     if "host_state" in offload:
         strategy = ForkingOffload(**offload)
-        same = fit(partial(Layers, num_batches=4), is_narrow=False, strategy=strategy, precision="bf16-mixed")
+        same = fit(partial(Layers, num_batches=4), is_low_precision=False, strategy=strategy, precision="bf16-mixed")
         assert_equal_weights(model, same)
     leave_group()
 

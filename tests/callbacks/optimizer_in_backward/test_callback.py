@@ -31,8 +31,8 @@ from lightning_vram import (
     VRAMMonitor,
 )
 from lightning_vram.callbacks.optimizer_in_backward import OptimizerInBackward as Same
-from lightning_vram.core.tensors.low_bit import LowBitTensor
-from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
+from lightning_vram.core.tensors.codecs import LowBitTensor
+from lightning_vram.private_names.fsdp2 import local_shard
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 OPTIMIZERS: dict[str, Any] = {
@@ -544,7 +544,7 @@ class Shards(Layers):
         return {}  # the launcher cannot hand shards to the parent process
 
     def on_train_end(self) -> None:
-        shards = {name: local_part(one).detach() for name, one in self.named_parameters()}
+        shards = {name: local_shard(one).detach() for name, one in self.named_parameters()}
         name = "early" if any(isinstance(one, OptimizerInBackward) for one in self.trainer.callbacks) else "plain"
         torch.save(shards, f"{self.trainer.default_root_dir}/{name}{self.trainer.global_rank}.pt")
 

@@ -23,7 +23,7 @@ from lightning_vram import (
     estimate_memory,
     track_memory,
 )
-from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
+from lightning_vram.private_names.fsdp2 import local_shard
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 WIDTH, DEPTH, BATCH = 128, 6, 4
@@ -39,7 +39,7 @@ class LiveGradients(TorchDispatchMode):
         self.module, self.most_bytes = module, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        gradients = [local_part(one.grad) for one in self.module.parameters() if one.grad is not None]
+        gradients = [local_shard(one.grad) for one in self.module.parameters() if one.grad is not None]
         storages = {one.untyped_storage()._cdata: one.nbytes for one in gradients}
         self.most_bytes = max(self.most_bytes, sum(storages.values()))
         return func(*args, **(kwargs or {}))

@@ -23,7 +23,7 @@ from lightning_vram import (
     MicroBatching,
     OptimizerInBackward,
 )
-from lightning_vram.optimizers.in_backward.steps import BackwardSteps, Clipping
+from lightning_vram.optimizers.in_backward import BackwardSteps, Clipping
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:(?!lightning_vram)")
 

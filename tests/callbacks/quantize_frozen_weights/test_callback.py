@@ -40,7 +40,13 @@ from lightning_vram import (
 from lightning_vram.estimation.traced_fit import FitRun, trace_fit, trace_real_fit
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.tracking.timeline import Category
-from lightning_vram.techniques.quantize_frozen_weights import QuantizedWeight, libraries, quantize_frozen_weights
+from lightning_vram.techniques.quantize_frozen_weights import (
+    QuantizedWeight,
+    quantize_frozen_weights,
+)
+from lightning_vram.techniques.quantize_frozen_weights import (
+    packing as libraries,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from lightning_vram import ActivationCheckpointing, QuantizeFrozenWeights, estimate_memory
 from lightning_vram.callbacks.quantize_frozen_weights import callback as checks
 from lightning_vram.memory.tracking.timeline import Category
-from lightning_vram.private_names.fsdp2.states import shards_integers
+from lightning_vram.private_names.fsdp2 import shards_integers
 from lightning_vram.techniques.quantize_frozen_weights import quantize_frozen_weights
 from lightning_vram.techniques.sharding.gathered import watch
 

@@ -8,8 +8,8 @@ from support.helpers import assert_equal_weights
 from support.lora_nets import NUM_QUANTIZED, LitLoRA
 
 from lightning_vram import ActivationCheckpointing, QuantizeFrozenWeights
-from lightning_vram.core.processes.clean_exit import leave_group
-from lightning_vram.private_names.fsdp2.states import shards_integers
+from lightning_vram.core.processes import leave_group
+from lightning_vram.private_names.fsdp2 import shards_integers
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 from lightning_vram.techniques.quantize_frozen_weights import quantize_frozen_weights
 

@@ -30,10 +30,10 @@ from support.requeue_runs import (
 )
 from torch.utils.data import DataLoader
 
-from lightning_vram.callbacks.slurm_requeue import job_stop
-from lightning_vram.callbacks.slurm_requeue import start as requeued_start
+from lightning_vram.callbacks.slurm_requeue import job as job_stop
+from lightning_vram.callbacks.slurm_requeue import job as requeued_start
 from lightning_vram.callbacks.slurm_requeue.callback import JobStopped, SlurmRequeue
-from lightning_vram.callbacks.slurm_requeue.folder import RequeueFolder
+from lightning_vram.callbacks.slurm_requeue.job import RequeueFolder
 from lightning_vram.checkpoint_io import StreamedCheckpointIO
 
 TERM, USR1, USR2 = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2

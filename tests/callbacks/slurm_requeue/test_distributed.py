@@ -15,8 +15,8 @@ from support.ports import find_free_port
 from support.requeue_runs import JOB_ID, FakeSlurm, Noting, Send, fit
 
 from lightning_vram.callbacks.slurm_requeue.callback import JobStopped, SlurmRequeue
-from lightning_vram.callbacks.slurm_requeue.folder import RequeueFolder
-from lightning_vram.core.processes.clean_exit import leave_group
+from lightning_vram.callbacks.slurm_requeue.job import RequeueFolder
+from lightning_vram.core.processes import leave_group
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 
 pytestmark = [

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_vram import FSDPOffloadStrategy
 from lightning_vram.callbacks.slurm_requeue import callback as slurm_requeue
-from lightning_vram.callbacks.slurm_requeue import start as requeued_start
+from lightning_vram.callbacks.slurm_requeue import job as requeued_start
 from lightning_vram.callbacks.slurm_requeue.callback import JobStopped, SlurmRequeue
 
 pytestmark = [

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_vram.callbacks.slurm_requeue.folder import RequeueFolder
+from lightning_vram.callbacks.slurm_requeue.job import RequeueFolder
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_vram import FSDPOffloadStrategy
-from lightning_vram.callbacks.slurm_requeue import tuner_trials
+from lightning_vram.callbacks.slurm_requeue import exact_resume as tuner_trials
 from lightning_vram.callbacks.slurm_requeue.callback import SlurmRequeue
-from lightning_vram.core.surgery.shadow import Shadow
+from lightning_vram.core.patching import MethodPatch
 
 pytestmark = pytest.mark.filterwarnings("ignore:The number of training batches")
 
@@ -165,6 +165,6 @@ def test_nothing_is_left_on_the_tuner(kind, slurm, tmp_path):
     fit(Tuned, tmp_path, tuner, Send(at=3), SlurmRequeue())
     slurm.start(1)
     run = fit(Tuned, tmp_path, tuner, Send(at=None), SlurmRequeue())
-    assert not any(isinstance(value, Shadow) for value in vars(tuner).values())
+    assert not any(isinstance(value, MethodPatch) for value in vars(tuner).values())
     assert "restore" not in vars(run.trainer._checkpoint_connector)
     assert torch.isfinite(next(run.module.parameters())).all()

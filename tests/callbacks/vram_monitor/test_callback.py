@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader
 
 from lightning_vram import VRAMMonitor
-from lightning_vram.callbacks.vram_monitor.readings import MaxOverRanks
-from lightning_vram.memory.device.allocator import AllocatorBytes
+from lightning_vram.callbacks.vram_monitor.callback import MaxOverRanks
+from lightning_vram.memory.device.accelerators import AllocatorBytes
 from lightning_vram.memory.device.measurement import read_measurements
 from lightning_vram.memory.tracking.timeline import Category, Phase
 
-MODULE = "lightning_vram.callbacks.vram_monitor.readings"
+MODULE = "lightning_vram.callbacks.vram_monitor.callback"
 
 
 def readings(folder: Path, stage: str = "train") -> list[tuple[int, int]]:
@@ -133,7 +133,7 @@ def test_every_line_of_the_file_is_json(make_trainer, tmp_path):
 
 
 def test_nothing_is_tracked_if_told_so(make_trainer, monkeypatch):
-    monkeypatch.setattr("lightning_vram.memory.device.probe.track_memory", None)  # would fail
+    monkeypatch.setattr("lightning_vram.memory.tracking.tracker.track_memory", None)  # would fail
     monitor = VRAMMonitor(1, track=False)
     make_trainer(callbacks=[monitor]).fit(LitTiny(TinyCNN()))
     assert monitor.peaks == {}
@@ -225,8 +225,8 @@ class FakeGPU:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.allocated, self.peak, self.num_reserved = 100, 100, 0
         monkeypatch.setattr(f"{MODULE}.has_cache", lambda device: True)
-        monkeypatch.setattr("lightning_vram.memory.device.allocator.read_allocator", self._read)
-        monkeypatch.setattr("lightning_vram.memory.device.allocator._module", lambda device: self)
+        monkeypatch.setattr("lightning_vram.memory.device.accelerators.read_allocator", self._read)
+        monkeypatch.setattr("lightning_vram.memory.device.accelerators._module", lambda device: self)
 
     def spike(self, num_bytes: int) -> None:
         self.peak = max(self.peak, self.allocated + num_bytes)

@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader
 import lightning_vram
 from lightning_vram import InPlaceFusion, VRAMMonitor
 from lightning_vram.callbacks.vram_monitor import out_of_memory
-from lightning_vram.callbacks.vram_monitor.last_batches import LastBatches
+from lightning_vram.callbacks.vram_monitor.out_of_memory import LastBatches
 from lightning_vram.demos import ByteGPT
 from lightning_vram.memory.units import MIB, format_bytes
-from lightning_vram.private_names.torch.dispatch import FakeTensor
+from lightning_vram.private_names.dispatcher import FakeTensor
 from lightning_vram.report.estimate import ProgressDisplay
-from lightning_vram.report.estimate.words import limit_line
+from lightning_vram.report.estimate.step import limit_line
 
 
 def cuda_message(asked=20, total=80, free=1, process=79, allocated=70, cached=4):

@@ -10,12 +10,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_vram import MetricOffload, VRAMMonitor
-from lightning_vram.callbacks.vram_monitor import last_batches, out_of_memory
+from lightning_vram.callbacks.vram_monitor import out_of_memory
+from lightning_vram.callbacks.vram_monitor import out_of_memory as last_batches
 from lightning_vram.callbacks.vram_monitor.out_of_memory import _ranked
 from lightning_vram.memory.units import GIB, MIB
-from lightning_vram.planner.parts import Part
-from lightning_vram.planner.scheme import Scheme
-from lightning_vram.private_names.torch.dispatch import FakeTensor
+from lightning_vram.planner.scheme import Part, Scheme
+from lightning_vram.private_names.dispatcher import FakeTensor
 
 STAGES = ("validate", "test", "predict")
 MESSAGE = (

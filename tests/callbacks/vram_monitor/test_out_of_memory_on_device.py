@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_vram import ActivationCheckpointing, VRAMMonitor
-from lightning_vram.memory.device.process_limit import ProcessLimit
+from lightning_vram.memory.device.accelerators import ProcessLimit
 from lightning_vram.memory.units import MIB
-from lightning_vram.private_names.torch.dispatch import FakeTensor
+from lightning_vram.private_names.dispatcher import FakeTensor
 
 pytestmark = pytest.mark.device
 BATCH_SIZE, WIDTH, NUM_LAYERS = at_size((16384, 256, 12), (4096, 128, 8))

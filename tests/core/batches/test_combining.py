@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from lightning_vram.core.batches.combining import OutputCombineError, combine_outputs
+from lightning_vram.core.batches.micro_batches import OutputCombineError, combine_outputs
 
 HOOK = "Define combine_outputs(outputs, sizes) on the LightningModule."
 Pair = namedtuple("Pair", ["x", "y"])

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_vram.core.batches.cutting import BatchCutter, BatchFacts, find_time_first
-from lightning_vram.core.batches.path import BatchSplitError, SplitArgumentError
-from lightning_vram.core.batches.weights import shares_of
+from lightning_vram.core.batches.contents import BatchSplitError, SplitArgumentError
+from lightning_vram.core.batches.micro_batches import shares_of
+from lightning_vram.core.batches.splitting import BatchCutter, BatchFacts, find_time_first
 
 
 class Graph:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_vram.core.batches.guard import BatchGuard
+from lightning_vram.core.batches.micro_batches import BatchGuard
 
 
 def make_batch():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_vram.core.batches.norm_momentum import NormMomentum, find_batch_norms
+from lightning_vram.core.batches.micro_batches import NormMomentum, find_batch_norms
 
 
 @pytest.fixture

@@ -17,8 +17,9 @@ from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput
 
-from lightning_vram.core.batches.combining import combine_outputs
-from lightning_vram.core.batches.splitting import BatchSplitError, BatchSplitter
+from lightning_vram.core.batches.contents import BatchSplitError
+from lightning_vram.core.batches.micro_batches import combine_outputs
+from lightning_vram.core.batches.splitting import BatchSplitter
 
 HOOK = "pass split= to MicroBatching, or define split_batch(batch, size) on the LightningModule."
 

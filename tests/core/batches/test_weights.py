@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.devices import DEVICE, refuse_waits
 
-from lightning_vram.core.batches.weights import make_batch_weight
+from lightning_vram.core.batches.micro_batches import make_batch_weight
 
 LABELS = torch.tensor([[-100, 1, 2, -100], [3, 4, -100, -100]])
 INPUTS = torch.zeros(2, 4, 3)

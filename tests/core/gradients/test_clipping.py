@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_vram.core.gradients.clipping import clip_gradient_norm
+from lightning_vram.core.gradients import clip_gradient_norm
 
 
 def parameters(*dtypes):

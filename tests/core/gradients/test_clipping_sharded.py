@@ -9,12 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from lightning_vram.core.gradients.clipping import (
-    apply_clip_factor,
-    clip_factor,
-    clip_sharded_values,
-    sharded_norm,
-)
+from lightning_vram.core.gradients import apply_clip_factor, clip_factor, clip_sharded_values, sharded_norm
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 SHAPES = [(5, 3), (4,), (1, 2)]

@@ -15,8 +15,8 @@ from torch.distributed.tensor import distribute_module, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_vram.core.gradients import averaging
-from lightning_vram.core.gradients.reduction import (
+from lightning_vram.core import gradients as averaging
+from lightning_vram.core.gradients import (
     expect_buffer_sync,
     has_collectives_in_forward,
     reduce_gradients,

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_vram.core.gradients.scaling import scale_gradients
+from lightning_vram.core.gradients import scale_gradients
 
 FACTORS = [1.5, torch.tensor(1.5, dtype=torch.float64)]
 

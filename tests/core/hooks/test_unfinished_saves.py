@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
-from lightning_vram.techniques.activation_offload.late_handle import LateHandle
+from lightning_vram.techniques.activation_offload.items import LateHandle
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
 from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from lightning_vram.core.host import arena as host_arena
-from lightning_vram.core.host import chunked_space
-from lightning_vram.core.host.arena import HostArena
-from lightning_vram.core.host.chunked_space import ChunkedSpace
+from lightning_vram.core.host import memory as chunked_space
+from lightning_vram.core.host import memory as host_arena
+from lightning_vram.core.host.memory import ChunkedSpace, HostArena
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.memory.units import GIB, KIB, MIB
 from lightning_vram.techniques.activation_offload.places import OffloadPlaces

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_vram.core.host import arena
-from lightning_vram.core.host.arena import make_host_tensor
-from lightning_vram.private_names.torch.dispatch import FakeTensor, FakeTensorMode
+from lightning_vram.core.host import memory as arena
+from lightning_vram.core.host.memory import make_host_tensor
+from lightning_vram.private_names.dispatcher import FakeTensor, FakeTensorMode
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone can leave pages out of a fork")
 

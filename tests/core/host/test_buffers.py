@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.core.host import arena
-from lightning_vram.core.host.buffers import HostBuffers
+from lightning_vram.core.host import memory as arena
+from lightning_vram.core.host.memory import HostBuffers
 from lightning_vram.memory.units import MIB
-from lightning_vram.private_names.torch.dispatch import FakeTensorMode
+from lightning_vram.private_names.dispatcher import FakeTensorMode
 
 
 @pytest.fixture

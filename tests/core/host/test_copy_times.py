@@ -4,9 +4,16 @@ import pytest
 import torch
 from support.devices import DEVICE, device_module
 
-from lightning_vram.core.host.copy_notes import TO_DEVICE, TO_HOST
-from lightning_vram.core.host.copy_times import WAIT_FOR_FETCHING, CopyTimes, HostClock, timed
-from lightning_vram.core.host.transfers import Copies, make_copies
+from lightning_vram.core.host.transfers import (
+    TO_DEVICE,
+    TO_HOST,
+    WAIT_FOR_FETCHING,
+    Copies,
+    CopyTimes,
+    HostClock,
+    make_copies,
+    timed,
+)
 
 
 class Ticking:

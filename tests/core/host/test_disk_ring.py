@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_vram.core.host import disk_file, disk_ring
-from lightning_vram.core.host.arena import OffloadError
-from lightning_vram.core.host.disk_ring import DiskBlock, DiskRing
+from lightning_vram.core.host import disk as disk_file
+from lightning_vram.core.host import disk as disk_ring
+from lightning_vram.core.host.disk import DiskBlock, DiskRing
+from lightning_vram.core.host.memory import OffloadError
 from lightning_vram.core.host.transfers import Copies
 from lightning_vram.memory.units import GIB, MIB
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_vram.core.host import split_weights
-from lightning_vram.core.host.split_weights import PART_ELEMENTS, SplitWeights
+from lightning_vram.core.host import memory as split_weights
+from lightning_vram.core.host.memory import PART_ELEMENTS, SplitWeights
 
 LOWER = (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)  # each side of a half, and of nothing
 

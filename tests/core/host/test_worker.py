@@ -10,8 +10,8 @@ import torch
 import torch.multiprocessing as mp
 from support.helpers import PlantedError
 
-from lightning_vram.core.host import worker as host_worker
-from lightning_vram.core.host.worker import HostWorker
+from lightning_vram.core.host import transfers as host_worker
+from lightning_vram.core.host.transfers import HostWorker
 
 PATIENCE = 10  # seconds, of tests that would hang
 

@@ -6,8 +6,7 @@ from support.helpers import LitTiny, TinyCNN, TinyGPT
 from torch import nn
 from torchmetrics import MeanSquaredError, MetricCollection
 
-from lightning_vram.core.layers.conv_stages import find_conv_stages
-from lightning_vram.core.layers.selection import select_layers, thin_out
+from lightning_vram.core.layers import find_conv_stages, select_layers, thin_out
 from lightning_vram.demos import ByteGPT, DigitsResNet
 
 

@@ -3,9 +3,8 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_vram.core.operators.alike_parts import num_alike, parts_of
-from lightning_vram.core.operators.cost import operator_work
-from lightning_vram.private_names.torch.dispatch import FakeTensorMode
+from lightning_vram.core.operators import num_alike, operator_work, parts_of
+from lightning_vram.private_names.dispatcher import FakeTensorMode
 
 
 class Work(TorchDispatchMode):

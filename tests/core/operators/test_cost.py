@@ -9,14 +9,8 @@ from torch.nn import functional as F
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_vram.core.operators import cost as module
-from lightning_vram.core.operators.cost import (
-    ATTENTION,
-    BALANCE,
-    MATMULS,
-    operator_work,
-    resolve_operators,
-)
+from lightning_vram.core import operators as module
+from lightning_vram.core.operators import ATTENTION, BALANCE, MATMULS, operator_work, resolve_operators
 
 aten = torch.ops.aten
 

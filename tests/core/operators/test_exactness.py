@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_vram.core.hooks.stage import SavedTensorStage, Taken, exact_only
+from lightning_vram.core.hooks import SavedTensorStage, StoredTensor, exact_only
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
 
 SIDE = 32
@@ -71,7 +71,7 @@ def test_what_would_be_magnified_is_exact(name: str, lossy: str) -> None:
 class Offloading(SavedTensorStage):
     """Takes everything, as a copy."""
 
-    class _Copy(Taken):
+    class _Copy(StoredTensor):
         __slots__ = ("_copy",)
 
         def __init__(self, tensor: Tensor) -> None:
@@ -84,7 +84,7 @@ class Offloading(SavedTensorStage):
         def give(self) -> Tensor:
             return self._copy
 
-    def take(self, tensor: Tensor) -> Taken | None:
+    def take(self, tensor: Tensor) -> StoredTensor | None:
         return self._Copy(tensor)
 
 

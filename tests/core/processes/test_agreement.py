@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from lightning_vram.core.processes.agreement import RankAgreement, RankAgreementError
+from lightning_vram.core.ranks import RankAgreement, RankAgreementError
 
 SHORT = timedelta(seconds=3)  # longer than a busy machine keeps one of two ranks from coming
 LATE = (

@@ -3,8 +3,8 @@
 import pytest
 import torch.distributed as dist
 
-from lightning_vram.core.processes import clean_exit
-from lightning_vram.core.processes.clean_exit import leave_group, leave_group_at_exit
+from lightning_vram.core import processes as clean_exit
+from lightning_vram.core.processes import leave_group, leave_group_at_exit
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from lightning_vram.core.processes.lost_peers import LostPeerError, naming_lost_peers
+from lightning_vram.core.ranks import LostPeerError, naming_lost_peers
 
 TIMEOUT = timedelta(seconds=3)
 HERE = f"Rank 0 of 2 on {socket.gethostname()}, step 12, backward,"

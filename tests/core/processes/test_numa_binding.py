@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.helpers import write_files
 
-from lightning_vram.core.processes import numa_binding
-from lightning_vram.core.processes.numa_binding import bind_to_node_of
+from lightning_vram.core import processes as numa_binding
+from lightning_vram.core.processes import bind_to_node_of
 
 CARD = torch.device("cuda", 0)
 ADDRESSES = ["0000:3b:00.0", "0000:3c:00.0", "0000:d8:00.0", "0000:d9:00.0"]  # two on each node
@@ -40,7 +40,7 @@ def bind(monkeypatch: pytest.MonkeyPatch, root: Path) -> Any:
             monkeypatch.setattr(numa_binding, "pci_address", lambda _, address=address: address)
             monkeypatch.setattr(numa_binding, "own_cores", lambda cores=cores: frozenset(cores))
             claims.insert(0, numa_binding._claim(CARD, root))
-        monkeypatch.setattr("lightning_vram.memory.host.cores.os.sched_getaffinity", lambda _: own[0], raising=False)
+        monkeypatch.setattr("lightning_vram.memory.host.os.sched_getaffinity", lambda _: own[0], raising=False)
         monkeypatch.setattr(numa_binding, "gather_objects", lambda _: claims)
         return bind_to_node_of(CARD, len(devices), root=root, **options), bound
 

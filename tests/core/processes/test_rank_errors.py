@@ -8,7 +8,7 @@ import torch.distributed as dist
 from support.checkpoint_nets import run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lightning_vram.core.processes.rank_errors import CheckpointError, on_all_ranks
+from lightning_vram.core.ranks import CheckpointError, on_all_ranks
 
 pytestmark = pytest.mark.distributed
 

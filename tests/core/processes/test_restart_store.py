@@ -6,8 +6,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, PrefixStore, Store
 
-from lightning_vram.core.processes.lost_peers import LostPeerError
-from lightning_vram.core.processes.restart_store import attempt_store
+from lightning_vram.core.ranks import LostPeerError, attempt_store
 
 LONG = timedelta(seconds=60)
 SHORT = timedelta(milliseconds=100)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from lightning_vram.core.processes.same_modules import check_same_modules, spread_values
+from lightning_vram.core.ranks import check_same_modules, spread_values
 
 NUM_RANKS = 3
 

@@ -12,8 +12,8 @@ from multiprocessing import resource_tracker
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_vram.core.processes import shielded_daemons
-from lightning_vram.core.processes.shielded_daemons import DaemonShield
+from lightning_vram.core import processes as shielded_daemons
+from lightning_vram.core.processes import DaemonShield
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 

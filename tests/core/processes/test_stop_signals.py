@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from lightning_vram.core.processes.stop_signals import StopSignals
+from lightning_vram.core.processes import StopSignals
 
 TERM, USR1, USR2 = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 

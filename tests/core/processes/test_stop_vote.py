@@ -8,9 +8,8 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from lightning_vram.core.processes.agreement import RankAgreement
-from lightning_vram.core.processes.stop_signals import StopSignals
-from lightning_vram.core.processes.stop_vote import StopVote
+from lightning_vram.core.processes import StopSignals, StopVote
+from lightning_vram.core.ranks import RankAgreement
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from lightning_vram.core.random_state.generators import read_random_states, restore_random_states
+from lightning_vram.core.random_state import read_random_states, restore_random_states
 
 CPU = torch.device("cpu")
 

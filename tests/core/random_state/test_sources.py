@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_vram.core.random_state.sources import default_source
-from lightning_vram.techniques.in_place_fusion.recomputation import dropout_recipes
+from lightning_vram.core.random_state import default_source
+from lightning_vram.techniques.in_place_fusion.recomputation import recipes as dropout_recipes
 from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
 
 XPU = torch.device("xpu", 1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.core.rollback.forward_state import ForwardState, Learned
+from lightning_vram.core.rollback import ForwardFacts, ForwardState
 
 
 class Noise(nn.Module):
@@ -41,7 +41,7 @@ class Listing(nn.Module):
 
 def run_twice(module: nn.Module) -> tuple[Tensor, Tensor]:
     """Return the results of a first run and of one in its place."""
-    state, input = ForwardState((module,), Learned()), torch.zeros(())
+    state, input = ForwardState((module,), ForwardFacts()), torch.zeros(())
     first = module(input)
     state.settle()
     return first, state.run(lambda: module(input))
@@ -72,7 +72,7 @@ def test_what_is_added_to_a_long_list_stands_in_it_once():
 
 def test_a_loop_over_modules_goes_on_where_they_run_again():
     module = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1))
-    state = ForwardState((module,), Learned())
+    state = ForwardState((module,), ForwardFacts())
     state.settle()
     visited = 0
     for _ in module:
@@ -98,7 +98,7 @@ class LateWriter(nn.Module):
 
 @pytest.mark.parametrize("num_bytes", [64, 1 << 20, (1 << 20) + 4])
 def test_a_large_tensor_that_is_written_in_a_later_forward_only_is_refused(num_bytes):
-    module, learned, input = LateWriter(num_bytes), Learned(), torch.zeros(())
+    module, learned, input = LateWriter(num_bytes), ForwardFacts(), torch.zeros(())
     for call in (1, 2):
         state = ForwardState((module,), learned)
         first = module(input)
@@ -114,7 +114,7 @@ def test_a_large_tensor_that_is_written_in_a_later_forward_only_is_refused(num_b
 
 def test_an_error_inside_leaves_the_module_as_it_was():
     module = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
-    state = ForwardState((module,), Learned())
+    state = ForwardState((module,), ForwardFacts())
     state.settle()
     module.eval().requires_grad_(False)
     module.extra = [1]

@@ -12,9 +12,9 @@ from support.devices import DEVICE, device_module, refuse_waits
 from support.helpers import CASES, LitTiny, TinyCNN
 from torch import nn
 
-from lightning_vram.core.rollback import attribute_state
-from lightning_vram.core.rollback.attribute_state import AttributeLayout
-from lightning_vram.core.rollback.step_rollback import BufferCopies, StepState
+from lightning_vram.core import module_state as attribute_state
+from lightning_vram.core.module_state import AttributeLayout, BufferCopies
+from lightning_vram.core.rollback import StepState
 
 CPU = torch.device("cpu")
 LARGE = 1024 * 1024  # floats, above what is copied in every step

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.core.surgery.class_swap import restore_class, swap_class
+from lightning_vram.core.patching import restore_class, swap_class
 
 DOUBLE, ADD = "_double", "_add"
 

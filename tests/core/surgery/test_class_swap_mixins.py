@@ -8,7 +8,7 @@ import pytest
 from support.sharded_nets import Net, assert_same, make, sharded, weights
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_vram.core.surgery.class_swap import mixin_for
+from lightning_vram.core.patching import mixin_for
 
 T = TypeVar("T")
 

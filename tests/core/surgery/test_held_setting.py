@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._functorch import config
 
-from lightning_vram.core.surgery.held_setting import HeldSetting, compiled_backward_without_autocast, without_fast_path
+from lightning_vram.core.patching import HeldSetting, compiled_backward_without_autocast, without_fast_path
 
 
 @pytest.mark.parametrize("is_first_in_first_out", [True, False])

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import nn
 
-from lightning_vram.core.surgery.shadow import Shadow
+from lightning_vram.core.patching import MethodPatch
 
 
 def answer(inner, *args):
@@ -15,7 +15,7 @@ def answer(inner, *args):
 
 def test_a_pickle_needs_no_class_of_this_package():
     owner = nn.Linear(2, 2)
-    shadow = Shadow(owner, "extra_repr", partial(partial, answer))
+    shadow = MethodPatch(owner, "extra_repr", partial(partial, answer))
     assert owner.extra_repr() == "stand-in"
     pickled = pickle.dumps(owner)
     assert b"lightning_vram" not in pickled
@@ -27,6 +27,6 @@ def test_a_pickle_needs_no_class_of_this_package():
 
 def test_stand_ins_over_one_another_are_all_left_out():
     owner = nn.Linear(2, 2)
-    Shadow(owner, "extra_repr", partial(partial, answer))
-    Shadow(owner, "extra_repr", partial(partial, answer))
+    MethodPatch(owner, "extra_repr", partial(partial, answer))
+    MethodPatch(owner, "extra_repr", partial(partial, answer))
     assert pickle.loads(pickle.dumps(owner)).extra_repr() == "in_features=2, out_features=2, bias=True"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_vram.core.tensors.bit_patterns import (
+from lightning_vram.core.tensors.codecs import (
     add_compensation_,
     compensate_,
     join_,

@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_vram.core.tensors.by_storage import ByStorage
+from lightning_vram.core.tensors.properties import ByStorage
 
 
 def test_notes_by_storage_are_of_one_life_of_an_address() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_vram.core.tensors.counted_parameter import CountedParameter, count, count_writes, stop_counting
+from lightning_vram.core.tensors.properties import CountedParameter, count, count_writes, stop_counting
 
 
 def make() -> nn.Parameter:

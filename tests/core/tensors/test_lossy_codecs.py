@@ -5,12 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_vram.core.tensors.lossy_codecs import (
-    LOSSY_FORMATS,
-    decode,
-    encode,
-    encoded_itemsize,
-)
+from lightning_vram.core.tensors.codecs import LOSSY_FORMATS, decode, encode, encoded_itemsize
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 ROUNDING = {torch.float64: 0.0, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}

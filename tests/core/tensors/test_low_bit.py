@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_vram.core.tensors.low_bit import LowBitTensor, empty_low_bit, low_bit_over, record_bytes
+from lightning_vram.core.tensors.codecs import LowBitTensor, empty_low_bit, low_bit_over, record_bytes
 
 
 def numbers(*shape: int, exponent: int = 0) -> Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_vram.core.tensors.low_bit import CodeMap, MappedTensor, empty_mapped
+from lightning_vram.core.tensors.codecs import CodeMap, MappedTensor, empty_mapped
 
 
 @pytest.mark.parametrize(("size", "num_bytes"), [(256, 5000 + 4 * 40), (16, 2500 + 4 * 40)])

@@ -11,8 +11,7 @@ from support.compiled_codecs import coded_in_c, compiled, needs_compiler
 from torch import Tensor, nn
 
 from lightning_vram.core.tensors import native_codecs
-from lightning_vram.core.tensors.bit_patterns import rounded_by_place
-from lightning_vram.core.tensors.low_bit import LowBitTensor, empty_low_bit
+from lightning_vram.core.tensors.codecs import LowBitTensor, empty_low_bit, rounded_by_place
 
 
 def patterns(count: int, seed: int = 0) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_vram.estimation.running_trainer.first_batch import read_first_batches
+from lightning_vram.estimation.batches import read_first_batches
 
 
 def read(loaders: object, most: int = 8, limit: float = 1.0) -> list:

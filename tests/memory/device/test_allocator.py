@@ -4,8 +4,7 @@ import pytest
 import torch
 from support.devices import DEVICE, device_module
 
-from lightning_vram.memory.device.allocator import AllocatorBytes, empty_cache, has_cache, read_allocator
-from lightning_vram.memory.device.phase_peaks import PhasePeaks
+from lightning_vram.memory.device.accelerators import AllocatorBytes, PhasePeaks, empty_cache, has_cache, read_allocator
 from lightning_vram.memory.tracking.timeline import Phase
 from lightning_vram.memory.units import MIB
 

@@ -1,8 +1,14 @@
 import pytest
 import torch
 
-from lightning_vram.memory.device import allocator_settings
-from lightning_vram.memory.device.allocator_settings import SETTING, VARIABLES, advise, configure_allocator, expands
+from lightning_vram.memory.device import accelerators as allocator_settings
+from lightning_vram.memory.device.accelerators import (
+    SETTING,
+    VARIABLES,
+    configure_allocator,
+    fragmentation_advice,
+    has_expandable_segments,
+)
 
 GIB = 1 << 30
 
@@ -62,11 +68,11 @@ def test_where_segments_cannot_expand_nothing_is_set(monkeypatch, version, platf
     [(10 * GIB, 12 * GIB, True), (10 * GIB, 11 * GIB, False), (1 << 20, 100 << 20, False)],
 )
 def test_advice_where_much_is_reserved_and_not_used(monkeypatch, allocated, reserved, is_said):
-    advice = advise(allocated, reserved)
+    advice = fragmentation_advice(allocated, reserved)
     assert (advice is not None) is is_said
     if is_said:
         assert "12.00 GiB" in advice
         assert SETTING in advice
     monkeypatch.setenv(VARIABLES[0], SETTING)
-    assert expands()
-    assert advise(allocated, reserved) is None
+    assert has_expandable_segments()
+    assert fragmentation_advice(allocated, reserved) is None

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_vram.memory.device.failed_request import FailedRequest, read_failed_request
+from lightning_vram.memory.device.out_of_memory import FailedRequest, read_failed_request
 from lightning_vram.memory.units import GIB, MIB
 
 CPU = torch.device("cpu")

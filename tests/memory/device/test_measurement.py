@@ -10,7 +10,7 @@ from torch import nn
 from lightning_vram.memory.device.measurement import Measurement, largest, read_measurements, write_measurement
 from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.memory.tracking.tracker import track_memory
-from lightning_vram.private_names.torch.compiled import is_compiled
+from lightning_vram.private_names.dispatcher import is_compiled
 
 READING = Measurement(
     stage="train",

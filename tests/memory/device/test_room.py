@@ -4,8 +4,7 @@ import pytest
 import torch
 from support.devices import DEVICE, device_module
 
-from lightning_vram.memory.device.allocator import PeakWatch, reset_peaks
-from lightning_vram.memory.device.room import DeviceRoom, device_room
+from lightning_vram.memory.device.accelerators import FreeMemory, PeakWatch, free_memory_of, reset_peaks
 from lightning_vram.memory.units import GIB, MIB
 
 CUDA = torch.device("cuda", 0)
@@ -45,13 +44,13 @@ def fake(monkeypatch):
 
 
 def test_devices_without_an_allocator_have_no_room():
-    assert device_room(torch.device("cpu")) is None
+    assert free_memory_of(torch.device("cpu")) is None
     with pytest.raises(ValueError, match=r"^device 'cpu' has no caching allocator with statistics"):
-        DeviceRoom(torch.device("cpu"))
+        FreeMemory(torch.device("cpu"))
 
 
 def test_room_is_what_is_free_and_what_is_cached(fake):
-    room = device_room(CUDA)
+    room = free_memory_of(CUDA)
     assert room is not None
     assert room.allocated_bytes() == 10 * GIB
     assert room.room_bytes() == 65 * GIB
@@ -60,16 +59,16 @@ def test_room_is_what_is_free_and_what_is_cached(fake):
 @pytest.mark.parametrize(("fraction", "room_gib"), [(1.0, 65), (0.5, 30), (0.1, 0)])
 def test_room_ends_at_the_share_of_this_process(fake, fraction, room_gib):
     fake.fraction = fraction
-    assert DeviceRoom(CUDA).room_bytes() == room_gib * GIB
+    assert FreeMemory(CUDA).room_bytes() == room_gib * GIB
 
 
 def test_a_backend_that_tells_no_share_has_none(fake, monkeypatch):
     monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
-    assert DeviceRoom(CUDA).room_bytes() == 65 * GIB
+    assert FreeMemory(CUDA).room_bytes() == 65 * GIB
 
 
 def test_peak_counts_from_the_reset(fake):
-    room: DeviceRoom = DeviceRoom(CUDA)
+    room: FreeMemory = FreeMemory(CUDA)
     fake.reach(30 * GIB, then=12 * GIB)
     assert room.peak_since_reset() == 30 * GIB
     room.reset()
@@ -79,7 +78,7 @@ def test_peak_counts_from_the_reset(fake):
 
 
 def test_peaks_survive_those_of_others(fake):
-    room, watch = DeviceRoom(CUDA), PeakWatch(CUDA)
+    room, watch = FreeMemory(CUDA), PeakWatch(CUDA)
     room.reset()
     fake.reach(30 * GIB, then=12 * GIB)
     reset_peaks(CUDA)  # a phase ends
@@ -95,7 +94,7 @@ def test_peaks_survive_those_of_others(fake):
 
 
 def test_peaks_of_another_device_do_not_count(fake):
-    room = DeviceRoom(CUDA)
+    room = FreeMemory(CUDA)
     room.reset()
     fake.peak = 70 * GIB
     reset_peaks(OTHER)
@@ -106,7 +105,7 @@ def test_peaks_of_another_device_do_not_count(fake):
 @pytest.mark.device
 def test_the_room_of_a_real_device():
     device = torch.device(DEVICE, 0)
-    room = DeviceRoom(device)
+    room = FreeMemory(device)
     device_module().empty_cache()
     room.reset()
     start, before = room.allocated_bytes(), room.room_bytes()

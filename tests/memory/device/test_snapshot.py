@@ -2,8 +2,8 @@ import pickle
 
 import torch
 
-from lightning_vram.memory.device import snapshot
-from lightning_vram.memory.device.snapshot import annotate, write_snapshot
+from lightning_vram.memory.device import out_of_memory as snapshot
+from lightning_vram.memory.device.out_of_memory import annotate, write_snapshot
 
 
 def blocks():

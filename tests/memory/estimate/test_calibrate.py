@@ -8,10 +8,10 @@ import pytest
 import torch
 from support.devices import DEVICE, device_module
 
-from lightning_vram.memory.device.allocator import AllocatorBytes
-from lightning_vram.memory.estimate import calibrate as room
-from lightning_vram.memory.estimate.calibrate import calibrate
+from lightning_vram.memory.device.accelerators import AllocatorBytes
+from lightning_vram.memory.estimate import workspaces as room
 from lightning_vram.memory.estimate.device_spec import DeviceSpec, read_calibration, write_calibration
+from lightning_vram.memory.estimate.workspaces import calibrate
 from lightning_vram.memory.units import GIB, MIB
 
 CPU = torch.device("cpu")

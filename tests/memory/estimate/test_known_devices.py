@@ -10,9 +10,15 @@ import pytest
 import torch
 
 from lightning_vram.memory.device import accelerators
-from lightning_vram.memory.estimate import known_devices as room
-from lightning_vram.memory.estimate.device_spec import DeviceSpec, read_calibration, write_calibration
-from lightning_vram.memory.estimate.known_devices import describe_this_device, find_device, known_devices
+from lightning_vram.memory.estimate import device_spec as room
+from lightning_vram.memory.estimate.device_spec import (
+    DeviceSpec,
+    describe_this_device,
+    find_device,
+    known_devices,
+    read_calibration,
+    write_calibration,
+)
 from lightning_vram.memory.units import GIB, MIB
 
 HALF = {"fp16", "bf16"}

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_vram.memory.estimate import workspaces as room
-from lightning_vram.memory.estimate.device_spec import DeviceSpec
-from lightning_vram.memory.estimate.known_devices import find_device
+from lightning_vram.memory.estimate.device_spec import DeviceSpec, find_device
 from lightning_vram.memory.estimate.workspaces import workspaces_of
 from lightning_vram.memory.units import GIB, MIB
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from support.helpers import write_files
 
-from lightning_vram.memory.host import available as host_memory
-from lightning_vram.memory.host.available import available_host_bytes, free_swap_bytes
+from lightning_vram.memory import host as host_memory
+from lightning_vram.memory.host import available_host_bytes, free_swap_bytes
 from lightning_vram.memory.units import KIB, MIB
 
 MEMINFO = {"proc/meminfo": "MemTotal:  4000 kB\nMemFree:  1 kB\nMemAvailable:    3000 kB\nHugePages_Total: 0\n"}

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from support.helpers import write_files
 
-from lightning_vram.memory.host import cores as rank_cores
-from lightning_vram.memory.host.cores import cores_of_rank
+from lightning_vram.memory import host as rank_cores
+from lightning_vram.memory.host import cores_of_rank
 
 SLURM = ("CPUS_PER_TASK", "STEP_TASKS_PER_NODE", "NODEID", "CPU_BIND_TYPE")
 

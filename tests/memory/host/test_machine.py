@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.helpers import write_files
 
-from lightning_vram.memory.host.machine import machine_name
+from lightning_vram.memory.host import machine_name
 
 
 def write_machine(root: Path, boot: str, container: str) -> Path:

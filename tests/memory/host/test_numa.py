@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from support.helpers import write_files
 
-from lightning_vram.memory.host import numa
-from lightning_vram.memory.host.numa import BoundThreads, cores_by_node, node_of_pci_device, own_cores
+from lightning_vram.memory import host as numa
+from lightning_vram.memory.host import BoundThreads, cores_by_node, node_of_pci_device, own_cores
 
 NODES = "sys/devices/system/node"
 TWO_SOCKETS = {

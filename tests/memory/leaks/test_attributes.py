@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_vram.memory.leaks.attributes import GrowingAttributes, Held, iterate_attributes, read_attributes
+from lightning_vram.memory.leaks.holders import GrowingAttributes, HeldMemory, iterate_attributes, read_attributes
 
 KIB = 1024
 
@@ -26,9 +26,9 @@ def test_tensors_arrays_and_buffers_are_counted_once_and_parts_are_left_out():
     module.looped = [kib(1)]
     module.looped.append(module.looped)
     assert read_attributes([("self", module)]) == {
-        "self.seen": Held(KIB),
-        "self.views": Held(4 * KIB, "list", 2),
-        "self.arrays": Held(8 * KIB, "list", 3),
+        "self.seen": HeldMemory(KIB),
+        "self.views": HeldMemory(4 * KIB, "list", 2),
+        "self.arrays": HeldMemory(8 * KIB, "list", 3),
     }
     paths = {path for path, _ in iterate_attributes("self", module)}
     assert paths.isdisjoint({"self._parameters", "self._modules", "self._buffers"})
@@ -44,7 +44,7 @@ class Growing:
         self.seen = GrowingAttributes(self.read, KIB, step=10)
 
     def read(self):
-        return {path: Held(size * KIB) for path, size in self.sizes.items() if size}
+        return {path: HeldMemory(size * KIB) for path, size in self.sizes.items() if size}
 
     def look(self, step: int, **sizes: int) -> dict[str, int]:
         self.sizes |= sizes

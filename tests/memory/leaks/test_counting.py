@@ -5,8 +5,8 @@ import platform
 import pytest
 import torch
 
-from lightning_vram.memory.leaks import counting
-from lightning_vram.memory.leaks.counting import LiveBytes, Pace
+from lightning_vram.memory.leaks import search as counting
+from lightning_vram.memory.leaks.search import LiveBytes, Pace
 from lightning_vram.memory.units import KIB, MIB
 
 HOST = torch.device("cpu")

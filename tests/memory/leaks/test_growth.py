@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lightning_vram.memory.leaks.growth import Growth
+from lightning_vram.memory.leaks.search import Growth
 
 KIB = 1024
 

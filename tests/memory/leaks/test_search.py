@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lightning_vram.memory.leaks.attributes import read_attributes
+from lightning_vram.memory.leaks.holders import read_attributes
 from lightning_vram.memory.leaks.search import LeakSearch, Program
 
-KEPT_BYTES = 4096
+SAVED_COPY_BYTES = 4096
 PATIENCE = 5
 
 
@@ -25,7 +25,7 @@ class Training:
         self.num_kept = 0
         self.modes = []
         program = Program(
-            count=lambda: {"cpu": KEPT_BYTES * self.num_kept},
+            count=lambda: {"cpu": SAVED_COPY_BYTES * self.num_kept},
             module=self.net,
             held=self.net.parameters,
             names=lambda: {id(self): "training"},
@@ -58,7 +58,7 @@ def test_tensors_are_told_once_they_outlive_the_epoch():
     assert training.run(30) == []  # they may be for its end
     training.search.end_epoch()
     (leak,) = training.run(30)
-    assert (leak.bytes_per_step, leak.tensor_bytes) == (KEPT_BYTES, KEPT_BYTES)
+    assert (leak.bytes_per_step, leak.tensor_bytes) == (SAVED_COPY_BYTES, SAVED_COPY_BYTES)
     assert [holder.path for holder in leak.holders] == ["training.kept"]
     assert leak.sites[0][0].line.endswith("in keep")
 
@@ -72,7 +72,7 @@ def test_they_are_no_leak_if_the_epoch_ends_their_life():
 
 
 def test_they_are_told_before_memory_runs_out():
-    training = Training(room=10.5 * KEPT_BYTES)
+    training = Training(room=10.5 * SAVED_COPY_BYTES)
     assert training.run(30, num_steps_left=10.0) == []
     assert len(training.run(30, num_steps_left=11.0)) == 1
 
@@ -130,7 +130,7 @@ def test_one_tensor_that_is_made_anew_is_told_once_it_outlives_the_epoch():
     assert training.run(30, training.join) == []
     training.search.end_epoch()
     (leak,) = training.run(30, training.join)
-    assert (leak.bytes_per_step, leak.tensor_bytes, leak.sites) == (KEPT_BYTES, KEPT_BYTES, ())
+    assert (leak.bytes_per_step, leak.tensor_bytes, leak.sites) == (SAVED_COPY_BYTES, SAVED_COPY_BYTES, ())
     assert [str(holder) for holder in leak.holders] == [
         "training.all: reallocated at each step, larger each time. Clear it, or limit its length."
     ]
@@ -147,7 +147,7 @@ def test_it_is_no_leak_if_an_epoch_begins_it_anew(num_steps):
 
 
 def test_it_is_told_before_memory_runs_out():
-    training = Training(room=10.5 * KEPT_BYTES)
+    training = Training(room=10.5 * SAVED_COPY_BYTES)
     assert training.run(40, training.join, num_steps_left=10.0) == []
     assert len(training.run(30, training.join, num_steps_left=11.0)) == 1
 

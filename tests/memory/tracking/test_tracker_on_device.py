@@ -22,7 +22,7 @@ from lightning_vram import (
     LeanMixedPrecision,
     MicroBatching,
 )
-from lightning_vram.core.processes.clean_exit import leave_group
+from lightning_vram.core.processes import leave_group
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 

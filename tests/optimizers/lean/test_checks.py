@@ -8,7 +8,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.data import DataLoader
 
 from lightning_vram import LeanMixedPrecision
-from lightning_vram.optimizers.lean.checks import iterate_computing
+from lightning_vram.optimizers.bf16_weights import iterate_computing
 
 OLD = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 COMPUTED = {

@@ -8,7 +8,7 @@ import torch
 from support.lean_nets import make_net, take_steps
 from torch import nn, optim
 
-from lightning_vram.optimizers.lean.parameters import SCHEMES, LeanParameters
+from lightning_vram.optimizers.bf16_weights import SCHEMES, LeanParameters
 
 
 def student_and_teacher(scheme, *, has_names=True):

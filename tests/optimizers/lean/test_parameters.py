@@ -9,15 +9,15 @@ import torch
 from support.lean_nets import EXACT, assert_same_weights, give_gradients, lean_net, make_net, take_steps
 from torch import nn, optim
 
-from lightning_vram.optimizers.lean.parameters import SCHEMES, LeanParameters
-from lightning_vram.optimizers.lean.weight_chunks import CODECS, WeightChunk
-from lightning_vram.optimizers.stepping.steppable import STEPPABLE
+from lightning_vram.optimizers.bf16_chunks import CODECS, WeightChunk
+from lightning_vram.optimizers.bf16_weights import SCHEMES, LeanParameters
+from lightning_vram.optimizers.step_round import STEPPABLE
 
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
     """The two weights and the two biases together each fill more than one."""
-    monkeypatch.setattr("lightning_vram.optimizers.lean.weight_chunks.CHUNK_ELEMENTS", 400)
+    monkeypatch.setattr("lightning_vram.optimizers.bf16_chunks.CHUNK_ELEMENTS", 400)
 
 
 def trained(net: nn.Module, kind: type[optim.Optimizer]) -> list[nn.Parameter]:
@@ -129,7 +129,7 @@ def test_master_shows_halves_of_frozen_and_lent_weights_as_a_conversion_does():
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_step_writes_to_no_parameter_of_another_optimizer(scheme, monkeypatch):
-    monkeypatch.setattr("lightning_vram.optimizers.lean.weight_chunks.CHUNK_ELEMENTS", 2**22)
+    monkeypatch.setattr("lightning_vram.optimizers.bf16_chunks.CHUNK_ELEMENTS", 2**22)
     net = make_net()
     lean = LeanParameters(net.parameters(), scheme)
     optimizers = [optim.SGD(net[0].parameters(), lr=0.1), optim.SGD(net[1].parameters(), lr=0.1)]

@@ -6,7 +6,7 @@ from support.devices import DEVICE
 from support.lean_nets import EXACT, assert_same_weights, make_net
 from torch.optim import AdamW
 
-from lightning_vram.optimizers.lean.parameters import SCHEMES, LeanParameters
+from lightning_vram.optimizers.bf16_weights import SCHEMES, LeanParameters
 
 pytestmark = pytest.mark.device
 

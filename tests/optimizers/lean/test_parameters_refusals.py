@@ -8,8 +8,7 @@ from support.lean_nets import make_net
 from torch import nn, optim
 from torch.distributed.fsdp import fully_shard
 
-from lightning_vram.optimizers.lean.checks import refuse_lost_updates
-from lightning_vram.optimizers.lean.parameters import LeanParameters
+from lightning_vram.optimizers.bf16_weights import LeanParameters, refuse_lost_updates
 
 
 class Foreign(optim.AdamW):

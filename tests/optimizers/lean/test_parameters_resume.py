@@ -10,12 +10,12 @@ import torch
 from support.lean_nets import EXACT, assert_same_weights, lean_net, make_net, take_steps
 from torch import optim
 
-from lightning_vram.optimizers.lean.parameters import SCHEMES, LeanParameters
+from lightning_vram.optimizers.bf16_weights import SCHEMES, LeanParameters
 
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
-    monkeypatch.setattr("lightning_vram.optimizers.lean.weight_chunks.CHUNK_ELEMENTS", 400)
+    monkeypatch.setattr("lightning_vram.optimizers.bf16_chunks.CHUNK_ELEMENTS", 400)
 
 
 def through_a_file(value: Any) -> Any:

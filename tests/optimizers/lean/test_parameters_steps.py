@@ -11,12 +11,12 @@ from torch import nn, optim
 from torch.optim.lr_scheduler import OneCycleLR, SequentialLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_vram.optimizers.lean.parameters import SCHEMES, LeanParameters
+from lightning_vram.optimizers.bf16_weights import SCHEMES, LeanParameters
 
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
-    monkeypatch.setattr("lightning_vram.optimizers.lean.weight_chunks.CHUNK_ELEMENTS", 400)
+    monkeypatch.setattr("lightning_vram.optimizers.bf16_chunks.CHUNK_ELEMENTS", 400)
 
 
 def test_hooks_run_once_and_see_the_real_parameters():

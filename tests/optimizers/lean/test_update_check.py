@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from lightning_vram.optimizers.lean.parameters import LeanParameters
+from lightning_vram.optimizers.bf16_weights import LeanParameters
 
 STEP = 2.0**-20
 

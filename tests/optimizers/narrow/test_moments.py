@@ -20,11 +20,11 @@ from torch.optim import lr_scheduler as schedules
 
 import lightning_vram
 from lightning_vram import track_memory
-from lightning_vram.core.tensors.low_bit import LowBitTensor
+from lightning_vram.core.tensors.codecs import LowBitTensor
 from lightning_vram.memory.tracking.timeline import Category
-from lightning_vram.optimizers.narrow import NarrowMoments
-from lightning_vram.optimizers.stepping.state_forms import FORMS, KINDS, is_narrow
-from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
+from lightning_vram.optimizers.low_precision import LowPrecisionMoments
+from lightning_vram.optimizers.moment_forms import FORMS, KINDS, is_low_precision
+from lightning_vram.private_names.fsdp2 import local_shard
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
@@ -36,7 +36,7 @@ def state_bytes(form: str, make: Any = torch.optim.AdamW, sizes: Any = (64, 128,
     parameters = [p for p in model.parameters() if p.dim() > 1 or make is not torch.optim.Muon]
     optimizer = make(parameters, lr=1e-3)
     if form != "fp32":
-        NarrowMoments(model, FORMS[form]).attach([optimizer])
+        LowPrecisionMoments(model, FORMS[form]).attach([optimizer])
     with track_memory(model, optimizers=[optimizer]) as tracker:
         for _ in range(2):
             model(torch.ones(2, sizes[0])).sum().backward()
@@ -100,20 +100,20 @@ def test_under_fsdp2_moments_are_sharded_and_weights_are_the_same(form, mesh):
         fully_shard(part, mesh=mesh)
     optimizers = [ADAMW(plain.parameters()), ADAMW(sharded.parameters())]
     for model, optimizer in zip((plain, sharded), optimizers, strict=True):
-        NarrowMoments(model, FORMS[form]).attach([optimizer])
+        LowPrecisionMoments(model, FORMS[form]).attach([optimizer])
         train(optimizer, model, 3)
     for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(local_part(ours), theirs)
+        assert torch.equal(local_shard(ours), theirs)
         moment = optimizers[1].state[ours]["exp_avg"]
         assert isinstance(moment, DTensor)
-        assert is_narrow(local_part(moment)) == FORMS[form].takes(ours)
+        assert is_low_precision(local_shard(moment)) == FORMS[form].takes(ours)
     saved = get_optimizer_state_dict(sharded, optimizers[1])
     set_optimizer_state_dict(sharded, optimizers[1], saved)
     for model, optimizer in zip((plain, sharded), optimizers, strict=True):
         train(optimizer, model, 2)
     for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(local_part(ours), theirs)
-        assert is_narrow(local_part(optimizers[1].state[ours]["exp_avg"])) == FORMS[form].takes(ours)
+        assert torch.equal(local_shard(ours), theirs)
+        assert is_low_precision(local_shard(optimizers[1].state[ours]["exp_avg"])) == FORMS[form].takes(ours)
 
 
 OPTIMIZERS: dict[str, Any] = {
@@ -146,7 +146,7 @@ def trace_of(
     model = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 4))
     parameters = list(model.parameters())
     one = OPTIMIZERS[optimizer]([{"params": parameters[n::num_groups]} for n in range(num_groups)])
-    narrow = None if form is None else NarrowMoments(model, FORMS[form])
+    narrow = None if form is None else LowPrecisionMoments(model, FORMS[form])
     makers = [lambda: SCHEDULES[schedule](one), lambda: narrow.attach([one]) if narrow is not None else None]
     made = [make() for make in (makers[::-1] if is_late else makers)]
     scheduler, trace = made[1 if is_late else 0], []
@@ -208,7 +208,7 @@ def test_parameters_in_another_order_of_memory_step_as_the_same_memory_in_order(
     assert not ours.is_contiguous()
     assert twin.is_contiguous()
     optimizers = [make([one]) for one in (ours, twin)]
-    narrow = [NarrowMoments(nn.ParameterList([one]), FORMS[form]) for one in (ours, twin)]
+    narrow = [LowPrecisionMoments(nn.ParameterList([one]), FORMS[form]) for one in (ours, twin)]
 
     def step() -> None:
         gradient = torch.randn(SIZES, generator=generator)
@@ -226,7 +226,7 @@ def test_parameters_in_another_order_of_memory_step_as_the_same_memory_in_order(
     for _ in range(4):
         step()
     moments = [value for value in optimizers[0].state[ours].values() if value.dim()]
-    assert all(is_narrow(value) and value.stride() == values.stride() for value in moments)
+    assert all(is_low_precision(value) and value.stride() == values.stride() for value in moments)
     saved = copy.deepcopy(optimizers[0].state_dict())
     plain = make([nn.Parameter(values.clone())])
     plain.load_state_dict(torch.load(_saved(saved), weights_only=True))
@@ -261,7 +261,7 @@ def of_many_kinds(*, is_fused: bool) -> list[nn.Parameter]:
 def test_parameters_of_other_kinds_have_the_moments_that_torch_gives_them(options: Any, form: Any) -> None:
     both = [of_many_kinds(is_fused="fused" in options) for _ in range(2)]
     optimizers = [ADAMW([{"params": one[:2]}, {"params": one[2:], "weight_decay": 0.1}], **options) for one in both]
-    narrow = NarrowMoments(nn.ParameterList(both[0]), FORMS[form])
+    narrow = LowPrecisionMoments(nn.ParameterList(both[0]), FORMS[form])
     narrow.attach(optimizers[:1])
     assert narrow.unheld == set(both[0][1:])
     for step in range(4):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_vram.optimizers.on_disk.layouts import StateLayout, find_layout, is_elementwise
-from lightning_vram.optimizers.stepping.steppable import STEPPABLE
+from lightning_vram.optimizers.moment_forms import StateLayout, find_layout, is_elementwise
+from lightning_vram.optimizers.step_round import STEPPABLE
 
 FLOAT = torch.float32
 CASES = [

@@ -13,13 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from lightning_vram.core.host import disk_file
+from lightning_vram.core.host import disk as disk_file
 from lightning_vram.memory.units import MIB, format_bytes
-from lightning_vram.optimizers.on_disk import pipeline as disk_pipeline
-from lightning_vram.optimizers.on_disk.chunks import StatePlaces
-from lightning_vram.optimizers.on_disk.layouts import StateLayout, find_layout
-from lightning_vram.optimizers.on_disk.states import DiskStates, Piece
-from lightning_vram.optimizers.stepping.steppable import plain_step
+from lightning_vram.optimizers import on_disk as disk_pipeline
+from lightning_vram.optimizers.moment_forms import StateLayout, find_layout
+from lightning_vram.optimizers.on_disk import DiskStates, Piece, StatePlaces
+from lightning_vram.optimizers.step_round import plain_step
 
 pytestmark = pytest.mark.timeout(60)
 

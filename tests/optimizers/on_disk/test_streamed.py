@@ -7,8 +7,8 @@ import torch
 from support.sharded_nets import Net, assert_same, make, on_ranks, sharded, take_step, weights
 from torch.distributed.tensor import DTensor
 
-from lightning_vram.core.host.arena import OffloadError
-from lightning_vram.optimizers.on_disk import states as disk_states
+from lightning_vram.core.host.memory import OffloadError
+from lightning_vram.optimizers import on_disk as disk_states
 from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]

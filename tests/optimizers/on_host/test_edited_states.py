@@ -13,10 +13,10 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_vram.core.host.worker import HostWorker
-from lightning_vram.core.tensors.low_bit import LowBitTensor
+from lightning_vram.core.host.transfers import HostWorker
+from lightning_vram.core.tensors.codecs import LowBitTensor
+from lightning_vram.optimizers.moment_forms import FORMS
 from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
-from lightning_vram.optimizers.stepping.state_forms import FORMS
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 PLACES = ["memory", "disk", "bf16", "8bit", "4bit", "disk bf16", "disk 8bit"]

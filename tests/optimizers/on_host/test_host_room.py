@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adafactor, Adam, AdamW
 
-from lightning_vram.core.host.arena import OffloadError
+from lightning_vram.core.host.memory import OffloadError
 from lightning_vram.memory.units import GIB, MIB
-from lightning_vram.optimizers.on_host import HostNeeds, HostRoom, count_host_needs, host_room
-from lightning_vram.optimizers.on_host.host_needs import count_state_bytes
+from lightning_vram.optimizers.on_host import HostMemory, HostNeeds, count_host_needs
+from lightning_vram.optimizers.on_host import host_memory as host_room
+from lightning_vram.optimizers.on_host.host_memory import count_state_bytes
 
 NAME = "FSDPOffloadStrategy"
 NOTHING_FITS = "No setting would make it fit: use a machine with more memory, or a smaller model."
@@ -53,7 +54,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 def refused(needs: HostNeeds, message: str, module: nn.Module | None = None, **options: Any) -> None:
-    room = HostRoom(module or nn.Identity(), may_swap=False)
+    room = HostMemory(module or nn.Identity(), may_swap=False)
     with pytest.raises(OffloadError, match=f"^{re.escape(message)}$"):
         room.check(needs, NAME, **{"has_disk": False, "is_spread": False, **options})
 
@@ -66,7 +67,7 @@ def weights_alone(needed: str, there: str, margin: str, where: str = "node1") ->
 
 
 def accepted(needs: HostNeeds, module: nn.Module | None = None, *, may_swap: bool = False) -> None:
-    HostRoom(module or nn.Identity(), may_swap=may_swap).check(needs, NAME, has_disk=False, is_spread=True)
+    HostMemory(module or nn.Identity(), may_swap=may_swap).check(needs, NAME, has_disk=False, is_spread=True)
 
 
 # --- what is needed ---
@@ -166,7 +167,7 @@ def test_averages_are_named_and_given_back_and_stay_wide(host: Any) -> None:
     net = nn.Linear(512, 512, bias=False)  # 1 MiB
     needs = HostNeeds(weights=MIB, gradients=MIB, averages=MIB)
     host(3 * MIB)
-    HostRoom(net, averages=[deepcopy(net)], may_swap=False).check(needs, NAME, has_disk=False, is_spread=False)
+    HostMemory(net, averages=[deepcopy(net)], may_swap=False).check(needs, NAME, has_disk=False, is_spread=False)
     refused(
         needs,
         f"{NAME} needs 3.00 MiB of host memory on node1: weights 1.00 MiB, gradients 1.00 MiB, averages of weights "
@@ -251,7 +252,7 @@ def test_states_of_a_run_before_are_given_back(host: Any) -> None:
     net.weight.grad = torch.zeros(512, 512)
     optimizer.step()
     host(2 * MIB)
-    room = HostRoom(net, [optimizer], may_swap=False)
+    room = HostMemory(net, [optimizer], may_swap=False)
     room.check(HostNeeds(weights=MIB, gradients=MIB, states=2 * MIB), NAME, has_disk=False, is_spread=False)
 
 

@@ -9,13 +9,13 @@ from support.compiled_codecs import coded_in_c, compiled, needs_compiler
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, NAdam
 
-from lightning_vram.core.host.split_weights import SplitWeights
-from lightning_vram.core.tensors.low_bit import LowBitTensor
+from lightning_vram.core.host.memory import SplitWeights
+from lightning_vram.core.tensors.codecs import LowBitTensor
 from lightning_vram.core.tensors.native_codecs import AdamWStep
-from lightning_vram.optimizers.on_host import NarrowStates, step_in_parts
-from lightning_vram.optimizers.on_host.native_steps import step_split
-from lightning_vram.optimizers.stepping.state_forms import FORMS
-from lightning_vram.optimizers.stepping.step_round import StepRound
+from lightning_vram.optimizers.moment_forms import FORMS
+from lightning_vram.optimizers.on_host import LowPrecisionStates, step_in_parts
+from lightning_vram.optimizers.on_host.split_steps import step_split
+from lightning_vram.optimizers.step_round import StepRound
 
 pytestmark = needs_compiler
 FUSED = partial(AdamW, lr=1e-2, fused=True)
@@ -33,7 +33,7 @@ def train(form: str, make: Any = FUSED, *, num_steps: int = 4, change: Any = Non
     layers = nn.Sequential(nn.Linear(320, 1), nn.Linear(7, 130))
     optimizer = make(layers.parameters())
     found = FORMS.get(form)
-    states = NarrowStates(optimizer, lambda parameter: True, found)
+    states = LowPrecisionStates(optimizer, lambda parameter: True, found)
     generator = torch.Generator().manual_seed(1)
     for number in range(num_steps):
         for parameter in layers.parameters():

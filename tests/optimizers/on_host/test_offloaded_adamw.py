@@ -5,9 +5,9 @@ import torch
 from support.sharded_nets import assert_same, batch, loss_of, make, weights
 from torch.optim.lr_scheduler import StepLR
 
-from lightning_vram.optimizers.on_host.offloaded_adamw import OffloadedAdamW
+from lightning_vram.optimizers.on_host.optimizers import OffloadedAdamW
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
-from lightning_vram.techniques.sharding.grouping.plan import plan_sharding_groups
+from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 NUM_STEPS = 5

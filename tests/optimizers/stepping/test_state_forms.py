@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import AdamW
 
 from lightning_vram.demos import ByteGPT, DigitsData, DigitsResNet, SourceText
-from lightning_vram.optimizers.narrow import NarrowMoments
-from lightning_vram.optimizers.stepping.state_forms import FORMS
+from lightning_vram.optimizers.low_precision import LowPrecisionMoments
+from lightning_vram.optimizers.moment_forms import FORMS
 
 NUM_STEPS, NUM_LAST = 200, 20
 SEEDS = range(3)
@@ -37,7 +37,7 @@ def last_losses(name: Any, seed: int, make: Callable[[], Any]) -> list[float]:
     data.setup("fit")
     optimizer, losses = AdamW(model.parameters(), learning_rate), []
     if name != "fp32":
-        narrow = NarrowMoments(model, FORMS[name])
+        narrow = LowPrecisionMoments(model, FORMS[name])
         narrow.attach([optimizer])
     for batch in islice(cycle(data.train_dataloader()), NUM_STEPS):
         loss = nn.functional.cross_entropy(*compute(batch))

@@ -7,7 +7,8 @@ import torch
 from torch import nn, optim
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from lightning_vram.optimizers.stepping.step_round import StepRound, local_part
+from lightning_vram.optimizers.step_round import StepRound
+from lightning_vram.private_names.fsdp2 import local_shard
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -26,7 +27,7 @@ def groups_of(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
 
 def assert_equal(one: list[nn.Parameter], other: list[nn.Parameter]) -> None:
     for ours, theirs in zip(one, other, strict=True):
-        assert torch.equal(local_part(ours), theirs)
+        assert torch.equal(local_shard(ours), theirs)
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])
@@ -151,8 +152,8 @@ def test_hooks_and_attributes_of_the_optimizer_are_seen_by_its_step_but_hooks_ar
 
 def test_local_part_is_that_of_a_sharded_tensor_and_anything_else_itself(mesh):
     tensor = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
-    assert local_part(tensor) is tensor._local_tensor
-    assert local_part(3) == 3
+    assert local_shard(tensor) is tensor._local_tensor
+    assert local_shard(3) == 3
 
 
 def test_states_stay_on_the_host_beside_their_shards_where_the_mesh_is_of_another_device(mesh, monkeypatch):
@@ -163,4 +164,4 @@ def test_states_stay_on_the_host_beside_their_shards_where_the_mesh_is_of_anothe
     optimizer = optim.AdamW([parameter])
     step_round = StepRound(optimizer, is_on_host=True)
     step_round.run(step_round.take_rest())
-    assert local_part(optimizer.state[parameter]["exp_avg"]).device.type == "cpu"
+    assert local_shard(optimizer.state[parameter]["exp_avg"]).device.type == "cpu"

@@ -7,7 +7,7 @@ import torch
 from torch import nn, optim
 from torch.optim.lr_scheduler import StepLR
 
-from lightning_vram.optimizers.stepping.steppable import STEPPABLE, refuse_optimizer, why_not_steppable
+from lightning_vram.optimizers.step_round import STEPPABLE, refuse_optimizer, why_not_steppable
 
 WHOLE = {optim.Adafactor, optim.Muon}
 

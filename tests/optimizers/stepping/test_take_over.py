@@ -9,9 +9,9 @@ from support.lean_nets import EXACT, assert_same_weights, give_gradients, lean_n
 from torch import nn, optim
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from lightning_vram.optimizers.lean.parameters import LeanParameters
-from lightning_vram.optimizers.stepping.steppable import STEPPABLE
-from lightning_vram.optimizers.stepping.take_over import _forget_the_dead, redirect_steps
+from lightning_vram.optimizers.bf16_weights import LeanParameters
+from lightning_vram.optimizers.step_round import STEPPABLE
+from lightning_vram.optimizers.take_over import _forget_the_dead, redirect_steps
 
 
 @pytest.mark.parametrize("scheme", EXACT)

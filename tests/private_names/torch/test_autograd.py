@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from lightning_vram.private_names.torch.autograd import hide_warning_of_hooks
+from lightning_vram.private_names.torch import hide_warning_of_hooks
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
 from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_vram.private_names.torch.dispatch import ASK_DEVICE, FakeTensor, FakeTensorMode, QuickFakeMode
+from lightning_vram.private_names.dispatcher import ASK_DEVICE, FakeTensor, FakeTensorMode, QuickFakeMode
 
 CALLS: dict[str, Callable[[], Any]] = {
     "an integer and a float": lambda: [torch.zeros(3, dtype=torch.int64) * number for number in (2, 2.0)],

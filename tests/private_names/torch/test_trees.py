@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_vram.private_names.torch.trees import tensors_in, tree_leaves
+from lightning_vram.private_names.torch import tensors_in, tree_leaves
 
 
 class Pair(NamedTuple):

@@ -16,7 +16,7 @@ pytest.importorskip("matplotlib", reason="the extra plots")
 from matplotlib import colors, image
 from matplotlib.patches import StepPatch
 
-from lightning_vram.report.estimate.figure import draw
+from lightning_vram.report.estimate.pictures import draw
 
 
 def texts(figure) -> set[str]:

@@ -11,11 +11,9 @@ import pytest
 from support.estimates import GIB, MIB, allocation, estimate_of, timeline_of
 
 from lightning_vram.memory.tracking.timeline import Category, Phase
-from lightning_vram.report.estimate.html import page
-from lightning_vram.report.estimate.step import COLORS, read_step
-from lightning_vram.report.estimate.svg import BOTTOM, HEIGHT, LEFT, MARGIN, TOP, svg_of
-from lightning_vram.report.estimate.words import step_scale
-from lightning_vram.report.page import WIDTHS
+from lightning_vram.report.drawing import WIDTHS
+from lightning_vram.report.estimate.pictures import BOTTOM, HEIGHT, LEFT, MARGIN, TOP, page, svg_of
+from lightning_vram.report.estimate.step import COLORS, read_step, step_scale
 
 RIGHT = WIDTHS["wide"] - MARGIN
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from lightning_vram import estimate_memory, plan_memory
 from lightning_vram.demos import ByteGPT
-from lightning_vram.report.estimate.progress import ProgressDisplay
+from lightning_vram.report.progress import ProgressDisplay
 
 
 def show(*calls: tuple[str, float], is_terminal: bool) -> str:

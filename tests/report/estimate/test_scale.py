@@ -3,7 +3,7 @@
 import pytest
 from support.estimates import GIB, MIB
 
-from lightning_vram.report.scale import choose_scale
+from lightning_vram.report.drawing import choose_scale
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from support.estimates import GIB, MIB, allocation, estimate_of, timeline_of
 
 from lightning_vram.memory.estimate.result import MemoryEstimate
 from lightning_vram.memory.tracking.timeline import Category, Phase
-from lightning_vram.report.estimate.shown import ShownEstimate, shown
-from lightning_vram.report.estimate.table import estimate_table
+from lightning_vram.report.estimate.shown import ShownEstimate, estimate_table, shown
 
 
 def text_of(**changes) -> str:

@@ -7,15 +7,26 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lightning_vram.memory.device.failed_request import FailedRequest, read_failed_request
-from lightning_vram.memory.device.out_of_memory import OutOfMemorySource, read_out_of_memory
+from lightning_vram.memory.device.out_of_memory import (
+    FailedRequest,
+    OutOfMemorySource,
+    read_failed_request,
+    read_out_of_memory,
+)
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.memory.units import GIB, MIB
-from lightning_vram.report.out_of_memory import OutOfMemory, Remedy
-from lightning_vram.report.out_of_memory.causes import CAUSES, find_cause
-from lightning_vram.report.out_of_memory.facts import Place, Work
-from lightning_vram.report.out_of_memory.page import page, summary
-from lightning_vram.report.out_of_memory.signs import grown_bytes_per_batch, is_mostly_loss
+from lightning_vram.report.out_of_memory import (
+    CAUSES,
+    OutOfMemory,
+    Place,
+    Remedy,
+    Work,
+    find_cause,
+    grown_bytes_per_batch,
+    is_mostly_loss,
+    page,
+    summary,
+)
 
 REQUEST = FailedRequest(2 * GIB, 80 * GIB, 1 * GIB, 79 * GIB, None, 77 * GIB, 1 * GIB)
 FOUND = OutOfMemory("", OutOfMemorySource.CUDA, "cuda:0", REQUEST, "train", Place(Work.FORWARD))

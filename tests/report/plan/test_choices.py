@@ -2,9 +2,8 @@
 
 from support.plans import FUSION, OFFLOAD, measured, plan_of, tried
 
-from lightning_vram.planner.measured import Found
-from lightning_vram.planner.parts import Part
-from lightning_vram.report.plan.choices import choices
+from lightning_vram.planner.scheme import Found, Part
+from lightning_vram.report.plan import choices
 
 
 def unbeaten(tried):

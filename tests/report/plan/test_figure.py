@@ -6,16 +6,14 @@ import pytest
 from support.plans import FUSION, OFFLOAD, checkpointing, measured, plan_of, tried
 
 from lightning_vram.memory.units import GIB
-from lightning_vram.planner.parts import Part
+from lightning_vram.planner.scheme import Part
 
 pytest.importorskip("matplotlib", reason="the extra plots")
 from matplotlib import image
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from lightning_vram.report.plan.choices import choices
-from lightning_vram.report.plan.figure import draw
-from lightning_vram.report.plan.words import verdict
+from lightning_vram.report.plan import choices, draw, verdict
 
 CROWDED = (
     tried()[0],

@@ -6,8 +6,8 @@ from xml.etree import ElementTree
 import pytest
 from support.plans import OFFLOAD, measured, plan_of, tried
 
-from lightning_vram.report.page import WIDTHS
-from lightning_vram.report.plan.html import page
+from lightning_vram.report.drawing import WIDTHS
+from lightning_vram.report.plan import page
 
 SLOW = (*tried(), measured(OFFLOAD, OFFLOAD, mib=600, ms=900))
 

@@ -6,7 +6,7 @@ import pytest
 from support.consoles import assert_every_number_is_whole_at_80_columns
 from support.plans import FUSION, OFFLOAD, checkpointing, measured, plan_of, tried
 
-from lightning_vram.planner.parts import Part
+from lightning_vram.planner.scheme import Part
 from lightning_vram.report.plan import plan_memory, plan_table, shown
 
 TABLE = """\

@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_vram.core.host import split_weights
+from lightning_vram.core.host import memory as split_weights
 from lightning_vram.optimizers.on_host import averages, split_steps
 
 

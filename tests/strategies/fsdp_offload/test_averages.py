@@ -14,8 +14,8 @@ from support.helpers import ForkingOffload, PlantedError, assert_equal_weights
 from support.offload_nets import MODES, FusedCNN, Odd, Split, leave_group
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from lightning_vram.private_names.fsdp2.sharded_tensors import calls_derived_dispatch, own_part_of
-from lightning_vram.private_names.lightning.callbacks import average_of
+from lightning_vram.private_names.fsdp2 import calls_derived_dispatch, own_shard_of
+from lightning_vram.private_names.lightning import average_of
 
 pytestmark = [
     pytest.mark.distributed,
@@ -254,7 +254,7 @@ class Counted(Net):
 
     def on_train_batch_end(self, *unused: Any) -> None:
         (callback,) = [one for one in self.trainer.callbacks if isinstance(one, WeightAveraging)]
-        parts = [own_part_of(p) for p in average_of(callback).parameters()]
+        parts = [own_shard_of(p) for p in average_of(callback).parameters()]
         assert {part.device.type for part in parts} == {"cpu"}
         self.num_bytes = sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parts}.values())
 

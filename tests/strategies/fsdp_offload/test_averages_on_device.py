@@ -11,7 +11,7 @@ from support.helpers import assert_equal_weights
 from support.offload_nets import MODES, FusedCNN, Odd, Split, leave_group
 
 from lightning_vram.optimizers.on_host import averages
-from lightning_vram.private_names.lightning.callbacks import average_of
+from lightning_vram.private_names.lightning import average_of
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 
 pytestmark = [pytest.mark.device, pytest.mark.distributed]

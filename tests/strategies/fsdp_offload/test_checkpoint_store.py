@@ -17,16 +17,19 @@ from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException
 from torch.optim import Optimizer
 
-from lightning_vram.core.processes.rank_errors import CheckpointError
+from lightning_vram.core.ranks import CheckpointError
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.strategies.fsdp_offload import checkpoint_writing
 from lightning_vram.strategies.fsdp_offload import checkpointed as checkpointed_strategy
 from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 from lightning_vram.techniques.sharded_checkpoints import files as checkpoint_files
-from lightning_vram.techniques.sharded_checkpoints.full_states import gather_module_state, gather_optimizer_state
-from lightning_vram.techniques.sharded_checkpoints.sharded_states import sharded_module_state, sharded_optimizer_state
-from lightning_vram.techniques.sharded_checkpoints.state_trees import count_bytes
+from lightning_vram.techniques.sharded_checkpoints.folder import sharded_module_state, sharded_optimizer_state
+from lightning_vram.techniques.sharded_checkpoints.states import (
+    count_bytes,
+    gather_module_state,
+    gather_optimizer_state,
+)
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 KINDS = pytest.mark.parametrize("sharded", [False, True], ids=["full", "sharded"])

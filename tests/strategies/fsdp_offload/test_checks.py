@@ -13,10 +13,10 @@ from support.offload_nets import Fused, leave_group
 from torch import nn, optim
 
 from lightning_vram import LeanMixedPrecision
-from lightning_vram.strategies.fsdp_offload.checks import check_layer_drop, check_master
+from lightning_vram.strategies.fsdp_offload.arguments import check_layer_drop, check_master
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
-from lightning_vram.techniques.sharding.grouping.plan import plan_sharding_groups
+from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
 
 pytestmark = [
     pytest.mark.distributed,

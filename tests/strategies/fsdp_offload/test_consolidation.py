@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore
-from lightning_vram.strategies.fsdp_offload.consolidation import consolidate
-from lightning_vram.techniques.sharded_checkpoints.sharded_states import (
+from lightning_vram.strategies.fsdp_offload.checkpoint_writing import consolidate
+from lightning_vram.techniques.sharded_checkpoints.folder import (
     sharded_module_state,
     sharded_optimizer_state,
     write_folder,

@@ -15,7 +15,7 @@ from support.offload_nets import Split
 from torch import Tensor, nn
 
 from lightning_vram import LeanMixedPrecision
-from lightning_vram.core.processes.clean_exit import leave_group
+from lightning_vram.core.processes import leave_group
 from lightning_vram.optimizers.on_host import optimizers
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 

@@ -10,7 +10,8 @@ from support.helpers import ForkingOffload, assert_equal_weights
 from support.offload_nets import Fused, leave_group
 
 from lightning_vram import LeanMixedPrecision, MicroBatching, VRAMMonitor
-from lightning_vram.strategies.fsdp_offload import early_steps, sharded
+from lightning_vram.strategies.fsdp_offload import patches as early_steps
+from lightning_vram.strategies.fsdp_offload import sharded
 
 pytestmark = pytest.mark.distributed
 

@@ -16,9 +16,9 @@ import torch.multiprocessing as mp
 from lightning.fabric.plugins.environments import LightningEnvironment
 from support.ports import find_free_port
 
-from lightning_vram.core.processes import clean_exit
-from lightning_vram.core.processes.clean_exit import leave_group
-from lightning_vram.core.processes.lost_peers import LostPeerError
+from lightning_vram.core import processes as clean_exit
+from lightning_vram.core.processes import leave_group
+from lightning_vram.core.ranks import LostPeerError
 from lightning_vram.strategies.fsdp_offload.connected import connect, default_backend
 
 CPU = torch.device("cpu")

@@ -10,10 +10,9 @@ from support.checkpoint_nets import make_net, train
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
-from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore
-from lightning_vram.strategies.fsdp_offload.state_fit import check_form, check_states, in_order
-from lightning_vram.techniques.sharded_checkpoints.full_states import gather_optimizer_state
-from lightning_vram.techniques.sharded_checkpoints.sharded_states import sharded_module_state, sharded_optimizer_state
+from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore, check_form, check_states, in_order
+from lightning_vram.techniques.sharded_checkpoints.folder import sharded_module_state, sharded_optimizer_state
+from lightning_vram.techniques.sharded_checkpoints.states import gather_optimizer_state
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 WAY_OUT = "Return the optimizer the checkpoint was saved with: the same parameters, in the same order."

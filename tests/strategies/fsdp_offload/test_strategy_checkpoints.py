@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.helpers import ForkingOffload
 from support.offload_nets import Split, adamw, leave_group
 
-from lightning_vram.core.processes.rank_errors import CheckpointError
+from lightning_vram.core.ranks import CheckpointError
 
 pytestmark = [
     pytest.mark.distributed,

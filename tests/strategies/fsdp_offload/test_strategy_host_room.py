@@ -10,10 +10,10 @@ from support.helpers import ForkingOffload, TinyGPT
 from support.offload_nets import Fused, Split, leave_group
 
 from lightning_vram import estimate_memory
-from lightning_vram.core.host.arena import OffloadError
+from lightning_vram.core.host.memory import OffloadError
 from lightning_vram.demos import ByteGPT
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.optimizers.on_host import host_room
+from lightning_vram.optimizers.on_host import host_memory as host_room
 from lightning_vram.techniques.sharding import FullSharding
 
 pytestmark = [

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import NAdam, RAdam
 
 from lightning_vram import estimate_memory
-from lightning_vram.core.tensors.low_bit import LowBitTensor
-from lightning_vram.optimizers.on_disk import states as disk_states
-from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
+from lightning_vram.core.tensors.codecs import LowBitTensor
+from lightning_vram.optimizers import on_disk as disk_states
+from lightning_vram.private_names.fsdp2 import local_shard
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 
 pytestmark = [
@@ -188,7 +188,7 @@ class Saving(Layers):
 
 def states_of(model: pl.LightningModule) -> list[dict[str, Tensor]]:
     states = model.trainer.optimizers[0].state.values()
-    return [{key: local_part(value).float().clone() for key, value in state.items()} for state in states]
+    return [{key: local_shard(value).float().clone() for key, value in state.items()} for state in states]
 
 
 class Loaded(Layers):
@@ -196,7 +196,7 @@ class Loaded(Layers):
 
     def on_train_start(self) -> None:
         self.states = states_of(self)
-        self.kinds = {local_part(s["exp_avg"]).dtype for s in self.trainer.optimizers[0].state.values()}
+        self.kinds = {local_shard(s["exp_avg"]).dtype for s in self.trainer.optimizers[0].state.values()}
 
 
 @pytest.mark.quick_sample(3)
@@ -306,7 +306,7 @@ class Read(Layers):
         self.trainer.strategy._finish_steps()
         first = next(iter(self.trainer.optimizers[0].state.values()))
         self.mean = first["exp_avg_sq"].full_tensor().mean()
-        local = local_part(first["exp_avg"])
+        local = local_shard(first["exp_avg"])
         local.zero_()
         self.is_zero = not local.any()
         assert isinstance(local, LowBitTensor) or local.dtype == torch.bfloat16

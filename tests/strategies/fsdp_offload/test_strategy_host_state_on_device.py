@@ -13,8 +13,8 @@ from support.helpers import assert_equal_weights
 from support.host_layers import Layers, exceptions, host_bytes
 
 from lightning_vram import MomentsInBF16
-from lightning_vram.core.processes.clean_exit import leave_group
-from lightning_vram.private_names.fsdp2.sharded_tensors import local_part
+from lightning_vram.core.processes import leave_group
+from lightning_vram.private_names.fsdp2 import local_shard
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 
 pytestmark = [
@@ -64,7 +64,7 @@ class Counted(Layers):
         if hasattr(self.trainer.strategy, "_finish_steps"):
             self.host_bytes.append(host_bytes(self) - exceptions(self))
         states = self.trainer.optimizers[0].state.values()
-        moments = [local_part(state[key]) for state in states for key in ("exp_avg", "exp_avg_sq")]
+        moments = [local_shard(state[key]) for state in states for key in ("exp_avg", "exp_avg_sq")]
         self.kinds = {(value.dtype, value.device.type) for value in moments}
 
 

@@ -13,7 +13,7 @@ from support.offload_nets import adamw, leave_group
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_vram.private_names.lightning.callbacks import average_of
+from lightning_vram.private_names.lightning import average_of
 
 pytestmark = [
     pytest.mark.distributed,

@@ -9,8 +9,8 @@ import pytest
 from support.helpers import ForkingOffload, PlantedError, fail_in
 from support.offload_nets import Fused, leave_group
 
-from lightning_vram.core.processes.numa_binding import NumaBinding
-from lightning_vram.memory.host.numa import BoundThreads
+from lightning_vram.core.processes import NumaBinding
+from lightning_vram.memory.host import BoundThreads
 from lightning_vram.strategies.fsdp_offload import sharded
 
 pytestmark = [

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_vram import LeanMixedPrecision, MicroBatching
-from lightning_vram.core.host import arena
-from lightning_vram.core.host.arena import make_host_tensor
-from lightning_vram.core.processes.clean_exit import leave_group
+from lightning_vram.core.host import memory as arena
+from lightning_vram.core.host.memory import make_host_tensor
+from lightning_vram.core.processes import leave_group
 from lightning_vram.demos import ByteGPT
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
-from lightning_vram.techniques.sharding.gathered import narrow_of
-from lightning_vram.techniques.sharding.recovery import can_recover
+from lightning_vram.techniques.sharding.gathered import low_precision_of
+from lightning_vram.techniques.sharding.removal import can_recover
 
 pytestmark = [pytest.mark.device, pytest.mark.distributed]
 NUM_LAYERS, WIDTH, LENGTH = 8, 512, 16
@@ -179,7 +179,7 @@ class Counted(LitBytes):
         narrow = [lane for lane in lanes if lane.has_narrow_dtype and not lane.is_wide]
         numel = sum(lane.numel for lane in narrow)
         gradients = [parameter.sharded_param.grad for lane in narrow for parameter in lane.parameters]
-        found = [kept if (kept := narrow_of(gradient)) is not None else gradient for gradient in gradients]
+        found = [kept if (kept := low_precision_of(gradient)) is not None else gradient for gradient in gradients]
         states = [self.trainer.optimizers[0].state[p.sharded_param] for lane in narrow for p in lane.parameters]
         moments = [state[key] for state in states for key in ("exp_avg", "exp_avg_sq")]
         lists = sum(lane.split.nbytes - 4 * lane.numel for lane in narrow if lane.split is not None)

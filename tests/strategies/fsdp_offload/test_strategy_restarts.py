@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.ports import find_free_port
 
-from lightning_vram.core.processes.lost_peers import LostPeerError
+from lightning_vram.core.ranks import LostPeerError
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 from tests.strategies.fsdp_offload.restarting_run import NUM_STEPS, Regression
 

@@ -13,7 +13,7 @@ from support.host_layers import Layers, exceptions, host_bytes
 from support.offload_nets import leave_group
 from torch import Tensor, nn
 
-from lightning_vram.private_names.fsdp2.sharded_tensors import calls_derived_dispatch
+from lightning_vram.private_names.fsdp2 import calls_derived_dispatch
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 
 pytestmark = [

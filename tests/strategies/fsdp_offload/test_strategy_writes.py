@@ -20,7 +20,7 @@ from support.written_nets import (
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_vram.private_names.fsdp2.sharded_tensors import calls_derived_dispatch
+from lightning_vram.private_names.fsdp2 import calls_derived_dispatch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 

@@ -10,7 +10,7 @@ import torch
 from support.helpers import TinyCNN, TinyGPT
 from torch import Tensor, nn
 
-from lightning_vram.core.hooks.saved_samples import RecomputationError
+from lightning_vram.core.recomputed_saves import RecomputationError
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.core.hooks.saved_samples import RecomputationError
+from lightning_vram.core.recomputed_saves import RecomputationError
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
-from lightning_vram.techniques.activation_checkpointing.kept_arguments import KeptArguments
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
+from lightning_vram.techniques.activation_checkpointing.saved_arguments import SavedArguments
 
 
 class Graph:
@@ -239,7 +239,7 @@ def test_a_layer_that_overwrites_a_large_tensor_in_an_object_is_refused():
 
 def test_modules_functions_and_large_containers_are_shared():
     net, table = nn.Linear(1, 1), {number: [number] for number in range(5000)}
-    kept = KeptArguments(((Graph(net), Graph(len), Graph(table), Graph(int)), {}), overwrites_inputs=False)
+    kept = SavedArguments(((Graph(net), Graph(len), Graph(table), Graph(int)), {}), overwrites_inputs=False)
     kept.settle()
     first, *_ = given = kept.give(is_overwritten=False)[0]
     assert first.x is net
@@ -250,7 +250,7 @@ def test_modules_functions_and_large_containers_are_shared():
 
 def test_an_object_given_twice_stays_one():
     graph = Graph(torch.ones(2))
-    kept = KeptArguments(((graph,), {"again": graph}), overwrites_inputs=False)
+    kept = SavedArguments(((graph,), {"again": graph}), overwrites_inputs=False)
     kept.settle()
     args, kwargs = kept.give(is_overwritten=False)
     assert args[0] is kwargs["again"] is not graph
@@ -280,7 +280,7 @@ def test_loggers_and_resources_are_shared_and_sealed_lists_are_copied():
     handlers, manager = logger.handlers, logger.manager
     graph = Graph(torch.ones(2))
     graph.logger, graph.resource, graph.sealed = logger, resource, sealed
-    kept = KeptArguments(((graph,), {}), overwrites_inputs=False)
+    kept = SavedArguments(((graph,), {}), overwrites_inputs=False)
     kept.settle()
     (given,), _ = kept.give(is_overwritten=False)
     assert given.logger is logger

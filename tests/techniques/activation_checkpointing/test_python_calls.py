@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_vram.private_names.torch.autograd import make_saved_tensor
+from lightning_vram.private_names.torch import make_saved_tensor
 from tests.benchmarks.suites.python_price import LAYERS, NUM_WARM_UP, SAVES, count_calls, make_variants
 
 

@@ -14,7 +14,7 @@ from torch.autograd import grad
 from torch.utils.checkpoint import CheckpointError, GraphExecGroup, checkpoint, set_checkpoint_early_stop
 
 from lightning_vram.memory.tracking.tracker import track_memory
-from lightning_vram.private_names.torch.autograd import innermost_hooks
+from lightning_vram.private_names.torch import innermost_hooks
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
 
 NUM_WARM_UP = 2  # calls in which a layer is learned and compared

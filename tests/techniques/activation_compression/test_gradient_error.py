@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.demos import ByteGPT, DigitsResNet
-from lightning_vram.techniques.activation_compression.gradient_error import gradient_cosine
-from lightning_vram.techniques.activation_compression.stage import CompressionStage
+from lightning_vram.techniques.activation_compression.stage import CompressionStage, gradient_cosine
 
 SIDE = 32
 

@@ -20,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from lightning_vram.core.hooks.stage import SavedTensorStage, Taken
-from lightning_vram.core.layers.selection import select_layers
+from lightning_vram.core.hooks import SavedTensorStage, StoredTensor
+from lightning_vram.core.layers import select_layers
 from lightning_vram.demos import ByteGPT, DigitsResNet
-from lightning_vram.techniques.activation_compression import encoded_storage, lossless_codecs
+from lightning_vram.techniques.activation_compression import encoded_storage
+from lightning_vram.techniques.activation_compression import encoded_storage as lossless_codecs
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
 from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
 
@@ -442,7 +443,7 @@ def test_relu_whose_save_failed_is_not_taken_for_a_new_one() -> None:
     class Failing(SavedTensorStage):
         num_calls = 0
 
-        def take(self, tensor: Tensor) -> Taken | None:
+        def take(self, tensor: Tensor) -> StoredTensor | None:
             self.num_calls += 1
             if self.num_calls == 1:
                 raise RuntimeError("the host is full")
@@ -1073,7 +1074,7 @@ def test_a_run_of_children_can_be_chosen() -> None:
 class OnHost(SavedTensorStage):
     """A stage that takes a copy of everything, as an offload does."""
 
-    class _Copy(Taken):
+    class _Copy(StoredTensor):
         __slots__ = ("_copy", "_like")
 
         def __init__(self, tensor: Tensor) -> None:
@@ -1092,7 +1093,7 @@ class OnHost(SavedTensorStage):
         super().__init__()
         self.dtypes: list[torch.dtype] = []
 
-    def take(self, tensor: Tensor) -> Taken | None:
+    def take(self, tensor: Tensor) -> StoredTensor | None:
         self.dtypes.append(tensor.dtype)
         return self._Copy(tensor)
 

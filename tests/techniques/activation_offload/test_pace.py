@@ -8,9 +8,8 @@ import torch
 from support.timed_machine import TimedMachine
 from torch import Tensor
 
-from lightning_vram.techniques.activation_offload.argument_checks import check_max_slowdown
-from lightning_vram.techniques.activation_offload.pace import OffloadMeasures
-from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
+from lightning_vram.techniques.activation_offload.places import OffloadMeasures
+from lightning_vram.techniques.activation_offload.stage import ActivationOffloading, check_max_slowdown
 
 SIDE = 32
 MATRIX = SIDE * SIDE * 4

@@ -17,16 +17,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from lightning_vram.core.hooks.stage import SavedTensorStage, Taken
-from lightning_vram.core.host import arena as host_arena
-from lightning_vram.core.host.arena import OffloadError
-from lightning_vram.core.host.disk_ring import STAGING_BYTES
+from lightning_vram.core.hooks import SavedTensorStage, StoredTensor
+from lightning_vram.core.host import memory as host_arena
+from lightning_vram.core.host.disk import STAGING_BYTES
+from lightning_vram.core.host.memory import OffloadError
 from lightning_vram.demos import ByteGPT
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.memory.units import KIB, MIB
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
-from lightning_vram.techniques.activation_offload.geometry import find_span
-from lightning_vram.techniques.activation_offload.items import OffloadedItem
+from lightning_vram.techniques.activation_offload.items import OffloadedItem, find_span
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
 from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
 
@@ -433,7 +432,7 @@ def test_two_offloadings_nested_hand_on_what_stays() -> None:
 class Copying(SavedTensorStage):
     """A stage inside that hands on what it was offered, and what it made of it."""
 
-    def take(self, tensor: Tensor) -> Taken | None:
+    def take(self, tensor: Tensor) -> StoredTensor | None:
         return self.hand_on(tensor)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_vram.core.hooks.stage import SavedTensorStage, Taken
+from lightning_vram.core.hooks import SavedTensorStage, StoredTensor
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
 
 SIDE = 64
@@ -123,7 +123,7 @@ def test_it_may_be_set_between_steps() -> None:
 class Copying(SavedTensorStage):
     """A stage inside, which looks at what it handed on."""
 
-    def take(self, tensor: Tensor) -> Taken | None:
+    def take(self, tensor: Tensor) -> StoredTensor | None:
         return self.hand_on(tensor.clone())
 
 

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from lightning_vram.demos import ByteGPT, DigitsResNet
-from lightning_vram.techniques.chunked_loss.apply import apply_chunked_loss
-from lightning_vram.techniques.chunked_loss.chunk_rows import find_chunk_rows
-from lightning_vram.techniques.chunked_loss.heads import find_heads
+from lightning_vram.techniques.chunked_loss.apply import apply_chunked_loss, find_heads
+from lightning_vram.techniques.chunked_loss.lazy_logits import find_chunk_rows
 from tests.techniques.chunked_loss.spellings import Net
 
 

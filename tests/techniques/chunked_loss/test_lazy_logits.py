@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_vram.private_names.torch.tensors import without_torch_function
+from lightning_vram.private_names.torch import without_torch_function
 from lightning_vram.techniques.chunked_loss import apply_chunked_loss, settle
 from tests.techniques.chunked_loss.spellings import SHAPE, TARGET, VOCAB_SIZE, Net
 

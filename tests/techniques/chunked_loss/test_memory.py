@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from lightning_vram import track_memory
 from lightning_vram.techniques.chunked_loss import apply_chunked_loss
-from lightning_vram.techniques.chunked_loss.chunk_rows import find_chunk_rows
+from lightning_vram.techniques.chunked_loss.lazy_logits import find_chunk_rows
 
 
 def peak_bytes(num_tokens: int, vocab_size: int, width: int, *, is_chunked: bool) -> int:

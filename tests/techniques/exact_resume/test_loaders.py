@@ -18,8 +18,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_vram.core.random_state.generators import read_state, write_state
-from lightning_vram.techniques.exact_resume.loaders import (
+from lightning_vram.core.random_state import read_state, write_state
+from lightning_vram.techniques.exact_resume import (
     can_be_stateful,
     load_loader_state,
     loader_state,

@@ -18,7 +18,7 @@ from lightning_vram.techniques.in_place_fusion.folding import (
     fold_frozen_batch_norm,
     why_not_folded,
 )
-from lightning_vram.techniques.in_place_fusion.links import Link, LinkObserver
+from lightning_vram.techniques.in_place_fusion.observed_links import Link, LinkObserver
 from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
 
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.memory.tracking.tracker import track_memory
-from lightning_vram.techniques.in_place_fusion.links import LinkObserver
+from lightning_vram.techniques.in_place_fusion.observed_links import LinkObserver
 from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_vram.techniques.micro_batching.chunk_memory import ChunkMemory
+from lightning_vram.techniques.micro_batching import ChunkMemory
 
 sizes = st.integers(1, 4096)
 memory_bytes = st.integers(0, 2**40)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_vram.techniques.micro_batching.norm_counting import NormCounting
+from lightning_vram.techniques.micro_batching import NormCounting
 
 
 def run(norm: nn.Module, parts: list[torch.Tensor]) -> None:

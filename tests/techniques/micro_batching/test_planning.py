@@ -1,7 +1,7 @@
 """A size planned from small micro-batches, for batches of all shapes."""
 
-from lightning_vram.core.batches.cutting import BatchFacts
-from lightning_vram.techniques.micro_batching.planning import PROBED_SIZES, SizePlanning
+from lightning_vram.core.batches.splitting import BatchFacts
+from lightning_vram.techniques.micro_batching import PROBED_SIZES, SizePlanning
 
 
 class Room:

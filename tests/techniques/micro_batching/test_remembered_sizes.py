@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lightning_vram.techniques.micro_batching.remembered_sizes import MicroBatchSizes
+from lightning_vram.techniques.micro_batching import MicroBatchSizes
 
 SHAPE, OTHER = "x[8]", "x[16]"
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_vram.techniques.mixed_precision.autocast_weights import find_narrow_weights
+from lightning_vram.techniques.mixed_precision.weight_casts import find_narrow_weights
 
 
 class Scaled(nn.Linear):

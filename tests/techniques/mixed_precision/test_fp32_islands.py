@@ -16,10 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from lightning_vram.core.surgery.class_swap import restore_class, swap_class
-from lightning_vram.core.tensors.nests import iterate_leaves
-from lightning_vram.techniques.mixed_precision.fp32_islands import run_in_fp32
-from lightning_vram.techniques.mixed_precision.low_precision_norms import keep_norms_low
+from lightning_vram.core.patching import restore_class, swap_class
+from lightning_vram.core.tensors.properties import iterate_leaves
+from lightning_vram.techniques.mixed_precision.module_precision import keep_norms_low, run_in_fp32
 
 WIDTH = 8
 LOW = [torch.bfloat16, torch.float16]
@@ -412,7 +411,7 @@ class WithHead(nn.Module):
 @pytest.fixture
 def nothing_compiled(monkeypatch):
     torch._dynamo.reset()
-    monkeypatch.setattr("lightning_vram.techniques.mixed_precision.fp32_islands._compiled", set())
+    monkeypatch.setattr("lightning_vram.techniques.mixed_precision.module_precision._compiled", set())
 
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])

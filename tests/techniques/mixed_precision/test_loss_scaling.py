@@ -17,8 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from lightning_vram.techniques.mixed_precision.grad_scaler_parts import unscale_part
-from lightning_vram.techniques.mixed_precision.loss_scaling import LossScaling, StepResult
+from lightning_vram.techniques.mixed_precision.loss_scaling import LossScaling, StepResult, unscale_part
 
 SCALE = 2.0**10
 INF = float("inf")

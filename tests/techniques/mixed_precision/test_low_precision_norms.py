@@ -14,11 +14,10 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel, T5Confi
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from lightning_vram.core.surgery.class_swap import restore_class, swap_class
-from lightning_vram.demos.gpt import Block
+from lightning_vram.core.patching import restore_class, swap_class
+from lightning_vram.demos import Block
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
-from lightning_vram.techniques.mixed_precision.fp32_islands import run_in_fp32
-from lightning_vram.techniques.mixed_precision.low_precision_norms import keep_norms_low
+from lightning_vram.techniques.mixed_precision.module_precision import keep_norms_low, run_in_fp32
 
 BATCH, LENGTH, WIDTH = 2, 8, 16
 ELEMENTS = BATCH * LENGTH * WIDTH

@@ -30,10 +30,9 @@ from lightning_vram.techniques.activation_checkpointing.save_policy import SaveP
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
 from lightning_vram.techniques.in_place_fusion.folding import fold_frozen_batch_norm
-from lightning_vram.techniques.in_place_fusion.links import Link
+from lightning_vram.techniques.in_place_fusion.observed_links import Link
 from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
-from lightning_vram.techniques.mixed_precision.shared_casts import SharedCasts
-from lightning_vram.techniques.mixed_precision.weight_casts import WeightCasts
+from lightning_vram.techniques.mixed_precision.weight_casts import SharedCasts, WeightCasts
 
 MODES = pytest.mark.parametrize("recast", [False, True], ids=["shared", "recast"])
 bf16 = partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.memory.tracking.tracker import track_memory
-from lightning_vram.private_names.fsdp2.states import shards_integers
+from lightning_vram.private_names.fsdp2 import shards_integers
 from lightning_vram.techniques.quantize_frozen_weights import (
     dequantize_frozen_weights,
     quantize_frozen_weights,

@@ -7,8 +7,9 @@ import torch
 from support.lora_nets import LENGTH, VOCAB_SIZE, LoRANet
 
 from lightning_vram.memory.tracking.tracker import track_memory
-from lightning_vram.private_names.torch.dispatch import FakeTensorMode
-from lightning_vram.techniques.quantize_frozen_weights import libraries, packing, quantize_frozen_weights
+from lightning_vram.private_names.dispatcher import FakeTensorMode
+from lightning_vram.techniques.quantize_frozen_weights import packing, quantize_frozen_weights
+from lightning_vram.techniques.quantize_frozen_weights import packing as libraries
 from lightning_vram.techniques.quantize_frozen_weights.packing import Packing
 
 NF4 = torch.tensor(packing._NF4)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_vram import track_memory
-from lightning_vram.private_names.torch.dispatch import FakeTensorMode
+from lightning_vram.private_names.dispatcher import FakeTensorMode
 from lightning_vram.techniques.quantize_frozen_weights import packing as module
 from lightning_vram.techniques.quantize_frozen_weights.packing import Packing
 

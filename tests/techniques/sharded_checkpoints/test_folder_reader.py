@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.optim import Optimizer
 
-from lightning_vram.core.processes.rank_errors import CheckpointError
-from lightning_vram.private_names.fsdp2.checkpoint_metadata import read_metadata
-from lightning_vram.strategies.fsdp_offload.consolidation import consolidate
-from lightning_vram.techniques.sharded_checkpoints.checksums import CHECKSUM_FILE
-from lightning_vram.techniques.sharded_checkpoints.folder import ShardedFolder
-from lightning_vram.techniques.sharded_checkpoints.sharded_states import (
+from lightning_vram.core.ranks import CheckpointError
+from lightning_vram.private_names.fsdp2 import read_metadata
+from lightning_vram.strategies.fsdp_offload.checkpoint_writing import consolidate
+from lightning_vram.techniques.sharded_checkpoints.files import CHECKSUM_FILE
+from lightning_vram.techniques.sharded_checkpoints.folder import (
+    ShardedFolder,
     sharded_module_state,
     sharded_optimizer_state,
     write_folder,

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 
-from lightning_vram.techniques.sharded_checkpoints.full_states import (
+from lightning_vram.techniques.sharded_checkpoints.states import (
     gather_module_state,
     gather_optimizer_state,
     load_module_state,

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 
-from lightning_vram.strategies.fsdp_offload.state_fit import check_states
-from lightning_vram.techniques.sharded_checkpoints.folder import ShardedFolder
-from lightning_vram.techniques.sharded_checkpoints.sharded_states import (
+from lightning_vram.strategies.fsdp_offload.checkpoint_store import check_states
+from lightning_vram.techniques.sharded_checkpoints.folder import (
+    ShardedFolder,
     sharded_module_state,
     sharded_optimizer_state,
     write_folder,

@@ -7,7 +7,7 @@ from support.checkpoint_nets import make_net
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_vram.techniques.sharded_checkpoints.state_trees import count_bytes, map_leaves, snapshot
+from lightning_vram.techniques.sharded_checkpoints.states import count_bytes, map_leaves, snapshot
 
 
 def test_a_snapshot_shares_nothing_with_what_it_was_taken_of(one_rank: None):

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lightning_vram.core.processes.rank_errors import CheckpointError
+from lightning_vram.core.ranks import CheckpointError
 from lightning_vram.memory.units import GIB
-from lightning_vram.techniques.sharded_checkpoints.written_files import naming_full_disk, save_values
+from lightning_vram.techniques.sharded_checkpoints.files import naming_full_disk, save_values
 
 FULL = Path("/dev/full")
 

@@ -32,11 +32,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
-from lightning_vram.techniques.mixed_precision.autocast_weights import find_narrow_weights
+from lightning_vram.techniques.mixed_precision.weight_casts import find_narrow_weights
 from lightning_vram.techniques.sharding import apply as full_sharding
 from lightning_vram.techniques.sharding import group as sharded_group
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
-from lightning_vram.techniques.sharding.grouping.plan import ShardingPlan, plan_sharding_groups
+from lightning_vram.techniques.sharding.grouping import ShardingPlan, plan_sharding_groups
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 narrow_autocast = partial(torch.autocast, "cpu", torch.bfloat16)
@@ -409,12 +409,15 @@ def all_at_once(net: nn.Module) -> None:
 
 
 @pytest.mark.quick_sample(3)
-@pytest.mark.parametrize("is_narrow", [False, True])
+@pytest.mark.parametrize("is_low_precision", [False, True])
 @pytest.mark.parametrize("write", [by_state_dict, by_hand, by_data, by_parts, all_at_once])
 @pytest.mark.parametrize("mode", MODES)
-def test_values_that_are_written_to_shards_count_from_the_next_forward(mesh, mode, write, is_narrow):
+def test_values_that_are_written_to_shards_count_from_the_next_forward(mesh, mode, write, is_low_precision):
     net, plain = make(), make(seed=1)
-    with sharded(net, mode, **narrow_options(net) if is_narrow else {}), narrow_autocast(enabled=is_narrow):
+    with (
+        sharded(net, mode, **narrow_options(net) if is_low_precision else {}),
+        narrow_autocast(enabled=is_low_precision),
+    ):
         loss_of(net, batch(0)).backward()  # what has come to the device must not stay
         write(net)
         assert torch.equal(net(batch(1)), plain(batch(1)))
@@ -430,8 +433,8 @@ def test_values_that_are_written_to_shards_count_from_the_next_forward(mesh, mod
 @pytest.mark.parametrize("mode", ["optimizer", "optimizer apart"])
 def test_a_copy_on_the_device_is_made_once_where_nobody_writes(mesh, mode, monkeypatch):
     refreshed = []
-    refresh = sharded_group.ShardLane.refresh
-    monkeypatch.setattr(sharded_group.ShardLane, "refresh", lambda lane: (refreshed.append(lane), refresh(lane)))
+    refresh = sharded_group.FlatShard.refresh
+    monkeypatch.setattr(sharded_group.FlatShard, "refresh", lambda lane: (refreshed.append(lane), refresh(lane)))
     net = make()
     with sharded(net, mode) as sharding:
         num_lanes = sum(len(group.lanes) for group in sharding.groups)

@@ -6,7 +6,7 @@ from support.sharded_nets import WIDTH, Net, assert_same, hosted, make, sharded,
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from lightning_vram.techniques.sharding.device_share import DeviceShare
+from lightning_vram.techniques.sharding.group import DeviceShare
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 BLOCK = WIDTH * 9 + 9 + 9 * WIDTH + WIDTH

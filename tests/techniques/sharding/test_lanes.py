@@ -8,10 +8,9 @@ from support.sharded_nets import WIDTH, Block, make
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from lightning_vram.private_names.fsdp2.classes import ParameterBase
-from lightning_vram.private_names.fsdp2.states import groups_of
-from lightning_vram.techniques.sharding import lanes as shard_lanes
-from lightning_vram.techniques.sharding.lanes import ShardLane
+from lightning_vram.private_names.fsdp2 import ParameterBase, groups_of
+from lightning_vram.techniques.sharding import flat_shards as shard_lanes
+from lightning_vram.techniques.sharding.flat_shards import FlatShard
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 CPU, APART = torch.device("cpu"), torch.device("cpu", 0)
@@ -38,7 +37,7 @@ def net(mesh) -> nn.Module:
     return net
 
 
-def make_lane(net: nn.Module, **options: Any) -> ShardLane:
+def make_lane(net: nn.Module, **options: Any) -> FlatShard:
     given = {
         "dtype": torch.float32,
         "home": CPU,
@@ -47,14 +46,14 @@ def make_lane(net: nn.Module, **options: Any) -> ShardLane:
         "is_resident": False,
         **options,
     }
-    return ShardLane(parameters_of(net), **given)
+    return FlatShard(parameters_of(net), **given)
 
 
-def fetched(lane: ShardLane) -> list[Tensor]:
+def fetched(lane: FlatShard) -> list[Tensor]:
     return [tensor.clone() for tensor in lane.fetch()]
 
 
-def assert_fetches(lane: ShardLane, net: nn.Module, dtype: torch.dtype) -> None:
+def assert_fetches(lane: FlatShard, net: nn.Module, dtype: torch.dtype) -> None:
     """What is fetched are the values of the parameters as they are now."""
     parts = fetched(lane)
     assert len(parts) == 4

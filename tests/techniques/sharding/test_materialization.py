@@ -9,7 +9,7 @@ from support.architectures import ARCHITECTURES, TinyLM, compute_loss, make_inpu
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from lightning_vram.techniques.sharding.grouping.plan import plan_sharding_groups
+from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
 from lightning_vram.techniques.sharding.materialization import has_meta, materialize
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # torch and transformers

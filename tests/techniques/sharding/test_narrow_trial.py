@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_vram.techniques.mixed_precision.autocast_weights import find_narrow_weights
+from lightning_vram.techniques.mixed_precision.weight_casts import find_narrow_weights
 from lightning_vram.techniques.sharding import FullSharding, ShardingOptions
 from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
 

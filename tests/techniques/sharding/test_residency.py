@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_vram.techniques.sharding.residency import (
+from lightning_vram.techniques.sharding.flat_shards import (
     ShardBytes,
     count_shard_bytes,
     count_taken,

@@ -7,7 +7,7 @@ from support.sharded_nets import Net, assert_same, batch, gradients, loss_of, ma
 from torch import Tensor, nn
 
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
-from lightning_vram.techniques.sharding.grouping.plan import ShardingPlan
+from lightning_vram.techniques.sharding.grouping import ShardingPlan
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 

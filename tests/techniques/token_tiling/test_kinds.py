@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from lightning_vram.memory.estimate.cuda_semantics.kernels import rms_norm
+from lightning_vram.memory.estimate.cuda_kernels import rms_norm
 from lightning_vram.techniques.token_tiling import apply_token_tiling
 
 WIDTH = 16

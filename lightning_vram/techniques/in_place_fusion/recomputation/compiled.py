@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_vram.core.surgery.class_swap import Swaps
+from lightning_vram.core.patching import Swaps
 
 _KEY = "_compiled_recomputation"
 

@@ -1,7 +1,6 @@
 """Segments that grow, against numbers worked out by hand."""
 
-from lightning_vram.memory.estimate.caching_allocator.allocator import CachingAllocator
-from lightning_vram.memory.estimate.caching_allocator.settings import AllocatorSettings
+from lightning_vram.memory.estimate.caching_allocator import AllocatorSettings, CachingAllocator
 from lightning_vram.memory.units import MIB
 
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_vram.memory.estimate.caching_allocator.allocator import CachingAllocator
-from lightning_vram.memory.estimate.caching_allocator.settings import parse_settings
+from lightning_vram.memory.estimate.caching_allocator import CachingAllocator, parse_settings
 
 NUM_OPERATIONS, NUM_EXAMPLES = 200, 25
 SETTINGS = {

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.allocator_snapshots import replay_snapshot
 
-from lightning_vram.memory.estimate.caching_allocator.settings import parse_settings
+from lightning_vram.memory.estimate.caching_allocator import parse_settings
 from lightning_vram.memory.units import MIB
 from tests.benchmarks.trace_text import expand_trace
 

@@ -5,8 +5,8 @@ from itertools import cycle
 
 from support.estimates import allocation, timeline_of
 
-from lightning_vram.memory.estimate.caching_allocator.replay import as_on_card, replay
-from lightning_vram.memory.estimate.caching_allocator.settings import AllocatorSettings
+from lightning_vram.memory.estimate.allocator_replay import as_on_gpu, replay
+from lightning_vram.memory.estimate.caching_allocator import AllocatorSettings
 from lightning_vram.memory.tracking.timeline import Allocation, Category, MemoryEvent, MemoryTimeline, Phase
 from lightning_vram.memory.units import MIB
 
@@ -108,7 +108,7 @@ def test_ten_thousand_events_take_no_more_calls_than_so_many_for_each():
 
 def orders(ops, changes, module=""):
     made = [allocation(op, module, Category.TEMPORARIES) for op in ops]
-    return [event.allocation for event in as_on_card(timeline_of(made, changes)).events]
+    return [event.allocation for event in as_on_gpu(timeline_of(made, changes)).events]
 
 
 def test_dropout_makes_its_mask_first():

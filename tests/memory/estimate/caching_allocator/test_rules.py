@@ -2,8 +2,12 @@
 
 import pytest
 
-from lightning_vram.memory.estimate.caching_allocator.allocator import CachingAllocator
-from lightning_vram.memory.estimate.caching_allocator.settings import AllocatorSettings, parse_settings, round_request
+from lightning_vram.memory.estimate.caching_allocator import (
+    AllocatorSettings,
+    CachingAllocator,
+    parse_settings,
+    round_request,
+)
 from lightning_vram.memory.units import GIB, KIB, MIB
 
 

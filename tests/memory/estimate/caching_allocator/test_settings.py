@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lightning_vram.memory.estimate.caching_allocator.settings import AllocatorSettings, parse_settings, read_settings
+from lightning_vram.memory.estimate.caching_allocator import AllocatorSettings, parse_settings, read_settings
 from lightning_vram.memory.units import MIB
 
 

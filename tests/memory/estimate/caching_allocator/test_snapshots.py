@@ -5,8 +5,7 @@ from random import Random
 import pytest
 from support.allocator_snapshots import replay_snapshot, restore
 
-from lightning_vram.memory.estimate.caching_allocator.allocator import CachingAllocator
-from lightning_vram.memory.estimate.caching_allocator.settings import parse_settings
+from lightning_vram.memory.estimate.caching_allocator import CachingAllocator, parse_settings
 from lightning_vram.memory.units import MIB
 from tests.benchmarks.trace_text import expand_trace, reduce_trace
 

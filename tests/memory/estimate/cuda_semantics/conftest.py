@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_vram.memory.estimate.cuda_semantics.semantics import cuda_semantics
-from lightning_vram.memory.estimate.fakes.tensors import taken_together
+from lightning_vram.memory.estimate.cuda_semantics import cuda_semantics
+from lightning_vram.memory.estimate.fake_tensors import foreach_takes_fakes
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def card(monkeypatch):
         monkeypatch.setattr(torch, "lazy", torch.cuda, raising=False)  # checkpoints ask the device's module
         for context in (
             FakeTensorMode(allow_non_fake_inputs=True),
-            taken_together(),  # as fake_device does
+            foreach_takes_fakes(),  # as fake_device does
             cuda_semantics(compute_capability or (8, 9)),
         ):
             result = context.__enter__()

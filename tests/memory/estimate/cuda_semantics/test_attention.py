@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_vram.memory.estimate.cuda_semantics.attention import Attention, choose_backend
+from lightning_vram.memory.estimate.cuda_kernels import Attention, choose_backend
 from lightning_vram.memory.tracking.tracker import track_memory
 
 CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION

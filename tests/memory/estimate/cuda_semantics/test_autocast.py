@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_vram.memory.estimate.cuda_semantics.autocast import Cast, autocast_lists
+from lightning_vram.memory.estimate.cuda_semantics import Cast, autocast_lists
 from lightning_vram.memory.tracking.tracker import track_memory
-from lightning_vram.private_names.cuda.dispatch_keys import operators_cast_for
+from lightning_vram.private_names.dispatcher import operators_cast_for
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # In no list of the header: cuDNN's, which are called by name only, and one that torch 2.15 adds.

@@ -13,7 +13,7 @@ from support.cuda_parity import PRECISIONS, measure
 from support.cuda_parity_models import MODELS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_vram.memory.estimate.cuda_semantics.semantics import cuda_semantics
+from lightning_vram.memory.estimate.cuda_semantics import cuda_semantics
 
 CARD = torch.device("lazy", 0)
 RECORD = json.loads((Path(__file__).parent / "parity.json").read_text())

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_vram.memory.estimate.cuda_semantics.semantics import cuda_semantics
+from lightning_vram.memory.estimate.cuda_semantics import cuda_semantics
 
 CARD = torch.device("lazy", 0)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_vram.memory.estimate.cuda_semantics.scratch import Processors, Scratch, reduction_buffers
+from lightning_vram.memory.estimate.cuda_kernels import Processors, Scratch, reduction_buffers
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 
 A100 = Processors(108, 2048)

@@ -7,13 +7,11 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from lightning_vram.memory.device.accelerators import has_statistics, has_streams
-from lightning_vram.memory.device.allocator import read_allocator
-from lightning_vram.memory.estimate.fakes.device import fake_device
-from lightning_vram.memory.estimate.fakes.device_module import CARD, KIND
-from lightning_vram.memory.estimate.fakes.tensors import FakeTensors
+from lightning_vram.memory.device.accelerators import has_statistics, has_streams, read_allocator
+from lightning_vram.memory.estimate.fake_device import fake_device
+from lightning_vram.memory.estimate.fake_tensors import FAKE_GPU, FAKE_GPU_TYPE, FakeTensors
 from lightning_vram.memory.tracking.tracker import track_memory
-from lightning_vram.private_names.torch.dispatch import FakeTensor
+from lightning_vram.private_names.dispatcher import FakeTensor
 
 MIB = 2**20
 
@@ -26,10 +24,10 @@ def a_card(pinned=None, allocated=lambda: 0):
 
 def test_a_step_runs_on_it_and_takes_no_memory():
     with a_card():
-        layer = nn.Linear(4096, 4096, bias=False).to(CARD)
+        layer = nn.Linear(4096, 4096, bias=False).to(FAKE_GPU)
         optimizer = AdamW(layer.parameters())
         with track_memory(layer, optimizers=[optimizer]) as tracker:
-            layer(torch.empty(2, 4096, device=CARD)).sum().backward()
+            layer(torch.empty(2, 4096, device=FAKE_GPU)).sum().backward()
             optimizer.step()
     weight = 4096 * 4096 * 4
     timeline = tracker.timeline
@@ -41,11 +39,11 @@ def test_a_step_runs_on_it_and_takes_no_memory():
 def test_it_has_streams_and_statistics_as_a_card_has():
     live = [5 * MIB]
     with a_card(allocated=lambda: live[0]):
-        assert has_streams(KIND)
-        assert has_statistics(KIND)
-        assert read_allocator(CARD).allocated_bytes == 5 * MIB
+        assert has_streams(FAKE_GPU_TYPE)
+        assert has_statistics(FAKE_GPU_TYPE)
+        assert read_allocator(FAKE_GPU).allocated_bytes == 5 * MIB
         assert torch.lazy.mem_get_info() == (59 * MIB, 64 * MIB)
-        with torch.lazy.stream(torch.Stream(CARD)):
+        with torch.lazy.stream(torch.Stream(FAKE_GPU)):
             event = torch.accelerator.current_stream().record_event()
         event.synchronize()
         assert event.query()
@@ -56,9 +54,9 @@ def test_modules_and_parameters_change_their_device_and_stay_the_same_objects():
         tied = nn.Linear(4, 4)
         model = nn.Sequential(tied, nn.BatchNorm1d(4))
         weight = tied.weight
-        model.to(CARD)
+        model.to(FAKE_GPU)
         assert tied.weight is weight
-        assert {tensor.device for tensor in (*model.parameters(), *model.buffers())} == {CARD}
+        assert {tensor.device for tensor in (*model.parameters(), *model.buffers())} == {FAKE_GPU}
         weight.data = weight.data.to("cpu")
         assert weight.device.type == "cpu"
         assert model.to(torch.float16)[0].weight is weight
@@ -82,7 +80,7 @@ def test_nothing_is_left_of_it():
         raise RuntimeError("of the program")
     after = {owner: dict(vars(owner)) for owner in before}
     assert after == before
-    assert not hasattr(torch, KIND)
+    assert not hasattr(torch, FAKE_GPU_TYPE)
 
 
 def test_fakes_share_what_the_real_ones_share():
@@ -90,7 +88,7 @@ def test_fakes_share_what_the_real_ones_share():
     model[1].weight = model[0].weight
     model.register_buffer("view", model[0].weight.detach()[1:])
     with a_card() as (mode, _):
-        fakes = FakeTensors(mode, CARD)
+        fakes = FakeTensors(mode, FAKE_GPU)
         copied = fakes.copy_of(model, [*model.parameters(), *model.buffers()])
     assert copied[1].weight is copied[0].weight
     assert isinstance(copied[0].weight, FakeTensor)
@@ -110,12 +108,12 @@ def test_a_fresh_tensor_has_the_shape_of_the_template():
 def test_what_is_made_on_a_stream_knows_it_by_the_order_of_sight():
     def streams_of_a_run():
         with a_card(), track_memory() as tracker:
-            held = [torch.empty(8, device=CARD)]
-            for stream in (torch.Stream(CARD), torch.lazy.Stream()):
+            held = [torch.empty(8, device=FAKE_GPU)]
+            for stream in (torch.Stream(FAKE_GPU), torch.lazy.Stream()):
                 with stream:
-                    held.append(torch.empty(8, device=CARD))
-                    tracker.ledger.note_scratch("aten.mm.default", CARD, [512])
-            held.append(torch.empty(8, device=CARD))
+                    held.append(torch.empty(8, device=FAKE_GPU))
+                    tracker.ledger.note_scratch("aten.mm.default", FAKE_GPU, [512])
+            held.append(torch.empty(8, device=FAKE_GPU))
         return [allocation.stream for allocation in tracker.timeline.allocations]
 
     assert streams_of_a_run() == streams_of_a_run() == [0, 1, 1, 2, 2, 0]  # the ids of the card's streams go on
@@ -123,5 +121,5 @@ def test_what_is_made_on_a_stream_knows_it_by_the_order_of_sight():
 
 def test_a_stream_has_what_fsdp2_hands_to_its_operators():
     with a_card():
-        stream = torch.Stream(CARD)
+        stream = torch.Stream(FAKE_GPU)
         assert all(isinstance(number, int) for number in (stream.stream_id, stream.device_index, stream.device_type))

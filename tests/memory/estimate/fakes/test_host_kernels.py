@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lightning_vram import track_memory
-from lightning_vram.memory.estimate.fakes.host_kernels import HostKernels
-from lightning_vram.private_names.torch.dispatch import FakeTensorMode
+from lightning_vram.memory.estimate.fake_device import HostKernels
+from lightning_vram.private_names.dispatcher import FakeTensorMode
 
 _IN_16_BITS = torch.bfloat16
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_vram.memory.estimate.fakes.device import fake_device
-from lightning_vram.memory.estimate.fakes.device_module import CARD
-from lightning_vram.private_names.torch.dispatch import FakeTensor
+from lightning_vram.memory.estimate.fake_device import fake_device
+from lightning_vram.memory.estimate.fake_tensors import FAKE_GPU
+from lightning_vram.private_names.dispatcher import FakeTensor
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def device():
 
 
 def test_numbers_made_by_the_program_are_known_on_the_host_and_on_the_card(device):
-    for where in ("cpu", CARD):
+    for where in ("cpu", FAKE_GPU):
         number = torch.tensor(3.0, device=where) * 2 + 1
         assert isinstance(number, FakeTensor)
         assert number.item() == 7
@@ -26,7 +26,7 @@ def test_numbers_made_by_the_program_are_known_on_the_host_and_on_the_card(devic
 
 
 def test_writes_of_known_numbers_keep_a_tensor_known(device):
-    step = torch.zeros((), device=CARD)
+    step = torch.zeros((), device=FAKE_GPU)
     step += 1
     torch._foreach_add_([step], 2)
     assert step.item() == 3
@@ -52,7 +52,7 @@ def test_a_float_that_depends_on_data_is_one_and_that_is_said(device):
 
 
 def test_tensors_are_said_to_be_equal_and_that_is_said(device):
-    assert torch.equal(torch.randn(3, device=CARD), torch.randn(3, device=CARD))
+    assert torch.equal(torch.randn(3, device=FAKE_GPU), torch.randn(3, device=FAKE_GPU))
     assert list(device.guesses) == ["The step compares tensors by value. They were taken to be equal."]
 
 
@@ -64,7 +64,7 @@ def test_an_integer_that_depends_on_data_is_refused(device):
 
 
 def test_nothing_is_infinite_or_no_number(device):
-    values = torch.randn(3, 4, device=CARD)
+    values = torch.randn(3, 4, device=FAKE_GPU)
     assert not torch.isnan(values).any()
     assert not torch.isinf(values).any().item()
     assert torch.isfinite(values).all()
@@ -89,7 +89,7 @@ def test_states_of_generators_are_compared_as_they_are(device):
         lambda table, rows: nn.functional.embedding_bag(rows[None], table),
     ],
 )
-@pytest.mark.parametrize("where", ["cpu", CARD])
+@pytest.mark.parametrize("where", ["cpu", FAKE_GPU])
 def test_known_indices_out_of_range_are_refused(device, pick, where):
     table = torch.randn(6000, 6000, device=where).requires_grad_()
     pick(table, torch.arange(6000, device=where))
@@ -104,17 +104,17 @@ REAL_IDS = torch.ones(2, 9, dtype=torch.int64)
 def test_values_of_data_are_looked_at_for_indices_and_for_nothing_else(device):
     ids = torch.empty(2, 9, dtype=torch.int64)
     device.know(ids, REAL_IDS)
-    places = (ids.ne(0).cumsum(1) - 1).to(CARD)
+    places = (ids.ne(0).cumsum(1) - 1).to(FAKE_GPU)
     assert device.is_unknown(places)
     with pytest.raises(RuntimeError):
         places.max().item()
-    nn.functional.embedding(places, torch.empty(9, 2, device=CARD))
+    nn.functional.embedding(places, torch.empty(9, 2, device=FAKE_GPU))
     with pytest.raises(IndexError, match="index 8 is out of bounds for dimension 0 with size 8"):
-        nn.functional.embedding(places, torch.empty(8, 2, device=CARD))
+        nn.functional.embedding(places, torch.empty(8, 2, device=FAKE_GPU))
 
 
 def test_a_mask_of_ones_stays_one_until_it_is_written_to(device):
-    mask = torch.ones(2, 200, 200, device=CARD)
+    mask = torch.ones(2, 200, 200, device=FAKE_GPU)
     resized = nn.functional.interpolate(mask[None], size=(100, 100)).to(torch.bool)[0]
     assert not device.is_unknown(resized)
     assert resized.flatten(1).all()
@@ -122,6 +122,6 @@ def test_a_mask_of_ones_stays_one_until_it_is_written_to(device):
     assert not (mask == 0).any()
     assert mask.to(torch.bool).sum() == mask.numel()
     assert device.is_unknown(mask * 0.5)
-    mask[:, 1:].copy_(torch.rand(2, 199, 200, device=CARD))
+    mask[:, 1:].copy_(torch.rand(2, 199, 200, device=FAKE_GPU))
     assert device.is_unknown(mask)
     assert not device.is_unknown(resized)

@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_vram.memory.estimate.fakes.device import fake_device
-from lightning_vram.memory.estimate.fakes.device_module import CARD
-from lightning_vram.memory.estimate.fakes.ranks import fake_ranks
+from lightning_vram.memory.estimate.fake_device import fake_device, fake_ranks
+from lightning_vram.memory.estimate.fake_tensors import FAKE_GPU
 
 
 @pytest.fixture
@@ -20,7 +19,7 @@ def ranks():
 
 def test_collectives_run_on_the_host_and_on_the_card(ranks):
     assert (dist.get_rank(), dist.get_world_size()) == (0, 4)
-    for device in ("cpu", CARD):
+    for device in ("cpu", FAKE_GPU):
         part = torch.empty(8, device=device)
         parts = [torch.empty(8, device=device) for _ in range(4)]
         dist.all_gather(parts, part)

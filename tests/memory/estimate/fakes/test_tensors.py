@@ -3,22 +3,21 @@
 import torch
 from torch import nn
 
-from lightning_vram.core.tensors.parameter_classes import PARAMETER_CLASSES, REAL_TYPES
-from lightning_vram.memory.estimate.fakes.device import fake_device
-from lightning_vram.memory.estimate.fakes.device_module import CARD
-from lightning_vram.memory.estimate.fakes.tensors import FakeParameter
-from lightning_vram.private_names.torch.optimizers import FOREACH_TYPES
+from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, REAL_TYPES
+from lightning_vram.memory.estimate.fake_device import fake_device
+from lightning_vram.memory.estimate.fake_tensors import FAKE_GPU, FakeParameter
+from lightning_vram.private_names.torch import FOREACH_TYPES
 
 
 def test_parameters_are_of_a_class_of_their_own_wherever_they_go() -> None:
     with fake_device(num_bytes=2**30, allocated_bytes=lambda: 0, on_pin=lambda tensor: None):
         layer = nn.Linear(2, 2)
         kinds = {type(parameter) for parameter in layer.parameters()}
-        moved = {(type(parameter), parameter.device) for parameter in layer.to(CARD).parameters()}
-        result = type(layer(torch.ones(1, 2, device=CARD)))
+        moved = {(type(parameter), parameter.device) for parameter in layer.to(FAKE_GPU).parameters()}
+        result = type(layer(torch.ones(1, 2, device=FAKE_GPU)))
 
     assert kinds == {FakeParameter}
-    assert moved == {(FakeParameter, CARD)}
+    assert moved == {(FakeParameter, FAKE_GPU)}
     assert result is not FakeParameter
     assert FakeParameter in PARAMETER_CLASSES - REAL_TYPES
 

@@ -15,9 +15,9 @@ from lightning_vram import track_memory
 from lightning_vram.demos import ByteGPT
 from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
-from lightning_vram.techniques.activation_checkpointing.budget.apply import BudgetedCheckpointing, decisions_of
-from lightning_vram.techniques.activation_checkpointing.budget.plan import CheckpointPlan
-from lightning_vram.techniques.activation_checkpointing.budget.solver import BudgetError
+from lightning_vram.techniques.activation_checkpointing.budget import BudgetedCheckpointing, decisions_of
+from lightning_vram.techniques.activation_checkpointing.budget_plan import CheckpointPlan
+from lightning_vram.techniques.activation_checkpointing.budget_solver import BudgetError
 
 SCALARS = 8192  # what a plan adds for the loss and the like
 

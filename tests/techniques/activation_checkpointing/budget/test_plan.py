@@ -4,15 +4,15 @@ import re
 
 import pytest
 
-from lightning_vram.techniques.activation_checkpointing.budget.plan import (
+from lightning_vram.techniques.activation_checkpointing.budget_plan import (
     CallProfile,
     CheckpointPlan,
     LayerProfile,
     OperatorProfile,
     StepProfile,
+    format_table,
 )
-from lightning_vram.techniques.activation_checkpointing.budget.solver import solve
-from lightning_vram.techniques.activation_checkpointing.budget.table import format_table
+from lightning_vram.techniques.activation_checkpointing.budget_solver import solve
 
 MIB = 2**20
 PRODUCT = OperatorProfile("aten.mm", 3 * MIB, True, 6.0)

@@ -9,17 +9,18 @@ from itertools import chain, combinations, product
 
 import pytest
 
-from lightning_vram.techniques.activation_checkpointing.budget import program
-from lightning_vram.techniques.activation_checkpointing.budget.plan import (
+from lightning_vram.techniques.activation_checkpointing import budget_solver as program
+from lightning_vram.techniques.activation_checkpointing.budget_plan import (
     CallProfile,
     CheckpointPlan,
     LayerChoice,
     LayerProfile,
     OperatorProfile,
     StepProfile,
+    format_table,
+    predict_peak,
 )
-from lightning_vram.techniques.activation_checkpointing.budget.solver import BudgetError, predict_peak, solve
-from lightning_vram.techniques.activation_checkpointing.budget.table import format_table
+from lightning_vram.techniques.activation_checkpointing.budget_solver import BudgetError, solve
 
 MIB = 2**20
 SHARES = (0.9, 0.75, 0.5, 0.3, 0.1)

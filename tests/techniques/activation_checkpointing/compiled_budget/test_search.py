@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 
-from lightning_vram.private_names.torch.partitioner import LEAST_SHARE
-from lightning_vram.techniques.activation_checkpointing.compiled_budget.search import (
+from lightning_vram.private_names.dispatcher import LEAST_SHARE
+from lightning_vram.techniques.activation_checkpointing.compiled_budget import (
     CLOSE_ENOUGH,
     MAX_MEASUREMENTS,
     CompiledBudgetError,

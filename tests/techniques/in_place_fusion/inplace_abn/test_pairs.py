@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
-from lightning_vram.techniques.in_place_fusion.inplace_abn.pairs import (
+from lightning_vram.techniques.in_place_fusion.inplace_abn import (
     CHECK_EVERY_N_FORWARDS,
     InPlaceABNHandle,
     apply_inplace_abn,

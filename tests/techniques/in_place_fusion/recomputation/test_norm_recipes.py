@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.techniques.in_place_fusion.policy import Fusion, FusionPolicy
-from lightning_vram.techniques.in_place_fusion.recomputation import norm_recipes
+from lightning_vram.techniques.in_place_fusion.recomputation import recipes as norm_recipes
 
 
 @pytest.fixture(autouse=True)

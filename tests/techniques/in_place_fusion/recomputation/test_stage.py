@@ -590,7 +590,7 @@ def test_a_kernel_that_gives_other_bits_the_second_time_is_found_and_its_result_
         return x + calls[0] * 1e-3
 
     library.impl("drift", drift, "CompositeExplicitAutograd")
-    from lightning_vram.core.operators import families as cheap_operators
+    from lightning_vram.core import operators as cheap_operators
     from lightning_vram.techniques.in_place_fusion.recomputation import recorder as recipe_recorder
 
     operator = torch.ops.lightning_vram_test.drift.default

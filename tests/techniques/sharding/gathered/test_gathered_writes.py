@@ -21,7 +21,7 @@ from support.sharded_nets import (
 from torch import nn
 from torch.optim import SGD
 
-from lightning_vram.private_names.fsdp2.sharded_tensors import calls_derived_dispatch
+from lightning_vram.private_names.fsdp2 import calls_derived_dispatch
 
 needs_dispatch = pytest.mark.skipif(not calls_derived_dispatch, reason="not seen before torch 2.13")
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from lightning_vram.techniques.sharding.gathered.settable_shards import SettableShard, make_settable
-from lightning_vram.techniques.sharding.gathered.watched_shards import unwatch, watch
+from lightning_vram.techniques.sharding.gathered import SettableShard, make_settable, unwatch, watch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 VALUES = torch.arange(6.0).view(3, 2)

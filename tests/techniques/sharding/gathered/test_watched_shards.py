@@ -13,7 +13,7 @@ from support.helpers import PlantedError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_vram.techniques.sharding.gathered.watched_shards import WatchedShard, unwatch, wait_until_written, watch
+from lightning_vram.techniques.sharding.gathered import WatchedShard, unwatch, wait_until_written, watch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 OLD, NEW = 2.0, 7.0

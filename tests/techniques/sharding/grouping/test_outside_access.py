@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from lightning_vram.techniques.sharding.grouping.outside_access import find_entered_modules, find_read_modules
+from lightning_vram.techniques.sharding.grouping import find_entered_modules, find_read_modules
 
 
 class Parts(nn.Module):

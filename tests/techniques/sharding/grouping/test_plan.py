@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations
 
-from lightning_vram.techniques.sharding.grouping.plan import ShardingPlan, plan_sharding_groups
+from lightning_vram.techniques.sharding.grouping import ShardingPlan, plan_sharding_groups
 
 
 class Block(nn.Module):

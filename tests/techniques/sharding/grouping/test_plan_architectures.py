@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_vram.techniques.sharding.grouping.plan import ShardingPlan, plan_sharding_groups
+from lightning_vram.techniques.sharding.grouping import ShardingPlan, plan_sharding_groups
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # torch and transformers
 MIN_PARAMS = 1000

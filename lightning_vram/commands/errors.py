@@ -1,0 +1,235 @@
+"""Errors of a command: one line with a hint for a mistake of the user, a traceback for a bug."""
+
+import ast
+import difflib
+import importlib
+import inspect
+import os
+import re
+import sysconfig
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from pickle import UnpicklingError
+
+import lightning
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf.errors import OmegaConfBaseException
+
+import lightning_vram
+from lightning_vram.commands.options import DEBUG_VARIABLE, ESTIMATE, FIT_OPTIONS, PLAN, did_you_mean, options_of
+from lightning_vram.core.ranks import CheckpointError
+
+_KEY = re.compile(r'Parser key "(?P<key>[^"]+)":\s*(?P<rest>.*)')
+_CLASS = re.compile(r"Problem with given class_path '(?P<path>[^']+)':\s*(?P<rest>.*)")
+_TYPE = re.compile(r"(?:a )?<class '(?:\w+\.)*(\w+)'>")
+# What jsonargparse writes around the reason: the alternatives of a type that did not fit either.
+_NOISE = re.compile(
+    r"(Does not validate against any of the Union subtypes|Subtypes:|Errors:|Given value type:|Not a valid subclass of|"
+    r"Subclass types expect one of:|a class path \(str\)|a dict with(out)? |Expected a <class 'NoneType'>|"
+    r"Expected a path but .* not accessible|in \"<unicode string>\")"
+)
+_PATH_WANTED = "Expected a dot import path string: "  # also of types whose classes have no such name
+_VALUE = "Given value: "
+_MAX_VALUE = 80
+_MAX_LINE = 1000
+_REQUIRED = re.compile(r"the following arguments are required: (?:\w+\.)?(?P<name>\w+)$")
+_UNKNOWN_ARGUMENT = re.compile(r"unrecognized arguments: (?P<name>[^\s=]+)")
+_UNKNOWN_KEY = re.compile(r"Subcommand '\w+' does not accept option '(?P<name>[\w.]+)'")
+_NO_ATTRIBUTE = re.compile(r"[\w.]+: module '(?P<module>[\w.]+)' has no attribute '(?P<name>\w+)'")
+_NO_PATH = re.compile(r"Expected a dot import path string: (?P<name>\w+)")
+_NO_OPTION = re.compile(r"(?P<module>[\w.]+)\.(?P<kind>\w+): Option '(?P<name>\w+)' is not accepted.*")
+_NO_STRATEGY = re.compile(r"You selected an invalid strategy name: `strategy='(?P<name>[^']+)'`")
+_CHOICES = re.compile(r"(?:Expected int; )?(?:Expected a typing\.Literal\[[^]]*\](?:; )?)+, got (?P<value>.*)$")
+_LITERAL = re.compile(r"Literal(\[[^]]*\])")
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+@dataclass
+class _Reason:
+    keys: list[tuple[int, str]] = field(default_factory=list)  # with their indents
+    texts: list[str] = field(default_factory=list)
+    value: str = ""
+    no_path: str = ""
+
+    def take(self, line: str, indent: int) -> bool:
+        """Read one line; ``False`` after the innermost value: the lines after it describe outer alternatives."""
+        found = _KEY.match(line) or _CLASS.match(line)
+        if found:
+            if self.texts:
+                return False
+            place, rest = found.groups()
+            self.keys = [*(key for key in self.keys if key[0] < indent), (indent, place)]
+            return self.take(rest, indent) if rest else True
+        if line.startswith(_VALUE):
+            if self.texts and not line.startswith((f"{_VALUE}[", f"{_VALUE}Namespace", f"{_VALUE}NestedArg")):
+                self.value = line.removeprefix(_VALUE)[:_MAX_VALUE]
+            return not self.texts
+        if line.startswith(_PATH_WANTED):
+            self.no_path = line
+            return True
+        if line and not _NOISE.match(line) and line not in self.texts:
+            self.texts.append(line)
+        return True
+
+
+def condense_error(message: str) -> str:
+    r"""Write where, what is wrong and the value, in one line.
+
+    Example:
+        >>> condense_error('Parser key "trainer.max_steps":\n  Expected a <class \'int\'>. Got value: abc')
+        'trainer.max_steps: Expected int. Got value: abc'
+    """
+    reason = _Reason()
+    for line in message.splitlines():
+        if not reason.take(line.strip().removeprefix("- "), len(line) - len(line.lstrip())):
+            break
+    texts = reason.texts or [reason.no_path or " ".join(message.split())]
+    text = ": ".join([*(key for _, key in reason.keys), "; ".join(texts)])
+    if reason.value and reason.value not in text:
+        text = f"{text}, got {reason.value}"
+    text = _TYPE.sub(r"\1", text)
+    return text if len(text) <= _MAX_LINE else text[: _MAX_LINE - 3] + "..."
+
+
+def explain(message: str) -> str:
+    """Write what is wrong in one line, with what was probably meant."""
+    line = condense_error(message)
+    if line.startswith("Unexpected config:"):
+        return "a --config file is empty, or no YAML mapping."
+    if found := _REQUIRED.match(line):
+        name = found["name"]
+        return f"{name} is missing: name it with --{name}, or in a file with --config FILE."
+    if found := _UNKNOWN_ARGUMENT.match(line):
+        return line + _unknown_argument(found["name"])
+    if found := _UNKNOWN_KEY.match(line):
+        return line + _unknown_argument(f"--{found['name']}").replace("--", "")
+    if found := _NO_STRATEGY.match(line):
+        return _unknown_strategy(found["name"])
+    line = _NO_ATTRIBUTE.sub(_unknown_name, line)
+    line = _NO_PATH.sub(_unknown_class, line)
+    line = _NO_OPTION.sub(_unknown_option, line)
+    return _CHOICES.sub(_unknown_choice, line)
+
+
+def _unknown_argument(name: str) -> str:
+    known = [*FIT_OPTIONS, "--ckpt_path", "--compare_with_baseline"]
+    known += (f"--{one}" for command in (ESTIMATE, PLAN) for one in options_of(command))
+    known += (f"--trainer.{one}" for one in inspect.signature(pl.Trainer).parameters)
+    last = name.rpartition(".")[2].removeprefix("--")  # a common "--trainer." does not make names alike
+    alike = difflib.get_close_matches(last, (one.rpartition(".")[2].removeprefix("--") for one in known), len(known))
+    hint = did_you_mean(
+        name, (one for one in known if one.rpartition(".")[2].removeprefix("--") in alike and one != name)
+    )
+    return f".{hint}" if hint else ""
+
+
+def _unknown_strategy(name: str) -> str:
+    known = [*StrategyRegistry.available_strategies(), "auto", "lightning_vram.FSDPOffloadStrategy"]
+    hint = did_you_mean(name, known) or f" Known are {', '.join(known)}."
+    return f"trainer.strategy={name!r} is unknown.{hint}"
+
+
+def _unknown_name(found: re.Match[str]) -> str:
+    module = importlib.import_module(found["module"])
+    known = getattr(module, "__all__", None) or [name for name in dir(module) if not name.startswith("_")]
+    hint = did_you_mean(found["name"], known, lambda name: f"{found['module']}.{name}")
+    return f"there is no {found['module']}.{found['name']}.{hint}"
+
+
+def _unknown_class(found: re.Match[str]) -> str:
+    """A name without a module: of a class that was imported, such as all of this package and of Lightning."""
+    known = (*lightning_vram.__all__, *pl.callbacks.__all__, *pl.loggers.__all__, *pl.strategies.__all__)
+    hint = did_you_mean(found["name"], known) or " Give its path, such as package.module.Class."
+    return f"there is no class {found['name']}.{hint}"
+
+
+def _unknown_option(found: re.Match[str]) -> str:
+    name, options = found["name"], _options_of(found["module"], found["kind"])
+    if options is None:
+        return f"{found['kind']} has no option {name!r}."
+    listed = f" Its options: {', '.join(options)}." if options else " It has no options."
+    return f"{found['kind']} has no option {name!r}.{did_you_mean(name, options)}{listed}"
+
+
+def _options_of(module: str, name: str) -> list[str] | None:
+    """The arguments of a class, also those it hands on to its bases; ``None`` if it is not a class of a module."""
+    kind = None
+    with suppress(ImportError):
+        kind = getattr(importlib.import_module(module), name, None)
+    if not inspect.isclass(kind):
+        return None
+    options: dict[str, None] = {}
+    for base in inspect.getmro(kind):
+        parameters = inspect.signature(base).parameters.values()
+        options |= {one.name: None for one in parameters if one.kind not in _VARIADIC}
+        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+            break
+    return list(options)
+
+
+def _unknown_choice(found: re.Match[str]) -> str:
+    known = [str(choice) for text in _LITERAL.findall(found[0]) for choice in ast.literal_eval(text)]
+    listed = ", ".join(dict.fromkeys(known))
+    return f"must be one of {listed}, got {found['value']}.{did_you_mean(found['value'], known)}"
+
+
+_CONFIGURATION = (MisconfigurationException, OmegaConfBaseException)
+_OWN_KINDS = (CheckpointError, FileNotFoundError, IsADirectoryError, ModuleNotFoundError, ValueError, UnpicklingError)
+_OWN, _LIGHTNING = (f"{Path(file).parent}{os.sep}" for file in (Path(__file__).parent, str(lightning.__file__)))
+_ARGUMENTS = f"{_LIGHTNING}pytorch/trainer/connectors/"  # which check the arguments of a Trainer
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def says_all(error: Exception) -> bool:
+    """Whether this package or Lightning wrote the message for the user."""
+    if isinstance(error, _CONFIGURATION):
+        return True
+    place = _raised_in(error)
+    return (place.startswith(_OWN) and isinstance(error, _OWN_KINDS)) or (
+        place.startswith(_ARGUMENTS) and isinstance(error, ValueError)
+    )
+
+
+def is_mistake_of_user(error: Exception, *, is_running: bool) -> bool:
+    """Whether one line is enough for an error; ``is_running``: the user's code ran, in which bugs may be."""
+    if says_all(error):
+        return True
+    if is_running:  # a checkpoint that is missing
+        return _raised_in(error).startswith(_LIGHTNING) and isinstance(error, FileNotFoundError)
+    return isinstance(error, (*_OWN_KINDS, RecursionError, TypeError))
+
+
+def one_line(error: Exception) -> str:
+    """Return the line."""
+    if isinstance(error, RecursionError):
+        return "the configuration is nested too deeply."
+    if isinstance(error, UnicodeDecodeError):
+        return "a file of the configuration is not text."
+    is_of_user = not (says_all(error) or _raised_in(error).startswith(_LIGHTNING))
+    line = explain(str(error)) + (where(error) if is_of_user else "")
+    return re.sub(r"\b(?:estimate_memory|plan_memory)\((\w+)\)|\b(plot)\(path\)", r"--\1\2", line)
+
+
+def where(error: BaseException | None) -> str:
+    """Return, for the end of a line, how to see where an error comes from, and the line of the user's code."""
+    return f" ({' '.join(filter(None, (place_of(error), f'{DEBUG_VARIABLE}=1 shows where')))})"
+
+
+def place_of(error: BaseException | None) -> str:
+    """Return "file, line;" of the user's code where an error began; empty if it has not passed there."""
+    place = ""
+    while error is not None:
+        for frame in traceback.extract_tb(error.__traceback__):
+            if not frame.filename.startswith((*_LIBRARIES, _OWN, "<")):
+                place = f"{Path(frame.filename).name}, line {frame.lineno};"
+        error = error.__cause__ or error.__context__
+    return place
+
+
+def _raised_in(error: Exception) -> str:
+    stack = traceback.extract_tb(error.__traceback__)
+    return stack[-1].filename if stack else ""

@@ -1,0 +1,450 @@
+"""Weigh micro-batches, combine their outputs, and keep batches and batch norms unchanged by them.
+
+The mean of two losses is that of both batches together only where both divide by the same number. A loss over tokens
+divides by those that are not ignored, which differ from batch to batch.
+"""
+
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Real
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from lightning_vram.core.batches.contents import BatchPath, BatchSplitError, describe, is_array, is_constant, take_apart
+from lightning_vram.core.batches.splitting import SPLIT_HOOK, BatchSplitter, is_uniform
+from lightning_vram.memory.device.out_of_memory import is_out_of_memory
+from lightning_vram.private_names.torch import BatchNormBase, NormBase, num_writes
+
+WeightName = Literal["samples", "tokens", "shifted_tokens"]
+BatchWeight = Callable[[Any], "float | Tensor"]
+"""From a batch to its weight: a number, or a tensor with one element, which may stay on its device."""
+
+IGNORE_INDEX = -100  # of torch.nn.functional.cross_entropy
+_WEIGH_WAY_OUT = "Give a function of the batch that returns its weight."
+_LABEL_KEYS = ("labels", "label", "targets", "target")
+
+
+def make_batch_weight(weight: WeightName | BatchWeight, name: str, *also: str) -> BatchWeight:
+    """Make the function that weighs batches; ``name``: the argument as typed, ``also``: further allowed texts.
+
+    ``"samples"`` counts samples. ``"tokens"`` counts labels that are not -100: under ``"labels"`` (or ``"label"``,
+    ``"targets"``, ``"target"``) of a mapping, the last of a sequence, or all of a single tensor. ``"shifted_tokens"``
+    leaves out the first label of each sequence, as losses do that shift labels by one. A function weighs by itself; its
+    value is checked unless it is a tensor on an accelerator, which would block the host.
+    """
+    if weight == "samples":
+        splitter = BatchSplitter()  # one for all: it learns from batch to batch
+        return lambda batch: _count_samples(splitter, batch, name)
+    if weight == "tokens":
+        return lambda batch: _count_labels(_find_labels(batch, name, weight))
+    if weight == "shifted_tokens":
+        return lambda batch: _count_labels(_find_labels(batch, name, weight)[..., 1:])
+    allowed = f"a function or one of {', '.join((*get_args(WeightName), *also))}"
+    if isinstance(weight, str):
+        raise ValueError(f"{name} must be {allowed}, got {weight!r}.")
+    if not callable(weight):
+        raise TypeError(f"{name} must be {allowed}, got {weight!r} of type {type(weight).__name__}.")
+    return lambda batch: check_weight(weight(batch), name)
+
+
+def _count_samples(splitter: BatchSplitter, batch: Any, name: str) -> float:
+    try:
+        return float(splitter.batch_size(batch))
+    except BatchSplitError as error:
+        problem = re.split(r" (?=To split|If it belongs|Please )", str(error))[0]  # without advice on cutting it
+        raise ValueError(
+            f"{name}='samples' cannot count the samples of a batch. Give a function of the batch that returns their "
+            f"number, or {SPLIT_HOOK}. {problem}"
+        ) from None
+
+
+def _count_labels(labels: Tensor) -> Tensor:
+    return (labels != IGNORE_INDEX).sum()
+
+
+def _find_labels(batch: Any, name: str, weight: str) -> Tensor:
+    labels = batch
+    if isinstance(batch, Mapping):
+        key = next((key for key in _LABEL_KEYS if key in batch.keys()), None)  # noqa: SIM118 - past iter() of rows
+        labels = None if key is None else batch[key]
+        found = f"a mapping with {', '.join(map(str, batch.keys()))}"
+        if key is not None:
+            found += f", whose {key!r} is {'None' if labels is None else _describe(labels)}"
+    elif isinstance(batch, list | tuple) and batch:
+        labels = batch[-1]
+        found = f"a {type(batch).__name__} that ends with {_describe(labels)}"
+    else:
+        found = _describe(batch)
+    if isinstance(labels, Tensor) and not labels.is_floating_point() and not labels.is_complex():
+        return labels
+    raise ValueError(f"{name}={weight!r} found no integer labels in {found}. {_WEIGH_WAY_OUT}")
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def check_weight(weight: Any, name: str) -> float | Tensor:
+    """Return the weight that a user's function found, as a number or a tensor without dimensions; refuse all else."""
+    if isinstance(weight, Tensor) and weight.numel() == 1:
+        if weight.device.type != "cpu":
+            return weight.detach().reshape(())
+        weight = weight.item()
+    if isinstance(weight, bool) or not isinstance(weight, Real):
+        found = f"a tensor of shape {list(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+        raise TypeError(f"{name} must return a number for each batch, got {found}.")
+    if not math.isfinite(weight) or weight < 0:
+        raise ValueError(f"{name} must return a finite number of at least 0 for each batch, got {weight}.")
+    return float(weight)
+
+
+def shares_of(parts: Sequence[Any], sizes: Sequence[int], weight: BatchWeight | None) -> list[float]:
+    """Return how much each micro-batch counts in its batch, together 1: by samples without weights above zero."""
+    by_samples = [size / sum(sizes) for size in sizes]
+    if weight is None or len(parts) == 1:
+        return by_samples
+    weights = [weight(part) for part in parts]
+    tensors = [one.detach().reshape(()) for one in weights if isinstance(one, Tensor)]
+    values = iter(torch.stack(tensors).tolist() if tensors else ())  # the host blocks once for all of them
+    numbers = [next(values) if isinstance(one, Tensor) else float(one) for one in weights]
+    total = sum(numbers)
+    return [one / total for one in numbers] if total > 0 else by_samples
+
+
+Value = TypeVar("Value")
+
+
+def weighted_mean(values: Sequence[Tensor], weights: Sequence[float], sizes: Sequence[int]) -> Tensor:
+    """Return the mean of ``values``; ``sizes`` weigh if all ``weights`` are 0. Equal values stay bitwise equal.
+
+    It is computed from differences to the first value. If that is infinite, as a loss in half precision may be, the
+    difference is NaN, so the plain sum is used. A value with weight 0 does not count, even if it is NaN: the mean over
+    no tokens is 0 / 0. Infinite and NaN values show up in the result as they do in a sum.
+    """
+    counted = _counted(values, weights, sizes)
+    first = mean = counted[0][0]
+    plain = torch.zeros_like(first)
+    for value, share in counted:
+        mean = mean + (value - first) * share
+        plain = plain + value * share
+    # Where the first is finite both say the same, up to rounding.
+    return torch.where(first.isfinite(), mean, plain).to(first.dtype)
+
+
+def weighted_mean_of_numbers(values: Sequence[float], weights: Sequence[float], sizes: Sequence[int]) -> float:
+    """As :func:`weighted_mean`, for Python and NumPy numbers; the result has the type of the first."""
+    counted = _counted(values, weights, sizes)
+    first = counted[0][0]
+    if math.isfinite(first):
+        mean = first + sum(share * (value - first) for value, share in counted)
+    else:
+        mean = sum(share * value for value, share in counted)
+    return type(values[0])(mean)
+
+
+def _counted(values: Sequence[Value], weights: Sequence[float], sizes: Sequence[int]) -> list[tuple[Value, float]]:
+    total = sum(map(float, weights))
+    if not total:
+        weights, total = sizes, sum(sizes)
+    return [(value, float(weight) / total) for value, weight in zip(values, weights, strict=True) if weight]
+
+
+_COMBINE_HOOK = "Define combine_outputs(outputs, sizes) on the LightningModule."
+
+
+class OutputCombineError(ValueError):
+    """Outputs cannot be combined; the message names the entry, what was found, and the way out."""
+
+
+def combine_outputs(outputs: Sequence[Any], sizes: Sequence[int], shares: Sequence[float], batch_dim: int = 0) -> Any:
+    """Combine the outputs of micro-batches of ``sizes`` samples; joined or averaged entries have no graph.
+
+    The rule, entry by entry, through mappings, lists, tuples, dataclasses and the like:
+
+    * the same object, or an equal text, ``bool`` or ``None`` in all: that,
+    * tensors and arrays with as many rows as there are samples, also along ``batch_dim``: all rows, in order,
+    * single numbers with a fraction, as losses are: their mean, weighted by ``shares``; equal ones stay bitwise equal,
+    * lists with an entry for each sample: all entries, in order,
+    * anything else: refused (``OutputCombineError``). So are whole numbers, which may be counts or the same for all,
+      and mappings with whole numbers for keys.
+
+    A tensor that has as many rows as each micro-batch has samples by chance, such as a histogram, cannot be
+    distinguished from one with a row for each.
+
+    Example:
+        >>> parts = [{"loss": 1.0, "logits": torch.zeros(3, 2)}, {"loss": 5.0, "logits": torch.ones(1, 2)}]
+        >>> whole = combine_outputs(parts, [3, 1], [0.75, 0.25])
+        >>> whole["loss"], whole["logits"].shape
+        (2.0, torch.Size([4, 2]))
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    return _Combination(sizes, shares, batch_dim).combine(list(outputs), BatchPath("output"))
+
+
+class _Combination:
+    """Combines entries of outputs; counts the entries that it joined row by row."""
+
+    def __init__(self, sizes: Sequence[int], shares: Sequence[float], batch_dim: int) -> None:
+        self.sizes = list(sizes)
+        self.shares = shares
+        self.batch_dim = batch_dim
+        self.num_joined = 0
+
+    def combine(self, values: list[Any], path: BatchPath) -> Any:
+        first = values[0]
+        if _is_count(first):
+            raise _refuse(path, values, "are ambiguous: counts that add up, or one value for all")
+        if all(value is first for value in values):
+            return first
+        if any(type(value) is not type(first) for value in values):
+            raise _refuse(path, values, "have different types")
+        if isinstance(first, Tensor) or is_array(first):
+            return self._join(values, path) if first.ndim else self._average_tensors(values, path)
+        parts = take_apart(first)
+        if parts is not None:
+            return self._combine_lists(values, path) if parts.is_list else self._combine_columns(values, path)
+        if is_constant(first) and not isinstance(first, PackedSequence) and all(value == first for value in values):
+            return first
+        if isinstance(first, float) or getattr(getattr(first, "dtype", None), "kind", "") == "f":  # or a NumPy number
+            return weighted_mean_of_numbers(values, self.shares, self.sizes)
+        raise _refuse(path, values, f"differ: {values[0]!r}, {values[1]!r}" if is_constant(first) else "are unknown")
+
+    def _join(self, values: list[Any], path: BatchPath) -> Any:
+        first = values[0]
+        dims = [dim for dim in dict.fromkeys((0, self.batch_dim)) if [_size(one, dim) for one in values] == self.sizes]
+        if not dims:
+            raise _refuse(path, values, f"do not have a row for each of {self.sizes} samples")
+        if len(dims) > 1:
+            raise _refuse(path, values, f"have a row for each of {self.sizes} samples in dimensions {dims}")
+        self.num_joined += 1
+        is_nested = isinstance(first, Tensor) and first.is_nested
+        if len({_row(value, dims[0]) for value in values}) > 1:
+            raise _refuse(path, values, "differ in more than the number of rows")
+        if is_nested:
+            rows = [row.detach() for value in values for row in value.unbind()]
+            return torch.nested.as_nested_tensor(rows, layout=first.layout)
+        if isinstance(first, Tensor):
+            return torch.cat([value.detach() for value in values], dims[0])
+        return sys.modules["numpy"].concatenate(values, dims[0])
+
+    def _average_tensors(self, values: list[Any], path: BatchPath) -> Any:
+        first = values[0]
+        if any(value.dtype != first.dtype for value in values):
+            raise _refuse(path, values, "differ in dtype")
+        if not isinstance(first, Tensor):
+            return self.combine([value[()] for value in values], path)
+        return weighted_mean([value.detach() for value in values], self.shares, self.sizes)
+
+    def _combine_columns(self, values: list[Any], path: BatchPath) -> Any:
+        all_parts = [parts for parts in map(take_apart, values) if parts is not None]
+        if not all_parts[0].is_list and any(isinstance(label, int) for label in all_parts[0].labels):
+            raise _refuse(path, values, "have integer keys, which may be samples or classes")
+        if any(parts.labels != all_parts[0].labels for parts in all_parts):
+            raise _refuse(path, values, "differ in " + ("length" if all_parts[0].is_list else "what they hold"))
+        columns = zip(*(parts.values for parts in all_parts), strict=True)
+        paths = path.children(all_parts[0])
+        return all_parts[0].build([self.combine(list(c), child) for c, child in zip(columns, paths, strict=True)])
+
+    def _combine_lists(self, values: list[Any], path: BatchPath) -> Any:
+        """Combine lists as columns if rows are joined inside, else as one entry for each sample."""
+        if [len(value) for value in values] != self.sizes:
+            return self._combine_columns(values, path)
+        columns = _Combination(self.sizes, self.shares, self.batch_dim)
+        try:
+            combined = columns._combine_columns(values, path)
+        except OutputCombineError:
+            columns.num_joined = 0
+        if not columns.num_joined:
+            self.num_joined += 1
+            return take_apart(values[0]).build([entry for value in values for entry in _detach(value)])  # type: ignore[union-attr]
+        if isinstance(values[0], list) and is_uniform(values[0]):
+            raise _refuse(path, values, "are ambiguous: columns, or an entry for each sample")
+        self.num_joined += columns.num_joined
+        return combined
+
+
+def _detach(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    parts = take_apart(value)
+    return value if parts is None else parts.build([_detach(part) for part in parts.values])
+
+
+def _is_count(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        kind = value.dtype
+        return not (value.ndim or kind.is_floating_point or kind.is_complex or kind is torch.bool)
+    dtype = getattr(value, "dtype", None)
+    if dtype is not None:
+        return not getattr(value, "ndim", 0) and dtype.kind in "iu"
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _size(value: Any, dim: int) -> int | None:
+    if isinstance(value, Tensor) and value.is_nested:
+        return value.size(0) if dim == 0 else None
+    return value.shape[dim] if dim < value.ndim else None
+
+
+def _row(value: Any, dim: int) -> tuple[object, ...]:
+    """Return what values must have in common to be joined: all sizes but one."""
+    if isinstance(value, Tensor) and value.is_nested:
+        return value.dtype, value.ndim
+    return value.dtype, *value.shape[:dim], *value.shape[dim + 1 :], getattr(value, "layout", None)
+
+
+def _refuse(path: BatchPath, values: Sequence[Any], reason: str) -> OutputCombineError:
+    found = ", ".join(dict.fromkeys(describe(value) for value in values))
+    return OutputCombineError(f"{path.code} cannot be combined: its values ({found}) {reason}. {_COMBINE_HOOK}")
+
+
+_NUM_WATCHED = 2  # batches in which a step shows whether it writes into them
+
+
+class BatchGuard:
+    """Gives micro-batches to a step: copies if it writes into them, else views.
+
+    The first batches are given as copies, and show which of the two it is. Writes past the version counter (``.data``,
+    NumPy) are not detected.
+    """
+
+    def __init__(self) -> None:
+        self._num_seen = 0
+        self._is_writing = False
+        self._is_watching = False
+        self._counts = True  # whether all tensors count their versions
+        self._lent: list[tuple[Tensor, int]] = []
+        self._own: list[tuple[Tensor, int]] = []
+
+    def watch(self, batch: Any) -> None:
+        """Begin a batch that may need a retry."""
+        tensors = list(_iterate_tensors(batch))
+        self._is_watching = True
+        self._counts = not any(tensor.is_inference() for tensor in tensors)  # as evaluation loops make them
+        self._own = [(tensor, num_writes(tensor)) for tensor in tensors if not tensor.is_inference()]
+        self._lent = []
+
+    def lend(self, part: Any) -> Any:
+        """Return this part of the batch as the step gets it."""
+        is_known = self._counts and not self._is_writing and self._num_seen >= _NUM_WATCHED
+        if not self._is_watching or is_known:
+            return part
+        copied = _copy(part)
+        tensors = _iterate_tensors(copied)
+        self._lent += [(tensor, num_writes(tensor)) for tensor in tensors if not tensor.is_inference()]
+        return copied
+
+    def settle(self) -> None:
+        """End a batch: learn from it."""
+        self._num_seen += self._is_watching
+        self._learn()
+        self._is_watching, self._own = False, []
+
+    def check(self) -> None:
+        """Raise ``RuntimeError`` if the step wrote into the batch, which it had not done before."""
+        self._learn()
+        if any(num_writes(tensor) != version for tensor, version in self._own):
+            raise RuntimeError(
+                "MicroBatching cannot retry this batch: training_step modified it in place, unlike the first "
+                "batches. Write into a copy, or give a fixed size."
+            )
+
+    def _learn(self) -> None:
+        self._is_writing |= any(num_writes(tensor) != version for tensor, version in self._lent)
+        self._lent = []
+
+
+def _iterate_tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, PackedSequence):
+        yield value.data
+    elif (parts := take_apart(value)) is not None:
+        for part in parts.values:
+            yield from _iterate_tensors(part)
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if isinstance(value, PackedSequence):
+        return value._replace(data=value.data.clone())
+    parts = take_apart(value)
+    try:
+        return value if parts is None else parts.build([_copy(part) for part in parts.values])
+    except Exception as error:  # a container of the user's that cannot be built anew is lent itself
+        if is_out_of_memory(error):
+            raise
+        return value
+
+
+def hand_back(batch: Any, lent: Any) -> None:
+    """Repeat in ``batch`` what a step added to, or removed from, the dict or list that it got instead."""
+    if lent is batch:
+        return
+    if isinstance(batch, dict) and isinstance(lent, dict):
+        batch.clear()
+        batch.update(lent)
+    elif isinstance(batch, list) and isinstance(lent, list):
+        batch[:] = lent
+
+
+def find_batch_norms(module: nn.Module) -> tuple[str, ...]:
+    """Names of the layers within ``module`` that normalise by the statistics of the batch in their present mode."""
+    return tuple(
+        name
+        for name, part in module.named_modules()
+        # Without running statistics it normalises by the batch in eval mode, too.
+        if isinstance(part, BatchNormBase) and (part.training or part.running_mean is None)
+    )
+
+
+class NormMomentum:
+    """Scales and restores the momentum of all layers of a module that have running statistics.
+
+    A batch norm moves its running statistics by ``momentum`` m in every forward. A batch in k parts would move them k
+    times, each by noisier statistics. With ``1 - (1 - m)**(1 / k)`` the parts together forget as much as one batch
+    does, and the statistics are a mean over the parts, without the variance between parts. In training a layer still
+    normalises by the statistics of its own part.
+
+    Layers in eval mode at the time of :meth:`scale`, layers without running statistics, and those with a cumulative
+    mean (``momentum=None``, correct in any case) are left alone.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._layers = {name: part for name, part in module.named_modules() if isinstance(part, NormBase)}
+        self._saved: dict[str, float] = {}
+        self._written: dict[str, float] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Dotted names of the layers whose statistics are corrected in their present mode."""
+        return tuple(
+            name
+            for name, layer in self._layers.items()
+            if layer.training and layer.track_running_stats and layer.momentum is not None
+        )
+
+    def scale(self, share: float) -> None:
+        """Let one update count as much as ``share`` of an update: 1 / k for each of k equal parts, in (0, 1].
+
+        The momentum before the first call since :meth:`restore` counts, so that two objects can be nested.
+        """
+        for name in self.names:
+            layer = self._layers[name]
+            momentum = self._saved.setdefault(name, layer.momentum)  # type: ignore[arg-type]
+            self._written[name] = momentum if share == 1 else 1 - (1 - momentum) ** share  # 1 to the bit
+            layer.momentum = self._written[name]
+
+    def restore(self) -> None:
+        """Put the momentum back, unless other code has written it since. Calling it again does nothing."""
+        for name, momentum in self._saved.items():
+            if self._layers[name].momentum == self._written[name]:
+                self._layers[name].momentum = momentum
+        self._saved, self._written = {}, {}

@@ -1,0 +1,536 @@
+"""Saved-tensor hooks and dispatch modes: one pipeline for saved tensors, and how to step aside where hooks may not act.
+
+Autograd gives a saved tensor to the innermost hooks only, so two techniques with hooks of their own would hide each
+other. Stages derive from :class:`SavedTensorStage`: the innermost stage passes what it keeps to the next one outside of
+it. Drop what can be recomputed, then compress the rest, then move it off the device. Nested ``with`` blocks are the
+chain.
+
+``torch.func`` transforms refuse to run while saved-tensor hooks are set; inside of them nothing would be packed anyway.
+In a backward, some formulas of autograd (``prod``, ``cumprod``) round differently under any dispatch mode, and there is
+nothing to record. PyTorch has no hook for either: :class:`stepping_aside` replaces the functions through which both
+pass, and these ask their thread whether there is anything to take off.
+
+May import: core.tensors and its neighbours, memory.
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.autograd import graph
+from torch.autograd.graph import increment_version, saved_tensors_hooks
+
+from lightning_vram.core.patching import HeldSetting
+from lightning_vram.core.tensors.properties import (
+    PARAMETER_CLASSES,
+    PLAIN_TYPES,
+    alias,
+    check_version,
+    is_strided,
+    storage_address,
+    version_counter,
+    version_of,
+)
+from lightning_vram.private_names.dispatcher import (
+    TorchDispatchMode,
+    UnwrappedMode,
+    current_dispatch_mode,
+    current_dispatch_modes,
+    skip_code,
+)
+from lightning_vram.private_names.torch import (
+    RunBackward,
+    base_of,
+    current_graph_task_id,
+    engine_run_backward,
+    hide_warning_of_hooks,
+    innermost_hooks,
+    is_in_transform,
+    is_tracing,
+    is_view,
+    make_saved_tensor,
+    num_writes,
+    pop_hooks,
+    push_hooks,
+    replace_run_backward,
+    without_autocast,
+)
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+def hide_from_dynamo(function: _Function) -> _Function:
+    """Return ``function``, which Dynamo will run as it is, with all that it calls.
+
+    ``torch.compiler.disable`` does it with a wrapper around every call, a tenth of the cost of a dispatch mode. Marking
+    the code once costs nothing.
+    """
+    if skip_code(function):
+        return function
+    return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class QuietMode(UnwrappedMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that Dynamo does not see and that lets operators pass while it is paused."""
+
+    supports_higher_order_operators = True
+    _is_paused = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
+        if "__torch_dispatch__" in vars(cls):
+            cls.__torch_dispatch__ = hide_from_dynamo(cls.__torch_dispatch__)  # type: ignore[method-assign]
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled callables run compiled: else Dynamo silently runs them eagerly."""
+        return True
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Mark operators inside the block as our own. Other modes see them."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+
+def count_writes(targets: Iterable[Tensor]) -> None:
+    """Count the writes of an operator on lists: under a dispatch mode autograd does not count them on the host."""
+    increment_version([target for target in targets if not target.is_inference()])
+
+
+class SelectiveCheckpointMode:
+    """Base of our dispatch modes that save results for the recomputation, or return them in it."""
+
+
+def is_in_backward() -> bool:
+    """Whether autograd runs a backward."""
+    return current_graph_task_id() != -1
+
+
+def is_transformed() -> bool:
+    """Whether ``torch.func`` or a tracer runs: neither knows the saved-tensor hooks that checkpoints consist of."""
+    return is_in_transform() or is_tracing()
+
+
+def is_in_selective_checkpoint() -> bool:
+    """Whether results of operators are saved for, or read in, a recomputation, which must repeat the forward."""
+    kinds = [kind for mode in current_dispatch_modes() for kind in type(mode).__mro__]
+    # Ours, or one of PyTorch's own.
+    return any(kind is SelectiveCheckpointMode or kind.__module__ == torch.utils.checkpoint.__name__ for kind in kinds)
+
+
+class OwnHooks(ABC):
+    """Saved-tensor hooks that are their own context, without a wrapper between them and autograd."""
+
+    @abstractmethod
+    def pack_hook(self, tensor: Tensor) -> Any:
+        """Get a tensor that autograd saves; return what it keeps."""
+
+    @abstractmethod
+    def unpack_hook(self, packed: Any) -> Tensor:
+        """Return the tensor."""
+
+    def __enter__(self) -> None:
+        push_hooks((self.pack_hook, self.unpack_hook))
+
+    def __exit__(self, *args: object) -> None:
+        pop_hooks()
+
+
+Hooks = graph.saved_tensors_hooks | OwnHooks
+
+
+class _Active(threading.local):
+    def __init__(self) -> None:
+        self.entered: list[tuple[Hooks, TorchDispatchMode | None]] = []  # in this thread, innermost last
+
+
+_active = _Active()
+# Bound for good: whoever imports one of ours by name inside a step keeps it.
+_disable: Callable[[str], AbstractContextManager[None]] = graph.disable_saved_tensors_hooks
+_backward: RunBackward | None = engine_run_backward()
+
+
+class stepping_aside:  # noqa: N801 - a context, quicker than one made by a generator
+    """Take ``hooks`` off for each ``torch.func`` transform inside the block, and ``mode`` for each backward.
+
+    Enter it right after the hooks: nested ones are taken off from the innermost on.
+    """
+
+    def __init__(self, hooks: Hooks, mode: TorchDispatchMode | None = None) -> None:
+        self._entry = (hooks, mode)
+
+    def __enter__(self) -> None:
+        _active.entered.append(self._entry)
+        _functions.acquire()
+
+    def __exit__(self, *args: object) -> None:
+        _functions.release()
+        _active.entered.pop()
+
+
+@contextmanager
+def _disable_without_ours(message: str) -> Iterator[None]:
+    # Hooks of the user's own on top of ours stay: the transform refuses them, as it would without us.
+    with ExitStack() as stack:
+        for hooks, _ in reversed(_active.entered):
+            innermost = innermost_hooks()
+            if innermost is None or innermost[0] != hooks.pack_hook:
+                break
+            hooks.__exit__(None, None, None)
+            stack.callback(hooks.__enter__)
+        with _disable(message):
+            yield
+
+
+def _run_backward(*args: Any, **kwargs: Any) -> Any:
+    assert _backward is not None
+    with ExitStack() as stack:
+        for _, mode in reversed(_active.entered):
+            if mode is None:
+                continue
+            if current_dispatch_mode() is not mode:
+                break
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            stack.callback(mode.__enter__)
+        return _backward(*args, **kwargs)
+
+
+def _replace_functions(functions: tuple[Any, Any]) -> None:
+    graph.disable_saved_tensors_hooks, run_backward = functions
+    if _backward is not None:  # without it a backward inside may round differently in few operators
+        replace_run_backward(run_backward)
+
+
+_ours: tuple[Any, Any] = (_disable_without_ours, _run_backward)
+_functions = HeldSetting(lambda: (_disable, _backward), _replace_functions, _ours)
+
+
+class _Saving(threading.local):
+    tensor: Tensor | None = None
+
+
+_saving = _Saving()
+
+
+@contextmanager
+def saving(tensor: Tensor) -> Iterator[None]:
+    """Let stages know inside the block that autograd is saving ``tensor``: see :func:`is_unfinished`."""
+    _saving.tensor = tensor if may_be_unfinished(tensor) else None
+    try:
+        yield
+    finally:
+        _saving.tensor = None
+
+
+def is_unfinished(tensor: Tensor) -> bool:
+    """Whether autograd is saving ``tensor`` at this moment, for an operator that may not have written it yet."""
+    return _saving.tensor is tensor
+
+
+def may_be_unfinished(tensor: Tensor) -> bool:
+    """Whether an operator that saves ``tensor`` may write it only afterwards.
+
+    ``rrelu`` saves the noise that its kernel is going to draw: a copy made at once would hold uninitialised memory, and
+    a recomputation that ends with the last save would end before the noise is drawn. An operator can only do so with a
+    tensor that needs no gradient and is no view. It has finished when the next one saves something: each makes its
+    graph node before it saves.
+    """
+    return not tensor.requires_grad and type(tensor) not in PARAMETER_CLASSES and not is_view(tensor)
+
+
+class StoredTensor(ABC):
+    """A tensor that a stage took over: a snapshot, which later writes to the tensor do not reach."""
+
+    __slots__ = ("__weakref__",)
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes it keeps on the device of the tensor."""
+
+    @property
+    def is_snapshot(self) -> bool:
+        """Whether it is complete yet: a tensor may be copied a moment later, when its operator has written it."""
+        return True
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it returns the tensor bit-exactly."""
+        return True
+
+    def before_write(self) -> None:
+        """Called before the tensor is written to, on the current stream, by a stage that goes on reading this."""
+        return
+
+    @abstractmethod
+    def give(self) -> Tensor:
+        """Return the tensor with its shape, strides, dtype and device, as often as it is called. Without gradients."""
+
+
+class _Chain(threading.local):
+    def __init__(self) -> None:
+        self.stages: list[SavedTensorStage] = []  # entered in this thread, innermost last
+        self.exactness = 0
+
+
+_chain = _Chain()
+
+
+def innermost_stage() -> "SavedTensorStage | None":
+    """Return the stage that autograd calls; a stage that is entered now would pass tensors to it."""
+    return _chain.stages[-1] if _chain.stages else None
+
+
+class _ExactOnly:
+    def __enter__(self) -> None:
+        _chain.exactness += 1
+
+    def __exit__(self, *args: object) -> None:
+        _chain.exactness -= 1
+
+
+exact_only = _ExactOnly()
+"""Let no stage take anything with a loss inside the block: a layer is going to be run again on it."""
+
+
+def is_exact_only() -> bool:
+    """Whether tensors that are saved now must come back bit-exactly."""
+    return _chain.exactness > 0
+
+
+class SavedTensorStage(ABC):
+    """Takes over what autograd saves, and what stages inside of it keep, while it is entered.
+
+    Enter it around a forward, or a whole training step; leave it before the backward, or not. It can be entered again,
+    once at a time. Never offered to :meth:`take`: parameters, buffers of ``module``, views of either (they stay alive
+    anyway), sparse, nested and wrapped tensors.
+    """
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self._module = module
+        self._buffers: set[int] = set()  # addresses of their storages
+        self._exit: ExitStack | None = None
+        self._next: SavedTensorStage | None = None
+
+    @abstractmethod
+    def take(self, tensor: Tensor) -> StoredTensor | None:
+        """Take a tensor over, or return ``None`` to leave it in place.
+
+        A stage passes what it makes of the tensor on with :meth:`hand_on`, also a tensor that it does not want.
+        """
+
+    def hand_on(self, tensor: Tensor) -> StoredTensor | None:
+        """Offer ``tensor`` to the next stage outside of this one; ``None`` if none takes it."""
+        return self._next.take(tensor) if self._next is not None else None
+
+    def begin(self, stack: ExitStack) -> TorchDispatchMode | None:
+        """Enter, on ``stack``, what else is needed; return the dispatch mode in it, if any, to be off in backwards."""
+        return None
+
+    def __enter__(self) -> Self:
+        if self._exit is not None:
+            raise RuntimeError(f"this {type(self).__name__} is already active and cannot be nested.")
+        module = self._module
+        self._buffers = {storage_address(buffer) for buffer in module.buffers()} - {0} if module is not None else set()
+        self._next = innermost_stage()
+        hide_warning_of_hooks()
+        with ExitStack() as stack:
+            hooks = saved_tensors_hooks(self._pack, self._unpack)
+            stack.enter_context(hooks)
+            _chain.stages.append(self)
+            stack.callback(_chain.stages.remove, self)
+            mode = self.begin(stack)
+            stack.enter_context(stepping_aside(hooks, mode))
+            self._exit = stack.pop_all()
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        stack, self._exit = self._exit, None
+        if stack is not None:
+            stack.close()
+
+    @hide_from_dynamo
+    def _pack(self, tensor: Tensor) -> Any:
+        if type(tensor) in PLAIN_TYPES and is_strided(tensor) and not self._is_lasting(tensor):
+            with torch.no_grad(), without_autocast(), saving(tensor):
+                taken = self.take(tensor)
+            if taken is not None:
+                return version_counter(tensor), num_writes(tensor), taken, tensor.shape
+        return pack_in_place(tensor)
+
+    @hide_from_dynamo
+    def _unpack(self, packed: Any) -> Tensor:
+        return unpack(packed)
+
+    def _is_lasting(self, tensor: Tensor) -> bool:
+        """Whether its memory is that of a parameter or buffer, and stays whether it is saved or not."""
+        base = base_of(tensor) if is_view(tensor) else tensor
+        return type(base) in PARAMETER_CLASSES or storage_address(tensor) in self._buffers
+
+
+def pack_in_place(tensor: Tensor) -> Any:
+    """Save a tensor as autograd would; see :func:`unpack`."""
+    kind = type(tensor)
+    if kind in PARAMETER_CLASSES:
+        return tensor, num_writes(tensor)  # itself: FSDP refills the memory of parameters
+    if kind not in PLAIN_TYPES or not is_strided(tensor):
+        return tensor.detach() if tensor.grad_fn is not None else tensor
+    return tensor if tensor.is_leaf else alias(tensor), num_writes(tensor)
+
+
+def unpack(packed: Any) -> Tensor:
+    """Return a saved tensor. Raises ``RuntimeError`` as autograd does if it was overwritten since."""
+    if isinstance(packed, Tensor):
+        return packed
+    counter, version, *_ = packed
+    if num_writes(counter) != version:
+        check_version(counter, version, packed[3] if len(packed) > 2 else counter.shape)
+    if len(packed) == 2:
+        saved: Tensor = counter
+        return saved
+    taken: StoredTensor = packed[2]
+    with torch.no_grad(), without_autocast():
+        return taken.give()
+
+
+class SaveWatch:
+    """Hooks that call ``on_save`` with each saved tensor, not to be kept, and pass it on to the hooks outside."""
+
+    def __init__(self, on_save: Callable[[Tensor], None]) -> None:
+        hide_warning_of_hooks()
+        self._pack, self._unpack = innermost_hooks() or (pack_in_place, unpack)
+        self._on_save = on_save
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Return the context in which it watches."""
+        return saved_tensors_hooks(self.pack, self._unpack)
+
+    @hide_from_dynamo
+    def pack(self, tensor: Tensor) -> Any:
+        """The hook: observe a tensor, and pass it on."""
+        self._on_save(tensor)
+        return self._pack(tensor)
+
+
+def unseen_saves() -> AbstractContextManager[Any]:
+    """Return a context in which no hooks see what is saved, for a graph that ends in the call that begins it.
+
+    Otherwise a checkpoint outside would recompute all of its layer to return the first tensor, and offload would copy
+    it to the host and back at once.
+    """
+    if innermost_hooks() is None:
+        return nullcontext()
+    hide_warning_of_hooks()
+    return saved_tensors_hooks(pack_in_place, unpack)
+
+
+Make = Callable[[], Tensor]
+
+
+class _RecomputableView:
+    """How to compute a saved tensor, and where in it the saved view is."""
+
+    __slots__ = ("_make", "_offset", "_shape", "_strides")
+
+    def __init__(self, make: Make, saved: Tensor) -> None:
+        self._make = make
+        self._offset, self._shape, self._strides = saved.storage_offset(), saved.shape, saved.stride()
+
+    def make(self) -> Tensor:
+        with torch.no_grad():
+            return self._make().as_strided(self._shape, self._strides, self._offset)
+
+
+class RecomputableTensors:
+    """The tensors of one call that the backward computes again from others that stay alive, such as a weight.
+
+    Its hooks are the innermost ones inside; other tensors go to the hooks outside.
+    """
+
+    __slots__ = ("_hooks", "_makes", "_pack_outside", "_unpack_outside")
+
+    def __init__(self) -> None:
+        self._makes: dict[int, Make] = {}  # by address of the storage
+        self._pack_outside, self._unpack_outside = innermost_hooks() or (pack_in_place, unpack)
+
+    def add(self, tensor: Tensor, make: Make) -> Tensor:
+        """Return ``tensor``, which ``make`` computes again. It must live to the end of the call."""
+        self._makes[storage_address(tensor)] = make
+        return tensor
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Return the context for the call."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    @hide_from_dynamo
+    def _pack(self, tensor: Tensor) -> Any:
+        make = self._makes.get(storage_address(tensor))
+        return _RecomputableView(make, tensor) if make is not None else self._pack_outside(tensor)
+
+    @hide_from_dynamo
+    def _unpack(self, packed: Any) -> Tensor:
+        return packed.make() if type(packed) is _RecomputableView else self._unpack_outside(packed)
+
+
+def save(tensor: Tensor) -> Callable[[], Tensor]:
+    """Save ``tensor`` as a graph node does, under the hooks that are set now; return what gives it back.
+
+    It raises ``RuntimeError`` if the tensor was overwritten since.
+    """
+    if make_saved_tensor is not None:
+        is_output = False
+        unpack: Callable[[], Tensor] = make_saved_tensor(tensor, is_output).unpack
+        return unpack
+    # The output, not its node: a node that no tensor holds gives up what it saved.
+    return partial(_read, _Save.apply(torch.empty(0, requires_grad=True), (tensor,)))  # type: ignore[no-untyped-call]
+
+
+class SavedOutput:
+    """A tensor that some backward will ask for, offloaded or compressed by the stages around it.
+
+    ``tensor`` has no gradient, and usually is an alias; ``others`` are tensors on its memory with version counters of
+    their own.
+    """
+
+    def __init__(self, tensor: Tensor, others: Sequence[Tensor] = ()) -> None:
+        self._counters = [
+            (version_counter(one) if type(one) in PLAIN_TYPES and is_strided(one) else one, version_of(one))
+            for one in (tensor, *others)
+        ]
+        self._read = save(tensor)
+
+    def give(self) -> Tensor | None:
+        """Return the tensor, as often as it is called; ``None`` if it was overwritten since."""
+        if any(version_of(counter) != version for counter, version in self._counters):
+            return None
+        return self._read()
+
+
+def _read(output: Tensor) -> Tensor:
+    node: Any = output.grad_fn
+    (tensor,) = node.saved_tensors
+    return tensor  # type: ignore[no-any-return]
+
+
+class _Save(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dummy: Tensor, tensors: tuple[Tensor]) -> Tensor:
+        ctx.save_for_backward(*tensors)  # inside of a tuple they are no inputs of the node, and keep their own past
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("nothing depends on it")

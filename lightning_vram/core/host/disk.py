@@ -1,0 +1,363 @@
+"""Offloaded tensors on disk, for hosts that are short of memory: an unnamed file, and one thread for it."""
+
+import ctypes
+import errno
+import mmap
+import os
+import queue
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch import Tensor
+
+from lightning_vram.core.host.memory import Block, ChunkedSpace, OffloadError, hidden_from_modes, make_host_bytes
+from lightning_vram.core.host.transfers import PATIENCE_SECONDS, Arrival, Copies, HostWorker, Ticket
+from lightning_vram.memory.units import MIB, format_bytes
+from lightning_vram.private_names.dispatcher import without_dispatch
+
+PAGE_BYTES = 4096
+_MIN_DIRECT_BYTES = MIB
+
+
+class DiskFile:
+    """An empty file in ``folder``, as long as this object is not closed; it vanishes with the process, killed or not.
+
+    ``folder`` must be on a fast local disk: an NVMe drive, not a network file system. ``argument`` is its name in
+    messages. If ``is_direct``, long runs bypass the page cache where the system can do that: it takes a third of the
+    processor time, keeps up the rate of the disk, and leaves the cache to others. Memory and file must begin at the
+    same byte of a page. The ends of runs and short ones go through the cache. Linux keeps both, and tensors over a
+    mapping of the file, consistent as long as they are not used at the same time.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], argument: str, *, is_direct: bool = False) -> None:
+        self.name = f"{argument}={str(folder)!r}"
+        self.num_bytes = 0
+        self._folder = folder
+        if not Path(folder).is_dir():
+            raise ValueError(f"{argument} must be an existing folder, got {str(folder)!r}.")
+        if not hasattr(os, "preadv"):
+            raise OffloadError(f"{argument} needs a system with preadv and pwritev: Linux or macOS. Leave it out.")
+        try:
+            self._file = cast(BinaryIO, tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115 - close()
+        except OSError as error:
+            raise OffloadError(f"{self.name}: cannot create a file there ({error}). Name a writable folder.") from error
+        self._mappings: list[mmap.mmap] = []  # one for each size that was mapped: tensors are over all of them
+        self._direct = _open_direct(self._file.fileno()) if is_direct else None
+        self._is_direct = self._direct is not None
+
+    def grow(self, num_bytes: int, purpose: str, way_out: str) -> None:
+        """Reserve space at the end: a full disk raises here, with the file unchanged, not in the middle of a step."""
+        free = shutil.disk_usage(self._folder).free
+        error = _reserve(self._file.fileno(), self.num_bytes, num_bytes) if num_bytes <= free else None
+        if num_bytes > free or error is not None:
+            raise OffloadError(
+                f"{self.name} needs {format_bytes(num_bytes)} {purpose}, but {format_bytes(free)} are free. Free some "
+                f"space, name a folder on another disk, {way_out}."
+            ) from error
+        self.num_bytes += num_bytes
+
+    def read(self, buffer: memoryview, position: int) -> None:
+        """Fill ``buffer`` with the bytes at ``position``."""
+        self._move(os.preadv, buffer, position)
+
+    def write(self, buffer: memoryview, position: int) -> None:
+        """Write ``buffer`` to ``position``."""
+        self._move(os.pwritev, buffer, position)
+
+    def mapped(self) -> mmap.mmap:
+        """Return the whole file as memory: pages of the file, which the system takes back when it needs them."""
+        if not self._mappings or len(self._mappings[-1]) < self.num_bytes:
+            self._mappings.append(mmap.mmap(self._file.fileno(), self.num_bytes))
+            if hasattr(mmap, "MADV_SEQUENTIAL"):  # checkpoints go through it from end to end: twice as fast
+                self._mappings[-1].madvise(mmap.MADV_SEQUENTIAL)
+        return self._mappings[-1]
+
+    def release(self) -> None:
+        """Give back the pages that were read through the mapping. What was written to them stays."""
+        for mapping in self._mappings if hasattr(mmap, "MADV_DONTNEED") else ():
+            mapping.madvise(mmap.MADV_DONTNEED)
+
+    def close(self) -> None:
+        """Close the file; tensors over it keep it alive."""
+        self._mappings = []
+        direct, self._direct = self._direct, None
+        if direct is not None:
+            os.close(direct)
+        self._file.close()
+
+    def _move(self, call: Callable[[int, list[memoryview], int], int], buffer: memoryview, position: int) -> None:
+        is_long = len(buffer) >= _MIN_DIRECT_BYTES
+        while buffer:
+            file, length = self._choose(position, len(buffer)) if is_long else (self._file.fileno(), len(buffer))
+            try:
+                moved = call(file, [buffer[:length]], position)
+            except OSError as error:
+                if file != self._direct or error.errno != errno.EINVAL:
+                    raise
+                self._is_direct = False  # the file system says so only now
+                continue
+            if moved == 0:
+                raise OSError(f"cannot read or write at byte {position}")
+            buffer, position = buffer[moved:], position + moved
+
+    def _choose(self, position: int, length: int) -> tuple[int, int]:
+        """Return which file to use, and for how many bytes: only whole pages bypass the cache."""
+        if not self._is_direct or self._direct is None:
+            return self._file.fileno(), length
+        if position % PAGE_BYTES == 0 and length >= PAGE_BYTES:
+            return self._direct, length // PAGE_BYTES * PAGE_BYTES
+        return self._file.fileno(), min(length, PAGE_BYTES - position % PAGE_BYTES)
+
+
+def bytes_of(buffer: Tensor, start: int, length: int) -> memoryview:
+    """Return bytes of a flat tensor of bytes, without NumPy."""
+    return memoryview((ctypes.c_char * length).from_address(buffer.data_ptr() + start)).cast("B")
+
+
+def _reserve(file: int, start: int, length: int) -> OSError | None:
+    """Reserve file space; return the error if there is none. A file system that cannot reserve should have it."""
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file, start, length)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return error
+    if os.fstat(file).st_size < start + length:
+        os.ftruncate(file, start + length)
+    return None
+
+
+def _open_direct(file: int) -> int | None:
+    """Open the same file once more, bypassing the page cache; ``None`` where that is not possible."""
+    if not hasattr(os, "O_DIRECT"):
+        return None
+    try:
+        return os.open(f"/proc/self/fd/{file}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
+class DiskWorker(HostWorker):
+    """The thread, and all that it uses; it closes the file when it ends, and holds no reference to its callers."""
+
+    def __init__(self, file: DiskFile) -> None:
+        self._file = file
+        self._is_stopped = False
+        self._copies: dict[Callable[[], Copies], Copies] = {}
+        self.staging_buffer: Tensor | None = None
+        super().__init__("lightning_vram disk_path", on_end=self._clean_up)
+
+    def submit(self, job: Callable[[], None]) -> Ticket:
+        """Run without gradients; raises ``OffloadError`` after an error, or when it is stopped."""
+        self.check_alive()
+        return super().submit(torch.no_grad()(job))
+
+    def check(self) -> None:
+        """Raise what went wrong in the thread."""
+        if self._errors:
+            raise OffloadError(
+                f"{self._file.name}: offloaded activations could not be written or read ({self._errors[0]}). "
+                "This step and all further steps of the run fail; name a folder on another disk."
+            ) from self._errors[0]
+
+    def check_alive(self) -> None:
+        """Raise what went wrong in the thread, or that it is gone."""
+        self.check()
+        if self._is_stopped or (self._thread.ident is not None and not self._thread.is_alive()):
+            raise OffloadError(f"{self._file.name}: already closed; the offloaded activations are gone.")
+
+    def stop(self, *, wait: bool = True) -> None:
+        """Stop; what is not written yet will not be."""
+        self._is_stopped = True
+        super().stop(wait=wait)
+
+    def copies(self, make: Callable[[], Copies]) -> Copies:
+        """Return the thread's own copies for the device of ``make``: those of the training step are not thread-safe."""
+        if make not in self._copies:
+            self._copies[make] = make()
+        return self._copies[make]
+
+    def buffer(self, size: int, *, pin_memory: bool) -> Tensor:
+        """Return the thread's own staging buffer: it never waits for one of the others."""
+        if self.staging_buffer is None:
+            self.staging_buffer = make_staging(size, pin_memory=pin_memory)
+        return self.staging_buffer
+
+    def write(self, buffer: Tensor, length: int, position: int) -> None:
+        """Write the first bytes of ``buffer``."""
+        if not self._is_stopped:  # a closed file is not worth the wait
+            self._file.write(bytes_of(buffer, 0, length), position)
+
+    def read(self, buffer: Tensor, length: int, position: int) -> None:
+        """Read into the first bytes of ``buffer``."""
+        if self._is_stopped:
+            raise OSError(f"the file ends at byte {position}")
+        self._file.read(bytes_of(buffer, 0, length), position)
+
+    def _clean_up(self) -> None:
+        self.staging_buffer = None
+        self._copies.clear()
+        self._file.close()  # here: a file that is closed under a write may have become another one
+
+
+def make_staging(size: int, *, pin_memory: bool) -> Tensor:
+    """Return a staging buffer, which does not count as memory of the device."""
+    with without_dispatch():
+        return make_host_bytes(size, pin_memory=pin_memory)
+
+
+STAGING_BYTES = 8 * MIB  # of one buffer
+NUM_STAGING_BUFFERS = 4  # on the way out; the thread has one more for the way back
+
+
+class DiskRing:
+    """Bytes in a file without a name in ``folder``, as long as this object is not closed.
+
+    Bytes pass through a few staging buffers, the only host memory this takes: a step that saves faster than the disk
+    writes waits for it. Space is used again in every step. Jobs run in order, so space is used again only after it was
+    read. The thread never waits for the callers, and the next call raises its error.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, pin_memory: bool, staging_bytes: int = STAGING_BYTES) -> None:
+        self._file = DiskFile(folder, "disk_path")
+        self._pin_memory = pin_memory
+        self._staging_bytes = staging_bytes
+        self._num_buffers = 0
+        self._buffers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        self._space: ChunkedSpace[int] = ChunkedSpace()
+        self._worker = DiskWorker(self._file)
+        weakref.finalize(self, self._worker.stop, wait=False)
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the file."""
+        return self._space.total_bytes
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory taken."""
+        return (self._num_buffers + (self._worker.staging_buffer is not None)) * self._staging_bytes
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of tensors in it."""
+        return self._space.num_blocks
+
+    def write(self, source: Tensor, copies: Copies, window_bytes: int) -> "DiskBlock":
+        """Write flat bytes; return when the last are in flight; ``OffloadError`` if the disk is full."""
+        self._worker.check_alive()
+        block = self._space.take(source.numel(), self._make_chunks)
+        extents, start = [], 0
+        for piece in block.pieces:
+            for inner in range(0, piece.num_bytes, self._staging_bytes):
+                length = min(self._staging_bytes, piece.num_bytes - inner)
+                position = piece.payload + piece.start + inner
+                with hidden_from_modes(source):
+                    part = source.narrow(0, start, length)
+                self._write_part(part, position, copies, window_bytes)
+                extents.append((position, length))
+                start += length
+        return DiskBlock(self, block, extents)
+
+    def close(self) -> None:
+        """End the thread after its jobs, and give file and buffers back."""
+        self._worker.stop()
+
+    def _write_part(self, source: Tensor, position: int, copies: Copies, window_bytes: int) -> None:
+        length, loan = source.numel(), self._borrow_buffer()
+        worker = self._worker  # the job must not hold the ring
+        try:
+            departure = copies.send(source, [loan.buffer.narrow(0, 0, length)], window_bytes)
+
+            def write() -> None:
+                try:
+                    departure.wait()
+                    worker.write(loan.buffer, length, position)
+                finally:
+                    loan.give_back()
+
+            worker.submit(write)
+        except BaseException:
+            loan.give_back()
+            raise
+
+    def _borrow_buffer(self) -> "_Loan":
+        if self._buffers.empty() and self._num_buffers < NUM_STAGING_BUFFERS:
+            loan = _Loan(make_staging(self._staging_bytes, pin_memory=self._pin_memory), self._buffers)
+            self._num_buffers += 1
+            return loan
+        while True:
+            try:
+                loan = _Loan(self._buffers.get(timeout=PATIENCE_SECONDS), self._buffers)
+            except queue.Empty:
+                self._worker.check_alive()
+            else:
+                self._worker.check_alive()  # an error: the loan ends with it
+                return loan
+
+    def _make_chunks(self, sizes: list[int]) -> list[int]:
+        end = self._file.num_bytes
+        way_out = 'set compress="bf16", or use a smaller batch'
+        self._file.grow(sum(sizes), f"in addition to {format_bytes(end)}", way_out)
+        return [end + sum(sizes[:index]) for index in range(len(sizes))]
+
+
+class DiskBlock:
+    """Bytes on disk, as long as this object lives."""
+
+    __slots__ = ("_block", "_extents", "_ring")
+
+    def __init__(self, ring: DiskRing, block: Block[int], extents: list[tuple[int, int]]) -> None:
+        self._ring = ring
+        self._block = block
+        self._extents = extents
+
+    def read(self, target: Tensor, make_copies: Callable[[], Copies], moment: Any) -> Arrival:
+        """Begin to read into ``target``, which was made before ``moment``; ``OffloadError`` after an error."""
+        worker, extents = self._ring._worker, self._extents  # the job must hold neither the ring nor this object
+        size, pin_memory = self._ring._staging_bytes, self._ring._pin_memory
+        copied: list[Arrival] = []
+
+        def read() -> None:
+            copies, buffer = worker.copies(make_copies), worker.buffer(size, pin_memory=pin_memory)
+            start = 0
+            for position, length in extents:
+                worker.read(buffer, length, position)
+                copied[:] = [copies.fetch([buffer[:length]], target.narrow(0, start, length), moment)]
+                copied[0].finish()
+                start += length
+            copies.settle()  # else they would hold the target until they are asked for the next
+
+        return _DiskArrival(worker.submit(read), copied)
+
+
+class _Loan:
+    """A staging buffer that is returned once: when it is written, or never will be."""
+
+    def __init__(self, buffer: Tensor, buffers: "queue.SimpleQueue[Tensor]") -> None:
+        self.buffer = buffer
+        self._buffers: queue.SimpleQueue[Tensor] | None = buffers
+
+    def __del__(self) -> None:
+        self.give_back()
+
+    def give_back(self) -> None:
+        buffers, self._buffers = self._buffers, None
+        if buffers is not None:
+            buffers.put(self.buffer)
+
+
+class _DiskArrival(Arrival):
+    def __init__(self, ticket: Ticket, copied: list[Arrival]) -> None:
+        self._ticket = ticket
+        self._copied = copied  # the last part, once that is on its way
+
+    def wait(self, target: Tensor) -> None:
+        self._ticket.wait()
+        for part in self._copied:
+            part.wait(target)

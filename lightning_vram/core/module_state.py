@@ -1,0 +1,349 @@
+"""The state of a module, to restore: its attributes, and its buffers."""
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import chain, repeat
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_vram.core.random_state import own_sources
+from lightning_vram.core.tensors.properties import (
+    NO_VERSION,
+    REAL_TYPES,
+    is_shard,
+    is_strided,
+    storage_address,
+    version_of,
+)
+from lightning_vram.memory.device.accelerators import has_streams
+from lightning_vram.memory.units import MIB
+from lightning_vram.private_names.dispatcher import copy_each
+from lightning_vram.private_names.torch import CHILDREN, PARAMETERS
+
+_MAX_ITEMS = 1000
+_MAX_COPIED_ITEMS = 10_000
+_MAX_DEPTH = 4
+
+_DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
+_CONTAINERS = _DICTS | {list, set, deque}
+
+_REGISTRIES = list(vars(nn.Module()))  # nearly every module has them first, in this order
+_HAS_REGISTRIES_BEHIND = 2
+_ARE_REGISTRIES_KNOWN = _REGISTRIES[:_HAS_REGISTRIES_BEHIND] == ["training", PARAMETERS]
+
+Undo = Callable[[], object]
+
+
+class AttributeLayout:
+    """Which attributes of a module are containers, generators and tensors. Of most modules it is computed once.
+
+    It follows from names and types, which are quick to compare: an attribute that a step replaces or adds is noticed,
+    and no value is held from step to step.
+    """
+
+    __slots__ = ("containers", "generators", "kinds", "names", "registries", "start", "tensors")
+
+    def __init__(self, names: list[str], values: list[Any]) -> None:
+        self.names = names
+        has_registries = _ARE_REGISTRIES_KNOWN and names[: len(_REGISTRIES)] == _REGISTRIES
+        self.start = len(_REGISTRIES) if has_registries else 0
+        self.kinds = [*map(type, values[self.start :])]
+        """Of the attributes behind the registries, which start there."""
+        self.registries = slice(_HAS_REGISTRIES_BEHIND, self.start)
+        """Where the dicts of buffers, children and hooks are. There is nothing in them that needs a look inside."""
+        places = list(enumerate(self.kinds, start=self.start))
+        self.containers = [place for place, kind in places if kind in _CONTAINERS and names[place] != PARAMETERS]
+        """Where other containers are."""
+        self.tensors = [place for place, kind in places if issubclass(kind, Tensor)]
+        sources = own_sources()
+        self.generators = [(place, sources[kind]) for place, kind in places if kind in sources]
+        """Where generators are, and what makes their source."""
+
+
+def take_states(
+    members: Sequence[nn.Module], layouts: list[AttributeLayout], *, shortens: bool = True
+) -> list["AttributeState"]:
+    """Return the state of each member, and put the layouts that were found into ``layouts``."""
+    known = chain(layouts, repeat(None))
+    states = [
+        AttributeState(one, layout=layout, shortens=shortens) for one, layout in zip(members, known, strict=False)
+    ]
+    layouts[:] = [state.layout for state in states]
+    return states
+
+
+class AttributeState:
+    """All attributes of one module, without its children: modes, hooks, registries and its own.
+
+    They are restored in the very objects that held them, since other code holds on to these: the handle of a hook
+    refers to the dict it is in, a logger to the list it reads. So lists, dicts and the like (also nested ones) get
+    their former content back. Generators of torch, NumPy and Python go back to their positions, in containers as well.
+    Of containers with more than ``max_items`` nothing inside is checked, as that would cost too much: if ``shortens``,
+    lists and dicts lose what was added at the end, sets and deques get their items back up to ten thousand, and larger
+    ones stay as they are. Not detected: objects of other kinds that change inside.
+
+    ``layout``: that of an earlier state, which saves time; one that does not fit is ignored.
+    """
+
+    __slots__ = ("_kind", "_max_items", "_notes", "_parameters", "_shortens", "_values", "layout", "module")
+
+    def __init__(
+        self,
+        module: nn.Module,
+        max_items: int = _MAX_ITEMS,
+        layout: AttributeLayout | None = None,
+        *,
+        shortens: bool = True,
+    ) -> None:
+        attributes = vars(module)
+        names, values = [*attributes], [*attributes.values()]
+        if layout is None or names != layout.names or [*map(type, values[layout.start :])] != layout.kinds:
+            layout = AttributeLayout(names, values)
+        self.layout = layout
+        self.module = module
+        self._kind = type(module)
+        self._max_items = max_items
+        self._shortens = shortens
+        self._values = values
+        registered = attributes[PARAMETERS]
+        self._parameters = registered.copy() if type(registered) in _DICTS else None  # not of a scripted module
+        self._notes: list[tuple[Any, Undo | None]] = []  # what is not empty, and how it gets its content back
+        for registry in filter(None, values[layout.registries]):
+            if type(registry) in _CONTAINERS:
+                self._notes.append((registry, partial(_refill, registry, registry.copy())))
+        for place in layout.containers:
+            if values[place]:
+                self._note(values[place], depth=0)
+        for place, source in layout.generators:
+            self._notes.append((values[place], _keep_position(source(values[place]))))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the attributes that are tensors, by name."""
+        return {self.layout.names[place]: self._values[place] for place in self.layout.tensors}
+
+    def restore(self) -> None:
+        """Put everything back. May be called again."""
+        if type(self.module) is not self._kind:  # a lazy layer that got its weights became another
+            return
+        now, layout, values = vars(self.module), self.layout, self._values
+        if [*now] != layout.names or not all(map(is_, now.values(), values)):
+            attributes = dict(zip(layout.names, values, strict=True))
+            now.update(attributes)
+            for name in [name for name in now if name not in attributes]:
+                del now[name]
+        filled = [*filter(None, values[layout.registries])]
+        for place in layout.containers:
+            if values[place]:
+                filled.append(values[place])
+        if filled or self._notes:
+            self._put_content_back(filled)
+        registered, before = now[PARAMETERS], self._parameters
+        if before is not None and (before or registered) and not _has(registered, before):
+            _put_parameters_back(registered, before)
+
+    def _put_content_back(self, filled: list[Any]) -> None:
+        had_content = {id(container) for container, _ in self._notes}
+        for container in filled:
+            if id(container) not in had_content and type(container) in _CONTAINERS:
+                container.clear()
+        for _, undo in self._notes:
+            if undo is not None:
+                undo()
+
+    def _note(self, container: Any, depth: int) -> None:
+        kind = type(container)
+        if len(container) > self._max_items:
+            self._notes.append((container, _keep_what_is_cheap(container) if self._shortens else None))
+            return
+        self._notes.append((container, partial(_refill, container, container.copy())))
+        if kind is set or depth == _MAX_DEPTH:
+            return
+        sources = own_sources()
+        for item in container.values() if kind in _DICTS else container:
+            if type(item) in _CONTAINERS:
+                self._note(item, depth + 1)
+            elif type(item) in sources:
+                self._notes.append((item, _keep_position(sources[type(item)](item))))
+
+
+def _put_parameters_back(registered: dict[str, Tensor | None], before: dict[str, Tensor | None]) -> None:
+    """Fill the dict of a module's parameters with those from before."""
+    # FSDP2 moves sharded and unsharded parameters in and out itself.
+    if not any(map(is_shard, (*registered.values(), *before.values()))):
+        _refill(registered, before)
+
+
+def _refill(container: Any, content: Any) -> None:
+    if type(container) in _DICTS:
+        if not _has(container, content):
+            container.clear()
+            container.update(content)
+    else:
+        container.clear()
+        (container.update if type(container) is set else container.extend)(content)
+
+
+def _has(container: dict[Any, Any], content: dict[Any, Any]) -> bool:
+    """Whether it holds these very objects: then nothing is written, since other code may be in a loop over it."""
+    return all(map(is_, container.values(), content.values())) and [*container] == [*content]
+
+
+def _keep_position(source: tuple[Callable[[], Any], Callable[[Any], object]]) -> Undo:
+    read, write = source
+    return partial(write, read())
+
+
+def _keep_what_is_cheap(container: Any) -> Undo | None:
+    length = len(container)
+    if type(container) in (set, deque):
+        return partial(_refill, container, container.copy()) if length <= _MAX_COPIED_ITEMS else None
+
+    def shorten() -> None:
+        if type(container) is list:
+            del container[length:]
+            return
+        for name in list(container)[length:]:  # what was added last stands last
+            del container[name]
+
+    return shorten
+
+
+def iterate_members(*modules: nn.Module) -> list[nn.Module]:
+    """Return ``modules`` and all modules in them, each once; quicker than ``modules()``, which hashes by state."""
+    waiting = list({id(module): module for module in modules}.values())
+    seen = set(map(id, waiting))
+    members: list[nn.Module] = []
+    while waiting:
+        member = waiting.pop()
+        members.append(member)
+        children = vars(member)[CHILDREN]
+        if children:
+            for child in children.values():
+                if child is not None and id(child) not in seen:
+                    seen.add(id(child))
+                    waiting.append(child)
+    return members
+
+
+ALWAYS_COPIED_BYTES = MIB
+_PLAIN_KINDS = (Tensor, nn.Parameter, nn.Buffer)
+
+
+def differs(tensor: Tensor, start: Tensor | None) -> bool:
+    """Whether a tensor was written past its version counter: through ``.data``, or by a kernel."""
+    is_plain = (type(tensor) is nn.Buffer or type(tensor) in REAL_TYPES) and tensor.layout is torch.strided
+    if type(start) is not Tensor or not is_plain or tensor.is_meta or tensor.is_nested:
+        return False
+    if tensor.shape != start.shape or torch.equal(tensor, start):
+        return tensor.shape != start.shape
+    return not bool(((tensor == start) | ((tensor != tensor) & (start != start))).all())  # NaN is not a change
+
+
+class BufferCopy:
+    """One tensor, and its value at one time."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.is_plain = type(tensor) in _PLAIN_KINDS and is_strided(tensor)
+        self.is_small = self.is_plain and tensor.nbytes <= ALWAYS_COPIED_BYTES
+        self._is_counted: bool | None = None if self.is_plain else False  # whether the version tells of all writes
+        self.value = tensor.detach().clone() if self.is_small or not self.is_plain else tensor.detach().cpu().clone()
+        self._mark()
+
+    def is_replaced(self) -> bool:
+        """Whether the tensor has another shape, type or device than the copy was made for."""
+        tensor, (shape, dtype, device, _) = self.tensor, self._place
+        return tensor.dtype is not dtype or tensor.shape != shape or tensor.device != device
+
+    def is_changed(self) -> bool:
+        """Whether the tensor may have been written since the copy was made."""
+        return not self._is_counted or self._has_changed_visibly()
+
+    def refresh(self) -> None:
+        """Copy a tensor that is not small again, if it may have been written."""
+        if self._is_counted is None and not self._has_changed_visibly():
+            self._is_counted = not differs(self.tensor.detach().to(self.value.device), self.value)
+        if self.is_changed():
+            if self.is_plain and has_streams(self.tensor.device.type) and not self.value.is_pinned():
+                self.value = torch.empty_like(self.value, pin_memory=True)
+            self.value.copy_(self.tensor.detach(), non_blocking=self.value.is_pinned())
+            self._mark()
+
+    def restore(self) -> None:
+        """Write the value back, in place."""
+        if not self.is_changed():
+            return
+        is_inference = self.tensor.is_inference()
+        with torch.inference_mode(mode=is_inference), torch.no_grad():
+            if self.is_replaced():
+                self.tensor.data = self.value.to(self._place[2], copy=True)
+            else:
+                # The copy back is ordered before the next refresh: both run on the current stream.
+                self.tensor.copy_(self.value, non_blocking=self.value.is_pinned())
+        self._mark()
+
+    def _has_changed_visibly(self) -> bool:
+        return version_of(self.tensor) != self._version or _place(self.tensor) != self._place
+
+    def _mark(self) -> None:
+        self._version = version_of(self.tensor)
+        self._place = _place(self.tensor)
+        if self._version == NO_VERSION:
+            self._is_counted = False
+
+
+class BufferCopies:
+    """Copies of a model's tensors, held over many steps; with them the layouts of its modules, which only save time.
+
+    Most bytes of buffers are constants (masks, rotary tables): autograd counts writes, so a constant is copied once. Up
+    to 1 MiB is copied in every step all the same, in one operation for all tensors of a kind: kernels such as those of
+    batch normalization write without being counted. A large tensor that is written uncounted is found in the second
+    step, when all of them are compared once, and copied in every step from then on. Copies of large tensors are on the
+    host, those of written ones in pinned memory, so that nothing blocks.
+    """
+
+    def __init__(self) -> None:
+        self.layouts: list[AttributeLayout] = []
+        """Of the modules of the last state that was taken with these copies."""
+        self._copies: dict[int, BufferCopy] = {}
+        self._small: list[BufferCopy] = []
+        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
+
+    def take(self, tensors: Iterable[Tensor]) -> list[BufferCopy]:
+        """Return up-to-date copies of tensors with memory, good until the next call; drop those of others."""
+        before, self._copies = self._copies, {}
+        small: list[BufferCopy] = []
+        with torch.inference_mode(mode=False), torch.no_grad():  # a copy made for an evaluation serves training as well
+            for place, tensor in {id(tensor): tensor for tensor in tensors}.items():
+                copy = before.get(place)
+                if copy is None or copy.is_replaced():
+                    if tensor.is_meta or is_lazy(tensor):
+                        continue
+                    copy = BufferCopy(tensor)
+                elif copy.is_small:
+                    small.append(copy)
+                else:
+                    copy.refresh()
+                self._copies[place] = copy
+            if small != self._small:
+                self._small, self._groups = small, _group(small)
+            for values, originals in self._groups:
+                copy_each(values, originals)
+        return list(self._copies.values())
+
+
+def _group(copies: list[BufferCopy]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    groups: dict[tuple[torch.dtype, torch.device], list[BufferCopy]] = defaultdict(list)
+    for copy in copies:
+        groups[copy.tensor.dtype, copy.tensor.device].append(copy)
+    return [([copy.value for copy in group], [copy.tensor for copy in group]) for group in groups.values()]
+
+
+def _place(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device, tuple[int, int]]:
+    offset = int(tensor.storage_offset()) if is_strided(tensor) else 0
+    return tensor.shape, tensor.dtype, tensor.device, (storage_address(tensor), offset)

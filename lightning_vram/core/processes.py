@@ -1,0 +1,288 @@
+"""This process in a job: a clean exit, the NUMA node of its device, and the signals by which it is stopped.
+
+SLURM sends SIGUSR1 and SIGTERM to all processes of a step. Python runs a handler between two bytecodes of the main
+thread, which may hold locks or be within a collective: to wait for another rank there can hang the job (Lightning
+#21406). So handlers only record the signal, and code that can act on it asks for it.
+
+May import: core.ranks and what is below it, memory.
+"""
+
+import atexit
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_vram.core.ranks import RankAgreement, gather_objects
+from lightning_vram.memory.device.accelerators import pci_address
+from lightning_vram.memory.host import (
+    BoundThreads,
+    cores_by_node,
+    cores_of_rank,
+    machine_name,
+    node_of_pci_device,
+    own_cores,
+)
+
+# Destroying a group does not join gloo's threads while anybody (a wrapper, a mesh) still refers to it. One that drops
+# a tensor and asks for the interpreter's lock when Python is already ending would abort the process; torch has no call
+# that waits for them, and a barrier at exit would wait for peers that are gone.
+_SETTLE_SECONDS = 0.1
+
+
+def leave_group_at_exit() -> None:
+    """Destroy the process group when Python ends, if there is one then. Calling it again does nothing.
+
+    Otherwise a process that has finished its work may abort ("terminate called without an active exception"), and
+    ``torchrun`` or SLURM takes the job for failed. Lightning destroys groups of the backend ``"nccl"`` only, by that
+    name.
+    """
+    atexit.unregister(_leave)
+    atexit.register(_leave)
+
+
+def leave_group() -> None:
+    """Destroy the process group and all groups made from it. Does nothing if there is none; no collective."""
+    atexit.unregister(_leave)
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _leave() -> None:
+    if dist.is_available() and dist.is_initialized():
+        leave_group()
+        time.sleep(_SETTLE_SECONDS)
+
+
+@dataclass(frozen=True)
+class _Claim:
+    machine: tuple[str, ...]
+    node: int | None  # of its device; None: it is not bound
+    cores: frozenset[int]  # that it will run on
+    nodes: frozenset[int]  # that it may run on now
+
+
+@dataclass(frozen=True)
+class NumaBinding:
+    """Bound threads of this rank, until :meth:`undo`."""
+
+    threads: BoundThreads
+    num_threads: int  # that this rank can keep busy while the other ranks of the node do the same
+    description: str  # which ranks of this machine are on which node
+
+    def undo(self) -> None:
+        """Let the threads run where they ran before."""
+        self.threads.undo()
+
+
+def bind_to_node_of(
+    device: torch.device, local_world_size: int, *, idle_nodes_ok: bool = False, root: Path = Path("/")
+) -> NumaBinding | None:
+    """Bind the threads of this rank, and the host memory that they write to first, to its device's node. A collective.
+
+    ``None`` if nothing has changed: there is one node, the device does not name its own, no core there may be used, the
+    process is bound already, or a node has no rank and ``idle_nodes_ok`` is false: its cores and memory bandwidth would
+    be idle. ``root`` is where ``proc`` and ``sys`` are mounted.
+    """
+    claim = _claim(device, root)
+    on_machine = [(rank, other) for rank, other in enumerate(gather_objects(claim)) if other.machine == claim.machine]
+    taken = {other.node for _, other in on_machine}
+    is_idle = any(node not in taken for _, other in on_machine for node in other.nodes)
+    if claim.node is None or claim.cores == own_cores() or (is_idle and not idle_nodes_ok):
+        return None
+    num_threads = cores_of_rank(local_world_size, root)  # before: then it counts those of all nodes
+    shares = (Fraction(1, sum(core in other.cores for _, other in on_machine)) for core in claim.cores)
+    try:
+        threads = BoundThreads(claim.cores)
+    except OSError:
+        return None
+    return NumaBinding(threads, max(1, min(num_threads, int(sum(shares)))), _describe(on_machine))
+
+
+def _claim(device: torch.device, root: Path) -> _Claim:
+    nodes, own, address = cores_by_node(root), own_cores(), pci_address(device)
+    node = node_of_pci_device(address, root) if address is not None and len(nodes) > 1 else None
+    cores = nodes.get(node, frozenset()) & own if node is not None else frozenset()
+    usable = frozenset(number for number, of_node in nodes.items() if of_node & own)
+    return _Claim(machine_name(), node if cores else None, cores or own, usable)
+
+
+def _describe(on_machine: list[tuple[int, _Claim]]) -> str:
+    ranks: dict[int, list[int]] = {}
+    for rank, claim in on_machine:
+        if claim.node is not None:
+            ranks.setdefault(claim.node, []).append(rank)
+    nodes = "; ".join(f"{', '.join(map(str, ranks[node]))} on node {node}" for node in sorted(ranks))
+    return f"Threads and host memory of each rank are bound to the NUMA node of its device: rank {nodes}."
+
+
+Handler = Callable[[int, Any], Any] | int | None
+
+
+class StopSignals:
+    """Records which of ``signals`` (the least important first) arrive while it is installed."""
+
+    def __init__(self, signals: Sequence[signal.Signals]) -> None:
+        self.signals = tuple(signals)
+        self._arrived: set[int] = set()
+        self._before: dict[signal.Signals, Handler] = {}
+
+    @property
+    def strongest(self) -> int:
+        """The place in ``signals``, from 1, of the most important that arrived; 0 if there was none."""
+        return max((place for place, one in enumerate(self.signals, 1) if one in self._arrived), default=0)
+
+    def install(self) -> bool:
+        """Record signals from now on, also blocked ones and those that another object recorded; return success.
+
+        Only the main thread can. Calling it again does nothing.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        for one in self.signals:
+            if one not in self._before:
+                self._before[one] = before = signal.getsignal(one)
+                if (other := _noting(before)) is not None:
+                    self._arrived |= other._arrived
+                signal.signal(one, self.note)
+        self.unblock()
+        return True
+
+    def unblock(self) -> None:
+        """Unblock the signals in this thread."""
+        if hasattr(signal, "pthread_sigmask"):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals)
+
+    def note(self, number: int, frame: Any = None) -> None:
+        """The handler."""
+        self._arrived.add(number)
+
+    def remove(self, harmless: Sequence[signal.Signals] = ()) -> None:
+        """Put the previous handlers back, which get what has arrived if they record it, too. It stays recorded here.
+
+        Calling it again does nothing. ``harmless`` signals stay recorded if no handler is left: they would end the
+        process.
+        """
+        if threading.current_thread() is threading.main_thread():
+            kept = [one for one, handler in self._before.items() if one in harmless and handler == signal.SIG_DFL]
+            for one, handler in self._before.items():
+                if one not in kept and signal.getsignal(one) == self.note:
+                    signal.signal(one, signal.SIG_DFL if handler is None else handler)
+                    if (other := _noting(handler)) is not None:
+                        other._arrived |= self._arrived
+            self._before = {one: self._before[one] for one in kept}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In a copy nothing is installed."""
+        return StopSignals, (self.signals,)
+
+
+def _noting(handler: Handler) -> StopSignals | None:
+    owner = getattr(handler, "__self__", None)
+    return owner if isinstance(owner, StopSignals) else None
+
+
+_ENDLESS = 2**62
+
+
+class StopVote:
+    """A sequence of votes on stop signals that all ranks take in step, without blocking.
+
+    A rank sends what it knows when a batch begins and reads the result when the next one does: by then it has arrived.
+    """
+
+    def __init__(self, agreement: RankAgreement, signals: StopSignals) -> None:
+        self._agreement = agreement
+        self._signals = signals
+        self._pending: Callable[[], tuple[int, ...]] | None = None
+        self._strongest = 0
+        self._num_left = 0
+
+    @property
+    def name(self) -> str:
+        """The name of the signal that all ranks know of."""
+        return self._signals.signals[self._strongest - 1].name
+
+    def exchange(self) -> bool:
+        """End the last vote, begin the next; return whether the ranks know of a signal, all since the same call.
+
+        All ranks must call it equally often.
+        """
+        if self._agreement.is_alone:
+            self._strongest = max(self._strongest, self._signals.strongest)
+        elif not self._strongest:
+            if self._pending is not None:
+                (self._strongest,) = self._pending()
+            self._pending = None if self._strongest else self._agreement.begin_largest(self._signals.strongest)
+        return self._strongest > 0
+
+    def limit(self, num_batches: float) -> None:
+        """Agree on how often :meth:`exchange_limited` votes; infinity if this rank does not know its number of batches.
+
+        Ranks may evaluate different numbers of batches.
+        """
+        if self._agreement.is_alone:
+            self._num_left = _ENDLESS
+            return
+        is_endless = math.isinf(num_batches)
+        least, most = self._agreement.smallest(_ENDLESS if is_endless else int(num_batches), -int(is_endless))
+        self._num_left = least if not most else 0
+
+    def exchange_limited(self) -> bool:
+        """Vote as :meth:`exchange`, as long as all ranks come; then ``False``."""
+        self._num_left -= 1
+        return self._num_left >= 0 and self.exchange()
+
+
+class DaemonShield:
+    """From :meth:`raise_it` to :meth:`lower`, daemons of ``multiprocessing`` start with ``signals`` blocked.
+
+    A data loader worker that dies of a signal ends the training before it has saved. Python ends daemons by SIGTERM,
+    and waits for them: here it is SIGKILL. Where signals cannot be blocked (Windows), it does nothing.
+    """
+
+    def __init__(self, signals: Sequence[int]) -> None:
+        self._signals = tuple(signals)
+        self._start: Any = None
+
+    def raise_it(self) -> None:
+        """Shield daemons that this process starts from now on; those of a fork server only if it starts now."""
+        if self._start is not None or not hasattr(signal, "pthread_sigmask"):
+            return
+        self._start = start = BaseProcess.start
+        signals = self._signals
+
+        def start_shielded(process: Any) -> None:
+            if process.daemon:
+                _start_shielded(process, start, signals)
+            else:
+                start(process)
+
+        BaseProcess.start = start_shielded  # type: ignore[method-assign, assignment]
+
+    def lower(self) -> None:
+        """Start daemons as before; those that are shielded stay so. Calling it again does nothing."""
+        if self._start is not None:
+            BaseProcess.start, self._start = self._start, None  # type: ignore[method-assign]
+
+
+def _start_shielded(process: Any, start: Any, signals: tuple[int, ...]) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        if getattr(process, "_start_method", None) != "fork":
+            resource_tracker.ensure_running()  # Python 3.11 would start it meanwhile, and unblock SIGTERM by that
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # a process begins with what its parent has blocked
+        start(process)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    process._popen.terminate = process._popen.kill

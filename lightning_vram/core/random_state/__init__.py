@@ -1,1 +1,0 @@
-"""Read, write and compare random generators, and the state around a forward. May import: core.tensors, memory."""

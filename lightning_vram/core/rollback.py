@@ -1,0 +1,323 @@
+"""Restore a module as it was before a forward or step, to recompute or retry. May import: rooms of core below."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import itemgetter, methodcaller
+from types import CodeType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_vram.core.module_state import (
+    ALWAYS_COPIED_BYTES,
+    AttributeLayout,
+    AttributeState,
+    BufferCopies,
+    differs,
+    iterate_members,
+    take_states,
+)
+from lightning_vram.core.random_state import AmbientState, global_sources
+from lightning_vram.core.tensors.properties import is_shard, num_bytes_of, version_of
+from lightning_vram.private_names.dispatcher import OptimizedModule
+from lightning_vram.private_names.fsdp2 import is_part_of_flat_parameter
+from lightning_vram.private_names.torch import (
+    BUFFERS,
+    PARAMETERS,
+    InstanceNormBase,
+    NormBase,
+    num_writes,
+    own_buffers,
+    own_parameters,
+    storage_identity,
+    without_torch_function,
+)
+
+__all__ = ["BufferCopies", "iterate_members"]
+
+
+_T = TypeVar("_T")
+SAVED_COPY_BYTES = 64 * 1024
+"""Copies up to this size are kept for the second run whether the tensor is written or not; most layers have none."""
+_read_values = methodcaller("values")
+
+
+@dataclass
+class ForwardFacts:
+    """What the forwards of a module have shown so far; ``None`` before the first."""
+
+    written: set[tuple[int, str]] | None = None  # buffers and tensor attributes: number of the submodule, and name
+    layouts: list[AttributeLayout] = field(default_factory=list)  # of the submodules, in order
+    draws_from_numpy: bool | None = None  # one that does so in later forwards only is not noticed
+    reads_statistics: bool | None = None  # whether its code names the running statistics of its norms
+
+
+@dataclass(slots=True)
+class _Held:
+    """A buffer or tensor attribute. ``start`` is its value before the forward, if that is saved."""
+
+    registry: dict[str, Any]
+    tensor: Tensor
+    start: Tensor | None
+    version: int
+
+
+class ForwardState:
+    """The start of a forward of ``modules``: call :meth:`settle` right after it, and :meth:`run` to repeat it.
+
+    Recomputation runs a forward again in the backward. By then the module and its ambient state may have changed: an
+    adapter is switched, ``eval()`` was called, ``sdpa_kernel(...)`` is left, a buffer has moved. And what the forward
+    writes would be written twice: BatchNorm would move its running statistics two times per step (pytorch#96136), a
+    list of auxiliary losses would grow. Recomputation may also be stopped early, so what a forward sets and resets may
+    stay set.
+
+    All of that is restored for the recomputation, and afterwards put back: attributes (lists, dicts and the like with
+    their contents, up to a thousand items), hooks, training flags, which parameters are where, buffers and tensor
+    attributes by value, and the :class:`AmbientState`. Tensors that are not copied are watched: one that was
+    overwritten meanwhile is an error, as in autograd. Not detected: other objects that change inside, globals, and
+    parameters that the forward itself overwrites. One thread at a time: a second one would see the state of the first.
+
+    ``devices`` are those on which the modules may compute in addition to those of their parameters.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], learned: ForwardFacts, devices: Iterable[torch.device] = ()
+    ) -> None:
+        self._name = type(modules[0]).__name__
+        self._learned = learned
+        self._members = [member for member in iterate_members(*modules) if not isinstance(member, OptimizedModule)]
+        # What a forward adds to a large container is taken away when the second run is over, not before it.
+        self._states = take_states(self._members, learned.layouts, shortens=False)
+        self._parameters = [(one, one.requires_grad) for one in self._iterate_parameters()]
+        self._held: dict[tuple[int, str], _Held] = {}
+        self._statistics: list[tuple[dict[str, Any], str]] = []  # that move on, and that nobody reads
+        self._watched: list[tuple[str, Tensor]] = []
+        self._versions: list[int] = []
+        for number, buffers in enumerate(self._own(BUFFERS)):
+            if buffers:
+                self._take_buffers(number, buffers)
+            if self._states[number].layout.tensors:
+                self._take_tensors(number)
+        # Those of the parameters, too: a layer may get its tensors inside an object of the user's.
+        parameters = chain.from_iterable(map(_read_values, self._own(PARAMETERS)))
+        devices = {*devices, *(parameter.device for parameter in parameters if parameter is not None)}
+        self._ambient = AmbientState(devices, has_numpy=learned.draws_from_numpy is not False)
+
+    def settle(self) -> set[str]:
+        """Save the starts of tensors that the forward wrote, and watch the others; call it after the forward.
+
+        Returns from which generators of the host it drew numbers: ``"python"``, ``"numpy"``. Raises ``RuntimeError`` if
+        it wrote a large tensor that is not copied, since it did not write it in its first forward.
+        """
+        is_first = self._learned.written is None
+        known = self._learned.written = self._learned.written or set()
+        watched: list[tuple[str, Tensor]] = []
+        for place, held in self._held.items():
+            is_written = version_of(held.tensor) != held.version or (is_first and differs(held.tensor, held.start))
+            if is_written or place in known:
+                known.add(place)
+                if held.start is None:
+                    raise RuntimeError(
+                        f"layer {self._name} overwrites {place[1]!r} in place in this forward. It is too large to be "
+                        "copied in every forward, so the layer cannot be recomputed: leave it out (layers=)."
+                    )
+            elif num_bytes_of(held.tensor) > SAVED_COPY_BYTES:
+                held.start = None
+                watched.append((place[1], held.tensor))
+        self._watched = [pair for pair in watched if not pair[1].is_inference()]
+        self._versions = [num_writes(one) for _, one in self._watched]
+        drawn = self._ambient.settle()
+        if self._learned.draws_from_numpy is None:
+            self._learned.draws_from_numpy = "numpy" in drawn
+        return drawn
+
+    def run(self, work: Callable[[], _T]) -> _T:
+        """Return the result of ``work`` in the state before the forward. May be called again.
+
+        Raises ``RuntimeError`` if a tensor that the forward read has been overwritten since.
+        """
+        now = [num_writes(one) for _, one in self._watched]
+        if now != self._versions:
+            name, one = next(pair for pair, a, b in zip(self._watched, now, self._versions, strict=True) if a != b)
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{name} of shape {list(one.shape)} in {self._name}, a layer that is recomputed. Write it after the "
+                "backward, or assign a new tensor."
+            )
+        return self._ambient.run(lambda: self._run(work))
+
+    def _run(self, work: Callable[[], _T]) -> _T:
+        now = take_states(self._members, self._learned.layouts)
+        with without_torch_function():  # who observes a weight hears only of what the layer does with it
+            parameters = [(one, one.data, one.requires_grad) for one in self._iterate_parameters()]
+        try:
+            self._put_back(now)
+            return work()
+        finally:
+            for state in now:
+                state.restore()
+            for parameter, data, requires_grad in parameters:
+                if _is_moved(parameter, data):
+                    parameter.data = data
+                if parameter.requires_grad != requires_grad:
+                    parameter.requires_grad_(requires_grad)
+
+    def _put_back(self, now: list[AttributeState]) -> None:
+        for state, present in zip(self._states, now, strict=True):
+            state.restore()
+            if present.layout.tensors:  # FSDP1 sets parameters as views of its flat one, anew for the backward
+                vars(state.module).update(
+                    {name: t for name, t in present.tensors().items() if is_part_of_flat_parameter(t)}
+                )
+        for parameter, requires_grad in self._parameters:
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)
+        copies: dict[int, Tensor] = {}  # one tensor under two names stays one
+        for (_, name), held in self._held.items():
+            if held.start is not None:  # copied once more: a retained graph may be recomputed again
+                held.registry[name] = copies.setdefault(id(held.tensor), writable_copy(held.start))
+        for registry, name in self._statistics:
+            registry[name] = writable_copy(registry[name])
+
+    def _take_buffers(self, number: int, buffers: dict[str, Any]) -> None:
+        member = self._members[number]
+        are_statistics = member.training and _has_statistics(member) and not self._reads_statistics()
+        are_statistics &= not isinstance(member, InstanceNormBase)  # saves copies of them
+        for name, buffer in buffers.items():
+            if buffer is not None and are_statistics:
+                self._statistics.append((buffers, name))
+            elif buffer is not None:
+                self._hold(number, name, buffers, buffer)
+
+    def _take_tensors(self, number: int) -> None:
+        for name, tensor in self._states[number].tensors().items():
+            if type(tensor) is Tensor and not is_part_of_flat_parameter(tensor):
+                self._hold(number, name, vars(self._members[number]), tensor)
+
+    def _hold(self, number: int, name: str, registry: dict[str, Any], tensor: Tensor) -> None:
+        written, place = self._learned.written, (number, name)
+        if tensor.requires_grad:  # a weight that was computed, or a condition: not written as a rule
+            is_copied = num_bytes_of(tensor) <= SAVED_COPY_BYTES or place in (written or ())
+        else:
+            is_copied = written is None or place in written or num_bytes_of(tensor) <= ALWAYS_COPIED_BYTES
+        self._held[place] = _Held(registry, tensor, writable_copy(tensor) if is_copied else None, version_of(tensor))
+
+    def _reads_statistics(self) -> bool:
+        if self._learned.reads_statistics is None:
+            classes = {kind for member in self._members for kind in type(member).__mro__}
+            own = [kind for kind in classes if not kind.__module__.startswith("torch.nn.modules.")]
+            self._learned.reads_statistics = any(_names_statistics(one) for kind in own for one in vars(kind).values())
+        return self._learned.reads_statistics
+
+    def _own(self, registry: str) -> Iterator[dict[str, Any]]:
+        """Yield the registries of all members: this and its callers call no Python function for each."""
+        return map(itemgetter(registry), map(vars, self._members))
+
+    def _iterate_parameters(self) -> Iterator[Tensor]:
+        for parameter in chain.from_iterable(map(_read_values, self._own(PARAMETERS))):
+            if type(parameter) is nn.Parameter or (parameter is not None and not is_shard(parameter)):
+                yield parameter
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    """Whether buffers are statistics of torch's own norms: written in training, past their version, and not read."""
+    return isinstance(module, NormBase) and type(module).forward.__module__.startswith("torch.nn.modules.")
+
+
+def _names_statistics(value: Any) -> bool:
+    """Whether a function or property, or code inside of it, names running statistics."""
+    value = getattr(value, "fget", None) or getattr(value, "__func__", None) or value
+    code = getattr(getattr(value, "__wrapped__", value), "__code__", value)
+    if not isinstance(code, CodeType):
+        return False
+    return (
+        "running_mean" in code.co_names or "running_var" in code.co_names or any(map(_names_statistics, code.co_consts))
+    )
+
+
+def _is_moved(parameter: Tensor, data: Tensor) -> bool:
+    """Whether a parameter is elsewhere than ``data``, which was its own; fake tensors have no ``data_ptr()``."""
+    if parameter.storage_offset() != data.storage_offset():
+        return True
+    try:
+        return storage_identity(parameter) != storage_identity(data)
+    except (NotImplementedError, RuntimeError):  # not one piece of memory
+        return False
+
+
+def writable_copy(tensor: Tensor) -> Tensor:
+    """Return a copy that needs a gradient if ``tensor`` does, and can be written in place if it can."""
+    with torch.no_grad():
+        twin = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    with torch.enable_grad():
+        return twin if tensor.is_leaf else twin.clone()
+
+
+def iterate_floating_buffers(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the buffers of ``module`` that are neither masks nor statistics of torch's own norms."""
+    for member in module.modules():
+        if not _has_statistics(member):
+            buffers = (buffer for buffer in own_buffers(member).values() if buffer is not None)
+            yield from (buffer for buffer in buffers if buffer.dtype not in (torch.bool, torch.uint8))
+
+
+class StepState:
+    """The state of a module and of the global generators before a training step that may have to be run again.
+
+    A step that ran out of memory has moved running statistics, drawn random numbers, counted in attributes: run again
+    on top of that it would train another model. Restored are attributes of all modules (modes, hooks, flags, lists and
+    dicts with their contents) but those in ``skip``, ``requires_grad``, generators, buffers, and plain tensor
+    attributes of up to 1 MiB. It blocks on no device and copies small tensors only, except for its first two times.
+
+    Not restored: parameters' values and gradients (a forward does not change the first; for the others see
+    :class:`GradientState`), objects of other kinds that change inside, tensors in containers that are written in place,
+    and parameters under FSDP1.
+
+    ``copies`` are held by the caller over the run, so that constant buffers are copied once; the state is good until
+    the next one is taken with the same copies. ``None``: everything is copied.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        copies: BufferCopies | None = None,
+        *,
+        skip: Callable[[nn.Module], bool] | None = None,
+    ) -> None:
+        members = list(iterate_members(module))
+        copies = copies if copies is not None else BufferCopies()
+        seen = members if skip is None else [member for member in members if not skip(member)]
+        self._attributes = take_states(seen, copies.layouts)
+        self._requires_grad = [
+            (parameter, parameter.requires_grad)
+            for member in members
+            for parameter in own_parameters(member).values()
+            if parameter is not None
+        ]
+        buffers = (buffer for member in members for buffer in own_buffers(member).values() if buffer is not None)
+        self._buffers = copies.take([*buffers, *_iterate_plain_tensors(self._attributes)])
+        self._generators = [(write, read()) for read, write in global_sources(device)]
+
+    def restore(self) -> None:
+        """Go back. May be called again, after each further try."""
+        for attributes in self._attributes:
+            attributes.restore()
+        for buffer in self._buffers:
+            buffer.restore()
+        for parameter, requires_grad in self._requires_grad:
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)
+        for write, state in self._generators:
+            write(state)
+
+
+def _iterate_plain_tensors(states: list[AttributeState]) -> Iterator[Tensor]:
+    for state in states:
+        if state.layout.tensors:
+            for tensor in state.tensors().values():
+                # Results of the last step have a past: they are replaced, not written.
+                if type(tensor) is Tensor and not tensor.requires_grad and num_bytes_of(tensor) <= ALWAYS_COPIED_BYTES:
+                    yield tensor

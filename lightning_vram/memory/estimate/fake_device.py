@@ -1,0 +1,282 @@
+"""Correct fakes on the host where PyTorch's fake kernels return other tensors than the real ones."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from typing_extensions import override
+
+from lightning_vram.memory.estimate.fake_tensors import (
+    FAKE_GPU_TYPE,
+    FinishedEvent,
+    FinishedStream,
+    device_functions,
+    fake_of,
+    foreach_takes_fakes,
+    make_parameter,
+    replaced,
+)
+from lightning_vram.memory.estimate.known_values import KnownValues, pad_packed_sequence
+from lightning_vram.memory.estimate.recorded_reads import ARRAY, LIST, MAKERS, RecordedReads, one_hot
+from lightning_vram.private_names.dispatcher import (
+    BACKEND,
+    EMBEDDING_BAG,
+    MKLDNN_RNN,
+    RECURRENT_FUNCTIONS,
+    FakeTensor,
+    FakeTensorMode,
+    QuickFakeMode,
+    UnwrappedMode,
+    connect_fake_ranks,
+    remove_device_module,
+    set_device_module,
+    swap_contents,
+    without_dispatch,
+)
+
+aten = torch.ops.aten
+_SUM = 0  # mode of an embedding bag: its fast path keeps no indices
+_STEPS = 16, 32  # of time, with which a workspace is measured
+_INDICES = 1  # position among the results of an embedding bag
+
+
+class HostKernels(UnwrappedMode):  # type: ignore[no-untyped-call]
+    """Corrects the results of fake operators on the host while it is entered, inside of a fake mode."""
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        results = func(*args, **(kwargs or {}))
+        correct = _CORRECTIONS.get(func)
+        return correct(results, args) if correct is not None and args[0].is_cpu else results
+
+
+def _with_float32_statistics(results: Any, args: tuple[Any, ...]) -> Any:
+    source, *others = args
+    dtypes = {other.dtype for other in others if isinstance(other, Tensor)}
+    if source.dtype not in (torch.bfloat16, torch.float16) or torch.float32 not in dtypes:
+        return results
+    result, *statistics = results
+    return result, *(torch.empty_like(statistic, dtype=torch.float32) for statistic in statistics)
+
+
+def _with_wanted_gradients(results: Any, args: tuple[Any, ...]) -> Any:
+    return tuple(result if is_wanted else None for result, is_wanted in zip(results, args[-1], strict=True))
+
+
+def _with_gradient_like_input(results: Any, args: tuple[Any, ...]) -> Any:
+    gradient, *others = results
+    return gradient if gradient is None else gradient.to(args[1].dtype), *others
+
+
+def _with_room_for_indices(results: Any, args: tuple[Any, ...]) -> Any:
+    mode = args[4] if len(args) > 4 else _SUM
+    if mode == _SUM:
+        return results
+    indices = results[_INDICES]
+    room = indices.new_empty(indices.numel() + 1)
+    return *results[:_INDICES], room[:-1], *results[_INDICES + 1 :]
+
+
+def _with_workspace(results: Any, args: tuple[Any, ...]) -> Any:
+    if not args[-1]:  # in evaluation there is none
+        return results
+    length, *rest = args[0].shape
+    shapes = tuple(tuple(one.shape) for one in args[1:7])
+    more_args = tuple(tuple(one) if isinstance(one, list) else one for one in args[7:])
+    steps = [min(length, most) for most in _STEPS]
+    few, more = (_workspace_bytes((number, *rest), shapes, args[0].dtype, more_args) for number in steps)
+    return *results[:-1], results[-1].new_empty(more + (more - few) * (length - steps[1]) // (_STEPS[1] - _STEPS[0]))
+
+
+@cache
+def _workspace_bytes(shape: tuple[int, ...], others: tuple[tuple[int, ...], ...], dtype: torch.dtype, rest: Any) -> int:
+    with without_dispatch():
+        tensors = [torch.zeros(one, dtype=dtype) for one in (shape, *others)]
+        return int(MKLDNN_RNN(*tensors, *rest)[-1].nbytes)
+
+
+_CORRECTIONS: dict[Any, Callable[[Any, tuple[Any, ...]], Any]] = {
+    **dict.fromkeys(
+        [aten.native_batch_norm.default, aten.native_layer_norm.default, aten.native_group_norm.default],
+        _with_float32_statistics,
+    ),
+    aten.native_batch_norm_backward.default: _with_wanted_gradients,
+    aten.native_group_norm_backward.default: _with_gradient_like_input,
+    EMBEDDING_BAG: _with_room_for_indices,
+    MKLDNN_RNN: _with_workspace,
+}
+
+
+@contextmanager
+def fake_ranks(num_ranks: int) -> Iterator[None]:
+    """Let this process be rank 0 of ``num_ranks`` inside the block. Collectives send nothing."""
+    if dist.is_initialized():
+        raise RuntimeError("estimate_memory simulates ranks, but torch.distributed is already initialized here.")
+    with ExitStack() as stack:
+        backends = dist.Backend.default_device_backend_map
+        backends[FAKE_GPU_TYPE] = BACKEND
+        stack.callback(backends.pop, FAKE_GPU_TYPE)
+        connect_fake_ranks(("cpu", FAKE_GPU_TYPE), num_ranks)
+        stack.callback(dist.destroy_process_group)
+        new_group, backend = dist.new_group, f"cpu:{BACKEND},{FAKE_GPU_TYPE}:{BACKEND}"
+        functions: dict[str, Any] = {
+            "new_group": lambda ranks=None, *_, **kwargs: new_group(ranks, **{**kwargs, "backend": backend}),
+            "barrier": lambda *_, **__: None,
+            "broadcast_object_list": lambda *_, **__: None,
+            "all_gather_object": _gather_same,
+        }
+        stack.enter_context(replaced(dist, functions))
+        yield
+
+
+def _gather_same(objects: list[Any], value: Any, group: Any = None) -> None:
+    objects[:] = [value] * len(objects)
+
+
+# A GPU you do not have: fake tensors whose backward runs on any machine, and a module like ``torch.cuda``.
+#
+# Its device type is ``"lazy"``: autograd runs its backward in the calling thread, so no driver is needed (fake
+# ``"cuda"`` tensors need one), and unlike ``"meta"`` it is no sign of a module that waits to be materialised. Queued
+# work is done at once, so copies keep up with the computation.
+
+HOST = torch.device("cpu")
+
+
+@contextmanager
+def fake_device(
+    *,
+    num_bytes: int,
+    allocated_bytes: Callable[[], int],
+    on_pin: Callable[[Tensor], None],
+    reads: RecordedReads | None = None,
+) -> Iterator[tuple[FakeTensorMode, KnownValues]]:
+    """Let tensors be fake, and a device of type :data:`KIND` exist; yields the mode, and what answers for values."""
+    mode = QuickFakeMode(allow_non_fake_inputs=True)
+    values = KnownValues(reads)
+    with ExitStack() as stack:
+        module = _device_module(num_bytes, allocated_bytes)
+        set_device_module(FAKE_GPU_TYPE, module)
+        stack.callback(remove_device_module, FAKE_GPU_TYPE)
+        for owner, attributes in _replacements(module, values, on_pin):
+            stack.enter_context(replaced(owner, attributes))
+        stack.enter_context(foreach_takes_fakes())
+        stack.enter_context(mode)
+        stack.enter_context(values)
+        stack.enter_context(HostKernels())  # type: ignore[no-untyped-call]
+        yield mode, values
+
+
+def _replacements(
+    module: ModuleType, values: KnownValues, on_pin: Callable[[Tensor], None]
+) -> list[tuple[Any, dict[str, Any]]]:
+    accelerator = {
+        "current_stream": module.current_stream,
+        "synchronize": module.synchronize,
+        "current_device_index": module.current_device,
+    }
+    of_tensors = {
+        "__deepcopy__": _deep_copy(Tensor.__deepcopy__, values),
+        "data": property(_DATA.__get__, _set_data),
+        "pin_memory": _pin(on_pin),
+        "is_pinned": lambda self, *_: False,
+        "record_stream": lambda self, stream: None,
+        "numpy": _read_all(ARRAY, Tensor.numpy, values),
+        "__format__": _format,
+        "as_subclass": _as_subclass,
+    }
+    huggingface: Any = sys.modules.get("transformers.utils.import_utils")
+    asks_for_values = {"is_fake_tensor": values.is_unknown} if hasattr(huggingface, "is_fake_tensor") else {}
+    return [
+        (huggingface, asks_for_values),  # it takes other paths with masks that it cannot look at
+        (torch.accelerator, accelerator),
+        (torch, {"Stream": FinishedStream, "Event": FinishedEvent, **MAKERS}),
+        (torch.utils, {"swap_tensors": swap_contents}),
+        (nn.Parameter, {"__new__": make_parameter(nn.Parameter.__new__)}),
+        (Tensor, of_tensors),
+        (functional, {"one_hot": one_hot}),
+        (RECURRENT_FUNCTIONS, {"_pad_packed_sequence": pad_packed_sequence}),
+        (FakeTensor, {"tolist": _read_all(LIST, Tensor.tolist, values)}),
+    ]
+
+
+_AS_SUBCLASS: Any = Tensor.as_subclass
+_DATA: Any = Tensor.data  # of a base of it: what is put in its place here is taken away again
+_Copy = Callable[[Tensor, dict[int, Any]], Tensor]
+
+
+def _deep_copy(original: _Copy, values: KnownValues) -> _Copy:
+    def copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+        if not isinstance(tensor, FakeTensor):
+            with without_dispatch():
+                return original(tensor, memo)
+        if id(tensor) not in memo:
+            memo[id(tensor)] = copied = _copy_of(tensor)
+            values.carry_over(tensor, copied)
+        return memo[id(tensor)]  # type: ignore[no-any-return]
+
+    return copy
+
+
+def _read_all(what: str, original: Callable[..., Any], values: KnownValues) -> Callable[..., Any]:
+    def read(tensor: Tensor, **options: Any) -> Any:
+        return values.read_all(what, tensor, partial(original, **options))
+
+    return read
+
+
+def _as_subclass(tensor: Tensor, kind: type) -> Tensor:
+    """A fake stays one: classes such as torchvision's ``Image`` add no memory."""
+    return tensor if isinstance(tensor, FakeTensor) else _AS_SUBCLASS(tensor, kind)
+
+
+def _format(tensor: Tensor, spec: str) -> str:
+    """Write the number of a tensor that has one, as tensors themselves do unless they are fake."""
+    return format(tensor.item() if tensor.dim() == 0 else str(tensor), spec)
+
+
+def _pin(on_pin: Callable[[Tensor], None]) -> Callable[..., Tensor]:
+    def pin_memory(tensor: Tensor, *_: Any) -> Tensor:
+        on_pin(tensor)
+        return tensor
+
+    return pin_memory
+
+
+def _copy_of(tensor: FakeTensor) -> Tensor:
+    if isinstance(tensor, nn.Parameter):  # as its own method does
+        return nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
+    if tensor.device.type == FAKE_GPU_TYPE:  # the copy of a storage is made by no operator, but takes memory
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    tensor.new_empty([])  # the one operator of a real copy
+    return fake_of(tensor, tensor.fake_mode, tensor.device)
+
+
+def _set_data(tensor: Tensor, values: Tensor) -> None:
+    if not isinstance(tensor, FakeTensor) or tensor.device == values.device:
+        _DATA.__set__(tensor, values)
+        return
+    is_parameter, requires_grad = isinstance(tensor, torch.nn.Parameter), tensor.requires_grad
+    moved = values.detach()  # to autograd, tensors of different devices are of different kinds
+    if is_parameter:
+        moved = torch.nn.Parameter(moved, requires_grad=requires_grad)
+    swap_contents(tensor, moved.requires_grad_(requires_grad))
+
+
+def _device_module(num_bytes: int, allocated_bytes: Callable[[], int]) -> ModuleType:
+    module = ModuleType(f"torch.{FAKE_GPU_TYPE}")
+    vars(module).update(
+        device_functions(num_bytes, allocated_bytes),
+        _is_in_bad_fork=lambda: False,
+        is_bf16_supported=lambda *_, **__: True,
+        get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+    )
+    return module

@@ -1,0 +1,156 @@
+"""Storages that were allocated in a watched step: where, and which of them are alive later."""
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_vram.memory.tracking.ledger import Ledger, ResultRecorder, Results, follow_modules, iterate_storages
+from lightning_vram.private_names.torch import num_nodes, storage_key, tensors_in
+
+_LIBRARIES = sys.stdlib_module_names | {
+    *("torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_vram"),
+}
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a storage was made."""
+
+    module: str = ""  # name of the innermost module whose forward ran; empty for the root and outside of any
+    # ``"model.py:42 in training_step"``, the innermost line of the user's; empty where there was none, such as in the
+    # backward
+    line: str = ""
+
+    def __str__(self) -> str:
+        """``net.0, model.py:42 in training_step``."""
+        return ", ".join(filter(None, [self.module, self.line])) or "place unknown"
+
+
+class AllocationTracker:
+    """The storages that one step allocated, by weak references."""
+
+    def __init__(self) -> None:
+        self._noted: dict[int, tuple[weakref.ref[torch.UntypedStorage], Site]] = {}
+        self.nodes = range(0)  # of the graph, by number
+
+    def add(self, storage: torch.UntypedStorage, site: Site) -> None:
+        """Note a storage, unless it is known."""
+        key = storage_key(storage)
+        known = self._noted.get(key)
+        if known is None or known[0]() is None:  # else its address is used again
+            self._noted[key] = (weakref.ref(storage), site)
+
+    def alive(self) -> dict[int, tuple[int, Site]]:
+        """Return bytes and site of those that are alive, by the key of the storage, and forget the others."""
+        found = {}
+        for key, (reference, site) in list(self._noted.items()):
+            storage = reference()
+            if storage is None:
+                del self._noted[key]
+            else:
+                found[key] = (int(storage.nbytes()), site)
+        return found
+
+    def forget(self, keys: set[int]) -> None:
+        """Take storages out."""
+        for key in keys & self._noted.keys():
+            del self._noted[key]
+
+
+def storages_of(tensors: Any) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages behind tensors that take memory: not those of fake tensors, which compilers keep."""
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):
+            yield from (storage for storage, _ in iterate_storages(tensor) if storage.device.type != "meta")
+
+
+def user_frames() -> set[FrameType]:
+    """Return the frames that called, those of libraries left out."""
+    return set(_frames(sys._getframe(1)))
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _LIBRARIES:
+            yield frame
+        frame = frame.f_back
+
+
+def line_of_user(outer: set[FrameType]) -> str:
+    """Return the innermost line of the user's code that runs now; empty if it is none inside of ``outer`` frames."""
+    for frame in _frames(sys._getframe(1)):
+        if frame in outer:
+            return ""
+        if not frame.f_code.co_filename.startswith("<"):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return ""
+
+
+class StepWatch:
+    """From before one step to before the next: :meth:`finish` ends it. Followed steps run uncompiled."""
+
+    def __init__(self, module: nn.Module, *, follows_operators: bool) -> None:
+        self._module = module
+        self._follows_operators = follows_operators
+        self._old_keys = {storage_key(storage) for storage in _visible_storages()}
+        self._first_node = num_nodes()
+        self.births = AllocationTracker()
+        self.is_finished = False
+
+    @contextmanager
+    def around_step(self) -> Iterator[None]:
+        """Follow the operators of the step inside the block, if they may be."""
+        if not self._follows_operators or self.is_finished:
+            yield
+            return
+        place = Ledger()  # of which only the name of the module is used
+        outer = user_frames()  # which were there before the step, and made nothing of it
+
+        def note(result: Any, results: Results, func: Any) -> None:
+            if results is Results.NEW:
+                site = Site(place.module, line_of_user(outer))
+                for storage in storages_of(tensors_in(result)):
+                    self.births.add(storage, site)
+
+        with ExitStack() as stack:
+            follow_modules(stack, place, self._module, lambda: None)
+            stack.enter_context(ResultRecorder(note))
+            yield
+
+    def finish(self, held: Callable[[], Iterable[Tensor]]) -> None:
+        """End with the step; ``held`` returns what may be new and stay: parameters, gradients, optimizer states."""
+        self.births.nodes = range(self._first_node, num_nodes())
+        self.births.alive()  # forgets the dead, whose addresses may be used again
+        for storage in _visible_storages():
+            if storage_key(storage) not in self._old_keys:
+                self.births.add(storage, Site())
+        self.births.forget({storage_key(storage) for storage in storages_of(held())})
+        self._old_keys.clear()
+        self.is_finished = True
+
+
+def live_tensors() -> list[Tensor]:
+    """Return the tensors that Python can see."""
+    kinds = {Tensor}
+    waiting = [Tensor]
+    while waiting:
+        new = set(waiting.pop().__subclasses__()) - kinds
+        kinds |= new
+        waiting += new
+    return [thing for thing in gc.get_objects() if type(thing) in kinds]
+
+
+def _visible_storages() -> Iterator[torch.UntypedStorage]:
+    for tensor in live_tensors():
+        try:
+            yield from storages_of([tensor])
+        except (AttributeError, RuntimeError, NotImplementedError):  # half made, or of a transform
+            continue

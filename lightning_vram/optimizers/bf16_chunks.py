@@ -1,0 +1,247 @@
+"""Chunks of bf16 weights that are stepped together: enough for few kernels, few enough for small transients."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_vram.core.tensors.codecs import add_compensation_, compensate_, join_, round_randomly_, split_
+from lightning_vram.private_names.dispatcher import copy_each
+
+
+class WeightCodec(ABC):
+    """Stores ``rest``, the remainder of bf16 weights: flat, one element per weight, or ``None``."""
+
+    rest: Tensor | None = None
+
+    @abstractmethod
+    def read(self, weights: Tensor) -> Tensor:
+        """Return exact weights: flat fp32, from the bf16 weights in fp32. May work in place."""
+
+    @abstractmethod
+    def write(self, exact: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Store the remainder of exact weights (flat fp32), and return the flat values for the bf16 weights.
+
+        May work in place. Without a generator nothing is random.
+        """
+
+
+class MasterCodec(WeightCodec):
+    """An fp32 copy: 4 bytes per weight, exact."""
+
+    @override
+    def read(self, weights: Tensor) -> Tensor:
+        # A weight that differs from the rounded copy was written by user code.
+        assert self.rest is not None
+        return torch.where(weights == self.rest.bfloat16(), self.rest, weights, out=self.rest)
+
+    @override
+    def write(self, exact: Tensor, generator: torch.Generator | None) -> Tensor:
+        self.rest = exact
+        return exact
+
+
+class SplitCodec(WeightCodec):
+    """The lower half of the fp32 pattern: 2 bytes per weight, exact."""
+
+    @override
+    def read(self, weights: Tensor) -> Tensor:
+        assert self.rest is not None
+        join_(weights, self.rest)
+        return weights
+
+    @override
+    def write(self, exact: Tensor, generator: torch.Generator | None) -> Tensor:
+        if self.rest is None:
+            self.rest = torch.empty_like(exact, dtype=torch.int16)
+        split_(exact, self.rest)
+        return exact
+
+
+class KahanCodec(WeightCodec):
+    """The rounding error in bf16: 2 bytes per weight, 16 significant bits together."""
+
+    @override
+    def read(self, weights: Tensor) -> Tensor:
+        assert self.rest is not None
+        add_compensation_(weights, self.rest)
+        return weights
+
+    @override
+    def write(self, exact: Tensor, generator: torch.Generator | None) -> Tensor:
+        if self.rest is None:
+            self.rest = torch.empty_like(exact, dtype=torch.bfloat16)
+        return compensate_(exact, self.rest)
+
+
+class StochasticCodec(WeightCodec):
+    """Nothing: weights are stochastically rounded."""
+
+    @override
+    def read(self, weights: Tensor) -> Tensor:
+        return weights
+
+    @override
+    def write(self, exact: Tensor, generator: torch.Generator | None) -> Tensor:
+        if generator is not None:  # otherwise the copy to bf16 rounds to nearest
+            round_randomly_(exact, generator)
+        return exact
+
+
+CODECS: dict[str, type[WeightCodec]] = {
+    "bf16+master": MasterCodec,
+    "bf16+split": SplitCodec,
+    "bf16+kahan": KahanCodec,
+    "bf16+stochastic": StochasticCodec,
+}
+
+
+CHUNK_ELEMENTS = 2**22  # 16 MiB in fp32
+
+
+class WeightChunk:
+    """Converts parameters on one device, all frozen or none, to bf16 in place, until :meth:`restore`.
+
+    The remainder of frozen parameters is in host memory, exact for every scheme. Once they are trained, their chunk
+    moves to the device at the first step. ``number`` seeds the rounding.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], scheme: str, number: int) -> None:
+        self.parameters = tuple(parameters)
+        self.number = number
+        self._scheme = scheme
+        self._dtypes = tuple(parameter.dtype for parameter in parameters)
+        self._lent: tuple[list[Tensor], WeightCodec, bool] | None = None
+        self.is_resting = not parameters[0].requires_grad
+        self._codec: WeightCodec = self._resting_codec() if self.is_resting else CODECS[scheme]()
+        weights = self._codec.write(self._gather("cpu" if self.is_resting else parameters[0].device), None)
+        for parameter in parameters:
+            _change_dtype(parameter, torch.bfloat16)
+        self._scatter(weights)
+
+    @property
+    def rest(self) -> Tensor | None:
+        """The flat remainder of the bf16 weights, if any."""
+        return self._codec.rest
+
+    def read(self) -> Tensor:
+        """Return exact weights: flat fp32, on the device of the remainder, read-only."""
+        return self._codec.read(self._gather(self.parameters[0].device if self.rest is None else self.rest.device))
+
+    def check(self) -> None:
+        """Refuse parameters whose dtype was changed."""
+        for parameter in self.parameters:
+            if parameter.dtype is not torch.bfloat16:
+                raise RuntimeError(
+                    f"A parameter of shape {tuple(parameter.shape)} is {parameter.dtype} and no longer "
+                    "torch.bfloat16: do not convert the module during the fit."
+                )
+
+    def read_for_step(self) -> Tensor:
+        """Check, and return exact weights on the device of the parameters, to change in place for :meth:`write`."""
+        self.check()
+        device = self.parameters[0].device
+        if self.is_resting:
+            exact = self.read().to(device)
+            self.is_resting, self._codec = False, CODECS[self._scheme]()
+            self._scatter(self._codec.write(exact, None))
+        if self._codec.rest is not None and self._codec.rest.device != device:
+            self._codec.rest = self._codec.rest.to(device)  # the module was moved
+        return self.read()
+
+    def write(self, exact: Tensor, generator: torch.Generator, stepped: Collection[nn.Parameter]) -> None:
+        """Store stepped weights. Others are not written: a graph may need them."""
+        flat = self._codec.write(exact, generator)
+        pairs = [pair for pair in zip(self.parameters, self.views(flat), strict=True) if pair[0] in stepped]
+        copy_each([parameter.detach() for parameter, _ in pairs], [view for _, view in pairs])
+
+    def take(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        """Set exact weights of some parameters."""
+        exact = self.read()
+        for parameter, view in zip(self.parameters, self.views(exact), strict=True):
+            if parameter in values:
+                view.copy_(values[parameter])
+        self._scatter(self._codec.write(exact, None))
+
+    def lend(self, values: Sequence[Tensor]) -> None:
+        """Set exact values until :meth:`take_back` or the next step."""
+        weights = [parameter.detach().to("cpu", copy=True) for parameter in self.parameters]
+        self._lent = weights, self._codec, self.is_resting
+        self._codec, self.is_resting = self._resting_codec(), True
+        self._scatter(self._codec.write(upcast_flat(values, "cpu")[0], None))
+
+    def take_back(self) -> None:
+        """Restore the bits from before :meth:`lend`."""
+        assert self._lent is not None
+        (weights, self._codec, self.is_resting), self._lent = self._lent, None
+        copy_each([parameter.detach() for parameter in self.parameters], weights)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Return views of ``flat`` in the shapes of the parameters."""
+        return _views_like(flat, self.parameters)
+
+    def restore(self) -> None:
+        """Restore dtype and exact weights of the parameters that are still bf16."""
+        exact = self.read()
+        for parameter, dtype, values in zip(self.parameters, self._dtypes, self.views(exact), strict=True):
+            if parameter.dtype is torch.bfloat16:
+                _change_dtype(parameter, dtype)
+                parameter.copy_(values)
+        self._codec.rest = self._lent = None
+
+    def _resting_codec(self) -> WeightCodec:
+        """Return the codec for host memory: split rounds ties differently from autocast, which master must not."""
+        return MasterCodec() if self._scheme == "bf16+master" else SplitCodec()
+
+    def _gather(self, device: torch.device | str) -> Tensor:
+        return upcast_flat(self.parameters, device)[0]
+
+    def _scatter(self, flat: Tensor) -> None:
+        copy_each([parameter.detach() for parameter in self.parameters], self.views(flat))
+
+
+def make_chunks(parameters: Iterable[nn.Parameter], scheme: str) -> list[WeightChunk]:
+    """Convert floating parameters to bf16, in place, in chunks of ``CHUNK_ELEMENTS`` weights or one larger one."""
+
+    def key(parameter: nn.Parameter) -> tuple[str, bool]:
+        return str(parameter.device), parameter.requires_grad
+
+    batches: list[list[nn.Parameter]] = []
+    for _, alike in groupby(sorted(parameters, key=key), key):
+        room = -1
+        for parameter in alike:
+            if parameter.numel() > room:
+                batches.append([])
+                room = CHUNK_ELEMENTS
+            batches[-1].append(parameter)
+            room -= parameter.numel()
+    return [WeightChunk(batch, scheme, number) for number, batch in enumerate(batches)]
+
+
+def list_rests(chunks: Iterable[WeightChunk]) -> list[Tensor]:
+    """Return the remainders of chunks."""
+    return [chunk.rest for chunk in chunks if chunk.rest is not None]
+
+
+def upcast_flat(tensors: Sequence[Tensor], device: torch.device | str | None) -> tuple[Tensor, list[Tensor]]:
+    """Copy tensors into one flat fp32 tensor on ``device``; return it, and its views."""
+    flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=torch.float32, device=device)
+    views = _views_like(flat, tensors)
+    if tensors:
+        copy_each(views, [tensor.detach() for tensor in tensors])
+    return flat, views
+
+
+def _views_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors]) if tensors else ()
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _change_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Give a parameter new, uninitialized memory, and convert its gradient."""
+    gradient, parameter.grad = parameter.grad, None
+    parameter.data = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    parameter.grad = None if gradient is None else gradient.to(dtype)

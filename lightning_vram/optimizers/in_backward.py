@@ -1,0 +1,508 @@
+"""Step each parameter in the backward, as soon as its gradient is complete."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Adam, AdamW, Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_vram.core.gradients import apply_clip_factor, clip_factor, clip_sharded_values, join_norms, norm_part
+from lightning_vram.core.patching import MethodPatch
+from lightning_vram.core.tensors.properties import is_shard
+from lightning_vram.optimizers.step_round import (
+    State,
+    StepRound,
+    has_own_step,
+    iterate_parameters,
+    make_twin,
+    plain_step,
+    refuse_optimizer,
+    steps_like,
+    why_not_steppable,
+)
+from lightning_vram.optimizers.take_over import MembersStep, StepTakeOver, owner_of
+from lightning_vram.private_names.fsdp2 import drop_reduced_gradients, local_shard, prepare_for_backward
+from lightning_vram.private_names.torch import note_step
+from lightning_vram.techniques.mixed_precision import note_unscaled, unscale_part
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """How gradients are clipped before a step; ``None``: not."""
+
+    value: float | None = None  # largest element
+    norm: float | None = None  # largest common 2-norm
+    by_previous: bool = False  # by the norm of the previous step: that of this step takes a backward of its own
+
+
+class OneStep:
+    """Steps a parameter, and frees its gradient. Settings are read at the first gradient.
+
+    ``is_early``: it happens in the backward; otherwise gradients are clipped before. With ``scaler``, an earlier
+    backward finds out whether there is a step at all.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        clipping: Clipping,
+        *,
+        is_early: bool,
+        previous_norm: Tensor | None,
+        members_step: MembersStep | None = None,
+        scaler: GradScaler | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.is_early = is_early
+        self.is_measuring = False  # in the backward before the one with the steps
+        self.has_measured = False
+        self.scaler = scaler
+        self._clipping = clipping
+        self._members_step = members_step
+        self._norm = previous_norm  # to clip by
+        self._norms: dict[nn.Parameter, Tensor | None] = {}  # of gradients so far
+        self._checks: list[Tensor] = []  # of the scaler, for gradients so far
+        self._factor: Tensor | None = None
+        self._portions: _Portions | None = None
+
+    @torch.no_grad()
+    def take(self, parameter: nn.Parameter) -> bool:
+        """Use the gradient of ``parameter``; ``False`` if it is the second one."""
+        if self.scaler is not None and self.is_early:
+            self._checks += unscale_part(self.scaler, self.optimizer, [parameter]).values()
+        is_first = self._measure(parameter) if self.is_measuring else self._run(parameter)
+        parameter.grad = None
+        return is_first
+
+    def has_run(self, parameter: nn.Parameter) -> bool:
+        """Whether ``parameter`` was stepped."""
+        return self._portions is not None and not self._portions.holds(parameter)
+
+    @property
+    def has_to_measure(self) -> bool:
+        """Whether all gradients must be known before the first step."""
+        needs_norm = self._clipping.norm is not None and self._norm is None
+        return self.is_early and not self.has_measured and (needs_norm or self.scaler is not None)
+
+    def end_measuring(self) -> None:
+        """Step from now on, clipped by the norm so far, and report overflows to the scaler."""
+        self._norm = self.norm()
+        if self.scaler is not None:
+            note_unscaled(self.scaler, self.optimizer, self._checks)
+        self._norms, self._checks = {}, []
+        self.is_measuring, self.has_measured = False, True
+
+    def norm(self) -> Tensor | None:
+        """Return the common norm of all gradients so far, unclipped; ``None`` without any."""
+        found = (self._norms.get(one) for one in iterate_parameters(self.optimizer))
+        norms = [norm for norm in found if norm is not None]
+        return join_norms(norms) if norms else None
+
+    def _measure(self, parameter: nn.Parameter) -> bool:
+        assert parameter.grad is not None
+        is_first = parameter not in self._norms
+        self._norms[parameter] = None if self._clipping.norm is None else norm_part(parameter.grad)
+        return is_first
+
+    def _run(self, parameter: nn.Parameter) -> bool:
+        if self._portions is None:
+            self._portions = _Portions(self.optimizer, self._members_step)
+            if self.is_early and self._clipping.norm is not None and self._norm is not None:
+                self._factor = clip_factor(self._norm, self._clipping.norm)
+        if not self._portions.holds(parameter):
+            return False
+        if self.is_early and self._clipping.by_previous and self._clipping.norm is not None:
+            self._measure(parameter)
+        if self.is_early and self._clipping.value is not None:
+            clip_sharded_values([parameter], self._clipping.value)
+        if self._factor is not None:
+            apply_clip_factor([local_shard(parameter.grad)], self._factor)
+        self._portions.step(parameter)
+        return True
+
+
+class _Portions:
+    """A step of an optimizer with its settings now, one parameter at a time."""
+
+    def __init__(self, optimizer: Optimizer, members_step: MembersStep | None) -> None:
+        self._optimizer = optimizer
+        self._members_step = members_step
+        self._step = plain_step(type(optimizer))
+        # Proxies for each parameter, as in StepRound, would double the time in the interpreter.
+        self._groups = [{**group} for group in optimizer.param_groups]
+        self._twin = make_twin(type(optimizer), vars(optimizer), [], optimizer.state)
+        self._places = {one: place for place, group in enumerate(self._groups) for one in group["params"]}
+        self._round: StepRound | None = None  # for shards, and other step functions
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether ``parameter`` was not stepped yet."""
+        return parameter in self._places
+
+    def step(self, parameter: nn.Parameter) -> None:
+        group = self._groups[self._places.pop(parameter)]
+        if self._members_step is not None or is_shard(parameter):
+            self._round = self._round or StepRound(self._optimizer, is_on_host=False)
+            members = self._round.take([parameter])
+            if self._members_step is not None:
+                self._members_step(self._optimizer, self._round, members)
+            else:
+                self._round.run(members)
+            return
+        group["params"] = [parameter]
+        self._twin.param_groups = [group]
+        self._step(self._twin)
+
+
+def refuse_accumulation(name: str, optimizer: Optimizer, *, is_stepped_here: bool) -> None:
+    """Refuse an optimizer whose moments cannot accumulate gradients; ``is_stepped_here``: nothing else steps it."""
+    kind, way_out = type(optimizer).__name__, "or keep_gradients=True."
+    if not steps_like(type(optimizer), [Adam, AdamW]):
+        raise ValueError(f"{name} is for Adam and AdamW of torch.optim, got {kind}: use one of these, {way_out}")
+    if not is_stepped_here:
+        raise ValueError(
+            f"{name} does not work with low-precision moments, which would be rounded in each micro-batch: leave "
+            f"MomentsInBF16 or LowBitOptimizer out, {way_out}"
+        )
+    betas = [tuple(map(float, group["betas"])) for group in optimizer.param_groups]
+    if not all(map(all, betas)):
+        raise ValueError(f"{name} needs betas above 0, got {min(betas)} in {kind}: use others, {way_out}")
+
+
+@torch.no_grad()
+def take_in(parameter: nn.Parameter, state: State, group: dict[str, Any]) -> None:
+    """Add the gradient of a parameter to its moments, scaled for the betas of the step that follows, and free it.
+
+    The second moment sums squares of micro-batch gradients, where Adam squares their sum: equal for independent
+    gradients, up to the number of micro-batches smaller if they agree.
+    """
+    gradient = parameter.grad
+    assert gradient is not None
+    if not state:
+        _begin(parameter, state, group)
+    first, second = ((1 - float(beta)) / float(beta) for beta in group["betas"])
+    state["exp_avg"].add_(gradient, alpha=-first if group["maximize"] else first)
+    state["exp_avg_sq"].addcmul_(gradient, gradient, value=second)
+    parameter.grad = None
+
+
+def _begin(parameter: nn.Parameter, state: State, group: dict[str, Any]) -> None:
+    """Create the state as Adam does."""
+    is_on_device = group["capturable"] or group["fused"]
+    state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if is_on_device else "cpu")
+    for key in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
+        state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+Sent = tuple[Any, list[Tensor], list[Tensor]]  # pending reduction, parameters, and their gradients in the bucket
+
+
+class ReducedBuckets:
+    """Replaces the reduction of ``ddp`` by a bit-exact one in a communication hook.
+
+    Hooks of parameters would run before the reduction. ``take`` gets a parameter with its gradient while the next
+    bucket is reduced, and returns whether it used it; other parameters get theirs at the end of the backward.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, take: Callable[[Any], bool]) -> None:
+        self.parameters = {one for one in ddp.parameters() if one.requires_grad}
+        self.has_reduced = False
+        self._ddp = ddp
+        self._take = take
+        self._under_way: Sent | None = None
+        self._left: list[tuple[Tensor, Tensor]] = []
+        living = ref(self)  # the reducer holds its hook, invisible to the garbage collector
+        ddp.register_comm_hook(None, lambda _, bucket: _reduce(living(), bucket))
+        drop_reduced_gradients(ddp)
+
+    def land(self) -> None:
+        """Wait for the last bucket, and set the gradients that were not used."""
+        last, self._under_way = self._under_way, None
+        self._use(last)
+        for parameter, gradient in self._left:
+            parameter.grad = gradient
+        self._left = []
+
+    def expect_another(self) -> None:
+        """Reduce the next backward, which has no forward of its own."""
+        prepare_for_backward(self._ddp)
+
+    def reduce(self, bucket: Any) -> Any:
+        """Begin to reduce a bucket, and use the one before it. A collective."""
+        flat, parameters, group = bucket.buffer(), bucket.parameters(), self._ddp.process_group
+        for parameter in parameters:
+            parameter.grad = None  # is in the bucket
+        flat.mul_(1 / dist.get_world_size(group))
+        work = dist.all_reduce(flat, group=group, async_op=True)
+        before, self._under_way = self._under_way, (work, parameters, bucket.gradients())
+        self._use(before)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def _use(self, bucket: Sent | None) -> None:
+        if bucket is None:
+            return
+        work, parameters, gradients = bucket
+        work.wait()
+        self.has_reduced = True
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+            if not self._take(parameter):
+                parameter.grad = None
+                self._left.append((parameter, gradient))
+
+
+def _reduce(buckets: ReducedBuckets | None, bucket: Any) -> Any:
+    if buckets is None:
+        raise RuntimeError("OptimizerInBackward was undone: wrap the module in a new DistributedDataParallel.")
+    return buckets.reduce(bucket)
+
+
+# Step each parameter in the backward of a closure, and free its gradient.
+#
+# Prior art: LOMO (arXiv:2306.09782), ``torch.distributed.optim._apply_optimizer_in_backward``, torchtune's
+# ``OptimizerInBackwardWrapper``; those change the optimizer that users, schedulers and checkpoints see.
+
+NAME = "OptimizerInBackward"
+
+
+class BackwardSteps(StepTakeOver):
+    """Optimizers that step in the backward of their closure, until :meth:`let_go`. They stay the same objects.
+
+    A backward outside a closure accumulates gradients as usual; gradients that are left are stepped with at the end of
+    the step. Under ``DistributedDataParallel`` parameters step when their bucket is reduced.
+
+    ``may_be_early`` gets the closure before a step and returns whether gradients may be used as soon as they exist;
+    otherwise parameters step one by one after the closure. ``None``: never. Without ``keeps_gradients``, moments
+    accumulate the gradients (approximate).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        clipping: Clipping,
+        *,
+        may_be_early: Callable[[Any], bool] | None = lambda closure: True,
+        keeps_gradients: bool = True,
+    ) -> None:
+        self._module = module
+        self._clipping = clipping
+        self._may_be_early = may_be_early
+        self._keeps_gradients = keeps_gradients
+        self._groups: dict[nn.Parameter, dict[str, Any]] = {}  # during a backward whose moments accumulate gradients
+        self._taken_in: set[nn.Parameter] = set()  # since the last step
+        self._stepped: set[nn.Parameter] = set()  # in any step
+        self.has_zeros = False  # set if gradients are zeroed in place: stepped parameters always have one
+        self._handles: dict[nn.Parameter, RemovableHandle] = {}
+        self._owners: dict[nn.Parameter, Optimizer] = {}
+        self._steps_of_others: dict[int, MembersStep | None] = {}  # by id of the optimizer
+        self._current: OneStep | None = None
+        self._again: Callable[[], None] | None = None  # runs the measured backward a second time
+        self._buckets: ReducedBuckets | None = None
+        self.previous_norm: Tensor | None = None
+        super().__init__()
+        if may_be_early is not None and isinstance(module, DistributedDataParallel):
+            self._buckets = ReducedBuckets(module, self._on_gradient)
+
+    def attach(self, optimizers: Sequence[Optimizer]) -> None:
+        """Step these in the backward from now on; refuse all if one cannot."""
+        fresh = [one for one in optimizers if not self._is_taken(one)]
+        for optimizer in fresh:
+            owner = owner_of(optimizer)
+            members_step = None if owner is None else owner.members_step()
+            if members_step is None and not has_own_step(optimizer):
+                raise ValueError(
+                    f"{NAME} cannot step this {type(optimizer).__name__}: something else steps it already, as "
+                    "LeanMixedPrecision(parameters=...) and torch.compile do. Leave one of the two out."
+                )
+            why = why_not_steppable(optimizer, f"{NAME} cannot step", f"leave {NAME} out")
+            if why is not None and members_step is None:
+                raise ValueError(why)
+            refuse_optimizer(optimizer, is_split=any(map(is_shard, iterate_parameters(optimizer))))
+            if not self._keeps_gradients:
+                refuse_accumulation(f"{NAME}(keep_gradients=False)", optimizer, is_stepped_here=members_step is None)
+            self._steps_of_others[id(optimizer)] = members_step
+        for optimizer in fresh:
+            self._take_over(optimizer)
+
+    def let_go(self) -> None:
+        """Let the optimizers step by themselves again."""
+        self.remove_patches()
+        for handle in self._handles.values():
+            handle.remove()
+        self._taken, self._patches, self._handles, self._owners = [], [], {}, {}
+        self._current = self._again = self._buckets = None
+
+    @contextmanager
+    def scaled(self, optimizer: Optimizer, scaler: GradScaler, closure: Any) -> Iterator[None]:
+        """Measure in a backward of this block whether ``optimizer`` steps; if so, it runs again, with the steps."""
+        self._hook(optimizer)
+        step = self._current = self._begin(optimizer, closure, scaler)
+        patch = MethodPatch(scaler, "unscale_", partial(partial, _unscale, step))
+        try:
+            yield
+        finally:
+            patch.remove()
+            self._current = self._again = None
+
+    def run_twice(self, backward: Callable[..., None]) -> None:
+        """Run ``backward`` to measure all gradients, and again with the steps, now or in the step."""
+        step = self._current
+        assert step is not None
+        step.is_measuring = True
+        backward(retain_graph=True)
+        self._end_backward()
+        step.end_measuring()
+        if self._buckets is not None:
+            self._buckets.expect_another()
+        if step.scaler is not None:
+            self._again = backward
+        else:
+            self.run_once(backward)
+
+    def run_once(self, backward: Callable[..., None], *, is_last: bool = False) -> None:
+        """Run ``backward`` with the steps that are due; ``is_last``: of an accumulation whose gradients are needed."""
+        if self._current is None and is_last:
+            self._refuse_taken_in()
+        elif self._current is None and not self._keeps_gradients:
+            for optimizer in self._taken:
+                self._hook(optimizer)
+            groups = (group for optimizer in self._taken for group in optimizer.param_groups)
+            self._groups = {parameter: group for group in groups for parameter in group["params"]}
+        try:
+            backward()
+        finally:
+            self._groups = {}
+        self._end_backward()
+
+    @property
+    def needs_two(self) -> bool:
+        """Whether the next backward must run twice: all gradients must be known before the first step."""
+        step = self._current
+        if step is None or not step.has_to_measure:
+            return False
+        if any(parameter.grad is not None for parameter in iterate_parameters(step.optimizer)):
+            step.is_early = False  # of earlier micro-batches: gradients are saved anyway
+        return step.is_early
+
+    def _end_backward(self) -> None:
+        if self._buckets is not None:
+            self._buckets.land()
+
+    def leaves_clipping(self) -> bool:
+        """Whether gradients exist and are clipped elsewhere, now."""
+        step = self._current
+        if step is not None and step.is_early:
+            if not any(parameter.grad is not None for parameter in iterate_parameters(step.optimizer)):
+                return False
+            step.is_early = False  # optimizer_step called the closure before the step
+        if step is not None and self._clipping.by_previous:
+            norms = [norm_part(one.grad) for one in iterate_parameters(step.optimizer) if one.grad is not None]
+            self.previous_norm = join_norms(norms) if norms else None
+        return True
+
+    def _has_ours(self, optimizer: Optimizer) -> bool:
+        own = set(self._module.parameters())
+        return any(parameter in own for parameter in iterate_parameters(optimizer))
+
+    def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        note_step(optimizer)
+        step, loss = self._current, None
+        if step is None or step.optimizer is not optimizer:
+            self._hook(optimizer)  # new parameters
+            step = self._current = self._begin(optimizer, closure)
+        again, self._again = self._again, None
+        try:
+            with torch.enable_grad():
+                if again is not None:
+                    self.run_once(again)
+                if closure is not None:
+                    loss = closure()
+            for parameter in iterate_parameters(optimizer):
+                had_one = parameter in self._taken_in or (self.has_zeros and parameter in self._stepped)
+                if had_one and parameter.grad is None and not step.has_run(parameter):
+                    parameter.grad = torch.zeros_like(parameter)  # none in the last micro-batch, or zeroed in place
+                if parameter.grad is not None:
+                    self._take(step, parameter)
+            self._taken_in.clear()
+        finally:
+            self._current = None
+        if step.is_early and self._clipping.by_previous:
+            self.previous_norm = step.norm()
+        return loss
+
+    def _refuse_taken_in(self) -> None:
+        if self._taken_in:
+            raise RuntimeError(
+                f"{NAME}(keep_gradients=False) does not work with an optimizer_step that calls its closure or wraps "
+                "it, which may use gradients: those of all but the last micro-batch are used up by then. Call "
+                "optimizer.step(closure=closure) with the closure that it gets, or use keep_gradients=True."
+            )
+
+    def _begin(self, optimizer: Optimizer, closure: Any, scaler: GradScaler | None = None) -> OneStep:
+        is_early = self._may_be_early is not None and self._may_be_early(closure)
+        if not is_early:
+            self._refuse_taken_in()
+        if self._clipping.norm is not None or scaler is not None:
+            is_unknown = self._clipping.by_previous and self.previous_norm is None
+            # The first reduction of DDP defines its buckets: that backward cannot run twice.
+            is_early &= not is_unknown and (self._buckets is None or self._buckets.has_reduced)
+        return OneStep(
+            optimizer,
+            self._clipping,
+            is_early=is_early,
+            previous_norm=self.previous_norm if self._clipping.by_previous else None,
+            members_step=self._steps_of_others[id(optimizer)],
+            scaler=scaler,
+        )
+
+    def _hook(self, optimizer: Optimizer) -> None:
+        if self._may_be_early is None:
+            return
+        for parameter in iterate_parameters(optimizer):
+            if parameter.requires_grad and parameter not in self._owners:
+                self._owners[parameter] = optimizer
+                if self._buckets is None or parameter not in self._buckets.parameters:
+                    register: Any = parameter.register_post_accumulate_grad_hook
+                    self._handles[parameter] = register(self._after_accumulation)
+
+    def _after_accumulation(self, parameter: nn.Parameter) -> None:  # a hook must return None
+        self._on_gradient(parameter)
+
+    def _on_gradient(self, parameter: nn.Parameter) -> bool:
+        """Step if it is due; ``False`` if the gradient must stay."""
+        step = self._current
+        if parameter in self._groups:
+            take_in(parameter, self._owners[parameter].state[parameter], self._groups[parameter])
+            self._taken_in.add(parameter)
+            return True
+        if step is None or not step.is_early or self._owners.get(parameter) is not step.optimizer:
+            return False
+        return self._take(step, parameter)
+
+    def _take(self, step: OneStep, parameter: nn.Parameter) -> bool:
+        """Step with a gradient; ``False`` if the optimizer no longer has the parameter."""
+        is_taken = step.take(parameter)
+        if is_taken:
+            self._stepped.add(parameter)
+        elif any(one is parameter for one in iterate_parameters(step.optimizer)):
+            module = getattr(self._module, "module", self._module)  # of DDP
+            names = (name for name, one in module.named_parameters() if one is parameter)
+            raise RuntimeError(
+                f"OptimizerInBackward: {next(names, 'a parameter')!r} got a second gradient in one step, after it was "
+                "stepped with the first. Call backward once per step, and checkpoint with use_reentrant=False."
+            )
+        return is_taken
+
+
+def _unscale(step: OneStep, inner: Callable[..., None], /, optimizer: Optimizer) -> None:
+    """Patch of ``GradScaler.unscale_``: measured gradients are unscaled already."""
+    if step.optimizer is not optimizer or not step.has_measured:
+        inner(optimizer)

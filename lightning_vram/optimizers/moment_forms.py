@@ -1,0 +1,433 @@
+"""Forms of optimizer moments between steps, which compute in float32; what an optimizer stores for each weight."""
+
+import operator
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adafactor, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, Optimizer, RAdam
+from torch.utils.weak import WeakTensorKeyDictionary
+from typing_extensions import override
+
+from lightning_vram.core.tensors.codecs import (
+    Bits,
+    LowBitTensor,
+    draw_of,
+    empty_low_bit,
+    low_bit_over,
+    record_bytes,
+    rounded_by_place,
+)
+from lightning_vram.core.tensors.properties import dense_stride, flat_as_stored, is_dense
+from lightning_vram.optimizers.step_round import (
+    STEPPABLE,
+    Member,
+    State,
+    is_lion,
+    iterate_parameters,
+    make_twin,
+    plain_step,
+    steps_like,
+    why_not_steppable,
+)
+from lightning_vram.private_names.dispatcher import FakeTensor
+from lightning_vram.private_names.fsdp2 import place_of_own_shard
+
+HostState = Literal["fp32", "bf16", "8bit", "4bit"]
+LEAST_NUMBERS = 4096  # smallest parameter with quantized moments, as in torchao and bitsandbytes
+DIVISORS = ("exp_avg_sq", "max_exp_avg_sq", "exp_inf")  # the step divides by these
+MOMENTS = ("exp_avg", *DIVISORS, "momentum_buffer")
+_first_places = WeakTensorKeyDictionary()
+KINDS: tuple[type[Optimizer], ...] = (Adam, AdamW, Adamax, NAdam, RAdam)  # their step count seeds random rounding
+
+
+class StateForm(ABC):
+    """A form of moments."""
+
+    name: HostState  # argument of the strategy
+    part: str  # callback that uses it for all moments of a run
+
+    @property
+    def able(self) -> str:
+        """Name the supported optimizers."""
+        return ", ".join(kind.__name__ for kind in KINDS)
+
+    def is_for(self, optimizer: Optimizer) -> bool:
+        """Whether the moments of an optimizer can have this form."""
+        return steps_like(type(optimizer), KINDS)
+
+    def fits(self, optimizer: Optimizer) -> bool:
+        """Whether they can, and the optimizer can step a few parameters at a time."""
+        return self.is_for(optimizer) and why_not_steppable(optimizer) is None
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether moments of a parameter can have this form; others are unchanged."""
+        return parameter.dtype == torch.float32 and is_dense(parameter)
+
+    def takes(self, parameter: nn.Parameter) -> bool:
+        """Whether a callback uses it for a parameter: by its unsharded size, the same on all ranks."""
+        return parameter.dim() > 0 and self.holds(parameter)
+
+    @abstractmethod
+    def has(self, key: str, value: Tensor) -> bool:
+        """Whether a moment has this form."""
+
+    @abstractmethod
+    def empty(self, key: str, like: Tensor) -> Tensor:
+        """Return an uninitialized moment with the shape, memory order and device of a parameter."""
+
+    @abstractmethod
+    def over(self, key: str, memory: Tensor, count: int) -> Tensor:
+        """Return a flat moment, or a part of one, over its bytes (uint8)."""
+
+    @abstractmethod
+    def cut(self, stored: Tensor, start: int, stop: int) -> Tensor:
+        """Return a flat view of a part of a moment; it begins at a block."""
+
+    @abstractmethod
+    def round(self, key: str, wide: Tensor, start: int, seed: str, stored: Tensor | None) -> Tensor:
+        """Round a flat float32 part [n] of a moment, from place ``start`` on, into ``stored``; may overwrite it.
+
+        ``seed`` differs for each moment, parameter and step. Without ``stored``: return a value for ``copy_``.
+        """
+
+    @abstractmethod
+    def num_bytes(self, count: int) -> int:
+        """Return the bytes of so many numbers."""
+
+    def convert(self, key: str, value: Tensor, like: Tensor) -> Tensor:
+        """Return a moment in this form, rounded to nearest; itself if it has the form."""
+        if self.has(key, value) and (value.device, value.stride()) == (like.device, dense_stride(like)):
+            return value
+        return self.empty(key, like).copy_(value)
+
+
+class BF16Form(StateForm):
+    """Stochastic rounding to 2 bytes: a decay of .999 moves an average by less than half a unit of bf16 per step."""
+
+    name, part = "bf16", "MomentsInBF16"
+
+    @override
+    def has(self, key: str, value: Tensor) -> bool:
+        return value.dtype == torch.bfloat16
+
+    @override
+    def empty(self, key: str, like: Tensor) -> Tensor:
+        return torch.empty_like(like, dtype=torch.bfloat16, requires_grad=False)
+
+    @override
+    def over(self, key: str, memory: Tensor, count: int) -> Tensor:
+        return memory.view(torch.bfloat16)
+
+    @override
+    def cut(self, stored: Tensor, start: int, stop: int) -> Tensor:
+        return flat_as_stored(stored)[start:stop]
+
+    @override
+    def round(self, key: str, wide: Tensor, start: int, seed: str, stored: Tensor | None) -> Tensor:
+        return rounded_by_place(wide, start, _short(seed), stored)
+
+    @override
+    def num_bytes(self, count: int) -> int:
+        return 2 * count
+
+
+class LowBitForm(StateForm):
+    """8 or 4 bits, and a scale per 128 numbers, rounded to nearest; divisors never become zero."""
+
+    def __init__(self, name: Literal["8bit", "4bit"], bits: Bits) -> None:
+        self.name, self.part, self.bits = name, f"LowBitOptimizer(bits={bits})", bits
+
+    @property
+    @override
+    def able(self) -> str:
+        return f"{super().able}, SGD with momentum and Lion"
+
+    @override
+    def is_for(self, optimizer: Optimizer) -> bool:
+        if steps_like(type(optimizer), [SGD]):
+            return any(group["momentum"] for group in optimizer.param_groups)
+        return super().is_for(optimizer) or is_lion(optimizer)
+
+    @override
+    def takes(self, parameter: nn.Parameter) -> bool:
+        # Biases and the like would save no bytes, but add errors.
+        return parameter.numel() >= LEAST_NUMBERS and self.holds(parameter)
+
+    @override
+    def has(self, key: str, value: Tensor) -> bool:
+        return type(value) is LowBitTensor and (value.bits, value.is_positive) == (self.bits, key in DIVISORS)
+
+    @override
+    def empty(self, key: str, like: Tensor) -> Tensor:
+        return empty_low_bit(like, bits=self.bits, is_positive=key in DIVISORS)
+
+    @override
+    def over(self, key: str, memory: Tensor, count: int) -> Tensor:
+        return low_bit_over(memory, count, bits=self.bits, is_positive=key in DIVISORS)
+
+    @override
+    def cut(self, stored: Tensor, start: int, stop: int) -> Tensor:
+        assert isinstance(stored, LowBitTensor)
+        return stored.cut(start, stop)
+
+    @override
+    def round(self, key: str, wide: Tensor, start: int, seed: str, stored: Tensor | None) -> Tensor:
+        return wide if stored is None else stored.copy_(wide)
+
+    @override
+    def num_bytes(self, count: int) -> int:
+        return record_bytes(count, self.bits)
+
+
+# By name; float32 has none.
+FORMS: dict[HostState, StateForm] = {"bf16": BF16Form(), "8bit": LowBitForm("8bit", 8), "4bit": LowBitForm("4bit", 4)}
+
+
+def is_low_precision(value: object) -> bool:
+    """Whether a moment has one of the forms."""
+    return isinstance(value, LowBitTensor) or (isinstance(value, Tensor) and value.dtype == torch.bfloat16)
+
+
+def upcast_state(state: State, take: Callable[[int], Tensor] | None = None) -> State:
+    """Return a state with float32 moments, in memory that ``take`` returns for a count of numbers, or in new memory."""
+    return {
+        key: upcast_moment(value, take) if key in MOMENTS and is_low_precision(value) else value
+        for key, value in state.items()
+    }
+
+
+def round_state(form: StateForm, state: State, start: int, seed: str, stored: State) -> State:
+    """Return the flat state of a part of a parameter after a step, its moments rounded into those of ``stored``."""
+    narrow = dict(state)
+    for key in (key for key in MOMENTS if key in state):
+        into = stored.get(key)
+        narrow[key] = form.round(key, state[key], start, f"{seed} {key}", into if is_low_precision(into) else None)
+    return narrow
+
+
+def draw_of_moment(key: str, start: int, seed: str) -> int:
+    """Return the random draw by which a bf16 moment is rounded at place ``start``."""
+    return draw_of(start, _short(f"{seed} {key}"))
+
+
+def _short(seed: str) -> int:
+    return int.from_bytes(blake2b(seed.encode(), digest_size=2).digest(), "little")
+
+
+def upcast_moment(value: Tensor, take: Callable[[int], Tensor] | None = None) -> Tensor:
+    """Return a moment in float32."""
+    wide = None if take is None else take(value.numel())
+    if isinstance(value, LowBitTensor):
+        return value.decode(wide)
+    return value.float() if wide is None else wide.view(value.shape).copy_(value)
+
+
+def first_place(parameter: nn.Parameter) -> int:
+    """Return the place of a shard in its parameter, so that random rounding is independent of sharding."""
+    if parameter not in _first_places:
+        offset = place_of_own_shard(parameter)[1] if isinstance(parameter, DTensor) else ()
+        _first_places[parameter] = sum(map(operator.mul, offset, parameter.stride()))
+    return int(_first_places[parameter])
+
+
+def make_seeds(members: Sequence[Member], states: Sequence[State]) -> list[str]:
+    """Return seeds for a step of members, from their numbers and step counts."""
+    steps = [state.get("step", 0) for state in states]
+    there = [place for place, step in enumerate(steps) if isinstance(step, Tensor) and step.device.type != "cpu"]
+    if there and not any(isinstance(steps[place], FakeTensor) for place in there):  # one transfer from the device
+        read = torch.stack([steps[place].float() for place in there]).tolist()
+        for place, step in zip(there, read, strict=True):
+            steps[place] = step
+    counts = (0 if isinstance(step, FakeTensor) else int(step) for step in steps)
+    return [f"{count} {number}" for count, number in zip(counts, (member.number for member in members), strict=True)]
+
+
+def find_unsupported(
+    name: str,
+    way_out: str,
+    form: StateForm,
+    optimizers: Iterable[Optimizer],
+    parameters: Container[object],
+    *,
+    is_late: bool,
+) -> set[nn.Parameter]:
+    """Return the trained parameters whose moments cannot have a form, and stay unchanged; refuse if all of them do.
+
+    ``is_late``: moments of other optimizers have the form already.
+    """
+    trained: dict[nn.Parameter, str] = {}  # with the class of their optimizer
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        if not form.fits(optimizer):
+            raise ValueError(
+                f"{name} is for the moments of {form.able}, got {kind}: use one of these, as torch.optim has it, or "
+                f"{way_out}."
+            )
+        trained |= {p: kind for p in iterate_parameters(optimizer) if p.requires_grad and p in parameters}
+    unheld = {parameter for parameter in trained if not form.holds(parameter)}
+    if unheld and len(unheld) == len(trained) and not is_late:
+        found, kinds = (" and ".join(sorted(set(one))) for one in (map(_describe, unheld), trained.values()))
+        raise ValueError(
+            f"{name} is for the moments of float32 weights, got {found} in {kinds}: use precision='bf16-mixed' or "
+            f"'32-true', or {way_out}."
+        )
+    return unheld
+
+
+def describe_unsupported(name: str, unheld: Container[object], module: nn.Module) -> str:
+    """Name unsupported parameters of a module."""
+    named = [f"{key} ({_describe(one)})" for key, one in module.named_parameters() if one in unheld]
+    return f"{name} does not change the moments of parameters that are not dense float32: {', '.join(named)}."
+
+
+def _describe(parameter: nn.Parameter) -> str:
+    return str(parameter.dtype) if parameter.dtype != torch.float32 else f"strides {parameter.stride()}"
+
+
+_WHOLE: dict[type[Optimizer], str] = {
+    Adafactor: "it keeps sums over rows and columns of whole matrices",
+    Muon: "it steps whole matrices",
+}
+_ELEMENTWISE = tuple(kind for kind in STEPPABLE if kind not in _WHOLE)
+_PROXY_SHAPE = (2, 3)  # nothing else in a state has this shape
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """The optimizer state of one parameter."""
+
+    elementwise: tuple[tuple[str, torch.dtype], ...]  # names and dtypes of tensors with one number per weight
+    others: tuple[str, ...]  # names of values per parameter, such as the step count
+    form: StateForm | None = None  # of stored float32 moments; ``None``: unchanged
+
+    def stored_bytes(self, count: int) -> list[int]:
+        """Return the stored bytes of each elementwise tensor of so many weights."""
+        return [
+            dtype.itemsize * count if (form := self.form_of(key)) is None else form.num_bytes(count)
+            for key, dtype in self.elementwise
+        ]
+
+    def form_of(self, key: str) -> StateForm | None:
+        """Return the form of an elementwise tensor."""
+        return self.form if key in MOMENTS else None
+
+    def slot(self, key: str, dtype: torch.dtype, memory: Tensor, count: int) -> Tensor:
+        """Return a flat elementwise tensor over its bytes (uint8)."""
+        form = self.form_of(key)
+        return memory.view(dtype) if form is None else form.over(key, memory, count)
+
+
+def is_elementwise(kind: type[Optimizer]) -> bool:
+    """Whether a class steps each weight by itself, so that a parameter can be stepped in parts."""
+    return steps_like(kind, _ELEMENTWISE)
+
+
+def find_layout(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> StateLayout:
+    """Return what an optimizer stores for a parameter after the first step; uses no random numbers."""
+    kind = type(optimizer)
+    if not is_elementwise(kind):
+        reasons = (why for whole, why in _WHOLE.items() if steps_like(kind, [whole]))
+        raise _refusal(kind, next(reasons, "its step is not known to treat each weight by itself"))
+    proxy = nn.Parameter(torch.zeros(_PROXY_SHAPE, dtype=dtype, device="cpu"))
+    proxy.grad = torch.zeros_like(proxy)
+    twin = make_twin(kind, vars(optimizer), [{**group, "params": [proxy]}], defaultdict(dict))
+    if isinstance(optimizer, Adagrad):  # creates its state in __init__
+        twin.state[proxy] = {"step": torch.zeros((), device="cpu"), "sum": torch.zeros_like(proxy)}
+    with torch.no_grad():
+        plain_step(kind)(twin)
+    state: State = twin.state[proxy]
+    elementwise = {
+        key: value for key, value in state.items() if isinstance(value, Tensor) and value.shape == proxy.shape
+    }
+    others = {key: value for key, value in state.items() if key not in elementwise}
+    odd = [key for key, value in others.items() if isinstance(value, Tensor) and value.numel() != 1]
+    if odd:
+        raise _refusal(kind, f"{', '.join(odd)} has neither the shape of the parameter nor one element")
+    return StateLayout(tuple((key, value.dtype) for key, value in elementwise.items()), tuple(others))
+
+
+def _refusal(kind: type[Optimizer], why: str) -> ValueError:
+    able = ", ".join(known.__name__ for known in _ELEMENTWISE)
+    return ValueError(
+        f"nvme_path cannot hold the optimizer state of {kind.__name__}: {why}; use one of torch.optim's {able}, "
+        "or leave nvme_path out."
+    )
+
+
+def floating(state: State) -> list[str]:
+    """Name the floating tensors of a state; those without dimensions (step counts) keep their precision."""
+    tensors = [key for key, value in state.items() if isinstance(value, Tensor) and value.dim()]
+    return [key for key in tensors if state[key].is_floating_point()]
+
+
+def full_sized(shape: torch.Size, state: State) -> list[str]:
+    """Name the floating tensors with one number per weight."""
+    return [key for key in floating(state) if state[key].shape == shape]
+
+
+def convert_states(
+    optimizer: Optimizer, parameters: Container[nn.Parameter], dtype: torch.dtype | None, full_dtype: torch.dtype | None
+) -> None:
+    """Change the dtype of floating state tensors, to ``full_dtype`` if elementwise; ``None``: as the parameter."""
+    for parameter in iterate_parameters(optimizer):
+        if parameter not in parameters or parameter not in optimizer.state:
+            continue
+        state: State = optimizer.state[parameter]
+        full = full_sized(parameter.shape, state)
+        for key in floating(state):
+            state[key] = state[key].to((full_dtype if key in full else dtype) or parameter.dtype)
+
+
+def refill_accumulators(optimizer: Optimizer, parameters: Container[nn.Parameter]) -> None:
+    """Give Adagrad's states, created from bf16 weights, their exact initial value."""
+    if not isinstance(optimizer, Adagrad):
+        return
+    initial = optimizer.defaults["initial_accumulator_value"]
+    for parameter in iterate_parameters(optimizer):
+        state = optimizer.state.get(parameter)
+        if parameter in parameters and state and not state["step"]:
+            state["sum"] = torch.full_like(state["sum"], initial, dtype=torch.float32)
+
+
+class UpdateCheck:
+    """Counts updates of weights or moments that rounding undoes; takes 8 bytes per number that is stepped at once."""
+
+    def __init__(self, is_due: Callable[[], bool]) -> None:
+        self._is_due = is_due
+        self._counts: list[tuple[Tensor, Tensor]] | None = None
+
+    def begin(self) -> None:
+        """Begin a step, and forget earlier ones."""
+        self._counts = [] if self._is_due() else None
+
+    @property
+    def is_counting(self) -> bool:
+        """Whether this step is counted."""
+        return self._counts is not None
+
+    def note(self, numbers: Tensor) -> Tensor | None:
+        """Copy numbers that are about to change, if this step is counted."""
+        return numbers.clone() if self.is_counting else None
+
+    def count(self, before: Tensor, stepped: Tensor, kept: Tensor) -> None:
+        """Count numbers that the step moved, and those among them stored unchanged. Overwrites ``stepped``."""
+        assert self._counts is not None
+        is_moved = stepped.ne_(before)
+        is_lost = kept.eq(before).logical_and_(is_moved)
+        self._counts.append((is_lost.sum(), is_moved.count_nonzero()))
+
+    @property
+    def share(self) -> Tensor | None:
+        """Share of lost updates, a scalar from 0 to 1; ``None``: not counted."""
+        if not self._counts:
+            return None
+        lost, moved = (sum(numbers[1:], numbers[0]) for numbers in zip(*self._counts, strict=True))
+        share: Tensor = lost / moved.clamp(min=1)
+        return share

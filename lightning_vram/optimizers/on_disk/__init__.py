@@ -1,5 +1,0 @@
-"""Optimizer state in a file, streamed through a step."""
-
-from lightning_vram.optimizers.on_disk.streamed import StreamedStates
-
-__all__ = ["StreamedStates"]

@@ -1,0 +1,347 @@
+"""Optimizers that step a few parameters at a time, on local shards, in any thread."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_vram.core.gradients import apply_clip_factor
+from lightning_vram.core.tensors.properties import stored_like
+from lightning_vram.private_names.dispatcher import without_dispatch
+from lightning_vram.private_names.fsdp2 import DTensorSpec, TensorMeta, cut_own_shard, local_shard
+from lightning_vram.private_names.torch import is_wrapped_by_scheduler
+
+# Their step treats each parameter by itself and reads only groups and state: we have read their code.
+STEPPABLE: tuple[type[Optimizer], ...] = (
+    optim.Adadelta,
+    optim.Adafactor,
+    optim.Adagrad,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.ASGD,
+    optim.Muon,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.SGD,
+)
+_WHOLE = (optim.Adafactor, optim.Muon)  # look at the rows and columns of a matrix
+_NEVER = {
+    optim.LBFGS: "it evaluates the model within a step, on one long vector of all parameters",
+    optim.SparseAdam: "its gradients are sparse, which FSDP2 does not reduce",
+}
+
+
+def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
+    """Return the ``step`` of an optimizer class without the hooks that ``Optimizer`` adds."""
+    step: Any = kind.step
+    plain: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return plain
+
+
+def steps_like(kind: type[Optimizer], known: Iterable[type[Optimizer]]) -> bool:
+    """Whether an optimizer class has the step of one of ``known``."""
+    return plain_step(kind) in {plain_step(one) for one in known}
+
+
+def has_own_step(optimizer: Optimizer) -> bool:
+    """Whether the step of ``optimizer`` is that of its class."""
+    step = vars(optimizer).get("step")
+    # The wrapper of schedulers only records the call; our steps record it, too.
+    return step is None or is_wrapped_by_scheduler(step)
+
+
+def is_lion(optimizer: Optimizer) -> bool:
+    """Whether a class ``Lion`` of any package steps as in Chen et al. (2023): compared on six weights."""
+    kind = type(optimizer)
+    if kind.__name__ != "Lion" or not all("betas" in group for group in optimizer.param_groups):
+        return False
+    with without_dispatch(), torch.no_grad():
+        return all(_steps_as_lion(optimizer, group) for group in optimizer.param_groups)
+
+
+def _steps_as_lion(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    weights = torch.linspace(-1, 1.5, 6, device="cpu").view(2, 3)
+    gradient, average = weights.flip(1) * 3, weights.sin()
+    proxy = nn.Parameter(weights.clone())
+    proxy.grad = gradient.clone()
+    options = {**group, "params": [proxy], "lr": 0.25, "weight_decay": 0.0}
+    states = defaultdict(dict, {proxy: {"exp_avg": average.clone()}})
+    try:
+        plain_step(type(optimizer))(make_twin(type(optimizer), vars(optimizer), [options], states))
+    except Exception:  # another Lion
+        return False
+    first, second = group["betas"]
+    stepped = weights - 0.25 * average.lerp(gradient, 1 - first).sign()
+    is_same = torch.allclose(proxy, stepped)
+    known = set(states[proxy]) == {"exp_avg"}
+    return is_same and known and torch.allclose(states[proxy]["exp_avg"], average.lerp(gradient, 1 - second))
+
+
+def make_twin(kind: type[Optimizer], attributes: Mapping[str, Any], groups: list[dict[str, Any]], state: Any) -> Any:
+    """Return an optimizer with the ``attributes`` of another one, but its own groups and state."""
+    twin = object.__new__(kind)
+    vars(twin).update(attributes, param_groups=groups, state=state)
+    return twin
+
+
+def why_not_steppable(
+    optimizer: Optimizer, action: str = "bfloat16 parameters cannot be stepped by", way_out: str = 'parameters="fp32"'
+) -> str | None:
+    """Return why an optimizer cannot step a few parameters at a time, and the way out; ``None`` if it can."""
+    name = type(optimizer).__name__
+    if not steps_like(type(optimizer), STEPPABLE) and not is_lion(optimizer):
+        able = ", ".join(kind.__name__ for kind in STEPPABLE)
+        return f"{action} {name}: use one of torch.optim's {able}, a subclass with the same step, or {way_out}."
+    if optimizer.defaults.get("differentiable"):
+        return f"{action} {name}(differentiable=True): leave that off."
+    if not has_own_step(optimizer):
+        return (
+            f"{action} this {name}, because its step was replaced on the instance (by torch.compile?): replace it "
+            "afterwards or not at all."
+        )
+    return None
+
+
+def refuse_optimizer(optimizer: Optimizer, *, is_split: bool) -> None:
+    """Refuse an optimizer whose result on shards would differ; ``is_split``: shards are on several ranks."""
+    name = type(optimizer).__name__
+    for kind, reason in _NEVER.items():
+        if isinstance(optimizer, kind):
+            raise ValueError(f"{name} cannot step on shards: {reason}. Use another optimizer, such as AdamW.")
+    if is_split and steps_like(type(optimizer), _WHOLE):
+        raise ValueError(
+            f"{name} cannot step on shards: it looks at the rows and columns of whole matrices. Use an optimizer that "
+            "steps each element by itself, such as AdamW, or a single device."
+        )
+
+
+def iterate_parameters(optimizer: Optimizer) -> Iterable[nn.Parameter]:
+    """Yield the parameters of all groups."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter to step."""
+
+    group: int  # index of its group in the optimizer
+    number: int  # of the parameter in the optimizer
+    parameter: nn.Parameter  # of the optimizer
+    shard: Tensor  # its local tensor
+    gradient: Tensor  # local tensor
+    state: State  # of the optimizer; empty before the first step
+    local_state: State  # local tensors over the same memory
+    own_gradient: Tensor | None = None  # of the parameter, which may have lost it when it is stepped
+
+
+class StepRound:
+    """One step, with the settings (such as learning rates) at the time this is created.
+
+    The step runs on local tensors: an operator on a ``DTensor`` costs ten times as much for small parameters. On the
+    host it uses the fused kernel if the user chose none by ``fused`` or ``foreach``: only this one reaches the memory
+    bandwidth; its last bit differs from the others. Gradients are multiplied by ``factor`` first, in place.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, is_on_host: bool, factor: Tensor | None = None) -> None:
+        self.optimizer = optimizer
+        self.factor = factor
+        self._attributes = dict(vars(optimizer))
+        self._is_on_host = is_on_host
+        self._groups = [_freeze(group) for group in optimizer.param_groups]
+        pairs = ((index, one) for index, group in enumerate(optimizer.param_groups) for one in group["params"])
+        self._left = {parameter: (index, number) for number, (index, parameter) in enumerate(pairs)}
+
+    def take(self, parameters: Iterable[nn.Parameter]) -> list[Member]:
+        """Return the parameters with a gradient that were not taken yet."""
+        members = []
+        for parameter in parameters:
+            if parameter.grad is None or parameter not in self._left:
+                continue
+            index, number = self._left.pop(parameter)
+            state = self.optimizer.state[parameter]
+            if isinstance(state.get("step"), int | float):
+                on_device = any(self._groups[index].get(name) for name in ("fused", "capturable"))
+                state["step"] = torch.tensor(float(state["step"]), device=parameter.device if on_device else "cpu")
+            local_state = local_parts(parameter, state)
+            shard, gradient = local_shard(parameter), local_shard(parameter.grad)
+            for key, value in local_state.items():
+                is_other = isinstance(value, Tensor) and value.dim() and value.shape != shard.shape
+                if is_other and self.settings_of(index).get("fused"):  # kernels that check no sizes
+                    check_state(self.optimizer, parameter, key, value)
+            members.append(Member(index, number, parameter, shard, gradient, state, local_state, parameter.grad))
+        return members
+
+    def take_rest(self) -> list[Member]:
+        """Return all parameters with a gradient that were not taken yet."""
+        return self.take(list(self._left))
+
+    @torch.no_grad()
+    def run(self, members: Sequence[Member], *, is_on_host: bool | None = None) -> None:
+        """Step ``members``, and write their states to the optimizer."""
+        self.scale(members)
+        proxies = [make_proxy(one.shard, stored_like(one.gradient, one.shard)) for one in members]
+        groups, states = [member.group for member in members], [dict(member.local_state) for member in members]
+        self.step_proxies(groups, proxies, states, is_on_host=is_on_host)
+        for member, state in zip(members, states, strict=True):
+            publish_state(member, state)
+
+    def scale(self, members: Sequence[Member]) -> None:
+        """Multiply gradients by the factor, if there is one."""
+        if self.factor is not None:
+            apply_clip_factor([member.gradient for member in members], self.factor)
+
+    @torch.no_grad()
+    def step_proxies(
+        self,
+        groups: Sequence[int],
+        proxies: Sequence[nn.Parameter],
+        states: Sequence[State],
+        *,
+        is_on_host: bool | None = None,
+    ) -> None:
+        """Step local parameters of some groups, with states that change in place."""
+        seen: dict[int, dict[str, Any]] = {}
+        all_states: defaultdict[Tensor, State] = defaultdict(dict)
+        for index, proxy, state in zip(groups, proxies, states, strict=True):
+            if index not in seen:
+                seen[index] = {**self.settings_of(index, is_on_host=is_on_host), "params": []}
+            seen[index]["params"].append(proxy)
+            all_states[proxy] = state
+        kind = type(self.optimizer)
+        plain_step(kind)(make_twin(kind, self._attributes, list(seen.values()), all_states))
+
+    def settings_of(self, index: int, *, is_on_host: bool | None = None) -> dict[str, Any]:
+        """Return the settings of a group in this step."""
+        settings = self._groups[index]
+        is_unnamed = settings.get("fused", False) is None and settings.get("foreach") is None
+        is_on_host = self._is_on_host if is_on_host is None else is_on_host
+        is_fused = is_on_host and is_unnamed and not settings.get("differentiable")
+        return settings | {"fused": True} if is_fused else settings
+
+
+def publish_state(member: Member, local: State) -> None:
+    """Write a local state to the optimizer, in place: user code may hold the tensors, or may have replaced them."""
+    for key, value in local.items():
+        old = member.local_state.get(key)
+        if value is old:
+            continue
+        if isinstance(old, Tensor) and isinstance(value, Tensor) and old.shape == value.shape:
+            old.copy_(value)
+        else:
+            member.state[key] = as_sharded(value, member.parameter, member.shard.shape)
+
+
+def local_parts(parameter: nn.Parameter, state: State) -> State:
+    """Return the local tensors of a state, for a step in another thread. Reading ``state`` blocks until that has ended.
+
+    Tensors that user code wrote to it get the strides of the shard, as fused kernels check none; unsharded ones, whole
+    or this rank's part, are sharded.
+    """
+    local, shard, is_sharded = dict(state), local_shard(parameter), isinstance(parameter, DTensor)
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            continue
+        now = own = local_shard(value)
+        is_fresh = is_sharded and now is value and bool(value.dim())
+        if is_fresh and value.shape == parameter.shape != shard.shape:
+            now = cut_own_shard(value, cast(DTensor, parameter)).clone()
+        if type(now) is Tensor and now.shape == shard.shape:
+            now = stored_like(now, shard)
+        if is_fresh or now is not own:
+            state[key] = as_sharded(now, parameter, shard.shape)
+        local[key] = now.detach() if is_sharded and now is state[key] else now
+    return local
+
+
+def check_state(optimizer: Optimizer, parameter: nn.Parameter, key: str, value: object) -> None:
+    """Refuse a value that user code wrote to an elementwise state if its shape is wrong."""
+    if isinstance(value, Tensor) and local_shard(value).shape == local_shard(parameter).shape:
+        return
+    number = next(number for number, one in enumerate(iterate_parameters(optimizer)) if one is parameter)
+    found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    raise ValueError(
+        f"{type(optimizer).__name__}.state[parameter {number}][{key!r}] must be a tensor of shape "
+        f"{list(parameter.shape)}, got {found}: write torch.zeros_like(parameter), or reset it with "
+        "optimizer.state.pop(parameter)."
+    )
+
+
+def as_sharded(value: Any, parameter: nn.Parameter, shape: torch.Size) -> Any:
+    """Shard a tensor of the local ``shape`` as ``parameter`` is; return other values unchanged."""
+    if not (isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == shape):
+        return value
+    # DTensor.from_local would move it from the host to the device of the mesh.
+    like = TensorMeta(parameter.shape, parameter.stride(), value.dtype)
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=like)
+    return DTensor(value, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def list_tensors(members: Iterable[Member]) -> list[Tensor]:
+    """Return the tensors that a step reads and writes, as user code sees them."""
+    tensors: list[Tensor] = []
+    for member in members:
+        # One copy at once: the submitted step may be adding states.
+        found = (member.parameter, member.parameter.grad, *member.state.values())
+        tensors += [value for value in found if isinstance(value, Tensor)]
+    return tensors
+
+
+def make_proxy(shard: Tensor, gradient: Tensor) -> nn.Parameter:
+    """Return a parameter over ``shard`` that has a gradient."""
+    proxy = nn.Parameter(shard)
+    proxy.grad = gradient
+    return proxy
+
+
+def _freeze(group: dict[str, Any]) -> dict[str, Any]:
+    """Copy the settings of a group: schedulers change it."""
+    settings = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+    if any(parameter.is_complex() for parameter in settings.pop("params")):  # which fused kernels do not know
+        settings["fused"] = bool(settings.get("fused"))
+    return settings
+
+
+Tensors = tuple[Iterable[Tensor], Iterable[Tensor]]  # parameters and buffers
+
+
+def move_average(average: AveragedModel, number: Tensor, ours: Tensors, theirs: Tensors) -> None:
+    """Update ``ours``, a part of an average, towards ``theirs`` by its own ``update_parameters``.
+
+    ``number`` models were averaged before; the count of the average is unchanged.
+    """
+    parameters, buffers = map(list, ours)
+    if not parameters and not average.use_buffers:  # it would read the dtype of the first parameter
+        for own, their in zip(buffers, theirs[1], strict=True):
+            own.detach().copy_(their)
+    elif parameters or buffers:
+        update: Any = type(average).update_parameters
+        update(_Part(average, number, _tensors(parameters, buffers)), _tensors(*theirs))
+
+
+def _tensors(parameters: Iterable[Tensor], buffers: Iterable[Tensor]) -> Any:
+    """Return tensors in the form of a module."""
+    return SimpleNamespace(parameters=[*parameters].__iter__, buffers=[*buffers].__iter__)
+
+
+class _Part:
+    """The ``self`` of ``update_parameters``: a part of an average."""
+
+    def __init__(self, average: AveragedModel, number: Tensor, tensors: Any) -> None:
+        self._average = average
+        self.module, self.n_averaged, self.parameters = tensors, number.clone(), tensors.parameters
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._average, name)

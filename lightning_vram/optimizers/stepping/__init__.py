@@ -1,1 +1,0 @@
-"""How others step in the place of an optimizer."""

@@ -1,0 +1,259 @@
+"""Replace the step of optimizers: of attached ones, and of those created during training."""
+
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from lightning_vram.core.patching import MethodPatch, replace_by
+from lightning_vram.optimizers.step_round import (
+    Member,
+    State,
+    StepRound,
+    as_sharded,
+    has_own_step,
+    iterate_parameters,
+    make_twin,
+    plain_step,
+)
+from lightning_vram.private_names.fsdp2 import local_shard
+from lightning_vram.private_names.torch import note_step
+
+Step = Callable[[Callable[[], Any] | None], Any]
+Owner = TypeVar("Owner")
+
+MembersStep = Callable[[Optimizer, StepRound, Sequence[Member]], None]  # steps some parameters of an optimizer
+
+_handles: list[tuple["ref[Any]", RemovableHandle]] = []
+_owners: "WeakKeyDictionary[Optimizer, ref[StepTakeOver]]" = WeakKeyDictionary()
+_stepping: list[Optimizer] = []  # in a replaced step
+
+
+class StepTakeOver(ABC):
+    """Base of classes that replace the step of optimizers, which stay the same objects.
+
+    Optimizers that were never attached are attached at their first step, until :meth:`remove_patches`.
+    """
+
+    def __init__(self) -> None:
+        self._taken: list[Optimizer] = []  # whose step is :meth:`_step`
+        self._patches: list[MethodPatch] = []
+        self._handle = redirect_steps(self, StepTakeOver._take_in)
+
+    @abstractmethod
+    def attach(self, optimizers: Sequence[Optimizer]) -> None:
+        """Call :meth:`_take_over` for the optimizers that this steps."""
+
+    @abstractmethod
+    def _has_ours(self, optimizer: Optimizer) -> bool:
+        """Whether it has parameters that only this may step."""
+
+    @abstractmethod
+    def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Step it; its hooks run before and after."""
+
+    def members_step(self) -> MembersStep | None:
+        """Return a function that steps a few parameters of an attached optimizer; ``None``: not allowed."""
+        return None
+
+    def remove_patches(self) -> None:
+        """Let all optimizers step by themselves again."""
+        self._handle.remove()
+        for optimizer in self._taken:
+            if owner_of(optimizer) is self:
+                del _owners[optimizer]
+        for patch in reversed(self._patches):
+            patch.remove()
+
+    @staticmethod
+    def _run_closure(optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+        """Begin a step: note it for schedulers, and return the loss."""
+        note_step(optimizer)
+        with torch.enable_grad():
+            return None if closure is None else closure()
+
+    def _take_over(self, optimizer: Optimizer) -> None:
+        self._taken.append(optimizer)
+        _owners[optimizer] = ref(self)
+        self._patch_step(optimizer, self._step)
+
+    def _patch_step(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
+        # Hooks run once per step, and see the optimizer unchanged.
+        call = partial(self._call, Optimizer.profile_hook_step(step), optimizer)
+        self._patches.append(MethodPatch(optimizer, "step", replace_by(call)))
+
+    def _call(self, hooked_step: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
+        _stepping.append(optimizer)
+        try:
+            return hooked_step(optimizer, *args, **kwargs)
+        finally:
+            _stepping.pop()
+
+    def _take_in(self, optimizer: Optimizer) -> Step | None:
+        """Attach a stepping optimizer that has our parameters, and return how to continue its step."""
+        if (_stepping and optimizer is _stepping[-1]) or not self._has_ours(optimizer):
+            return None
+        self.attach([optimizer])  # a no-op if it is attached: a step that was bound before bypasses the patch
+        return partial(self._step, optimizer) if self._is_taken(optimizer) else None
+
+    def _is_taken(self, optimizer: Optimizer) -> bool:
+        return any(optimizer is one for one in self._taken)
+
+
+def owner_of(optimizer: Optimizer) -> StepTakeOver | None:
+    """Return the last object that took over the step of ``optimizer``."""
+    owner = _owners.get(optimizer)
+    return None if owner is None else owner()
+
+
+def redirect_steps(owner: Owner, redirect: Callable[[Owner, Optimizer], Step | None]) -> RemovableHandle:
+    """Ask ``redirect`` at every optimizer step of this process for another step; ``None``: the step is unchanged.
+
+    The other step gets the closure, and runs between the same hooks; its errors end the step. ``owner`` is not kept
+    alive; once it is gone, nothing is asked.
+    """
+    weak = ref(owner)
+
+    def before_step(
+        optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        living = weak()
+        step = None if living is None else redirect(living, optimizer)
+        if step is None:
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        # The running step cannot be stopped, but it begins with its closure.
+        empty = make_twin(type(optimizer), vars(optimizer), [], {})
+        return (empty, partial(step, closure)), {}
+
+    _forget_the_dead()
+    handle = register_optimizer_step_pre_hook(before_step)
+    _handles.append((weak, handle))
+    return handle
+
+
+def _forget_the_dead() -> None:
+    """Remove hooks of dead owners here: an owner may die while hooks are called."""
+    for weak, handle in list(_handles):
+        if weak() is None:
+            handle.remove()
+            _handles.remove((weak, handle))
+
+
+def can_step_wholes(optimizer: Optimizer) -> bool:
+    """Whether its step is its own: an optimizer within it would have the parameters, too."""
+    others = (value for key, value in vars(optimizer).items() if key != "step")
+    return has_own_step(optimizer) and not any(isinstance(value, Optimizer) for value in others)
+
+
+class WholeSteps:
+    """Steps one optimizer that may look at shapes: on whole parameters over the same memory.
+
+    Outside its own code, groups and state hold sharded tensors.
+
+    ``written`` is called before a closure runs the model: parameters may have been written by then.
+    """
+
+    def __init__(self, optimizer: Optimizer, written: Callable[[], None]) -> None:
+        self._optimizer = optimizer
+        self._written = written
+        self._proxies: dict[nn.Parameter, nn.Parameter] = {}  # reused: optimizers may hold more by parameter
+        self._given: dict[nn.Parameter, Tensor | None] = {}  # gradients of proxies, when they were set
+        self._states: dict[nn.Parameter, State] = {}  # of the optimizer, during a step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run the step as its class has it, without hooks. Its closure sees shards."""
+
+        def call_closure() -> Any:
+            assert closure is not None
+            self._put_back()
+            try:
+                self._written()
+                with torch.enable_grad():
+                    return closure()
+            finally:
+                self._put_proxies()
+
+        self._put_proxies()
+        try:
+            step = plain_step(type(self._optimizer))
+            return step(self._optimizer) if closure is None else step(self._optimizer, call_closure)
+        finally:
+            self._put_back()
+
+    def _put_proxies(self) -> None:
+        state = self._optimizer.state
+        sharded = [p for p in iterate_parameters(self._optimizer) if isinstance(p, DTensor)]
+        for parameter in sharded:
+            proxy = self._proxies.setdefault(parameter, nn.Parameter(local_shard(parameter)))
+            proxy.data = local_shard(parameter)
+            proxy.requires_grad_(parameter.requires_grad)
+            proxy.grad = self._given[parameter] = local_shard(parameter.grad)
+            if parameter in state:
+                own = self._states[parameter] = state.pop(parameter)
+                state[proxy] = {key: local_shard(value) for key, value in own.items()}
+        self._exchange(self._proxies)
+
+    def _put_back(self) -> None:
+        state = self._optimizer.state
+        for parameter, given in self._given.items():
+            proxy = self._proxies[parameter]
+            if proxy.grad is not given:
+                parameter.grad = as_sharded(proxy.grad, parameter, proxy.shape)
+            proxy.grad = None
+            before = self._states.pop(parameter, {})
+            if proxy in state:
+                now = state.pop(proxy)
+                fresh = {key: as_sharded(value, parameter, proxy.shape) for key, value in now.items()}
+                known = {key: value for key, value in before.items() if key in now and local_shard(value) is now[key]}
+                state[parameter] = fresh | known
+        self._given = {}
+        self._exchange({proxy: parameter for parameter, proxy in self._proxies.items()})
+
+    def _exchange(self, others: dict[nn.Parameter, nn.Parameter]) -> None:
+        for group in self._optimizer.param_groups:
+            group["params"] = [others.get(parameter, parameter) for parameter in group["params"]]
+
+
+def explain_failures(optimizer: Optimizer, *, is_split: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a patch of the step that explains errors of sharded tensors."""
+    advice = "such as AdamW, or a single device" if is_split else "such as AdamW"
+    message = (
+        f"{type(optimizer).__name__} cannot step on shards: it does with a parameter what a sharded one cannot do. Use "
+        f"an optimizer of torch.optim that steps each element by itself, {advice}."
+    )
+    return partial(_make_step, message)
+
+
+def _make_step(message: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        of_model: list[Exception] = []
+
+        def call_closure() -> Any:
+            assert closure is not None
+            try:
+                return closure()
+            except Exception as error:
+                of_model.append(error)
+                raise
+
+        try:
+            return inner(*args, **kwargs) if closure is None else inner(call_closure, *args, **kwargs)
+        except Exception as error:
+            modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+            # An error raised in C++ has no such frame, but names the class.
+            is_sharding = "DTensor" in str(error) or any(name.startswith(DTensor.__module__) for name in modules)
+            if error in of_model or not is_sharding:
+                raise
+            raise ValueError(message) from error
+
+    return step

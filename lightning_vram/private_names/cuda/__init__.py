@@ -1,1 +1,0 @@
-"""What stands in for CUDA's dispatcher on a machine without a card."""

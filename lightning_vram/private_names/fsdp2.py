@@ -1,0 +1,585 @@
+"""Private names of FSDP2, ``DTensor``, sharded checkpoints and ``DistributedDataParallel``."""
+
+import pickle
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import methodcaller
+from pathlib import PurePath
+from typing import IO, Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.checkpoint import metadata as classes
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parallel import DistributedDataParallel
+from torch.serialization import _get_layout
+
+from lightning_vram.private_names.dispatcher import without_dispatch
+from lightning_vram.private_names.torch import PARAMETERS, local_shard_of, own_parameters
+
+__all__ = ["DTensorSpec", "FSDPParamGroup", "TensorMeta"]
+
+
+MARKS = ("_fsdp", "_is_fsdp", "__composable_api")  # how attributes begin that fully_shard leaves on modules
+RANKS_MARK = "_is_fsdp_managed_module"  # by which transformers sees that ranks must run the same layers
+
+
+state_of: Callable[[Any], Any] = methodcaller("_get_fsdp_state")
+"""Return the state of a module that ``fully_shard`` was called for."""
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called for a module: its weights may go when its forward ends."""
+    return isinstance(module, FSDPModule)
+
+
+def waits_for_backward(hook: Callable[..., Any]) -> bool:
+    """Whether a hook on a tensor is FSDP2's, which gathers what the backward needs and leaves the gradient alone."""
+    return isinstance(getattr(hook, "__self__", None), FSDPState)
+
+
+def prepare_class(kind: type[nn.Module], make_mixin: Callable[[type, type], type]) -> None:
+    """Let ``fully_shard`` give modules of ``kind`` a class with ``make_mixin(FSDPModule, kind)``, where it differs."""
+    mixin = make_mixin(FSDPModule, kind)
+    if kind not in cls_to_fsdp_cls and mixin is not FSDPModule:
+        cls_to_fsdp_cls[kind] = type(f"FSDP{kind.__name__}", (mixin, kind), {"__deepcopy__": _refuse_copy})
+
+
+def _refuse_copy(module: Any, memo: Any) -> NoReturn:
+    """As FSDP2 does."""
+    raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
+
+
+def groups_of(module: Any) -> list[Any]:
+    """Return the groups of parameters of such a module."""
+    state = state_of(module)
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def is_root(module: Any) -> bool | None:
+    """Whether such a module is the outermost; ``None`` before the first forward."""
+    is_outermost: bool | None = state_of(module)._is_root
+    return is_outermost
+
+
+def announce_backward(module: Any) -> None:
+    """Have the end of this backward, whose layers are not sharded, be that of the root ``module``."""
+    state_of(module)._register_root_post_backward_final_callback()
+
+
+def end_backward_once(module: Any) -> None:
+    """Let each group end its backward once. Call it after the first forward of the root ``module`` has begun.
+
+    Up to 2.11 FSDP2 lists the state of several modules once for each of them, and ends its backward as often: gradients
+    would be reduced again while a step reads them.
+    """
+    states = state_of(module)._state_ctx.all_states
+    states[:] = dict.fromkeys(states)
+
+
+def can_reset() -> bool:
+    """Whether a step that failed can be given up: from 2.13 on."""
+    return hasattr(FSDPModule, "reset_iter_state")
+
+
+def discard_step(parameter: Any) -> None:
+    """Drop the unreduced gradients of a parameter of a group, and buffers it was to be gathered in."""
+    whole = getattr(parameter, "_unsharded_param", None)  # made by its first gathering
+    if whole is not None:
+        whole.grad = None
+    if "unsharded_accumulated_grad" in vars(parameter):  # from 2.15 on they are in `whole`
+        parameter.unsharded_accumulated_grad = None
+    if parameter.grad_offload_event is not None:  # the copy to the host must not write over what the caller restores
+        parameter.grad_offload_event.synchronize()
+        parameter.grad_offload_event = None
+    parameter.free_unsharded_param()
+
+
+def place_of(parameter: Any) -> tuple[nn.Module, str]:
+    """Return the first module that has a parameter of a group, and its name there."""
+    module = parameter._module_info.module
+    return module.owner if isinstance(module, _Parameters) else module, parameter._module_info.param_name
+
+
+class _Parameters(nn.Module):
+    """The parameters of ``owner``, without its attributes."""
+
+    owner: nn.Module
+
+    def __init__(self, owner: nn.Module) -> None:
+        super().__init__()
+        vars(self).update({PARAMETERS: own_parameters(owner), "owner": owner})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own_parameters(self)[name] = value
+        getattr(self, name)
+
+    def __getattr__(self, name: str) -> Any:
+        """Give the value to the attribute that hides it: FSDP2 has put it there, or ``module.to()`` has changed it."""
+        value, attribute = own_parameters(self)[name], vars(self.owner).get(name)
+        if attribute is not None:
+            attribute.hides(value)
+        return value
+
+
+shards_integers = torch.torch_version.TorchVersion("2.13") <= torch.__version__
+"""Whether FSDP2 shards parameters of integers. Up to 2.11 it makes parameters that could require gradients of them."""
+
+
+def look_past_attribute(parameter: Any) -> None:
+    """Let FSDP2 find a parameter of a group that an attribute of the same name hides, and not cast it.
+
+    The method ``hides`` of the attribute is called with every value that FSDP2 sets or reads as the parameter.
+    """
+    info = parameter._module_info
+    if info.param_name in vars(info.module):
+        info.module = _Parameters(info.module)
+        setattr(info.module, info.param_name, parameter.sharded_param)
+        keep_dtype = partial(type(parameter).init_dtype_attrs, parameter, MixedPrecisionPolicy())
+        parameter.init_dtype_attrs = lambda _: keep_dtype()  # up to 2.11 it casts integers, too
+
+
+def dtype_to_compute(group: Any, parameter: Any) -> torch.dtype | None:
+    """Return what a parameter of ``group`` is gathered in; ``None``: in its own dtype."""
+    policy: MixedPrecisionPolicy = parameter.mp_policy if hasattr(parameter, "mp_policy") else group.mp_policy
+    return policy.param_dtype
+
+
+def put_back(parameter: Any, value: Tensor) -> None:
+    """Set ``value`` wherever modules have a parameter of a group."""
+    parameter._setattr_on_modules(value)
+
+
+def remove_hooks(module: nn.Module) -> None:
+    """Take hooks and state off a module that ``fully_shard`` was called for."""
+    state = state_of(module)
+    for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
+        handle.remove()
+    for group in groups_of(module):
+        hooks = (group._module_to_pre_save_state_dict_hook_handle, group._module_to_pre_load_state_dict_hook_handle)
+        for handle in (handle for handles in hooks for handle in handles.values()):
+            handle.remove()
+        for parameter in group.fsdp_params:
+            parameter._post_load_hook_handle.remove()
+    _module_state_mapping.pop(module, None)
+
+
+class _InGraph:
+    """Stands in for a state or a group in graphs, so that a loss that the module keeps does not keep all of its fit.
+
+    The garbage collector does not look into graphs.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = weakref.ref(owner)
+
+    @property
+    def __self__(self) -> Any:
+        owner = self._owner()
+        if owner is None:
+            raise RuntimeError(
+                "backward() was called after the fit whose sharded weights it needs. Call it during the fit."
+            )
+        return owner
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        return FSDPState._pre_backward(self.__self__, gradient)
+
+    def post_backward(self) -> None:
+        self.__self__.post_backward()
+
+
+class StateBase(FSDPState):
+    """The state of a module."""
+
+    @property
+    def _pre_backward(self) -> _InGraph:  # type: ignore[override]
+        return _InGraph(self)
+
+    def find_hooked(self, output: Any) -> Any:
+        """Return the tensors to set hooks on, of those that a layer returns."""
+        return output
+
+    def _register_pre_backward_hook(self, output: Any) -> Any:
+        is_transformed = getattr(torch._C, "_are_functorch_transforms_active", bool)
+        if not torch.is_grad_enabled() or is_transformed():
+            return super()._register_pre_backward_hook(output)
+        super()._register_pre_backward_hook(self.find_hooked(output))
+        return output
+
+
+class GroupBase(FSDPParamGroup):
+    """Parameters that are gathered together, whose dtypes are those in which they are gathered."""
+
+    fsdp_params: Any
+
+    def given_up(self) -> None:
+        """Called before all is reset after an error."""
+
+    def _register_post_backward_hook(self, args: Any, kwargs: Any) -> Any:
+        return FSDPParamGroup._register_post_backward_hook(_InGraph(self), args, kwargs)  # type: ignore[arg-type]
+
+    # --- where it is ---
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether a gathering is under way."""
+        return self._all_gather_result is not None
+
+    @property
+    def is_before_backward(self) -> bool:
+        """Whether it is gathered for a backward."""
+        return self._training_state == TrainingState.PRE_BACKWARD
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a module of the group is in its forward."""
+        return self._training_state == TrainingState.FORWARD
+
+    @property
+    def num_shards(self) -> int:
+        """Number of ranks that have a part of each parameter."""
+        return int(self._all_gather_process_group.size())
+
+    def leave_backward(self) -> None:
+        """Let what its modules compute next be a call of their own.
+
+        Else FSDP2 takes what a reentrant checkpoint computes next for a part of the call whose backward is over, and
+        loses the gradients of all calls of a layer but one.
+        """
+        for module in self.modules:
+            if isinstance(module, FSDPModule):  # FSDP2 still calls groups that were removed from their modules
+                state: Any = module._get_fsdp_state()
+                state._training_state = TrainingState.IDLE
+
+    def forget_whole(self) -> None:
+        """Drop what is gathered."""
+        if not self.is_sharded:
+            self._to_sharded()  # type: ignore[no-untyped-call]
+
+    # --- streams, of devices that have them ---
+
+    @property
+    def copy_in_stream(self) -> Any:
+        """The first stream of a gathering; ``None`` on the host, and before the first step."""
+        return None if self.device.type == "cpu" else getattr(self.comm_ctx, "all_gather_copy_in_stream", None)
+
+    def gather_stream(self, *, async_op: bool) -> Any:
+        """Return the stream that reads the shards; ``None`` on the host, and before the first step."""
+        if self.copy_in_stream is None or self.num_shards == 1:
+            return self.copy_in_stream
+        return self.comm_ctx.get_all_gather_streams(async_op, self._training_state)[0]
+
+    @property
+    def reduced_event(self) -> torch.Event | None:
+        """When the gradients are reduced."""
+        return None if self.device.type == "cpu" else self._post_reduce_event
+
+    @property
+    def reduce_stream(self) -> Any:
+        """Where they are."""
+        context = self.comm_ctx
+        return context.all_reduce_stream if self._is_hsdp else context.reduce_scatter_stream
+
+    def await_reduce_stream(self) -> None:
+        """Have the end of the backward wait for what is on :attr:`reduce_stream` now."""
+        if self.device.type == "cpu":
+            return
+        stream = self.reduce_stream
+        self._post_reduce_event = stream.record_event()
+        events = getattr(self.comm_ctx, "_last_post_reduce_events", None)
+        if events is not None:
+            events[stream] = self._post_reduce_event
+
+    # --- gradients ---
+
+    def reduce_parts(self, parts: Iterable[tuple[Sequence[Any], torch.dtype | None]]) -> None:
+        """Reduce the gradients of one group of parameters after the other, each in a dtype; ``None``: in its own."""
+        parameters, sharded, training = self.fsdp_params, self._sharded_state, self._training_state
+        try:
+            for part, dtype in parts:
+                self.fsdp_params = part
+                self._sharded_state, self._training_state = sharded, training
+                self._reduce_dtype = dtype
+                event: Any = self._post_reduce_event
+                self._post_reduce_event = None  # else the computation waits for it
+                FSDPParamGroup.post_backward(self)
+                if self._post_reduce_event is None:
+                    self._post_reduce_event = event
+        finally:
+            self.fsdp_params = parameters
+
+    def _init_mp_dtypes(self) -> None:
+        for parameter in self.fsdp_params:
+            parameter.init_dtype_attrs(parameter.mp_policy if hasattr(parameter, "mp_policy") else self.mp_policy)
+        self._orig_dtype = None  # a gradient is cast where it is sent
+        self._reduce_dtype = None
+
+    @property
+    def _reduce_scatter_param_indices(self) -> Sequence[int]:
+        return range(len(self.fsdp_params))  # of the parameters being reduced
+
+    @_reduce_scatter_param_indices.setter
+    def _reduce_scatter_param_indices(self, value: Sequence[int]) -> None:
+        """Is what it is."""
+
+    def _reset_iter_state(self) -> None:
+        self.given_up()
+        super()._reset_iter_state()
+
+
+class ParameterBase(FSDPParam):
+    """A parameter whose gradient keeps the dtype in which it was computed and reduced."""
+
+    @property
+    def gathered_dtype(self) -> torch.dtype:
+        """What it is gathered in."""
+        return self.sharded_param.dtype
+
+    @property
+    def module(self) -> nn.Module:
+        """The first module that has it."""
+        return place_of(self)[0]
+
+    @property
+    def key(self) -> str:
+        """Its name there."""
+        return self._module_info.param_name
+
+    @property
+    def name(self) -> str:
+        """Its name in the root, once that has run."""
+        return self._param_fqn or self.key
+
+    @property
+    def memory(self) -> Tensor:
+        """Memory of the shard: flat, with what it is padded to."""
+        return self._sharded_param_data
+
+    @memory.setter
+    def memory(self, value: Tensor) -> None:
+        self._sharded_param_data = value
+
+    @property
+    def whole(self) -> nn.Parameter | None:
+        """What is gathered, or was; ``None`` before the first time."""
+        return getattr(self, "_unsharded_param", None)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is gathered."""
+        return self.sharded_state == ShardedState.UNSHARDED
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether the shard is in its place."""
+        return self.sharded_state == ShardedState.SHARDED
+
+    def forget_whole(self) -> None:
+        """Have it made anew the next time, since the dtype of what is gathered changes."""
+        self.all_gather_outputs = []
+        vars(self).pop("_unsharded_param", None)
+
+    @property
+    def _sharded_local_tensor(self) -> Tensor:
+        # FSDP2 looks for extensions on it: that needs no wait, and is no write.
+        return self._sharded_param_data
+
+    @property
+    def sharded_grad_dtype(self) -> None:
+        """What FSDP2 is to cast a reduced gradient to: nothing, that is done where it is sent."""
+
+    @sharded_grad_dtype.setter
+    def sharded_grad_dtype(self, value: torch.dtype | None) -> None:
+        """Is what it is."""
+
+    @property
+    def unsharded_grad_dtype(self) -> torch.dtype:
+        """What a backward adds gradients up in."""
+        return self.gathered_dtype
+
+
+calls_derived_dispatch = torch.torch_version.TorchVersion("2.13") <= torch.__version__
+"""Whether operators on a class derived from ``DTensor`` pass its ``__torch_dispatch__``: else only reads are seen."""
+
+
+class AskedDTensor(DTensor):
+    """A ``DTensor`` whose local part is given out by :meth:`give_local`; a tensor gets it as its class."""
+
+    def give_local(self) -> Tensor:
+        """Return the local part, once the tensor has its own class back: this one hides it."""
+        raise NotImplementedError
+
+    @property
+    def _local_tensor(self) -> Tensor:  # type: ignore[override]
+        return self.give_local()
+
+
+_slot: Any = DTensor._local_tensor
+
+
+own_shard_of: Callable[[Any], Tensor] = _slot.__get__
+"""Return the local shard of a ``DTensor``, also of one whose class is to be asked first."""
+set_own_shard: Callable[[Any, Tensor], None] = _slot.__set__
+"""Let a tensor be the local shard of a ``DTensor``, whatever its class."""
+
+
+def local_shard(value: Any) -> Any:
+    """Return this rank's part of a ``DTensor``, the very tensor, past autograd; anything else unchanged."""
+    return local_shard_of(value) if isinstance(value, DTensor) else value
+
+
+_NUMBERS = {"__float__": float, "__index__": int, "__bool__": bool}
+
+
+def _format(tensor: DTensor, spec: str) -> str:
+    return format(tensor.item(), spec) if spec and not tensor.dim() else object.__format__(tensor, spec)
+
+
+def read_numbers_by(read: Callable[[DTensor], Any] | None) -> None:
+    """Let ``read`` return the number that a ``DTensor`` of one element is; ``None``: as PyTorch has it."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    operator = torch.ops.aten._local_scalar_dense.default
+    handlers.pop(operator, None)
+    for name in vars(DTensor).keys() & {*_NUMBERS, "__format__"}:
+        delattr(DTensor, name)
+    if read is not None:
+        handlers[operator] = lambda _, args, kwargs: read(args[0])
+        for name, kind in _NUMBERS.items():  # what torch.tensor([...]) calls past any dispatch
+            setattr(DTensor, name, lambda tensor, kind=kind: kind(read(tensor)))
+        setattr(DTensor, "__format__", _format)  # noqa: B010 - as those
+
+
+def wrap_like(part: Tensor, like: DTensor) -> DTensor:
+    """Return ``part`` as this rank's part of a tensor that lies as ``like`` does; nothing is sent or copied."""
+    return DTensor(part, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def shard_like(whole: Tensor, like: DTensor) -> DTensor:
+    """Return a whole tensor, of any shape and dtype, sharded as ``like`` is; nothing is sent."""
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
+    return DTensor(cut_own_shard(whole, spec), spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def place_of_own_shard(like: DTensor | DTensorSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of this rank's part of a tensor that lies as ``like`` does, and where in it that begins."""
+    with without_dispatch():  # torch computes with tensors, whose values an estimate would not have
+        return compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+
+
+def cut_own_shard(whole: Tensor, like: DTensor | DTensorSpec) -> Tensor:
+    """Return, as a view, this rank's part of a whole tensor that is to lie as ``like`` does."""
+    lengths, offsets = place_of_own_shard(like)
+    part = whole.detach()
+    for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        part = part.narrow(dimension, offset, length)
+    return part
+
+
+_KNOWN: dict[tuple[str, str], Any] = {
+    **{(classes.__name__, name): getattr(classes, name) for name in classes.__all__},
+    (classes.__name__, _MEM_FORMAT_ENCODING.__name__): _MEM_FORMAT_ENCODING,
+    (_StorageInfo.__module__, _StorageInfo.__name__): _StorageInfo,
+    (_get_layout.__module__, _get_layout.__name__): _get_layout,
+    ("torch", "Size"): torch.Size,
+    ("collections", "OrderedDict"): OrderedDict,
+}
+
+
+def read_metadata(file: IO[bytes]) -> Metadata:
+    """Read ``.metadata``; nothing in it is run: other contents than a ``FileSystemWriter`` writes raise an error."""
+    metadata = _Reader(file).load()
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError(f"it is a {type(metadata).__name__}")
+    return metadata
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = _KNOWN.get((module, name))
+        if known is not None:
+            return known
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module.split(".")[0] == "pathlib" and name.endswith("Path"):  # where it was written, perhaps on Windows
+            return PurePath
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11 pickles members of an Enum by it
+            return _member
+        raise pickle.UnpicklingError(f"it holds {module}.{name}")
+
+
+def _member(kind: type, name: str) -> Any:
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError("it holds builtins.getattr")
+    return _MEM_FORMAT_ENCODING[name]
+
+
+def delays_reductions(ddp: DistributedDataParallel) -> bool:
+    """Whether ``ddp`` reduces some parameters late."""
+    return bool(getattr(ddp, "_delay_all_reduce_params", ()))
+
+
+def is_reduced_by_compiler(ddp: DistributedDataParallel) -> bool:
+    """Whether the reducer of compiled autograd replaces that of ``ddp``."""
+    return bool(getattr(ddp, "_use_python_reducer", False))
+
+
+def has_optimizer_in_backward(parameters: Iterable[Tensor]) -> bool:
+    """Whether an optimizer was put into the backward of one of ``parameters``."""
+    return any(hasattr(parameter, "_in_backward_optimizers") for parameter in parameters)
+
+
+def logged_by(ddp: DistributedDataParallel) -> dict[str, Any]:
+    """Return what ``ddp`` logs of itself: the only place that knows hooks which are built in."""
+    read = getattr(ddp, "_get_ddp_logging_data", dict)
+    logged: dict[str, Any] = read()
+    return logged
+
+
+def can_sync_buffers(ddp: DistributedDataParallel) -> bool:
+    """Whether :func:`sync_buffers` works for ``ddp``."""
+    return getattr(ddp, "_sync_buffers", None) is not None
+
+
+def sync_buffers(ddp: DistributedDataParallel) -> None:
+    """Broadcast the buffers from rank 0. A collective: ``RuntimeError`` if the backend fails."""
+    ddp._sync_buffers()  # type: ignore[no-untyped-call]
+
+
+def drop_reduced_gradients(ddp: DistributedDataParallel) -> None:
+    """Let ``ddp`` leave every ``grad`` empty after a backward: a communication hook has used what was reduced."""
+    reducer: Any = ddp.reducer
+    reducer._set_optimizer_in_backward()
+
+
+def prepare_for_backward(ddp: DistributedDataParallel) -> None:
+    """Let ``ddp`` reduce a backward that no forward comes before."""
+    ddp.reducer.prepare_for_backward([])
+
+
+def forget_used_parameters(ddp: DistributedDataParallel) -> None:
+    """Let the reducer of ``ddp`` forget which parameters took part in backwards; nothing if it cannot."""
+    reset = getattr(ddp.reducer, "_reset_state", None)
+    if reset is not None:
+        reset()
+
+
+def is_part_of_flat_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a view of the flat parameter of an FSDP1 module, which makes new views for the backward."""
+    return bool(getattr(tensor._base, "_is_flat_param", False))

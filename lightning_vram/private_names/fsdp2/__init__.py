@@ -1,1 +1,0 @@
-"""Private names of FSDP2, ``DTensor``, sharded checkpoints and ``DistributedDataParallel``."""

@@ -1,1 +1,0 @@
-"""Private names of Lightning: Trainer, loops, logging, strategies, callbacks, files, command line."""

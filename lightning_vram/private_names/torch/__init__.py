@@ -1,1 +1,0 @@
-"""Private names of torch: tensors, modules, autograd, autocast, optimizers and data loaders."""

@@ -1,0 +1,430 @@
+"""A page about memory that ran out: what held it, why there was not enough, and what would help."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
+from math import nan
+from pathlib import Path
+
+from lightning_vram.memory.device.accelerators import SETTING, VARIABLES
+from lightning_vram.memory.device.out_of_memory import FailedRequest, OutOfMemorySource
+from lightning_vram.memory.tracking.timeline import MemoryTimeline
+from lightning_vram.memory.units import MIB, format_bytes
+from lightning_vram.report.plan import Choice, cells
+from lightning_vram.report.tables import label
+
+
+class Work(StrEnum):
+    """What was being done."""
+
+    MOVING = "moving the weights to the device"
+    RESTORING = "restoring a checkpoint"
+    SAVING = "saving a checkpoint"
+    FORWARD = "the forward"
+    BACKWARD = "the backward"
+    OPTIMIZER_STEP = "the optimizer's step"
+    EPOCH_END = "the end of the epoch"
+    OTHER = "other code"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the out-of-memory error was raised."""
+
+    work: Work
+    module: str = ""  # innermost one of the model that was running; empty: none
+    line: str = ""  # of the user's code, as "file:line: text"; empty: unknown
+    function: str = ""  # innermost in Python
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A configuration that needs less, measured by a step on fake tensors."""
+
+    code: str  # to paste into the arguments of a Trainer, or of a data loader
+    needed_bytes: int
+    saved_bytes: int
+    time_ratio: float | None  # of a modelled step relative to this run; None: not estimated
+    results: str
+    fits: bool | None  # None: the available memory is unknown
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """What is known of an out-of-memory error."""
+
+    message: str
+    source: OutOfMemorySource
+    device: str
+    request: FailedRequest
+    stage: str  # as in "train, epoch 0, batch 17"
+    place: Place
+    by_category: Mapping[str, int] = field(default_factory=dict)  # bytes on the device
+    by_module: Mapping[str, int] = field(default_factory=dict)  # bytes on the device, the largest first
+    foreign_bytes: int = 0  # in tensors of this process that a step of the run does not have; 0: unknown
+    growth: tuple[tuple[int, int], ...] = ()  # batches of the stage so far, and bytes in tensors at their ends
+    estimated: MemoryTimeline | None = None  # a step of the run on fake tensors; None: there is none
+    remedies: tuple[Remedy, ...] = ()  # the best first
+    no_remedies: str = ""  # why there are none, if there are none
+    cut: str = ""  # what ended the estimates of remedies early; empty: nothing
+    budget_bytes: int | None = None  # that the step may use; None: unknown
+
+
+_LOSS_FUNCTIONS = ("cross_entropy", "log_softmax", "nll_loss")
+_LOSS_OPERATORS = ("aten._log_softmax", "aten.nll_loss")
+_BEFORE, _AFTER = 3, 8  # allocations
+_LOSS_SHARE = 0.3  # of a peak
+_MANY_BATCHES, _MOSTLY = 8, 0.75
+_GROWN_SHARE = 0.05  # of what there is
+
+
+def grown_bytes_per_batch(found: OutOfMemory) -> int | None:
+    """Return the bytes by which each of the last batches has left more than the one before; ``None``: no growth."""
+    if len(found.growth) < _MANY_BATCHES:
+        return None
+    sizes = [num_bytes for _, num_bytes in found.growth]
+    num_up = sum(after > before for before, after in pairwise(sizes))
+    grown_bytes = sizes[-1] - sizes[0]
+    room_bytes = found.request.room_bytes or sizes[-1]
+    if num_up < _MOSTLY * (len(sizes) - 1) or grown_bytes < _GROWN_SHARE * room_bytes:
+        return None
+    return grown_bytes // max(1, found.growth[-1][0] - found.growth[0][0])
+
+
+def is_in_loss(found: OutOfMemory) -> bool:
+    """Whether the error was raised in a loss over classes."""
+    return found.place.function in _LOSS_FUNCTIONS
+
+
+def is_mostly_loss(timeline: MemoryTimeline | None) -> bool:
+    """Whether logits, in any format, and what the loss makes of them, are a large part of the peak of a step."""
+    if timeline is None:
+        return False
+    sizes: Counter[int] = Counter()
+    for event in timeline.events:
+        sizes[event.allocation] = max(sizes[event.allocation], event.change_bytes)
+    of_loss = [number for number in sizes if timeline.allocations[number].op.startswith(_LOSS_OPERATORS)]
+    if not of_loss:
+        return False
+    logits_bytes = max(sizes[number] for number in of_loss)
+    like_logits = {logits_bytes // 2, logits_bytes, 2 * logits_bytes}
+    # In order of birth: others may have that size, too, but are not made around the loss.
+    around = range(min(of_loss) - _BEFORE, max(of_loss) + _AFTER)
+    held_bytes = sum(
+        num_bytes
+        for number, num_bytes in timeline.peak_allocations.items()
+        if number in around and num_bytes in like_logits
+    )
+    return held_bytes >= _LOSS_SHARE * timeline.peak_bytes
+
+
+TRAINING = "train"
+_LARGE_SHARE = 0.1  # of a device: a desktop has less
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A cause of an out-of-memory error."""
+
+    title: str
+    holds: Callable[[OutOfMemory], bool]
+    hints: tuple[str, ...]  # the best first
+    meaning: Callable[[OutOfMemory], str] = lambda found: ""
+    needs_leaner_step: bool = True  # a step that needs less cures it, not only delays it
+
+
+def find_cause(found: OutOfMemory) -> Cause:
+    """Return the first of the causes below that holds."""
+    return next(cause for cause in CAUSES if cause.holds(found))
+
+
+def _is_training(found: OutOfMemory) -> bool:
+    return found.stage.startswith(TRAINING)
+
+
+def _is_others_fault(found: OutOfMemory) -> bool:
+    """Whether others have a large part, without which the request would have been granted."""
+    request = found.request
+    other_bytes = request.other_bytes
+    if request.limit_bytes is not None and (request.asked_bytes or 0) <= (request.free_bytes or 0):
+        return False  # enough was free: it was this process's own limit
+    is_large = other_bytes > 0 and other_bytes >= _LARGE_SHARE * (request.total_bytes or 0)
+    return is_large and (request.asked_bytes or 0) <= (request.free_bytes or 0) + other_bytes
+
+
+def _is_fragmented(found: OutOfMemory) -> bool:
+    asked_bytes = found.request.asked_bytes or 0
+    return 0 < asked_bytes <= (found.request.cached_bytes or 0)
+
+
+def _say_fragments(found: OutOfMemory) -> str:
+    cached, asked = format_bytes(found.request.cached_bytes or 0), format_bytes(found.request.asked_bytes or 0)
+    return f"{cached} were reserved but not allocated, in blocks that were each too small for {asked}."
+
+
+def _say_others(found: OutOfMemory) -> str:
+    others = format_bytes(found.request.other_bytes)
+    return f"Other processes used {others} of the device. Without them the memory would have been enough."
+
+
+def _say_growth(found: OutOfMemory) -> str:
+    return f"Each of the last batches left {format_bytes(grown_bytes_per_batch(found) or 0)} more than the one before."
+
+
+_SMALLER = (
+    "the fastest configuration that fits: `callbacks=[AutoVRAM()]`",
+    "a smaller batch, the same effective batch size: `callbacks=[AccumulationScheduler(target_batch_size=...)]`",
+)
+_STATES = (
+    'weights and optimizer state on the host: `strategy="fsdp_offload"`',
+    '16-bit weights and optimizer state: `plugins=[LeanMixedPrecision("bf16", parameters="bf16+kahan")]`',
+)
+_COLLECTED = (
+    "metric lists on the CPU: `callbacks=[MetricOffload()]`",
+    "outputs on the CPU: `self.outputs.append(output.detach().cpu())`",
+    "predictions written batch by batch, by a `BasePredictionWriter`: `trainer.predict(..., return_predictions=False)`",
+)
+CAUSES = (
+    Cause(
+        "the host ran out of memory",
+        lambda found: found.source is OutOfMemorySource.CPU and found.device != "cpu",
+        (
+            "fewer data loader workers, less prefetching: `num_workers`, `prefetch_factor`, `pin_memory`",
+            "optimizer state on disk: `strategy=FSDPOffloadStrategy(nvme_path=...)`",
+            "checkpoints without a second copy in host memory: `plugins=[StreamedCheckpointIO()]`",
+            "more memory for the job: `#SBATCH --mem=...`",
+        ),
+        lambda found: "Not the device: the memory of the machine or of the job is used up.",
+        needs_leaner_step=False,
+    ),
+    Cause(
+        "a memory leak: memory grew with each batch",
+        lambda found: _is_training(found) and grown_bytes_per_batch(found) is not None,
+        (
+            "find the attribute that holds it: `callbacks=[LeakDetector()]`",
+            "store numbers, not tensors with their autograd graph: `self.losses.append(loss.detach())`, or "
+            "`loss.item()`",
+        ),
+        _say_growth,
+        needs_leaner_step=False,
+    ),
+    Cause(
+        "outputs or metric lists, collected over the batches",
+        lambda found: not _is_training(found) and grown_bytes_per_batch(found) is not None,
+        _COLLECTED,
+        _say_growth,
+        needs_leaner_step=False,
+    ),
+    Cause(
+        "another process is on the device",
+        _is_others_fault,
+        (
+            "find the process, and end it if it is yours: `nvidia-smi`",
+            "a configuration that fits the rest: `callbacks=[AutoVRAM()]`",
+        ),
+        _say_others,
+        needs_leaner_step=False,
+    ),
+    Cause(
+        "a checkpoint was a second copy of the model",
+        lambda found: found.place.work in (Work.RESTORING, Work.SAVING),
+        (
+            "an empty cache before: `callbacks=[EmptyCache()]`",
+            'sharded checkpoints: `strategy=FSDPOffloadStrategy(state_dict_type="sharded")`',
+        ),
+        lambda found: "Weights and optimizer state were on the device twice while it was read or written.",
+    ),
+    Cause(
+        "fragmentation: enough memory was free, but not in one block",
+        _is_fragmented,
+        (
+            f"expandable segments: `{VARIABLES[1]}={SETTING}` in the environment, or `configure_allocator()` "
+            "first in the program",
+            "an empty cache at each switch between training and validation: `callbacks=[EmptyCache()]`",
+        ),
+        _say_fragments,
+        needs_leaner_step=False,
+    ),
+    Cause(
+        "other tensors of this process are on the device",
+        lambda found: found.foreign_bytes > 0,
+        (
+            "delete what earlier runs have left: `del model, trainer`, then `gc.collect()` and "
+            "`torch.cuda.empty_cache()`; restart the kernel of a notebook",
+            "a configuration that fits the rest: `callbacks=[AutoVRAM()]`",
+        ),
+        lambda found: f"{format_bytes(found.foreign_bytes)} are in tensors that do not belong to this run.",
+        needs_leaner_step=False,
+    ),
+    Cause(
+        "the weights alone do not fit",
+        lambda found: found.place.work is Work.MOVING,
+        _STATES,
+        lambda found: "In training, gradients and optimizer state need memory in addition.",
+    ),
+    Cause(
+        "the optimizer state does not fit",
+        lambda found: found.place.work is Work.OPTIMIZER_STEP,
+        _STATES,
+        lambda found: "Adam allocates two moments per weight in its first step.",
+    ),
+    Cause(
+        "the outputs of all batches, concatenated at the end of the epoch",
+        lambda found: found.place.work is Work.EPOCH_END,
+        _COLLECTED,
+        lambda found: "Collected outputs are in memory twice while they are concatenated.",
+        needs_leaner_step=False,
+    ),
+    Cause(
+        "a validation, test or prediction batch is too large",
+        lambda found: not _is_training(found),
+        (
+            'smaller batches: `callbacks=[MicroBatching(eval="auto")]`, or a smaller `batch_size` of that data loader',
+            "an empty cache before it: `callbacks=[EmptyCache()]`",
+            "metric lists on the CPU: `callbacks=[MetricOffload()]`",
+        ),
+    ),
+    Cause(
+        "the logits, and the loss over them",
+        lambda found: is_in_loss(found) or is_mostly_loss(found.estimated),
+        ("smaller micro-batches, and so smaller logits: `callbacks=[MicroBatching(...)]`", *_SMALLER),
+        lambda found: "Tensors of samples x positions x classes, some in float32, are a large share of the step.",
+    ),
+    Cause(
+        "the batch is too large: saved activations",
+        lambda found: found.place.work in (Work.FORWARD, Work.BACKWARD),
+        _SMALLER,
+    ),
+    Cause("the run needs more memory than available", lambda found: True, _SMALLER),
+)
+
+
+_MOST_MODULES = 8
+_MOST_READINGS = 8
+_LIMIT = (
+    "Available to this step: the memory that its tensors may use. Other tensors and processes are subtracted; it is at "
+    "most the estimated peak of the step minus the bytes asked for."
+)
+
+
+def write_page(found: OutOfMemory, path: Path, pictures: Sequence[str] = ()) -> None:
+    """Write a page."""
+    path.write_text(page(found, pictures), encoding="utf-8")
+
+
+def page(found: OutOfMemory, pictures: Sequence[str] = ()) -> str:
+    """Return the page: see :func:`write_page`."""
+    cause = find_cause(found)
+    sections = [
+        f"# Out of memory: {cause.title}",
+        cause.meaning(found),
+        _facts(found),
+        _section("What helps", _remedies(found, cause)),
+        _section("What held the memory", _held(found)),
+        _section("At the ends of the last batches", _growth(found)),
+        *_pictures(pictures),
+        _section("The error", f"```text\n{found.message.strip()}\n```"),
+    ]
+    return "\n\n".join(filter(None, sections)) + "\n"
+
+
+def summary(found: OutOfMemory) -> str:
+    """Return the cause, and what helps best, in a sentence."""
+    cause = find_cause(found)
+    best = next((remedy for remedy in found.remedies if remedy.fits), None)
+    helps = f"`{best.code}`" if best is not None and cause.needs_leaner_step else cause.hints[0]
+    return f"{cause.title}. What helps: {helps}. {found.cut}".rstrip()
+
+
+def _section(title: str, text: str) -> str:
+    return f"## {title}\n\n{text}" if text else ""
+
+
+def _facts(found: OutOfMemory) -> str:
+    request, place = found.request, found.place
+    where = f"{place.work}{f' of `{place.module}`' if place.module else ''}"
+    rows: list[tuple[str, str]] = [("when", found.stage), ("where", where)]
+    rows += [("your line", f"`{place.line}`")] if place.line else []
+    sizes = (
+        ("asked for", request.asked_bytes),
+        (f"{found.device} has", request.total_bytes),
+        ("limit of this process", request.limit_bytes),
+        ("free", request.free_bytes),
+        ("in tensors of this process", request.allocated_bytes),
+        ("reserved by it, not allocated", request.cached_bytes),
+        ("used by the driver for it", _unless_rounding(request.driver_bytes)),
+        ("used by other processes", _unless_rounding(request.other_bytes)),
+    )
+    rows += [(name, format_bytes(size)) for name, size in sizes if size is not None]
+    return _table(("", ""), *rows)
+
+
+def _unless_rounding(num_bytes: int) -> int | None:
+    """Sizes in messages have two decimals: their differences may be nothing."""
+    return num_bytes if num_bytes > MIB else None
+
+
+def _remedies(found: OutOfMemory, cause: Cause) -> str:
+    listed = "\n".join(f"- {hint}" for hint in cause.hints)
+    if not found.remedies:
+        reason = f"The saving of each feature was not estimated: {found.no_remedies}" if found.no_remedies else ""
+        return "\n\n".join(filter(None, (listed, reason or found.cut)))
+    table = _table(*cells(_choices(found), "line to paste"))
+    note = "Estimated with steps of this run, and the batch that ran out of memory, on fake tensors."
+    if any(remedy.fits for remedy in found.remedies):
+        note = f"\\* recommended. {note}"
+    note += f" {found.cut}" if found.cut else ""
+    parts = [table, note, f"Or:\n\n{listed}"] if cause.needs_leaner_step else [listed, table, note]
+    return "\n\n".join(parts)
+
+
+def _choices(found: OutOfMemory) -> list[Choice]:
+    """Return this run and its remedies, from the most memory to the least; the best that fits is marked."""
+    best = next((remedy for remedy in found.remedies if remedy.fits), None)
+    budget_bytes = (
+        nan if found.budget_bytes in (None, 1) else found.budget_bytes
+    )  # 1: more was asked for than a step has
+    most_bytes = max(remedy.needed_bytes + remedy.saved_bytes for remedy in found.remedies)
+    rows = [Choice("baseline", most_bytes, most_bytes / budget_bytes, 1.0, "exact", is_plan=False)]
+    for one in sorted(found.remedies, key=lambda remedy: -remedy.needed_bytes):
+        time = nan if one.time_ratio is None else one.time_ratio
+        share = one.needed_bytes / budget_bytes
+        rows.append(Choice(f"`{one.code}`", one.needed_bytes, share, time, one.results, is_plan=one is best))
+    return rows
+
+
+def _held(found: OutOfMemory) -> str:
+    total = sum(found.by_category.values())
+    kinds = [(label(name), size) for name, size in found.by_category.items() if size]
+    tables = [_shares("for", kinds, total), _shares("module", list(found.by_module.items())[:_MOST_MODULES], total)]
+    return "\n\n".join(filter(None, tables))
+
+
+def _shares(head: str, sizes: Iterable[tuple[str, int]], total: int) -> str:
+    rows = [(name or "(none)", format_bytes(size), f"{size / total:.0%}") for name, size in sizes]
+    return _table((head, "bytes", "share"), *rows) if rows else ""
+
+
+def _growth(found: OutOfMemory) -> str:
+    if len(found.growth) < 2:
+        return ""
+    step = max(1, len(found.growth) // _MOST_READINGS)
+    rows = [(str(batch), format_bytes(size)) for batch, size in found.growth[::-1][::step][::-1]]
+    return _table(("batch", "in tensors"), *rows)
+
+
+def _pictures(names: Sequence[str]) -> list[str]:
+    drawn = [f"![A step of this run on fake tensors]({name})\n\n{_LIMIT}" for name in names if name.endswith(".png")]
+    linked = [f"- [{name}]({name}){_said_of(name)}" for name in names if not name.endswith(".png")]
+    return [*drawn, "\n".join(linked)] if linked else drawn
+
+
+def _said_of(name: str) -> str:
+    return ": blocks of the allocator, for https://pytorch.org/memory_viz" if name.endswith(".pickle") else ""
+
+
+def _table(head: Sequence[str], *rows: Sequence[str]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)

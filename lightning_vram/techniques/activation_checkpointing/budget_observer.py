@@ -1,0 +1,317 @@
+"""What was observed in a step, and the plain data that a plan is made from."""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_vram.core.hooks import QuietMode, SaveWatch, stepping_aside
+from lightning_vram.core.operators import operator_work
+from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, ByStorage, is_strided, version_counter, version_of
+from lightning_vram.memory.tracking.ledger import iterate_storages, iterate_tensors
+from lightning_vram.private_names.dispatcher import call_operator
+from lightning_vram.private_names.torch import base_of, is_view, tree_leaves
+from lightning_vram.techniques.activation_checkpointing.budget_plan import (
+    CallProfile,
+    LayerProfile,
+    OperatorProfile,
+    StepProfile,
+)
+from lightning_vram.techniques.activation_checkpointing.recomputed_call import CallWatch
+from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
+
+_OTHER_BYTES = 8192  # the loss, its gradient, what is logged, samples for comparison: alive, and saved by nobody
+
+
+@dataclass
+class Operator:
+    """One operator in one call. ``storages`` and ``counter`` are there for costly ones only."""
+
+    name: str
+    cost: float
+    num_saves: int  # of the call, before it ran
+    storages: dict[int, int] | None = None  # bytes by number
+    counter: Tensor | None = None
+    version: int = 0
+
+    def profile(self, call: "Call", held: Collection[int], staying: Collection[int]) -> OperatorProfile:
+        """A result that is overwritten, or made after the last that is saved, is never kept: it gains nothing."""
+        assert self.storages is not None
+        is_overwritten = self.counter is not None and version_of(self.counter) != self.version
+        if is_overwritten or self.num_saves == call.num_saves:
+            return OperatorProfile(self.name, 0, is_saved=True, cost=0.0)
+        new = [number for number in self.storages if number not in held]
+        return OperatorProfile(
+            self.name,
+            num_bytes=sum(self.storages[number] for number in new),
+            is_saved=all(number in call.saved for number in new),
+            cost=self.cost,
+            staying_bytes=sum(self.storages[number] for number in new if number in staying),
+        )
+
+
+@dataclass
+class Call:
+    """One call of a layer."""
+
+    layer: str
+    position: int
+    operators: list[Operator] = field(default_factory=list)
+    saved: dict[int, int] = field(default_factory=dict)  # bytes by storage
+    inputs: set[int] = field(default_factory=set)  # base storages that its backward needs
+    num_saves: int = 0
+
+    def profile(self, base: dict[int, tuple[float, int]], staying: Collection[int]) -> CallProfile:
+        """Say what it keeps beside the storages in ``base``, and costs. Those in ``staying`` are never offloaded."""
+        kept: set[int] = set()
+        operators = []
+        reached = [operator for operator in self.operators if operator.num_saves < self.num_saves]  # by a second run
+        for operator in self.operators:
+            if operator.storages is not None:
+                operators.append(operator.profile(self, base.keys() | kept, staying))
+                kept.update(operator.storages)
+        before = {number: size for number, (position, size) in base.items() if position <= self.position}
+        saved = {number: size for number, size in self.saved.items() if number not in base}
+        inputs = [number for number in self.inputs | self.saved.keys() if number in before and number not in staying]
+        new = sum(before[number] for number in inputs if base[number][0] == self.position)
+        return CallProfile(
+            position=self.position,
+            base_live_bytes=sum(before.values()) + _OTHER_BYTES,
+            saved_bytes=sum(saved.values()),
+            cost=sum(operator.cost for operator in reached),
+            operators=tuple(operators),
+            staying_base_bytes=sum(size for number, size in before.items() if number in staying) + _OTHER_BYTES,
+            staying_saved_bytes=sum(size for number, size in saved.items() if number in staying),
+            new_input_bytes=new,
+            old_input_bytes=sum(before[number] for number in inputs) - new,
+        )
+
+
+@dataclass
+class Round:
+    """A forward and its backward."""
+
+    calls: list[Call] = field(default_factory=list)
+    base: dict[int, tuple[float, int]] = field(default_factory=dict)  # first position and bytes, by storage
+    other_cost: float = 0.0
+    is_over: bool = False
+
+    def profile(self, small: Collection[int], min_offload_bytes: int) -> StepProfile:
+        """Say what each layer keeps and costs."""
+        base = dict(self.base)
+        for call in self.calls:
+            for number in call.saved.keys() & base.keys():  # saved in the layer, and an input of a later one
+                base[number] = (min(base[number][0], call.position), base[number][1])
+        sizes = {number: size for number, (_, size) in base.items()}
+        for call in self.calls:
+            sizes.update(call.saved)
+            for operator in call.operators:
+                sizes.update(operator.storages or {})
+        staying = {number for number, size in sizes.items() if number in small or size < min_offload_bytes}
+        layers: dict[str, list[CallProfile]] = {}
+        for call in self.calls:
+            layers.setdefault(call.layer, []).append(call.profile(base, staying))
+        return StepProfile(
+            layers=tuple(LayerProfile(name, tuple(calls)) for name, calls in layers.items()),
+            base_total_bytes=sum(num_bytes for _, num_bytes in base.values()) + _OTHER_BYTES,
+            other_cost=self.other_cost,
+            staying_base_bytes=sum(size for number, (_, size) in base.items() if number in staying) + _OTHER_BYTES,
+            largest_bytes=max((size for number, size in sizes.items() if number not in staying), default=0),
+        )
+
+
+Shapes = tuple[tuple[int, ...], ...]
+"""Of each tensor among the arguments of a call: bytes of an element, and sizes."""
+
+
+def shapes_of(leaves: Sequence[Any]) -> Shapes:
+    """Return how large the tensors among arguments are."""
+    return tuple((leaf.dtype.itemsize, *_sizes_of(leaf)) for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _sizes_of(leaf: Tensor) -> torch.Size:
+    return leaf.values().shape if leaf.layout is torch.jagged else leaf.shape  # lengths of many rows do not compare
+
+
+def covers(one: Shapes, other: Shapes) -> bool:
+    """Whether no tensor of ``other`` is larger in any way."""
+    return len(one) == len(other) and all(
+        len(large) == len(small) and all(a >= b for a, b in zip(large, small, strict=True))
+        for large, small in zip(one, other, strict=True)
+    )
+
+
+# Observe one training step in which every layer is checkpointed: what each layer would save, and what it costs.
+#
+# The step is the real one, with the least memory that checkpointing can reach. It works on fake tensors, too. Hooks see
+# what autograd saves inside a layer, a dispatch mode the operators; storages are told apart by weak references, as
+# addresses are used again.
+
+
+class StepObserver:
+    """Watches while :meth:`observing`; tell it about layers with :meth:`watch`."""
+
+    def __init__(self, model: nn.Module, inputs: Any = None, min_offload_bytes: int = 0) -> None:
+        self._min_offload_bytes = min_offload_bytes
+        self._small: set[int] = set()  # storages of which a smaller part was saved
+        self._costly = SavePolicy("matmuls")
+        self._storages = _StorageNumbers()
+        constants = (value for module in model.modules() for value in vars(module).values() if type(value) is Tensor)
+        self._held = [*model.parameters(), *model.buffers(), *constants, *iterate_tensors(inputs)]  # keep their numbers
+        self._lasting = {number for tensor in self._held for number, _ in self._storages.number(tensor)}
+        self.shapes: dict[str, set[Shapes]] = {}
+        """What calls got, by layer."""
+        self._rounds = [Round()]
+        self._call: Call | None = None
+        self._is_inside = False
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Run one training step inside."""
+        mode, hooks = _Operators(self), SaveWatch(self._on_save).hooks()
+        with hooks, stepping_aside(hooks, mode), mode:
+            yield
+        self._held.clear()
+
+    def watch(self, layer: str) -> CallWatch:
+        """Return what is to be told about the calls of ``layer``."""
+        return CallWatch(partial(self._call_of, layer), self._inside, self._end_round)
+
+    def profiles(self) -> list[StepProfile]:
+        """Return what was seen, one for each forward with a backward of its own; those without a layer left out."""
+        return [round.profile(self._small, self._min_offload_bytes) for round in self._rounds if round.calls]
+
+    @contextmanager
+    def _call_of(self, layer: str, leaves: Sequence[Any]) -> Iterator[None]:
+        """One call of ``layer`` with these arguments, from before its inputs are saved to after its outputs are."""
+        if self._rounds[-1].is_over:
+            self._rounds.append(Round())
+        calls, outer = self._rounds[-1].calls, self._call
+        self._call = Call(layer, len(calls))
+        calls.append(self._call)
+        self.shapes.setdefault(layer, set()).add(shapes_of(leaves))
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                self._add_to_base(leaf, self._call.position)
+                self._call.inputs.update(number for number, _ in self._storages.number(leaf))
+        try:
+            yield
+        finally:
+            self._call = outer
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """The forward of the call that is open."""
+        was_inside, self._is_inside = self._is_inside, True
+        hooks = SaveWatch(self._on_save).hooks()
+        try:
+            with hooks, stepping_aside(hooks):
+                yield
+        finally:
+            self._is_inside = was_inside
+
+    def _end_round(self) -> None:
+        """Note that a backward runs: what comes next is another forward."""
+        self._rounds[-1].is_over = True
+
+    def _on_save(self, tensor: Tensor) -> None:
+        base = base_of(tensor) if type(tensor) is Tensor and is_view(tensor) else tensor
+        if type(base) in PARAMETER_CLASSES:
+            return
+        if self._min_offload_bytes and not self._may_travel(tensor):
+            now = (self._call.position if self._call is not None and self._is_inside else None, len(self._rounds))
+            self._small.update(number for number, _ in self._storages.number(tensor, now))
+        if self._call is None:
+            position = len(self._rounds[-1].calls) - 0.5  # its backward comes before that of the calls so far
+            self._add_to_base(tensor, position)
+        elif not self._is_inside:
+            self._add_to_base(tensor, self._call.position)
+        else:
+            self._call.num_saves += 1
+            now = (self._call.position, len(self._rounds))
+            for number, num_bytes in self._storages.number(tensor, now):  # unknown: compiled code made it
+                if self._storages.is_older(number, now):
+                    self._add_number(number, num_bytes, self._call.position)
+                elif number not in self._lasting:
+                    self._call.saved[number] = num_bytes
+
+    def _may_travel(self, tensor: Tensor) -> bool:
+        """Whether offloading sends what is saved here: most of a storage, or a large part of one."""
+        if not is_strided(tensor):
+            return False
+        length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        num_bytes = tensor.untyped_storage().nbytes()
+        is_most = 2 * length * tensor.dtype.itemsize >= num_bytes
+        return (num_bytes if is_most else length * tensor.dtype.itemsize) >= self._min_offload_bytes
+
+    def on_operator(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
+        """Note one operator of the forward."""
+        place = self._call.position if self._call is not None and self._is_inside else None
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        birth = (place, len(self._rounds))
+        storages = dict(entry for tensor in tensors for entry in self._storages.number(tensor, birth))
+        cost = operator_work(func, args, kwargs, output).cost
+        if place is None or self._call is None:
+            self._rounds[-1].other_cost += cost
+            return
+        operator = Operator(str(func).rpartition(".")[0] or str(func), cost, self._call.num_saves)
+        if self._costly.concerns(func):
+            first = tensors[0] if tensors else None
+            operator.storages = storages
+            if first is not None and type(first) is Tensor and is_strided(first):
+                operator.counter, operator.version = version_counter(first), version_of(first)
+        self._call.operators.append(operator)
+
+    def _add_to_base(self, tensor: Tensor, position: float) -> None:
+        for number, num_bytes in self._storages.number(tensor):
+            self._add_number(number, num_bytes, position)
+
+    def _add_number(self, number: int, num_bytes: int, position: float) -> None:
+        if number not in self._lasting:
+            base = self._rounds[-1].base
+            known = base.get(number)
+            base[number] = (min(position, known[0]) if known is not None else position, num_bytes)
+
+
+class _StorageNumbers:
+    """Numbers storages; one that dies takes its number with it."""
+
+    def __init__(self) -> None:
+        self._numbers: ByStorage[int] = ByStorage()
+        self._births: list[tuple[int | None, int]] = []  # call in which it was made, and the round
+
+    def number(self, tensor: Tensor, birth: tuple[int | None, int] = (None, 0)) -> list[tuple[int, int]]:
+        """Return number and bytes of each storage of ``tensor``; unknown ones were made at ``birth``."""
+        found = []
+        for storage, _ in iterate_storages(tensor):
+            number = self._numbers.find_storage(storage)
+            if number is None:
+                number = len(self._births)
+                self._births.append(birth)
+                self._numbers.note_storage(storage, number)
+            found.append((number, int(storage.nbytes())))
+        return found
+
+    def is_older(self, number: int, birth: tuple[int | None, int]) -> bool:
+        """Whether a storage was made before or outside of this call."""
+        return self._births[number] != birth
+
+
+class _Operators(QuietMode):
+    def __init__(self, observer: StepObserver) -> None:
+        super().__init__()
+        self._observer = observer
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = call_operator(func, args, kwargs)
+        self._observer.on_operator(func, args, kwargs, output)
+        return output

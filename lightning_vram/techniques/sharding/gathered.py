@@ -1,0 +1,437 @@
+"""What is done with a weight while it is gathered: reads, writes, uses. May import: core, memory."""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from lightning_vram.core.ranks import RankAgreement, RankAgreementError
+from lightning_vram.core.tensors.properties import OURS, CountedParameter, add_parameter_class, while_plain
+from lightning_vram.private_names.dispatcher import DispatchKey, FakeTensor, is_key_excluded
+from lightning_vram.private_names.fsdp2 import AskedDTensor, local_shard, read_numbers_by, set_own_shard
+from lightning_vram.private_names.torch import current_graph_task_id, local_shard_of, tree_leaves
+
+# Parameters, shards and gathered ones, that take the values which code gives them by ``parameter.data = values``.
+#
+# Averages of weights are often moved so. A ``DTensor`` takes them without a word, and keeps the values it had.
+
+_GATHERED = f"{OURS}gathered"
+
+
+class SettableShard(DTensor):
+    """What the class of a sharded parameter is; nothing else changes."""
+
+    @property
+    def data(self) -> Tensor:
+        """As of any tensor; while the parameter is gathered, that of what is gathered, which it will be."""
+        gathered: Tensor | None = gathered_of(self)
+        if gathered is not None:
+            return gathered.data
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        gathered = gathered_of(self)
+        set_values(self if gathered is None else gathered.data, values)
+
+    # Copies and files are plain ones.
+    def __deepcopy__(self, memo: Any) -> Any:
+        return while_plain(self, DTensor, lambda: self.__deepcopy__(memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return while_plain(self, DTensor, lambda: self.__reduce_ex__(protocol))
+
+
+class GatheredParameter(CountedParameter):
+    """What the class of a gathered parameter is. What is written to it is counted: its shard gets it in the end.
+
+    Its memory is FSDP2's: ``parameter.data = values`` copies into it.
+    """
+
+    @property
+    def data(self) -> Tensor:
+        """As of any parameter."""
+        return super().data
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        set_values(self.data, values)
+
+
+add_parameter_class(GatheredParameter)
+
+
+def gathered_of(shard: Tensor) -> Tensor | None:
+    """Return what was set by :func:`set_gathered`."""
+    return vars(shard).get(_GATHERED)
+
+
+def set_gathered(shard: Tensor, gathered: Tensor | None) -> None:
+    """Note what code computes with in the place of ``shard``; ``None``: nothing is gathered."""
+    vars(shard)[_GATHERED] = gathered
+
+
+def make_settable(shards: Iterable[Tensor]) -> None:
+    """Let ``shard.data = values`` write to ``shards``."""
+    for shard in shards:
+        if type(shard) is DTensor:
+            shard.__class__ = SettableShard
+
+
+@torch.no_grad()
+def set_values(parameter: Tensor, values: Tensor) -> None:
+    """Copy into ``parameter``, a shard or what is gathered, what it is told to be: whole, or as sharded as it is.
+
+    Raises:
+        RuntimeError: If ``values`` have another shape or dtype.
+    """
+    if values.shape != parameter.shape or values.dtype != parameter.dtype:
+        raise RuntimeError(
+            "While fsdp_offload shards a model, `parameter.data = values` needs the same shape and dtype: the "
+            f"parameter has {tuple(parameter.shape)} and {parameter.dtype}, the values have {tuple(values.shape)} and "
+            f"{values.dtype}."
+        )
+    if isinstance(parameter, DTensor) and not isinstance(values, DTensor):
+        values = values.to(parameter.device)
+        values = distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    elif isinstance(values, DTensor) and not isinstance(parameter, DTensor):
+        values = values.full_tensor()
+    parameter.copy_(values)
+
+
+_WAIT = f"{OURS}wait_until_written"  # an attribute: what it refers to may refer to the tensor
+_CLASS = f"{OURS}class_when_written"
+_AFTER = f"{OURS}after_use"
+
+
+class WatchedShard(AskedDTensor):
+    """What the class of a ``DTensor`` is derived from, first, while it is watched; nothing else changes.
+
+    The writer works on the local tensor, which is not watched.
+    """
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Wait for all that is read, and go on as for any ``DTensor``."""
+        watched = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, WatchedShard)]
+        after = [tell for leaf in watched if (tell := vars(leaf).get(_AFTER)) is not None]
+        for leaf in watched:
+            wait_until_written(leaf)
+        result = func(*args, **(kwargs or {}))
+        for tell in after:
+            tell(func)
+        return result
+
+    # What full_tensor() and others read past any dispatch.
+    @override
+    def give_local(self) -> Tensor:
+        wait_until_written(self)
+        return local_shard_of(self)
+
+    @property
+    def data(self) -> Tensor:
+        """As that of its own class, when it is written."""
+        if _AFTER not in vars(self):  # else nothing is being written
+            wait_until_written(self)
+            return self.data
+        gathered = gathered_of(self)
+        assert gathered is not None
+        return gathered.data
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        wait_until_written(self)
+        self.data = values
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        wait_until_written(self)
+        return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As that of ``DTensor``, when it is written."""
+        wait_until_written(self)
+        return self.__reduce_ex__(protocol)
+
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
+        """As that of ``DTensor``, when it is written."""
+        wait_until_written(self)
+        return repr(self)
+
+
+class WatchedTensor(Tensor):
+    """What the class of a plain tensor is while it is watched: a count of steps, say. The writer has an alias."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Wait for all that is used, and go on as for plain tensors."""
+        for leaf in tree_leaves((args, kwargs)):
+            wait_until_written(leaf)
+        return func(*args, **(kwargs or {}))
+
+
+_WATCHED = WatchedShard, WatchedTensor
+
+
+@cache
+def _watched(kind: type) -> type:
+    return type(f"Watched{kind.__name__}", (WatchedShard, kind), {}) if issubclass(kind, DTensor) else WatchedTensor
+
+
+def watch(tensors: Iterable[Tensor], wait: Callable[[], None], *, after: Callable[[Any], None] | None = None) -> None:
+    """Let ``wait`` be called before one of ``tensors`` is read, once. Other classes than these two are passed over.
+
+    ``after`` is called with the operator that has used one.
+    """
+    for tensor in tensors:
+        if isinstance(tensor, DTensor) or type(tensor) in (Tensor, WatchedTensor):
+            if not isinstance(tensor, _WATCHED):
+                vars(tensor)[_CLASS] = type(tensor)
+                tensor.__class__ = _watched(type(tensor))
+            vars(tensor)[_WAIT] = wait
+            vars(tensor).pop(_AFTER, None)
+            if after is not None:
+                vars(tensor)[_AFTER] = after
+
+
+def unwatch(tensors: Iterable[Tensor]) -> None:
+    """Take that back."""
+    for tensor in tensors:
+        if isinstance(tensor, _WATCHED):
+            tensor.__class__ = vars(tensor).pop(_CLASS)
+            vars(tensor).pop(_WAIT, None)
+            vars(tensor).pop(_AFTER, None)
+
+
+def wait_until_written(value: Any) -> None:
+    """Wait until ``value``, should it be a tensor that is watched, is written."""
+    if isinstance(value, _WATCHED):
+        wait = vars(value).get(_WAIT)
+        unwatch([value])
+        if wait is not None:
+            wait()
+
+
+# What is done with a gathered weight: whether it would do to have it in 16 bit.
+#
+# Autocast casts the weight of a linear layer at each use. A weight that comes in 16 bit gives the same bits, if nothing
+# but autocast reads its values, and if no backward adds up the gradients of several uses: a plain run does so in 32
+# bit.
+
+_READS = f"{OURS}reads"
+_CASTING = frozenset(
+    {
+        F.linear,
+        F.conv1d,
+        F.conv2d,
+        F.conv3d,
+        F.conv_transpose1d,
+        F.conv_transpose2d,
+        F.conv_transpose3d,
+        F.multi_head_attention_forward,
+        torch.addmm,  # of transformers' Conv1D
+    }
+)
+_PROPERTIES: Any = Tensor
+_HARMLESS = frozenset(
+    {
+        *(_PROPERTIES.grad.__get__, _PROPERTIES.grad.__set__, _PROPERTIES.grad_fn.__get__),
+        *(_PROPERTIES.requires_grad.__set__, Tensor.requires_grad_),
+    }
+)
+# Compares dtypes to choose a path that it does not take under autocast.
+_ATTENTION = nn.MultiheadAttention.forward.__code__
+# What is no value of the weight, such as its shape. Not its dtype: what is cast to that has other bits.
+_FACTS = (int, str, torch.device, torch.layout, RemovableHandle)
+
+
+class WeightReads:
+    """Of one weight, counted until the end of a backward."""
+
+    def __init__(self) -> None:
+        self.is_used = False
+        self.needs_width = False
+        self._num_uses = [0, 0]  # before the backward, and in it, where checkpoints compute again
+
+    def note(self, weight: Tensor, func: Any, result: Any) -> None:
+        """Note a function of the weight and what it returned."""
+        if func in _CASTING:
+            self.is_used = True
+            self.needs_width |= not torch.is_autocast_enabled(weight.device.type)
+            self._num_uses[current_graph_task_id() != -1] += torch.is_grad_enabled() and weight.requires_grad
+        elif func not in _HARMLESS and not _is_asked_by_attention(func):
+            self.needs_width |= not all(isinstance(leaf, _FACTS) for leaf in tree_leaves(result))
+
+    def end_backward(self) -> None:
+        """Take the uses of this backward into account."""
+        self.needs_width |= max(self._num_uses) > 1
+        self.forget_uses()
+
+    def forget_uses(self) -> None:
+        """Begin to count anew."""
+        self._num_uses = [0, 0]
+
+
+def _is_asked_by_attention(func: Any) -> bool:
+    """Whether torch's own attention asks for the dtype of a weight: it called who called :meth:`WeightReads.note`."""
+    return func == _PROPERTIES.dtype.__get__ and sys._getframe(3).f_code is _ATTENTION
+
+
+class ObservedParameter(GatheredParameter):
+    """What the class of a gathered weight is while it is on trial: the same results, some microseconds later."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute as without it, whatever other classes of tensors are there, and take a note."""
+        weights = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is ObservedParameter]
+        for weight in weights:
+            weight.__class__ = GatheredParameter  # type: ignore[assignment]
+        try:
+            result = func(*args, **(kwargs or {}))
+        finally:
+            for weight in weights:
+                weight.__class__ = ObservedParameter
+        for weight in weights:
+            vars(weight)[_READS].note(weight, func, result)
+        return result
+
+
+add_parameter_class(ObservedParameter)
+
+
+def observe(weight: Any, reads: WeightReads | None) -> None:
+    """Let ``reads`` hear of all that is done with what is gathered; ``None``: nobody.
+
+    Of a fake tensor, which cannot change its class, it hears that autocast casts it.
+    """
+    if isinstance(weight, FakeTensor):
+        if reads is not None:
+            reads.is_used = True
+        return
+    if type(weight) in (nn.Parameter, GatheredParameter, ObservedParameter):  # else it refuses writes
+        weight.__class__ = GatheredParameter if reads is None else ObservedParameter
+        vars(weight)[_READS] = reads
+
+
+_NARROW = f"{OURS}narrow"
+_FACTORS = f"{OURS}factors"
+
+
+def keep_low_precision(gradient: Tensor, narrow: Tensor) -> None:
+    """Let the values of ``gradient``, a ``DTensor`` without any, be those of ``narrow``, until :func:`widen`."""
+    vars(gradient)[_NARROW], vars(gradient)[_FACTORS] = narrow, []
+
+
+def low_precision_of(gradient: Tensor | None) -> Tensor | None:
+    """Return what was kept, not scaled; ``None`` where a gradient has its own values, or there is none."""
+    return None if gradient is None else vars(gradient).get(_NARROW)
+
+
+def scale_low_precision(gradient: Tensor, factor: Tensor) -> None:
+    """Let ``gradient`` be what it is times a scalar."""
+    if factor != 1:
+        vars(gradient)[_FACTORS].append(factor)
+
+
+@torch.no_grad()
+def fp32_part(gradient: Tensor, part: slice | None = None) -> Tensor:
+    """Return the local part of a gradient in its own dtype, made for this if it is kept in 16 bit.
+
+    Args:
+        gradient: Of a shard.
+        part: Some of its values, which come flat; ``None``: all, in their shape.
+    """
+    narrow = low_precision_of(gradient)
+    if narrow is None:
+        own: Tensor = local_shard(gradient)
+        return own if part is None else own.reshape(-1)[part]
+    wide = (narrow if part is None else narrow.reshape(-1)[part]).to(gradient.dtype)
+    for factor in vars(gradient)[_FACTORS]:
+        wide.mul_(factor)
+    return wide
+
+
+def low_precision_part(gradient: Tensor | None, part: slice) -> tuple[Tensor, float] | None:
+    """Return some values of a gradient as they are kept in 16 bit, flat, and what to multiply them by.
+
+    ``None``: they are not, or it takes several factors, each of which rounds.
+    """
+    narrow = low_precision_of(gradient)
+    if gradient is None or narrow is None or len(vars(gradient)[_FACTORS]) > 1:
+        return None
+    return narrow.reshape(-1)[part], float(next(iter(vars(gradient)[_FACTORS]), 1.0))
+
+
+def upcast(gradient: Tensor) -> None:
+    """Let ``gradient`` have its values in its own dtype."""
+    if low_precision_of(gradient) is not None:
+        wide = fp32_part(gradient)
+        del vars(gradient)[_NARROW], vars(gradient)[_FACTORS]
+        set_own_shard(gradient, wide)
+        unwatch([gradient])
+
+
+# Numbers that code reads of sharded tensors: those of the whole tensor on every rank, and not of the rank's own part.
+#
+# PyTorch gives out the rank's part of a sum that is yet to be added up, so that ranks decide differently.
+
+_INSIDE = ("torch", "lightning_vram")
+
+
+class WholeNumbers:
+    """Has ``item()``, ``float()``, ``bool()`` and ``torch.tensor([...])`` of sharded tensors be collectives.
+
+    Until :meth:`remove`. A vote before each finds ranks that do not take part. Making one is a collective, too.
+
+    Args:
+        timeout: How long ranks wait for each other.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._agreement = RankAgreement(timeout)
+        read_numbers_by(self._read)
+
+    def remove(self) -> None:
+        """Let each rank read its own part again."""
+        read_numbers_by(None)
+        self._agreement.close()
+
+    def _read(self, tensor: Any) -> Any:
+        if is_key_excluded(DispatchKey.Python):
+            # torch.tensor([...]) turns DTensor's operators off, for its own thread alone.
+            with ThreadPoolExecutor(1) as thread:
+                return thread.submit(self._read, tensor).result()
+        is_whole = all(place.is_replicate() for place in tensor.placements) or self._agreement.is_alone
+        if is_whole:
+            return local_shard(tensor).item()
+        self._meet()
+        return tensor.detach().full_tensor().item()
+
+    def _meet(self) -> None:
+        frame = sys._getframe()
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
+            frame = frame.f_back
+        line = frame.f_lineno
+        try:
+            if self._agreement.largest(line, -line) == (line, -line):
+                return
+            cause = None
+        except RankAgreementError as error:
+            cause = error
+        raise RuntimeError(
+            f"Only some ranks read a value of a sharded tensor in {frame.f_code.co_filename}:{line}, but each rank "
+            "holds a shard of it. Read it on every rank, for example norm = float(gradient.norm()), before code that "
+            "only rank 0 runs, for example logger.log_metrics({'norm': norm})."
+        ) from cause

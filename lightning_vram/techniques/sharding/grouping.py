@@ -1,0 +1,515 @@
+"""Which modules are gathered together. May import: core, memory."""
+
+import dis
+import inspect
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
+
+from lightning_vram.private_names.torch import own_children, own_parameters
+
+# Find modules whose parameters somebody uses without calling the module.
+#
+# FSDP2 gathers the parameters of a module when the module is called. A weight that is read past the call
+# (``hidden @ self.embedding.weight.T``) would be a shard still. The code of the forward methods tells most such reads:
+# it is looked through once, and nothing of it is run. Reads by an index (``self.layers[0].weight``) or by ``getattr``
+# are not seen.
+
+if dist.is_available():
+    from torch.distributed.fsdp import FSDPModule  # absent from builds without torch.distributed
+
+_ENTRIES = ("forward", "training_step", "validation_step", "test_step", "predict_step")
+_ATTRIBUTE_LOADS = ("LOAD_ATTR", "LOAD_METHOD")
+_HARMLESS = ("dtype", "is_meta", "ndim", "requires_grad", "shape")  # a shard gives the same answer
+
+Chain = tuple[str, ...]
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether ``module`` can be called: containers such as ``ModuleList`` cannot."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def is_sharded_itself(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on ``module``."""
+    return dist.is_available() and isinstance(module, FSDPModule)
+
+
+def find_read_modules(root: nn.Module) -> set[nn.Module]:
+    """Find the modules that are not called, or not before their parameters are used.
+
+    These are modules without a forward, parts of an ``nn.MultiheadAttention`` and of parametrizations, and modules
+    whose parameters the forward or step of an outer module names.
+    """
+    read = {module for module in root.modules() if not has_forward(module)}
+    for module, chain in _iterate_chains(root):
+        path, rest = _follow(module, chain)
+        if path and rest and _is_parameter(path[-1], rest[0]) and rest[1:2] not in {(name,) for name in _HARMLESS}:
+            read.update(path)
+    for module in root.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            read.update(part for part in module.modules() if part is not module)
+        elif is_parametrized(module):
+            read.update(module.parametrizations.modules())  # type: ignore[union-attr]
+    return read
+
+
+def find_entered_modules(root: nn.Module) -> set[nn.Module]:
+    """Find modules of which an outer module's forward or step calls another method than ``forward``."""
+    entered = set()
+    for module, chain in _iterate_chains(root):
+        path, rest = _follow(module, chain)
+        if (
+            path
+            and rest
+            and not hasattr(nn.Module, rest[0])
+            and inspect.isfunction(getattr(type(path[-1]), rest[0], 0))
+        ):
+            entered.add(path[-1])
+    return entered
+
+
+def _iterate_chains(root: nn.Module) -> Iterator[tuple[nn.Module, Chain]]:
+    """Yield modules with the attributes that their code reads: ``self.a.b`` is read as ``("a", "b")``."""
+    known: dict[type, set[Chain]] = {}
+    for module in root.modules():
+        kind = type(module)
+        if kind not in known:
+            known[kind] = _read_chains(kind)
+        for chain in known[kind]:
+            yield from ((module, chain[start:]) for start, name in enumerate(chain) if name in own_children(module))
+
+
+def _read_chains(kind: type) -> set[Chain]:
+    """Chains in the entries of a class, and in those of its methods that they name."""
+    chains: set[Chain] = set()
+    waiting, seen = list(_ENTRIES), set(_ENTRIES)
+    while waiting:
+        attribute: Any = getattr(kind, waiting.pop(), None)
+        function = inspect.unwrap(attribute) if callable(attribute) else None
+        found = set(_chains_of(function.__code__)) if inspect.isfunction(function) else set()
+        chains |= found
+        called = {name for chain in found for name in chain if not hasattr(nn.Module, name)} - seen
+        called = {name for name in called if callable(inspect.getattr_static(kind, name, None))}
+        seen |= called
+        waiting += called
+    return chains
+
+
+def _chains_of(code: CodeType) -> Iterator[Chain]:
+    chain: list[str] = []
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in _ATTRIBUTE_LOADS:
+            chain.append(instruction.argval)
+            continue
+        if chain:
+            yield tuple(chain)
+        chain = []
+    for inner in code.co_consts:  # functions within, comprehensions
+        if isinstance(inner, CodeType):
+            yield from _chains_of(inner)
+
+
+def _follow(module: nn.Module, chain: Chain) -> tuple[list[nn.Module], Chain]:
+    """Return the modules along a chain, and what of it is left."""
+    path: list[nn.Module] = []
+    for position, name in enumerate(chain):
+        child = own_children(module).get(name)
+        if child is None:
+            return path, chain[position:]
+        module = child
+        path.append(module)
+    return path, ()
+
+
+def _is_parameter(module: nn.Module, name: str) -> bool:
+    return name in own_parameters(module) or is_parametrized(module, name)
+
+
+# Plan which modules of a model FSDP2 shards together.
+#
+# FSDP2 gathers the parameters of one group at a time. A group for every block of a model, and one for each large
+# embedding or head, keeps little on the device; a group for every small layer costs more messages than it saves memory.
+# What is in no group is gathered with the whole model and stays for the whole step.
+
+
+Wrap = Literal["auto"] | Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool]
+_MIN_PARAMS = 1_000_000
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """What to call ``fully_shard`` with.
+
+    Args:
+        groups: Names of modules, as in ``named_modules()``; each inner tuple is for one call of ``fully_shard``. Groups
+            nested in others come before them. The root is in none: it is sharded after all of these.
+        replicated: Names of the parameters without a dimension, or without elements, which FSDP2 cannot shard; all
+            names of each.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    replicated: tuple[str, ...]
+
+
+def plan_sharding_groups(module: nn.Module, wrap: Wrap = "auto", *, min_params: int = _MIN_PARAMS) -> ShardingPlan:
+    """Plan the FSDP2 groups of ``module``, which is left as it is.
+
+    Parts that are sharded already are left alone. Modules that have a parameter in common are in one group. A module is
+    never a group on its own if its parameters are used without calling it: containers, the parts of an
+    ``nn.MultiheadAttention`` or of a parametrization, an embedding whose weight a forward reads.
+
+    Args:
+        module: The whole model; its parameters may be on ``meta``.
+        wrap: ``"auto"``: the blocks a model repeats or declares, small ones put together, and other parts that are
+            large. Classes or names of classes: all modules of these, whatever their size. Or a function of a module's
+            name and the module that returns whether it is wanted; modules that cannot be a group it is not asked for.
+        min_params: Number of elements that ``"auto"`` wants in a group. With less than twice as many in the whole
+            model it makes none.
+
+    Returns:
+        The plan, the same on all ranks if the model is.
+
+    Raises:
+        TypeError: If ``wrap`` is none of these.
+        ValueError: If ``wrap`` matches nothing or what cannot be a group, ``min_params`` is not positive, or the model
+            has parameters without a shape, or expanded ones.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        >>> plan_sharding_groups(model, min_params=50)
+        ShardingPlan(groups=(('0',), ('2',)), replicated=())
+    """
+    _check(module, wrap, min_params)
+    names = {part: name for name, part in module.named_modules()}
+    skipped = {inner for part in names if is_sharded_itself(part) for inner in part.modules()}
+    read = find_read_modules(module)
+    if module in skipped:
+        groups = []
+    elif isinstance(wrap, str):
+        groups = _plan_alone(module, min_params, read, skipped)
+    else:
+        chosen = _choose(wrap, names, read)
+        groups = [[part] for part in chosen if part not in skipped]
+        separate_shared_owners(module, groups, read, skipped)
+    order = {part: position for position, part in enumerate(names)}
+    groups = [sorted(group, key=order.__getitem__) for group in groups]
+    groups.sort(key=lambda group: order[group[0]])
+    named = tuple(tuple(names[part] for part in group) for group in order_inner_first(groups))
+    return ShardingPlan(named, _name_unshardable(module, skipped))
+
+
+def _plan_alone(
+    module: nn.Module, min_params: int, read: set[nn.Module], skipped: set[nn.Module]
+) -> list[list[nn.Module]]:
+    if sum(parameter.numel() for parameter in module.parameters()) < 2 * min_params:
+        return []
+    groups = find_sharding_blocks(module, min_params, read, skipped)
+    found = {part for group in groups for part in group}
+    separate_shared_owners(module, groups, read, skipped)
+    sizes = count_own_params(module, groups, skipped)
+    enough = min_params / 2  # for what is left of a group beside the parameters it shares
+    return [group for group, size in zip(groups, sizes, strict=True) if size >= enough or not found.issuperset(group)]
+
+
+def _choose(
+    wrap: Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool],
+    names: dict[nn.Module, str],
+    read: set[nn.Module],
+) -> list[nn.Module]:
+    """Return what the user wants, in the model's order."""
+    inner = {part: name for part, name in names.items() if name}
+    if callable(wrap):
+        chosen = [part for part, name in inner.items() if part not in read and wrap(name, part)]
+        if not chosen:
+            raise ValueError(f"wrap={wrap!r} matches no module. {_list_classes(inner)}")
+        return chosen
+    wanted: dict[nn.Module, None] = {}
+    for kind in wrap:
+        matched = [part for part in inner if _is_of(part, kind)]
+        if not matched:
+            raise ValueError(f"wrap={kind!r} matches no module. {_list_classes(inner)}")
+        unfit = [inner[part] for part in matched if part in read]
+        if unfit:
+            raise ValueError(
+                f"wrap={kind!r} matches {unfit[0]!r}, whose parameters are used without calling it: "
+                "name the class of its parent or of its children."
+            )
+        wanted.update(dict.fromkeys(matched))
+    return [part for part in inner if part in wanted]
+
+
+def _is_of(part: nn.Module, kind: str | type[nn.Module]) -> bool:
+    return type(part).__name__ == kind if isinstance(kind, str) else isinstance(part, kind)
+
+
+def _list_classes(parts: Iterable[nn.Module]) -> str:
+    return f"The model has the classes {', '.join(sorted({type(part).__name__ for part in parts}))}."
+
+
+def _name_unshardable(module: nn.Module, skipped: set[nn.Module]) -> tuple[str, ...]:
+    ours = {p for part in module.modules() if part not in skipped for p in part.parameters(recurse=False)}
+    named = module.named_parameters(remove_duplicate=False)
+    return tuple(name for name, parameter in named if parameter in ours and not (parameter.dim() and parameter.numel()))
+
+
+def _check(module: nn.Module, wrap: object, min_params: int) -> None:
+    is_classes = isinstance(wrap, Sequence) and all(isinstance(kind, str | type) for kind in wrap)
+    if isinstance(wrap, type) or not (is_classes or callable(wrap)):
+        raise TypeError(f"wrap must be 'auto', a list of classes or their names, or a function, got {wrap!r}.")
+    if isinstance(wrap, str) and wrap != "auto":
+        raise ValueError(
+            f"wrap must be 'auto', a list of classes or their names, or a function, got {wrap!r}: write a list."
+        )
+    if not isinstance(wrap, str) and is_classes and not wrap:
+        raise ValueError("wrap must name at least one class, got an empty list.")
+    if min_params < 1:
+        raise ValueError(f"min_params must be at least 1, got {min_params}.")
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(f"Parameter {name!r} has no shape yet: run the model on a batch before it is sharded.")
+        if any(size > 1 and not stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
+            raise ValueError(
+                f"Parameter {name!r} is an expanded tensor (strides {parameter.stride()}), whose elements share "
+                "memory: use a copy, nn.Parameter(values.clone())."
+            )
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_COARSE_BLOCK = 4  # a block with more than this fraction of all parameters is looked into
+_COARSE_PART = 2  # and any other part with more than this
+
+Group = list[nn.Module]
+
+
+def find_sharding_blocks(
+    root: nn.Module, min_params: int, read: set[nn.Module], skipped: set[nn.Module]
+) -> list[Group]:
+    """Cut ``root`` into groups of modules that are gathered together, in its order; none lies in another.
+
+    A model's own word comes first (``_no_split_modules`` of transformers), then the children of a container that has
+    several of one class. Small ones that follow one another in an ``nn.Sequential`` or ``nn.ModuleList`` are put
+    together; of the rest every outermost part that is large enough is a group: embeddings, heads.
+
+    Args:
+        root: The whole model, which is not itself in a group.
+        min_params: Number of elements below which a group is not worth its messages.
+        read: Modules that cannot be a group on their own.
+        skipped: Modules to leave alone.
+    """
+    finder = _BlockFinder(root, min_params, read, skipped)
+    finder.split(root)
+    return finder.groups
+
+
+class _BlockFinder:
+    def __init__(self, root: nn.Module, min_params: int, read: set[nn.Module], skipped: set[nn.Module]) -> None:
+        self.groups: list[Group] = []
+        self._min_params = min_params
+        self._read = read
+        self._entered = find_entered_modules(root)
+        self._done = set(skipped)
+        self._sizes: dict[nn.Module, int] = {}
+        self._declared = set(_find_declared(root))
+        self._blocks = self._declared.union(*map(_find_repeated, root.modules())) - self._read
+        self._total = self._size(root)
+
+    def split(self, module: nn.Module) -> None:
+        """Find the groups inside ``module``, which is none itself."""
+        run: Group = []
+        last: Group | None = None  # a group that just ended
+        for child in module.children():
+            if child in self._done or not self._size(child):
+                continue
+            self._done.add(child)
+            if not self._goes_with_siblings(child, module):
+                run, last = [], None
+                self._place(child)
+                continue
+            run.append(child)
+            if sum(map(self._size, run)) >= self._min_params:
+                self.groups.append(run)
+                run, last = [], run
+        if last is not None:
+            last += run
+
+    def _place(self, module: nn.Module) -> None:
+        """Make a group of ``module`` alone or of parts of it, or leave it to the root."""
+        if self._size(module) < self._min_params:
+            return
+        num_before = len(self.groups)
+        if self._is_looked_into(module):
+            self.split(module)
+        if len(self.groups) == num_before and not {module} & (self._read | self._entered):
+            self.groups.append([module])
+
+    def _goes_with_siblings(self, child: nn.Module, parent: nn.Module) -> bool:
+        """Whether the siblings of ``child`` run right before and after it, all of them."""
+        in_list = isinstance(parent, nn.ModuleList) and child in self._blocks
+        in_sequence = isinstance(parent, nn.Sequential) and type(parent).forward is nn.Sequential.forward
+        return (in_list or in_sequence) and child not in self._read and not self._is_looked_into(child)
+
+    def _is_looked_into(self, module: nn.Module) -> bool:
+        if module in self._read or module in self._declared:
+            return module in self._read
+        if self._size(module) < 2 * self._min_params:
+            return module in self._entered
+        inner = {part for part in module.modules() if part is not module}
+        if inner & self._declared or module in self._entered:
+            return True
+        fraction = self._total / self._size(module)
+        if module in self._blocks:  # a Sequential surely runs all of its children; a block's list of experts does not
+            return fraction < _COARSE_BLOCK and any(_is_staged(part) for part in module.modules())
+        return fraction < _COARSE_PART or any(_is_composite(part) for part in inner & self._blocks)
+
+    def _size(self, module: nn.Module) -> int:
+        if module not in self._sizes:
+            self._sizes[module] = sum(parameter.numel() for parameter in module.parameters())
+        return self._sizes[module]
+
+
+def _find_declared(root: nn.Module) -> Iterator[nn.Module]:
+    """Modules of the classes that transformers' models do not want split."""
+    names: set[str] = set()
+    for module in root.modules():
+        declared = getattr(module, "_no_split_modules", None)
+        names.update(declared if isinstance(declared, Iterable) else ())
+    return (module for module in root.modules() if module is not root and type(module).__name__ in names)
+
+
+def _find_repeated(container: nn.Module) -> Group:
+    """Children of a container that are of one class."""
+    if not isinstance(container, _CONTAINERS):
+        return []
+    children = [child for child in container.children() if any(True for _ in child.parameters())]
+    counts = Counter(map(type, children))
+    return [child for child in children if counts[type(child)] > 1]
+
+
+def _is_staged(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) and any(map(_is_composite, _find_repeated(module)))
+
+
+def _is_composite(module: nn.Module) -> bool:
+    return any(True for _ in module.children())
+
+
+_OUTSIDE = -1  # of all groups
+
+
+def separate_shared_owners(
+    root: nn.Module, groups: list[Group], fixed: set[nn.Module], skipped: set[nn.Module]
+) -> None:
+    """Change ``groups`` in place so that every parameter lies in one: FSDP2 refuses one that two groups have.
+
+    Modules that share one become a group inside of whatever they lie in. Where one of them is read and not called, the
+    groups are joined, or given up to the next outer one.
+
+    Args:
+        root: The whole model.
+        groups: Modules that are sharded together. They may be nested; the inner one then has its parameters.
+        fixed: Modules that cannot be in a group but as a part of another module.
+        skipped: Modules to leave alone.
+    """
+    given_up = {root, *fixed}
+    while True:
+        homes = _find_homes(root, groups, skipped)
+        owners = _find_conflict(homes)
+        if not owners:
+            return
+        if given_up.isdisjoint(owners):
+            _gather(groups, owners)
+            continue
+        indices = set().union(*(homes[owner] for owner in owners))
+        inside = [index for index in sorted(indices) if index != _OUTSIDE]
+        joined = [module for index in inside for module in groups[index]]
+        for index in reversed(inside):
+            del groups[index]
+        if _OUTSIDE in indices:
+            given_up.update(joined)
+        else:
+            groups.append(_outermost(joined))
+
+
+def count_own_params(root: nn.Module, groups: list[Group], skipped: set[nn.Module]) -> list[int]:
+    """Count the elements of each group that no inner group has; arguments as of :func:`separate_shared_owners`."""
+    parameters: dict[int, set[nn.Parameter]] = defaultdict(set)
+    for module, indices in _find_homes(root, groups, skipped).items():
+        for index in indices:
+            parameters[index].update(module.parameters(recurse=False))
+    return [sum(parameter.numel() for parameter in parameters[index]) for index in range(len(groups))]
+
+
+def _find_homes(root: nn.Module, groups: list[Group], skipped: set[nn.Module]) -> dict[nn.Module, set[int]]:
+    """Return the groups that each module belongs to: one, if it is not shared."""
+    units = {module: index for index, group in enumerate(groups) for module in group}
+    homes: dict[nn.Module, set[int]] = defaultdict(set)
+    for start, index in {root: _OUTSIDE, **units}.items():
+        waiting = [start]
+        while waiting:
+            module = waiting.pop()
+            if index in homes[module]:
+                continue
+            homes[module].add(index)
+            waiting += [child for child in module.children() if child not in units and child not in skipped]
+    return homes
+
+
+def _find_conflict(homes: dict[nn.Module, set[int]]) -> Group:
+    """Return modules with parameters in common that lie in different groups; a whole shared module if there is one."""
+    for module, indices in homes.items():
+        if len(indices) > 1 and any(True for _ in module.parameters()):
+            return [module]
+    owners: dict[nn.Parameter, Group] = defaultdict(list)
+    for module in homes:
+        for parameter in set(module.parameters(recurse=False)):
+            owners[parameter].append(module)
+    for sharing in owners.values():
+        if len(set().union(*(homes[owner] for owner in sharing))) > 1:
+            return _with_linked(sharing, owners)
+    return []
+
+
+def _with_linked(sharing: Group, owners: dict[nn.Parameter, Group]) -> Group:
+    """Add the modules that have other parameters in common with these."""
+    found = dict.fromkeys(sharing)
+    waiting = list(sharing)
+    while waiting:
+        for parameter in waiting.pop().parameters(recurse=False):
+            new = [owner for owner in owners[parameter] if owner not in found]
+            found.update(dict.fromkeys(new))
+            waiting += new
+    return list(found)
+
+
+def _gather(groups: list[Group], owners: Group) -> None:
+    """Make one group of the owners, with all that they are grouped with already."""
+    touched = [group for group in groups if not set(group).isdisjoint(owners)]
+    groups[:] = [group for group in groups if group not in touched]
+    groups.append(_outermost([*(module for group in touched for module in group), *owners]))
+
+
+def _outermost(modules: Group) -> Group:
+    distinct = list(dict.fromkeys(modules))
+    inner = {part for one in distinct for part in one.modules() if part is not one}
+    return [one for one in distinct if one not in inner]
+
+
+def order_inner_first(groups: list[Group]) -> Iterator[Group]:
+    """Yield ``groups`` so that those nested in others come before them; such as lie in one another become one."""
+    parts = {id(group): {part for module in group for part in module.modules()} - set(group) for group in groups}
+    waiting = list(groups)
+    while waiting:
+        free = [g for g in waiting if not any(parts[id(g)] & set(other) for other in waiting if other is not g)]
+        if not free:
+            yield _outermost([module for group in waiting for module in group])
+            return
+        yield from free
+        waiting = [group for group in waiting if not any(group is one for one in free)]
