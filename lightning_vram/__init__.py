@@ -9,7 +9,7 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
-import lightning_vram.startup as startup
+import lightning_vram.startup as startup  # before imports that fail in versions which are too old
 
 # isort: split
 from lightning_vram.version import __version__ as __version__
