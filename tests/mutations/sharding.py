@@ -96,7 +96,7 @@ def _steps(
 ) -> list[Tensor]:
     data = batches()
     if is_low_precision:
-        options |= {"narrow_dtype": torch.bfloat16, "narrow": NARROW}
+        options |= {"low_precision_dtype": torch.bfloat16, "low_precision": NARROW}
     with trained(**options) as (network, host):
         optimizer = sgd(network, host)
         if prepare is not None:
@@ -198,7 +198,7 @@ def hooks_on_accumulation() -> list[Tensor]:
 def fetched_and_written() -> list[Tensor]:
     """The shards of a lane are written as soon as it allows that."""
     with trained() as (_, host):
-        lane = host._sharding.groups[0].lanes[0]
+        lane = host._sharding.groups[0].flat_shards[0]
         flat = torch.cat(list(lane.fetch()))
         lane.wait_for_copies()
         lane.shards.fill_(9)
@@ -207,8 +207,8 @@ def fetched_and_written() -> list[Tensor]:
 
 def fetched_twice() -> list[Tensor]:
     """Shards are written, and their narrow copy is made again."""
-    with trained(narrow_dtype=torch.bfloat16, narrow=NARROW) as (_, host):
-        lane = next(lane for group in host._sharding.groups for lane in group.lanes if lane.has_narrow_dtype)
+    with trained(low_precision_dtype=torch.bfloat16, low_precision=NARROW) as (_, host):
+        lane = next(lane for group in host._sharding.groups for lane in group.flat_shards if lane.has_low_precision)
         first = torch.cat(list(lane.fetch()))
         lane.shards.fill_(9)
         lane.touch()
@@ -235,13 +235,13 @@ def finished() -> list[Tensor]:
         loss_of(network, batches()[0]).backward()
         optimizer.step()
         host.finish()
-        return [lane.shards.clone() for group in host._sharding.groups for lane in group.lanes]
+        return [lane.shards.clone() for group in host._sharding.groups for lane in group.flat_shards]
 
 
 def held_beside_a_step() -> list[Tensor]:
     """A user got hold of a shard while one beside it was stepped, and writes to it past all counters afterwards."""
     data, outputs = batches(), []
-    with late_threads(), trained(narrow_dtype=torch.bfloat16, narrow=NARROW) as (network, host):
+    with late_threads(), trained(low_precision_dtype=torch.bfloat16, low_precision=NARROW) as (network, host):
         optimizer = torch.optim.SGD([block.up.weight for block in network.blocks], lr=0.5)
         host.attach([optimizer])
         for batch in data:

@@ -130,7 +130,7 @@ SHARDING = [
     ),
     Mutation(
         "techniques.sharding.steps:ShardSteps.touch",
-        "lane.wait_for_copies()",
+        "flat.wait_for_copies()",
         "pass",
         sharding.written_between_forwards,
     ),
@@ -154,11 +154,11 @@ SHARDING = [
         "pass",
         sharding.on_the_host,
     ),
-    Mutation(f"{_GROUP}.wait_for_unshard", "lane.note_read()", "pass", sharding.resident_evaluated_before_the_step),
+    Mutation(f"{_GROUP}.wait_for_unshard", "flat.note_read()", "pass", sharding.resident_evaluated_before_the_step),
     Mutation(
         f"{_GROUP}._fetch",
-        "self._fetch_lanes()\nself._fetched = stream.record_event() if self.num_shards == 1 else None",
-        "self._fetched = stream.record_event()\nself._fetch_lanes()",
+        "self._fetch_flat_shards()\nself._fetched = stream.record_event() if self.num_shards == 1 else None",
+        "self._fetched = stream.record_event()\nself._fetch_flat_shards()",
         sharding.on_the_host,
     ),
     Mutation(f"{_GROUP}.wait_for_gradients", "landing.wait()", "pass", sharding.on_the_host_with_late_threads),

@@ -60,5 +60,5 @@ def host_bytes(module: pl.LightningModule) -> int:
 
 
 def exceptions(module: pl.LightningModule) -> int:
-    lanes = [lane for group in module.trainer.strategy._sharding.groups for lane in group.lanes]
+    lanes = [lane for group in module.trainer.strategy._sharding.groups for lane in group.flat_shards]
     return sum(lane.split.nbytes - 4 * lane.numel for lane in lanes if lane.split is not None)

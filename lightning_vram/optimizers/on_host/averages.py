@@ -89,7 +89,7 @@ class HostAverage:
     @torch.no_grad()
     def _move(self, group: ShardedGroup, number: Tensor) -> None:
         batch = _Batch(self.average, number)
-        for lane in group.lanes:
+        for lane in group.flat_shards:
             for place, parameter in enumerate(lane.parameters):
                 for average, weights in _cut(lane, place, own_shard_of(self._shards[parameter.sharded_param])):
                     batch.add(average, weights)

@@ -182,7 +182,7 @@ class HostOptimizers(StepTakeOver):
         on_device = others if self._is_form_everywhere else None
         self._check_form(fresh, self._groups if self._is_form_everywhere else set(on_host))
         stored = [StoredStates(one, on_host, self._nvme_path, self._form, on_device) for one in fresh]
-        lanes = [lane for group in self._sharding.groups for lane in group.lanes]
+        lanes = [lane for group in self._sharding.groups for lane in group.flat_shards]
         for optimizer, states in zip(fresh, stored, strict=True):
             self._attached.append(optimizer)
             register_optimizer_tensors(optimizer, lambda: [one.resident for one in lanes if one.resident is not None])
@@ -316,7 +316,7 @@ class HostOptimizers(StepTakeOver):
             _run(partial(states.step_on_device, step_round, is_on_host=is_on_host), group, members)
             return
         self._fresh += [one for one in members if not one.state and one.parameter not in self._stateless]
-        job = partial(_run, partial(states.step, step_round, group.lanes), group, members)
+        job = partial(_run, partial(states.step, step_round, group.flat_shards), group, members)
         self.work_beside(job, group, list_tensors(members))
 
     def work_beside(
@@ -331,7 +331,7 @@ class HostOptimizers(StepTakeOver):
             return None
         ticket = self._worker.submit(job)
         if group is not None:
-            is_reader = is_reader and calls_derived_dispatch and not any(lane.is_split for lane in group.lanes)
+            is_reader = is_reader and calls_derived_dispatch and not any(lane.is_split for lane in group.flat_shards)
             self._submitted.append((is_reader, group, ticket))
             group.steps.begin(ticket, watched, is_reader=is_reader)
         return ticket
@@ -358,7 +358,7 @@ class HostOptimizers(StepTakeOver):
     def _written(self, optimizer: Optimizer, *unused: Any) -> None:
         for group in {self._groups[p] for p in iterate_parameters(optimizer) if p in self._groups}:
             group.forget_whole()
-            for lane in group.lanes:
+            for lane in group.flat_shards:
                 lane.refresh()
             group.steps.guard()
         self._sharding.gather_root()
@@ -368,10 +368,10 @@ class HostOptimizers(StepTakeOver):
 
 
 def _run(run: Callable[[Sequence[Member]], None], group: ShardedGroup, members: Sequence[Member]) -> None:
-    for lane in group.lanes:
+    for lane in group.flat_shards:
         lane.wait_for_copies()  # of a forward without gradients, after the backward
     run(members)
-    for lane in group.lanes:
+    for lane in group.flat_shards:
         lane.refresh()
 
 

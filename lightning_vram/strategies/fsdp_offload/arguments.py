@@ -250,9 +250,9 @@ def check_layer_drop(module: nn.Module, num_ranks: int, name: str) -> None:
             return
 
 
-def check_master(master: str, narrow_dtype: torch.dtype | None, precision: str, name: str) -> None:
+def check_master(master: str, low_precision_dtype: torch.dtype | None, precision: str, name: str) -> None:
     """Refuse to split weights that are not transferred as bf16."""
-    if master == "split" and narrow_dtype != torch.bfloat16:
+    if master == "split" and low_precision_dtype != torch.bfloat16:
         raise ValueError(f"{name}(master='split') needs precision='bf16-mixed', got {precision!r}.")
 
 

@@ -29,7 +29,7 @@ from lightning_vram.strategies.fsdp_offload.patches import (
     may_clip_late,
 )
 from lightning_vram.techniques.mixed_precision import find_narrow_weights, list_islands
-from lightning_vram.techniques.sharding import FullSharding, ShardingOptions, StepRoom
+from lightning_vram.techniques.sharding import FirstStepMemory, FullSharding, ShardingOptions
 from lightning_vram.techniques.sharding.gathered import WholeNumbers
 from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
 
@@ -51,18 +51,18 @@ class ShardedStrategy(CheckpointedStrategy):
         self._host_room: HostMemory | None = None  # until the optimizers are set up
         self._host_needs = HostNeeds()
         self._binding: NumaBinding | None = None
-        self._room: StepRoom | None = None  # for device_bytes="auto", until it is measured
+        self._room: FirstStepMemory | None = None  # for device_bytes="auto", until it is measured
         self._inference_modes: dict[Any, bool] = {}
 
     def _shard(self, module: nn.Module, *, is_stepping_here: bool) -> None:
         arguments = self.arguments
         check_same_modules(module)
         spread_values(module)
-        narrow_dtype = None
+        low_precision_dtype = None
         if arguments.narrow_transfers and isinstance(self.precision_plugin, MixedPrecision):
-            narrow_dtype = _LOW_PRECISION.get(self.precision_plugin.precision)
-        check_master(arguments.master, narrow_dtype, self.precision_plugin.precision, type(self).__name__)
-        narrow = find_narrow_weights(module, list_islands(module)) if narrow_dtype is not None else set()
+            low_precision_dtype = _LOW_PRECISION.get(self.precision_plugin.precision)
+        check_master(arguments.master, low_precision_dtype, self.precision_plugin.precision, type(self).__name__)
+        narrow = find_narrow_weights(module, list_islands(module)) if low_precision_dtype is not None else set()
         names = {name for name, parameter in module.named_parameters() if parameter in narrow}
         plan = plan_sharding_groups(module, arguments.wrap, min_params=arguments.min_params)
         strided = [name for name, parameter in module.named_parameters() if not parameter.is_contiguous()]
@@ -72,7 +72,7 @@ class ShardedStrategy(CheckpointedStrategy):
                 f"{strided[0]}; channels_last convolutions still compute in channels_last."
             )
         if is_stepping_here:
-            self._check_room(module, names, narrow_dtype)
+            self._check_room(module, names, low_precision_dtype)
         seed = torch.tensor(torch.initial_seed() % 2**31)
         self._sharding = FullSharding(
             module,
@@ -85,8 +85,8 @@ class ShardedStrategy(CheckpointedStrategy):
                 is_split=arguments.master == "split",
                 reshard_after_forward=arguments.reshard_after_forward,
                 pin_memory=self._pins_memory,
-                narrow_dtype=narrow_dtype,
-                narrow=names,
+                low_precision_dtype=low_precision_dtype,
+                low_precision=names,
                 uninitialized_ok=self._to_load is not None,
                 seed=int(self.broadcast(seed)),
                 num_threads=self._num_threads,
@@ -94,7 +94,7 @@ class ShardedStrategy(CheckpointedStrategy):
         )
         self._averages.shard(module, self._sharding, self._gather_state)
 
-    def _check_room(self, module: nn.Module, narrow: set[str], narrow_dtype: torch.dtype | None) -> None:
+    def _check_room(self, module: nn.Module, narrow: set[str], low_precision_dtype: torch.dtype | None) -> None:
         """Refuse a module that exceeds host memory, except in estimates for other machines."""
         self._host_needs = HostNeeds()
         if self.arguments.device_bytes is not None:  # some of it will be on the device
@@ -103,7 +103,7 @@ class ShardedStrategy(CheckpointedStrategy):
         copied = narrow if has_copies else ()  # gradients have 32 bits in the first batches, split or not
         num_shards = self.device_mesh.size(-1)
         averages = self._averages.copies_of(module)
-        self._host_needs = count_host_needs(module, num_shards, copied, narrow_dtype, averages)
+        self._host_needs = count_host_needs(module, num_shards, copied, low_precision_dtype, averages)
         if detect_fake_mode() is None:
             self._host_room = HostMemory(module, self.optimizers, averages, may_swap=not self._pins_memory)
             self._host_room.check(self._host_needs, **self._room_options)
@@ -148,7 +148,7 @@ class ShardedStrategy(CheckpointedStrategy):
             rank_zero_info(describe_unsupported(name, self._host_optimizers.unheld, self._sharding.module))
         self._averages.attach(self._host_optimizers)
         if self.arguments.device_bytes == "auto":
-            self._room = StepRoom(self._sharding, self.optimizers)
+            self._room = FirstStepMemory(self._sharding, self.optimizers)
         self._host_optimizers.may_step_early = EarlySteps(trainer)
         self._patches = [
             *clip_on_shards(self.precision_plugin, self._host_optimizers, lambda: may_clip_late(trainer)),

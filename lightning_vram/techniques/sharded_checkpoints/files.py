@@ -1,9 +1,9 @@
-"""Checkpoints that are there whole or not at all: written under a hidden name, then given their own in one step.
+"""Files of a checkpoint: complete or absent, with checksums, and with clear errors.
 
-A file replaces a file in one step everywhere. A folder takes the place of another in one step where the system can
-exchange two names (Linux, most local file systems); elsewhere it takes two renames, and :func:`recover` undoes the
-first where a process was killed between them. What was there before is deleted afterwards, so that for a moment both
-need room on the disk.
+New content is written under a hidden name, then renamed in one step. A file replaces a file atomically everywhere; a
+folder only where the system can exchange two names (Linux, most local file systems). Elsewhere that takes two renames,
+and :func:`recover` undoes the first if the process was killed between them. The old content is deleted afterwards, so
+the disk briefly holds both.
 """
 
 import contextlib
@@ -39,20 +39,12 @@ _RENAME_EXCHANGE = 2
 
 
 def temporary_path(path: Path) -> Path:
-    """Name the hidden place beside a checkpoint where its next content is written: the same on every rank, always."""
+    """Name the hidden path next to a checkpoint for its next content: the same on every rank."""
     return _hidden(path, "new")
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Give what was written its name; what had it before is deleted. It is on the disk when this returns.
-
-    Args:
-        temporary: :func:`temporary_path` of ``path``.
-        path: The checkpoint.
-
-    Raises:
-        OSError: If the disk fails, or the folder is not writable. ``path`` is what it was.
-    """
+    """Rename ``temporary`` to ``path``, synced, and delete the old content; on ``OSError``, ``path`` is unchanged."""
     for written in _contents(temporary):
         _sync(written)
     takes_a_folders_place = path.is_dir() and not path.is_symlink()
@@ -72,21 +64,21 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def recover(path: Path) -> None:
-    """Put the old checkpoint back if a process was killed after it was set aside, before the new one had its name."""
+    """Put the old checkpoint back if the process was killed between the two renames of :func:`publish`."""
     old = _hidden(path, "old")
     if not os.path.lexists(path) and os.path.lexists(old):
         os.rename(old, path)
 
 
 def delete_leftovers(path: Path) -> None:
-    """Delete what processes that were killed have left beside a checkpoint, after :func:`recover`."""
+    """Recover, then delete the hidden files that killed processes have left next to a checkpoint."""
     recover(path)
     delete(temporary_path(path))
     delete(_hidden(path, "old"))
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint, if it is there; half of one is never left under its name."""
+    """Delete a checkpoint, if it exists; never leave half of it under its name."""
     delete_leftovers(path)
     if os.path.lexists(path):
         os.rename(path, temporary_path(path))
@@ -94,7 +86,7 @@ def remove(path: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a file, a link or a folder, if it is there."""
+    """Delete a file, link or folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -127,7 +119,7 @@ def _sync(path: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step; false where that is not possible."""
+    """Swap two names in one step; ``False`` where the system cannot."""
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None
     if renameat2 is None:
         return False
@@ -148,33 +140,24 @@ _WAY_OUT = "Resume from another checkpoint, or load this one without the check: 
 
 @dataclass
 class Checksum:
-    """Of a file, or of what there is of it yet."""
+    """Size and CRC-32 of a file, or of its beginning."""
 
     num_bytes: int = 0
     crc32: int = 0
 
     def add(self, data: bytes | memoryview) -> None:
-        """Go on with the bytes that follow."""
+        """Continue with the bytes that follow."""
         self.num_bytes += memoryview(data).nbytes
         self.crc32 = zlib.crc32(data, self.crc32)
 
 
 def write_checksums(folder: Path, checksums: Mapping[str, Checksum]) -> None:
-    """Write down what the files of a sharded checkpoint have to be."""
+    """Write the checksum file of a sharded checkpoint."""
     (folder / CHECKSUM_FILE).write_text(json.dumps({name: asdict(each) for name, each in sorted(checksums.items())}))
 
 
 def check_folder(folder: Path, part: int = 0, num_parts: int = 1) -> None:
-    """Compare a sharded checkpoint with what was written down; one without checksums is taken as it is.
-
-    Args:
-        folder: It.
-        part: Which share of the files to read, of ``num_parts``: a rank.
-        num_parts: How many shares there are.
-
-    Raises:
-        CheckpointError: If a file is not what was written.
-    """
+    """Raise ``CheckpointError`` if files differ from their checksums, if any; each rank reads one part of the files."""
     if not (folder / CHECKSUM_FILE).is_file():
         return
     try:
@@ -189,16 +172,7 @@ def check_folder(folder: Path, part: int = 0, num_parts: int = 1) -> None:
 
 
 def check_archive(path: Path, part: int = 0, num_parts: int = 1) -> None:
-    """Compare the entries of a file of ``torch.save`` with their checksums; an older kind of file has none.
-
-    Args:
-        path: The file.
-        part: Which share of the entries to read, of ``num_parts``: a rank.
-        num_parts: How many shares there are.
-
-    Raises:
-        CheckpointError: If an entry is not what was written.
-    """
+    """Raise ``CheckpointError`` if entries of a ``torch.save`` archive are damaged; a rank reads one part of them."""
     if not is_archive(path):
         return
     try:
@@ -215,7 +189,7 @@ def check_archive(path: Path, part: int = 0, num_parts: int = 1) -> None:
 
 
 def is_archive(path: Path) -> bool:
-    """Whether a file is of the kind that ``torch.save`` writes, which can be mapped into memory."""
+    """Whether a file is a zip archive of ``torch.save``, which can be memory-mapped."""
     with path.open("rb") as file:
         return file.read(4) == b"PK\x03\x04"
 
@@ -239,11 +213,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class CheckedFiles(FileSystem):
-    """Notes the checksum of each file that is written.
-
-    Attributes:
-        checksums: By name, of those that are complete.
-    """
+    """Collects the checksum of each completely written file, by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +221,7 @@ class CheckedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        """Open a file; its checksum is there when it was closed."""
+        """Open a file; its checksum is complete when it is closed."""
         with super().create_stream(path, mode) as stream:
             if "w" not in mode:
                 yield stream
@@ -261,13 +231,13 @@ class CheckedFiles(FileSystem):
             self.checksums[Path(path).name] = checked.checksum
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Rename a file, and what is noted of it."""
+        """Rename a file and its checksum."""
         super().rename(path, new_path)
         self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
 
 
 class CheckedWriter(FileSystemWriter):
-    """Writes the parts of a sharded checkpoint into a folder that is empty; ``files`` says what it has written."""
+    """Writes one rank's part of a sharded checkpoint into an empty folder; ``files`` has the checksums."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=True)
@@ -275,20 +245,20 @@ class CheckedWriter(FileSystemWriter):
         self.fs = self.files
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part. Errors of the disk are raised: other ranks see no more of an error than itself."""
+        """Write this rank's part; raise disk errors themselves: other ranks see the error without its cause."""
         with naming_disk_errors():
             return super().write_data(plan, planner)
 
 
 def save_values(values: Any, file: Any) -> None:
-    """Do what ``torch.save`` does, but raise the error of the disk itself."""
+    """Call ``torch.save``, but raise the disk's own error."""
     with naming_disk_errors():
         torch.save(values, file)
 
 
 @contextmanager
 def naming_disk_errors() -> Generator[None, None, None]:
-    """Raise the error of the disk itself. ``torch.save`` says instead that its archive has no proper end."""
+    """Raise the disk's own error; ``torch.save`` reports a broken archive instead."""
     try:
         yield
     except RuntimeError as error:
@@ -301,16 +271,7 @@ def naming_disk_errors() -> Generator[None, None, None]:
 
 
 def naming_full_disk(write: Callable[[], Result], folder: Path, num_bytes: int) -> Result:
-    """Write something, and say how much of what was missing if the disk is full.
-
-    Args:
-        write: What to do.
-        folder: On the disk.
-        num_bytes: That it takes.
-
-    Raises:
-        CheckpointError: If the disk is full.
-    """
+    """Write, and raise ``CheckpointError`` with the bytes needed and free if the disk of ``folder`` is full."""
     free = shutil.disk_usage(folder).free
     try:
         return write()
@@ -360,7 +321,7 @@ _MAX_REASON = 200
 
 
 class ForbiddenClassError(pickle.UnpicklingError):
-    """A file holds more than ``weights_only=True`` reads."""
+    """A file has more than ``weights_only=True`` reads."""
 
 
 # a class that is not there, and the disk, say it themselves; Ctrl-C is no damage
@@ -368,18 +329,11 @@ _CLEAR = (AttributeError, CheckpointError, ForbiddenClassError, ImportError, Key
 
 
 def read_values(path: Path, *, weights_only: bool | None) -> Any:
-    """Read a file of ``torch.save`` on the host, mapped into memory where it can be.
-
-    Args:
-        path: The file.
-        weights_only: See ``torch.load``.
-
-    Returns:
-        What is in it.
+    """Read a ``torch.save`` file into host memory, memory-mapped if possible.
 
     Raises:
-        ForbiddenClassError: If it holds what ``weights_only`` does not allow.
-        CheckpointError: If it is damaged, or something else.
+        ForbiddenClassError: If it has what ``weights_only`` does not allow.
+        CheckpointError: If it is damaged, or not a checkpoint.
         OSError: If it cannot be read.
     """
     return explained(
@@ -388,7 +342,7 @@ def read_values(path: Path, *, weights_only: bool | None) -> Any:
 
 
 def explained(read: Callable[[], Result], name: str) -> Result:
-    """Read something; say what is wrong with ``name`` if that fails, as :func:`read_values` does."""
+    """Read, with the errors of :func:`read_values` for ``name``."""
     try:
         return read()
     except (Exception, CheckpointException) as error:

@@ -1,4 +1,9 @@
-"""A sharded checkpoint on disk, read piece by piece: by any number of ranks, each its own part, on the host."""
+"""A sharded checkpoint: a folder to which each rank writes its part, and from which any number of ranks read theirs.
+
+The layout is that of Lightning's ``ModelParallelStrategy``: ``torch.distributed.checkpoint`` with the keys
+``state_dict``, ``optimizer_0``, ... and ``meta.pt`` with the rest. ``checksums.json``, written last, is ours. No rank
+ever holds more than its part; what is the same on all ranks, such as buffers, rank 0 writes.
+"""
 
 import io
 import warnings
@@ -53,15 +58,11 @@ def is_sharded_folder(path: Path) -> bool:
 
 
 class ShardedFolder:
-    """A folder as ``write_folder`` writes it. All calls are collectives.
+    """A folder of :func:`write_folder`, the same for all ranks. All calls are collectives.
 
-    Args:
-        folder: The same for all ranks.
-        weights_only: For all that is no tensor: see ``torch.load``.
-        verify: Whether to compare its files with their checksums first, if it has them.
-
-    Raises:
-        CheckpointError: If a rank cannot read the folder, or it is damaged; on every rank.
+    Errors of one rank are raised on all: ``CheckpointError`` if the folder cannot be read or is damaged,
+    ``pickle.UnpicklingError`` for what ``weights_only`` (see ``torch.load``) does not allow. ``verify``: compare the
+    files with their checksums, if there are any.
     """
 
     def __init__(self, folder: Path, *, weights_only: bool | None = None, verify: bool = True) -> None:
@@ -74,7 +75,7 @@ class ShardedFolder:
 
     @property
     def has_optimizers(self) -> bool:
-        """Whether states of optimizers were saved."""
+        """Whether optimizer state was saved."""
         return self.has_state("optimizer_0")
 
     def has_state(self, key: str) -> bool:
@@ -82,47 +83,21 @@ class ShardedFolder:
         return any(path[0] == key for path in self._paths.values())
 
     def read_rest(self) -> dict[str, Any]:
-        """Read everything but states of modules and optimizers.
-
-        Returns:
-            What was written as ``rest``.
-
-        Raises:
-            CheckpointError: If a rank cannot read it; on every rank.
-            pickle.UnpicklingError: If it holds what ``weights_only`` does not allow; on every rank.
-        """
+        """Read everything but the states of modules and optimizers."""
         rest: dict[str, Any] = self._read(
             lambda: read_values(self._folder / REST_FILE, weights_only=self._weights_only)
         )
         return rest
 
     def read_states(self, on_progress: Callable[[float], None] = lambda done: None) -> dict[str, Any]:
-        """Read all states of modules and optimizers as whole tensors, without a module. For one process.
+        """Read all states as whole tensors, without a module, in one process; ``on_progress`` gets the finished share.
 
-        Args:
-            on_progress: Called with the share of their bytes that was read.
-
-        Returns:
-            ``state_dict``, and ``optimizer_0``, ... with names of parameters for numbers.
-
-        Raises:
-            CheckpointError: If it cannot be read.
-            pickle.UnpicklingError: If it holds what ``weights_only`` does not allow.
+        Optimizer state has names of parameters instead of numbers.
         """
         return self._load({key: self._make_target(key) for key in self._paths}, on_progress)
 
     def load_module(self, module: nn.Module, *, strict: bool, key: str = "state_dict") -> None:
-        """Load a module's parameters and buffers in place.
-
-        Args:
-            module: Its parameters may be sharded tensors.
-            strict: Whether it must have the same names as the checkpoint.
-            key: Of the module's state.
-
-        Raises:
-            ValueError: If they do not fit; on every rank and before anything has changed.
-            CheckpointError: If a rank cannot read its part; on every rank.
-        """
+        """Load parameters and buffers in place; on ``ValueError``, if they do not fit, nothing has changed."""
         own = module.state_dict()
         own_keys, own_state = {clean_name(key): key for key in own}, {clean_name(key): own[key] for key in own}
         stored = {stored_key: path for stored_key, path in self._paths.items() if path[0] == key}
@@ -147,16 +122,10 @@ class ShardedFolder:
         module.load_state_dict({own_keys[name]: value for name, value in state.items()}, strict=strict)
 
     def load_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer], *, check_states: StateCheck) -> None:
-        """Load the states of a module's optimizers.
+        """Load a module's optimizers, in the order in which they were saved; states become sharded as parameters are.
 
-        Args:
-            module: Has their parameters.
-            optimizers: In the order in which they were saved. Their states become sharded as the parameters are.
-            check_states: Raises if states are not those of an optimizer's parameters. Sees all before one is loaded.
-
-        Raises:
-            ValueError: If they are others; on every rank and before anything has changed.
-            CheckpointError: If a rank cannot read its part; on every rank.
+        ``check_states`` sees all states before one is loaded, and raises. On ``ValueError`` nothing has changed on any
+        rank.
         """
         own_names = [names_in_optimizer(module, optimizer) for optimizer in optimizers]
         roots = [f"optimizer_{index}" for index in range(len(optimizers))]
@@ -193,7 +162,7 @@ class ShardedFolder:
             )
 
     def _find_states(self, index: int, names: list[list[str]]) -> list[dict[str, Any]]:
-        """Return what the folder says of the state of each parameter, in the order of ``names``."""
+        """Return the saved metadata of each parameter's state, in the order of ``names``."""
         states: dict[str, dict[str, Any]] = {}
         for key, path in self._paths.items():
             if path[:2] == (f"optimizer_{index}", "state") and len(path) == 4:
@@ -201,7 +170,7 @@ class ShardedFolder:
         return [states.get(name, {}) for group in names for name in group]
 
     def _entry(self, key: str) -> TensorStorageMetadata | None:
-        """Return what the folder says of a tensor; ``None`` for a pickled value."""
+        """Return the metadata of a tensor; ``None`` for a pickled value."""
         entry = self._metadata.state_dict_metadata[key]
         return entry if isinstance(entry, TensorStorageMetadata) else None
 
@@ -220,7 +189,7 @@ class ShardedFolder:
         return self._make_target(key)
 
     def _load(self, flat: dict[str, Any], on_progress: Callable[[float], None] = lambda done: None) -> dict[str, Any]:
-        """Read into the tensors of a flat state; returns it nested."""
+        """Read into the tensors of a flat state; return it nested."""
         planner = _LoadPlanner(count_bytes(flat), on_progress, weights_only=self._weights_only)
         self._read(lambda: read_entries(self._folder, self._metadata, flat, planner))
         nested: dict[Any, Any] = {}
@@ -311,7 +280,7 @@ class _Reader(FileSystemReader):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """For a state that is flat already."""
+    """For a flat state."""
 
     def __init__(self, num_bytes: int, on_progress: Callable[[float], None], *, weights_only: bool | None) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -338,23 +307,12 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def sharded_module_state(module: nn.Module) -> dict[str, Any]:
-    """Take a module's state without collecting it: its own tensors, under the names of a plain module."""
+    """Return a module's own tensors, not gathered, under clean names."""
     return {clean_name(key): value for key, value in module.state_dict().items()}
 
 
 def sharded_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Take an optimizer's state without collecting it, and without making one where there is none yet.
-
-    Args:
-        module: Has the optimizer's parameters.
-        optimizer: Its states may be sharded tensors.
-
-    Returns:
-        ``optimizer.state_dict()`` with clean parameter names for integers. Its tensors are the optimizer's own.
-
-    Raises:
-        ValueError: If the module does not have one of the parameters.
-    """
+    """Return an optimizer's own state, not gathered, with clean names instead of numbers; creates no state."""
     packed = optimizer.state_dict()
     names: dict[Any, str] = {}
     groups = []
@@ -366,7 +324,7 @@ def sharded_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Writes what is kept in 8 bit as float32, one tensor after the other."""
+    """Dequantizes low-bit state to fp32, one tensor at a time."""
 
     @override
     def lookup_object(self, index: MetadataIndex) -> Any:
@@ -376,17 +334,11 @@ class _SavePlanner(DefaultSavePlanner):
 def write_folder(
     state: Mapping[str, Any], rest: Mapping[str, Any], folder: Path, process_group: dist.ProcessGroup | None
 ) -> None:
-    """Write a checkpoint. A collective.
+    """Write a checkpoint into an empty folder, the same for all ranks. A collective.
 
-    Args:
-        state: ``state_dict`` and ``optimizer_0``, ... as the functions above give them.
-        rest: Everything else; rank 0's is written.
-        folder: Exists, is empty, and is the same for all ranks.
-        process_group: Of all ranks; ``None`` takes the default one. A thread needs one of its own.
-
-    Raises:
-        CheckpointException: If a rank cannot write its part; on every rank.
-        OSError: If rank 0 cannot write the rest; on rank 0.
+    ``state``: ``state_dict`` and ``optimizer_0``, ... as the functions above return them; ``rest``: rank 0's is
+    written. A thread needs its own ``process_group``. If a rank cannot write its part, all raise
+    ``CheckpointException``; rank 0 alone raises an ``OSError`` of the rest.
     """
     writer = CheckedWriter(folder)
     save(

@@ -1,8 +1,8 @@
-"""States of a sharded module and its optimizers in the form of a plain one: whole tensors, to and fro.
+"""Full state dicts of a sharded module and its optimizers, as if nothing were sharded.
 
 To save, rank 0 collects them in host memory; the other ranks hold one whole parameter at a time. To load, each rank
-cuts its own part out of a file that is mapped into memory: nothing is sent, and nothing touches the device. A model
-that is too large for the host memory of one machine needs sharded checkpoints (:mod:`.sharded_states`).
+cuts its own part out of a memory-mapped file: nothing is sent or copied to the device. A model that exceeds the host
+memory of one machine needs sharded checkpoints (``folder.py``).
 """
 
 import copy
@@ -29,21 +29,17 @@ _MOST_NAMES = 10  # in a message
 
 
 def clean_name(name: str) -> str:
-    """Leave the wrappers' parts out of a dotted name."""
+    """Remove the names of wrappers (``torch.compile``, activation checkpointing) from a dotted name."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Find the parameters of a module under their clean names, tied ones under each of theirs."""
+    """Return parameters by clean name, tied ones under each of theirs."""
     return {clean_name(name): parameter for name, parameter in module.named_parameters(remove_duplicate=False)}
 
 
 def names_in_optimizer(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """Name the parameters of an optimizer, group by group; a tied one goes by its first clean name.
-
-    Raises:
-        ValueError: If the module does not have one of them.
-    """
+    """Name an optimizer's parameters by group, by first clean name; ``ValueError`` if one is not the module's."""
     names: dict[int, str] = {}
     for name, parameter in parameters_by_name(module).items():
         names.setdefault(id(parameter), name)
@@ -58,15 +54,9 @@ def names_in_optimizer(module: nn.Module, optimizer: Optimizer) -> list[list[str
 
 
 def check_fit(module_state: Mapping[str, Any], shapes: Mapping[str, Sequence[int] | None], *, strict: bool) -> None:
-    """Check whether a checkpoint fits a module, before anything is loaded.
+    """Raise ``ValueError`` if a checkpoint does not fit a module, before anything is loaded.
 
-    Args:
-        module_state: The module's own state dict, under clean names.
-        shapes: Those in the checkpoint, under clean names; ``None`` for what is no tensor.
-        strict: Whether both must have the same names.
-
-    Raises:
-        ValueError: If it does not. Names everything.
+    Names are clean ones; the shape of what is not a tensor is ``None``.
     """
     complaints = []
     if strict:
@@ -92,10 +82,7 @@ def _list(what: str, names: Iterable[str]) -> list[str]:
 
 
 def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
-    """Build the same tree with other leaves; it shares no dict, list or tuple with the old one.
-
-    Classes of dicts and their attributes stay, such as the ``_metadata`` of a state dict.
-    """
+    """Build the same tree with converted leaves; containers are new, classes and attributes of dicts stay."""
     if isinstance(tree, dict):
         mapped = copy.copy(tree)
         for key, value in tree.items():
@@ -107,12 +94,12 @@ def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
 
 
 def snapshot(tree: Any) -> Any:
-    """Copy a tree to the host, so that nothing that happens later shows in it. Sharded tensors stay sharded."""
+    """Copy a tree to the host. Sharded tensors stay sharded."""
     return map_leaves(tree, _copy_leaf)
 
 
 def count_bytes(tree: Any) -> int:
-    """Count the bytes of all tensors of a tree, sharded ones with the parts of all ranks, each tensor once."""
+    """Count the bytes of all tensors of a tree, each once, sharded ones with the parts of all ranks."""
     sizes: dict[int, int] = {}
     waiting = [tree]
     while waiting:
@@ -127,7 +114,7 @@ def count_bytes(tree: Any) -> int:
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
-    """Copy a plain tensor, detached."""
+    """Copy a regular tensor, detached."""
     return tensor.detach().to("cpu", copy=True)
 
 
@@ -141,15 +128,7 @@ def _copy_leaf(leaf: Any) -> Any:
 
 
 def gather_module_state(module: nn.Module) -> dict[str, Any]:
-    """Collect a module's state on rank 0. A collective.
-
-    Args:
-        module: Its parameters may be sharded tensors.
-
-    Returns:
-        On rank 0 what ``module.state_dict()`` gives where nothing is sharded or wrapped, copied to host memory; empty
-        elsewhere.
-    """
+    """Return the whole ``state_dict()`` on the host of rank 0, with clean names; empty elsewhere. A collective."""
     is_main, state = current_rank() == 0, module.state_dict()
     # ranks agree on what is tied only by identity: parts that are empty all have address 0
     tied_to = {name: id(parameter) for name, parameter in parameters_by_name(module).items()}
@@ -167,15 +146,7 @@ def gather_module_state(module: nn.Module) -> dict[str, Any]:
 
 
 def gather_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
-    """Collect an optimizer's state on rank 0. A collective.
-
-    Args:
-        optimizer: Its states may be sharded tensors.
-
-    Returns:
-        On rank 0 what ``optimizer.state_dict()`` gives where nothing is sharded, copied to host memory; empty
-        elsewhere.
-    """
+    """Return the whole ``state_dict()`` on the host of rank 0; empty elsewhere. A collective."""
     is_main = current_rank() == 0
     result: dict[str, Any] = map_leaves(optimizer.state_dict(), lambda leaf: _whole(leaf, keep=is_main))
     if not is_main:
@@ -189,18 +160,9 @@ def gather_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_module_state(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool) -> IncompatibleKeys:
-    """Load whole tensors into a sharded module, in place.
+    """Load whole tensors into a sharded module, in place, as ``load_state_dict`` does.
 
-    Args:
-        module: Its parameters may be sharded tensors. Their storages stay.
-        state_dict: Whole tensors on the host, the same on every rank; names with or without the parts of wrappers.
-        strict: Whether both must have the same names.
-
-    Returns:
-        Names that are missing and unexpected, as ``module.load_state_dict`` does.
-
-    Raises:
-        ValueError: If they do not fit, the same on every rank and before anything has changed.
+    ``state_dict`` is the same on every rank. On ``ValueError``, if it does not fit, nothing has changed on any rank.
     """
     own = module.state_dict()
     own_keys, own_state = {clean_name(key): key for key in own}, {clean_name(key): own[key] for key in own}
@@ -218,11 +180,7 @@ def load_module_state(module: nn.Module, state_dict: Mapping[str, Any], *, stric
 
 
 def check_groups(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Refuse the state of another optimizer.
-
-    Raises:
-        ValueError: If it is of another one, by the number of groups or of parameters.
-    """
+    """Raise ``ValueError`` if the number of groups, or of parameters in one, differs."""
     saved_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
     own_sizes = [len(group["params"]) for group in optimizer.param_groups]
     if saved_sizes != own_sizes:
@@ -233,15 +191,7 @@ def check_groups(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
 
 
 def load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Load whole tensors into an optimizer of sharded parameters.
-
-    Args:
-        optimizer: Its parameters may be sharded tensors. Its states become sharded as they are, on the same device.
-        state_dict: In the form of ``optimizer.state_dict()``, the same on every rank.
-
-    Raises:
-        ValueError: If it is of another optimizer, by the number of groups or of parameters.
-    """
+    """Load whole tensors, the same on every rank, into an optimizer; states become sharded as parameters are."""
     check_groups(optimizer, state_dict)
     parameters = dict(
         zip(
@@ -260,13 +210,7 @@ def load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) ->
 
 
 def is_sharded_state(shape: torch.Size, parameter: Tensor, current: Any) -> bool:
-    """Whether a state of this shape is sharded as its parameter is: not ``step`` and what is not one value per weight.
-
-    Args:
-        shape: Of the whole state.
-        parameter: Whose state it is.
-        current: The state there is now; ``None`` if there is none.
-    """
+    """Whether a state of this whole shape is sharded as its parameter: not ``step``, nor what is whole now."""
     is_plain_now = isinstance(current, Tensor) and not isinstance(current, DTensor)
     return isinstance(parameter, DTensor) and tuple(shape) == tuple(parameter.shape) and not is_plain_now
 

@@ -4,18 +4,18 @@
 memory.
 """
 
-from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions, StepRoom
+from lightning_vram.techniques.sharding.apply import FirstStepMemory, FullSharding, ShardingOptions
 from lightning_vram.techniques.sharding.flat_shards import FlatShard
 from lightning_vram.techniques.sharding.group import ShardedGroup
 from lightning_vram.techniques.sharding.materialization import has_meta, materialize
 from lightning_vram.techniques.sharding.removal import can_recover, discard_failed_iteration
 
 __all__ = [
+    "FirstStepMemory",
     "FlatShard",
     "FullSharding",
     "ShardedGroup",
     "ShardingOptions",
-    "StepRoom",
     "can_recover",
     "discard_failed_iteration",
     "has_meta",

@@ -38,21 +38,20 @@ from lightning_vram.techniques.sharding.removal import WholeParameters, detach_f
 
 @dataclass(frozen=True)
 class ShardingOptions:
-    """How shards are kept.
+    """How shards are stored.
 
     Attributes:
-        on_host: Whether shards and their gradients are at rest on the host.
-        is_resident: Whether a copy of the shards stays on the device all the same.
-        device_bytes: Of the device, on each rank, for what would be on the host: copies of shards first, then shards
-            with their gradients and states. A ``float`` is a share of all that; ``None``: as ``is_resident`` says.
-        is_split: Whether float32 shards sent as bf16 are kept as those and the bits they lack; frozen ones are anyway.
-        reshard_after_forward: Whether a layer is given up between its forward and its backward.
-        pin_memory: Whether to pin what is on the host.
-        narrow_dtype: What weights are sent and computed as that autocast casts anyway; ``None``: their own dtype.
-        narrow: Their names.
-        uninitialized_ok: Whether meta layers without an initializer may stay without values.
+        on_host: Whether shards and gradients are stored on the host.
+        is_resident: Whether a copy of the shards stays on the device.
+        device_bytes: Device memory of each rank for what would be on the host: copies of shards first, then shards with
+            gradients and optimizer state. A ``float`` is a share of all that; ``None``: as ``is_resident``.
+        is_split: Whether trained fp32 shards with bf16 transfers are stored as a bf16 half and a remainder; frozen ones
+            always are.
+        reshard_after_forward: Whether a layer is freed between its forward and its backward.
+        low_precision_dtype: What autocast casts the weights named ``low_precision`` to; ``None``: nothing.
+        uninitialized_ok: Whether meta layers without an initializer become zeros.
         seed: For the values of meta layers, the same on all ranks.
-        num_threads: That add gradients on the host.
+        num_threads: Threads that accumulate gradients on the host.
     """
 
     on_host: bool = True
@@ -61,29 +60,29 @@ class ShardingOptions:
     is_split: bool = False
     reshard_after_forward: bool = True
     pin_memory: bool = False
-    narrow_dtype: torch.dtype | None = None
-    narrow: Collection[str] = field(default_factory=frozenset)
+    low_precision_dtype: torch.dtype | None = None
+    low_precision: Collection[str] = field(default_factory=frozenset)
     uninitialized_ok: bool = False
     seed: int = 0
     num_threads: int = 1
 
 
 class FullSharding:
-    """Shards ``module``, in place, until :meth:`remove`.
+    """Shards ``module`` in place, until :meth:`remove`.
 
-    Meta layers get their values group by group, so that never more than one group is whole. Layers that are sharded
-    already stay as they are.
+    Meta layers are materialized group by group, so that at most one group is whole. Layers that are already sharded
+    stay as they are.
 
     Args:
         module: On the host, or on the meta device.
         mesh: Of one dimension, or of two: replicas and shards.
         plan: Which layers are gathered together.
-        options: How shards are kept.
+        options: How shards are stored.
 
     Attributes:
         groups: In the order of the module.
-        home: Of the shards that are not on the device.
-        on_landed: Called when gradients of a group have come, in a thread of its own; may be set.
+        home: Device of the shards that are not on the accelerator.
+        on_landed: Called in another thread when gradients of a group are on the host; may be set.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, options: ShardingOptions) -> None:
@@ -115,11 +114,11 @@ class FullSharding:
             raise
         self._used = UsedParameters(self.groups, replicated, mesh)
         compiled = {p for part in module.modules() if is_compiled_part(part) for p in part.parameters()}
-        self._trial = NarrowTrial(self.groups, compiled)
+        self._trial = LowPrecisionTrial(self.groups, compiled)
 
     @contextmanager
     def inside_step(self) -> Generator[None, None, None]:
-        """While the forward of the root runs whole training steps, which may hold backwards and steps themselves."""
+        """The root's forward runs a whole training step, which may contain backwards and optimizer steps."""
         self._is_inside = True
         try:
             yield
@@ -135,12 +134,12 @@ class FullSharding:
         self._used.note(group)
 
     def lost(self) -> None:
-        """The iteration is given up."""
+        """The iteration was discarded."""
         self._used.forget()
         self._trial.forget()
 
     def landed(self, group: ShardedGroup) -> None:
-        """Gradients of ``group`` have come."""
+        """Gradients of ``group`` are on the host."""
         if self.on_landed is not None:
             self.on_landed(group)
 
@@ -154,7 +153,7 @@ class FullSharding:
             self.gather_root()
 
     def gather_root(self) -> None:
-        """Gather what no layer gathers for itself, if it is needed at once: in the midst of the root's forward."""
+        """Within the root's forward, gather parameters outside all groups again, which are needed at once."""
         if self._is_inside:
             for group in [group for group in self.groups if group.home.type != "cpu"][:1]:
                 group.show_writes()
@@ -163,14 +162,14 @@ class FullSharding:
                 group.wait_for_unshard()
 
     def _notice_backward(self) -> None:
-        """Of a backward in the midst of the root's forward FSDP2 hears nothing, if no layer of its own takes part."""
+        """Announce a backward within the root's forward: FSDP2 misses it if none of its layers takes part."""
         if self._is_inside:
             announce_backward(self.module)
 
     # --- what others ask ---
 
     def agree_on_gradients(self) -> None:
-        """Take over which shards require a gradient into what is gathered, where it already is."""
+        """Update ``requires_grad`` of gathered parameters to that of their shards."""
         for group in self.groups:
             for parameter in group.fsdp_params:
                 parameter.agree_on_gradient()
@@ -181,33 +180,29 @@ class FullSharding:
 
     @property
     def shards(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Of the parameters that the module had before."""
+        """Shards of the parameters that the module had before."""
         return self._whole.shards
 
     def wait_for_steps(self) -> None:
-        """Wait until no shard is being written."""
+        """Wait until no step writes a shard."""
         for group in self.groups:
             group.steps.wait()
 
     @property
     def host_bytes(self) -> int:
-        """Memory of the host that shards and their copies take on this rank."""
-        return sum(lane.host_bytes for group in self.groups if group.landing is not None for lane in group.lanes)
+        """Host memory of shards and their copies on this rank."""
+        return sum(flat.host_bytes for group in self.groups if group.landing is not None for flat in group.flat_shards)
 
     def keep_copies(self, device_bytes: int) -> int:
-        """Have copies of shards stay on the device from now on, as far as they fit; return their bytes."""
+        """Keep copies of shards on the device from now on, as far as they fit; return their bytes."""
         self.wait_for_steps()
         return self._share.keep_copies(self.groups, device_bytes)
 
     def remove(self, *, make_whole: bool = True) -> dict[nn.Parameter, nn.Parameter]:
-        """Make the module what it was, with the values it has now.
+        """Restore the module with its current values; return the parameters by the shards they replace.
 
-        Args:
-            make_whole: Whether to gather the parameters, on all ranks: all must take part. Otherwise they stay sharded,
-                as they do where they were on the meta device at first.
-
-        Returns:
-            For each sharded parameter the one that has taken its place; none where it stays.
+        ``make_whole``: gather the parameters, a collective. Otherwise, or if they were on the meta device, they stay
+        sharded.
         """
         if self.landing is not None:
             self.landing.drain()
@@ -232,7 +227,7 @@ class FullSharding:
     # --- how it is done ---
 
     def _replicate(self, plan: ShardingPlan) -> list[nn.Parameter]:
-        """FSDP2 cannot shard scalars, nor what is empty: they stay whole, on the device."""
+        """Keep scalars and empty parameters, which FSDP2 cannot shard, whole on the device."""
         parameters = {id(p): p for p in (self.module.get_parameter(name) for name in plan.replicated)}
         for parameter in parameters.values():
             if not parameter.is_meta:
@@ -243,7 +238,8 @@ class FullSharding:
         options = self._options
         if not options.on_host or options.device_bytes is None:
             return ["device" if not options.on_host else "copy" if options.is_resident else "host"] * len(parts)
-        dtypes = {p: options.narrow_dtype for name, p in self.module.named_parameters() if name in options.narrow}
+        parameters = self.module.named_parameters()
+        dtypes = {p: options.low_precision_dtype for name, p in parameters if name in options.low_precision}
         return self._share.plan(parts, replicated, dtypes, self.mesh.size(-1), options.device_bytes)
 
     def _shard(self, modules: list[nn.Module], replicated: list[nn.Parameter], place: Place) -> None:
@@ -269,7 +265,7 @@ class FullSharding:
         self._whole.release(modules)
 
     def _unmark(self) -> None:
-        """Say to nobody that ranks have to run the same layers, for which transformers leave none out (LayerDrop)."""
+        """Remove FSDP2's mark for several ranks, for which transformers skip no layers (LayerDrop)."""
         for part in self.module.modules():
             vars(part).pop(RANKS_MARK, None)
 
@@ -283,7 +279,7 @@ class FullSharding:
 
         def dtype_of(parameter: Any) -> torch.dtype | None:
             module, key = place_of(parameter)
-            return options.narrow_dtype if names[id(module), key] in options.narrow else None
+            return options.low_precision_dtype if names[id(module), key] in options.low_precision else None
 
         for part in (part for part in self.module.modules() if id(part) in self._places):
             state_of(part).__class__ = ViewProofState
@@ -302,12 +298,10 @@ class FullSharding:
 _MARGIN = 10  # the part of the device's memory that is left free: later batches may be larger
 
 
-class StepRoom:
-    """Measures one step of a sharded module, on one rank: each has copies as far as it has room.
+class FirstStepMemory:
+    """Measures the first step on one rank, to fill the memory that it leaves free with copies.
 
-    Args:
-        sharding: On a device whose allocator tells what it holds.
-        optimizers: Of the module. The step is over when all of them have stepped.
+    Needs allocator statistics. The step is over when all ``optimizers`` have stepped.
     """
 
     def __init__(self, sharding: FullSharding, optimizers: Iterable[Optimizer]) -> None:
@@ -318,11 +312,7 @@ class StepRoom:
             self._room.reset()
 
     def note_step(self, optimizer: Optimizer) -> int | None:
-        """Fill what is free with copies after the last optimizer's first step.
-
-        Returns:
-            Bytes that they take; ``None`` at any other step.
-        """
+        """After the last optimizer's first step, keep copies and return their bytes; otherwise ``None``."""
         if id(optimizer) not in self._waiting:
             return None
         self._waiting.remove(id(optimizer))
@@ -347,7 +337,10 @@ _OTHER_ORDER = (
 
 
 class UsedParameters:
-    """Of one sharded module. Of ``replicated`` parameters, which each rank has whole, gradients are averaged here."""
+    """Which parameters have a gradient on any rank, for one module.
+
+    Gradients of ``replicated`` parameters, which are whole on each rank, are averaged here.
+    """
 
     def __init__(self, groups: Iterable[ShardedGroup], replicated: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
         self._groups = list(groups)
@@ -358,24 +351,18 @@ class UsedParameters:
         self._order = 0  # a digest of which groups were gathered, one after the other
 
     def note(self, group: ShardedGroup) -> None:
-        """Remember that a group was gathered for a forward."""
+        """Record that a group was gathered for a forward."""
         self._order = (self._order * 1_000_003 + self._place[group] + 1) % 2**61
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Start over."""
         self._order = 0
 
     def settle(self, noted: Sequence[bool] = ()) -> list[bool]:
-        """Give every parameter the gradient it would have on one rank. A collective, but for a single rank.
+        """Give every parameter the gradient it would have on one rank. A collective, except on one rank.
 
-        Args:
-            noted: What else ranks tell one another, equally many on all.
-
-        Returns:
-            Of each of ``noted``, whether it is so on any rank.
-
-        Raises:
-            RuntimeError: If ranks have gathered other groups, or in another order; on all of them.
+        ``noted``: further flags, equally many on all ranks; returns for each whether any rank has set it.
+        ``RuntimeError`` on all ranks if they gathered other groups, or in another order.
         """
         order, self._order = self._order, 0
         if self._num_ranks == 1:
@@ -421,73 +408,71 @@ def _device_for_flags() -> torch.device | None:
 _NUM_BATCHES = 8  # after which weights that were never used are waited for no longer
 
 
-class NarrowTrial:
-    """Of all weights of one module that autocast casts.
+class LowPrecisionTrial:
+    """Finds out which weights that autocast casts can be transferred in 16 bit.
 
-    Args:
-        groups: Of its parameters.
-        compiled: Parameters that compiled code reads, which nobody can watch there. It casts them as eager code does;
-            calls are counted.
+    ``compiled``: parameters of compiled code, whose uses cannot be observed. It casts them as eager code does; calls
+    are counted.
     """
 
     def __init__(self, groups: Iterable[ShardedGroup], compiled: Collection[nn.Parameter] = ()) -> None:
-        self._lanes = [(group, lane) for group in groups for lane in group.lanes if lane.has_narrow_dtype]
+        self._flat_shards = [(group, flat) for group in groups for flat in group.flat_shards if flat.has_low_precision]
         self._num_batches = 0
-        self._unused: list[bool] = []  # of each lane: whether it has a weight that was not used yet
-        for _, lane in self._lanes:
-            lane.is_on_trial = True
-            for parameter in lane.parameters:
+        self._unused: list[bool] = []  # of each flat: whether it has a weight that was not used yet
+        for _, flat in self._flat_shards:
+            flat.is_on_trial = True
+            for parameter in flat.parameters:
                 parameter.reads = None if parameter.sharded_param in compiled else WeightReads()
 
     def end_backward(self) -> list[bool]:
-        """Return what this rank has seen, for :meth:`decide`."""
+        """Return the observations of this rank, for :meth:`decide`."""
         for reads in self._on_trial():
             reads.end_backward()
         flags = []
-        for group, lane in self._lanes:
-            seen = [parameter.reads for parameter in lane.parameters if parameter.reads is not None]
-            has_more_calls = group.has_more_calls and len(seen) < len(lane.parameters)  # those that are watched tell
-            flags.append(has_more_calls or any(reads.needs_width for reads in seen))
+        for group, flat in self._flat_shards:
+            seen = [parameter.reads for parameter in flat.parameters if parameter.reads is not None]
+            has_more_calls = group.has_more_calls and len(seen) < len(flat.parameters)  # those that are watched tell
+            flags.append(has_more_calls or any(reads.needs_fp32 for reads in seen))
             flags.append(not all(reads.is_used for reads in seen))
         return flags
 
     def decide(self, flags: Sequence[bool]) -> None:
-        """Widen lanes for good, by the flags of :meth:`end_backward`, each set if it is on any rank."""
-        lanes, self._lanes, self._unused = self._lanes, [], []
-        for (group, lane), needs_width, is_unused in zip(lanes, flags[::2], flags[1::2], strict=True):
-            if needs_width:
-                if not lane.is_on_trial:
+        """Transfer flat shards in fp32 from now on, by the flags of :meth:`end_backward` on any rank."""
+        flat_shards, self._flat_shards, self._unused = self._flat_shards, [], []
+        for (group, flat), needs_fp32, is_unused in zip(flat_shards, flags[::2], flags[1::2], strict=True):
+            if needs_fp32:
+                if not flat.is_on_trial:
                     warnings.warn(
-                        f"The layer of weight {lane.parameters[0].name!r} was called more often before a backward "
+                        f"The layer of weight {flat.parameters[0].name!r} was called more often before a backward "
                         "than in earlier batches: in this step its gradients were added in 16 bit. From now on its "
                         "weights are transferred in 32 bit. FSDPOffloadStrategy(narrow_transfers=False) avoids this.",
                         stacklevel=2,
                     )
-                self._end(lane)
-                lane.needs_width = True
+                self._end(flat)
+                flat.needs_fp32 = True
             else:
-                self._lanes.append((group, lane))
+                self._flat_shards.append((group, flat))
                 self._unused.append(is_unused)
 
     def end_batch(self) -> None:
-        """Let lanes be narrow whose weights were all used, after one backward or several."""
+        """After a batch, transfer flat shards in 16 bit whose weights were all used."""
         self._num_batches += bool(self._unused)
         unused, self._unused = self._unused, []
-        for (group, lane), is_unused in zip(self._lanes, unused, strict=False):
-            if lane.is_on_trial and (not is_unused or self._num_batches >= _NUM_BATCHES):
-                self._end(lane)
+        for (group, flat), is_unused in zip(self._flat_shards, unused, strict=False):
+            if flat.is_on_trial and (not is_unused or self._num_batches >= _NUM_BATCHES):
+                self._end(flat)
                 group.allow_calls()
 
     def forget(self) -> None:
-        """The iteration is given up: what it would have added up is never added."""
+        """Drop the uses of a discarded iteration."""
         for reads in self._on_trial():
             reads.forget_uses()
 
     def _on_trial(self) -> list[WeightReads]:
-        parameters = [parameter for _, lane in self._lanes for parameter in lane.parameters]
+        parameters = [parameter for _, flat in self._flat_shards for parameter in flat.parameters]
         return [parameter.reads for parameter in parameters if parameter.reads is not None]
 
-    def _end(self, lane: FlatShard) -> None:
-        lane.is_on_trial = False
-        for parameter in lane.parameters:
+    def _end(self, flat: FlatShard) -> None:
+        flat.is_on_trial = False
+        for parameter in flat.parameters:
             parameter.reads = None

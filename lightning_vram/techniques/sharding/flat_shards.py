@@ -1,4 +1,7 @@
-"""Shards that are alike, one after the other in memory: one copy brings all of them to where they are computed with."""
+"""Flat shards, the optimizer steps that write them, and which of them stay on the device.
+
+A flat shard is a run of parameters' shards in one allocation, so that one copy brings all of them to the device.
+"""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,27 +22,26 @@ from lightning_vram.techniques.sharding.gathered import unwatch, watch
 
 
 class FlatShard:
-    """The shards of some parameters of one FSDP2 group, with one dtype at rest and one on the way.
+    """The shards of some parameters of one FSDP2 group: of one dtype, and of one dtype for transfers.
 
-    What is written to the shards has to be followed by :meth:`refresh` or :meth:`touch`, where it goes past the version
-    counters of tensors: as fused optimizers do, and every operator on a ``DTensor``.
+    Writes past the version counters of tensors, as by fused optimizers and all operators on a ``DTensor``, must be
+    followed by :meth:`refresh` or :meth:`touch`.
 
     Args:
-        parameters: FSDP2's own objects, of one dtype. Their memory moves into that of the lane.
-        dtype: What autocast would cast them to; theirs if it would not.
-        home: Where they are at rest.
-        device: Where they are computed with.
-        pin_memory: Whether to pin what is copied from there and to there.
-        is_resident: Whether a copy of the shards stays on the device.
-        is_split: Whether float32 shards on the host that travel as bf16 are at rest as those and what they lack: they
-            have memory of their own only from :meth:`open` to :meth:`refresh`, and while somebody holds it.
+        parameters: FSDP2's own objects. Their memory becomes part of the flat shard.
+        dtype: What autocast would cast them to, else their own.
+        home: Device that stores them.
+        device: Device that computes with them.
+        pin_memory: Whether to pin host memory of transfers.
+        is_resident: Whether a copy stays on the device.
+        is_split: Whether fp32 shards on the host with bf16 transfers are stored as a bf16 half and a remainder. They
+            have memory of their own only from :meth:`open` to :meth:`refresh`, and while other code holds it.
 
     Attributes:
-        shards: Side by side; ``None`` at rest.
-        split: What they are then.
-        resident: That copy; ``None``: there is none.
-        may_take: Asked before the copy takes so many more bytes, as where weights turn out to need 32 bit; else it is
-            given up. May be set.
+        shards: The flat shard; ``None`` while only ``split`` is stored.
+        resident: The copy on the device, if any.
+        may_take: Asked before the copy grows by so many bytes, as when weights turn out to need fp32; if refused, the
+            copy is dropped. May be set.
     """
 
     def __init__(  # noqa: PLR0913 - one caller
@@ -55,8 +57,8 @@ class FlatShard:
     ) -> None:
         self.parameters = list(parameters)
         self.dtype = dtype
-        self.is_wide = False
-        self.is_on_trial = self.needs_width = False
+        self.is_fp32 = False
+        self.is_on_trial = self.needs_fp32 = False
         self.device = device
         self._sizes = [parameter.memory.numel() for parameter in parameters]
         self.numel: int = sum(self._sizes)
@@ -68,8 +70,8 @@ class FlatShard:
         self._pin_memory = pin_memory
         self._num_users = self._count_users()
         self._has_sums = False
-        is_low_precision = self.has_narrow_dtype and home != device and not self.is_split
-        self._narrow = make_host_tensor(self.numel, dtype, pin_memory=pin_memory) if is_low_precision else None
+        is_low_precision = self.has_low_precision and home != device and not self.is_split
+        self._low_precision = make_host_tensor(self.numel, dtype, pin_memory=pin_memory) if is_low_precision else None
         self.resident = self._make_copy() if is_resident else None
         self.may_take: Callable[[int], bool] = lambda num_bytes: True
         self._seen = -1  # version of the shards that the copies are of
@@ -77,74 +79,71 @@ class FlatShard:
         self._arrived: torch.Event | None = None
 
     @property
-    def has_narrow_dtype(self) -> bool:
-        """Whether there are two dtypes."""
+    def has_low_precision(self) -> bool:
+        """Whether transfers can have a lower precision than the shards."""
         return self.dtype != self.own_dtype
 
     @property
     def transfer_dtype(self) -> torch.dtype:
-        """Of what is copied to the device now, and back."""
-        return self.own_dtype if self.is_wide else self.dtype
+        """Dtype of the current copies to and from the device."""
+        return self.own_dtype if self.is_fp32 else self.dtype
 
     @property
     def _version(self) -> int:
-        """Grows with every write that is counted."""
+        """Grows with every counted write."""
         flat = 0 if self.shards is None else num_writes(self.shards)
         return flat + sum(num_writes(parameter.memory) for parameter in self.parameters)
 
     @property
     def has_copies(self) -> bool:
-        """Whether what is written to the shards has to be taken over somewhere."""
-        return self._narrow is not None or self.resident is not None or self.is_split
+        """Whether writes to the shards must be propagated."""
+        return self._low_precision is not None or self.resident is not None or self.is_split
 
     @property
     def is_joined(self) -> bool:
-        """Whether shards that can be at rest are not."""
+        """Whether split shards are joined at the moment."""
         return self.is_split and self.split is not None and self.shards is not None
 
     @property
     def host_bytes(self) -> int:
-        """Memory of the shards, and of their copy that is on the way."""
-        return sum(tensor.nbytes for tensor in (self.shards, self._narrow, self.split) if tensor is not None)
+        """Memory of the shards and of their copy for transfers."""
+        return sum(tensor.nbytes for tensor in (self.shards, self._low_precision, self.split) if tensor is not None)
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether gradients stay on the host in the dtype in which they came."""
+        """Whether gradients stay on the host in the transfer dtype."""
         return self.is_split and not self._has_sums
 
     def release_gradients(self) -> None:
-        """Let gradients that others are added to, or that somebody still has, no longer be kept in 16 bit."""
+        """Upcast 16-bit gradients: others are accumulated into them, or code holds them."""
         for parameter in self.parameters if self.is_split else ():
-            kept = parameter.kept_gradient
+            kept = parameter.low_precision_gradient
             if kept is not None and kept is parameter.sharded_param.grad:
                 self._has_sums = True  # more than one comes before a step: from now on
-            parameter.widen_gradient()
+            parameter.upcast_gradient()
 
-    def widen(self, *, is_wide: bool) -> None:
-        """Choose whether the next fetch is of the shards as they are.
-
-        What was gathered in the other dtype must no longer be in use.
-        """
-        if is_wide == self.is_wide or not self.has_narrow_dtype:
+    def set_fp32(self, *, is_fp32: bool) -> None:
+        """Choose whether fetches transfer fp32. Parameters gathered in the other dtype must be out of use."""
+        if is_fp32 == self.is_fp32 or not self.has_low_precision:
             return
-        self.is_wide = is_wide
+        self.is_fp32 = is_fp32
         for parameter in self.parameters:  # FSDP2 makes them again
             parameter.forget_whole()
 
-    def stay_wide(self) -> None:
-        """Give the narrow dtype up. What was gathered must no longer be in use, and no step be under way."""
-        if not self.has_narrow_dtype:
+    def stay_fp32(self) -> None:
+        """Give up low precision. No parameter may be gathered, and no step pending."""
+        if not self.has_low_precision:
             return
-        self.widen(is_wide=True)
+        self.set_fp32(is_fp32=True)
         self.open()
-        self.dtype, self.is_wide, self._narrow, self._seen = self.own_dtype, False, None, -1
+        self.dtype, self.is_fp32, self._low_precision, self._seen = self.own_dtype, False, None, -1
         self.is_split, self.split = False, None
         if self.resident is not None:
             is_kept = self.may_take(self.numel * self.dtype.itemsize - self.resident.nbytes)
             self.resident = self._make_copy() if is_kept else None
 
     def keep_copy(self) -> None:
-        """Have a copy stay on the device from now on. No step may be under way, nor work of the device."""
+        """Keep a copy on the device from now on. No step may be pending, nor device work."""
         if self.resident is None:
             self.resident, self._seen = self._make_copy(), -1
 
@@ -153,7 +152,7 @@ class FlatShard:
 
     @torch.no_grad()
     def open(self) -> None:
-        """Have the shards in memory of their own, for whoever reads or writes them until they are at rest again."""
+        """Join split shards in memory of their own, until :meth:`refresh`."""
         if self.shards is None:
             assert self.split is not None
             self.shards = self.split.read_all()
@@ -163,7 +162,7 @@ class FlatShard:
             self.touch()
 
     def _rest(self) -> Tensor:
-        """Take over the shards into what they are at rest, and free them. Returns what travels."""
+        """Split the shards and free them. Returns the half to transfer."""
         assert self.shards is not None
         if self.split is None:
             self.split = SplitWeights(self._sizes, pin_memory=self._pin_memory)
@@ -177,19 +176,19 @@ class FlatShard:
         return self.split.upper
 
     def _count_users(self) -> int:
-        """Of the memory of shards: what FSDP2 has, and what others do."""
+        """Count the references to the memory of split shards: FSDP2's, and others."""
         memories = [parameter.memory for parameter in self.parameters if self.is_split]
         return sum(count_storage_users(storage_identity(memory)) for memory in memories)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take over into the copies what was written to the shards. Called by one thread at a time."""
+        """Propagate writes to the copies. Called by one thread at a time."""
         self.wait_for_copies()
         source = self.split.upper if self.shards is None and self.split is not None else self.shards
         assert source is not None
-        if self._narrow is not None:
-            source = self._narrow.copy_(source)
-        elif self.is_split and self.shards is not None and not (self.is_on_trial or self.needs_width):
+        if self._low_precision is not None:
+            source = self._low_precision.copy_(source)
+        elif self.is_split and self.shards is not None and not (self.is_on_trial or self.needs_fp32):
             source = self._rest()
         if self.resident is not None:
             with _side_stream(self.device):
@@ -198,11 +197,11 @@ class FlatShard:
         self._seen = self._version
 
     def note_read(self) -> None:
-        """Note that the current stream, when it gets there, has read what was fetched."""
+        """Record that the current stream has, up to here, read the fetched copy."""
         self._fetched = _record(self.device)
 
     def wait_for_copies(self) -> None:
-        """Wait until the device has read what another thread is to write: shards on the host, copies anywhere."""
+        """Wait until the device has read shards and copies that another thread is about to write."""
         if self.own_device != self.device or self.has_copies:
             # Where weights were fetched as they are, nobody has waited for what came to the resident copy.
             for event in (self._fetched, self._arrived):
@@ -210,24 +209,20 @@ class FlatShard:
                     event.synchronize()
 
     def touch(self) -> None:
-        """Have the next fetch take over what is in the shards then."""
+        """Let the next fetch refresh the copies."""
         self._seen = -1
 
     @torch.no_grad()
     def fetch(self) -> Iterator[Tensor]:
-        """Copy all to the device, on its current stream.
-
-        Returns:
-            For each parameter its shard there, flat, to be read only.
-        """
-        if self.is_split and self.is_wide:
+        """Copy to the device, on its current stream; return one flat read-only shard per parameter."""
+        if self.is_split and self.is_fp32:
             self.open()
             self.touch()  # what was opened for this is to rest after it
         elif self.has_copies and self._seen != self._version:
             self.refresh()
-        if self.resident is None or self.is_wide:
-            source = self.shards if self._narrow is None or self.is_wide else self._narrow
-            if self.split is not None and not self.is_wide:
+        if self.resident is None or self.is_fp32:
+            source = self.shards if self._low_precision is None or self.is_fp32 else self._low_precision
+            if self.split is not None and not self.is_fp32:
                 source = self.split.upper
             assert source is not None
             flat = source.to(self.device, self.transfer_dtype, non_blocking=True)
@@ -240,7 +235,7 @@ class FlatShard:
 
 
 def _gather(parameters: Iterable[Any], sizes: Sequence[int], home: torch.device, *, pin_memory: bool) -> Tensor:
-    """Move shards into memory of their own, one after the other."""
+    """Move shards into one allocation."""
     dtypes = {parameter.memory.dtype for parameter in parameters}
     assert len(dtypes) == 1, dtypes
     dtype, numel = dtypes.pop(), sum(sizes)
@@ -255,7 +250,7 @@ def _gather(parameters: Iterable[Any], sizes: Sequence[int], home: torch.device,
 
 
 def _put(parameter: Any, place: Tensor) -> None:
-    """Let ``place``, flat, be the memory of a shard."""
+    """Make ``place``, flat, the memory of a shard."""
     old = own_shard_of(parameter.sharded_param)
     length = old.shape[0] if old.numel() else 0
     parameter.memory = place
@@ -283,7 +278,7 @@ _streams: dict[torch.device, Any] = {}
 
 
 def _side_stream(device: torch.device) -> Any:
-    """A stream of its own for copies that another thread issues."""
+    """A stream for copies that another thread issues."""
     if device.type == "cpu":
         return torch.no_grad()
     if device not in _streams:
@@ -298,32 +293,30 @@ def _side_stream(device: torch.device) -> Any:
 
 
 class ShardSteps:
-    """Of the shards of one group."""
+    """Pending optimizer steps on the shards of one group: code that reads what a step writes waits for it.
 
-    def __init__(self, lanes: Sequence[FlatShard]) -> None:
-        self._lanes = lanes
+    A job that only reads shards, as for an average of weights, blocks writes to them, not the fetch for the next
+    forward.
+    """
+
+    def __init__(self, flat_shards: Sequence[FlatShard]) -> None:
+        self._flat_shards = flat_shards
         self._pending: list[tuple[Ticket, list[Tensor], bool]] = []  # jobs in their order
         self._reader: int | None = None  # the thread that reads for a step
 
     def begin(self, ticket: Ticket, watched: Iterable[Tensor], *, is_reader: bool = False) -> None:
-        """Note that ``watched`` tensors are not to be used until ``ticket`` is done.
-
-        Args:
-            ticket: Of a job that is done after those before.
-            watched: What it uses.
-            is_reader: Whether it leaves the shards as they are.
-        """
+        """Block use of ``watched`` tensors until ``ticket``, of a job after those before; a reader writes no shards."""
         if self._pending and self._pending[-1][0].is_done:
             self._end(len(self._pending))  # all: else there would be more and more where nobody steps
         watched = list(watched)
-        for lane in self._lanes:
-            if lane.is_split:  # all of it comes to rest
-                watched += [parameter.sharded_param for parameter in lane.parameters]
+        for flat in self._flat_shards:
+            if flat.is_split:  # all of it comes to rest
+                watched += [parameter.sharded_param for parameter in flat.parameters]
         self._pending.append((ticket, watched, is_reader))
         watch(watched, self.wait)
 
     def wait(self) -> None:
-        """Wait until the shards are written, and nobody reads them."""
+        """Wait until the shards are written, and no job reads them."""
         self._end(len(self._pending))
 
     def wait_for_writes(self) -> None:
@@ -331,7 +324,7 @@ class ShardSteps:
         self._end(max((place for place, (*_, is_reader) in enumerate(self._pending, 1) if not is_reader), default=0))
 
     def _end(self, count: int) -> None:
-        """Wait for the first of the pending jobs."""
+        """Wait for the first ``count`` jobs."""
         ended, self._pending = self._pending[:count], self._pending[count:]
         if not ended:
             return
@@ -345,36 +338,36 @@ class ShardSteps:
             self.guard()
 
     def guard(self) -> None:
-        """Hear of it when somebody gets hold of a shard, who may write to it: see :meth:`touch`."""
-        for lane in self._lanes:
-            if lane.has_copies or lane.own_device != lane.device:
-                watch((parameter.sharded_param for parameter in lane.parameters), partial(self.touch, lane))
-            for parameter in lane.parameters if lane.is_split else ():
+        """Have :meth:`touch` called when code accesses a shard, which it may write to."""
+        for flat in self._flat_shards:
+            if flat.has_copies or flat.own_device != flat.device:
+                watch((parameter.sharded_param for parameter in flat.parameters), partial(self.touch, flat))
+            for parameter in flat.parameters if flat.is_split else ():
                 parameter.watch_gradient()
 
     def rest(self) -> None:
-        """Free the memory that split shards were joined in for somebody who has read them; no step is under way."""
-        joined = [lane for lane in self._lanes if lane.is_joined]
-        for lane in joined:
-            lane.refresh()
+        """Split shards again that code has read; no step may be pending."""
+        joined = [flat for flat in self._flat_shards if flat.is_joined]
+        for flat in joined:
+            flat.refresh()
         if joined:
             self.guard()
 
-    def touch(self, lane: FlatShard) -> None:
-        """Have copies of the shards in ``lane`` made again, once those are written; first the device has read them."""
+    def touch(self, flat: FlatShard) -> None:
+        """Refresh copies after the write that may follow; wait for steps, and until the device has read the shards."""
         self.wait()
         if not self._is_reading_for_step:
-            lane.wait_for_copies()
-            lane.open()
-        lane.touch()
+            flat.wait_for_copies()
+            flat.open()
+        flat.touch()
 
     def read_gradient(self, parameter: Any) -> None:
-        """Have what is kept in 16 bit in the dtype of the shard; not for a step, which needs a part at a time.
+        """Upcast a 16-bit gradient, unless for a step, which upcasts chunk by chunk.
 
-        No step is reading it beside this: whoever comes to a gradient of such a step waits in :meth:`wait` first.
+        No step reads it meanwhile: access to a gradient of a pending step goes through :meth:`wait` first.
         """
         if not self._is_reading_for_step:
-            parameter.widen_gradient()
+            parameter.upcast_gradient()
 
     @property
     def _is_reading_for_step(self) -> bool:
@@ -382,7 +375,7 @@ class ShardSteps:
 
     @contextmanager
     def reading_for_step(self) -> Iterator[None]:
-        """Who gets hold of shards meanwhile writes in another thread, which waits: this one need not."""
+        """Access in this thread does not wait: the write that follows is in another thread, which waits."""
         self._reader = threading.get_ident()
         try:
             yield
@@ -409,14 +402,7 @@ _NUM_HELD = 4  # weight, gradient and the two moments of AdamW, all in the dtype
 
 @dataclass(frozen=True)
 class ShardBytes:
-    """What shards of one group take and what crosses the bus for them in a step, on one rank.
-
-    Attributes:
-        copy_bytes: On the device, of a copy.
-        device_bytes: On the device, of weights, gradients and moments.
-        sent_bytes: Over the bus, from and to the host.
-        sent_with_copy_bytes: Over the bus, where there is a copy.
-    """
+    """Bytes of one group on one rank: on the device, and over PCIe in a step, without and with a copy on the device."""
 
     copy_bytes: int
     device_bytes: int
@@ -425,7 +411,7 @@ class ShardBytes:
 
 
 def count_shard_bytes(shards: Iterable[tuple[int, torch.dtype, torch.dtype, bool]]) -> ShardBytes:
-    """Count for shards of one group, each given as its numbers, dtype, dtype on the bus, and whether it is trained."""
+    """Count for shards of one group, given as (numel, dtype, transfer dtype, whether trained)."""
     copied = held = sent = sent_with_copy = 0
     for numel, dtype, bus_dtype, is_trained in shards:
         one = numel * bus_dtype.itemsize
@@ -437,15 +423,11 @@ def count_shard_bytes(shards: Iterable[tuple[int, torch.dtype, torch.dtype, bool
 
 
 def plan_residency(groups: Sequence[ShardBytes], budget_bytes: int) -> list[Place]:
-    """Choose where the shards of each group are.
+    """Choose where each group's shards are stored. ``groups`` in the order of computation.
 
-    Greedy, by the bytes saved on the bus for each byte on the device; at equal gain the groups that come first: their
-    steps are the last to be done before the next forward. What does not fit is passed over, for what comes behind it.
-    A larger budget never takes fewer bytes, nor saves less.
-
-    Args:
-        groups: In the order in which they are computed.
-        budget_bytes: Of the device.
+    Greedy, by PCIe bytes saved per device byte; at equal gain the first groups, whose steps are the last to finish
+    before the next forward. A group that does not fit is skipped. A larger budget never takes fewer bytes, nor saves
+    less.
     """
     steps = []  # gain for each byte, group, what for, bytes, and where the group has to be before
     for index, group in enumerate(groups):
@@ -468,7 +450,7 @@ def plan_residency(groups: Sequence[ShardBytes], budget_bytes: int) -> list[Plac
 
 
 def plan_copies(copy_bytes: Sequence[int], budget_bytes: int) -> list[bool]:
-    """Choose of which groups a copy stays on the device: those that come first, as far as they fit."""
+    """Choose the groups with a copy on the device: the first ones, as far as they fit."""
     chosen = []
     for num_bytes in copy_bytes:
         chosen.append(num_bytes <= budget_bytes)
@@ -477,6 +459,6 @@ def plan_copies(copy_bytes: Sequence[int], budget_bytes: int) -> list[bool]:
 
 
 def count_taken(groups: Iterable[ShardBytes], places: Iterable[Place]) -> int:
-    """Return the bytes of the device that a plan takes."""
+    """Return the device bytes of a plan."""
     pairs = zip(groups, places, strict=True)
     return sum({"host": 0, "copy": group.copy_bytes, "device": group.device_bytes}[place] for group, place in pairs)

@@ -1,4 +1,4 @@
-"""What is done with a weight while it is gathered: reads, writes, uses. May import: core, memory."""
+"""Tensor classes of shards and gathered weights: assignment to ``data``, waits before reads, observed uses."""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -28,11 +28,11 @@ _GATHERED = f"{OURS}gathered"
 
 
 class SettableShard(DTensor):
-    """What the class of a sharded parameter is; nothing else changes."""
+    """Class of sharded parameters. A ``DTensor`` ignores ``parameter.data = values``, as averages of weights do it."""
 
     @property
     def data(self) -> Tensor:
-        """As of any tensor; while the parameter is gathered, that of what is gathered, which it will be."""
+        """That of the gathered parameter, if there is one."""
         gathered: Tensor | None = gathered_of(self)
         if gathered is not None:
             return gathered.data
@@ -52,9 +52,9 @@ class SettableShard(DTensor):
 
 
 class GatheredParameter(CountedParameter):
-    """What the class of a gathered parameter is. What is written to it is counted: its shard gets it in the end.
+    """Class of gathered parameters: counts writes, which the shard gets in the end.
 
-    Its memory is FSDP2's: ``parameter.data = values`` copies into it.
+    Its memory is FSDP2's, so ``parameter.data = values`` copies.
     """
 
     @property
@@ -71,12 +71,12 @@ add_parameter_class(GatheredParameter)
 
 
 def gathered_of(shard: Tensor) -> Tensor | None:
-    """Return what was set by :func:`set_gathered`."""
+    """Return the gathered parameter of a shard, if any."""
     return vars(shard).get(_GATHERED)
 
 
 def set_gathered(shard: Tensor, gathered: Tensor | None) -> None:
-    """Note what code computes with in the place of ``shard``; ``None``: nothing is gathered."""
+    """Set or clear (``None``) the gathered parameter of a shard."""
     vars(shard)[_GATHERED] = gathered
 
 
@@ -89,11 +89,7 @@ def make_settable(shards: Iterable[Tensor]) -> None:
 
 @torch.no_grad()
 def set_values(parameter: Tensor, values: Tensor) -> None:
-    """Copy into ``parameter``, a shard or what is gathered, what it is told to be: whole, or as sharded as it is.
-
-    Raises:
-        RuntimeError: If ``values`` have another shape or dtype.
-    """
+    """Copy whole or equally sharded ``values`` into ``parameter``; ``RuntimeError`` for another shape or dtype."""
     if values.shape != parameter.shape or values.dtype != parameter.dtype:
         raise RuntimeError(
             "While fsdp_offload shards a model, `parameter.data = values` needs the same shape and dtype: the "
@@ -114,16 +110,12 @@ _AFTER = f"{OURS}after_use"
 
 
 class WatchedShard(AskedDTensor):
-    """What the class of a ``DTensor`` is derived from, first, while it is watched; nothing else changes.
-
-    The writer works on the local tensor, which is not watched.
-    """
+    """First base of a watched ``DTensor``'s class. The writer uses the local tensor, which is not watched."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Wait for all that is read, and go on as for any ``DTensor``."""
         watched = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, WatchedShard)]
         after = [tell for leaf in watched if (tell := vars(leaf).get(_AFTER)) is not None]
         for leaf in watched:
@@ -141,7 +133,7 @@ class WatchedShard(AskedDTensor):
 
     @property
     def data(self) -> Tensor:
-        """As that of its own class, when it is written."""
+        """Wait, then as of its own class."""
         if _AFTER not in vars(self):  # else nothing is being written
             wait_until_written(self)
             return self.data
@@ -159,24 +151,21 @@ class WatchedShard(AskedDTensor):
         return self.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As that of ``DTensor``, when it is written."""
         wait_until_written(self)
         return self.__reduce_ex__(protocol)
 
     def __repr__(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
-        """As that of ``DTensor``, when it is written."""
         wait_until_written(self)
         return repr(self)
 
 
 class WatchedTensor(Tensor):
-    """What the class of a plain tensor is while it is watched: a count of steps, say. The writer has an alias."""
+    """Class of a regular tensor while watched, such as a step count. The writer has an alias."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Wait for all that is used, and go on as for plain tensors."""
         for leaf in tree_leaves((args, kwargs)):
             wait_until_written(leaf)
         return func(*args, **(kwargs or {}))
@@ -191,9 +180,9 @@ def _watched(kind: type) -> type:
 
 
 def watch(tensors: Iterable[Tensor], wait: Callable[[], None], *, after: Callable[[Any], None] | None = None) -> None:
-    """Let ``wait`` be called before one of ``tensors`` is read, once. Other classes than these two are passed over.
+    """Call ``wait`` once, before one of ``tensors`` is read, and ``after`` with the operator that used it.
 
-    ``after`` is called with the operator that has used one.
+    Tensors of other subclasses are skipped.
     """
     for tensor in tensors:
         if isinstance(tensor, DTensor) or type(tensor) in (Tensor, WatchedTensor):
@@ -207,7 +196,7 @@ def watch(tensors: Iterable[Tensor], wait: Callable[[], None], *, after: Callabl
 
 
 def unwatch(tensors: Iterable[Tensor]) -> None:
-    """Take that back."""
+    """Undo :func:`watch`."""
     for tensor in tensors:
         if isinstance(tensor, _WATCHED):
             tensor.__class__ = vars(tensor).pop(_CLASS)
@@ -216,7 +205,7 @@ def unwatch(tensors: Iterable[Tensor]) -> None:
 
 
 def wait_until_written(value: Any) -> None:
-    """Wait until ``value``, should it be a tensor that is watched, is written."""
+    """Wait until ``value``, if it is a watched tensor, is written."""
     if isinstance(value, _WATCHED):
         wait = vars(value).get(_WAIT)
         unwatch([value])
@@ -258,43 +247,46 @@ _FACTS = (int, str, torch.device, torch.layout, RemovableHandle)
 
 
 class WeightReads:
-    """Of one weight, counted until the end of a backward."""
+    """Observed uses of a gathered weight until the end of a backward: whether 16 bit give the same results.
+
+    They do if only autocast reads the values, which casts at each use, and no backward sums gradients of several uses:
+    the baseline does that in fp32.
+    """
 
     def __init__(self) -> None:
         self.is_used = False
-        self.needs_width = False
+        self.needs_fp32 = False
         self._num_uses = [0, 0]  # before the backward, and in it, where checkpoints compute again
 
     def note(self, weight: Tensor, func: Any, result: Any) -> None:
-        """Note a function of the weight and what it returned."""
+        """Record a function of the weight and its result."""
         if func in _CASTING:
             self.is_used = True
-            self.needs_width |= not torch.is_autocast_enabled(weight.device.type)
+            self.needs_fp32 |= not torch.is_autocast_enabled(weight.device.type)
             self._num_uses[current_graph_task_id() != -1] += torch.is_grad_enabled() and weight.requires_grad
         elif func not in _HARMLESS and not _is_asked_by_attention(func):
-            self.needs_width |= not all(isinstance(leaf, _FACTS) for leaf in tree_leaves(result))
+            self.needs_fp32 |= not all(isinstance(leaf, _FACTS) for leaf in tree_leaves(result))
 
     def end_backward(self) -> None:
-        """Take the uses of this backward into account."""
-        self.needs_width |= max(self._num_uses) > 1
+        """Evaluate the uses of this backward."""
+        self.needs_fp32 |= max(self._num_uses) > 1
         self.forget_uses()
 
     def forget_uses(self) -> None:
-        """Begin to count anew."""
+        """Count from zero."""
         self._num_uses = [0, 0]
 
 
 def _is_asked_by_attention(func: Any) -> bool:
-    """Whether torch's own attention asks for the dtype of a weight: it called who called :meth:`WeightReads.note`."""
+    """Whether torch's attention reads the dtype of a weight: the caller of :meth:`WeightReads.note`'s caller."""
     return func == _PROPERTIES.dtype.__get__ and sys._getframe(3).f_code is _ATTENTION
 
 
 class ObservedParameter(GatheredParameter):
-    """What the class of a gathered weight is while it is on trial: the same results, some microseconds later."""
+    """Class of a gathered weight on trial: same results, some microseconds later."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute as without it, whatever other classes of tensors are there, and take a note."""
         weights = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is ObservedParameter]
         for weight in weights:
             weight.__class__ = GatheredParameter  # type: ignore[assignment]
@@ -312,10 +304,7 @@ add_parameter_class(ObservedParameter)
 
 
 def observe(weight: Any, reads: WeightReads | None) -> None:
-    """Let ``reads`` hear of all that is done with what is gathered; ``None``: nobody.
-
-    Of a fake tensor, which cannot change its class, it hears that autocast casts it.
-    """
+    """Let ``reads`` record uses of a gathered weight; ``None``: none. A fake tensor keeps its class: it is cast."""
     if isinstance(weight, FakeTensor):
         if reads is not None:
             reads.is_used = True
@@ -325,61 +314,56 @@ def observe(weight: Any, reads: WeightReads | None) -> None:
         vars(weight)[_READS] = reads
 
 
-_NARROW = f"{OURS}narrow"
+_LOW_PRECISION = f"{OURS}low_precision"
 _FACTORS = f"{OURS}factors"
 
 
-def keep_low_precision(gradient: Tensor, narrow: Tensor) -> None:
-    """Let the values of ``gradient``, a ``DTensor`` without any, be those of ``narrow``, until :func:`widen`."""
-    vars(gradient)[_NARROW], vars(gradient)[_FACTORS] = narrow, []
+def keep_low_precision(gradient: Tensor, values: Tensor) -> None:
+    """Let ``gradient``, an empty ``DTensor``, have the values of ``values`` until :func:`upcast`."""
+    vars(gradient)[_LOW_PRECISION], vars(gradient)[_FACTORS] = values, []
 
 
 def low_precision_of(gradient: Tensor | None) -> Tensor | None:
-    """Return what was kept, not scaled; ``None`` where a gradient has its own values, or there is none."""
-    return None if gradient is None else vars(gradient).get(_NARROW)
+    """Return these values, not scaled; ``None`` if a gradient has its own values, or there is none."""
+    return None if gradient is None else vars(gradient).get(_LOW_PRECISION)
 
 
 def scale_low_precision(gradient: Tensor, factor: Tensor) -> None:
-    """Let ``gradient`` be what it is times a scalar."""
+    """Multiply ``gradient`` by a scalar."""
     if factor != 1:
         vars(gradient)[_FACTORS].append(factor)
 
 
 @torch.no_grad()
 def fp32_part(gradient: Tensor, part: slice | None = None) -> Tensor:
-    """Return the local part of a gradient in its own dtype, made for this if it is kept in 16 bit.
+    """Return the local values of a gradient in its own dtype, upcast for this call if it is stored in 16 bit.
 
-    Args:
-        gradient: Of a shard.
-        part: Some of its values, which come flat; ``None``: all, in their shape.
+    ``part``: some of them, flat; ``None``: all, in their shape.
     """
-    narrow = low_precision_of(gradient)
-    if narrow is None:
+    values = low_precision_of(gradient)
+    if values is None:
         own: Tensor = local_shard(gradient)
         return own if part is None else own.reshape(-1)[part]
-    wide = (narrow if part is None else narrow.reshape(-1)[part]).to(gradient.dtype)
+    fp32 = (values if part is None else values.reshape(-1)[part]).to(gradient.dtype)
     for factor in vars(gradient)[_FACTORS]:
-        wide.mul_(factor)
-    return wide
+        fp32.mul_(factor)
+    return fp32
 
 
 def low_precision_part(gradient: Tensor | None, part: slice) -> tuple[Tensor, float] | None:
-    """Return some values of a gradient as they are kept in 16 bit, flat, and what to multiply them by.
-
-    ``None``: they are not, or it takes several factors, each of which rounds.
-    """
-    narrow = low_precision_of(gradient)
-    if gradient is None or narrow is None or len(vars(gradient)[_FACTORS]) > 1:
+    """Return some 16-bit values, flat, and their factor; ``None`` if there are none, or several factors: they round."""
+    values = low_precision_of(gradient)
+    if gradient is None or values is None or len(vars(gradient)[_FACTORS]) > 1:
         return None
-    return narrow.reshape(-1)[part], float(next(iter(vars(gradient)[_FACTORS]), 1.0))
+    return values.reshape(-1)[part], float(next(iter(vars(gradient)[_FACTORS]), 1.0))
 
 
 def upcast(gradient: Tensor) -> None:
-    """Let ``gradient`` have its values in its own dtype."""
+    """Give ``gradient`` values in its own dtype."""
     if low_precision_of(gradient) is not None:
-        wide = fp32_part(gradient)
-        del vars(gradient)[_NARROW], vars(gradient)[_FACTORS]
-        set_own_shard(gradient, wide)
+        fp32 = fp32_part(gradient)
+        del vars(gradient)[_LOW_PRECISION], vars(gradient)[_FACTORS]
+        set_own_shard(gradient, fp32)
         unwatch([gradient])
 
 
@@ -391,12 +375,10 @@ _INSIDE = ("torch", "lightning_vram")
 
 
 class WholeNumbers:
-    """Has ``item()``, ``float()``, ``bool()`` and ``torch.tensor([...])`` of sharded tensors be collectives.
+    """Makes ``item()``, ``float()``, ``bool()`` and ``torch.tensor([...])`` of sharded tensors collectives.
 
-    Until :meth:`remove`. A vote before each finds ranks that do not take part. Making one is a collective, too.
-
-    Args:
-        timeout: How long ranks wait for each other.
+    PyTorch returns the rank's part of a pending sum, so that ranks decide differently. A vote before each read finds
+    ranks that do not take part, within ``timeout``. Creating one is a collective, too; :meth:`remove` ends it.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -404,7 +386,7 @@ class WholeNumbers:
         read_numbers_by(self._read)
 
     def remove(self) -> None:
-        """Let each rank read its own part again."""
+        """Restore reads of each rank's own part."""
         read_numbers_by(None)
         self._agreement.close()
 

@@ -1,4 +1,4 @@
-"""A group of parameters whose shards are on the host, and a layer with one, as FSDP2 sees them."""
+"""FSDP2's parameter group with shards on the host, and how device memory is divided among groups."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -29,7 +29,7 @@ Arrival = tuple[ShardedParameter, Tensor]
 
 
 class GroupOwner(Protocol):
-    """Who hears of what happens to a group."""
+    """Receives the events of a group."""
 
     home: torch.device  # of the shards that are not on the device
     landing: HostWorker | None  # where gradients come from another device
@@ -41,27 +41,27 @@ class GroupOwner(Protocol):
         """``group`` was gathered for a forward that a backward may follow."""
 
     def lost(self) -> None:
-        """The iteration is given up."""
+        """The iteration was discarded."""
 
     def landed(self, group: "ShardedGroup") -> None:
-        """Gradients of ``group`` have come, in the thread that received them."""
+        """Gradients of ``group`` are on the host; called in the receiving thread."""
 
     def finalized(self, group: "ShardedGroup") -> None:
-        """The backward is over for ``group``: all that came has landed."""
+        """The backward is over for ``group``, and its gradients are on the host."""
 
 
 class ShardedGroup(GroupBase):
-    """Takes the place of the class of FSDP2's object, by :func:`take_over`.
+    """Replaces the class of FSDP2's object, see :func:`take_over`.
 
-    * Shards come to the device in one copy for each dtype. With one rank, too, on a stream of its own, so that it goes
-      on beside the computation of the layer before: FSDP2 would begin it when the layer is needed.
-    * Gradients go to the host without anybody waiting for them, and are added to what is there by another thread.
-    * A parameter without a gradient on this rank gives zeros to those ranks that have one, rather than have FSDP2
-      reduce the gradient of another one with theirs.
-    * Whoever gathers the parameters first waits for a step that is writing their shards.
+    * One copy per dtype brings shards to the device, on its own stream even with one rank, so that it overlaps with the
+      computation of the layer before: FSDP2 would start it when the layer is needed.
+    * Gradients are copied to the host and accumulated there by another thread, without blocking.
+    * A parameter without a gradient on this rank contributes zeros if another rank has one; FSDP2 would reduce the
+      gradient of another parameter with theirs.
+    * Gathering waits for a pending step that writes the shards.
     """
 
-    lanes: list[FlatShard]
+    flat_shards: list[FlatShard]
     owner: GroupOwner
     home: torch.device  # of its shards
     landing: HostWorker | None  # where its gradients come from another device
@@ -80,16 +80,16 @@ class ShardedGroup(GroupBase):
     # --- before a layer is computed ---
 
     def unshard(self, async_op: bool = False) -> None:  # noqa: FBT001, FBT002 - FSDP2's
-        """Fetch the shards, and gather them."""
+        """Fetch the shards, and all-gather them."""
         is_skipped = not self.unshard_in_backward and self.is_before_backward
         if self.is_sharded and not self.is_gathering and not is_skipped:
             self.steps.wait_for_writes()
-            self._choose_width()
+            self._choose_dtype()
             self._fetch(async_op)
         super().unshard(async_op)
 
     def wait_for_unshard(self) -> None:
-        """With one rank FSDP2 reads now what was fetched."""
+        """Wait for the fetch: with one rank FSDP2 reads it now."""
         is_waiting = self.is_gathering
         if is_waiting and self._fetched is not None:
             # Not the stream of torch.accelerator: to that one an event of torch.cuda is none, and it does not wait.
@@ -97,11 +97,11 @@ class ShardedGroup(GroupBase):
         self._fetched = None
         super().wait_for_unshard()
         if is_waiting:
-            for lane in self.lanes:
-                lane.note_read()
+            for flat in self.flat_shards:
+                flat.note_read()
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Count the calls whose gradients will come."""
+        """Count the calls whose gradients will follow."""
         is_new = torch.is_grad_enabled() and not self.is_in_forward
         result = super().pre_forward(module, args, kwargs)
         self._num_calls += is_new
@@ -110,34 +110,34 @@ class ShardedGroup(GroupBase):
             self.owner.called(self)
         return result
 
-    def _choose_width(self) -> None:
+    def _choose_dtype(self) -> None:
         # Autocast is off in the backward, and where a user turned it off or calls the module by himself.
         if not self.is_before_backward and not self._num_calls:
             is_autocast = torch.is_autocast_enabled(self.device.type)
-            for lane in self.lanes:
-                if lane.needs_width:
-                    lane.stay_wide()
-                lane.widen(is_wide=not is_autocast or lane.is_on_trial)
+            for flat in self.flat_shards:
+                if flat.needs_fp32:
+                    flat.stay_fp32()
+                flat.set_fp32(is_fp32=not is_autocast or flat.is_on_trial)
 
     def _fetch(self, async_op: bool) -> None:  # noqa: FBT001 - FSDP2's
         stream = self.gather_stream(async_op=async_op)
         if stream is None:
-            self._fetch_lanes()
+            self._fetch_flat_shards()
             return
         with self.device_handle.stream(stream):
-            self._fetch_lanes()
+            self._fetch_flat_shards()
             self._fetched = stream.record_event() if self.num_shards == 1 else None
 
-    def _fetch_lanes(self) -> None:
-        for lane in self.lanes:
-            for parameter, shard in zip(lane.parameters, lane.fetch(), strict=True):
+    def _fetch_flat_shards(self) -> None:
+        for flat in self.flat_shards:
+            for parameter, shard in zip(flat.parameters, flat.fetch(), strict=True):
                 parameter.fetched = shard
         self.steps.guard()
 
     # --- when its gradients are there ---
 
     def post_backward(self, *unused: Any) -> None:
-        """Reduce the gradients, and send them to the host."""
+        """Reduce the gradients, and copy them to the host."""
         self.leave_backward()
         if not self.reduce_grads:
             super().post_backward(*unused)
@@ -168,16 +168,16 @@ class ShardedGroup(GroupBase):
         self.owner.finalized(self)
 
     def allow_calls(self) -> None:
-        """Take as many calls before a backward as there were before the last one for usual."""
+        """Accept as many calls before a backward as there were before the last one."""
         self._most_calls = max(self._most_calls, self._last_calls)
 
     @property
     def is_complete(self) -> bool:
-        """Whether no more gradients will come in this backward."""
+        """Whether no more gradients will follow in this backward."""
         return self._num_returns >= self._num_calls and not self._may_return
 
     def settle(self, is_present: Callable[[ShardedParameter], bool]) -> None:
-        """Decide on parameters without a gradient on this rank: those that have one on another get theirs."""
+        """Give parameters without a gradient on this rank one if another rank has one."""
         doubtful, self.doubtful = self.doubtful, []
         for parameter, gradient in doubtful:
             if is_present(parameter):
@@ -185,13 +185,13 @@ class ShardedGroup(GroupBase):
         self.present = set()
 
     def wait_for_gradients(self) -> None:
-        """Wait until what was sent has come."""
+        """Wait for the copy to the host."""
         landing, self._landing = self._landing, None
         if landing is not None:
             landing.wait()
 
     def _fill_in(self) -> set[ShardedParameter]:
-        """Give zeros to parameters that have no gradient here but may have on another rank."""
+        """Give zeros to parameters without a gradient, which another rank may have."""
         if self.mesh_info.mesh.size() == 1:
             return set()
         absent = set()
@@ -207,22 +207,24 @@ class ShardedGroup(GroupBase):
             parameter.begin_reduction(buffer)
         try:
             has_peers = self.mesh_info.mesh.size() > 1
-            narrow = {lane for lane in self.lanes if has_peers and lane.transfer_dtype.itemsize < 4}
-            self.reduce_parts((lane.parameters, torch.float32 if lane in narrow else None) for lane in self.lanes)
+            in_fp32 = {flat for flat in self.flat_shards if has_peers and flat.transfer_dtype.itemsize < 4}
+            self.reduce_parts(
+                (flat.parameters, torch.float32 if flat in in_fp32 else None) for flat in self.flat_shards
+            )
         finally:
             sent = [(parameter, parameter.end_reduction()) for parameter in self.fsdp_params]
         return [(parameter, gradient) for parameter, gradient in sent if gradient is not None]
 
     def _buffers(self) -> Iterable[tuple[ShardedParameter, Tensor | None]]:
-        """Where on the host gradients go, side by side."""
-        for lane in self.lanes:
-            sizes = [parameter.sharded_size.numel() for parameter in lane.parameters]
-            lane.release_gradients()
+        """Yield the host memory of each gradient, one after the other in one buffer."""
+        for flat in self.flat_shards:
+            sizes = [parameter.sharded_size.numel() for parameter in flat.parameters]
+            flat.release_gradients()
             if self.device == self.home:
-                yield from ((parameter, None) for parameter in lane.parameters)
+                yield from ((parameter, None) for parameter in flat.parameters)
             else:
-                flat = self.owner.buffers.take(sum(sizes), lane.transfer_dtype)
-                yield from zip(lane.parameters, torch.split(flat, sizes), strict=True)
+                buffer = self.owner.buffers.take(sum(sizes), flat.transfer_dtype)
+                yield from zip(flat.parameters, torch.split(buffer, sizes), strict=True)
 
     def _land(self, arrivals: Sequence[Arrival], event: torch.Event | None) -> None:
         if event is not None:
@@ -232,12 +234,12 @@ class ShardedGroup(GroupBase):
         self.owner.landed(self)
 
     def show_writes(self) -> None:
-        """Let streams that gather, of all groups, wait for a step on the device: FSDP2 does in the root's forward."""
+        """Let gather streams of all groups wait for a step on the device, as FSDP2 does in the root's forward."""
         if self.copy_in_stream is not None:
             self.copy_in_stream.wait_stream(self.device_handle.current_stream())
 
     def given_up(self) -> None:
-        """After an error: nothing that was sent is to land."""
+        """Reset after an error: gradients in transfer are dropped."""
         self.owner.lost()
         if self.owner.landing is not None:
             self.owner.landing.drain()
@@ -248,15 +250,14 @@ class ShardedGroup(GroupBase):
 
 
 class ViewProofState(StateBase):
-    """Takes the place of the class of FSDP2's object.
+    """Replaces the class of FSDP2's state: hooks the base of an output that is a view.
 
-    FSDP2 gathers a layer's parameters for the backward in a hook on its output. Where that is a view, as that of a
-    linear layer on more than two dimensions, an operator in place makes a new one without the hook; the tensor that
-    is viewed keeps its own.
+    FSDP2 gathers for the backward in a hook on the output. An in-place operator on a view (a linear layer on more than
+    two dimensions returns one) makes a new view without the hook; the base keeps its own.
     """
 
     def find_hooked(self, output: Any) -> Any:
-        """Return ``output`` with what is viewed in place of the views."""
+        """Return ``output`` with bases instead of views."""
         return tree_map_only(Tensor, _hold, output)
 
 
@@ -270,13 +271,10 @@ def _hold(tensor: Tensor) -> Tensor:
 def take_over(
     group: FSDPParamGroup, owner: GroupOwner, dtype_of: Callable[[Any], torch.dtype | None], place: Place
 ) -> ShardedGroup:
-    """Make a :class:`ShardedGroup` of FSDP2's object.
+    """Turn FSDP2's object into a :class:`ShardedGroup`.
 
-    Args:
-        group: Whose shards are on the host.
-        owner: Hears of it.
-        dtype_of: What autocast casts a parameter (FSDP2's object) to; ``None``: it does not.
-        place: Where the shards are to be, on the device only if FSDP2 has put them there.
+    ``dtype_of``: what autocast casts a parameter (FSDP2's object) to, if it does. ``place``: on the device only if
+    FSDP2 has put the shards there.
     """
     host: Any = group
     host.__class__ = ShardedGroup
@@ -288,26 +286,26 @@ def take_over(
         own = parameter.sharded_param.dtype
         return str(own), str(dtype_of(parameter) or own), parameter.sharded_param.requires_grad
 
-    host.lanes = []
-    host.steps = ShardSteps(host.lanes)
+    host.flat_shards = []
+    host.steps = ShardSteps(host.flat_shards)
     for parameter in host.fsdp_params:
         parameter.__class__ = ShardedParameter
     for (_, _, is_trained), alike in groupby(sorted(host.fsdp_params, key=key), key):
         parameters = list(alike)
         dtype = dtype_of(parameters[0]) or parameters[0].sharded_param.dtype
         kinds = {"is_resident": place == "copy", "is_split": place != "device" and (owner.is_split or not is_trained)}
-        lane = FlatShard(parameters, dtype, host.home, host.device, pin_memory=owner.pin_memory, **kinds)
-        host.lanes.append(lane)
+        flat = FlatShard(parameters, dtype, host.home, host.device, pin_memory=owner.pin_memory, **kinds)
+        host.flat_shards.append(flat)
         for parameter in parameters:
-            parameter.begin(lane, partial(host.steps.touch, lane))
+            parameter.begin(flat, partial(host.steps.touch, flat))
             parameter.read_gradient = partial(host.steps.read_gradient, parameter)
         make_settable(parameter.sharded_param for parameter in parameters)
-    host.lanes.sort(key=lambda lane: lane.numel)  # the computation waits for all but the last to be reduced
+    host.flat_shards.sort(key=lambda flat: flat.numel)  # the computation waits for all but the last to be reduced
     return host  # type: ignore[no-any-return]
 
 
 class DeviceShare:
-    """Of one sharded module, on one rank."""
+    """Divides device memory among the groups of one module, on one rank."""
 
     def __init__(self) -> None:
         self._spare_bytes = 0  # that were given and not taken
@@ -320,15 +318,15 @@ class DeviceShare:
         num_shards: int,
         device_bytes: float,
     ) -> list[Place]:
-        """Choose where shards are, before there are any.
+        """Choose where shards are stored, before there are any.
 
         Args:
-            parts: Modules that are sharded together, in the order of sharding, the root last: a parameter is of the
-                first that has it. The forward begins with the root.
+            parts: Modules that are sharded together, in the order of sharding, the root last; a parameter belongs to
+                the first part that has it. The forward begins with the root.
             replicated: Parameters that are not sharded.
-            dtypes: What some are sent as; others are sent as they are.
+            dtypes: Transfer dtypes, where not a parameter's own.
             num_shards: Of each parameter.
-            device_bytes: That may be taken; a ``float`` is a share of what all would take.
+            device_bytes: The budget; a ``float`` is a share of what all would take.
         """
         claimed = {id(parameter) for parameter in replicated}
         claimed |= {
@@ -354,30 +352,28 @@ class DeviceShare:
         return [*places, root_place]
 
     def limit(self, groups: Sequence[ShardedGroup]) -> None:
-        """Have the lanes of ``groups`` ask before their copies take more bytes than planned."""
-        for lane in (lane for group in groups for lane in group.lanes):
-            lane.may_take = self._may_take
+        """Let flat shards of ``groups`` ask before their copies exceed the plan."""
+        for flat in (flat for group in groups for flat in group.flat_shards):
+            flat.may_take = self._may_take
 
     def _may_take(self, num_bytes: int) -> bool:
-        """Take more bytes, if they are there."""
         is_there = num_bytes <= self._spare_bytes
         self._spare_bytes -= num_bytes * is_there
         return is_there
 
     def keep_copies(self, groups: Sequence[ShardedGroup], device_bytes: int) -> int:
-        """Have copies of shards stay on the device from now on, as far as they fit, and return their bytes.
-
-        No step may be under way.
-        """
-        lanes = [
-            [lane for lane in group.lanes if lane.resident is None] for group in groups if group.landing is not None
+        """Keep copies of shards on the device, as far as they fit; return their bytes. No step may be pending."""
+        flat_shards = [
+            [flat for flat in group.flat_shards if flat.resident is None]
+            for group in groups
+            if group.landing is not None
         ]
-        sizes = [sum(lane.numel * lane.dtype.itemsize for lane in one) for one in lanes]
+        sizes = [sum(flat.numel * flat.dtype.itemsize for flat in one) for one in flat_shards]
         chosen = plan_copies(sizes, device_bytes)
         taken_bytes = sum(size for size, is_chosen in zip(sizes, chosen, strict=True) if is_chosen)
         self._spare_bytes = device_bytes - taken_bytes
-        for lane in (lane for one, is_chosen in zip(lanes, chosen, strict=True) if is_chosen for lane in one):
-            lane.keep_copy()
+        for flat in (flat for one, is_chosen in zip(flat_shards, chosen, strict=True) if is_chosen for flat in one):
+            flat.keep_copy()
         self.limit(groups)
         if any(chosen) and torch.accelerator.is_available():
             # Another stream is to write to memory that the computation has just left.

@@ -1,4 +1,9 @@
-"""Which modules are gathered together. May import: core, memory."""
+"""Plan which modules of a model FSDP2 shards together.
+
+FSDP2 gathers one group at a time, when a module of it is called. A group for each block, large embedding and head keeps
+little on the device; a group for each small layer costs more messages than it saves memory. What is in no group is
+gathered with the whole model and stays for the whole step.
+"""
 
 import dis
 import inspect
@@ -33,7 +38,7 @@ Chain = tuple[str, ...]
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether ``module`` can be called: containers such as ``ModuleList`` cannot."""
+    """Whether ``module`` can be called; containers such as ``ModuleList`` cannot."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -43,10 +48,11 @@ def is_sharded_itself(module: nn.Module) -> bool:
 
 
 def find_read_modules(root: nn.Module) -> set[nn.Module]:
-    """Find the modules that are not called, or not before their parameters are used.
+    """Find modules that are not called, or not before their parameters are used.
 
     These are modules without a forward, parts of an ``nn.MultiheadAttention`` and of parametrizations, and modules
-    whose parameters the forward or step of an outer module names.
+    whose parameters an outer forward or step names (``hidden @ self.embedding.weight.T``), where they would still be
+    shards. The code is inspected, not run; reads by an index (``self.layers[0].weight``) or by ``getattr`` are missed.
     """
     read = {module for module in root.modules() if not has_forward(module)}
     for module, chain in _iterate_chains(root):
@@ -62,7 +68,7 @@ def find_read_modules(root: nn.Module) -> set[nn.Module]:
 
 
 def find_entered_modules(root: nn.Module) -> set[nn.Module]:
-    """Find modules of which an outer module's forward or step calls another method than ``forward``."""
+    """Find modules of which an outer forward or step calls another method than ``forward``."""
     entered = set()
     for module, chain in _iterate_chains(root):
         path, rest = _follow(module, chain)
@@ -88,7 +94,7 @@ def _iterate_chains(root: nn.Module) -> Iterator[tuple[nn.Module, Chain]]:
 
 
 def _read_chains(kind: type) -> set[Chain]:
-    """Chains in the entries of a class, and in those of its methods that they name."""
+    """Return the chains in a class's entries, and in the methods that they name."""
     chains: set[Chain] = set()
     waiting, seen = list(_ENTRIES), set(_ENTRIES)
     while waiting:
@@ -118,7 +124,7 @@ def _chains_of(code: CodeType) -> Iterator[Chain]:
 
 
 def _follow(module: nn.Module, chain: Chain) -> tuple[list[nn.Module], Chain]:
-    """Return the modules along a chain, and what of it is left."""
+    """Return the modules along a chain, and the rest of it."""
     path: list[nn.Module] = []
     for position, name in enumerate(chain):
         child = own_children(module).get(name)
@@ -148,11 +154,9 @@ _MIN_PARAMS = 1_000_000
 class ShardingPlan:
     """What to call ``fully_shard`` with.
 
-    Args:
-        groups: Names of modules, as in ``named_modules()``; each inner tuple is for one call of ``fully_shard``. Groups
-            nested in others come before them. The root is in none: it is sharded after all of these.
-        replicated: Names of the parameters without a dimension, or without elements, which FSDP2 cannot shard; all
-            names of each.
+    Attributes:
+        groups: Names of modules, one tuple per call, nested groups first; the root, sharded last, is in none.
+        replicated: All names of parameters without a dimension or elements, which FSDP2 cannot shard.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -160,22 +164,18 @@ class ShardingPlan:
 
 
 def plan_sharding_groups(module: nn.Module, wrap: Wrap = "auto", *, min_params: int = _MIN_PARAMS) -> ShardingPlan:
-    """Plan the FSDP2 groups of ``module``, which is left as it is.
+    """Plan the FSDP2 groups of ``module``, the same on all ranks if the model is.
 
-    Parts that are sharded already are left alone. Modules that have a parameter in common are in one group. A module is
-    never a group on its own if its parameters are used without calling it: containers, the parts of an
-    ``nn.MultiheadAttention`` or of a parametrization, an embedding whose weight a forward reads.
+    Parts that are already sharded are skipped. Modules that share a parameter are in one group. A module of
+    :func:`find_read_modules` is never a group on its own.
 
     Args:
         module: The whole model; its parameters may be on ``meta``.
-        wrap: ``"auto"``: the blocks a model repeats or declares, small ones put together, and other parts that are
-            large. Classes or names of classes: all modules of these, whatever their size. Or a function of a module's
-            name and the module that returns whether it is wanted; modules that cannot be a group it is not asked for.
-        min_params: Number of elements that ``"auto"`` wants in a group. With less than twice as many in the whole
-            model it makes none.
-
-    Returns:
-        The plan, the same on all ranks if the model is.
+        wrap: ``"auto"``: the blocks that a model repeats or declares, small ones merged, and other large parts. Or
+            classes or class names: all such modules. Or a function of name and module, asked for modules that can be a
+            group.
+        min_params: Smallest number of elements in a group of ``"auto"``, which makes none in models of less than twice
+            it.
 
     Raises:
         TypeError: If ``wrap`` is none of these.
@@ -224,7 +224,7 @@ def _choose(
     names: dict[nn.Module, str],
     read: set[nn.Module],
 ) -> list[nn.Module]:
-    """Return what the user wants, in the model's order."""
+    """Return the modules that the user wants, in the model's order."""
     inner = {part: name for part, name in names.items() if name}
     if callable(wrap):
         chosen = [part for part, name in inner.items() if part not in read and wrap(name, part)]
@@ -292,17 +292,12 @@ Group = list[nn.Module]
 def find_sharding_blocks(
     root: nn.Module, min_params: int, read: set[nn.Module], skipped: set[nn.Module]
 ) -> list[Group]:
-    """Cut ``root`` into groups of modules that are gathered together, in its order; none lies in another.
+    """Cut ``root`` into groups of modules that are gathered together, in its order and not nested.
 
-    A model's own word comes first (``_no_split_modules`` of transformers), then the children of a container that has
-    several of one class. Small ones that follow one another in an ``nn.Sequential`` or ``nn.ModuleList`` are put
-    together; of the rest every outermost part that is large enough is a group: embeddings, heads.
-
-    Args:
-        root: The whole model, which is not itself in a group.
-        min_params: Number of elements below which a group is not worth its messages.
-        read: Modules that cannot be a group on their own.
-        skipped: Modules to leave alone.
+    What the model declares comes first (``_no_split_modules`` of transformers), then the children of a container that
+    has several of one class. Small neighbours in an ``nn.Sequential`` or ``nn.ModuleList`` are merged; of the rest,
+    every outermost large part is a group: embeddings, heads. ``read`` modules are no group on their own, ``skipped``
+    ones in none.
     """
     finder = _BlockFinder(root, min_params, read, skipped)
     finder.split(root)
@@ -322,7 +317,7 @@ class _BlockFinder:
         self._total = self._size(root)
 
     def split(self, module: nn.Module) -> None:
-        """Find the groups inside ``module``, which is none itself."""
+        """Find the groups inside ``module``, which is not one itself."""
         run: Group = []
         last: Group | None = None  # a group that just ended
         for child in module.children():
@@ -341,7 +336,7 @@ class _BlockFinder:
             last += run
 
     def _place(self, module: nn.Module) -> None:
-        """Make a group of ``module`` alone or of parts of it, or leave it to the root."""
+        """Make a group of ``module`` or of its parts, or leave it to the root."""
         if self._size(module) < self._min_params:
             return
         num_before = len(self.groups)
@@ -351,7 +346,7 @@ class _BlockFinder:
             self.groups.append([module])
 
     def _goes_with_siblings(self, child: nn.Module, parent: nn.Module) -> bool:
-        """Whether the siblings of ``child`` run right before and after it, all of them."""
+        """Whether all siblings of ``child`` run right before and after it."""
         in_list = isinstance(parent, nn.ModuleList) and child in self._blocks
         in_sequence = isinstance(parent, nn.Sequential) and type(parent).forward is nn.Sequential.forward
         return (in_list or in_sequence) and child not in self._read and not self._is_looked_into(child)
@@ -376,7 +371,7 @@ class _BlockFinder:
 
 
 def _find_declared(root: nn.Module) -> Iterator[nn.Module]:
-    """Modules of the classes that transformers' models do not want split."""
+    """Return modules of the classes in transformers' ``_no_split_modules``."""
     names: set[str] = set()
     for module in root.modules():
         declared = getattr(module, "_no_split_modules", None)
@@ -385,7 +380,7 @@ def _find_declared(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def _find_repeated(container: nn.Module) -> Group:
-    """Children of a container that are of one class."""
+    """Return children of a container that share a class with another one."""
     if not isinstance(container, _CONTAINERS):
         return []
     children = [child for child in container.children() if any(True for _ in child.parameters())]
@@ -407,16 +402,11 @@ _OUTSIDE = -1  # of all groups
 def separate_shared_owners(
     root: nn.Module, groups: list[Group], fixed: set[nn.Module], skipped: set[nn.Module]
 ) -> None:
-    """Change ``groups`` in place so that every parameter lies in one: FSDP2 refuses one that two groups have.
+    """Change ``groups`` in place so that every parameter is in one: FSDP2 refuses one of two groups.
 
-    Modules that share one become a group inside of whatever they lie in. Where one of them is read and not called, the
-    groups are joined, or given up to the next outer one.
-
-    Args:
-        root: The whole model.
-        groups: Modules that are sharded together. They may be nested; the inner one then has its parameters.
-        fixed: Modules that cannot be in a group but as a part of another module.
-        skipped: Modules to leave alone.
+    Modules that share a parameter become a group of their own. If one of them is in ``fixed``, which is only gathered
+    as part of another module, their groups are merged, or given up to the next outer one. ``groups`` may be nested; the
+    inner one then has its parameters.
     """
     given_up = {root, *fixed}
     while True:
@@ -439,7 +429,7 @@ def separate_shared_owners(
 
 
 def count_own_params(root: nn.Module, groups: list[Group], skipped: set[nn.Module]) -> list[int]:
-    """Count the elements of each group that no inner group has; arguments as of :func:`separate_shared_owners`."""
+    """Count the elements of each group outside inner groups; arguments as of :func:`separate_shared_owners`."""
     parameters: dict[int, set[nn.Parameter]] = defaultdict(set)
     for module, indices in _find_homes(root, groups, skipped).items():
         for index in indices:
@@ -448,7 +438,7 @@ def count_own_params(root: nn.Module, groups: list[Group], skipped: set[nn.Modul
 
 
 def _find_homes(root: nn.Module, groups: list[Group], skipped: set[nn.Module]) -> dict[nn.Module, set[int]]:
-    """Return the groups that each module belongs to: one, if it is not shared."""
+    """Return the groups of each module: one, if it is not shared."""
     units = {module: index for index, group in enumerate(groups) for module in group}
     homes: dict[nn.Module, set[int]] = defaultdict(set)
     for start, index in {root: _OUTSIDE, **units}.items():
@@ -463,7 +453,7 @@ def _find_homes(root: nn.Module, groups: list[Group], skipped: set[nn.Module]) -
 
 
 def _find_conflict(homes: dict[nn.Module, set[int]]) -> Group:
-    """Return modules with parameters in common that lie in different groups; a whole shared module if there is one."""
+    """Return modules in different groups that share parameters, or one whole shared module if there is one."""
     for module, indices in homes.items():
         if len(indices) > 1 and any(True for _ in module.parameters()):
             return [module]
@@ -478,7 +468,7 @@ def _find_conflict(homes: dict[nn.Module, set[int]]) -> Group:
 
 
 def _with_linked(sharing: Group, owners: dict[nn.Parameter, Group]) -> Group:
-    """Add the modules that have other parameters in common with these."""
+    """Add the modules that share other parameters with these."""
     found = dict.fromkeys(sharing)
     waiting = list(sharing)
     while waiting:
@@ -490,7 +480,7 @@ def _with_linked(sharing: Group, owners: dict[nn.Parameter, Group]) -> Group:
 
 
 def _gather(groups: list[Group], owners: Group) -> None:
-    """Make one group of the owners, with all that they are grouped with already."""
+    """Make one group of the owners and all that they are grouped with."""
     touched = [group for group in groups if not set(group).isdisjoint(owners)]
     groups[:] = [group for group in groups if group not in touched]
     groups.append(_outermost([*(module for group in touched for module in group), *owners]))
@@ -503,7 +493,7 @@ def _outermost(modules: Group) -> Group:
 
 
 def order_inner_first(groups: list[Group]) -> Iterator[Group]:
-    """Yield ``groups`` so that those nested in others come before them; such as lie in one another become one."""
+    """Yield ``groups``, nested ones before outer ones; groups that contain each other are merged."""
     parts = {id(group): {part for module in group for part in module.modules()} - set(group) for group in groups}
     waiting = list(groups)
     while waiting:

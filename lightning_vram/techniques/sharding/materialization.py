@@ -1,12 +1,9 @@
-"""Give a model that was built on ``meta`` its memory and first values, part by part.
+"""Give a model on the ``meta`` device memory and initial values, part by part.
 
-A model larger than the host's memory can be made if each block is given values and sharded before the next one is. The
-values depend on the seed and the names of the modules, not on the number of ranks or the order of the blocks. They are
-drawn from the same distributions as those of a model that is built the ordinary way, but are not the same numbers.
-
-What does not come along: what the constructor of an outer module did to its parts (GPT scales some weights by depth)
-unless its ``_init_weights`` does it. ``nn.Transformer`` resets its layers: this happens only if it is given values as a
-whole.
+A model larger than host memory can be built if each block is materialized and sharded before the next one. Values
+depend on the seed and module names, not on ranks or order; they have the distributions of the constructor, but are not
+the same numbers. Missing is what an outer constructor did to its parts (GPT scales some weights by depth), unless its
+``_init_weights`` does it; ``nn.Transformer`` resets its layers only if materialized as a whole.
 """
 
 import hashlib
@@ -28,29 +25,27 @@ _SHOWN_CLASSES = 5
 
 
 def has_meta(module: nn.Module) -> bool:
-    """Whether a parameter or buffer of ``module`` has no memory."""
+    """Whether a parameter or buffer of ``module`` is a meta tensor."""
     return any(tensor.is_meta for tensor in _all_tensors(module))
 
 
 def materialize(
     module: nn.Module, *, seed: int, model: nn.Module | None = None, uninitialized_ok: bool = False
 ) -> None:
-    """Give the parameters and buffers of ``module`` that are on ``meta`` memory on the host and their first values.
+    """Give meta parameters and buffers of ``module`` host memory and initial values, in place: tied ones stay tied.
 
-    Each is still the same object afterwards, so what is tied stays tied. Values come as at construction: a module's
-    ``reset_parameters()``, children first, and then the ``_init_weights(part)`` of the nearest module around it that
-    has one. What is not on ``meta`` keeps its values. Random numbers of the caller are not used.
+    Values come from each module's ``reset_parameters()``, children first, then from ``_init_weights(part)`` of the
+    nearest module around it that has one. Other tensors, and the caller's RNG state, are unchanged.
 
     Args:
         module: Not sharded yet.
         seed: The same on all ranks.
-        model: The whole model, which ``module`` is a part of: gives it its name, and the ``_init_weights`` around it.
-            ``None``: ``module`` is the whole.
-        uninitialized_ok: Fill with zeros what has no initializer: a checkpoint will be loaded.
+        model: The whole model, for names and the ``_init_weights`` around ``module``; ``None``: ``module``.
+        uninitialized_ok: Set tensors without an initializer to zero: a checkpoint will be loaded.
 
     Raises:
-        TypeError: If some classes do not initialize all that they have.
-        ValueError: If a parameter has no shape yet, or ``module`` is no part of ``model``.
+        TypeError: If some classes do not initialize all tensors.
+        ValueError: If a parameter has no shape yet, or ``module`` is not in ``model``.
     """
     model = model or module
     _check(module, model)
@@ -86,7 +81,7 @@ def _all_tensors(module: nn.Module) -> list[Tensor]:
 
 
 def _allocate(tensor: Tensor) -> Tensor:
-    """Give ``tensor`` memory in place, with values that nobody means."""
+    """Give ``tensor`` memory in place, filled with a marker."""
     values = torch.empty_like(tensor.detach(), device="cpu", requires_grad=False)
     values.fill_(_nobodys_value(values.dtype))
     fresh: Any = nn.Parameter(values, requires_grad=False) if isinstance(tensor, nn.Parameter) else values
@@ -104,7 +99,7 @@ def _nobodys_value(dtype: torch.dtype) -> float | int | bool:
 
 
 def _settle(owners: set[nn.Module], fresh: list[Tensor], *, uninitialized_ok: bool) -> None:
-    """Fill with zeros what nobody initialized, or refuse it."""
+    """Zero or refuse uninitialized tensors."""
     missed: dict[str, str] = {}
     for owner in owners:
         for name, tensor in _own_tensors(owner):
@@ -138,14 +133,11 @@ _KEPT = "_is_hf_initialized"  # transformers from 5.0 leaves tensors with this m
 def iterate_initializers(
     module: nn.Module, model: nn.Module, empty: Container[nn.Module]
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield calls that initialize ``module``, each under a name of its own: resets first, and inner parts first.
+    """Yield named calls that initialize ``module``, a part of ``model``: resets first, and inner parts first.
 
-    Args:
-        module: What is to be initialized.
-        model: The model it is a part of.
-        empty: Modules that have something without values themselves, or that have nothing else. Only these are
-            initialized, but by an ``_init_weights`` that leaves marked tensors alone (:func:`spare_others`): that is
-            called for modules around them, too. Some of transformers fill the weights of their children.
+    ``empty``: modules that own a tensor without values, or have nothing else. Only these are initialized, except by an
+    ``_init_weights`` that spares marked tensors (:func:`spare_others`), which is called for modules around them, too:
+    some of transformers fill the weights of their children.
     """
     names = {part: name for name, part in model.named_modules()}
     inside = set(module.modules())
@@ -165,7 +157,7 @@ def iterate_initializers(
 
 @contextmanager
 def spare_others(model: nn.Module, fresh: Sequence[Tensor]) -> Iterator[None]:
-    """Mark all parameters and buffers of ``model`` but ``fresh`` ones as initialized, for the time of the block."""
+    """Mark all parameters and buffers of ``model`` but ``fresh`` ones as initialized, within the block."""
     known = {id(tensor) for tensor in fresh}
     others = [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in known]
     others = [tensor for tensor in others if not hasattr(tensor, _KEPT)]
@@ -179,7 +171,7 @@ def spare_others(model: nn.Module, fresh: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _keeping(part: nn.Module, initialize: Callable[[], object]) -> Callable[[], None]:
-    """Return ``initialize``, but tensors of ``part`` itself that are marked keep their values."""
+    """Return ``initialize``, but marked tensors of ``part`` itself keep their values."""
 
     def run() -> None:
         own = [tensor for tensor in (*own_parameters(part).values(), *own_buffers(part).values()) if tensor is not None]
@@ -192,7 +184,7 @@ def _keeping(part: nn.Module, initialize: Callable[[], object]) -> Callable[[], 
 
 
 def _find_owner(model: nn.Module, name: str) -> nn.Module | None:
-    """Return the nearest module, from the one called ``name`` outwards, that initializes its parts."""
+    """Return the nearest module, from ``name`` outwards, that initializes its parts."""
     parts = name.split(".") if name else []
     for length in range(len(parts), -1, -1):
         owner = model.get_submodule(".".join(parts[:length]))
@@ -202,7 +194,7 @@ def _find_owner(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def _spares(owner: nn.Module) -> bool:
-    """Whether its ``_init_weights`` is transformers', which knows the mark: a check that imports nothing."""
+    """Whether its ``_init_weights`` is transformers', which respects the mark; imports nothing."""
     return hasattr(owner, "_initialize_weights") and any(
         base.__module__ == "transformers.modeling_utils" for base in type(owner).__mro__
     )

@@ -1,4 +1,4 @@
-"""A parameter whose shard is on the host, as FSDP2 sees it: what goes to the device and what comes back."""
+"""FSDP2's parameter with its shard on the host: transfers to the device, and gradients back."""
 
 import weakref
 from collections.abc import Callable
@@ -26,10 +26,9 @@ from lightning_vram.techniques.sharding.gathered import (
 
 
 class _Telling:
-    """A hook on what is gathered, which changes nothing: micro-batches go on with it.
+    """A hook on a gathered parameter that only calls a method, so micro-batches may continue with it.
 
-    It calls a method of an object that it does not keep alive: the garbage collector does not see such hooks, and
-    would never free what refers to the tensor and is referred to by its hook.
+    It refers weakly: the garbage collector does not see hooks, and would leak a cycle of tensor, hook and owner.
     """
 
     only_tells = True
@@ -52,13 +51,13 @@ def _read(owner: "weakref.ref[ShardedParameter]", gradient: "weakref.ref[Tensor]
 
 
 class ShardedParameter(ParameterBase):
-    """Takes the place of the class of FSDP2's object, by :func:`~lightning_vram.techniques.sharding.group.take_over`.
+    """Replaces the class of FSDP2's object, see :func:`~lightning_vram.techniques.sharding.group.take_over`.
 
-    FSDP2 by itself casts on the device, so that a shard and its gradient cross the bus in full width, and waits for a
-    gradient where one is there already.
+    FSDP2 casts on the device, so that shards and gradients are transferred in fp32, and blocks on a gradient when there
+    is one already.
     """
 
-    lane: FlatShard
+    flat_shard: FlatShard
     fetched: Tensor | None
     is_reducing: bool
     _sent: Tensor | None  # a gradient on its way
@@ -75,20 +74,20 @@ class ShardedParameter(ParameterBase):
     _kept: "weakref.ref[Tensor] | None"  # the last such gradient
     reads: WeightReads | None  # of a weight that may be sent in 16 bit, while that is not proven
 
-    def begin(self, lane: FlatShard, touch: Callable[[], None]) -> None:
-        """What a constructor would do. ``touch`` is called when somebody uses the shard, who may write to it."""
+    def begin(self, flat_shard: FlatShard, touch: Callable[[], None]) -> None:
+        """Initialize. ``touch`` is called when code accesses the shard, which it may write to."""
         look_past_attribute(self)
-        self.lane, self._touch = lane, touch
+        self.flat_shard, self._touch = flat_shard, touch
         self.fetched = self._sent = self._held = self._buffer = self._stand_in = None
         self.on_gradient = self._told = self.reads = self._kept = None
-        self.read_gradient = self.widen_gradient
+        self.read_gradient = self.upcast_gradient
         self.is_reducing = self._has_landed = False
         self._wants_gradient = self.sharded_param.requires_grad
 
     def agree_on_gradient(self) -> None:
-        """Let the gathered parameter require a gradient if the shard does now, and the other way round.
+        """Make ``requires_grad`` of the gathered parameter and the shard equal: the one that has changed wins.
 
-        Optimizers have the shard, and code within a training step has what is gathered: either may be frozen.
+        Optimizers hold the shard, code within a training step the gathered parameter: either may be frozen.
         """
         shard, whole, before = self.sharded_param, self.whole, self._wants_gradient
         if shard.requires_grad != before or (whole is not None and whole.requires_grad != before):
@@ -98,7 +97,7 @@ class ShardedParameter(ParameterBase):
                     one.requires_grad_(not before)
 
     def to_sharded(self) -> None:
-        """As FSDP2 does it, when both agree."""
+        """Free the gathered parameter, after its ``requires_grad`` and writes were taken over."""
         self.agree_on_gradient()
         self._take_over_writes()
         super().to_sharded()
@@ -107,7 +106,7 @@ class ShardedParameter(ParameterBase):
             watch([self.sharded_param], self._touch)
 
     def to_unsharded(self) -> None:
-        """As FSDP2 does it, when both agree."""
+        """Use the gathered parameter; observe and count what is done with it."""
         self.agree_on_gradient()
         self._check_place()
         super().to_unsharded()
@@ -133,29 +132,29 @@ class ShardedParameter(ParameterBase):
 
     @property
     def gathered_dtype(self) -> torch.dtype:
-        """What comes to the device."""
-        return self.lane.transfer_dtype
+        """Dtype of the gathered parameter."""
+        return self.flat_shard.transfer_dtype
 
     @property
     def offload_to_cpu(self) -> bool:
-        """Whether FSDP2 is to move a gradient: this is done here, see :meth:`to_sharded_dtensor`."""
+        """Whether FSDP2 copies a gradient to the host: :meth:`to_sharded_dtensor` does it."""
         return not self.is_reducing
 
     @offload_to_cpu.setter
     def offload_to_cpu(self, value: bool) -> None:
-        """Is what it is."""
+        """Ignore FSDP2's choice."""
 
     def begin_reduction(self, host_buffer: Tensor | None) -> None:
-        """Set the gradient of the shard aside: FSDP2 would wait for the new one to add it.
+        """Set the shard's gradient aside: FSDP2 would block to accumulate.
 
-        That goes to ``host_buffer``, flat; ``None`` where it is on the host already.
+        The new one goes to ``host_buffer``, flat; ``None`` if it is on the host already.
         """
         self._held, self.sharded_param.grad = self.sharded_param.grad, None
         self._buffer = host_buffer
         self.is_reducing, self._has_landed = True, False
 
     def end_reduction(self) -> Tensor | None:
-        """Put it back, and return what is on its way and has to :meth:`land`."""
+        """Put the gradient back; return the new one, in transfer, which has to :meth:`land`."""
         sent, self._sent, self._buffer = self._sent, None, None
         self.is_reducing = False
         if not self._has_landed:
@@ -164,7 +163,7 @@ class ShardedParameter(ParameterBase):
         return sent
 
     def to_sharded_dtensor(self, tensor: Tensor) -> Any:
-        """Take the reduced gradient out of FSDP2's hands, on the stream it was reduced on."""
+        """Take the reduced gradient from FSDP2, on the stream that reduced it."""
         if not self.is_reducing:
             return super().to_sharded_dtensor(tensor)
         self._sent = self._send(tensor)
@@ -184,9 +183,9 @@ class ShardedParameter(ParameterBase):
 
     @torch.no_grad()
     def land(self, gradient: Tensor) -> None:
-        """Add to the gradient of the shard what has come from the device."""
+        """Accumulate a gradient that is on the host."""
         shard: Any = self.sharded_param
-        if shard.grad is None and self.lane.keeps_gradients and gradient.dtype != shard.dtype:
+        if shard.grad is None and self.flat_shard.keeps_gradients and gradient.dtype != shard.dtype:
             nothing = torch.full((), torch.nan, dtype=shard.dtype)
             shard.grad = kept = super().to_sharded_dtensor(nothing.expand(gradient.shape))
             keep_low_precision(kept, gradient)
@@ -198,26 +197,26 @@ class ShardedParameter(ParameterBase):
             local_shard_of(shard.grad).add_(gradient)
 
     @property
-    def kept_gradient(self) -> Tensor | None:
-        """The gradient that is kept in 16 bit, as long as it is and somebody has it."""
+    def low_precision_gradient(self) -> Tensor | None:
+        """The 16-bit gradient, while it is one and alive."""
         kept = self._kept() if self._kept is not None else None
         return kept if low_precision_of(kept) is not None else None
 
     def watch_gradient(self) -> None:
-        """Have what is kept read by :attr:`read_gradient`. It does not keep this, as :class:`_Telling` does not."""
-        kept = self.kept_gradient
+        """Call :attr:`read_gradient` before reads of the 16-bit gradient, which holds no reference to this."""
+        kept = self.low_precision_gradient
         if kept is not None:
             watch([kept], partial(_read, weakref.ref(self), weakref.ref(kept)))
 
-    def widen_gradient(self) -> None:
-        """Let it have its values in the dtype of the shard."""
-        kept = self.kept_gradient
+    def upcast_gradient(self) -> None:
+        """Upcast the 16-bit gradient."""
+        kept = self.low_precision_gradient
         if kept is not None:
             upcast(kept)
 
     def _call_hooks(self, gradient: Tensor) -> Tensor:
-        """Those of ``Tensor.register_hook``, which autograd calls for what is gathered only."""
-        if self.lane.own_device.type != self.lane.device.type:
+        """Call ``Tensor.register_hook`` hooks of the shard; autograd calls those of the gathered parameter."""
+        if self.flat_shard.own_device.type != self.flat_shard.device.type:
             torch.accelerator.current_stream().synchronize()
         sharded: Any = super().to_sharded_dtensor(gradient.to(self.sharded_param.dtype))
         for hook in gradient_hooks(self.sharded_param):
@@ -226,7 +225,7 @@ class ShardedParameter(ParameterBase):
         return local_shard_of(sharded)
 
     def reset_sharded_param(self) -> None:
-        """As FSDP2 does it after a ``load_state_dict``, which must have loaded in place: shards lie in their lane."""
+        """Follow a ``load_state_dict``, which must have loaded in place: flat shards own the memory."""
         self._check_place()
         super().reset_sharded_param()  # type: ignore[no-untyped-call]
 
@@ -234,13 +233,13 @@ class ShardedParameter(ParameterBase):
         watch([self.sharded_param], self._before_use, after=self._shard_was_used)
 
     def _before_use(self) -> None:
-        """Let the shard be what is gathered, and in memory of its own."""
+        """Update the shard from the gathered parameter, in memory of its own."""
         self._touch()
         self._take_over_writes()
 
     @torch.no_grad()
     def _shard_was_used(self, function: Any) -> None:
-        """Let what is gathered have what was written to the shard beside it."""
+        """Update the gathered parameter from a write to the shard."""
         whole: Any = self.whole
         shard: Any = self.sharded_param
         if not self.is_whole or whole is None:
@@ -253,12 +252,12 @@ class ShardedParameter(ParameterBase):
                 )
             whole.copy_(local_shard_of(shard))
             self._version = count_writes(whole)
-            self.lane.touch()
+            self.flat_shard.touch()
         self._watch_shard()
 
     @torch.no_grad()
     def _take_over_writes(self) -> None:
-        """Let the shard have what was written to what is gathered."""
+        """Update the shard from writes to the gathered parameter."""
         whole = self.whole
         if not self.is_whole or whole is None or count_writes(whole) == self._version:
             return
@@ -269,15 +268,15 @@ class ShardedParameter(ParameterBase):
                 f"The embedding of parameter {self.name!r} has max_norm, with which each rank scales the rows of its "
                 "own batch: the ranks would diverge. Train on one device, or leave max_norm out."
             )
-        self.lane.open()
+        self.flat_shard.open()
         local = local_shard_of(shard)
         local.copy_(cut_own_shard(whole, shard))
         if local.device.type != "cpu":  # else the copy has waited: what comes next may be a step, or another stream
             torch.accelerator.current_stream().synchronize()
-        self.lane.touch()
+        self.flat_shard.touch()
 
     def _check_place(self) -> None:
-        """Refuse a parameter that was put in place of the shard, which FSDP2 would drop."""
+        """Refuse a parameter that has replaced the shard in the module: FSDP2 would drop it."""
         if self.is_shard and own_parameters(self.module).get(self.key) is not self.sharded_param:
             raise RuntimeError(
                 f"Parameter {self.name!r} was replaced while it is sharded, so the new parameter would be ignored. "
@@ -288,7 +287,7 @@ class ShardedParameter(ParameterBase):
         if gradient.device.type != "cpu":
             # Replicas are reduced on a stream of their own: the memory is not to be used again before it gets here.
             gradient.record_stream(torch.accelerator.current_stream())
-        gradient = gradient.to(self.lane.transfer_dtype)
+        gradient = gradient.to(self.flat_shard.transfer_dtype)
         if self._buffer is None:
             return gradient
         return self._buffer[: gradient.numel()].view(gradient.shape).copy_(gradient, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Take FSDP2 off a module again: PyTorch has nothing for it."""
+"""Undo FSDP2 on a module, or reset it after a failed iteration: PyTorch has nothing, or not enough, for it."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -28,11 +28,11 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the d
 
 
 class ReleasedParameter(nn.Parameter):
-    """What the class of a parameter is while its shard takes its place: it has no values that one could mean."""
+    """Class of a parameter while its shard replaces it: it has no values."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse: an empty tensor would go through most computations without a word."""
+        """Refuse: most computations accept an empty tensor without an error."""
         raise RuntimeError(
             "A parameter stored before the module was sharded is empty now. Read it from the module when you need "
             "it, for example self.layer.weight, instead of from a list made earlier."
@@ -40,7 +40,7 @@ class ReleasedParameter(nn.Parameter):
 
 
 class WholeParameters:
-    """The parameters that a module has before it is sharded, to have them again."""
+    """The parameters of a module before sharding, to restore them."""
 
     def __init__(self, module: nn.Module) -> None:
         parts = list(module.modules())
@@ -57,9 +57,9 @@ class WholeParameters:
 
     @torch.no_grad()
     def make_contiguous(self, modules: Iterable[nn.Module]) -> None:
-        """Have those in ``modules`` in the order of their dimensions, as FSDP2 needs them.
+        """Make parameters of ``modules`` contiguous, as FSDP2 needs them.
 
-        Convolutions are in ``channels_last`` if their weight or their input is: so that is left to the input.
+        Convolutions run in ``channels_last`` if weight or input is: a hook converts the input.
         """
         for part in {part: None for module in modules for part in module.modules()}:
             for key, parameter in own_parameters(part).items():
@@ -74,7 +74,7 @@ class WholeParameters:
                     parameter.data = parameter.data.contiguous()
 
     def release(self, modules: Iterable[nn.Module]) -> None:
-        """Free the memory of those in ``modules``, which have been sharded; the objects stay."""
+        """Free the memory of sharded parameters; the objects stay."""
         for part in (part for module in modules for part in module.modules()):
             for key, now in own_parameters(part).items():
                 original = self._originals.get((id(part), key))
@@ -92,7 +92,7 @@ class WholeParameters:
 
     @torch.no_grad()
     def restore(self, group: ShardedGroup) -> dict[nn.Parameter, nn.Parameter]:
-        """Put those of ``group`` back, with the values of its shards; return them by shard. A collective."""
+        """Restore parameters of ``group`` with the values of its shards; return them by shard. A collective."""
         restored: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in group.fsdp_params:
             (module, key), shard = place_of(parameter), parameter.sharded_param
@@ -109,7 +109,7 @@ class WholeParameters:
 
     @torch.no_grad()
     def restore_rest(self) -> None:
-        """Bring what was not sharded, scalars and buffers, to where it was."""
+        """Restore scalars and buffers, which were not sharded."""
         for part, key, device in self._buffers:
             buffer = own_buffers(part).get(key)
             if buffer is not None and buffer.device != device:
@@ -124,7 +124,7 @@ class WholeParameters:
             hook.remove()
 
     def _placed(self, values: Tensor, original: nn.Parameter) -> Tensor:
-        """Return values on the device of a parameter as it was, and in its order in memory."""
+        """Return values on a parameter's original device, and in its memory layout."""
         device, shape, stride = self._as_was[id(original)]
         values = values.to(device)
         return stored_as(values, stride) if values.shape == shape else values
@@ -142,7 +142,7 @@ def _arrange(order: torch.memory_format, module: nn.Module, args: tuple[Any, ...
 
 
 def _hand_over(original: nn.Parameter, shard: nn.Parameter) -> None:
-    """Let attributes that users have set, and hooks, count for the shard; handles of the hooks go on to work."""
+    """Move attributes and hooks to the shard; handles of hooks stay valid."""
     for name, value in vars(original).items():
         vars(shard).setdefault(name, value)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
@@ -151,13 +151,13 @@ def _hand_over(original: nn.Parameter, shard: nn.Parameter) -> None:
 
 
 def detach_fsdp(module: nn.Module) -> None:
-    """Take hooks, state and class of FSDP2 off ``module``, one for which ``fully_shard`` was called."""
+    """Remove FSDP2's hooks, state and class from a module that ``fully_shard`` was called on."""
     remove_hooks(module)
     remove_mixin(module, FSDPModule)
 
 
 def _gather(shard: Any) -> Tensor:
-    """The whole values, in memory of their own."""
+    """Return the whole values, in memory of their own."""
     if shard.device_mesh.size() == 1:
         return local_shard_of(shard).detach().clone()
     whole: Tensor = shard.full_tensor()
@@ -176,16 +176,12 @@ can_recover = can_reset
 
 
 def discard_failed_iteration(module: nn.Module) -> None:
-    """Bring all FSDP2 models in ``module`` to where they were before a forward or backward that failed.
+    """Reset all FSDP2 models in ``module`` after a failed forward or backward.
 
-    To be called outside of the ``except`` block, when nothing holds the graph any more, and on every rank: all must
-    have failed or given up at the same collective, since the others wait there. Afterwards parameters are sharded and
-    nothing is gathered. Gradients that were accumulated unreduced (``set_requires_gradient_sync(False)``) are lost,
-    those of earlier batches too. Gradients of the shards are left as they are: some parameters have that of the failed
-    backward in them by now, so save them before and put them back.
-
-    Args:
-        module: An FSDP2 model, a module that contains some, or none: then nothing happens.
+    Call it outside the ``except`` block, when nothing holds the graph, on every rank: all must have failed or given up
+    at the same collective. Afterwards parameters are sharded. Gradients accumulated unreduced
+    (``set_requires_gradient_sync(False)``) are lost; gradients of shards stay, some with those of the failed backward:
+    save them before and put them back.
 
     Raises:
         RuntimeError: If this PyTorch cannot do it, or ``module`` is only a part of an FSDP2 model.

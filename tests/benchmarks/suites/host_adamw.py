@@ -71,7 +71,7 @@ class Shards:
         self.optimizer = OffloadedAdamW(self.sharding, num_threads=num_threads)
         self.lanes: list[tuple[Tensor, Tensor]] = []  # shards and gradients
         self.parameters: list[DTensor] = []
-        for lane in (lane for group in self.sharding.groups for lane in group.lanes):
+        for lane in (lane for group in self.sharding.groups for lane in group.flat_shards):
             gradients = torch.randn_like(lane.shards)
             self.lanes.append((lane.shards, gradients))
             for parameter, gradient in zip(lane.parameters, torch.split(gradients, lane._sizes), strict=True):
@@ -103,14 +103,14 @@ class Kept:
 
     def __init__(self, model: nn.Module, num_threads: int, master: str, form: HostState) -> None:
         mesh, names = dist.init_device_mesh("cpu", (1,)), [name for name, p in model.named_parameters() if p.dim() > 1]
-        narrow = {"narrow_dtype": torch.bfloat16, "narrow": names} if master == "split" else {}
+        narrow = {"low_precision_dtype": torch.bfloat16, "low_precision": names} if master == "split" else {}
         sharding = FullSharding(
             model, mesh, plan_sharding_groups(model), ShardingOptions(is_split=master == "split", **narrow)
         )
         self.host = HostOptimizers(sharding, num_threads=num_threads, form=MOMENT_FORMS.get(form))
         self.optimizer = torch.optim.AdamW(model.parameters())
         self.host.attach([self.optimizer])
-        for lane in (lane for group in sharding.groups for lane in group.lanes):
+        for lane in (lane for group in sharding.groups for lane in group.flat_shards):
             lane.is_on_trial = False  # as after the first batch: on trial it would stay joined
             lane.refresh()  # to where it rests
             assert (lane.shards is None) == lane.is_split

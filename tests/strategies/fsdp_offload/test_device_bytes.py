@@ -41,7 +41,7 @@ class Noting(Split):
     def on_train_end(self):
         groups = self.trainer.strategy._sharding.groups
         self.places = [
-            "device" if group.landing is None else "copy" if group.lanes[0].resident is not None else "host"
+            "device" if group.landing is None else "copy" if group.flat_shards[0].resident is not None else "host"
             for group in groups
         ]
 

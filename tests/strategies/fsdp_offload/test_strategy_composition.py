@@ -81,7 +81,7 @@ class NarrowWeights(pl.Callback):
     """Notes which weights are transferred in 16 bits."""
 
     def on_train_end(self, trainer, module):
-        lanes = [lane for group in trainer.strategy._sharding.groups for lane in group.lanes]
+        lanes = [lane for group in trainer.strategy._sharding.groups for lane in group.flat_shards]
         self.names = {p.name for lane in lanes if lane.transfer_dtype == torch.bfloat16 for p in lane.parameters}
 
 

@@ -175,8 +175,8 @@ class Counted(LitBytes):
 
     def on_train_batch_end(self, *unused: Any) -> None:
         finish(self.trainer)
-        lanes = [lane for group in self.trainer.strategy._sharding.groups for lane in group.lanes]
-        narrow = [lane for lane in lanes if lane.has_narrow_dtype and not lane.is_wide]
+        lanes = [lane for group in self.trainer.strategy._sharding.groups for lane in group.flat_shards]
+        narrow = [lane for lane in lanes if lane.has_low_precision and not lane.is_fp32]
         numel = sum(lane.numel for lane in narrow)
         gradients = [parameter.sharded_param.grad for lane in narrow for parameter in lane.parameters]
         found = [kept if (kept := low_precision_of(gradient)) is not None else gradient for gradient in gradients]
@@ -209,9 +209,9 @@ class Adapted(Counted):
         if not isinstance(self.trainer.strategy, FSDPOffloadStrategy):
             return
         finish(self.trainer)
-        lanes = [lane for group in self.trainer.strategy._sharding.groups for lane in group.lanes]
+        lanes = [lane for group in self.trainer.strategy._sharding.groups for lane in group.flat_shards]
         frozen = [
-            lane for lane in lanes if lane.has_narrow_dtype and not lane.parameters[0].sharded_param.requires_grad
+            lane for lane in lanes if lane.has_low_precision and not lane.parameters[0].sharded_param.requires_grad
         ]
         lists = sum(lane.split.nbytes - 4 * lane.numel for lane in frozen if lane.split is not None)
         numel = sum(lane.numel for lane in frozen)  # 0 where all travels in 32 bit

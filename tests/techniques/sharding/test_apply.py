@@ -45,7 +45,7 @@ narrow_autocast = partial(torch.autocast, "cpu", torch.bfloat16)
 def narrow_options(net: nn.Module) -> dict[str, Any]:
     found = find_narrow_weights(net)
     names = {name for name, parameter in net.named_parameters() if parameter in found}
-    return {"narrow_dtype": torch.bfloat16, "narrow": names}
+    return {"low_precision_dtype": torch.bfloat16, "low_precision": names}
 
 
 def backward(net: nn.Module, seed: int = 0) -> Tensor:
@@ -82,7 +82,7 @@ def test_a_group_of_several_modules_ends_its_backward_once(mesh, monkeypatch):
 def test_under_autocast_narrow_weights_have_the_bits_of_the_plain_module(mesh, mode):
     net, plain = make(), make()
     with sharded(net, mode, **narrow_options(net)) as sharding:
-        assert {str(lane.dtype) for group in sharding.groups for lane in group.lanes} == {
+        assert {str(lane.dtype) for group in sharding.groups for lane in group.flat_shards} == {
             "torch.float32",  # of the norm
             "torch.bfloat16",
         }
@@ -365,11 +365,11 @@ def test_every_shard_is_in_the_one_block_of_its_lane(mesh):
     with sharded(net) as sharding:
         backward(net)
         for group in sharding.groups:
-            for lane in group.lanes:
+            for lane in group.flat_shards:
                 for ours in lane.parameters:
                     for tensor in (ours.sharded_param.to_local(), ours.memory):
                         assert 0 <= tensor.data_ptr() - lane.shards.data_ptr() < lane.shards.nbytes
-        total = sum(lane.shards.numel() for group in sharding.groups for lane in group.lanes)
+        total = sum(lane.shards.numel() for group in sharding.groups for lane in group.flat_shards)
         assert total == sum(parameter.numel() for parameter in net.parameters())
         assert sharding.group_of().keys() == set(net.parameters())
 
@@ -437,7 +437,7 @@ def test_a_copy_on_the_device_is_made_once_where_nobody_writes(mesh, mode, monke
     monkeypatch.setattr(sharded_group.FlatShard, "refresh", lambda lane: (refreshed.append(lane), refresh(lane)))
     net = make()
     with sharded(net, mode) as sharding:
-        num_lanes = sum(len(group.lanes) for group in sharding.groups)
+        num_lanes = sum(len(group.flat_shards) for group in sharding.groups)
         for seed in range(3):
             backward(net, seed)
             net.zero_grad()
@@ -473,7 +473,7 @@ def test_dtypes_may_be_mixed_in_a_group(mesh):
     net, plain = build(), build()
     net.blocks[0].forward.__defaults__ = (net.blocks[0],)
     with sharded(net) as sharding:
-        assert len(sharding.groups[1].lanes) == 2
+        assert len(sharding.groups[1].flat_shards) == 2
         backward(net)
         backward(plain)
         assert_same(gradients(net), gradients(plain))
@@ -508,7 +508,7 @@ def test_on_its_way_everything_is_in_pinned_memory(mesh, monkeypatch):
     monkeypatch.setattr(Tensor, "is_pinned", lambda self: self.numel() in pinned)
     net, plain = make(), make()
     with sharded(net, "params apart", pin_memory=True, **narrow_options(net)) as sharding:
-        lanes = [lane for group in sharding.groups for lane in group.lanes]
+        lanes = [lane for group in sharding.groups for lane in group.flat_shards]
         narrow = [lane for lane in lanes if lane.dtype != torch.float32]
         assert sorted(pinned) == sorted(lane.shards.numel() for lane in (*lanes, *narrow))
         for _ in range(2):
@@ -715,14 +715,14 @@ def test_the_computation_waits_for_what_is_fetched_on_its_own_kind_of_stream(mes
         backward(net)
         group = sharding.groups[0]
         monkeypatch.setattr(group.device_handle, "current_stream", lambda: stream)
-        for lane in group.lanes:
+        for lane in group.flat_shards:
             monkeypatch.setattr(lane, "note_read", lambda: reads.append(list(stream.waited)))
         group.unshard()
         group._fetched = fetched
         group.wait_for_unshard()
         group.wait_for_unshard()  # nothing was fetched since
         assert stream.waited.count(fetched) == 1
-        assert len(reads) == len(group.lanes)
+        assert len(reads) == len(group.flat_shards)
         assert all(fetched in waited for waited in reads)
         group.reshard()
 
@@ -738,7 +738,7 @@ def test_a_step_waits_for_readers_of_the_shards_before_it_writes(mesh, monkeypat
         weight = net.head.weight._local_tensor
         before = weight.clone()
         group = host._groups[net.head.weight]
-        monkeypatch.setattr(group.lanes[0], "wait_for_copies", lambda: order.append(torch.equal(weight, before)))
+        monkeypatch.setattr(group.flat_shards[0], "wait_for_copies", lambda: order.append(torch.equal(weight, before)))
         optimizer.step()
         host.finish()
         host.let_go(sharding.remove())

@@ -130,29 +130,29 @@ def test_copies_are_made_again_only_after_a_write(net, monkeypatch):
 @pytest.mark.parametrize("options", [options for kind, options in KINDS.items() if "narrow" in kind])
 def test_a_lane_can_be_widened_for_a_while(net, options):
     lane = make_lane(net, **options)
-    for is_wide, dtype in ((True, torch.float32), (False, torch.bfloat16), (True, torch.float32)):
+    for is_fp32, dtype in ((True, torch.float32), (False, torch.bfloat16), (True, torch.float32)):
         for parameter in lane.parameters:
             parameter.all_gather_outputs, parameter._unsharded_param = [torch.ones(1)], "gathered"
-        lane.widen(is_wide=is_wide)
+        lane.set_fp32(is_fp32=is_fp32)
         assert lane.transfer_dtype == dtype
         assert_fetches(lane, net, dtype)
         assert all(parameter.all_gather_outputs == [] for parameter in lane.parameters)
         assert all(parameter.whole is None for parameter in lane.parameters)
 
 
-@pytest.mark.parametrize(("dtype", "is_wide"), [(torch.float32, True), (torch.bfloat16, False)])
-def test_what_was_gathered_stays_where_the_dtype_does(net, dtype, is_wide):
+@pytest.mark.parametrize(("dtype", "is_fp32"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_what_was_gathered_stays_where_the_dtype_does(net, dtype, is_fp32):
     lane = make_lane(net, dtype=dtype)
     outputs = [torch.ones(1)]
     lane.parameters[0].all_gather_outputs = outputs
-    lane.widen(is_wide=is_wide)
+    lane.set_fp32(is_fp32=is_fp32)
     assert lane.parameters[0].all_gather_outputs is outputs
 
 
-@pytest.mark.parametrize("is_wide", [True, False])
-def test_a_resident_copy_is_what_is_fetched_under_autocast_and_without(net, is_wide):
+@pytest.mark.parametrize("is_fp32", [True, False])
+def test_a_resident_copy_is_what_is_fetched_under_autocast_and_without(net, is_fp32):
     lane = make_lane(net, device=APART, is_resident=True)
-    lane.widen(is_wide=is_wide)
+    lane.set_fp32(is_fp32=is_fp32)
     parts = list(lane.fetch())
     assert parts[0].data_ptr() == lane.resident.data_ptr()
     assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
@@ -174,8 +174,8 @@ def test_with_a_narrow_copy_the_wide_shards_do_not_leave_the_host(net, monkeypat
     lane = make_lane(net, dtype=torch.bfloat16, device=torch.device("meta"))
     parts = list(lane.fetch())
     assert [(part.device.type, part.dtype) for part in parts] == [("meta", torch.bfloat16)] * 4
-    assert torch.equal(lane._narrow, lane.shards.bfloat16())
-    lane.widen(is_wide=True)
+    assert torch.equal(lane._low_precision, lane.shards.bfloat16())
+    lane.set_fp32(is_fp32=True)
     assert {part.dtype for part in lane.fetch()} == {torch.float32}
 
 
@@ -185,7 +185,7 @@ def test_a_refresh_waits_until_what_was_fetched_has_arrived(net, monkeypatch):
 
     class Event:
         def synchronize(self) -> None:
-            order.append(lane._narrow[0].item())
+            order.append(lane._low_precision[0].item())
 
     monkeypatch.setattr(shard_lanes, "_record", lambda device: Event())
     lane = make_lane(net, dtype=torch.bfloat16, device=APART)
@@ -193,7 +193,7 @@ def test_a_refresh_waits_until_what_was_fetched_has_arrived(net, monkeypatch):
     with torch.no_grad():
         net.up.weight.fill_(2)
     lane.refresh()
-    assert lane._narrow[0] == 2
+    assert lane._low_precision[0] == 2
     assert len(order) == 1
     assert order[0] != 2
 
@@ -249,7 +249,7 @@ def test_a_copy_that_would_grow_asks_first(net, is_allowed):
     lane, asked = make_lane(net, dtype=torch.bfloat16, is_resident=True), []
     lane.may_take = lambda num_bytes: asked.append(num_bytes) or is_allowed
     assert_fetches(lane, net, torch.bfloat16)
-    lane.stay_wide()
+    lane.stay_fp32()
     assert asked == [2 * NUMEL]  # from two bytes to four
     assert (lane.resident is not None) == is_allowed
     assert_fetches(lane, net, torch.float32)

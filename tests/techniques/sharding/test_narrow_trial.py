@@ -21,7 +21,10 @@ autocast = partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)
 
 def narrow(net):
     found = find_narrow_weights(net)
-    return {"narrow_dtype": torch.bfloat16, "narrow": {n for n, p in net.named_parameters() if p in found}}
+    return {
+        "low_precision_dtype": torch.bfloat16,
+        "low_precision": {n for n, p in net.named_parameters() if p in found},
+    }
 
 
 def train(net, num_steps, loss_of=loss_of):
@@ -41,7 +44,7 @@ def compare(kind, num_steps=3, tolerance=0.0, loss_of=loss_of):
     with sharded(net, **narrow(net)) as sharding:
         for ours, theirs in zip(train(net, num_steps, loss_of), train(plain, num_steps, loss_of), strict=True):
             assert_same(ours, theirs, tolerance)
-        lanes = [lane for group in sharding.groups for lane in group.lanes if not lane.is_on_trial]
+        lanes = [lane for group in sharding.groups for lane in group.flat_shards if not lane.is_on_trial]
         dtypes = {parameter.name: lane.transfer_dtype for lane in lanes for parameter in lane.parameters}
     assert_same(weights(net), weights(plain))
     return dtypes
@@ -60,8 +63,8 @@ def test_stock_layers_are_narrow_from_the_second_batch(mesh):
     with sharded(net, **narrow(net)) as sharding:
         seen = []
         for group in sharding.groups:
-            for lane in group.lanes:
-                if lane.has_narrow_dtype:
+            for lane in group.flat_shards:
+                if lane.has_low_precision:
                     plain_fetch = lane.fetch
                     lane.fetch = lambda lane=lane, fetch=plain_fetch: seen.append(lane.transfer_dtype) or fetch()
         train(net, 1)
@@ -92,9 +95,11 @@ def test_attention_may_ask_for_dtypes_and_others_may_not(casts, mesh):
     for _ in range(2):
         with autocast():
             net(x).sum().backward()
-    lanes = [lane for group in sharding.groups for lane in group.lanes if lane.has_narrow_dtype or lane.needs_width]
+    lanes = [
+        lane for group in sharding.groups for lane in group.flat_shards if lane.has_low_precision or lane.needs_fp32
+    ]
     assert lanes
-    assert {lane.needs_width for lane in lanes} == {casts}
+    assert {lane.needs_fp32 for lane in lanes} == {casts}
     sharding.remove(make_whole=False)
 
 
@@ -106,7 +111,9 @@ def test_gradients_that_are_kept_in_16_bit_do_not_keep_the_module(mesh):
         net.zero_grad()
         with autocast():
             loss_of(net, batch(seed)).backward()
-    assert any(parameter.kept_gradient is not None for group in sharding.groups for parameter in group.fsdp_params)
+    assert any(
+        parameter.low_precision_gradient is not None for group in sharding.groups for parameter in group.fsdp_params
+    )
     sharding.remove(make_whole=False)
     module = weakref.ref(net)
     del net, sharding
@@ -270,7 +277,7 @@ def agree_on_width():
     net = make(PenalizedOnOne)
     with sharded(net, **narrow(net)) as sharding:
         train(net, 3)
-        (lane,) = (lane for group in sharding.groups for lane in group.lanes)
+        (lane,) = (lane for group in sharding.groups for lane in group.flat_shards)
         assert lane.transfer_dtype is torch.float32
 
 
@@ -278,7 +285,7 @@ def agree_on_narrowness():
     net = make()
     with sharded(net, **narrow(net)) as sharding:
         train(net, 3)
-        lanes = [lane for group in sharding.groups for lane in group.lanes if lane.has_narrow_dtype]
+        lanes = [lane for group in sharding.groups for lane in group.flat_shards if lane.has_low_precision]
         assert lanes
         assert {lane.transfer_dtype for lane in lanes} == {torch.bfloat16}
 
