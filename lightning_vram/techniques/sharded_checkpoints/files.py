@@ -18,9 +18,9 @@ import re
 import shutil
 import zipfile
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,8 +47,8 @@ def publish(temporary: Path, path: Path) -> None:
     """Rename ``temporary`` to ``path``, synced, and delete the old content; on ``OSError``, ``path`` is unchanged."""
     for written in _contents(temporary):
         _sync(written)
-    takes_a_folders_place = path.is_dir() and not path.is_symlink()
-    if not os.path.lexists(path) or not (takes_a_folders_place or temporary.is_dir()):
+    is_folder = path.is_dir() and not path.is_symlink()
+    if not os.path.lexists(path) or not (is_folder or temporary.is_dir()):
         os.replace(temporary, path)
         _sync(path.parent)
         return
@@ -94,7 +94,7 @@ def delete(path: Path) -> None:
 
 
 def _hidden(path: Path, purpose: str) -> Path:
-    # without the name itself: Lightning takes each file whose name contains "hpc_ckpt_" for a checkpoint to go on from
+    # without the name itself: Lightning resumes from any file whose name contains "hpc_ckpt_"
     digest = hashlib.sha256(path.name.encode()).hexdigest()[:16]
     return path.with_name(f".{digest}.{purpose}")
 
@@ -113,7 +113,7 @@ def _sync(path: Path) -> None:
         return
     try:
         with contextlib.nullcontext() if path.is_file() else contextlib.suppress(OSError):
-            os.fsync(handle)  # some network file systems cannot do it for folders
+            os.fsync(handle)  # fails for folders on some network file systems
     finally:
         os.close(handle)
 
@@ -127,12 +127,8 @@ def _exchange(one: Path, other: Path) -> bool:
     return int(renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(_RENAME_EXCHANGE))) == 0
 
 
-# Checksums of a checkpoint, so that bytes that a disk or a copy has changed are not trained on.
-#
-# A sharded one has them in a file of its own, made as the bytes are written: CRC-32, a third of a second for each GiB.
-# A full one has those of its zip archive. To check means to read once more, before anything is loaded; the ranks share
-# that. Neither keeps anybody from changing a checkpoint on purpose.
-
+# Sharded checkpoints have a file of CRC-32 checksums, computed during the write (0.3 s per GiB); full ones
+# have those of their zip archive. They detect bytes changed by a disk or a copy, not on purpose.
 CHECKSUM_FILE = "checksums.json"
 _CHUNK_BYTES = 2**23
 _WAY_OUT = "Resume from another checkpoint, or load this one without the check: verify=False."
@@ -151,20 +147,13 @@ class Checksum:
         self.crc32 = zlib.crc32(data, self.crc32)
 
 
-def write_checksums(folder: Path, checksums: Mapping[str, Checksum]) -> None:
-    """Write the checksum file of a sharded checkpoint."""
-    (folder / CHECKSUM_FILE).write_text(json.dumps({name: asdict(each) for name, each in sorted(checksums.items())}))
-
-
 def check_folder(folder: Path, part: int = 0, num_parts: int = 1) -> None:
     """Raise ``CheckpointError`` if files differ from their checksums, if any; each rank reads one part of the files."""
     if not (folder / CHECKSUM_FILE).is_file():
         return
     try:
-        written = {
-            str(name): Checksum(**each)
-            for name, each in json.loads((folder / CHECKSUM_FILE).read_text(encoding="utf-8")).items()
-        }
+        entries = json.loads((folder / CHECKSUM_FILE).read_text(encoding="utf-8"))
+        written = {str(name): Checksum(**each) for name, each in entries.items()}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{CHECKSUM_FILE} is damaged. {_WAY_OUT}") from error
     for name in sorted(written, key=lambda name: (-written[name].num_bytes, name))[part::num_parts]:
@@ -184,7 +173,7 @@ def check_archive(path: Path, part: int = 0, num_parts: int = 1) -> None:
                         pass
     except OSError:
         raise
-    except Exception as error:  # of zipfile, zlib or struct, as it happens
+    except Exception as error:  # of zipfile, zlib or struct
         raise CheckpointError(f"{path.name} is damaged ({error}). {_WAY_OUT}") from error
 
 
@@ -241,8 +230,7 @@ class CheckedWriter(FileSystemWriter):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, single_file_per_rank=True, sync_files=True)
-        self.files = CheckedFiles()
-        self.fs = self.files
+        self.fs = self.files = CheckedFiles()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's part; raise disk errors themselves: other ranks see the error without its cause."""
@@ -324,7 +312,7 @@ class ForbiddenClassError(pickle.UnpicklingError):
     """A file has more than ``weights_only=True`` reads."""
 
 
-# a class that is not there, and the disk, say it themselves; Ctrl-C is no damage
+# clear by themselves: a missing class, the disk; Ctrl-C is no damage
 _CLEAR = (AttributeError, CheckpointError, ForbiddenClassError, ImportError, KeyboardInterrupt, MemoryError, OSError)
 
 
@@ -346,7 +334,7 @@ def explained(read: Callable[[], Result], name: str) -> Result:
     try:
         return read()
     except (Exception, CheckpointException) as error:
-        # torch.distributed.checkpoint has collected those of all ranks
+        # torch.distributed.checkpoint collects errors of all ranks
         first = error.failures[min(error.failures)][0] if isinstance(error, CheckpointException) else error
         if isinstance(first, _CLEAR):
             raise first from error

@@ -6,8 +6,11 @@ ever holds more than its part; what is the same on all ranks, such as buffers, r
 """
 
 import io
+import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +30,12 @@ from lightning_vram.core.ranks import current_rank, gather_objects, num_ranks, o
 from lightning_vram.core.tensors.codecs import decoded
 from lightning_vram.private_names.fsdp2 import read_metadata
 from lightning_vram.techniques.sharded_checkpoints.files import (
+    CHECKSUM_FILE,
     CheckedWriter,
     check_folder,
     explained,
     read_values,
     save_values,
-    write_checksums,
 )
 from lightning_vram.techniques.sharded_checkpoints.states import (
     check_fit,
@@ -44,11 +47,10 @@ from lightning_vram.techniques.sharded_checkpoints.states import (
     parameters_by_name,
 )
 
-REST_FILE = "meta.pt"
-MODULE_STATES = ("state_dict", "current_model_state")
-"""Keys of a checkpoint that hold states of modules: the second that of the module, where the first has its average."""
+METADATA_FILE, REST_FILE = ".metadata", "meta.pt"
+MODULE_STATES = ("state_dict", "current_model_state")  # with averaged weights, these are in the first
 Path_ = tuple[str | int, ...]  # of a value in the nested state
-# of a module, its optimizer, what was saved for each parameter, the saved groups, which optimizer it is
+# of a module, its optimizer, the saved state of each parameter, the saved groups, the optimizer's index
 StateCheck = Callable[[nn.Module, Optimizer, Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], int], None]
 
 
@@ -70,7 +72,7 @@ class ShardedFolder:
         self._weights_only = weights_only
         if verify:
             self._read(lambda: check_folder(folder, current_rank(), num_ranks()))
-        self._metadata: Metadata = self._read(lambda: read_index(folder))
+        self._metadata: Metadata = self._read(lambda: explained(partial(_read_metadata, folder), METADATA_FILE))
         self._paths: dict[str, Path_] = dict(self._metadata.planner_data or {})
 
     @property
@@ -108,7 +110,7 @@ class ShardedFolder:
         shapes: dict[str, Sequence[int] | None] = {
             name: tuple(entry.size) if entry is not None else None for name, entry in entries.items()
         }
-        shapes |= {name: None for name, value in own_state.items() if value == {}}  # of which nothing is stored
+        shapes |= {name: None for name, value in own_state.items() if value == {}}  # empty extra states are not stored
         check_fit(own_state, shapes, strict=strict)
         wanted = {}
         for stored_key, path in stored.items():
@@ -136,13 +138,12 @@ class ShardedFolder:
             saved_states = self._find_states(index, names)
             check_states(module, optimizers[index], saved_states, others[root]["param_groups"], index)
         aliases = parameters_by_name(module)
-        states = self._load(
-            {
-                key: self._make_state(key, path, aliases, optimizers[roots.index(str(path[0]))])
-                for key, path in parts.items()
-                if path[1] == "state"
-            }
-        )
+        targets = {
+            key: self._make_state(key, path, aliases, optimizers[roots.index(str(path[0]))])
+            for key, path in parts.items()
+            if path[1] == "state"
+        }
+        states = self._load(targets)
         for root, names, optimizer in zip(roots, own_names, optimizers, strict=True):
             state = states.get(root, {}).get("state", {})
             optimizer.load_state_dict(_to_integers({**others[root], "state": state}, names))
@@ -191,7 +192,11 @@ class ShardedFolder:
     def _load(self, flat: dict[str, Any], on_progress: Callable[[float], None] = lambda done: None) -> dict[str, Any]:
         """Read into the tensors of a flat state; return it nested."""
         planner = _LoadPlanner(count_bytes(flat), on_progress, weights_only=self._weights_only)
-        self._read(lambda: read_entries(self._folder, self._metadata, flat, planner))
+        reader = _Reader(self._folder, self._metadata)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process may read a folder
+            read = partial(load, flat, storage_reader=reader, planner=planner)
+            self._read(lambda: explained(read, "one of its files"))
         nested: dict[Any, Any] = {}
         for key, value in flat.items():
             inner, (*path, last) = nested, self._paths[key]
@@ -225,48 +230,12 @@ def _to_integers(saved: dict[str, Any], names: list[list[str]]) -> dict[str, Any
     return {**saved, "state": state, "param_groups": groups}
 
 
-METADATA_FILE = ".metadata"
-
-
-def read_index(folder: Path) -> Metadata:
-    """Read what is where in a folder.
-
-    Raises:
-        CheckpointError: If it is not what such a folder has.
-    """
-
-    def read() -> Metadata:
-        with (folder / METADATA_FILE).open("rb") as file:
-            index = read_metadata(file)
-        if set(index.planner_data or ()) - set(index.state_dict_metadata):
-            raise KeyError("an entry is not described")
-        return index
-
-    return explained(read, METADATA_FILE)
-
-
-def read_entries(folder: Path, index: Metadata, entries: dict[str, Any], planner: DefaultLoadPlanner) -> None:
-    """Read entries of a folder, in place. A collective.
-
-    Args:
-        folder: It.
-        index: Its.
-        entries: By key, each with the tensor to read into; ``None`` for what is no tensor, whose place it takes.
-        planner: Puts them there.
-
-    Raises:
-        CheckpointError: If one is damaged; on every rank, as all other errors.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process may read a folder
-        explained(
-            lambda: load(
-                entries,
-                storage_reader=_Reader(folder, index),
-                planner=planner,
-            ),
-            "one of its files",
-        )
+def _read_metadata(folder: Path) -> Metadata:
+    with (folder / METADATA_FILE).open("rb") as file:
+        index = read_metadata(file)
+    if set(index.planner_data or ()) - set(index.state_dict_metadata):
+        raise KeyError("an entry is not described")
+    return index
 
 
 class _Reader(FileSystemReader):
@@ -276,7 +245,7 @@ class _Reader(FileSystemReader):
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._index  # torch would unpickle it, whatever it runs
+        return self._index  # torch would unpickle it, and run any code
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -296,14 +265,6 @@ class _LoadPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         key = read_item.dest_index.fqn
         self.state_dict[key] = explained(lambda: torch.load(value, weights_only=self._weights_only), key)
-
-
-# States of a sharded module and its optimizers in a folder to which each rank writes its own part.
-#
-# No rank ever holds more than its part, and any number of ranks can read the folder. It is laid out as Lightning's
-# ``ModelParallelStrategy`` does: ``torch.distributed.checkpoint`` with the keys ``state_dict``, ``optimizer_0``, ...
-# and ``meta.pt`` with all the rest; ``checksums.json``, written last, is ours. What is the same on all ranks, such as
-# buffers, is rank 0's.
 
 
 def sharded_module_state(module: nn.Module) -> dict[str, Any]:
@@ -342,7 +303,7 @@ def write_folder(
     """
     writer = CheckedWriter(folder)
     save(
-        map_leaves(dict(state), lambda leaf: leaf),  # dicts of its own: it may flatten them
+        map_leaves(dict(state), lambda leaf: leaf),  # new dicts: torch may flatten them
         storage_writer=writer,
         planner=_SavePlanner(dedup_save_to_lowest_rank=True),
         process_group=process_group,
@@ -352,4 +313,5 @@ def write_folder(
         with writer.files.create_stream(folder / REST_FILE, "wb") as file:
             save_values(dict(rest), file)
         of_ranks.append(writer.files.checksums)  # with that of the rest
-        write_checksums(folder, {name: checksum for each in of_ranks for name, checksum in each.items()})
+        checksums = {name: asdict(checksum) for each in of_ranks for name, checksum in each.items()}
+        (folder / CHECKSUM_FILE).write_text(json.dumps(dict(sorted(checksums.items()))))

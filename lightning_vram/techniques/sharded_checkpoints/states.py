@@ -60,8 +60,8 @@ def check_fit(module_state: Mapping[str, Any], shapes: Mapping[str, Sequence[int
     """
     complaints = []
     if strict:
-        complaints += _list("lacks", sorted(module_state.keys() - shapes.keys()))
-        complaints += _list("has, unlike the module,", sorted(shapes.keys() - module_state.keys()))
+        complaints += _list("lacks", module_state.keys() - shapes.keys())
+        complaints += _list("has, unlike the module,", shapes.keys() - module_state.keys())
     for name, shape in shapes.items():
         own = module_state.get(name)
         if isinstance(own, Tensor) and (shape is None or tuple(shape) != tuple(own.shape)):
@@ -75,8 +75,8 @@ def check_fit(module_state: Mapping[str, Any], shapes: Mapping[str, Sequence[int
         )
 
 
-def _list(what: str, names: Iterable[str]) -> list[str]:
-    names = list(names)
+def _list(what: str, keys: Iterable[str]) -> list[str]:
+    names = sorted(keys)
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return [f"{what} {', '.join(names[:_MOST_NAMES])}{more}"] if names else []
 
@@ -130,7 +130,7 @@ def _copy_leaf(leaf: Any) -> Any:
 def gather_module_state(module: nn.Module) -> dict[str, Any]:
     """Return the whole ``state_dict()`` on the host of rank 0, with clean names; empty elsewhere. A collective."""
     is_main, state = current_rank() == 0, module.state_dict()
-    # ranks agree on what is tied only by identity: parts that are empty all have address 0
+    # tied by identity, so that all ranks agree: empty parts all have address 0
     tied_to = {name: id(parameter) for name, parameter in parameters_by_name(module).items()}
     gathered: dict[int | str, Any] = {}
     result: OrderedDict[str, Any] = OrderedDict()
@@ -140,7 +140,7 @@ def gather_module_state(module: nn.Module) -> dict[str, Any]:
         if owner not in gathered:
             gathered[owner] = _whole(value, keep=is_main)
         result[name] = gathered[owner]
-    metadata = metadata_of(state) or {}  # versions of modules: plain checkpoints have them
+    metadata = metadata_of(state) or {}  # versions of modules, which baseline checkpoints have
     set_metadata(result, OrderedDict((clean_name(name), each) for name, each in metadata.items()))
     return result if is_main else {}
 
@@ -193,13 +193,11 @@ def check_groups(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
 def load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Load whole tensors, the same on every rank, into an optimizer; states become sharded as parameters are."""
     check_groups(optimizer, state_dict)
-    parameters = dict(
-        zip(
-            chain.from_iterable(group["params"] for group in state_dict["param_groups"]),
-            chain.from_iterable(group["params"] for group in optimizer.param_groups),
-            strict=True,
-        )
+    keys, own = (
+        chain.from_iterable(group["params"] for group in groups)
+        for groups in (state_dict["param_groups"], optimizer.param_groups)
     )
+    parameters = dict(zip(keys, own, strict=True))
     state = {
         key: _load_state(values, parameters[key], optimizer.state.get(parameters[key], {}))
         if key in parameters
@@ -216,7 +214,7 @@ def is_sharded_state(shape: torch.Size, parameter: Tensor, current: Any) -> bool
 
 
 def _load_state(values: Mapping[str, Any], parameter: Tensor, current: Mapping[str, Any]) -> dict[str, Any]:
-    # copies: what is mapped from a file would be copied page by page at the first step, and hold the file
+    # copies: a mapped file would be copied page by page at the first step, and stay open
     def load(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
@@ -233,7 +231,7 @@ def _load_state(values: Mapping[str, Any], parameter: Tensor, current: Mapping[s
 def _placed_like(value: Any, own: Any) -> Any:
     if not (isinstance(value, Tensor) and isinstance(own, DTensor)):
         return value
-    # DTensor.from_local would move it to the device of the mesh
+    # DTensor.from_local would move it to the mesh's device
     return wrap_like(cut_own_shard(value, own).to(own.dtype), own)
 
 
@@ -243,7 +241,7 @@ def _whole(value: Any, *, keep: bool) -> Any:
             value = wrap_like(part.decode(), value)
         full: Tensor = value.full_tensor().detach()
         own = value.to_local().untyped_storage().data_ptr()
-        is_own = full.untyped_storage().data_ptr() == own  # of one rank it may be the part itself
+        is_own = full.untyped_storage().data_ptr() == own  # on one rank it may be the part itself
         return None if not keep else copy_to_host(full) if is_own else full.cpu()
     if isinstance(value, Tensor):
         return copy_to_host(decoded(value)) if keep else None

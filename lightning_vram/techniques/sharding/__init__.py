@@ -1,7 +1,6 @@
-"""FSDP2 with shards on the host, and its undo.
+"""FSDP2 with shards on the host, and its undo. May import: core, memory.
 
-``apply.py`` shards a module; ``group.py`` and ``parameter.py`` take the place of FSDP2's objects. May import: core,
-memory.
+``apply.py`` shards a module; ``group.py`` and ``parameter.py`` replace FSDP2's objects.
 """
 
 from lightning_vram.techniques.sharding.apply import FirstStepMemory, FullSharding, ShardingOptions

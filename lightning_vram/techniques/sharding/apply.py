@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_vram.core.host.memory import HostBuffers
 from lightning_vram.core.host.transfers import HostWorker
-from lightning_vram.core.patching import mixin_for
+from lightning_vram.core.patching import mixin_for, remove_mixin
 from lightning_vram.memory.device.accelerators import current_kind, free_memory_of
 from lightning_vram.private_names.dispatcher import is_compiled_part
 from lightning_vram.private_names.fsdp2 import (
@@ -25,6 +25,7 @@ from lightning_vram.private_names.fsdp2 import (
     groups_of,
     place_of,
     prepare_class,
+    remove_hooks,
     state_of,
 )
 from lightning_vram.private_names.torch import own_parameters
@@ -33,38 +34,26 @@ from lightning_vram.techniques.sharding.gathered import WeightReads
 from lightning_vram.techniques.sharding.group import DeviceShare, ShardedGroup, ViewProofState, take_over
 from lightning_vram.techniques.sharding.grouping import ShardingPlan
 from lightning_vram.techniques.sharding.materialization import has_meta, materialize
-from lightning_vram.techniques.sharding.removal import WholeParameters, detach_fsdp
+from lightning_vram.techniques.sharding.removal import WholeParameters
 
 
 @dataclass(frozen=True)
 class ShardingOptions:
-    """How shards are stored.
+    """How shards are stored."""
 
-    Attributes:
-        on_host: Whether shards and gradients are stored on the host.
-        is_resident: Whether a copy of the shards stays on the device.
-        device_bytes: Device memory of each rank for what would be on the host: copies of shards first, then shards with
-            gradients and optimizer state. A ``float`` is a share of all that; ``None``: as ``is_resident``.
-        is_split: Whether trained fp32 shards with bf16 transfers are stored as a bf16 half and a remainder; frozen ones
-            always are.
-        reshard_after_forward: Whether a layer is freed between its forward and its backward.
-        low_precision_dtype: What autocast casts the weights named ``low_precision`` to; ``None``: nothing.
-        uninitialized_ok: Whether meta layers without an initializer become zeros.
-        seed: For the values of meta layers, the same on all ranks.
-        num_threads: Threads that accumulate gradients on the host.
-    """
-
-    on_host: bool = True
-    is_resident: bool = False
+    on_host: bool = True  # shards and their gradients
+    is_resident: bool = False  # a copy of the shards stays on the device
+    # Device memory of each rank for what would be on the host: copies of shards first, then shards with gradients and
+    # optimizer state. A float is a share of all that; None: as is_resident.
     device_bytes: int | float | None = None
-    is_split: bool = False
-    reshard_after_forward: bool = True
+    is_split: bool = False  # fp32 shards with bf16 transfers as bf16 half and remainder; frozen ones always are
+    reshard_after_forward: bool = True  # free layers between forward and backward
     pin_memory: bool = False
-    low_precision_dtype: torch.dtype | None = None
-    low_precision: Collection[str] = field(default_factory=frozenset)
-    uninitialized_ok: bool = False
-    seed: int = 0
-    num_threads: int = 1
+    low_precision_dtype: torch.dtype | None = None  # what autocast casts weights to; None: nothing
+    low_precision: Collection[str] = field(default_factory=frozenset)  # names of these weights
+    uninitialized_ok: bool = False  # meta layers without an initializer become zeros
+    seed: int = 0  # of values of meta layers, the same on all ranks
+    num_threads: int = 1  # that accumulate gradients on the host
 
 
 class FullSharding:
@@ -101,14 +90,15 @@ class FullSharding:
         self._whole = WholeParameters(module)
         self._sharded: list[nn.Module] = []
         self._places: dict[int, Place] = {}  # by id of the module
+        self.shards: Mapping[nn.Parameter, nn.Parameter] = self._whole.shards  # of the parameters before
         replicated = self._replicate(plan)
         try:
             parts = [[module.get_submodule(name) for name in names] for names in (*plan.groups, ("",))]
             for modules, place in zip(parts, self._plan_places(parts, replicated), strict=True):
                 self._shard(modules, replicated, place)
             self._take_over()
-            if mesh.size() == 1:
-                self._unmark()
+            for part in module.modules() if mesh.size() == 1 else ():
+                vars(part).pop(RANKS_MARK, None)  # for which transformers skip no layers (LayerDrop)
         except BaseException:
             self.remove()
             raise
@@ -126,7 +116,7 @@ class FullSharding:
             self._is_inside = False
         self._trial.end_batch()  # if there was a backward in it
 
-    # --- what groups tell ---
+    # --- called by groups ---
 
     def called(self, group: ShardedGroup) -> None:
         """``group`` was gathered for a forward."""
@@ -137,11 +127,6 @@ class FullSharding:
         """The iteration was discarded."""
         self._used.forget()
         self._trial.forget()
-
-    def landed(self, group: ShardedGroup) -> None:
-        """Gradients of ``group`` are on the host."""
-        if self.on_landed is not None:
-            self.on_landed(group)
 
     def finalized(self, group: ShardedGroup) -> None:
         """The backward is over for ``group``."""
@@ -166,7 +151,7 @@ class FullSharding:
         if self._is_inside:
             announce_backward(self.module)
 
-    # --- what others ask ---
+    # --- called by optimizers and strategies ---
 
     def agree_on_gradients(self) -> None:
         """Update ``requires_grad`` of gathered parameters to that of their shards."""
@@ -177,11 +162,6 @@ class FullSharding:
     def group_of(self) -> Mapping[nn.Parameter, ShardedGroup]:
         """Return the group of each sharded parameter."""
         return {p.sharded_param: group for group in self.groups for p in group.fsdp_params}
-
-    @property
-    def shards(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Shards of the parameters that the module had before."""
-        return self._whole.shards
 
     def wait_for_steps(self) -> None:
         """Wait until no step writes a shard."""
@@ -207,24 +187,23 @@ class FullSharding:
         if self.landing is not None:
             self.landing.drain()
         for group in self.groups:
-            with suppress(Exception):  # of a step that failed, which has been told, or will be by who finishes steps
+            with suppress(Exception):  # of a failed step; it is raised where steps are finished
                 group.steps.wait()
         replaced: dict[nn.Parameter, nn.Parameter] = {}
         if make_whole and self._whole.can_restore:
-            # Those of FSDP2 itself, where an error came before they were taken over.
+            # Not self.groups: after an early error some are still FSDP2's own.
             for group in {group: None for module in self._sharded for group in groups_of(module)}:
                 if isinstance(group, ShardedGroup):
                     group.forget_whole()
                 replaced |= self._whole.restore(group)
             for module in self._sharded:
-                detach_fsdp(module)
+                remove_hooks(module)
+                remove_mixin(module, FSDPModule)
             self._whole.restore_rest()
         if self.landing is not None:
             self.landing.stop()
         self.buffers.close()
         return replaced
-
-    # --- how it is done ---
 
     def _replicate(self, plan: ShardingPlan) -> list[nn.Parameter]:
         """Keep scalars and empty parameters, which FSDP2 cannot shard, whole on the device."""
@@ -255,7 +234,7 @@ class FullSharding:
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=self.mesh,
-            # What is left in the root is needed again at once.
+            # Parameters left in the root are needed again at once.
             reshard_after_forward=None if modules == [self.module] else options.reshard_after_forward,
             offload_policy=policy,
             ignored_params=set(replicated),
@@ -263,11 +242,6 @@ class FullSharding:
         self._sharded += modules
         self._places.update((id(module), place) for module in modules)
         self._whole.release(modules)
-
-    def _unmark(self) -> None:
-        """Remove FSDP2's mark for several ranks, for which transformers skip no layers (LayerDrop)."""
-        for part in self.module.modules():
-            vars(part).pop(RANKS_MARK, None)
 
     def _take_over(self) -> None:
         names = {
@@ -295,7 +269,7 @@ class FullSharding:
             self.landing, self.home = None, self.device
 
 
-_MARGIN = 10  # the part of the device's memory that is left free: later batches may be larger
+_MARGIN = 10  # 1/10 of device memory stays free: later batches may be larger
 
 
 class FirstStepMemory:
@@ -348,7 +322,7 @@ class UsedParameters:
         self._replicated = replicated
         self._num_ranks = mesh.size()
         self._place = {group: place for place, group in enumerate(self._groups)}
-        self._order = 0  # a digest of which groups were gathered, one after the other
+        self._order = 0  # digest of the sequence of gathered groups
 
     def note(self, group: ShardedGroup) -> None:
         """Record that a group was gathered for a forward."""
@@ -405,7 +379,7 @@ def _device_for_flags() -> torch.device | None:
     return torch.device("cpu") if has_host else torch.device(current_kind(), torch.accelerator.current_device_index())
 
 
-_NUM_BATCHES = 8  # after which weights that were never used are waited for no longer
+_NUM_BATCHES = 8  # after which unused weights no longer delay the decision
 
 
 class LowPrecisionTrial:
@@ -418,7 +392,7 @@ class LowPrecisionTrial:
     def __init__(self, groups: Iterable[ShardedGroup], compiled: Collection[nn.Parameter] = ()) -> None:
         self._flat_shards = [(group, flat) for group in groups for flat in group.flat_shards if flat.has_low_precision]
         self._num_batches = 0
-        self._unused: list[bool] = []  # of each flat: whether it has a weight that was not used yet
+        self._unused: list[bool] = []  # per flat shard: whether a weight was not used yet
         for _, flat in self._flat_shards:
             flat.is_on_trial = True
             for parameter in flat.parameters:

@@ -55,16 +55,12 @@ class FlatShard:
         is_resident: bool,
         is_split: bool = False,
     ) -> None:
-        self.parameters = list(parameters)
-        self.dtype = dtype
-        self.is_fp32 = False
-        self.is_on_trial = self.needs_fp32 = False
-        self.device = device
+        self.parameters, self.dtype, self.device = list(parameters), dtype, device
+        self.is_fp32 = self.is_on_trial = self.needs_fp32 = False
         self._sizes = [parameter.memory.numel() for parameter in parameters]
         self.numel: int = sum(self._sizes)
-        shards = _gather(parameters, self._sizes, home, pin_memory=pin_memory)
-        self.shards: Tensor | None = shards
-        self.own_dtype, self.own_device = shards.dtype, shards.device
+        self.shards: Tensor | None = _gather(parameters, self._sizes, home, pin_memory=pin_memory)
+        self.own_dtype, self.own_device = self.shards.dtype, self.shards.device
         self.is_split = is_split and (self.own_dtype, dtype) == (torch.float32, torch.bfloat16)
         self.split: SplitWeights | None = None
         self._pin_memory = pin_memory
@@ -119,7 +115,7 @@ class FlatShard:
         for parameter in self.parameters if self.is_split else ():
             kept = parameter.low_precision_gradient
             if kept is not None and kept is parameter.sharded_param.grad:
-                self._has_sums = True  # more than one comes before a step: from now on
+                self._has_sums = True  # gradients are accumulated: from now on in fp32
             parameter.upcast_gradient()
 
     def set_fp32(self, *, is_fp32: bool) -> None:
@@ -127,7 +123,7 @@ class FlatShard:
         if is_fp32 == self.is_fp32 or not self.has_low_precision:
             return
         self.is_fp32 = is_fp32
-        for parameter in self.parameters:  # FSDP2 makes them again
+        for parameter in self.parameters:  # FSDP2 allocates them for the other dtype
             parameter.forget_whole()
 
     def stay_fp32(self) -> None:
@@ -168,7 +164,7 @@ class FlatShard:
             self.split = SplitWeights(self._sizes, pin_memory=self._pin_memory)
         self.split.write_all(self.shards)
         is_held = self._count_users() > self._num_users and not isinstance(self.shards, FakeTensor)
-        if not is_held:  # else somebody would read what is no longer the weight
+        if not is_held:  # else that code would read stale values
             nothing = self.shards.new_full((), torch.nan)
             for parameter, size in zip(self.parameters, self._sizes, strict=True):
                 _put(parameter, nothing.expand(size))
@@ -203,7 +199,7 @@ class FlatShard:
     def wait_for_copies(self) -> None:
         """Wait until the device has read shards and copies that another thread is about to write."""
         if self.own_device != self.device or self.has_copies:
-            # Where weights were fetched as they are, nobody has waited for what came to the resident copy.
+            # After a fetch in fp32 nothing has waited for the resident copy.
             for event in (self._fetched, self._arrived):
                 if event is not None:
                     event.synchronize()
@@ -217,7 +213,7 @@ class FlatShard:
         """Copy to the device, on its current stream; return one flat read-only shard per parameter."""
         if self.is_split and self.is_fp32:
             self.open()
-            self.touch()  # what was opened for this is to rest after it
+            self.touch()  # joined for this fetch, split again after it
         elif self.has_copies and self._seen != self._version:
             self.refresh()
         if self.resident is None or self.is_fp32:
@@ -286,12 +282,6 @@ def _side_stream(device: torch.device) -> Any:
     return _streams[device]
 
 
-# Steps that go on beside the training: whoever wants to read what one writes waits for it.
-#
-# What only reads the shards, as an average of weights does, is waited for by who may write to them, and by who wants
-# what comes of it; not by a fetch for the next forward.
-
-
 class ShardSteps:
     """Pending optimizer steps on the shards of one group: code that reads what a step writes waits for it.
 
@@ -307,10 +297,10 @@ class ShardSteps:
     def begin(self, ticket: Ticket, watched: Iterable[Tensor], *, is_reader: bool = False) -> None:
         """Block use of ``watched`` tensors until ``ticket``, of a job after those before; a reader writes no shards."""
         if self._pending and self._pending[-1][0].is_done:
-            self._end(len(self._pending))  # all: else there would be more and more where nobody steps
+            self._end(len(self._pending))  # all: else the list would grow where no step follows
         watched = list(watched)
         for flat in self._flat_shards:
-            if flat.is_split:  # all of it comes to rest
+            if flat.is_split:  # the job splits all of it
                 watched += [parameter.sharded_param for parameter in flat.parameters]
         self._pending.append((ticket, watched, is_reader))
         watch(watched, self.wait)
@@ -383,18 +373,12 @@ class ShardSteps:
             self._reader = None
 
 
-# Which shards stay on the device, within so many bytes: those that save most on the bus for each of them.
-#
-# What crosses the bus for a weight in a step of one micro-batch, which gathers it for the forward and for the backward:
-#
-# * at home on the host: the weight twice, its gradient once;
-# * with a copy on the device: the copy is renewed once, the gradient sent once. A frozen weight has neither;
-# * at home on the device, with its gradient and the states of its optimizer: nothing.
-#
-# With AdamW in float32 these are 12, 8 for 4 bytes on the device, and 0 for 16: copies come first.
-
+# PCIe transfers of a group in a step of one micro-batch, by the place of its shards:
+# * "host": weights twice, for forward and backward, and gradients once;
+# * "copy", on the host with a copy on the device: the copy and gradients once, nothing of frozen weights;
+# * "device", with gradients and optimizer state: nothing.
+# With AdamW in fp32 these are 12 bytes, 8 bytes for 4 on the device, and 0 for 16: copies come first.
 Place = Literal["host", "copy", "device"]
-"""Where the shards of a group are: on the host, there with a copy on the device, or on the device alone."""
 
 _NUM_FETCHES = 2  # for the forward and for the backward
 _NUM_HELD = 4  # weight, gradient and the two moments of AdamW, all in the dtype of the weight
@@ -402,19 +386,19 @@ _NUM_HELD = 4  # weight, gradient and the two moments of AdamW, all in the dtype
 
 @dataclass(frozen=True)
 class ShardBytes:
-    """Bytes of one group on one rank: on the device, and over PCIe in a step, without and with a copy on the device."""
+    """Bytes of one group, on one rank."""
 
-    copy_bytes: int
-    device_bytes: int
-    sent_bytes: int
-    sent_with_copy_bytes: int
+    copy_bytes: int  # of a copy on the device
+    device_bytes: int  # of weights, gradients and moments on the device
+    sent_bytes: int  # over PCIe in a step
+    sent_with_copy_bytes: int  # over PCIe in a step, with a copy on the device
 
 
 def count_shard_bytes(shards: Iterable[tuple[int, torch.dtype, torch.dtype, bool]]) -> ShardBytes:
     """Count for shards of one group, given as (numel, dtype, transfer dtype, whether trained)."""
     copied = held = sent = sent_with_copy = 0
-    for numel, dtype, bus_dtype, is_trained in shards:
-        one = numel * bus_dtype.itemsize
+    for numel, dtype, transfer_dtype, is_trained in shards:
+        one = numel * transfer_dtype.itemsize
         copied += one
         held += numel * dtype.itemsize * (_NUM_HELD if is_trained else 1)
         sent += one * (_NUM_FETCHES + is_trained)
@@ -429,7 +413,7 @@ def plan_residency(groups: Sequence[ShardBytes], budget_bytes: int) -> list[Plac
     before the next forward. A group that does not fit is skipped. A larger budget never takes fewer bytes, nor saves
     less.
     """
-    steps = []  # gain for each byte, group, what for, bytes, and where the group has to be before
+    steps = []  # gain per byte, group, new place, bytes, and the place before
     for index, group in enumerate(groups):
         if not group.device_bytes:
             continue

@@ -20,10 +20,6 @@ from lightning_vram.private_names.dispatcher import DispatchKey, FakeTensor, is_
 from lightning_vram.private_names.fsdp2 import AskedDTensor, local_shard, read_numbers_by, set_own_shard
 from lightning_vram.private_names.torch import current_graph_task_id, local_shard_of, tree_leaves
 
-# Parameters, shards and gathered ones, that take the values which code gives them by ``parameter.data = values``.
-#
-# Averages of weights are often moved so. A ``DTensor`` takes them without a word, and keeps the values it had.
-
 _GATHERED = f"{OURS}gathered"
 
 
@@ -43,7 +39,7 @@ class SettableShard(DTensor):
         gathered = gathered_of(self)
         set_values(self if gathered is None else gathered.data, values)
 
-    # Copies and files are plain ones.
+    # Copies and files have DTensor's class.
     def __deepcopy__(self, memo: Any) -> Any:
         return while_plain(self, DTensor, lambda: self.__deepcopy__(memo))
 
@@ -105,8 +101,7 @@ def set_values(parameter: Tensor, values: Tensor) -> None:
 
 
 _WAIT = f"{OURS}wait_until_written"  # an attribute: what it refers to may refer to the tensor
-_CLASS = f"{OURS}class_when_written"
-_AFTER = f"{OURS}after_use"
+_CLASS, _AFTER = f"{OURS}class_when_written", f"{OURS}after_use"
 
 
 class WatchedShard(AskedDTensor):
@@ -125,7 +120,7 @@ class WatchedShard(AskedDTensor):
             tell(func)
         return result
 
-    # What full_tensor() and others read past any dispatch.
+    # full_tensor() and others read this without dispatch.
     @override
     def give_local(self) -> Tensor:
         wait_until_written(self)
@@ -134,12 +129,10 @@ class WatchedShard(AskedDTensor):
     @property
     def data(self) -> Tensor:
         """Wait, then as of its own class."""
-        if _AFTER not in vars(self):  # else nothing is being written
-            wait_until_written(self)
-            return self.data
-        gathered = gathered_of(self)
-        assert gathered is not None
-        return gathered.data
+        if _AFTER in vars(self) and (gathered := gathered_of(self)) is not None:  # nothing is being written
+            return gathered.data
+        wait_until_written(self)
+        return self.data
 
     @data.setter
     def data(self, values: Tensor) -> None:
@@ -213,36 +206,15 @@ def wait_until_written(value: Any) -> None:
             wait()
 
 
-# What is done with a gathered weight: whether it would do to have it in 16 bit.
-#
-# Autocast casts the weight of a linear layer at each use. A weight that comes in 16 bit gives the same bits, if nothing
-# but autocast reads its values, and if no backward adds up the gradients of several uses: a plain run does so in 32
-# bit.
-
 _READS = f"{OURS}reads"
-_CASTING = frozenset(
-    {
-        F.linear,
-        F.conv1d,
-        F.conv2d,
-        F.conv3d,
-        F.conv_transpose1d,
-        F.conv_transpose2d,
-        F.conv_transpose3d,
-        F.multi_head_attention_forward,
-        torch.addmm,  # of transformers' Conv1D
-    }
-)
+_CASTING = {F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d}
+_CASTING |= {F.multi_head_attention_forward, torch.addmm}  # addmm: of transformers' Conv1D
 _PROPERTIES: Any = Tensor
-_HARMLESS = frozenset(
-    {
-        *(_PROPERTIES.grad.__get__, _PROPERTIES.grad.__set__, _PROPERTIES.grad_fn.__get__),
-        *(_PROPERTIES.requires_grad.__set__, Tensor.requires_grad_),
-    }
-)
-# Compares dtypes to choose a path that it does not take under autocast.
+_HARMLESS = {_PROPERTIES.grad.__get__, _PROPERTIES.grad.__set__, _PROPERTIES.grad_fn.__get__}
+_HARMLESS |= {_PROPERTIES.requires_grad.__set__, Tensor.requires_grad_}
+# Compares dtypes to choose a path that autocast excludes.
 _ATTENTION = nn.MultiheadAttention.forward.__code__
-# What is no value of the weight, such as its shape. Not its dtype: what is cast to that has other bits.
+# Not values of the weight, such as its shape. Not its dtype: tensors cast to that differ.
 _FACTS = (int, str, torch.device, torch.layout, RemovableHandle)
 
 
@@ -367,10 +339,6 @@ def upcast(gradient: Tensor) -> None:
         unwatch([gradient])
 
 
-# Numbers that code reads of sharded tensors: those of the whole tensor on every rank, and not of the rank's own part.
-#
-# PyTorch gives out the rank's part of a sum that is yet to be added up, so that ranks decide differently.
-
 _INSIDE = ("torch", "lightning_vram")
 
 
@@ -392,11 +360,10 @@ class WholeNumbers:
 
     def _read(self, tensor: Any) -> Any:
         if is_key_excluded(DispatchKey.Python):
-            # torch.tensor([...]) turns DTensor's operators off, for its own thread alone.
+            # torch.tensor([...]) turns DTensor's operators off, in its own thread only.
             with ThreadPoolExecutor(1) as thread:
                 return thread.submit(self._read, tensor).result()
-        is_whole = all(place.is_replicate() for place in tensor.placements) or self._agreement.is_alone
-        if is_whole:
+        if all(place.is_replicate() for place in tensor.placements) or self._agreement.is_alone:
             return local_shard(tensor).item()
         self._meet()
         return tensor.detach().full_tensor().item()

@@ -2,15 +2,14 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import groupby
-from typing import Any, Protocol
+from itertools import chain, compress, groupby
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
-from lightning_vram.core.host.memory import HostBuffers
 from lightning_vram.core.host.transfers import HostWorker, Ticket
+from lightning_vram.core.tensors.properties import sharded_modules
 from lightning_vram.private_names.fsdp2 import FSDPParamGroup, GroupBase, StateBase
 from lightning_vram.private_names.torch import base_of, tree_map_only
 from lightning_vram.techniques.sharding.flat_shards import (
@@ -25,29 +24,10 @@ from lightning_vram.techniques.sharding.flat_shards import (
 from lightning_vram.techniques.sharding.gathered import make_settable
 from lightning_vram.techniques.sharding.parameter import ShardedParameter
 
+if TYPE_CHECKING:
+    from lightning_vram.techniques.sharding.apply import FullSharding
+
 Arrival = tuple[ShardedParameter, Tensor]
-
-
-class GroupOwner(Protocol):
-    """Receives the events of a group."""
-
-    home: torch.device  # of the shards that are not on the device
-    landing: HostWorker | None  # where gradients come from another device
-    pin_memory: bool
-    is_split: bool  # whether the shards on the host are split at rest, see FlatShard
-    buffers: HostBuffers  # that gradients arrive in
-
-    def called(self, group: "ShardedGroup") -> None:
-        """``group`` was gathered for a forward that a backward may follow."""
-
-    def lost(self) -> None:
-        """The iteration was discarded."""
-
-    def landed(self, group: "ShardedGroup") -> None:
-        """Gradients of ``group`` are on the host; called in the receiving thread."""
-
-    def finalized(self, group: "ShardedGroup") -> None:
-        """The backward is over for ``group``, and its gradients are on the host."""
 
 
 class ShardedGroup(GroupBase):
@@ -62,7 +42,7 @@ class ShardedGroup(GroupBase):
     """
 
     flat_shards: list[FlatShard]
-    owner: GroupOwner
+    owner: "FullSharding"
     home: torch.device  # of its shards
     landing: HostWorker | None  # where its gradients come from another device
     steps: ShardSteps
@@ -75,7 +55,7 @@ class ShardedGroup(GroupBase):
     _last_calls: int = 0
     _most_calls: int = 1  # before one backward, in the batches that were looked at
     has_more_calls: bool = False  # in the last backward
-    _may_return: bool = False  # was called without a graph, which a reentrant checkpoint makes in the backward
+    _may_return: bool = False  # called without a graph, which a reentrant checkpoint builds in the backward
 
     # --- before a layer is computed ---
 
@@ -92,7 +72,7 @@ class ShardedGroup(GroupBase):
         """Wait for the fetch: with one rank FSDP2 reads it now."""
         is_waiting = self.is_gathering
         if is_waiting and self._fetched is not None:
-            # Not the stream of torch.accelerator: to that one an event of torch.cuda is none, and it does not wait.
+            # Not torch.accelerator's stream: it does not know events of torch.cuda, and would not wait.
             self.device_handle.current_stream().wait_event(self._fetched)
         self._fetched = None
         super().wait_for_unshard()
@@ -111,7 +91,7 @@ class ShardedGroup(GroupBase):
         return result
 
     def _choose_dtype(self) -> None:
-        # Autocast is off in the backward, and where a user turned it off or calls the module by himself.
+        # Autocast is off in the backward, where a user turned it off, and in calls outside of a step.
         if not self.is_before_backward and not self._num_calls:
             is_autocast = torch.is_autocast_enabled(self.device.type)
             for flat in self.flat_shards:
@@ -206,11 +186,9 @@ class ShardedGroup(GroupBase):
         for parameter, buffer in self._buffers():
             parameter.begin_reduction(buffer)
         try:
-            has_peers = self.mesh_info.mesh.size() > 1
-            in_fp32 = {flat for flat in self.flat_shards if has_peers and flat.transfer_dtype.itemsize < 4}
-            self.reduce_parts(
-                (flat.parameters, torch.float32 if flat in in_fp32 else None) for flat in self.flat_shards
-            )
+            dtype = torch.float32 if self.mesh_info.mesh.size() > 1 else None
+            parts = ((flat.parameters, flat.transfer_dtype.itemsize < 4) for flat in self.flat_shards)
+            self.reduce_parts((parameters, dtype if is_low else None) for parameters, is_low in parts)
         finally:
             sent = [(parameter, parameter.end_reduction()) for parameter in self.fsdp_params]
         return [(parameter, gradient) for parameter, gradient in sent if gradient is not None]
@@ -231,7 +209,8 @@ class ShardedGroup(GroupBase):
             event.synchronize()
         for parameter, gradient in arrivals:
             parameter.land(gradient)
-        self.owner.landed(self)
+        if self.owner.on_landed is not None:
+            self.owner.on_landed(self)
 
     def show_writes(self) -> None:
         """Let gather streams of all groups wait for a step on the device, as FSDP2 does in the root's forward."""
@@ -269,7 +248,7 @@ def _hold(tensor: Tensor) -> Tensor:
 
 
 def take_over(
-    group: FSDPParamGroup, owner: GroupOwner, dtype_of: Callable[[Any], torch.dtype | None], place: Place
+    group: FSDPParamGroup, owner: "FullSharding", dtype_of: Callable[[Any], torch.dtype | None], place: Place
 ) -> ShardedGroup:
     """Turn FSDP2's object into a :class:`ShardedGroup`.
 
@@ -282,7 +261,7 @@ def take_over(
     host.home, host.landing = (host.device, None) if place == "device" else (owner.home, owner.landing)
 
     def key(parameter: Any) -> tuple[str, str, bool]:
-        # Adapters are read in ways that need 32 bit; the frozen weights beside them are not.
+        # Adapters are read in forms that need fp32; the frozen weights next to them are not.
         own = parameter.sharded_param.dtype
         return str(own), str(dtype_of(parameter) or own), parameter.sharded_param.requires_grad
 
@@ -308,7 +287,7 @@ class DeviceShare:
     """Divides device memory among the groups of one module, on one rank."""
 
     def __init__(self) -> None:
-        self._spare_bytes = 0  # that were given and not taken
+        self._spare_bytes = 0
 
     def plan(
         self,
@@ -329,14 +308,8 @@ class DeviceShare:
             device_bytes: The budget; a ``float`` is a share of what all would take.
         """
         claimed = {id(parameter) for parameter in replicated}
-        claimed |= {
-            id(parameter)
-            for modules in parts
-            for module in modules
-            for part in module.modules()
-            if isinstance(part, FSDPModule)  # sharded already, it stays as it is
-            for parameter in part.parameters()
-        }
+        sharded = (part for module in chain.from_iterable(parts) for part in sharded_modules(module))
+        claimed |= {id(parameter) for part in sharded for parameter in part.parameters()}
         needs = []
         for modules in parts:
             ours = {id(p): p for module in modules for p in module.parameters() if id(p) not in claimed}
@@ -363,19 +336,16 @@ class DeviceShare:
 
     def keep_copies(self, groups: Sequence[ShardedGroup], device_bytes: int) -> int:
         """Keep copies of shards on the device, as far as they fit; return their bytes. No step may be pending."""
-        flat_shards = [
-            [flat for flat in group.flat_shards if flat.resident is None]
-            for group in groups
-            if group.landing is not None
-        ]
-        sizes = [sum(flat.numel * flat.dtype.itemsize for flat in one) for one in flat_shards]
+        hosted = [group.flat_shards for group in groups if group.landing is not None]
+        missing = [[flat for flat in flat_shards if flat.resident is None] for flat_shards in hosted]
+        sizes = [sum(flat.numel * flat.dtype.itemsize for flat in flat_shards) for flat_shards in missing]
         chosen = plan_copies(sizes, device_bytes)
-        taken_bytes = sum(size for size, is_chosen in zip(sizes, chosen, strict=True) if is_chosen)
+        taken_bytes = sum(compress(sizes, chosen))
         self._spare_bytes = device_bytes - taken_bytes
-        for flat in (flat for one, is_chosen in zip(flat_shards, chosen, strict=True) if is_chosen for flat in one):
+        for flat in chain.from_iterable(compress(missing, chosen)):
             flat.keep_copy()
         self.limit(groups)
         if any(chosen) and torch.accelerator.is_available():
-            # Another stream is to write to memory that the computation has just left.
+            # Another stream will write to memory that the computation has just freed.
             torch.accelerator.synchronize()
         return taken_bytes

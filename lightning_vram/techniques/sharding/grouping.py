@@ -13,38 +13,18 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Literal
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_vram.core.tensors.properties import sharded_modules
 from lightning_vram.private_names.torch import own_children, own_parameters
-
-# Find modules whose parameters somebody uses without calling the module.
-#
-# FSDP2 gathers the parameters of a module when the module is called. A weight that is read past the call
-# (``hidden @ self.embedding.weight.T``) would be a shard still. The code of the forward methods tells most such reads:
-# it is looked through once, and nothing of it is run. Reads by an index (``self.layers[0].weight``) or by ``getattr``
-# are not seen.
-
-if dist.is_available():
-    from torch.distributed.fsdp import FSDPModule  # absent from builds without torch.distributed
 
 _ENTRIES = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 _ATTRIBUTE_LOADS = ("LOAD_ATTR", "LOAD_METHOD")
-_HARMLESS = ("dtype", "is_meta", "ndim", "requires_grad", "shape")  # a shard gives the same answer
+_HARMLESS = ("dtype", "is_meta", "ndim", "requires_grad", "shape")  # the same of a shard
 
 Chain = tuple[str, ...]
-
-
-def has_forward(module: nn.Module) -> bool:
-    """Whether ``module`` can be called; containers such as ``ModuleList`` cannot."""
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
-
-
-def is_sharded_itself(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` was called on ``module``."""
-    return dist.is_available() and isinstance(module, FSDPModule)
 
 
 def find_read_modules(root: nn.Module) -> set[nn.Module]:
@@ -54,10 +34,15 @@ def find_read_modules(root: nn.Module) -> set[nn.Module]:
     whose parameters an outer forward or step names (``hidden @ self.embedding.weight.T``), where they would still be
     shards. The code is inspected, not run; reads by an index (``self.layers[0].weight``) or by ``getattr`` are missed.
     """
-    read = {module for module in root.modules() if not has_forward(module)}
-    for module, chain in _iterate_chains(root):
-        path, rest = _follow(module, chain)
-        if path and rest and _is_parameter(path[-1], rest[0]) and rest[1:2] not in {(name,) for name in _HARMLESS}:
+    read = {
+        module
+        for module in root.modules()
+        if type(module).forward is nn.Module.forward and "forward" not in vars(module)  # ModuleList and such
+    }
+    for path, rest in _iterate_chains(root):
+        owner, name = path[-1], rest[0]
+        is_parameter = name in own_parameters(owner) or is_parametrized(owner, name)
+        if is_parameter and not (len(rest) > 1 and rest[1] in _HARMLESS):
             read.update(path)
     for module in root.modules():
         if isinstance(module, nn.MultiheadAttention):
@@ -69,28 +54,22 @@ def find_read_modules(root: nn.Module) -> set[nn.Module]:
 
 def find_entered_modules(root: nn.Module) -> set[nn.Module]:
     """Find modules of which an outer forward or step calls another method than ``forward``."""
-    entered = set()
-    for module, chain in _iterate_chains(root):
-        path, rest = _follow(module, chain)
-        if (
-            path
-            and rest
-            and not hasattr(nn.Module, rest[0])
-            and inspect.isfunction(getattr(type(path[-1]), rest[0], 0))
-        ):
-            entered.add(path[-1])
-    return entered
+    return {
+        path[-1]
+        for path, (name, *_) in _iterate_chains(root)
+        if not hasattr(nn.Module, name) and inspect.isfunction(getattr(type(path[-1]), name, None))
+    }
 
 
-def _iterate_chains(root: nn.Module) -> Iterator[tuple[nn.Module, Chain]]:
-    """Yield modules with the attributes that their code reads: ``self.a.b`` is read as ``("a", "b")``."""
+def _iterate_chains(root: nn.Module) -> Iterator[tuple[list[nn.Module], Chain]]:
+    """Yield modules along each chain of attributes in a module's code (``self.a.b``), and the rest of the chain."""
     known: dict[type, set[Chain]] = {}
     for module in root.modules():
         kind = type(module)
         if kind not in known:
             known[kind] = _read_chains(kind)
-        for chain in known[kind]:
-            yield from ((module, chain[start:]) for start, name in enumerate(chain) if name in own_children(module))
+        followed = (_follow(module, chain[start:]) for chain in known[kind] for start in range(len(chain)))
+        yield from ((path, rest) for path, rest in followed if path and rest)
 
 
 def _read_chains(kind: type) -> set[Chain]:
@@ -133,17 +112,6 @@ def _follow(module: nn.Module, chain: Chain) -> tuple[list[nn.Module], Chain]:
         module = child
         path.append(module)
     return path, ()
-
-
-def _is_parameter(module: nn.Module, name: str) -> bool:
-    return name in own_parameters(module) or is_parametrized(module, name)
-
-
-# Plan which modules of a model FSDP2 shards together.
-#
-# FSDP2 gathers the parameters of one group at a time. A group for every block of a model, and one for each large
-# embedding or head, keeps little on the device; a group for every small layer costs more messages than it saves memory.
-# What is in no group is gathered with the whole model and stays for the whole step.
 
 
 Wrap = Literal["auto"] | Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool]
@@ -189,7 +157,7 @@ def plan_sharding_groups(module: nn.Module, wrap: Wrap = "auto", *, min_params: 
     """
     _check(module, wrap, min_params)
     names = {part: name for name, part in module.named_modules()}
-    skipped = {inner for part in names if is_sharded_itself(part) for inner in part.modules()}
+    skipped = {inner for part in sharded_modules(module) for inner in part.modules()}
     read = find_read_modules(module)
     if module in skipped:
         groups = []
@@ -215,7 +183,7 @@ def _plan_alone(
     found = {part for group in groups for part in group}
     separate_shared_owners(module, groups, read, skipped)
     sizes = count_own_params(module, groups, skipped)
-    enough = min_params / 2  # for what is left of a group beside the parameters it shares
+    enough = min_params / 2  # for the rest of a group without the parameters it shares
     return [group for group, size in zip(groups, sizes, strict=True) if size >= enough or not found.issuperset(group)]
 
 
@@ -233,7 +201,7 @@ def _choose(
         return chosen
     wanted: dict[nn.Module, None] = {}
     for kind in wrap:
-        matched = [part for part in inner if _is_of(part, kind)]
+        matched = [p for p in inner if (type(p).__name__ == kind if isinstance(kind, str) else isinstance(p, kind))]
         if not matched:
             raise ValueError(f"wrap={kind!r} matches no module. {_list_classes(inner)}")
         unfit = [inner[part] for part in matched if part in read]
@@ -244,10 +212,6 @@ def _choose(
             )
         wanted.update(dict.fromkeys(matched))
     return [part for part in inner if part in wanted]
-
-
-def _is_of(part: nn.Module, kind: str | type[nn.Module]) -> bool:
-    return type(part).__name__ == kind if isinstance(kind, str) else isinstance(part, kind)
 
 
 def _list_classes(parts: Iterable[nn.Module]) -> str:
@@ -283,8 +247,8 @@ def _check(module: nn.Module, wrap: object, min_params: int) -> None:
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_COARSE_BLOCK = 4  # a block with more than this fraction of all parameters is looked into
-_COARSE_PART = 2  # and any other part with more than this
+_COARSE_BLOCK = 4  # look into a block with more than 1/4 of all parameters
+_COARSE_PART = 2  # and into any other part with more than 1/2
 
 Group = list[nn.Module]
 
@@ -312,7 +276,11 @@ class _BlockFinder:
         self._entered = find_entered_modules(root)
         self._done = set(skipped)
         self._sizes: dict[nn.Module, int] = {}
-        self._declared = set(_find_declared(root))
+        names: set[str] = set()
+        for module in root.modules():
+            declared = getattr(module, "_no_split_modules", None)
+            names.update(declared if isinstance(declared, Iterable) else ())
+        self._declared = {part for part in root.modules() if part is not root and type(part).__name__ in names}
         self._blocks = self._declared.union(*map(_find_repeated, root.modules())) - self._read
         self._total = self._size(root)
 
@@ -360,23 +328,16 @@ class _BlockFinder:
         if inner & self._declared or module in self._entered:
             return True
         fraction = self._total / self._size(module)
-        if module in self._blocks:  # a Sequential surely runs all of its children; a block's list of experts does not
-            return fraction < _COARSE_BLOCK and any(_is_staged(part) for part in module.modules())
-        return fraction < _COARSE_PART or any(_is_composite(part) for part in inner & self._blocks)
+        if module in self._blocks:  # a Sequential runs all of its children; a block's list of experts may not
+            sequences = (part for part in module.modules() if isinstance(part, nn.Sequential))
+            has_stages = any(_is_composite(child) for part in sequences for child in _find_repeated(part))
+            return fraction < _COARSE_BLOCK and has_stages
+        return fraction < _COARSE_PART or any(map(_is_composite, inner & self._blocks))
 
     def _size(self, module: nn.Module) -> int:
         if module not in self._sizes:
             self._sizes[module] = sum(parameter.numel() for parameter in module.parameters())
         return self._sizes[module]
-
-
-def _find_declared(root: nn.Module) -> Iterator[nn.Module]:
-    """Return modules of the classes in transformers' ``_no_split_modules``."""
-    names: set[str] = set()
-    for module in root.modules():
-        declared = getattr(module, "_no_split_modules", None)
-        names.update(declared if isinstance(declared, Iterable) else ())
-    return (module for module in root.modules() if module is not root and type(module).__name__ in names)
 
 
 def _find_repeated(container: nn.Module) -> Group:
@@ -386,10 +347,6 @@ def _find_repeated(container: nn.Module) -> Group:
     children = [child for child in container.children() if any(True for _ in child.parameters())]
     counts = Counter(map(type, children))
     return [child for child in children if counts[type(child)] > 1]
-
-
-def _is_staged(module: nn.Module) -> bool:
-    return isinstance(module, nn.Sequential) and any(map(_is_composite, _find_repeated(module)))
 
 
 def _is_composite(module: nn.Module) -> bool:

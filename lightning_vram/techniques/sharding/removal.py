@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from lightning_vram.core.patching import remove_mixin
 from lightning_vram.core.tensors.properties import WHOLE_LAYOUT, sharded_modules, stored_as
 from lightning_vram.private_names.fsdp2 import (
     MARKS,
@@ -19,7 +17,6 @@ from lightning_vram.private_names.fsdp2 import (
     is_root,
     place_of,
     put_back,
-    remove_hooks,
 )
 from lightning_vram.private_names.torch import ConvBase, local_shard_of, own_buffers, own_parameters
 from lightning_vram.techniques.sharding.group import ShardedGroup
@@ -119,7 +116,10 @@ class WholeParameters:
                 gradient, parameter.grad = parameter.grad, None
                 parameter.data = self._placed(parameter.data, parameter)
                 parameter.grad = None if gradient is None else self._placed(gradient, parameter)
-        self._remove_marks()
+        marks = [(part, mark) for part, before in self._marks for mark in set(vars(part)) - before]
+        for part, mark in marks:
+            if mark.startswith(MARKS):
+                del vars(part)[mark]  # not with delattr, which a compiled module forwards
         for hook in self._hooks:
             hook.remove()
 
@@ -128,12 +128,6 @@ class WholeParameters:
         device, shape, stride = self._as_was[id(original)]
         values = values.to(device)
         return stored_as(values, stride) if values.shape == shape else values
-
-    def _remove_marks(self) -> None:
-        for part, before in self._marks:
-            for mark in set(vars(part)) - before:
-                if mark.startswith(MARKS):
-                    del vars(part)[mark]  # past a compiled module, which would look for it in what it compiled
 
 
 def _arrange(order: torch.memory_format, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -150,12 +144,6 @@ def _hand_over(original: nn.Parameter, shard: nn.Parameter) -> None:
             setattr(shard, hooks, getattr(original, hooks))
 
 
-def detach_fsdp(module: nn.Module) -> None:
-    """Remove FSDP2's hooks, state and class from a module that ``fully_shard`` was called on."""
-    remove_hooks(module)
-    remove_mixin(module, FSDPModule)
-
-
 def _gather(shard: Any) -> Tensor:
     """Return the whole values, in memory of their own."""
     if shard.device_mesh.size() == 1:
@@ -164,15 +152,7 @@ def _gather(shard: Any) -> Tensor:
     return whole.detach()
 
 
-# Make an FSDP2 model usable again after a forward or backward that failed.
-#
-# An exception leaves parameters gathered, collectives under way and FSDP2's own bookkeeping in the middle of things.
-# PyTorch 2.13 can reset these, but not all: gradients of whole parameters that were not yet reduced stay (up to 2.14)
-# and would be added to those of the next backward, and of a layer whose gathering itself ran out of memory the buffers
-# stay.
-
-can_recover = can_reset
-"""Return whether this PyTorch can reset FSDP2 after an exception: 2.13 or newer."""
+can_recover = can_reset  # whether PyTorch is 2.13 or newer
 
 
 def discard_failed_iteration(module: nn.Module) -> None:
@@ -201,5 +181,6 @@ def discard_failed_iteration(module: nn.Module) -> None:
         )
     for root in roots:
         root.reset_iter_state()
+    # PyTorch up to 2.14 keeps unreduced gradients, and the buffers of a layer whose all-gather ran out of memory.
     for parameter in (p for part in parts for group in groups_of(part) for p in group.fsdp_params):
         discard_step(parameter)
