@@ -39,12 +39,7 @@ from lightning_vram.techniques.sharded_checkpoints.states import (
 )
 
 _WAY_OUT = "Return the optimizer the checkpoint was saved with: the same parameters, in the same order."
-_PLAIN = {
-    "capturable": False,
-    "differentiable": False,
-    "foreign": False,
-    "fused": False,
-}  # the kernel does not change states
+_PLAIN = {"capturable": False, "differentiable": False, "foreign": False, "fused": False}  # kernels change no state
 
 
 def check_states(

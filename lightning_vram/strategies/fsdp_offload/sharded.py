@@ -48,10 +48,10 @@ class ShardedStrategy(CheckpointedStrategy):
         self._host_optimizers: HostOptimizers | None = None
         self._patches: list[MethodPatch | WholeNumbers] = []
         self._has_failed = False
-        self._host_room: HostMemory | None = None  # until the optimizers are set up
+        self._host_memory: HostMemory | None = None  # until the optimizers are set up
         self._host_needs = HostNeeds()
         self._binding: NumaBinding | None = None
-        self._room: FirstStepMemory | None = None  # for device_bytes="auto", until it is measured
+        self._first_step: FirstStepMemory | None = None  # for device_bytes="auto", until it is measured
         self._inference_modes: dict[Any, bool] = {}
 
     def _shard(self, module: nn.Module, *, is_stepping_here: bool) -> None:
@@ -62,8 +62,8 @@ class ShardedStrategy(CheckpointedStrategy):
         if arguments.narrow_transfers and isinstance(self.precision_plugin, MixedPrecision):
             low_precision_dtype = _LOW_PRECISION.get(self.precision_plugin.precision)
         check_master(arguments.master, low_precision_dtype, self.precision_plugin.precision, type(self).__name__)
-        narrow = find_narrow_weights(module, list_islands(module)) if low_precision_dtype is not None else set()
-        names = {name for name, parameter in module.named_parameters() if parameter in narrow}
+        cast = find_narrow_weights(module, list_islands(module)) if low_precision_dtype is not None else set()
+        names = {name for name, parameter in module.named_parameters() if parameter in cast}
         plan = plan_sharding_groups(module, arguments.wrap, min_params=arguments.min_params)
         strided = [name for name, parameter in module.named_parameters() if not parameter.is_contiguous()]
         if strided:
@@ -72,7 +72,7 @@ class ShardedStrategy(CheckpointedStrategy):
                 f"{strided[0]}; channels_last convolutions still compute in channels_last."
             )
         if is_stepping_here:
-            self._check_room(module, names, low_precision_dtype)
+            self._check_host_memory(module, names, low_precision_dtype)
         seed = torch.tensor(torch.initial_seed() % 2**31)
         self._sharding = FullSharding(
             module,
@@ -94,31 +94,31 @@ class ShardedStrategy(CheckpointedStrategy):
         )
         self._averages.shard(module, self._sharding, self._gather_state)
 
-    def _check_room(self, module: nn.Module, narrow: set[str], low_precision_dtype: torch.dtype | None) -> None:
+    def _check_host_memory(self, module: nn.Module, cast: set[str], low_precision_dtype: torch.dtype | None) -> None:
         """Refuse a module that exceeds host memory, except in estimates for other machines."""
         self._host_needs = HostNeeds()
         if self.arguments.device_bytes is not None:  # some of it will be on the device
             return
         has_copies = self.root_device.type != "cpu" and self.arguments.master != "split"
-        copied = narrow if has_copies else ()  # gradients have 32 bits in the first batches, split or not
+        copied = cast if has_copies else ()  # gradients have 32 bits in the first batches, split or not
         num_shards = self.device_mesh.size(-1)
         averages = self._averages.copies_of(module)
         self._host_needs = count_host_needs(module, num_shards, copied, low_precision_dtype, averages)
         if detect_fake_mode() is None:
-            self._host_room = HostMemory(module, self.optimizers, averages, may_swap=not self._pins_memory)
-            self._host_room.check(self._host_needs, **self._room_options)
+            self._host_memory = HostMemory(module, self.optimizers, averages, may_swap=not self._pins_memory)
+            self._host_memory.check(self._host_needs, **self._memory_options)
 
     def _check_states(self) -> None:
         """Refuse optimizer states that exceed host memory with the rest."""
-        room, self._host_room = self._host_room, None
+        memory, self._host_memory = self._host_memory, None
         if not self._host_needs.total:
             return
         assert self._sharding is not None
         if self.arguments.nvme_path is None:
             form = FORMS.get(self._host_state)
             self._host_needs = add_states(self._host_needs, self.optimizers, self._sharding.shards, form)
-        if room is not None:
-            room.check(self._host_needs, **self._room_options)
+        if memory is not None:
+            memory.check(self._host_needs, **self._memory_options)
 
     @property
     def host_bytes(self) -> int:
@@ -126,7 +126,7 @@ class ShardedStrategy(CheckpointedStrategy):
         return self._host_needs.total
 
     @property
-    def _room_options(self) -> dict[str, Any]:
+    def _memory_options(self) -> dict[str, Any]:
         return {
             "name": type(self).__name__,
             "has_disk": self.arguments.nvme_path is not None,
@@ -148,7 +148,7 @@ class ShardedStrategy(CheckpointedStrategy):
             rank_zero_info(describe_unsupported(name, self._host_optimizers.unheld, self._sharding.module))
         self._averages.attach(self._host_optimizers)
         if self.arguments.device_bytes == "auto":
-            self._room = FirstStepMemory(self._sharding, self.optimizers)
+            self._first_step = FirstStepMemory(self._sharding, self.optimizers)
         self._host_optimizers.may_step_early = EarlySteps(trainer)
         self._patches = [
             *clip_on_shards(self.precision_plugin, self._host_optimizers, lambda: may_clip_late(trainer)),
@@ -192,7 +192,7 @@ class ShardedStrategy(CheckpointedStrategy):
     def _unshard(self) -> None:
         sharding, self._sharding = self._sharding, None
         optimizers, self._host_optimizers = self._host_optimizers, None
-        self._room = None
+        self._first_step = None
         while self._patches:
             self._patches.pop().remove()
         if sharding is None:
@@ -214,9 +214,9 @@ class ShardedStrategy(CheckpointedStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        num_bytes = self._room.note_step(optimizer) if self._room is not None else None
+        num_bytes = self._first_step.note_step(optimizer) if self._first_step is not None else None
         if num_bytes is not None:
-            self._room = None
+            self._first_step = None
             rank_zero_info(f"fsdp_offload keeps a copy of weights on the device, {format_bytes(num_bytes)} on rank 0.")
         return result
 

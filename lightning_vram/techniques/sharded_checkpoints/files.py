@@ -127,8 +127,8 @@ def _exchange(one: Path, other: Path) -> bool:
     return int(renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(_RENAME_EXCHANGE))) == 0
 
 
-# Sharded checkpoints have a file of CRC-32 checksums, computed during the write (0.3 s per GiB); full ones
-# have those of their zip archive. They detect bytes changed by a disk or a copy, not on purpose.
+# Sharded checkpoints have a file of CRC-32 checksums, computed during the write (0.3 s per GiB); full ones have
+# those of their zip archive. They detect bytes changed by a disk or a copy, not on purpose.
 CHECKSUM_FILE = "checksums.json"
 _CHUNK_BYTES = 2**23
 _WAY_OUT = "Resume from another checkpoint, or load this one without the check: verify=False."
@@ -264,18 +264,14 @@ def naming_full_disk(write: Callable[[], Result], folder: Path, num_bytes: int) 
     try:
         return write()
     except (OSError, CheckpointException) as error:
-        if not _is_full(error):
+        errors = [each for each, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        if not any(isinstance(each, OSError) and each.errno in _FULL for each in errors):
             raise
         raise CheckpointError(
             f"the disk of {folder} is full: the checkpoint needs {format_bytes(num_bytes)}, and "
             f"{format_bytes(free)} were free. Free some space, or save to another disk. A previous checkpoint of "
             "this name is unchanged."
         ) from error
-
-
-def _is_full(error: BaseException) -> bool:
-    errors = [each for each, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-    return any(isinstance(each, OSError) and each.errno in _FULL for each in errors)
 
 
 class _CheckedStream(io.BufferedIOBase):

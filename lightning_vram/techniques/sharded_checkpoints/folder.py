@@ -86,9 +86,8 @@ class ShardedFolder:
 
     def read_rest(self) -> dict[str, Any]:
         """Read everything but the states of modules and optimizers."""
-        rest: dict[str, Any] = self._read(
-            lambda: read_values(self._folder / REST_FILE, weights_only=self._weights_only)
-        )
+        path, weights_only = self._folder / REST_FILE, self._weights_only
+        rest: dict[str, Any] = self._read(partial(read_values, path, weights_only=weights_only))
         return rest
 
     def read_states(self, on_progress: Callable[[float], None] = lambda done: None) -> dict[str, Any]:
@@ -114,10 +113,9 @@ class ShardedFolder:
         check_fit(own_state, shapes, strict=strict)
         wanted = {}
         for stored_key, path in stored.items():
-            name = clean_name(str(path[1]))
-            if name in own_state:
-                own_value = own_state[name]
-                wanted[stored_key] = own_value if isinstance(own_value, Tensor) else self._make_target(stored_key)
+            if (name := clean_name(str(path[1]))) in own_state:
+                value = own_state[name]
+                wanted[stored_key] = value if isinstance(value, Tensor) else self._make_target(stored_key)
         loaded = self._load(wanted).get(key, {})
         state = {clean_name(str(name)): value for name, value in loaded.items()}
         state |= {name: value for name, value in own_state.items() if value == {}}

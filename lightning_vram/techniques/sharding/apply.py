@@ -75,8 +75,7 @@ class FullSharding:
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, options: ShardingOptions) -> None:
-        self.module = module
-        self.mesh = mesh
+        self.module, self.mesh = module, mesh
         self.device = _device_of(mesh)
         self.home = torch.device("cpu") if options.on_host else self.device
         self.pin_memory, self.is_split = options.pin_memory, options.is_split
@@ -281,20 +280,19 @@ class FirstStepMemory:
     def __init__(self, sharding: FullSharding, optimizers: Iterable[Optimizer]) -> None:
         self._sharding = sharding
         self._waiting = {id(optimizer) for optimizer in optimizers}
-        self._room = free_memory_of(sharding.device)
-        if self._room is not None:
-            self._room.reset()
+        self._memory = free_memory_of(sharding.device)
+        if self._memory is not None:
+            self._memory.reset()
 
     def note_step(self, optimizer: Optimizer) -> int | None:
         """After the last optimizer's first step, keep copies and return their bytes; otherwise ``None``."""
-        if id(optimizer) not in self._waiting:
-            return None
-        self._waiting.remove(id(optimizer))
-        if self._waiting or self._room is None:
+        is_first = id(optimizer) in self._waiting
+        self._waiting.discard(id(optimizer))
+        if not is_first or self._waiting or self._memory is None:
             return None
         _, total_bytes = torch.get_device_module(self._sharding.device).mem_get_info(self._sharding.device)
-        was_more_bytes = self._room.peak_since_reset() - self._room.allocated_bytes()
-        return self._sharding.keep_copies(max(0, self._room.room_bytes() - was_more_bytes - total_bytes // _MARGIN))
+        was_more_bytes = self._memory.peak_since_reset() - self._memory.allocated_bytes()
+        return self._sharding.keep_copies(max(0, self._memory.room_bytes() - was_more_bytes - total_bytes // _MARGIN))
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
@@ -405,7 +403,7 @@ class LowPrecisionTrial:
         flags = []
         for group, flat in self._flat_shards:
             seen = [parameter.reads for parameter in flat.parameters if parameter.reads is not None]
-            has_more_calls = group.has_more_calls and len(seen) < len(flat.parameters)  # those that are watched tell
+            has_more_calls = group.has_more_calls and len(seen) < len(flat.parameters)  # observed ones are counted
             flags.append(has_more_calls or any(reads.needs_fp32 for reads in seen))
             flags.append(not all(reads.is_used for reads in seen))
         return flags
@@ -443,8 +441,7 @@ class LowPrecisionTrial:
             reads.forget_uses()
 
     def _on_trial(self) -> list[WeightReads]:
-        parameters = [parameter for _, flat in self._flat_shards for parameter in flat.parameters]
-        return [parameter.reads for parameter in parameters if parameter.reads is not None]
+        return [p.reads for _, flat in self._flat_shards for p in flat.parameters if p.reads is not None]
 
     def _end(self, flat: FlatShard) -> None:
         flat.is_on_trial = False

@@ -63,9 +63,8 @@ class FlatShard:
         self.own_dtype, self.own_device = self.shards.dtype, self.shards.device
         self.is_split = is_split and (self.own_dtype, dtype) == (torch.float32, torch.bfloat16)
         self.split: SplitWeights | None = None
-        self._pin_memory = pin_memory
+        self._pin_memory, self._has_sums = pin_memory, False
         self._num_users = self._count_users()
-        self._has_sums = False
         is_low_precision = self.has_low_precision and home != device and not self.is_split
         self._low_precision = make_host_tensor(self.numel, dtype, pin_memory=pin_memory) if is_low_precision else None
         self.resident = self._make_copy() if is_resident else None
@@ -96,11 +95,6 @@ class FlatShard:
         return self._low_precision is not None or self.resident is not None or self.is_split
 
     @property
-    def is_joined(self) -> bool:
-        """Whether split shards are joined at the moment."""
-        return self.is_split and self.split is not None and self.shards is not None
-
-    @property
     def host_bytes(self) -> int:
         """Memory of the shards and of their copy for transfers."""
         return sum(tensor.nbytes for tensor in (self.shards, self._low_precision, self.split) if tensor is not None)
@@ -113,8 +107,8 @@ class FlatShard:
     def release_gradients(self) -> None:
         """Upcast 16-bit gradients: others are accumulated into them, or code holds them."""
         for parameter in self.parameters if self.is_split else ():
-            kept = parameter.low_precision_gradient
-            if kept is not None and kept is parameter.sharded_param.grad:
+            gradient = parameter.low_precision_gradient
+            if gradient is not None and gradient is parameter.sharded_param.grad:
                 self._has_sums = True  # gradients are accumulated: from now on in fp32
             parameter.upcast_gradient()
 
@@ -337,7 +331,8 @@ class ShardSteps:
 
     def rest(self) -> None:
         """Split shards again that code has read; no step may be pending."""
-        joined = [flat for flat in self._flat_shards if flat.is_joined]
+        splittable = (flat for flat in self._flat_shards if flat.is_split and flat.split is not None)
+        joined = [flat for flat in splittable if flat.shards is not None]
         for flat in joined:
             flat.refresh()
         if joined:

@@ -112,12 +112,12 @@ class WatchedShard(AskedDTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         watched = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, WatchedShard)]
-        after = [tell for leaf in watched if (tell := vars(leaf).get(_AFTER)) is not None]
+        after = [notify for leaf in watched if (notify := vars(leaf).get(_AFTER)) is not None]
         for leaf in watched:
             wait_until_written(leaf)
         result = func(*args, **(kwargs or {}))
-        for tell in after:
-            tell(func)
+        for notify in after:
+            notify(func)
         return result
 
     # full_tensor() and others read this without dispatch.
@@ -330,9 +330,9 @@ def low_precision_part(gradient: Tensor | None, part: slice) -> tuple[Tensor, fl
     return values.reshape(-1)[part], float(next(iter(vars(gradient)[_FACTORS]), 1.0))
 
 
-def upcast(gradient: Tensor) -> None:
-    """Give ``gradient`` values in its own dtype."""
-    if low_precision_of(gradient) is not None:
+def upcast(gradient: Tensor | None) -> None:
+    """Give a gradient, if there is one, values in its own dtype."""
+    if gradient is not None and low_precision_of(gradient) is not None:
         fp32 = fp32_part(gradient)
         del vars(gradient)[_LOW_PRECISION], vars(gradient)[_FACTORS]
         set_own_shard(gradient, fp32)

@@ -143,8 +143,7 @@ class ShardedGroup(GroupBase):
         super().finalize_backward()  # type: ignore[no-untyped-call]
         self.wait_for_gradients()
         self._last_calls, self.has_more_calls = self._num_calls, self._num_calls > self._most_calls
-        self._num_calls = self._num_returns = 0
-        self._may_return = False
+        self._num_calls, self._num_returns, self._may_return = 0, 0, False
         self.owner.finalized(self)
 
     def allow_calls(self) -> None:
@@ -223,8 +222,7 @@ class ShardedGroup(GroupBase):
         if self.owner.landing is not None:
             self.owner.landing.drain()
         self._landing, self._fetched = None, None
-        self._num_calls = self._num_returns = 0
-        self._may_return = False
+        self._num_calls, self._num_returns, self._may_return = 0, 0, False
         self.present, self.doubtful = set(), []
 
 

@@ -271,8 +271,7 @@ def find_sharding_blocks(
 class _BlockFinder:
     def __init__(self, root: nn.Module, min_params: int, read: set[nn.Module], skipped: set[nn.Module]) -> None:
         self.groups: list[Group] = []
-        self._min_params = min_params
-        self._read = read
+        self._min_params, self._read = min_params, read
         self._entered = find_entered_modules(root)
         self._done = set(skipped)
         self._sizes: dict[nn.Module, int] = {}

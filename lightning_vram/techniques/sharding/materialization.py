@@ -21,8 +21,6 @@ from torch.utils import swap_tensors
 
 from lightning_vram.private_names.torch import RESET_ATTENTION, own_buffers, own_parameters
 
-_SHOWN_CLASSES = 5
-
 
 def has_meta(module: nn.Module) -> bool:
     """Whether a parameter or buffer of ``module`` is a meta tensor."""
@@ -83,16 +81,16 @@ def _all_tensors(module: nn.Module) -> list[Tensor]:
 def _allocate(tensor: Tensor) -> Tensor:
     """Give ``tensor`` memory in place, filled with a marker."""
     values = torch.empty_like(tensor.detach(), device="cpu", requires_grad=False)
-    values.fill_(_nobodys_value(values.dtype))
+    values.fill_(_marker(values.dtype))
     fresh: Any = nn.Parameter(values, requires_grad=False) if isinstance(tensor, nn.Parameter) else values
     fresh.__class__ = type(tensor)
-    vars(fresh).update({name: value for name, value in vars(tensor).items() if name != "_is_hf_initialized"})
+    vars(fresh).update({name: value for name, value in vars(tensor).items() if name != _INITIALIZED})
     fresh.requires_grad_(tensor.requires_grad)
     swap_tensors(tensor, fresh)  # type: ignore[no-untyped-call]
     return tensor
 
 
-def _nobodys_value(dtype: torch.dtype) -> float | int | bool:
+def _marker(dtype: torch.dtype) -> float | int | bool:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return False if dtype is torch.bool else torch.iinfo(dtype).max
@@ -103,31 +101,26 @@ def _settle(owners: set[nn.Module], fresh: list[Tensor], *, uninitialized_ok: bo
     missed: dict[str, str] = {}
     for owner in owners:
         for name, tensor in _own_tensors(owner):
-            if any(tensor is one for one in fresh) and _is_untouched(tensor):
+            has_marker = tensor.dtype is not torch.bool and any(tensor is one for one in fresh)
+            if has_marker and _is_marker(tensor).any():
                 missed.setdefault(type(owner).__name__, name)
-                tensor[_is_nobodys(tensor)] = 0
+                tensor[_is_marker(tensor)] = 0
     if missed and not uninitialized_ok:
-        shown = ", ".join(f"{kind} ({name})" for kind, name in sorted(missed.items())[:_SHOWN_CLASSES])
+        shown = ", ".join(f"{kind} ({name})" for kind, name in sorted(missed.items())[:5])
         raise TypeError(
             f"Parameters or buffers on the meta device have no initial values: {shown}. "
             "Define reset_parameters() in these classes, or build them on the CPU."
         )
 
 
-def _is_nobodys(tensor: Tensor) -> Tensor:
-    value = _nobodys_value(tensor.dtype)
+def _is_marker(tensor: Tensor) -> Tensor:
+    value = _marker(tensor.dtype)
     return tensor.isnan() if value != value else tensor == value
-
-
-def _is_untouched(tensor: Tensor) -> bool:
-    if tensor.dtype is torch.bool or not tensor.numel():
-        return False  # nothing tells
-    return bool(_is_nobodys(tensor).any())
 
 
 _RESETS = ("reset_parameters", RESET_ATTENTION)
 _INITIALIZER = "_init_weights"
-_KEPT = "_is_hf_initialized"  # transformers from 5.0 leaves tensors with this mark alone
+_INITIALIZED = "_is_hf_initialized"  # transformers from 5.0 skips tensors with this mark
 
 
 def iterate_initializers(
@@ -159,25 +152,23 @@ def iterate_initializers(
 def spare_others(model: nn.Module, fresh: Sequence[Tensor]) -> Iterator[None]:
     """Mark all parameters and buffers of ``model`` but ``fresh`` ones as initialized, within the block."""
     known = {id(tensor) for tensor in fresh}
-    others = [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in known]
-    others = [tensor for tensor in others if not hasattr(tensor, _KEPT)]
+    others = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in known and not hasattr(t, _INITIALIZED)]
     for tensor in others:
-        setattr(tensor, _KEPT, True)
+        setattr(tensor, _INITIALIZED, True)
     try:
         yield
     finally:
         for tensor in others:
-            delattr(tensor, _KEPT)
+            delattr(tensor, _INITIALIZED)
 
 
 def _keeping(part: nn.Module, initialize: Callable[[], object]) -> Callable[[], None]:
     """Return ``initialize``, but marked tensors of ``part`` itself keep their values."""
 
     def run() -> None:
-        own = [tensor for tensor in (*own_parameters(part).values(), *own_buffers(part).values()) if tensor is not None]
-        kept = [(tensor, tensor.clone()) for tensor in own if hasattr(tensor, _KEPT)]
+        saved = [(tensor, tensor.clone()) for _, tensor in _own_tensors(part) if hasattr(tensor, _INITIALIZED)]
         initialize()
-        for tensor, values in kept:
+        for tensor, values in saved:
             tensor.copy_(values)
 
     return run

@@ -25,7 +25,7 @@ from lightning_vram.techniques.sharding.gathered import (
 )
 
 
-class _Telling:
+class _NotifyHook:
     """A hook on a gathered parameter that only calls a method, so micro-batches may continue with it.
 
     It refers weakly: the garbage collector does not see hooks, and would leak a cycle of tensor, hook and owner.
@@ -33,21 +33,19 @@ class _Telling:
 
     only_tells = True
 
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self._tell = weakref.WeakMethod(tell)
+    def __init__(self, notify: Callable[[], None]) -> None:
+        self._notify = weakref.WeakMethod(notify)
 
     def __call__(self, _: Tensor) -> None:
-        tell = self._tell()
-        if tell is not None:
-            tell()
+        if (notify := self._notify()) is not None:
+            notify()
 
 
 def _read(owner: "weakref.ref[ShardedParameter]", gradient: "weakref.ref[Tensor]") -> None:
-    parameter, kept = owner(), gradient()
-    if parameter is not None:
+    if (parameter := owner()) is not None:
         parameter.read_gradient()
-    elif kept is not None:
-        upcast(kept)
+    else:
+        upcast(gradient())
 
 
 class ShardedParameter(ParameterBase):
@@ -60,26 +58,26 @@ class ShardedParameter(ParameterBase):
     flat_shard: FlatShard
     fetched: Tensor | None
     is_reducing: bool
-    _sent: Tensor | None  # a gradient on its way
-    _held: Any
+    _sent: Tensor | None  # a gradient in transfer
+    _held: Any  # the gradient that is set aside during a reduction
     _buffer: Tensor | None
-    _stand_in: Any
+    _proxy: Any  # a gradient for FSDP2 to set
     _has_landed: bool
-    _version: int  # of what is gathered, when it was
+    _version: int  # of the gathered parameter, when it was gathered
     _wants_gradient: bool
-    on_gradient: Callable[[], None] | None  # called in a backward that comes to what is gathered; may be set
-    _told: Tensor | None  # what that was set on
+    on_gradient: Callable[[], None] | None  # called when a backward reaches the gathered parameter; may be set
+    _hooked: Tensor | None  # the one with this hook
     _touch: Callable[[], None]  # the shard may have been written
-    read_gradient: Callable[[], None]  # somebody wants the values of a gradient that is kept in 16 bit
-    _kept: "weakref.ref[Tensor] | None"  # the last such gradient
-    reads: WeightReads | None  # of a weight that may be sent in 16 bit, while that is not proven
+    read_gradient: Callable[[], None]  # called before reads of a gradient in 16 bit
+    _low_precision: "weakref.ref[Tensor] | None"  # the last such gradient
+    reads: WeightReads | None  # of a weight that may be transferred in 16 bit, until that is proven
 
     def begin(self, flat_shard: FlatShard, touch: Callable[[], None]) -> None:
         """Initialize. ``touch`` is called when code accesses the shard, which it may write to."""
         look_past_attribute(self)
         self.flat_shard, self._touch = flat_shard, touch
-        self.fetched = self._sent = self._held = self._buffer = self._stand_in = None
-        self.on_gradient = self._told = self.reads = self._kept = None
+        self.fetched = self._sent = self._held = self._buffer = self._proxy = None
+        self.on_gradient = self._hooked = self.reads = self._low_precision = None
         self.read_gradient = self.upcast_gradient
         self.is_reducing = self._has_landed = False
         self._wants_gradient = self.sharded_param.requires_grad
@@ -110,16 +108,17 @@ class ShardedParameter(ParameterBase):
         self.agree_on_gradient()
         self._check_place()
         super().to_unsharded()
-        whole, tell = self.whole, self.on_gradient
+        whole, notify = self.whole, self.on_gradient
         assert whole is not None
         observe(whole, self.reads)
         self._version = count_writes(whole)
-        if tell is not None:  # of the root: optimizers have the shard, and code in a step may write to it by them
-            set_gathered(self.sharded_param, whole)
-            self._watch_shard()
-        if tell is not None and whole is not self._told and whole.requires_grad:
-            whole.register_post_accumulate_grad_hook(_Telling(tell))  # type: ignore[no-untyped-call]
-            self._told = whole
+        if notify is None:
+            return
+        set_gathered(self.sharded_param, whole)  # of the root: code in a step may write to it through optimizers
+        self._watch_shard()
+        if whole is not self._hooked and whole.requires_grad:
+            whole.register_post_accumulate_grad_hook(_NotifyHook(notify))  # type: ignore[no-untyped-call]
+            self._hooked = whole
 
     @property
     def all_gather_inputs(self) -> list[Tensor]:
@@ -169,17 +168,17 @@ class ShardedParameter(ParameterBase):
         self._sent = self._send(tensor)
         if gradient_hooks(self.sharded_param):
             self._sent = self._call_hooks(self._sent)
-        if has_accumulation_hooks(self.sharded_param):  # they look at the gradient at once
+        if has_accumulation_hooks(self.sharded_param):  # they read the gradient at once
             if tensor.device.type != "cpu":
                 torch.accelerator.current_stream().synchronize()
             self.sharded_param.grad = self._held
             self.land(self._sent)
             self._sent, self._has_landed = None, True
             return self.sharded_param.grad
-        if self._stand_in is None:
+        if self._proxy is None:
             empty = self.memory.new_empty(())
-            self._stand_in = super().to_sharded_dtensor(empty.expand(self.sharded_size))
-        return self._stand_in  # FSDP2 wants to set some gradient
+            self._proxy = super().to_sharded_dtensor(empty.expand(self.sharded_size))
+        return self._proxy
 
     @torch.no_grad()
     def land(self, gradient: Tensor) -> None:
@@ -187,9 +186,9 @@ class ShardedParameter(ParameterBase):
         shard: Any = self.sharded_param
         if shard.grad is None and self.flat_shard.keeps_gradients and gradient.dtype != shard.dtype:
             nothing = torch.full((), torch.nan, dtype=shard.dtype)
-            shard.grad = kept = super().to_sharded_dtensor(nothing.expand(gradient.shape))
-            keep_low_precision(kept, gradient)
-            self._kept = weakref.ref(kept)
+            shard.grad = proxy = super().to_sharded_dtensor(nothing.expand(gradient.shape))
+            keep_low_precision(proxy, gradient)
+            self._low_precision = weakref.ref(proxy)
             self.watch_gradient()
         elif shard.grad is None:
             shard.grad = super().to_sharded_dtensor(gradient.to(shard.dtype))
@@ -199,20 +198,18 @@ class ShardedParameter(ParameterBase):
     @property
     def low_precision_gradient(self) -> Tensor | None:
         """The 16-bit gradient, while it is one and alive."""
-        kept = self._kept() if self._kept is not None else None
-        return kept if low_precision_of(kept) is not None else None
+        gradient = self._low_precision() if self._low_precision is not None else None
+        return gradient if low_precision_of(gradient) is not None else None
 
     def watch_gradient(self) -> None:
         """Call :attr:`read_gradient` before reads of the 16-bit gradient, which holds no reference to this."""
-        kept = self.low_precision_gradient
-        if kept is not None:
-            watch([kept], partial(_read, weakref.ref(self), weakref.ref(kept)))
+        gradient = self.low_precision_gradient
+        if gradient is not None:
+            watch([gradient], partial(_read, weakref.ref(self), weakref.ref(gradient)))
 
     def upcast_gradient(self) -> None:
         """Upcast the 16-bit gradient."""
-        kept = self.low_precision_gradient
-        if kept is not None:
-            upcast(kept)
+        upcast(self.low_precision_gradient)
 
     def _call_hooks(self, gradient: Tensor) -> Tensor:
         """Call ``Tensor.register_hook`` hooks of the shard; autograd calls those of the gathered parameter."""
@@ -271,7 +268,7 @@ class ShardedParameter(ParameterBase):
         self.flat_shard.open()
         local = local_shard_of(shard)
         local.copy_(cut_own_shard(whole, shard))
-        if local.device.type != "cpu":  # else the copy has waited: what comes next may be a step, or another stream
+        if local.device.type != "cpu":  # else the copy has waited, for a step or another stream that follows
             torch.accelerator.current_stream().synchronize()
         self.flat_shard.touch()
 
@@ -285,7 +282,7 @@ class ShardedParameter(ParameterBase):
 
     def _send(self, gradient: Tensor) -> Tensor:
         if gradient.device.type != "cpu":
-            # Replicas are reduced on a stream of their own: the memory is not to be used again before it gets here.
+            # Replicas are reduced on their own stream: the memory must not be reused before this one gets here.
             gradient.record_stream(torch.accelerator.current_stream())
         gradient = gradient.to(self.flat_shard.transfer_dtype)
         if self._buffer is None:

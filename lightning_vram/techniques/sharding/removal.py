@@ -96,9 +96,11 @@ class WholeParameters:
             original = self._originals[id(module), key]
             original.__class__ = self._classes.pop(id(original), type(original))
             original.grad = None
-            original.data = self._placed(_gather(shard), original)
+            is_alone = shard.device_mesh.size() == 1
+            values = local_shard_of(shard).clone() if is_alone else shard.full_tensor()
+            original.data = self._placed(values.detach(), original)
             original.requires_grad_(shard.requires_grad)
-            if group.mesh_info.mesh.size() == 1 and shard.grad is not None:
+            if is_alone and shard.grad is not None:
                 original.grad = self._placed(local_shard_of(shard.grad), original)
             put_back(parameter, original)
             restored[shard] = original
@@ -142,14 +144,6 @@ def _hand_over(original: nn.Parameter, shard: nn.Parameter) -> None:
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(original, hooks, None):
             setattr(shard, hooks, getattr(original, hooks))
-
-
-def _gather(shard: Any) -> Tensor:
-    """Return the whole values, in memory of their own."""
-    if shard.device_mesh.size() == 1:
-        return local_shard_of(shard).detach().clone()
-    whole: Tensor = shard.full_tensor()
-    return whole.detach()
 
 
 can_recover = can_reset  # whether PyTorch is 2.13 or newer
