@@ -5,7 +5,7 @@ _FILES = "waits for files; nothing is on the device: tests/strategies/fsdp_offlo
 _WAITED_FOR = "a copy, which is waited for: "
 _SEVERAL = "several ranks, which the simulated device has not; one reads its shards with the computation's stream: "
 
-_CALIBRATE = "memory.estimate.calibrate"
+_CALIBRATE = "memory.estimate.workspaces"
 _TIMED = "what is copied is not read: the time it takes is measured"
 _STEP_TIMED = "nothing is read: the time that the device takes is measured"
 _TRANSFERS, _SHARDING = "core.host.transfers", "techniques.sharding"
@@ -20,30 +20,30 @@ EXCEPTIONS = {
     (_TRANSFERS, "while self._departures and self._departures[0].event.query():"): (
         "says when memory is let go of: _let_go asks again, and waits"
     ),
-    ("callbacks.activation_checkpointing.budget_offload", "torch.accelerator.synchronize(device)"): _STEP_TIMED,
+    ("callbacks.activation_checkpointing.budget", "torch.accelerator.synchronize(device)"): _STEP_TIMED,
     (
-        "callbacks.auto_vram.first_steps",
+        "callbacks.auto_vram.applied_plan",
         "torch.get_device_module(self._device).synchronize(self._device)",
     ): _STEP_TIMED,
-    ("core.host.copy_times", "end.synchronize()"): _TIMED,
-    ("core.host.worker", "started.wait()"): "sets the number of threads; nothing is on the device",
-    ("core.host.worker", "ticket._is_done.wait(PATIENCE_SECONDS)"): "the loop around it would go round without it",
-    ("core.processes.agreement", "work.wait()"): "several ranks, by gloo: tests/core/processes",
-    ("core.processes.restart_store", 'store.wait([f"ack/{rank}/{nonce}"], timeout)'): "several processes",
-    ("core.rollback.buffer_copies", "self.value.copy_(self.tensor.detach(), non_blocking=self.value.is_pinned())"): (
+    ("core.host.transfers", "end.synchronize()"): _TIMED,
+    ("core.host.transfers", "started.wait()"): "sets the number of threads; nothing is on the device",
+    ("core.host.transfers", "ticket._is_done.wait(PATIENCE_SECONDS)"): "the loop around it would go round without it",
+    ("core.ranks", "work.wait()"): "several ranks, by gloo: tests/core/processes",
+    ("core.ranks", 'store.wait([f"ack/{rank}/{nonce}"], timeout)'): "several processes",
+    ("core.module_state", "self.value.copy_(self.tensor.detach(), non_blocking=self.value.is_pinned())"): (
         _ONE_STREAM
     ),
-    ("core.rollback.buffer_copies", "self.tensor.copy_(self.value, non_blocking=self.value.is_pinned())"): _ONE_STREAM,
+    ("core.module_state", "self.tensor.copy_(self.value, non_blocking=self.value.is_pinned())"): _ONE_STREAM,
     (
-        "memory.estimate.calibrate",
+        "memory.estimate.workspaces",
         "_COPY_BYTES / _fastest(lambda: on_device.copy_(on_host, non_blocking=True)),",
     ): _TIMED,
     (
-        "memory.estimate.calibrate",
+        "memory.estimate.workspaces",
         "_COPY_BYTES / _fastest(lambda: on_host.copy_(on_device, non_blocking=True)),",
     ): _TIMED,
     (_CALIBRATE, "torch.accelerator.synchronize()"): _TIMED,
-    ("optimizers.in_backward.buckets", "work.wait()"): "several ranks: tests/callbacks/optimizer_in_backward",
+    ("optimizers.in_backward", "work.wait()"): "several ranks: tests/callbacks/optimizer_in_backward",
     ("optimizers.on_host.optimizers", "self._worker.submit(job).wait()"): (
         "the next line takes the result, and fails where there is none"
     ),
@@ -57,17 +57,17 @@ EXCEPTIONS = {
     ("techniques.activation_offload.items", "self.parcel.fetch(sent, self._place.copies.mark()).wait(sent)"): (
         "on the host only; bytes that are not there yet look as if they were written, and are sent again"
     ),
-    (f"{_SHARDING}.device_share", "torch.accelerator.synchronize()"): (
+    (f"{_SHARDING}.group", "torch.accelerator.synchronize()"): (
         "memory that work under way still reads: no scenario has the allocator hand out such a block at that moment"
     ),
     (f"{_SHARDING}.group", "self.copy_in_stream.wait_stream(self.device_handle.current_stream())"): (
         _SEVERAL + "show_writes"
     ),
     (
-        f"{_SHARDING}.lanes",
+        f"{_SHARDING}.flat_shards",
         'return None if device.type == "cpu" else torch.accelerator.current_stream().record_event()',
     ): ("each call of _record has its mutation"),
-    (f"{_SHARDING}.lanes", "flat = source.to(self.device, self.transfer_dtype, non_blocking=True)"): (
+    (f"{_SHARDING}.flat_shards", "flat = source.to(self.device, self.transfer_dtype, non_blocking=True)"): (
         _WAITED_FOR + "by wait_for_unshard and wait_for_copies"
     ),
     (

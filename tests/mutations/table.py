@@ -90,15 +90,15 @@ TRANSFERS = [
 
 OFFLOAD = [
     Mutation(
-        "core.host.disk_ring:DiskRing._write_part",
+        "core.host.disk:DiskRing._write_part",
         "departure.wait()",
         "pass",
         offloading.by_disk,
     ),
-    Mutation("core.host.disk_ring:DiskBlock.read", "copied[0].finish()", "pass", offloading.by_disk),
-    Mutation("core.host.disk_ring:_DiskArrival.wait", "self._ticket.wait()", "pass", offloading.by_disk),
+    Mutation("core.host.disk:DiskBlock.read", "copied[0].finish()", "pass", offloading.by_disk),
+    Mutation("core.host.disk:_DiskArrival.wait", "self._ticket.wait()", "pass", offloading.by_disk),
     Mutation(
-        "core.host.disk_ring:_DiskArrival.wait",
+        "core.host.disk:_DiskArrival.wait",
         "part.wait(target)",
         "pass",
         offloading.from_disk_for_another_stream,
@@ -118,7 +118,7 @@ OFFLOAD = [
 ]
 
 _GROUP = "techniques.sharding.group:ShardedGroup"
-_LANE = "techniques.sharding.lanes:FlatShard"
+_LANE = "techniques.sharding.flat_shards:FlatShard"
 _PARAMETER = "techniques.sharding.parameter:ShardedParameter"
 
 SHARDING = [
@@ -129,12 +129,12 @@ SHARDING = [
         scaling.overflow_with_the_scale_on_the_host,
     ),
     Mutation(
-        "techniques.sharding.steps:ShardSteps.touch",
+        "techniques.sharding.flat_shards:ShardSteps.touch",
         "flat.wait_for_copies()",
         "pass",
         sharding.written_between_forwards,
     ),
-    Mutation("techniques.sharding.steps:ShardSteps.touch", "self.wait()", "pass", sharding.held_beside_a_step),
+    Mutation("techniques.sharding.flat_shards:ShardSteps.touch", "self.wait()", "pass", sharding.held_beside_a_step),
     Mutation(
         "techniques.sharding.apply:FullSharding.remove",
         "group.steps.wait()",
@@ -142,7 +142,7 @@ SHARDING = [
         sharding.removed_after_a_step_that_failed,
     ),
     Mutation(
-        "private_names.fsdp2.states:discard_step",
+        "private_names.fsdp2:discard_step",
         "parameter.grad_offload_event.synchronize()",
         "pass",
         sharding.discarded,
@@ -169,7 +169,7 @@ SHARDING = [
     Mutation(f"{_GROUP}.post_backward", "self.await_reduce_stream()", "pass", sharding.on_the_device),
     Mutation(f"{_GROUP}._land", "event.synchronize()", "pass", sharding.on_the_host),
     Mutation(
-        "private_names.fsdp2.classes:GroupBase.await_reduce_stream",
+        "private_names.fsdp2:GroupBase.await_reduce_stream",
         "self._post_reduce_event = stream.record_event()",
         "pass",
         sharding.on_the_device,
@@ -199,7 +199,7 @@ SHARDING = [
         sharding.evaluated_before_the_step,
     ),
     Mutation(
-        "techniques.sharding.steps:ShardSteps._end",
+        "techniques.sharding.flat_shards:ShardSteps._end",
         "ended[-1][0].wait()",
         "pass",
         sharding.on_the_host_with_late_threads,
@@ -220,9 +220,9 @@ SHARDING = [
     Mutation(
         f"{_PARAMETER}._send", "gradient.record_stream(torch.accelerator.current_stream())", "pass", sharding.replicas
     ),
-    Mutation("core.gradients.averaging:_Bucket.land", "self.work.wait()", "pass", sharding.averaged),
+    Mutation("core.gradients:_Bucket.land", "self.work.wait()", "pass", sharding.averaged),
     Mutation(
-        "core.host.worker:Ticket.wait",
+        "core.host.transfers:Ticket.wait",
         "while not self._is_done.wait(PATIENCE_SECONDS):\n    self._worker.check_alive()",
         "pass",
         sharding.on_the_host_with_late_threads,

@@ -92,8 +92,8 @@ def test_cuda_is_named_where_it_alone_has_the_thing():
             node.attr in {f"is_{kind}" for kind in KINDS} or (node.attr in KINDS and ast.unparse(node.value) == "torch")
         )
     }
-    files = {"memory/device/accelerators.py", "memory/device/allocator_settings.py", "private_names/cuda/snapshot.py"}
-    found = {place for place in found if "cuda_semantics/" not in place}  # which plays CUDA
+    files = {"memory/device/accelerators.py", "private_names/dispatcher.py"}
+    found = {place for place in found if "cuda_semantics.py" not in place}  # which plays CUDA
     assert {place.partition(":")[0] for place in found} == files, found
 
 
