@@ -14,7 +14,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
 from lightning_vram.private_names.lightning import is_local
-from lightning_vram.techniques.sharded_checkpoints.files import (
+from lightning_vram.techniques.sharded_checkpoints import (
+    count_bytes,
     delete,
     naming_full_disk,
     publish,
@@ -22,7 +23,6 @@ from lightning_vram.techniques.sharded_checkpoints.files import (
     save_values,
     temporary_path,
 )
-from lightning_vram.techniques.sharded_checkpoints.states import count_bytes
 
 
 class StreamedCheckpointIO(TorchCheckpointIO):

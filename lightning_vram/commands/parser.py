@@ -11,8 +11,7 @@ from typing_extensions import override
 from lightning_vram.commands.errors import explain, place_of, where
 from lightning_vram.commands.options import fail, is_debugging
 from lightning_vram.strategies.fsdp_offload import local_path
-from lightning_vram.techniques.sharded_checkpoints.files import read_values
-from lightning_vram.techniques.sharded_checkpoints.folder import is_sharded_folder
+from lightning_vram.techniques.sharded_checkpoints import is_sharded_folder, read_values
 
 _MOST_VALUES = 100_000
 

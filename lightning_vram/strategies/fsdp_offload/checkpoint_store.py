@@ -23,18 +23,19 @@ from lightning_vram.core.ranks import current_rank, num_ranks, on_all_ranks
 from lightning_vram.optimizers.moment_forms import StateLayout, find_layout, is_elementwise
 from lightning_vram.private_names.lightning import is_local, load_on_host
 from lightning_vram.strategies.fsdp_offload.checkpoint_writing import local_path, remove_checkpoint, write_checkpoint
-from lightning_vram.techniques.sharded_checkpoints.files import check_archive, explained, read_values, recover
-from lightning_vram.techniques.sharded_checkpoints.folder import (
+from lightning_vram.techniques.sharded_checkpoints import (
     MODULE_STATES,
     REST_FILE,
     ShardedFolder,
-    is_sharded_folder,
-)
-from lightning_vram.techniques.sharded_checkpoints.states import (
+    check_archive,
     check_groups,
+    explained,
+    is_sharded_folder,
     load_module_state,
     load_optimizer_state,
     parameters_by_name,
+    read_values,
+    recover,
     snapshot,
 )
 

@@ -13,22 +13,20 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 
 from lightning_vram.core.ranks import current_rank, on_all_ranks
 from lightning_vram.private_names.lightning import is_local, save_whole
-from lightning_vram.techniques.sharded_checkpoints.files import (
+from lightning_vram.techniques.sharded_checkpoints import (
+    MODULE_STATES,
+    ShardedFolder,
+    count_bytes,
     delete,
     delete_leftovers,
+    is_sharded_folder,
     naming_full_disk,
     publish,
     remove,
     save_values,
     temporary_path,
-)
-from lightning_vram.techniques.sharded_checkpoints.folder import (
-    MODULE_STATES,
-    ShardedFolder,
-    is_sharded_folder,
     write_folder,
 )
-from lightning_vram.techniques.sharded_checkpoints.states import count_bytes
 
 
 def write_checkpoint(

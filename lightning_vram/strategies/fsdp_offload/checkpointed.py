@@ -20,12 +20,13 @@ from lightning_vram.precision.run import list_averages
 from lightning_vram.private_names.lightning import averaging_callbacks, find_trainer
 from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore
 from lightning_vram.strategies.fsdp_offload.connected import ConnectedStrategy
-from lightning_vram.techniques.sharded_checkpoints.folder import (
+from lightning_vram.techniques.sharded_checkpoints import (
     MODULE_STATES,
+    gather_module_state,
+    gather_optimizer_state,
     sharded_module_state,
     sharded_optimizer_state,
 )
-from lightning_vram.techniques.sharded_checkpoints.states import gather_module_state, gather_optimizer_state
 from lightning_vram.techniques.sharding import FullSharding
 
 _AVERAGE, _CURRENT = MODULE_STATES

@@ -1,1 +1,63 @@
 """Full and sharded state dicts, verified, and written completely or not at all. May import: core, memory."""
+
+from lightning_vram.techniques.sharded_checkpoints.files import (
+    check_archive,
+    delete,
+    delete_leftovers,
+    explained,
+    naming_full_disk,
+    publish,
+    read_values,
+    recover,
+    remove,
+    save_values,
+    temporary_path,
+)
+from lightning_vram.techniques.sharded_checkpoints.folder import (
+    MODULE_STATES,
+    REST_FILE,
+    ShardedFolder,
+    is_sharded_folder,
+    sharded_module_state,
+    sharded_optimizer_state,
+    write_folder,
+)
+from lightning_vram.techniques.sharded_checkpoints.states import (
+    check_groups,
+    count_bytes,
+    gather_module_state,
+    gather_optimizer_state,
+    load_module_state,
+    load_optimizer_state,
+    parameters_by_name,
+    snapshot,
+)
+
+__all__ = [
+    "MODULE_STATES",
+    "REST_FILE",
+    "ShardedFolder",
+    "check_archive",
+    "check_groups",
+    "count_bytes",
+    "delete",
+    "delete_leftovers",
+    "explained",
+    "gather_module_state",
+    "gather_optimizer_state",
+    "is_sharded_folder",
+    "load_module_state",
+    "load_optimizer_state",
+    "naming_full_disk",
+    "parameters_by_name",
+    "publish",
+    "read_values",
+    "recover",
+    "remove",
+    "save_values",
+    "sharded_module_state",
+    "sharded_optimizer_state",
+    "snapshot",
+    "temporary_path",
+    "write_folder",
+]
