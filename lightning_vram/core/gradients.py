@@ -1,10 +1,8 @@
 """Scale, clip, average and reduce gradients, also sparse and sharded ones. May import: memory.
 
-:func:`reduce_gradients` does by hand what ``DistributedDataParallel`` does between ranks. A backward that may run out
-of memory must not reduce anything: the other ranks would wait for the rest. So it runs under ``ddp.no_sync()``, with
-the buffers broadcast before, and the gradients are averaged when all ranks have finished. The result has the same bits
-as the reducer's with two ranks, with more up to the order of the sum. Nothing overlaps with the backward, so it costs
-the time of sending all gradients, and memory for two buckets.
+A backward that may run out of memory must not reduce anything: the other ranks would wait for the rest. So it runs
+under ``ddp.no_sync()``, with the buffers broadcast before, and :func:`reduce_gradients` averages when all ranks have
+finished: bitwise as the reducer with two ranks, with more up to the order of the sum. It overlaps with nothing.
 """
 
 from collections import Counter
@@ -32,6 +30,9 @@ from lightning_vram.private_names.fsdp2 import (
 )
 from lightning_vram.private_names.fsdp2 import sync_buffers as broadcast_buffers
 from lightning_vram.private_names.torch import sparse_values
+
+if dist.is_available():
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 
 def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
@@ -173,8 +174,7 @@ class _Bucket:
 def average_dense(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
     """Average ``gradients``, of the same shapes and order on all ranks, over ``group``, in place. A collective.
 
-    Small ones are sent together; one that fills a bucket is sent as it is. At most two buckets are held: one is filled
-    while the other is sent.
+    Small ones are sent together. At most two buckets are held: one is filled while the other is sent.
     """
     under_way: _Bucket | None = None
     for bucket in _buckets(gradients):
@@ -249,11 +249,6 @@ def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return everybodys
 
 
-if dist.is_available():
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor
-
-
 @torch.no_grad()
 def reduce_gradients(ddp: DistributedDataParallel) -> None:
     """Average the gradients of backwards under ``ddp.no_sync()`` over the ranks, in place. A collective.
@@ -288,9 +283,8 @@ def why_reducer_is_needed(ddp: DistributedDataParallel) -> str | None:
 def sync_buffers(ddp: DistributedDataParallel) -> None:
     """Broadcast the buffers from rank 0 now, as the next forward of ``ddp`` would, and keep forwards from doing it.
 
-    After a synchronised backward, the next forward begins with this collective; one that is run again after a failure
-    on one rank only would wait for the others. So call it once before the tries of a step, :func:`expect_buffer_sync`
-    after. Nothing is sent if the forward would send nothing, or if PyTorch changed its private names.
+    A forward that is run again after a failure on one rank only would wait for the others. So call it once before the
+    tries of a step, :func:`expect_buffer_sync` after. It does nothing if PyTorch changed its private names.
     """
     if not can_sync_buffers(ddp) or not hasattr(ddp, "require_forward_param_sync"):
         return
@@ -366,9 +360,8 @@ def _make_dense(parameter: nn.Parameter) -> Tensor:
 class GradientState:
     """Gradients to restore, in the same tensors: others, such as DDP's buckets, share their memory.
 
-    A backward that ran out of memory has added to some gradients and not to others. At the start of an accumulation
-    window there is nothing to save: gradients are set to ``None`` again. Later in a window a copy is needed, as large
-    as the gradients: on their device, or on the host if the device has too little free memory.
+    At the start of gradient accumulation they are ``None``, and nothing is copied. Later a copy is needed, as large as
+    the gradients: on their device, or on the host if the device has too little free memory.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:

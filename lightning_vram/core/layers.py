@@ -60,14 +60,15 @@ def match_layers(pattern: LayerPattern, names: dict[str, nn.Module], model: str)
 
 
 def _translate(pattern: str) -> str:
-    parts = re.split(r"(\*\*|\*|\?|\[[^\]]*\])", pattern)
-    wild = {"**": ".*", "*": r"[^.]*", "?": r"[^.]"}
-    return "".join(wild.get(part) or (_translate_set(part) if part[:1] == "[" else re.escape(part)) for part in parts)
-
-
-def _translate_set(part: str) -> str:
-    inner = part[1:-1].replace("\\", r"\\").replace("^", r"\^")
-    return f"[^{inner[1:]}]" if inner[:1] == "!" else f"[{inner}]"
+    """Return the regular expression of a glob, in which ``*`` stays within one part of a name."""
+    wild, found = {"**": ".*", "*": r"[^.]*", "?": r"[^.]"}, ""
+    for part in re.split(r"(\*\*|\*|\?|\[[^\]]*\])", pattern):
+        if part[:1] == "[":
+            inner = part[1:-1].replace("\\", r"\\").replace("^", r"\^")
+            found += f"[^{inner[1:]}]" if inner[:1] == "!" else f"[{inner}]"
+        else:
+            found += wild.get(part) or re.escape(part)
+    return found
 
 
 def _class_names(kind: type) -> set[str]:
@@ -103,13 +104,7 @@ def has_no_forward(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
 
 
-_NORMS = (
-    NormBase,
-    InstanceNormBase,
-    normalization.GroupNorm,
-    normalization.LayerNorm,
-    normalization.LocalResponseNorm,
-)
+_NORMS = (NormBase, InstanceNormBase, normalization.GroupNorm, normalization.LayerNorm, normalization.LocalResponseNorm)
 
 
 def find_conv_stages(module: nn.Module) -> Iterator[tuple[int, int]]:
@@ -205,15 +200,12 @@ def select_layers(model: nn.Module, layers: LayerPattern | Sequence[LayerPattern
 
 def thin_out(selection: LayerSelection, every_n_layers: int = 1, *, skip_last: bool = False) -> LayerSelection:
     """Keep the first and every n-th layer after it; ``skip_last`` drops the last (of each body cut into spans)."""
-    last_of = {_body_of(layer): layer for layer in selection.layers} if skip_last else {}
-    remaining = [layer for layer in selection.layers[::every_n_layers] if layer is not last_of.get(_body_of(layer))]
+    bodies = [layer.module if layer.span else None for layer in selection.layers]
+    last = list(dict(zip(bodies, selection.layers, strict=True)).values()) if skip_last else []
+    remaining = [one for one in selection.layers[::every_n_layers] if not any(one is layer for layer in last)]
     if not remaining:
         raise ValueError(f"skip_last=True leaves no layer: the only one is {selection.layers[0].name!r}.")
     return LayerSelection(tuple(remaining), selection.nested)
-
-
-def _body_of(layer: Layer) -> nn.Module | None:
-    return layer.module if layer.span else None
 
 
 def name_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -274,9 +266,9 @@ def _find_repeated_layers(model: nn.Module, names: dict[str, nn.Module]) -> list
 def _find_declared_layers(model: nn.Module, names: dict[str, nn.Module]) -> list[Layer]:
     """Layers that a transformers model declares: made to be checkpointed, or classes not to be split."""
     unsplit = {kind for module in (model, *names.values()) for kind in getattr(module, "_no_split_modules", None) or ()}
+    declared = {name for name, module in names.items() if type(module).__name__ in unsplit}
     made_for_it = {name for name, module in names.items() if _has_base(module, _TRANSFORMERS_LAYER)}
     holders = {holder for name in made_for_it for holder in _ancestors(name)}
-    declared = {name for name, module in names.items() if type(module).__name__ in unsplit}
     return outermost(made_for_it | (declared - holders), names)
 
 

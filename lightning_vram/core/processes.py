@@ -1,10 +1,8 @@
 """This process in a job: a clean exit, the NUMA node of its device, and the signals by which it is stopped.
 
-SLURM sends SIGUSR1 and SIGTERM to all processes of a step. Python runs a handler between two bytecodes of the main
-thread, which may hold locks or be within a collective: to wait for another rank there can hang the job (Lightning
-#21406). So handlers only record the signal, and code that can act on it asks for it.
-
-May import: core.ranks and what is below it, memory.
+Python runs a handler between two bytecodes of the main thread, which may hold locks or be within a collective: to wait
+for another rank there can hang the job (Lightning#21406). So handlers only record the signal, and code that can act on
+it asks for it. May import: core.ranks and what is below it, memory.
 """
 
 import atexit
@@ -43,9 +41,8 @@ _SETTLE_SECONDS = 0.1
 def leave_group_at_exit() -> None:
     """Destroy the process group when Python ends, if there is one then. Calling it again does nothing.
 
-    Otherwise a process that has finished its work may abort ("terminate called without an active exception"), and
-    ``torchrun`` or SLURM takes the job for failed. Lightning destroys groups of the backend ``"nccl"`` only, by that
-    name.
+    Else a process that has finished its work may abort ("terminate called without an active exception"), and the job
+    counts as failed. Lightning destroys groups of the backend ``"nccl"`` only, by that name.
     """
     atexit.unregister(_leave)
     atexit.register(_leave)
@@ -168,10 +165,9 @@ class StopSignals:
         self._arrived.add(number)
 
     def remove(self, harmless: Sequence[signal.Signals] = ()) -> None:
-        """Put the previous handlers back, which get what has arrived if they record it, too. It stays recorded here.
+        """Put the previous handlers back, which get what has arrived if they record it, too. Repeating does nothing.
 
-        Calling it again does nothing. ``harmless`` signals stay recorded if no handler is left: they would end the
-        process.
+        ``harmless`` signals stay recorded if no handler is left: they would end the process.
         """
         if threading.current_thread() is threading.main_thread():
             kept = [one for one, handler in self._before.items() if one in harmless and handler == signal.SIG_DFL]
@@ -247,8 +243,8 @@ class StopVote:
 class DaemonShield:
     """From :meth:`raise_it` to :meth:`lower`, daemons of ``multiprocessing`` start with ``signals`` blocked.
 
-    A data loader worker that dies of a signal ends the training before it has saved. Python ends daemons by SIGTERM,
-    and waits for them: here it is SIGKILL. Where signals cannot be blocked (Windows), it does nothing.
+    A data loader worker that dies of a signal ends the training before it has saved. Python ends daemons by SIGTERM:
+    here it is SIGKILL. Where signals cannot be blocked (Windows), it does nothing.
     """
 
     def __init__(self, signals: Sequence[int]) -> None:

@@ -1,8 +1,7 @@
 """What a batch contains: containers of any kind, tensors and arrays with one row per sample, and the paths of entries.
 
 Containers are copied rather than constructed, so their other attributes stay and no ``__post_init__`` runs again. Parts
-of tensors are views wherever the layout allows it. Sparse tensors, packed sequences and nested tensors of the strided
-layout are copied: their samples are not contiguous in memory.
+of tensors are views, except of sparse and strided nested tensors and of packed sequences.
 """
 
 import copy
@@ -43,10 +42,7 @@ class Parts:
 
 
 def take_apart(value: object) -> Parts | None:
-    """Return what a container holds; ``None`` for anything else.
-
-    Known are mappings, lists, tuples with and without names, dataclasses, attrs classes and ``SimpleNamespace``.
-    """
+    """Return what a mapping, list, tuple, dataclass, attrs class or ``SimpleNamespace`` holds; ``None`` for others."""
     if isinstance(value, _WHOLE):
         return None
     if isinstance(value, Mapping):

@@ -1,11 +1,9 @@
 """Host-device copies and host work that overlap with the computation.
 
-On an accelerator all copies of both directions are queued on one side stream, so that host memory which is used again
-is written after it was read. The device memory of a copy is held until the stream of the computation waits for that
-copy, or it has finished: after that, the allocator may give the memory to the next kernel of that stream. Elsewhere
-(the CPU, which has one memory; fake tensors) copies block.
-
-The current stream is looked up at each call: the backward runs in a thread of autograd's own.
+On an accelerator all copies of both directions are queued on one side stream, so that reused host memory is written
+after it was read. The device memory of a copy is held until the stream of the computation waits for that copy, or it
+has finished. On the CPU and on fake tensors copies block. The current stream is looked up at each call: the backward
+runs in a thread of autograd's own.
 """
 
 import queue
@@ -111,11 +109,7 @@ class Departure:
     __slots__ = ("event", "num_bytes", "source", "stream", "times")
 
     def __init__(
-        self,
-        source: Tensor | None = None,
-        event: Any = None,
-        stream: Any = None,
-        times: CopyTimes | None = None,
+        self, source: Tensor | None = None, event: Any = None, stream: Any = None, times: CopyTimes | None = None
     ) -> None:
         self.times = times
         self.source = source

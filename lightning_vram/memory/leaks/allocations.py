@@ -16,7 +16,7 @@ from lightning_vram.memory.tracking.ledger import Ledger, ResultRecorder, Result
 from lightning_vram.private_names.torch import num_nodes, storage_key, tensors_in
 
 _LIBRARIES = sys.stdlib_module_names | {
-    *("torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_vram"),
+    *("torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_vram")
 }
 
 
