@@ -53,8 +53,8 @@ _NAMES = {
 def available_host_bytes(root: Path = Path("/")) -> int | None:
     """Estimate how much more memory this process can take: the least that the kernel and any control group leave.
 
-    Page cache that can be dropped counts as available: of a control group, half of what was used more than once.
-    ``None`` where the system does not tell (Windows); on macOS all memory of the machine counts.
+    Page cache that can be dropped counts: of a control group, half of what was used more than once. ``None``: unknown
+    (Windows); on macOS all memory of the machine counts.
     """
     machine = _meminfo_bytes(root, "MemAvailable")
     if machine is None:
@@ -172,8 +172,8 @@ def cores_of_rank(local_world_size: int, root: Path = Path("/")) -> int:
     """Count the cores that this process may keep busy while the other ranks of this machine do the same: at least 1.
 
     What SLURM gave the task, shared by its ranks; without SLURM the cores that this process may run on, shared by all
-    local ranks. Never more than this rank's share of the processor time of its control groups. ``OMP_NUM_THREADS`` does
-    not count: ``torchrun`` sets it to 1. A rank that ``numactl`` bound gets a share of its own cores: too few, if any.
+    local ranks. At most this rank's share of its control groups' processor time. ``OMP_NUM_THREADS`` does not count:
+    ``torchrun`` sets it to 1.
 
     Example:
         >>> cores_of_rank(local_world_size=10_000)

@@ -512,10 +512,9 @@ class BatchCutter:
         """Whether something has an entry for each sample that has no time: labels, images, a list of texts."""
         for _, value in iterate(batch, BatchPath(), self._shared):
             parts = take_apart(value)
-            is_list = parts is not None and parts.is_list and len(parts.values) == num_samples
-            if (is_list and is_plain(parts.values)) or (
-                count_rows(value) == num_samples and getattr(value, "ndim", 0) not in _SEQUENCE_DIMS
-            ):
+            if parts is not None and parts.is_list and len(parts.values) == num_samples and is_plain(parts.values):
+                return True
+            if count_rows(value) == num_samples and getattr(value, "ndim", 0) not in _SEQUENCE_DIMS:
                 return True
         return False
 

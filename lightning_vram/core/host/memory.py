@@ -45,17 +45,13 @@ class Piece(Generic[Payload]):
     num_bytes: int
 
 
+@dataclass(slots=True, eq=False)
 class Block(Generic[Payload]):
     """Space that is taken as long as this object lives."""
 
-    __slots__ = ("_released", "chunks", "pieces")
-
-    def __init__(
-        self, pieces: list[Piece[Payload]], chunks: list[_Chunk[Payload]], released: "deque[list[_Chunk[Payload]]]"
-    ) -> None:
-        self.pieces = pieces
-        self.chunks = chunks
-        self._released = released
+    pieces: list[Piece[Payload]]
+    chunks: list[_Chunk[Payload]]
+    _released: "deque[list[_Chunk[Payload]]]"
 
     def __del__(self) -> None:
         # In whatever thread, perhaps in the middle of anything: appending is atomic, the rest waits for its turn.

@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -103,19 +104,14 @@ def timed(times: CopyTimes | None, what: str, num_bytes: int = 0, stream: Any = 
     return times.span(what, num_bytes, stream) if times is not None else nullcontext()
 
 
+@dataclass(slots=True, eq=False)
 class Departure:
     """A copy to the host; ``source`` is held as long as the copy is in flight, then ``None``."""
 
-    __slots__ = ("event", "num_bytes", "source", "stream", "times")
-
-    def __init__(
-        self, source: Tensor | None = None, event: Any = None, stream: Any = None, times: CopyTimes | None = None
-    ) -> None:
-        self.times = times
-        self.source = source
-        self.num_bytes = source.nbytes if source is not None else 0
-        self.event = event
-        self.stream = stream
+    source: Tensor | None = None
+    event: Any = None
+    stream: Any = None
+    times: CopyTimes | None = None
 
     def wait(self) -> None:
         """Block until the bytes are on the host."""
@@ -197,7 +193,7 @@ class StreamCopies(Copies):
             event = self._side.record_event()
         departure = Departure(source, event, compute, self.times)
         self._departures.append(departure)
-        self._departing_bytes += departure.num_bytes
+        self._departing_bytes += source.nbytes
         self.settle(window_bytes)
         return departure
 
@@ -236,7 +232,7 @@ class StreamCopies(Copies):
 
     def _let_go_of_oldest(self) -> None:
         oldest = self._departures.popleft()
-        self._departing_bytes -= oldest.num_bytes
+        self._departing_bytes -= oldest.source.nbytes if oldest.source is not None else 0
         _let_go(oldest)
 
 

@@ -172,7 +172,7 @@ _watches: weakref.WeakSet[PeakWatch] = weakref.WeakSet()
 def empty_cache(device: torch.device) -> int:
     """Return unused cached blocks of all devices of this kind to the driver; returns the bytes freed on ``device``.
 
-    Waits for the device to finish its queued work, and later allocations must ask the driver again, so call it rarely.
+    It waits for queued work of the device, and later allocations must ask the driver again.
     """
     if not has_cache(device):
         return 0
@@ -278,7 +278,7 @@ class FreeMemory:
 
 
 def free_memory_of(device: torch.device) -> FreeMemory | None:
-    """Return the room of ``device``, or ``None`` where no allocator tells (the CPU, MPS)."""
+    """Return the free memory of ``device``; ``None`` if no allocator reports it (the CPU, MPS)."""
     return FreeMemory(device) if has_cache(device) else None
 
 

@@ -61,12 +61,8 @@ class Measurement:
 
 
 _PLAIN_SIZES = (
-    "allocated_bytes",
-    "peak_allocated_bytes",
-    "reserved_bytes",
-    "peak_reserved_bytes",
-    "host_peak_bytes",
-    "saved_for_backward_bytes",
+    *("allocated_bytes", "peak_allocated_bytes", "reserved_bytes", "peak_reserved_bytes"),
+    *("host_peak_bytes", "saved_for_backward_bytes"),
 )
 _PHASE_SIZES = {phase: f"{phase}/peak_allocated_bytes" for phase in Phase}
 _CATEGORY_SIZES = {category: f"{category}_bytes" for category in Category}
@@ -116,10 +112,6 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63  # what a driver counts in
 
 
-def _is_duration(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
-
-
 _Kind = tuple[str, Callable[[Any], bool]]
 _TEXT: _Kind = ("a text", lambda value: isinstance(value, str))
 _COUNT: _Kind = ("an int of at least 0", _is_count)
@@ -129,13 +121,17 @@ _TABLE: _Kind = (
     "an object of numbers of bytes",
     lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
 )
+_SECONDS: _Kind = (
+    "a number of seconds or null",
+    lambda value: value is None or (type(value) in (int, float) and 0 <= value < math.inf),
+)
 _KINDS: dict[str, _Kind] = {
     **dict.fromkeys(("stage", "device", "source"), _TEXT),
     **dict.fromkeys(("epoch", "batch_idx", "step"), _COUNT),
     **dict.fromkeys(_PLAIN_SIZES, _SIZE_OR_NULL),
     **dict.fromkeys(("allocated_bytes", "peak_allocated_bytes"), _SIZE),
     **dict.fromkeys(("peak_by_phase", "peak_by_category", "peak_by_module"), _TABLE),
-    "seconds_per_batch": ("a number of seconds or null", lambda value: value is None or _is_duration(value)),
+    "seconds_per_batch": _SECONDS,
 }
 
 

@@ -169,7 +169,7 @@ class DeviceMemory:
         self._next_address = 1 << 30
 
     def take(self, num_bytes: int) -> None:
-        """Reserve memory. The driver is never out of it: callers compare the peak with what a GPU has."""
+        """Reserve memory. It never runs out: callers compare the peak with what a GPU has."""
         self.reserved_bytes += num_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
@@ -180,25 +180,20 @@ class DeviceMemory:
         return address
 
 
+@dataclass(slots=True, eq=False)
 class Block:
     """A piece of a segment; its neighbours are the pieces before and behind it."""
 
-    __slots__ = (
-        *("address", "size", "pool", "segment_start", "previous", "next"),
-        *("is_allocated", "is_free", "is_mapped", "requested_bytes"),
-    )
-
-    def __init__(self, address: int, size: int, pool: "Pool", segment_start: int | None = None) -> None:
-        self.address = address
-        self.size = size
-        self.pool = pool
-        self.segment_start = segment_start  # ``None`` in a segment of fixed size
-        self.previous: Block | None = None
-        self.next: Block | None = None
-        self.is_allocated = False
-        self.is_free = False  # neither: it was freed, and another stream may still use it
-        self.is_mapped = True  # always, but for the empty part of an expandable segment
-        self.requested_bytes = 0
+    address: int
+    size: int
+    pool: "Pool"
+    segment_start: int | None = None  # ``None`` in a segment of fixed size
+    previous: "Block | None" = None
+    next: "Block | None" = None
+    is_allocated: bool = False
+    is_free: bool = False  # neither: it was freed, and another stream may still use it
+    is_mapped: bool = True  # always, but for the empty part of an expandable segment
+    requested_bytes: int = 0
 
     def split(self, size: int) -> "Block":
         """Keep the first ``size`` bytes, and make a block of the rest behind them."""
@@ -212,16 +207,14 @@ class Block:
         return rest
 
 
+@dataclass(slots=True, eq=False)
 class Pool:
     """Free blocks of one stream, small or large: the smallest first, and of those the lowest address."""
 
-    __slots__ = ("free", "is_small", "stream", "unmapped")
-
-    def __init__(self, stream: Hashable, *, is_small: bool) -> None:
-        self.stream = stream
-        self.is_small = is_small
-        self.free: list[tuple[int, int, Block]] = []
-        self.unmapped: list[tuple[int, Block]] = []  # by address
+    stream: Hashable
+    is_small: bool
+    free: list[tuple[int, int, Block]] = field(default_factory=list)
+    unmapped: list[tuple[int, Block]] = field(default_factory=list)  # by address
 
     def put(self, block: Block) -> None:
         """Take a block in, after it has grown by neighbours that are free too."""
@@ -258,10 +251,10 @@ class Pool:
                 block.next.previous = block
 
 
+@dataclass
 class _Segments:
-    def __init__(self, device_memory: DeviceMemory, settings: AllocatorSettings) -> None:
-        self._device_memory = device_memory
-        self._settings = settings
+    _device_memory: DeviceMemory
+    _settings: AllocatorSettings
 
     def _take(self, pool: Pool, index: int, size: int) -> Block | None:
         """Take a free block out of the pool, unless it must be kept for what needs it."""

@@ -66,8 +66,7 @@ _HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"  
 def cuda_autocast() -> Iterator[None]:
     """Let autocast of ``"cuda"`` cast fake tensors, inside the block.
 
-    Casts sit at a dispatch key in front of autograd, as autocast's own, so they are part of the graph. Whether autocast
-    is on stays where torch keeps it, so ``torch.utils.checkpoint`` and ``custom_bwd`` save and restore it here, too.
+    Casts sit at a dispatch key in front of autograd, as autocast's own, so they are part of the graph.
     """
 
     def as_cuda(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -220,10 +220,9 @@ _CLONE = "aten::clone"
 
 
 class UntouchedWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Skip, in a ``with`` block, the first values of large tensors on the host: only for looking at a module's sizes.
+    """Skip, in a ``with`` block, the first values of large tensors on the host: pages not written to take no memory.
 
-    An operating system gives a process pages when they are first written to. Unlike on the meta device, small tensors
-    have their values, so a constructor may look at them.
+    Unlike on the meta device, small tensors have their values, so a constructor may look at them.
     """
 
     def __init__(self) -> None:

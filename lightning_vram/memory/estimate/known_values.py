@@ -1,4 +1,9 @@
-"""Operators whose fake kernel, in the versions of torch that are supported, refuses what the real one takes."""
+"""Values of fake tensors: fakes of operators that torch's own fake kernels refuse, and answers to reads.
+
+Results of known numbers are known. Other reads are answered from a recorded real run (:mod:`.recorded_reads`); without
+one a float is taken for 1, since programs log it, and compared tensors for equal. An integer, a truth value or a size
+decides about shapes and branches: asking for it raises, and the caller has to record a real run.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -42,7 +47,8 @@ from lightning_vram.private_names.dispatcher import (
 )
 from lightning_vram.private_names.torch import storage_identity, tensors_in, tree_map
 
-_BINCOUNT = torch.ops.aten.bincount.default
+_aten = torch.ops.aten
+_BINCOUNT = _aten.bincount.default
 _ALIGNMENT_BYTES = 16  # of each row, on a card
 
 
@@ -99,17 +105,10 @@ def _bincount(indices: Tensor, weights: Tensor | None = None, minlength: int = 0
     return torch.empty(minlength, dtype=dtype, device=indices.device)
 
 
-def _ctc_backward(grad: Tensor, log_probabilities: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(log_probabilities)
-
-
 _KERNELS: dict[OpOverload, Callable[..., Tensor]] = {
     **{GROUPED_MM: _grouped_mm, _BINCOUNT: _bincount},
-    **dict.fromkeys(CTC_BACKWARDS, _ctc_backward),
+    **dict.fromkeys(CTC_BACKWARDS, lambda grad, log_probabilities, *_: torch.empty_like(log_probabilities)),
 }
-
-
-_aten = torch.ops.aten
 _ANSWERS = {
     **{_aten.isnan.default: False, _aten.isinf.default: False, _aten.isfinite.default: True},
     **{_aten.ones.default: True, _aten.zeros.default: False},
@@ -127,7 +126,7 @@ _OR = (_aten.bitwise_or.Tensor, _aten.logical_or.default)
 
 
 class UniformTruths:
-    """Remembers what follows from such questions: ``torch.isfinite`` asks two of them, and multiplies the answers."""
+    """Knows tensors whose elements all have one truth value: ``torch.isfinite`` multiplies two such answers."""
 
     def __init__(self) -> None:
         self._known: Any = WeakIdKeyDictionary()
@@ -170,15 +169,7 @@ class UniformTruths:
         return any(truths) if func in _OR else all(truths)
 
 
-# Values of short tensors, kept beside the fake ones: programs ask for lengths, counters, flags and scales.
-#
-# Results of known numbers are known. Data and weights are answered from the reads of a real run, if there was one; if
-# not, a float is taken for 1, since programs log it, and tensors that are compared are taken for equal. An integer, a
-# truth value or a size decides about shapes and branches: asking for it raises, and the caller has to record a real
-# run.
-
-aten = torch.ops.aten
-_SUM = aten.sum.default
+_SUM = _aten.sum.default
 _KEEPS_VALUES = (
     "aten::_amp_foreach_non_finite_check_and_unscale_",  # nothing is infinite
     "c10d::allreduce_",  # all ranks do the same
@@ -186,8 +177,8 @@ _KEEPS_VALUES = (
 )
 _MOST_NUMBERS = 4096
 MOST_INTEGERS = 1 << 20  # that are known of a tensor: positions of a long sequence
-_PICKS_ROWS = (aten.embedding.default, EMBEDDING_BAG, INDEX)
-_PICKS_ALONG_DIM = (aten.index_select.default, aten.gather.default)
+_PICKS_ROWS = (_aten.embedding.default, EMBEDDING_BAG, INDEX)
+_PICKS_ALONG_DIM = (_aten.index_select.default, _aten.gather.default)
 _UNKNOWN_MAKERS = ("empty", "rand", "bernoulli", "multinomial", "normal", "new_empty")
 _UNKNOWN = 1.0
 

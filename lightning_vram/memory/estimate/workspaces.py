@@ -1,8 +1,7 @@
 """What libraries and the driver use in addition to tensors: the CUDA context, and cuBLAS's workspaces.
 
-The context lies outside of the caching allocator, the workspaces inside. A card that was measured by
-``lightning-vram calibrate`` overrules all of it. Not counted: what cuDNN takes inside of a convolution, and NCCL's
-buffers. cuDNN chooses by heuristics of its own, from nothing to gigabytes (pytorch#49207), so no rule of thumb holds.
+The context lies outside of the caching allocator, the workspaces inside. Figures of ``lightning-vram calibrate`` come
+first. Not counted: NCCL's buffers, and cuDNN's workspaces, from nothing to gigabytes (pytorch#49207).
 """
 
 import math

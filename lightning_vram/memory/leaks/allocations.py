@@ -72,12 +72,8 @@ def storages_of(tensors: Any) -> Iterator[torch.UntypedStorage]:
             yield from (storage for storage, _ in iterate_storages(tensor) if storage.device.type != "meta")
 
 
-def user_frames() -> set[FrameType]:
-    """Return the frames that called, those of libraries left out."""
-    return set(_frames(sys._getframe(1)))
-
-
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and those that called it, those of libraries left out."""
     while frame is not None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in _LIBRARIES:
             yield frame
@@ -112,7 +108,7 @@ class StepWatch:
             yield
             return
         place = Ledger()  # of which only the name of the module is used
-        outer = user_frames()  # which were there before the step, and made nothing of it
+        outer = set(_frames(sys._getframe(1)))  # which were there before the step, and made nothing of it
 
         def note(result: Any, results: Results, func: Any) -> None:
             if results is Results.NEW:

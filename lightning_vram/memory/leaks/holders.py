@@ -128,7 +128,9 @@ def _own_name(thing: Any) -> str | None:
 def describe_chain(chain: Link, names: Mapping[int, str], until: object = None) -> str:
     """Write a chain as one would in code, up to ``until``: ``self.net.cache['x']``."""
     thing = chain.thing
-    text = names.get(id(thing)) or _own_name(thing) or _frame_name(thing)
+    text = names.get(id(thing)) or _own_name(thing) or type(thing).__name__
+    if is_a(thing, types.FrameType) and not names.get(id(thing)):
+        text = f"{thing.f_code.co_name}() ({thing.f_code.co_filename}:{thing.f_lineno})"
     link: Link | None = chain
     while link is not None and link.below is not None and link.thing is not until:
         text, link = _step(text, link)
@@ -189,9 +191,8 @@ def is_table_of_attributes(thing: object, owners: Iterable[object]) -> bool:
         return False
     for owner in owners:
         attributes = getattr(owner, "__dict__", {})
-        if attributes is thing or is_a(owner, type):
-            return True
-        if any(attributes.get(table) is thing for table in _MODULE_TABLES):
+        tables = (attributes, *(attributes.get(table) for table in _MODULE_TABLES))
+        if is_a(owner, type) or any(table is thing for table in tables):
             return True
     return _own_name(thing) is not None
 
@@ -200,15 +201,10 @@ def _key_of(mapping: Mapping[Any, Any], child: object) -> Any:
     return next((key for key, value in list(mapping.items()) if value is child), None)
 
 
-def _frame_name(thing: Any) -> str:
-    if is_a(thing, types.FrameType):
-        return f"{thing.f_code.co_name}() ({thing.f_code.co_filename}:{thing.f_lineno})"
-    return type(thing).__name__
-
-
 _MAX_TARGETS = 16
 _LEAST_PART = 100  # of the largest: sums that Lightning logs are new in each epoch, too
 _MAX_NODES = 200_000
+_METRIC = "torchmetrics.metric", "Metric"
 
 
 @dataclass(frozen=True)
@@ -302,16 +298,18 @@ def _describe(chain: Link, names: Mapping[int, str], *, has_graph: bool) -> Hold
     while link is not None:
         things.append(link.thing)
         link = link.below
-    container = max(filter(_is_container, _inner(things[:-1])), key=len, default=None)
+    containers = (one for one in _inner(things[:-1]) if is_a(one, dict | list | tuple | set | deque) and len(one) > 1)
+    container = max(containers, key=len, default=None)
     items: list[Any] = list(container.values() if isinstance(container, Mapping) else container or ())
     graphs = [item for item in items if any(ends_of_graph(tensor) for tensor in _tensors(item))]
+    kinds = (kind for thing in things for kind in type(thing).__mro__)
     return Holder(
         path=describe_chain(chain, names, until=container),
         container="" if container is None else type(container).__name__,
         num_items=len(items),
         num_graphs=len(graphs),
         has_graph=has_graph,
-        is_metric=any(map(_is_metric, things)),
+        is_metric=any((kind.__module__, kind.__name__) == _METRIC for kind in kinds),
         is_bounded=any(is_a(thing, deque) and thing.maxlen is not None for thing in things),
     )
 
@@ -323,14 +321,6 @@ def _inner(things: list[Any]) -> Iterator[Any]:
         is_of_function = is_a(thing, tuple) and any(map(callable, owners[-1:]))
         if not is_of_function and not is_table_of_attributes(thing, owners):
             yield thing
-
-
-def _is_container(thing: Any) -> bool:
-    return is_a(thing, dict | list | tuple | set | deque) and len(thing) > 1
-
-
-def _is_metric(thing: object) -> bool:
-    return any(kind.__module__ == "torchmetrics.metric" and kind.__name__ == "Metric" for kind in type(thing).__mro__)
 
 
 def _tensors(item: Any) -> Iterator[Tensor]:

@@ -1,9 +1,8 @@
 """When to count, when to watch a step, and when what it left behind is a leak.
 
-Steady growth only starts a watch of one step. A leak is what that step has left behind: storages alive ``patience``
-steps later while memory still grows. What keeps a graph is reported at once; anything else if it outlives the epoch and
-grows in the next one as well, or if memory would run out before. Where nothing is left of several steps, or nobody
-seems to keep it, attributes are measured.
+Steady growth starts a watch of one step. Storages of it that are alive ``patience`` steps later, while memory still
+grows, are a leak. What keeps a graph is reported at once; anything else if it outlives the epoch and grows in the next
+one as well, or if memory would run out before. If nothing is left of several steps, attributes are measured.
 """
 
 import ctypes
@@ -84,8 +83,9 @@ class Pace:
 
 def _host_counter() -> Callable[[], int] | None:
     """Return what counts the host's memory; ``None`` where tensors do not come from glibc."""
-    read_info = getattr(_c_library(), "mallinfo2", None)
-    if read_info is None:
+    try:
+        read_info = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError, TypeError):  # another library; Windows
         return None
     read_info.restype = _MallocInfo
 
@@ -95,15 +95,8 @@ def _host_counter() -> Callable[[], int] | None:
 
     before = count()
     probe = torch.empty(MIB, dtype=torch.uint8, device="cpu")
-    is_counted = count() - before >= probe.nbytes // 2  # not of jemalloc or mimalloc, beside which glibc's stand still
+    is_counted = count() - before >= probe.nbytes // 2  # not of jemalloc or mimalloc
     return count if is_counted else None
-
-
-def _c_library() -> ctypes.CDLL | None:
-    try:
-        return ctypes.CDLL(None)
-    except (OSError, TypeError):  # Windows
-        return None
 
 
 _STRIDE = 16  # of the coarse series: growth by leaps, or below the noise of single steps
@@ -198,7 +191,7 @@ class Program:
     held: Callable[[], Iterable[Tensor]]
     names: Callable[[], Mapping[int, str]]  # returns names by ``id`` of what references are followed from
     follows_operators: bool  # whether a dispatch mode may follow a step
-    room: Callable[[], float]  # returns how many bytes are left
+    room: Callable[[], float]  # returns free memory in bytes
     attributes: Callable[[], Mapping[str, HeldMemory]] = dict  # returns what each attribute holds, by its path
 
 
@@ -231,8 +224,8 @@ class LeakSearch:
         """Has to be around each step: one of many is followed."""
         if self._is_armed:
             self._begin()
-        elif self._watch is not None and self._has_watched_step:
-            self._finish(self._watch)  # what was made between the steps is in it, too
+        else:
+            self._finish()  # what was made between the steps is in it, too
         if self._watch is None:
             yield
             return
@@ -262,8 +255,7 @@ class LeakSearch:
 
     def end_epoch(self) -> None:
         """Say that what is collected for the end of an epoch, or of a validation, should be gone."""
-        if self._watch is not None and self._has_watched_step:
-            self._finish(self._watch)
+        self._finish()
         if self._watch is not None and self._watch.is_finished and not self._has_outlived_epoch:
             self._has_outlived_epoch = True
             self._age = _STEPS_TO_SETTLE  # so that a whole window lies behind it
@@ -291,9 +283,10 @@ class LeakSearch:
         if self._num_tries == 0:
             self._attributes = GrowingAttributes(self._program.attributes, self._min_bytes, self._num_steps)
 
-    def _finish(self, watch: StepWatch) -> None:
-        watch.finish(self._program.held)
-        self._has_watched_step = False
+    def _finish(self) -> None:
+        if self._watch is not None and self._has_watched_step:
+            self._watch.finish(self._program.held)
+            self._has_watched_step = False
 
     def _give_up(self) -> None:
         """Wait twice as long as the last time, so that all looks together cost little."""

@@ -40,8 +40,7 @@ _COMPRESSED_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 def iterate_storages(tensor: Tensor) -> Iterator[tuple[torch.UntypedStorage, torch.device]]:
     """Yield each storage that holds data of ``tensor``, with its device.
 
-    The device is the tensor's word, not the storage's: the storage of a fake tensor lies on ``meta``, whatever the
-    tensor stands for. A tensor without accessible storage (opaque layouts such as mkldnn) yields nothing.
+    The device is the tensor's: the storage of a fake tensor lies on ``meta``. Opaque layouts (mkldnn) yield nothing.
     """
     if is_lazy(tensor):
         return  # no storage yet
@@ -52,19 +51,14 @@ def iterate_storages(tensor: Tensor) -> Iterator[tuple[torch.UntypedStorage, tor
             if isinstance(part, Tensor):  # a DTensor names its device mesh as well
                 yield from iterate_storages(part)
     elif tensor.layout is torch.strided:
-        if _has_storage(tensor):
-            yield tensor.untyped_storage(), tensor.device
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return
+        yield storage, tensor.device
     else:
         for part in _sparse_parts(tensor):
             yield from iterate_storages(part)
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    try:
-        tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return False
-    return True
 
 
 def _sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -166,7 +160,7 @@ def optimizer_tensors(optimizer: Optimizer) -> Iterable[Tensor]:
 
 
 HELD = "held"
-SCRATCH = " (scratch)"  # ends the name of an operator, for what it took beside its result
+SCRATCH = " (scratch)"  # ends the name of an operator, for what it took in addition to its result
 
 
 @dataclass(frozen=True)
@@ -200,8 +194,8 @@ class _Entry:
 class Ledger:
     """Open accounts by storage; closed ones stay as events.
 
-    A storage is known by the address of its C++ object. Addresses are used again after death, so each account holds
-    a weak reference whose callback closes it the moment the storage dies.
+    A storage is known by the address of its C++ object, which is used again after death: so each account holds a weak
+    reference whose callback closes it the moment the storage dies.
     """
 
     def __init__(self) -> None:
@@ -234,9 +228,8 @@ class Ledger:
 
     def update_storage(self, storage: torch.UntypedStorage) -> None:
         """Note the present size of a known storage; unknown ones are left alone."""
-        account = self._open.get(storage_key(storage))
-        if account is not None:
-            number = account[1]
+        _, number = self._open.get(storage_key(storage), (None, None))
+        if number is not None:
             self._change(number, int(storage.nbytes()) - self._entries[number].num_bytes)
 
     def label(self, tensor: Tensor, category: Category, module: str) -> None:
@@ -257,7 +250,7 @@ class Ledger:
                 self._entries[account[1]].is_pinned = True
 
     def note_scratch(self, op: str, device: torch.device, sizes: Iterable[int]) -> None:
-        """Note what a kernel took beside its result, and gave back: blocks of ``sizes`` bytes."""
+        """Note what a kernel took in addition to its result, and gave back: blocks of ``sizes`` bytes."""
         first = len(self._entries)
         for num_bytes in sizes:
             self._change(self._enter(device, op + SCRATCH, self.module), num_bytes)
@@ -378,7 +371,7 @@ def follow_modules(stack: ExitStack, ledger: Ledger, root: nn.Module | None, on_
 def follow_resizes(stack: ExitStack, ledger: Ledger) -> None:
     """Note ``UntypedStorage.resize_``, with which FSDP frees and fills parameters: it does not dispatch."""
     if not _resizing:
-        torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign, assignment]
+        torch.UntypedStorage.resize_ = _resize_and_note  # type: ignore[method-assign, assignment]
     _resizing.append(ledger)
 
     def stop() -> None:
@@ -389,7 +382,7 @@ def follow_resizes(stack: ExitStack, ledger: Ledger) -> None:
     stack.callback(stop)
 
 
-def _resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
+def _resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
     was_empty = storage.nbytes() == 0
     result = super(torch.UntypedStorage, storage).resize_(size)
     for ledger in _resizing:
