@@ -154,10 +154,7 @@ _backward: RunBackward | None = engine_run_backward()
 
 
 class stepping_aside:  # noqa: N801 - a context, quicker than one made by a generator
-    """Take ``hooks`` off for each ``torch.func`` transform inside the block, and ``mode`` for each backward.
-
-    Enter it right after the hooks: nested ones are taken off from the innermost on.
-    """
+    """Take ``hooks`` off for each ``torch.func`` transform inside, ``mode`` for each backward. Enter it right after."""
 
     def __init__(self, hooks: Hooks, mode: TorchDispatchMode | None = None) -> None:
         self._entry = (hooks, mode)
@@ -231,10 +228,9 @@ def is_unfinished(tensor: Tensor) -> bool:
 
 
 def may_be_unfinished(tensor: Tensor) -> bool:
-    """Whether an operator that saves ``tensor`` may write it only afterwards.
+    """Whether an operator that saves ``tensor`` may write it only afterwards, as ``rrelu`` does with its noise.
 
-    ``rrelu`` saves the noise that its kernel is going to draw. An operator can only do so with a tensor that needs no
-    gradient and is no view. It has finished when the next one saves something: each makes its graph node first.
+    Not if it needs a gradient or is a view. The operator has finished when the next one saves something.
     """
     return not tensor.requires_grad and type(tensor) not in PARAMETER_CLASSES and not is_view(tensor)
 
@@ -315,10 +311,7 @@ class SavedTensorStage(ABC):
 
     @abstractmethod
     def take(self, tensor: Tensor) -> StoredTensor | None:
-        """Take a tensor over, or return ``None`` to leave it in place.
-
-        A stage passes what it makes of the tensor on with :meth:`hand_on`, also a tensor that it does not want.
-        """
+        """Take a tensor over, or pass on what it makes of it with :meth:`hand_on`; ``None`` leaves it in place."""
 
     def hand_on(self, tensor: Tensor) -> StoredTensor | None:
         """Offer ``tensor`` to the next stage outside of this one; ``None`` if none takes it."""
@@ -434,10 +427,7 @@ class _RecomputableView(NamedTuple):
 
 
 class RecomputableTensors:
-    """The tensors of one call that the backward computes again from others that stay alive, such as a weight.
-
-    Its hooks are the innermost ones inside; other tensors go to the hooks outside.
-    """
+    """The tensors of one call that the backward computes again from others that stay alive. Innermost hooks."""
 
     __slots__ = ("_hooks", "_makes", "_pack_outside", "_unpack_outside")
 
@@ -470,10 +460,7 @@ class RecomputableTensors:
 
 
 def save(tensor: Tensor) -> Callable[[], Tensor]:
-    """Save ``tensor`` as a graph node does, under the hooks that are set now; return what gives it back.
-
-    It raises ``RuntimeError`` if the tensor was overwritten since.
-    """
+    """Save ``tensor`` as a graph node does, under the hooks that are set now; return what gives it back, or raises."""
     if make_saved_tensor is not None:
         is_output = False
         unpack: Callable[[], Tensor] = make_saved_tensor(tensor, is_output).unpack
@@ -483,10 +470,7 @@ def save(tensor: Tensor) -> Callable[[], Tensor]:
 
 
 class SavedOutput:
-    """A tensor without gradient that some backward will ask for, offloaded or compressed by the stages around it.
-
-    ``others`` are tensors on its memory with version counters of their own.
-    """
+    """A tensor without gradient that some backward will ask for; ``others`` are on its memory with own versions."""
 
     def __init__(self, tensor: Tensor, others: Sequence[Tensor] = ()) -> None:
         self._counters = [

@@ -110,8 +110,7 @@ _NORMS = (NormBase, InstanceNormBase, normalization.GroupNorm, normalization.Lay
 def find_conv_stages(module: nn.Module) -> Iterator[tuple[int, int]]:
     """Yield the stages of a stock ``nn.Sequential`` as (first child, one after the last child).
 
-    A stage is a convolution, at least one normalisation, at least one activation, and the dropout and pooling layers
-    among and right after them, so that its output is as small as possible.
+    A stage is a convolution, norms, activations, and the dropout and pooling layers among and right after them.
     """
     if not is_stock_sequential(module):
         return
@@ -175,13 +174,11 @@ class LayerSelection:
 def select_layers(model: nn.Module, layers: LayerPattern | Sequence[LayerPattern] = "auto") -> LayerSelection:
     """Choose layers of ``model``, in its order: of nested matches the outermost, never the root.
 
-    ``"auto"``: what a model declares (transformers does: layers made for checkpointing, and the classes in
-    ``_no_split_modules``); else the children of the outermost ``ModuleList``, ``ModuleDict`` or ``Sequential`` that
-    holds two or more of one class, together with the convolution-norm-activation stages of its ``Sequential``s if those
-    children hold less than half of the parameters. Otherwise class names, module names, globs over module names (``*``
-    stays within one part of a name, ``**`` crosses dots) or classes, one or several. A container without a forward
-    stands for its children. Nothing guarantees that the forward of the root is called. ``ValueError`` if a pattern
-    matches nothing, or ``"auto"`` finds no candidate.
+    ``"auto"``: what a model declares (layers that transformers made for checkpointing, ``_no_split_modules``); else the
+    children of the outermost container that holds two or more of one class, together with the
+    convolution-norm-activation stages of its ``Sequential``s if those hold less than half of the parameters. Otherwise
+    class names, module names, globs (``*`` stays within one part of a name, ``**`` crosses dots) or classes, one or
+    several. A container without a forward stands for its children. The forward of the root may never be called.
     """
     names = name_layers(model)
     if isinstance(layers, str) and layers == "auto":
@@ -333,13 +330,10 @@ def select_segments(
 ) -> LayerSelection:
     """Choose the segments of the sequential bodies of ``model``, one layer each, in the model's order.
 
-    A body of n equal layers in k segments saves k inputs, and n / k layers while one segment is recomputed: least at k
-    = sqrt(n) (Chen et al. 2016, https://arxiv.org/abs/1604.06174). ``torch.utils.checkpoint.checkpoint_sequential``
-    does not checkpoint the last segment, so that one segment is none; here all are.
-
-    ``layers``: ``"auto"`` for the outermost ``nn.Sequential`` s with four or more layers; else patterns, which must
-    match ones with two or more. ``segments``: number per body, at least 2, or ``"sqrt"`` of its layers. Layers are
-    children with parameters; children without (activations, dropout) go with the layer before them.
+    n equal layers in k segments save k inputs, and n / k layers while one segment is recomputed: least at k = sqrt(n)
+    (Chen et al. 2016, https://arxiv.org/abs/1604.06174). ``layers``: ``"auto"`` for the outermost ``nn.Sequential`` s
+    with four or more layers; else patterns, which must match ones with two or more. ``segments``: number per body, at
+    least 2, or ``"sqrt"``. Layers are children with parameters; others (activations) go with the layer before them.
     """
     chosen: list[Layer] = []
     for body in _find_bodies(model, layers):

@@ -162,7 +162,6 @@ class AttributeState:
 
 
 def _put_parameters_back(registered: dict[str, Tensor | None], before: dict[str, Tensor | None]) -> None:
-    """Fill the dict of a module's parameters with those from before."""
     # FSDP2 moves sharded and unsharded parameters in and out itself.
     if not any(map(is_shard, (*registered.values(), *before.values()))):
         _refill(registered, before)

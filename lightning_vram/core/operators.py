@@ -55,10 +55,7 @@ _num_alike = 1
 
 
 def parts_of(num_rows: int, part_rows: int, tensor: Tensor) -> Iterator[slice]:
-    """Yield the rows of each part of ``part_rows`` rows; of a fake tensor, the first part stands for all whole ones.
-
-    The loop must free what it has allocated for a part before the next part.
-    """
+    """Yield the rows of each part, to be freed before the next; of fakes, the first part stands for all whole ones."""
     global _num_alike
     if not isinstance(tensor, FakeTensor):
         yield from (slice(start, min(start + part_rows, num_rows)) for start in range(0, num_rows, part_rows))
@@ -143,10 +140,7 @@ NO_WORK = OperatorWork(0, 0)
 
 
 def operator_work(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> OperatorWork:
-    """Estimate what one call of an operator does; fake and meta tensors do, and no number is read.
-
-    :data:`NO_WORK` for views, for uninitialised memory, and for operators that give no tensor and write to none.
-    """
+    """Estimate what one call of an operator, maybe a fake one, does; :data:`NO_WORK` for views and empty tensors."""
     name = _qualified_name(func)
     results = list(tensors_in(outputs))
     if name in _FREE or _is_view(func):

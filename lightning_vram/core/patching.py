@@ -133,11 +133,7 @@ class Swaps:
 
 
 def mixin_for(mixin: type, original: type) -> type:
-    """Return ``mixin``, or a class derived from it, to be the first base next to ``original``.
-
-    An object can change its class only if both have ``__dict__`` at one offset: that of a class whose first base has
-    none (``class Model(ABC, nn.Module)``, ``Generic[T]``) is right behind that base, so the mixin's must be, too.
-    """
+    """Return ``mixin``, or a class derived from it, whose ``__dict__`` has the offset that ``original`` demands."""
     kind = original
     while kind.__base__ is not None and kind.__base__.__dictoffset__:
         kind = kind.__base__

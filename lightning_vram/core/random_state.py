@@ -225,8 +225,7 @@ _can_autocast = cache(torch.amp.is_autocast_available)
 class AmbientState:
     """Random generators, autocast, default dtype and device, backends and context variables at the time it is made.
 
-    ``devices`` are those on which a forward may compute or draw random numbers, in addition to the host. ``has_numpy``:
-    whether NumPy's global generator counts, whose state takes long to read.
+    ``devices``: those of the forward, in addition to the host. ``has_numpy``: whether NumPy's slow state counts.
     """
 
     def __init__(self, devices: set[torch.device], *, has_numpy: bool = True) -> None:

@@ -75,10 +75,7 @@ class RankAgreement:
         return self._begin(values, dist.ReduceOp.MIN, timeout)() if not self.is_alone else values
 
     def begin_largest(self, *values: int) -> Callable[[], tuple[int, ...]]:
-        """Begin to find the largest of each value; ranks go on meanwhile. All begin and end decisions in one order.
-
-        Returns a function that waits for the other ranks, if it has to, and returns the result of :meth:`largest`.
-        """
+        """Begin to find the largest of each value; the returned function waits for it. All ranks do so in one order."""
         return self._begin(values, dist.ReduceOp.MAX, None) if not self.is_alone else lambda: values
 
     def gather(self, value: Any) -> list[Any]:
@@ -148,8 +145,7 @@ class CheckpointError(RuntimeError):
 def on_all_ranks(action: Callable[[], Result], what: str, group: dist.ProcessGroup | None = None) -> Result:
     """Run ``action`` on every rank, and raise the same error on all of them if it failed on any. A collective.
 
-    The action may be a collective too if it fails on all ranks together. ``what`` is for the message: "The checkpoint
-    x.ckpt could not be saved". Errors about an argument keep their class, others become a :class:`CheckpointError`.
+    ``what`` is for the message: "The checkpoint x.ckpt could not be saved". Errors about an argument keep their class.
     """
     failure: tuple[int, str, str] | None = None
     cause: BaseException | None = None
@@ -353,11 +349,7 @@ Entry = tuple[str, str]  # name, and what is to be the same
 
 
 def check_same_modules(module: nn.Module, group: "dist.ProcessGroup | None" = None) -> None:
-    """Raise ``ValueError`` on every rank if the model is not the same on all of them. A collective.
-
-    Compared are names, shapes, dtypes, ``requires_grad`` and sharing of tensors, not values. ``group`` needs a backend
-    for the host.
-    """
+    """Raise ``ValueError`` on every rank if names, shapes, dtypes or sharing of tensors differ. A collective."""
     if num_ranks(group) == 1:
         return
     entries = _describe_module(module)
@@ -370,10 +362,7 @@ def check_same_modules(module: nn.Module, group: "dist.ProcessGroup | None" = No
 
 
 def spread_values(module: nn.Module, group: "dist.ProcessGroup | None" = None) -> bool:
-    """Copy parameters and buffers that differ from the first rank to all; return whether any did. A collective.
-
-    Shards and meta tensors are left alone. ``group`` needs a backend for the host.
-    """
+    """Copy parameters and buffers that differ from rank 0 to all; return whether any did. A collective on the host."""
     named = [*module.named_parameters(), *module.named_buffers()]
     if num_ranks(group) == 1 or not named or detect_fake_mode() is not None:  # fake tensors have no values
         return False
@@ -394,7 +383,6 @@ def spread_values(module: nn.Module, group: "dist.ProcessGroup | None" = None) -
 
 
 def _describe_module(module: nn.Module) -> list[Entry]:
-    """Return all names with what must be equal, tensors that have several names included."""
     first_names: dict[int, str] = {}
     entries = []
     parameters = (("parameter", *one) for one in module.named_parameters(remove_duplicate=False))
@@ -408,7 +396,6 @@ def _describe_module(module: nn.Module) -> list[Entry]:
 
 
 def _tell_difference(described: Sequence[list[Entry]]) -> str:
-    """Describe the first difference, and on which ranks it is."""
     by_name = [dict(entries) for entries in described]
     at_once = next(row for row in zip_longest(*described) if len(set(row)) > 1)
     for entry in filter(None, at_once):

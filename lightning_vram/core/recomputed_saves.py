@@ -60,8 +60,7 @@ def is_due(number: int) -> bool:
 class SavedSamples:
     """Samples of what autograd saves in one run of a layer with these buffers; ``first``: those of the forward.
 
-    Parameters, buffers and views of either are left out: statistics go on moving. So are integers that are no indices:
-    fused attention saves a seed without having set it, cuDNN its workspace.
+    Buffers change, and integers that are no indices (a seed of attention, cuDNN's workspace) may be unset: left out.
     """
 
     def __init__(self, buffers: Iterable[Tensor] = (), first: "SavedSamples | None" = None) -> None:
@@ -229,11 +228,7 @@ class RecomputedSaves(OwnHooks):
 
 
 class RecomputationHooks(OwnHooks):
-    """The hooks of one recomputation, for one backward.
-
-    ``rrelu`` saves noise that its kernel is going to draw (:func:`may_be_unfinished`): a run that ends with the last
-    save ends when the operator that made it has finished, which is when the next one saves something.
-    """
+    """The hooks of one recomputation, for one backward; it ends when the operator of the last save has finished."""
 
     def __init__(self, saves: RecomputedSaves, backward: Any) -> None:
         self._saves = saves

@@ -101,10 +101,7 @@ class ForwardState:
         self._ambient = AmbientState(devices, has_numpy=learned.draws_from_numpy is not False)
 
     def settle(self) -> set[str]:
-        """Save the starts of tensors that the forward wrote, and watch the others; call it after the forward.
-
-        Returns from which generators of the host it drew numbers: ``"python"``, ``"numpy"``.
-        """
+        """Save the starts of written tensors after the forward; returns its generators: ``"python"``, ``"numpy"``."""
         is_first = self._learned.written is None
         known = self._learned.written = self._learned.written or set()
         watched: list[tuple[str, Tensor]] = []

@@ -173,14 +173,10 @@ def _without_scratch(run: TracedFit) -> TracedFit:
     allocations, events = run.timeline.allocations, run.timeline.events
     stays = [not allocations[event.allocation].op.endswith(SCRATCH) for event in events]
     before = list(accumulate(stays, initial=0))  # where each event is now
-    timeline = replace(
-        run.timeline,
-        events=tuple(compress(events, stays)),
-        backward_starts=tuple(before[start] for start in run.timeline.backward_starts),
-    )
-    return replace(
-        run, timeline=timeline, spans={name: (before[start], before[end]) for name, (start, end) in run.spans.items()}
-    )
+    starts = tuple(before[start] for start in run.timeline.backward_starts)
+    timeline = replace(run.timeline, events=tuple(compress(events, stays)), backward_starts=starts)
+    spans = {name: (before[start], before[end]) for name, (start, end) in run.spans.items()}
+    return replace(run, timeline=timeline, spans=spans)
 
 
 def _shape_of(run: TracedFit) -> int:
@@ -466,7 +462,5 @@ def spec_of(device: str | torch.device | DeviceSpec) -> DeviceSpec:
     if not isinstance(given, str | torch.device):
         kind = type(device).__name__
         raise TypeError(f"estimate_memory(device) must be a name or a DeviceSpec, got {device!r} of type {kind}.")
-    name = str(device)
-    if name != _HOST:
-        return find_device(name)
-    return DeviceSpec(name=_HOST, memory_bytes=available_host_bytes() or 1)
+    is_host = str(device) == _HOST
+    return DeviceSpec(_HOST, available_host_bytes() or 1) if is_host else find_device(str(device))

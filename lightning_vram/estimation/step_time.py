@@ -97,9 +97,7 @@ class StepClock(UnwrappedMode):
             self._in_backward[place] += seconds
 
     @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASK_DEVICE:
             return args[0].device
         result = func(*args, **(kwargs or {}))

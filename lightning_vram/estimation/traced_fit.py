@@ -56,11 +56,7 @@ from lightning_vram.private_names.torch import forget_compiled_steps
 FIRST_STEP, STEP, VALIDATION = "first step", "train", "validation"
 _MOST_BATCHES = 256
 _USUAL_CAPABILITY = (8, 0)
-_QUIET: Mapping[str, Mapping[str, bool]] = {
-    "validate": {"verbose": False},
-    "test": {"verbose": False},
-    "predict": {"return_predictions": False},
-}
+_VERBOSE = {"validate": "verbose", "test": "verbose", "predict": "return_predictions"}
 _FEW = 2, 8  # samples: batch norms refuse one
 _MOST_MADE_BYTES = 4 << 30  # by operators, in real steps of a whole batch: some 20 s
 _PER_WEIGHT_BYTE = 5  # the copy of a weight, its gradient, two moments, and what the step itself takes
@@ -224,9 +220,7 @@ def _record(module: pl.LightningModule, batch: Any, run: FitRun) -> tuple[Record
 def _with_values(tensor: Tensor) -> Tensor:
     if not tensor.is_meta:
         return tensor
-    if tensor.is_floating_point():
-        return torch.randn(tensor.shape, dtype=tensor.dtype)
-    return torch.ones(tensor.shape, dtype=tensor.dtype)
+    return (torch.randn if tensor.is_floating_point() else torch.ones)(tensor.shape, dtype=tensor.dtype)
 
 
 def user_line(error: Exception | None) -> str:
@@ -350,38 +344,32 @@ def _fit(
         clock = StepClock(run.card or _HOST_SPEC, device) if run.with_times else None
         run.reads.restart()
         marks = _Marks(tracker, clock, run.reads)
-        trainer = make_trainer(
+        arguments, with_validation = (
             {**run.trainer_arguments, **parts},
-            device,
-            run.num_ranks,
-            [marks, StayOnCard()],
-            folder=folder,
-            with_validation=run.with_validation or run.evaluation is not None,
+            run.with_validation or run.evaluation is not None,
+        )
+        trainer = make_trainer(
+            arguments, device, run.num_ranks, [marks, StayOnCard()], folder=folder, with_validation=with_validation
         )
         connect = trainer.strategy.setup_environment  # past modes: values of meshes of ranks count
         trainer.strategy.setup_environment = without_modes()(connect)  # type: ignore[method-assign]
         leave_out_reducer(trainer.strategy, tracker.label_gradients)
         stack.callback(register_optimizer_step_post_hook(marks.count_step).remove)
-        if (
-            run.card is not None and device == FAKE_GPU
-        ):  # sees an operator before the tracker: when its results are there
-            stack.enter_context(
-                Scratch(run.card, device, lambda op, sizes: tracker.ledger.note_scratch(op, device, sizes))
-            )
+        if run.card is not None and device == FAKE_GPU:  # before the tracker: when the results of an operator are there
+            stack.enter_context(Scratch(run.card, device, partial(tracker.ledger.note_scratch, device)))
         stack.enter_context(clock or nullcontext())
         batches, for_validation = (FreshBatches(make_batch, number) for number in (num_batches, 1))
         if run.evaluation is None:
             trainer.fit(module, batches, for_validation if run.with_validation else None)
         else:
-            getattr(trainer, run.evaluation)(module, for_validation, **_QUIET[run.evaluation])
+            getattr(trainer, run.evaluation)(module, for_validation, **{_VERBOSE[run.evaluation]: False})
     spans = marks.spans() if run.evaluation is None else {VALIDATION: (0, len(tracker.ledger.events))}
     if spans is None:
         return None
     timeline = tracker.timeline.on(str(device))
     layers = next(filter(None, (getattr(one, "layer_table", "") for one in trainer.callbacks)), "")  # type: ignore[attr-defined]
-    timeline = timeline if device == HOST else as_on_gpu(timeline)
     return TracedFit(
-        timeline=timeline,
+        timeline=timeline if device == HOST else as_on_gpu(timeline),
         spans=spans,
         notes=tuple(left_out_note(given, run.run_callbacks)),
         times=marks.times(),
@@ -419,7 +407,7 @@ class _Marks(Callback):
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:
         is_automatic = pl_module.automatic_optimization
-        num_steps = trainer.global_step if is_automatic else trainer.global_step + self._num_own_steps
+        num_steps = trainer.global_step + (0 if is_automatic else self._num_own_steps)
         is_skipped = is_automatic and not outputs  # the step has returned None
         if (num_steps > self._num_steps and not is_skipped) or not trainer.optimizers:
             self._ends.append(len(self._tracker.ledger.events))

@@ -13,10 +13,7 @@ from lightning_vram.memory.units import KIB
 
 
 def control_groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the folder of each control group that limits this process, innermost first, and its version (1 or 2).
-
-    Folders that do not exist are among them: in a container the mount itself may be the group.
-    """
+    """Yield the folder (it may not exist) of each control group of this process, innermost first, and its version."""
     for line in read_text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
         if number == "0" and not controllers:
@@ -51,11 +48,7 @@ _NAMES = {
 
 
 def available_host_bytes(root: Path = Path("/")) -> int | None:
-    """Estimate how much more memory this process can take: the least that the kernel and any control group leave.
-
-    Page cache that can be dropped counts: of a control group, half of what was used more than once. ``None``: unknown
-    (Windows); on macOS all memory of the machine counts.
-    """
+    """Estimate how much more memory this process can take, droppable page cache included; ``None``: unknown."""
     machine = _meminfo_bytes(root, "MemAvailable")
     if machine is None:
         machine = _sysconf_bytes("SC_AVPHYS_PAGES") or _sysconf_bytes("SC_PHYS_PAGES")

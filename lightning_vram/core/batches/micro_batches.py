@@ -122,8 +122,7 @@ Value = TypeVar("Value")
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float], sizes: Sequence[int]) -> Tensor:
     """Return the mean of ``values``; ``sizes`` weigh if all ``weights`` are 0. Equal values stay bitwise equal.
 
-    A value with weight 0 does not count, even if it is NaN: the mean over no tokens is 0 / 0. Other infinite and NaN
-    values show up in the result as they do in a sum.
+    A value with weight 0 does not count, even if it is NaN: the mean over no tokens is 0 / 0.
     """
     counted = _counted(values, weights, sizes)
     first = mean = counted[0][0]
@@ -307,10 +306,7 @@ _NUM_WATCHED = 2  # batches in which a step shows whether it writes into them
 
 
 class BatchGuard:
-    """Gives micro-batches to a step: copies if it wrote into the first ones, else views.
-
-    Writes past the version counter (``.data``, NumPy) are not detected.
-    """
+    """Gives micro-batches to a step: copies if it wrote into the first ones (past the version: unseen), else views."""
 
     def __init__(self) -> None:
         self._num_seen = 0

@@ -53,10 +53,7 @@ class Misfit(Exception):  # noqa: N818
 
 
 class BatchLayout:
-    """The layout of a batch of ``size`` samples; lists in ``known`` keep the role they had in earlier batches.
-
-    A list is tried as columns first, then as samples, one entry each. One that fits both and is uniform is ambiguous.
-    """
+    """The layout of a batch of ``size`` samples: a list is columns, or one entry per sample; ``known`` ones stay so."""
 
     def __init__(self, size: int, shared: SharedKeys, known: Mapping[BatchPath, Role]) -> None:
         self.size = size
@@ -199,10 +196,7 @@ _ROOT = BatchPath()
 
 
 def find_batch_layout(batch: object, shared: SharedKeys, known: Mapping[BatchPath, Role]) -> BatchLayout:
-    """Return the only layout of a batch that fits; lists inside may stay ambiguous, which matters only if it is cut.
-
-    A wrong guess would silently train on wrong pairs, so an ambiguous batch raises ``BatchSplitError``.
-    """
+    """Return the only layout that fits a batch: a wrong guess would train on wrong pairs. Lists may stay ambiguous."""
     samples = _read_as_samples(batch, shared, known)
     role = known.get(_ROOT)
     if samples is not None and role == "samples":

@@ -215,11 +215,7 @@ NUM_STAGING_BUFFERS = 4  # on the way out; the thread has one more for the way b
 
 
 class DiskRing:
-    """Bytes in a file without a name in ``folder``, as long as this object is not closed.
-
-    Bytes pass through a few staging buffers, the only host memory this takes: a step that saves faster than the disk
-    writes waits for it. Jobs run in order, so space is used again only after it was read. The next call raises errors.
-    """
+    """Bytes in a file without a name in ``folder``, which pass through a few staging buffers, until :meth:`close`."""
 
     def __init__(self, folder: str | os.PathLike[str], *, pin_memory: bool, staging_bytes: int = STAGING_BYTES) -> None:
         self._file = DiskFile(folder, "disk_path")

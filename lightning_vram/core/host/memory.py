@@ -59,11 +59,9 @@ class Block(Generic[Payload]):
 
 
 class ChunkedSpace(Generic[Payload]):
-    """Space in fixed chunks, which grows and never shrinks. Safe to use from several threads.
+    """Space in chunks of 1 to 64 MiB, which grows and never shrinks. Safe to use from several threads.
 
-    Within a chunk space is given front to back; a chunk is free again when the last block in it is gone. A training
-    step frees everything it took, so the space of the first step is enough for all. A large block spans chunks. The
-    first chunk has 1 MiB, each further one twice as much, up to 64 MiB.
+    A chunk is free again when the last block in it is gone: as a training step frees all, the first one's is enough.
     """
 
     def __init__(self) -> None:
@@ -85,11 +83,7 @@ class ChunkedSpace(Generic[Payload]):
             return self._num_blocks
 
     def take(self, num_bytes: int, make_chunks: Callable[[list[int]], list[Payload]]) -> Block[Payload]:
-        """Return a block of ``num_bytes``, at least 1, in one piece or several.
-
-        ``make_chunks`` is called if there is not enough: it makes chunks of the given sizes, all or none. If it raises,
-        nothing has changed.
-        """
+        """Return a block of at least 1 byte; ``make_chunks`` makes chunks of given sizes if needed, all or none."""
         with self._lock:
             self._collect()
             rounded = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -166,11 +160,9 @@ class HostBlock:
 
 
 class HostArena:
-    """Host memory, pinned (needs an accelerator) or not; copies overlap with computation only if it is pinned.
+    """Host memory, pinned (needs an accelerator) or not, taken when needed and given back by :meth:`close`.
 
-    Memory is taken only when needed, and given back only by :meth:`close`. PyTorch's allocator of pinned memory rounds
-    up to powers of two, the size of the chunks. A host that is too small is an error: pinned memory cannot be swapped,
-    the kernel would kill the process. ``like`` is a fake tensor from which to make fake memory.
+    A host that is too small is an error: it would kill the process. ``like`` is a fake tensor for fake memory.
     """
 
     def __init__(self, *, pin_memory: bool, like: Tensor | None = None) -> None:
@@ -228,11 +220,9 @@ def make_host_bytes(num_bytes: int, *, pin_memory: bool) -> Tensor:
 
 
 def make_host_tensor(numel: int, dtype: torch.dtype, *, pin_memory: bool) -> Tensor:
-    """Return an uninitialised flat tensor on the host, for as long as training takes.
+    """Return an uninitialised flat tensor on the host, for as long as training takes, pinned if CUDA lets us.
 
-    PyTorch rounds up what it pins to powers of two (1.78 times measured on a model's parameters), and keeps it. So
-    memory on pages of its own is registered with CUDA. If CUDA refuses, it stays unpinned, with one warning per
-    process. A forked process cannot read it.
+    PyTorch rounds up what it pins to powers of two (1.78 times measured), and keeps it: here pages are registered.
     """
     if not pin_memory or not numel:
         return torch.empty(numel, dtype=dtype, device="cpu")
@@ -302,8 +292,7 @@ class _Buffer:
 class HostBuffers:
     """Gives out flat tensors in sizes that recur, as gradients do; called by one thread at a time.
 
-    Memory of the size that is needed is pinned in place (:func:`make_host_tensor`), and given out again when no tensor
-    uses it any more. A tensor must be held until a copy to it has finished.
+    Memory is given out again when no tensor uses it any more: hold a tensor until a copy to it has finished.
     """
 
     def __init__(self, *, pin_memory: bool) -> None:

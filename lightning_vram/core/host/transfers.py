@@ -351,9 +351,7 @@ class Ticket:
 class HostWorker:
     """One thread for jobs in order. After an error it drops all later jobs, and every later call raises that error.
 
-    ``num_threads`` is for PyTorch's operators in a job, without effect on other threads; ``None``: as many as
-    elsewhere, and the thread is started by the first job. ``on_end`` is called in the thread when it ends, or without
-    one by :meth:`stop`.
+    ``num_threads``: of PyTorch in a job; ``None``: as elsewhere. ``on_end`` is called in the thread when it ends.
     """
 
     def __init__(self, name: str, num_threads: int | None = None, *, on_end: Callable[[], None] | None = None) -> None:

@@ -105,8 +105,7 @@ _UPPER = -0x10000  # the mask of the sixteen bits that bf16 has in common with f
 def split_(numbers: Tensor, lower: Tensor) -> None:
     """Round fp32 ``numbers`` to the nearest bf16, half away from zero, and save the lower half in ``lower`` (int16).
 
-    A conversion to bf16 rounds halves to the even neighbour: 65537 numbers to each even one, one more than the lower
-    half can distinguish. Here 65536 go to each. A conversion to bf16 does not change the result.
+    Halves to even, as a conversion rounds, would give 65537 numbers to an even one: more than the lower half tells.
     """
     bits = _regular_bits(numbers)
     lower.copy_(bits)  # a narrowing copy keeps the lower half
@@ -114,7 +113,7 @@ def split_(numbers: Tensor, lower: Tensor) -> None:
 
 
 def join_(numbers: Tensor, lower: Tensor) -> None:
-    """Undo :func:`split_` in ``numbers``, bit-exactly; NaNs come back in their usual pattern.
+    """Undo :func:`split_` in ``numbers``, bit-exactly but for NaNs, which come back in their usual pattern.
 
     Numbers that were written since move by half a unit in the last place of bf16 at most, NaNs not at all, and zeros
     stay zeros: so what was split from numbers below 2^-134 is lost.
@@ -128,8 +127,7 @@ def join_(numbers: Tensor, lower: Tensor) -> None:
 def compensate_(numbers: Tensor, compensation: Tensor) -> Tensor:
     """Return fp32 ``numbers``, which are overwritten, as bf16; ``compensation`` (bf16) gets the rest.
 
-    The rest is at most half a unit in the last place. A sum of two such numbers comes out unchanged, except for the
-    sign of a zero. Numbers too large for bf16 become infinite.
+    The sum of two such numbers comes out unchanged, except for the sign of a zero.
     """
     nearest = numbers.bfloat16()
     compensation.copy_(numbers.sub_(nearest).nan_to_num_(0.0, 0.0, 0.0))  # infinity less infinity
@@ -141,22 +139,14 @@ def compensate_(numbers: Tensor, compensation: Tensor) -> Tensor:
 
 
 def add_compensation_(numbers: Tensor, compensation: Tensor) -> None:
-    """Undo :func:`compensate_` in ``numbers``.
-
-    A compensation of more than half a unit in the last place of its number is not its own: the number was written
-    since, and is right as it is. Zeros and infinities have none.
-    """
+    """Undo :func:`compensate_` in ``numbers``, but for numbers written since: their compensation is too large."""
     sums = compensation.float().add_(numbers)
     is_own = sums.bfloat16().view(torch.int16) == numbers.bfloat16().view(torch.int16)
     torch.where(is_own, sums, numbers, out=numbers)
 
 
 def round_randomly_(numbers: Tensor, generator: torch.Generator) -> None:
-    """Round fp32 ``numbers`` stochastically to bf16, in place: to each neighbour with the probability of its closeness.
-
-    So small updates are right on average, where rounding to the nearest loses all of them. What a conversion to bf16
-    does not change, infinities among it, stays the same. ``generator`` is on the same device.
-    """
+    """Round fp32 ``numbers`` to bf16 in place, to each neighbour with the probability of its closeness."""
     bits = _regular_bits(numbers)
     draws = torch.empty((bits.numel() + 3) // 4, dtype=torch.int64, device=bits.device)
     draws.random_(-(2**63), None, generator=generator)  # each holds four draws of sixteen bits
@@ -165,11 +155,7 @@ def round_randomly_(numbers: Tensor, generator: torch.Generator) -> None:
 
 
 def rounded_by_place(numbers: Tensor, first: int, seed: int, kept: Tensor | None = None) -> Tensor:
-    """Round to bf16 with draws that follow from a 16-bit ``seed`` and each place; ``numbers`` are overwritten.
-
-    So the result does not depend on the parts in which numbers are rounded. ``first`` is the place of the first number,
-    ``kept`` bf16 memory for the result.
-    """
+    """Round to bf16 by a 16-bit ``seed`` and each place, counted from ``first``; ``numbers`` are overwritten."""
     kept = torch.empty_like(numbers, dtype=torch.bfloat16) if kept is None else kept
     # Draws are place * stride + seed, in 16 bit: a row that comes again after 65536, and begins elsewhere by the seed.
     start = (first + seed * _INVERSE) & 0xFFFF

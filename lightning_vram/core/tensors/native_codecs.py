@@ -90,8 +90,7 @@ class NativeCodecs:
     ) -> None:
         """Step flat float32 weights, with moments of ``bits``: float32, bf16 (rounded by ``draws``), or records.
 
-        ``tensors``: weights, gradient, average and average of squares. :data:`LANES` must divide the number of weights:
-        torch's kernel rounds a remainder differently.
+        ``tensors``: weights, gradient, average and average of squares, of a multiple of :data:`LANES` numbers.
         """
         settings, both = (c_float * 7)(*step.numbers()), (c_uint32 * 2)(*draws)
         places = (tensor.data_ptr() for tensor in tensors)

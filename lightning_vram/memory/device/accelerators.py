@@ -170,10 +170,7 @@ _watches: weakref.WeakSet[PeakWatch] = weakref.WeakSet()
 
 
 def empty_cache(device: torch.device) -> int:
-    """Return unused cached blocks of all devices of this kind to the driver; returns the bytes freed on ``device``.
-
-    It waits for queued work of the device, and later allocations must ask the driver again.
-    """
+    """Return unused cached blocks of all devices of this kind to the driver; returns the bytes freed on ``device``."""
     if not has_cache(device):
         return 0
     memory = _module(device)

@@ -99,7 +99,6 @@ def read_measurements(path: str | Path) -> list[Measurement]:
 
 
 def _check_values(values: Any) -> None:
-    """Raise ``ValueError`` for a value of a wrong type or range, before anything computes with it."""
     if not isinstance(values, dict):
         raise ValueError(f"it must be a JSON object, got {type(values).__name__}")
     for name, value in values.items():

@@ -100,7 +100,7 @@ class _Player:
 
     def use_scratch(self, allocation: Allocation) -> int:
         """Allocate and free what an operator needs in addition to its result; return how much was in use for it."""
-        if not (num_bytes := self._scratch.get(allocation.op, 0)):
+        if not (num_bytes := self.scratch.get(allocation.op, 0)):
             return 0
         block = self.allocator.malloc(num_bytes, allocation.stream)
         allocated_bytes = block.size  # before it grows by free neighbours

@@ -396,11 +396,7 @@ class AllocatorStatistics:
 
 
 class CachingAllocator:
-    """Serve requests from cached blocks, and take segments where none fits.
-
-    The time that kernels take is not simulated: a freed block that another stream may still use is free at once.
-    Private pools of graphs are another ``stream`` each.
-    """
+    """Serve requests from cached blocks, and take segments where none fits. Freed blocks are free at once."""
 
     def __init__(self, settings: AllocatorSettings | None = None) -> None:
         self.settings = settings or AllocatorSettings()

@@ -55,9 +55,7 @@ class HostKernels(UnwrappedMode):  # type: ignore[no-untyped-call]
     """Corrects the results of fake operators on the host while it is entered, inside of a fake mode."""
 
     @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         correct = _CORRECTIONS.get(func)
         return correct(results, args) if correct is not None and args[0].is_cpu else results

@@ -220,10 +220,7 @@ _CLONE = "aten::clone"
 
 
 class UntouchedWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Skip, in a ``with`` block, the first values of large tensors on the host: pages not written to take no memory.
-
-    Unlike on the meta device, small tensors have their values, so a constructor may look at them.
-    """
+    """Skip, in a ``with`` block, the first values of large tensors on the host: pages not written to take no memory."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

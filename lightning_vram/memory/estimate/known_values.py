@@ -195,9 +195,7 @@ class KnownValues(UnwrappedMode):
         self._truths = UniformTruths()
 
     @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
@@ -417,7 +415,6 @@ class KnownValues(UnwrappedMode):
 
 
 def _as_returned(func: OpOverload, results: list[Tensor]) -> Any:
-    """Return results as an operator does: alone, or as a tuple."""
     return results[0] if len(schema_of(func).returns) == 1 else tuple(results)
 
 

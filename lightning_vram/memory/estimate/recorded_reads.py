@@ -165,9 +165,7 @@ class ReadRecorder(UnwrappedMode):
         self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # that were drawn from, with states before
 
     @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         generator = kwargs.get("generator")
         if generator is not None and id(generator) not in self.generators:

@@ -113,10 +113,9 @@ _FORMATS = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16,
 
 
 def calibrate(on_progress: Callable[[str, float], None] = lambda stage, done: None) -> DeviceSpec:
-    """Measure the accelerator of this machine; call it before the process has multiplied anything.
+    """Measure the accelerator of this machine, in some seconds and 1 GiB; call it before anything was multiplied.
 
-    Takes some seconds and 1 GiB. Rates that PyTorch has no public product for (int8, fp8) stay as known. A
-    ``RuntimeError`` if there is no accelerator, or other processes use it: their memory looks like the driver's own.
+    A ``RuntimeError`` if there is no accelerator, or other processes use it: their memory looks like the driver's own.
     """
     spec = describe_this_device()
     device = torch.device(current_kind(), torch.accelerator.current_device_index())

@@ -35,10 +35,9 @@ class Link:
 
 
 def find_chains(targets: Iterable[object], names: Mapping[int, str], ignored: Iterable[object] = ()) -> list[Link]:
-    """Find the shortest chain of references to each of a few targets from a global, a class or one of ``names``.
+    """Find the shortest chain of references to each target from a global, a class or one of ``names`` (by ``id``).
 
-    Returns the first links. A running function's variable begins a chain only if nothing better does; no chain goes
-    through ``ignored`` objects. ``names`` are by ``id``.
+    Returns the first links. A running function's variable begins a chain only if nothing better does.
     """
     level = [Link(target, None, frozenset({id(target)})) for target in targets]
     hidden = _hidden_things()
@@ -110,7 +109,6 @@ def _containers(table: Mapping[str, Any]) -> list[Any]:
 
 
 def _is_of_this_package(thing: Any) -> bool:
-    """Whether it is a frame of this search, or an iterator of one."""
     if is_a(thing, types.FrameType | types.GeneratorType):
         frame = thing if is_a(thing, types.FrameType) else thing.gi_frame
         return frame is not None and str(frame.f_globals.get("__name__")).startswith("lightning_vram.memory.leaks")

@@ -83,9 +83,8 @@ class Pace:
 
 def _host_counter() -> Callable[[], int] | None:
     """Return what counts the host's memory; ``None`` where tensors do not come from glibc."""
-    try:
-        read_info = ctypes.CDLL(None).mallinfo2
-    except (AttributeError, OSError, TypeError):  # another library; Windows
+    read_info = getattr(_c_library(), "mallinfo2", None)
+    if read_info is None:
         return None
     read_info.restype = _MallocInfo
 
@@ -97,6 +96,13 @@ def _host_counter() -> Callable[[], int] | None:
     probe = torch.empty(MIB, dtype=torch.uint8, device="cpu")
     is_counted = count() - before >= probe.nbytes // 2  # not of jemalloc or mimalloc
     return count if is_counted else None
+
+
+def _c_library() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(None)
+    except (OSError, TypeError):  # Windows
+        return None
 
 
 _STRIDE = 16  # of the coarse series: growth by leaps, or below the noise of single steps

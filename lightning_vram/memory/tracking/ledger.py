@@ -38,10 +38,7 @@ _COMPRESSED_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 
 
 def iterate_storages(tensor: Tensor) -> Iterator[tuple[torch.UntypedStorage, torch.device]]:
-    """Yield each storage that holds data of ``tensor``, with its device.
-
-    The device is the tensor's: the storage of a fake tensor lies on ``meta``. Opaque layouts (mkldnn) yield nothing.
-    """
+    """Yield each storage of ``tensor`` (opaque layouts have none), and the tensor's device: a fake's is on ``meta``."""
     if is_lazy(tensor):
         return  # no storage yet
     wrapper: Any = tensor
@@ -123,9 +120,7 @@ class ResultRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._before = before
 
     @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # the wrapper unwraps itself; what it runs inside comes here again
         if func is ASK_DEVICE:
@@ -192,11 +187,7 @@ class _Entry:
 
 
 class Ledger:
-    """Open accounts by storage; closed ones stay as events.
-
-    A storage is known by the address of its C++ object, which is used again after death: so each account holds a weak
-    reference whose callback closes it the moment the storage dies.
-    """
+    """Open accounts by address of the storage; closed ones, whose weak reference has died, stay as events."""
 
     def __init__(self) -> None:
         self.moment = FORWARD
@@ -249,7 +240,7 @@ class Ledger:
             if account is not None:
                 self._entries[account[1]].is_pinned = True
 
-    def note_scratch(self, op: str, device: torch.device, sizes: Iterable[int]) -> None:
+    def note_scratch(self, device: torch.device, op: str, sizes: Iterable[int]) -> None:
         """Note what a kernel took in addition to its result, and gave back: blocks of ``sizes`` bytes."""
         first = len(self._entries)
         for num_bytes in sizes:
