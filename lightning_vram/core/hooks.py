@@ -380,8 +380,7 @@ def unpack(packed: Any) -> Tensor:
     if num_writes(counter) != version:
         check_version(counter, version, packed[3] if len(packed) > 2 else counter.shape)
     if len(packed) == 2:
-        saved: Tensor = counter
-        return saved
+        return counter  # type: ignore[no-any-return]
     taken: StoredTensor = packed[2]
     with torch.no_grad(), without_autocast():
         return taken.give()
@@ -423,7 +422,7 @@ class _RecomputableView(NamedTuple):
     make: Make
     shape: torch.Size
     strides: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
 
 
 class RecomputableTensors:
@@ -463,8 +462,7 @@ def save(tensor: Tensor) -> Callable[[], Tensor]:
     """Save ``tensor`` as a graph node does, under the hooks that are set now; return what gives it back, or raises."""
     if make_saved_tensor is not None:
         is_output = False
-        unpack: Callable[[], Tensor] = make_saved_tensor(tensor, is_output).unpack
-        return unpack
+        return make_saved_tensor(tensor, is_output).unpack  # type: ignore[no-any-return]
     # The output, not its node: a node that no tensor holds gives up what it saved.
     return partial(_read, _Save.apply(torch.empty(0, requires_grad=True), (tensor,)))  # type: ignore[no-untyped-call]
 

@@ -48,17 +48,14 @@ class AttributeLayout:
         self.names = names
         has_registries = _ARE_REGISTRIES_KNOWN and names[: len(_REGISTRIES)] == _REGISTRIES
         self.start = len(_REGISTRIES) if has_registries else 0
-        self.kinds = [*map(type, values[self.start :])]
-        """Of the attributes behind the registries, which start there."""
+        self.kinds = [*map(type, values[self.start :])]  # of the attributes behind the registries
+        # Of buffers, children and hooks: nothing in these dicts needs a look inside.
         self.registries = slice(_HAS_REGISTRIES_BEHIND, self.start)
-        """Where the dicts of buffers, children and hooks are. There is nothing in them that needs a look inside."""
         places = list(enumerate(self.kinds, start=self.start))
         self.containers = [place for place, kind in places if kind in _CONTAINERS and names[place] != PARAMETERS]
-        """Where other containers are."""
         self.tensors = [place for place, kind in places if issubclass(kind, Tensor)]
         sources = own_sources()
         self.generators = [(place, sources[kind]) for place, kind in places if kind in sources]
-        """Where generators are, and what makes their source."""
 
 
 def take_states(
@@ -295,8 +292,7 @@ class BufferCopies:
     """
 
     def __init__(self) -> None:
-        self.layouts: list[AttributeLayout] = []
-        """Of the modules of the last state that was taken with these copies."""
+        self.layouts: list[AttributeLayout] = []  # of the modules of the last state that was taken with these copies
         self._copies: dict[int, BufferCopy] = {}
         self._small: list[BufferCopy] = []
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []

@@ -236,8 +236,7 @@ def _flop_formulas() -> Mapping[Any, Any]:
         from torch.utils.flop_counter import flop_registry
     except ImportError:  # not a documented name; without it the formulas below and the bytes remain
         return {}
-    formulas: Mapping[Any, Any] = flop_registry
-    return formulas
+    return flop_registry
 
 
 def _count_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
@@ -521,7 +520,7 @@ def _overload(name: str) -> Any:
 
 
 def _of_pool(num_dims: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> int:
-    return prod(args[0].shape[-num_dims:]) - 1
+    return int(prod(args[0].shape[-num_dims:])) - 1
 
 
 def _of_dim(function: Any) -> LargestIndex:

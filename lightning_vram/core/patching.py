@@ -198,8 +198,7 @@ def _make_class(original: type[nn.Module], technique: _Technique) -> type[nn.Mod
 
 def _technique_of(kind: type) -> _Technique | None:
     """What ``kind`` itself was made for, not one of its bases; ``None`` for a class of others."""
-    technique: _Technique | None = vars(kind).get(_TECHNIQUE)
-    return technique
+    return vars(kind).get(_TECHNIQUE)
 
 
 def _key_of(kind: type) -> str | None:
@@ -217,8 +216,7 @@ def plain_class_forward(module: nn.Module) -> Callable[..., Any]:
     kinds = type(module).__mro__
     # not getattr: scripted classes raise
     forwards = (vars(kind)["forward"] for kind in kinds if "forward" in vars(kind) and _key_of(kind) is None)
-    forward: Callable[..., Any] = next(forwards)
-    return forward
+    return next(forwards)  # type: ignore[no-any-return]
 
 
 class MethodPatch:

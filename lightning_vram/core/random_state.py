@@ -16,12 +16,8 @@ from lightning_vram.core.tensors.properties import flatten_arguments
 from lightning_vram.private_names.dispatcher import default_device_of_block
 from lightning_vram.private_names.torch import read_flags, read_parametrizations, write_flags, write_parametrizations
 
-Source = tuple[Callable[[], Any], Callable[[Any], object]]
-"""How to read the state of a generator, and how to set it."""
-
-State = dict[str, Any]
-"""Made of tensors, numbers, strings, ``None``, lists and dictionaries."""
-
+Source = tuple[Callable[[], Any], Callable[[Any], object]]  # how to read the state of a generator, and how to set it
+State = dict[str, Any]  # of tensors, numbers, strings, ``None``, lists and dictionaries
 _TorchGenerator = torch.Generator  # within an estimate for CUDA the name means another class, that makes these
 
 
@@ -130,8 +126,7 @@ def read_state(generator: Any) -> State:
     if hasattr(generator, "getstate"):
         version, words, gauss = generator.getstate()
         return {"version": version, "words": torch.tensor(words), "gauss": gauss}
-    encoded: State = _encode(_numpy_state(generator))
-    return encoded
+    return _encode(_numpy_state(generator))  # type: ignore[no-any-return]
 
 
 def write_state(generator: Any, state: State) -> None:

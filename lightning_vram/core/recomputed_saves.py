@@ -179,8 +179,7 @@ class RecomputedSaves(OwnHooks):
         hide_warning_of_hooks()
         self.places = places
         self.kinds: list[_Kind] = []
-        self.is_complete = False
-        """Whether the first run is over: to be set."""
+        self.is_complete = False  # whether the first run is over: to be set
         self.compares_kinds = compares_kinds
         self.stops_early = stops_early
         self.samples = samples

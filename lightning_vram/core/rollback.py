@@ -1,4 +1,4 @@
-"""Restore a module as it was before a forward or step, to recompute or retry. May import: rooms of core below."""
+"""Restore a module as it was before a forward or step, to recompute or retry. May import: core below it."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -39,8 +39,7 @@ __all__ = ["BufferCopies", "iterate_members"]
 
 
 _T = TypeVar("_T")
-SAVED_COPY_BYTES = 64 * 1024
-"""Copies up to this size are kept for the second run whether the tensor is written or not; most layers have none."""
+SAVED_COPY_BYTES = 64 * 1024  # copies up to this size are saved whether the tensor is written or not
 _read_values = methodcaller("values")
 
 

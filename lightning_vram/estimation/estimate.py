@@ -40,7 +40,8 @@ from lightning_vram.private_names.dispatcher import UNKNOWN_VALUES, OptimizedMod
 def estimate_stages(traced: TracedFit, workspaces: Workspaces | None) -> Mapping[str, StageEstimate]:
     """Replay the allocator over the whole run, and read off each stage."""
     if workspaces is None:
-        return {name: _on_host(traced, name) for name in traced.spans}
+        stages = {name: _stage(traced, name) for name in traced.spans}
+        return {name: StageEstimate(one, *3 * (one.peak_bytes,), first_event=n) for name, (one, n) in stages.items()}
     settings, growing = read_settings(), AllocatorSettings(expandable_segments=True)
     expandable = _replay(traced, workspaces, growing)
     own = expandable if settings == growing else _replay(traced, workspaces, settings)
@@ -58,11 +59,6 @@ def needed_bytes(traced: TracedFit, workspaces: Workspaces | None) -> int:
 def _replay(traced: TracedFit, workspaces: Workspaces, settings: AllocatorSettings) -> AllocatorReplay:
     timeline, persistent, scratch = traced.timeline, workspaces.persistent_bytes, workspaces.scratch_bytes
     return replay(timeline, timeline.device, settings=settings, persistent=persistent, scratch=scratch)
-
-
-def _on_host(traced: TracedFit, name: str) -> StageEstimate:
-    timeline, num_held = _stage(traced, name)
-    return StageEstimate(timeline, *3 * (timeline.peak_bytes,), first_event=num_held)
 
 
 def _on_card(traced: TracedFit, name: str, own: AllocatorReplay, expandable: AllocatorReplay) -> StageEstimate:

@@ -55,8 +55,8 @@ class StepTime:
 
     def __sub__(self, other: "StepTime") -> "StepTime":
         names = ("compute", "to_card", "to_host", "host")
-        differences = (getattr(self, name) - getattr(other, name) for name in names)
-        return StepTime(*differences, self.backward and self.backward - (other.backward or _NOTHING))
+        differences = {name: getattr(self, name) - getattr(other, name) for name in names}
+        return StepTime(**differences, backward=self.backward and self.backward - (other.backward or _NOTHING))
 
 
 _NOTHING = StepTime(0.0)
@@ -70,13 +70,13 @@ class StepClock(UnwrappedMode):
         self._device = device
         self._rates = _Rates(card)
         self._noting = ExitStack()
-        self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._in_backward: defaultdict[str, float] = defaultdict(float)
+        self._seconds: defaultdict[str, float] = defaultdict(float, compute=0.0)
+        self._in_backward: defaultdict[str, float] = defaultdict(float, compute=0.0)
 
     @property
     def now(self) -> StepTime:
         """What was added up so far."""
-        return replace(_time_of(self._seconds), backward=_time_of(self._in_backward))
+        return replace(StepTime(**self._seconds), backward=StepTime(**self._in_backward))  # type: ignore[arg-type]
 
     @override
     def __enter__(self) -> Any:
@@ -116,13 +116,9 @@ class StepClock(UnwrappedMode):
             is_beside = stream_id(self._device) != 0
             way = "to_card" if self._device.type in written else "to_host"
             return way if is_beside else "compute", work.num_bytes / 2 / self._rates.bus
-        return "compute", _LAUNCH_SECONDS * work.num_calls + max(
-            work.flops / self._rates.flops(_dtype_of(results)), work.num_bytes / self._rates.bandwidth
-        )
-
-
-def _time_of(seconds: Mapping[str, float]) -> StepTime:
-    return StepTime(seconds["compute"], seconds["to_card"], seconds["to_host"], seconds["host"])
+        dtype = next((one.dtype for one in results if one.is_floating_point()), torch.float32)
+        seconds = max(work.flops / self._rates.flops(dtype), work.num_bytes / self._rates.bandwidth)
+        return "compute", _LAUNCH_SECONDS * work.num_calls + seconds
 
 
 def bus_bytes_per_s(card: DeviceSpec) -> float:
@@ -150,7 +146,3 @@ class _Rates:
 
 def _kinds(tensors: Iterable[Tensor]) -> set[str]:
     return {tensor.device.type for tensor in tensors if tensor.dim()}  # numbers on the host are arguments of kernels
-
-
-def _dtype_of(tensors: list[Tensor]) -> torch.dtype:
-    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)

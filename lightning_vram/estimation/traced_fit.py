@@ -160,20 +160,18 @@ def _record_reads(module: pl.LightningModule, batch: Any, run: FitRun, line: str
         larger, other = (fewer, one) if parts[1] is parts[0] else _record(module, parts[1], alone)
     except Exception:  # the model may refuse so few: what it raises with all of them is its word
         (fewer, one), (larger, other) = 2 * [_record(module, real, alone)]
+    measures: tuple[Callable[[TracedFit], int], ...] = (
+        lambda traced: sum(max(0, event.change_bytes) for event in traced.timeline.events),  # about what operators take
+        lambda traced: traced.timeline.peak_bytes,
+    )
     made, peaks = (
-        _at(size, (fewer.num_samples, measure(one)), (larger.num_samples, measure(other)))
-        for measure in (_made_bytes, lambda traced: traced.timeline.peak_bytes)
+        _at(size, (fewer.num_samples, measure(one)), (larger.num_samples, measure(other))) for measure in measures
     )
     if larger.num_samples < size and made <= _MOST_MADE_BYTES and needed_bytes + peaks <= there_bytes:
         larger, _ = _record(module, real, alone)
     run.reads.take(fewer, larger)
     samples = f"{larger.num_samples} samples" if batch_size_of(real) else "the whole batch"
     run.reads.note = f"The step reads values of tensors{line}. Those of a real step on the CPU with {samples} are used."
-
-
-def _made_bytes(traced: TracedFit) -> int:
-    """Return the bytes of all that operators made: about what they take."""
-    return sum(max(0, event.change_bytes) for event in traced.timeline.events)
 
 
 def _at(size: int, smaller: tuple[int, int], larger: tuple[int, int]) -> float:

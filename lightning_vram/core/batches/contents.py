@@ -30,15 +30,11 @@ _PER_SAMPLE_ATTRIBUTE = "_encodings"  # transformers' BatchEncoding answers word
 class Parts:
     """A container, taken apart."""
 
-    labels: tuple[Hashable, ...]
-    """Keys, field names or positions."""
+    labels: tuple[Hashable, ...]  # keys, field names or positions
     values: tuple[Any, ...]
-    build: Callable[[Sequence[Any]], Any]
-    """Build a container of the same kind around other values; the one that was taken apart is left as it is."""
-    has_attributes: bool = False
-    """Whether labels are attributes of an object, rather than keys or positions."""
-    is_list: bool = False
-    """Whether it is a list, or a tuple without names: its entries may be columns, or samples."""
+    build: Callable[[Sequence[Any]], Any]  # makes a container of the same kind around other values
+    has_attributes: bool = False  # whether labels are attributes of an object, rather than keys or positions
+    is_list: bool = False  # whether it is a list, or a tuple without names: its entries may be columns, or samples
 
 
 def take_apart(value: object) -> Parts | None:
@@ -258,8 +254,7 @@ class SplitArgumentError(BatchSplitError):
 class BatchPath:
     """The path from the root to an entry."""
 
-    code: str = "batch"
-    """As code reaches it: ``batch["meta"].weights[0]``."""
+    code: str = "batch"  # as code reaches it: ``batch["meta"].weights[0]``
     labels: tuple[Hashable, ...] = field(default=(), compare=False)
 
     def children(self, parts: Parts) -> Iterator["BatchPath"]:

@@ -57,10 +57,8 @@ class BatchLayout:
 
     def __init__(self, size: int, shared: SharedKeys, known: Mapping[BatchPath, Role]) -> None:
         self.size = size
-        self.roles: dict[BatchPath, Role] = {}
-        """How each list that follows the batch is read."""
-        self.ambiguous: dict[BatchPath, str] = {}
-        """Lists that could be read the other way as well."""
+        self.roles: dict[BatchPath, Role] = {}  # how each list that follows the batch is read
+        self.ambiguous: dict[BatchPath, str] = {}  # lists that could be read the other way as well
         self._is_confirmed = False
         self._has_odd_samples = False
         self._shared = shared

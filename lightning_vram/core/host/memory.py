@@ -72,8 +72,7 @@ class ChunkedSpace(Generic[Payload]):
         self._last_size = 0
         self._released: deque[list[_Chunk[Payload]]] = deque()
         self._num_blocks = 0
-        self.total_bytes = 0
-        """Size of all chunks."""
+        self.total_bytes = 0  # of all chunks
 
     @property
     def num_blocks(self) -> int:
@@ -328,8 +327,7 @@ class HostBuffers:
         self._buffers = []
 
 
-PART_ELEMENTS = 2**19
-"""Most weights that are split or joined at once, so that what is made of them in between stays in the caches."""
+PART_ELEMENTS = 2**19  # split or joined at once, so that temporary results stay in the caches
 _HALF = 0x8000
 
 Part = tuple[int, int]

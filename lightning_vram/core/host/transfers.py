@@ -137,8 +137,7 @@ class Arrival:
 class Copies:
     """Copies flat tensors of bytes between one device and host memory in pieces; blocking, on the current stream."""
 
-    times: CopyTimes | None = None
-    """Where it is noted how long copies take from now on."""
+    times: CopyTimes | None = None  # where it is noted how long copies take from now on
 
     def make_clock(self) -> Clock | None:
         """Return a clock for both the computation and its copies; ``None`` if the device has none."""

@@ -89,8 +89,7 @@ def decode(pieces: list[Tensor], to: LossyFormat, dtype: torch.dtype, size: int)
 def _largest(blocks: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the largest magnitude in each row, [n, 1]."""
     if blocks.device.type != "cpu":
-        norm: Tensor = torch.linalg.vector_norm(blocks, math.inf, 1, keepdim=True, dtype=dtype)
-        return norm
+        return torch.linalg.vector_norm(blocks, math.inf, 1, keepdim=True, dtype=dtype)  # type: ignore[no-any-return]
     # On the CPU the norm takes a hundred times as long.
     return torch.maximum(blocks.amax(1, keepdim=True), blocks.amin(1, keepdim=True).neg_()).abs_().to(dtype)
 

@@ -1,7 +1,6 @@
 """Codecs of low-precision moments in C, and AdamW between them: one pass over memory in place of a dozen, bit-exact.
 
-Compiled by the C compiler of the machine, in less than a second, after operators have spent as much time: a process
-with few steps never does. Without a compiler, and on a device, operators do the work. Threads are those of PyTorch.
+Compiled in less than a second, after operators have spent as much time; without a C compiler operators do the work.
 """
 
 import ctypes
@@ -23,11 +22,9 @@ from torch.optim.adamw import adamw
 
 from lightning_vram.private_names.dispatcher import FakeTensor, without_dispatch
 
-PATIENCE = 2**29
-"""Numbers that operators code before anything is compiled: it takes them about as long."""
-LANES = 16  # of the widest vectors
-LEAST = 2**12
-"""Fewer numbers at once are left to operators, which nobody waits for."""
+PATIENCE = 2**29  # numbers that operators code before anything is compiled: it takes them about as long
+LANES = 16  # of the widest vectors; torch's kernel rounds a remainder differently
+LEAST = 2**12  # fewer numbers at once are left to operators
 _SOURCE = Path(__file__).with_suffix(".c")
 _OPTIONS = (("-march=native", "-fopenmp"), ("-march=native",))  # the first that works
 _SIGNATURES = {
@@ -61,7 +58,7 @@ class AdamWStep:
 
 
 class NativeCodecs:
-    """The codecs of a library. All tensors are plain, on the host and contiguous."""
+    """The codecs of a library. All tensors are ordinary ones, on the host and contiguous."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library

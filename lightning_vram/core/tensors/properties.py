@@ -39,12 +39,9 @@ from lightning_vram.private_names.torch import (
 )
 
 Result = TypeVar("Result")
-OURS = "_lightning_vram_"
-"""How attributes begin that we put on tensors."""
-
+OURS = "_lightning_vram_"  # how attributes begin that we put on tensors
 PARAMETER_CLASSES: set[type] = {nn.Parameter, FakeParameter}
-REAL_TYPES: set[type] = {Tensor, nn.Parameter}
-"""Ordinary ones that hold values."""
+REAL_TYPES: set[type] = {Tensor, nn.Parameter}  # ordinary ones that hold values
 PLAIN_TYPES: set[type] = {Tensor, nn.Parameter, nn.Buffer, FakeTensor, FakeParameter}
 
 

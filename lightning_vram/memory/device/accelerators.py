@@ -182,8 +182,7 @@ def empty_cache(device: torch.device) -> int:
 def _module(device: torch.device) -> ModuleType:
     if not has_cache(device):
         raise ValueError(f"device '{device}' has no caching allocator with statistics.")
-    module: ModuleType = torch.get_device_module(device)
-    return module
+    return torch.get_device_module(device)  # type: ignore[no-any-return]
 
 
 class PhasePeaks:

@@ -426,7 +426,12 @@ class CachingAllocator:
         is_small = size <= SMALL
         pool = self._pools.get((stream, is_small)) or self.pool_of(stream, is_small=is_small)
         block = self.segments.find(pool, size) or self.segments.grow(pool, size)
-        if self._is_to_split(block, size):
+        remaining, limit = block.size - size, self.settings.max_split_bytes
+        if is_small or self.settings.expandable_segments:
+            is_to_split = remaining >= MIN_BLOCK
+        else:
+            is_to_split = remaining > SMALL and (limit is None or size < limit)
+        if is_to_split:
             rest = block.split(size)
             rest.is_free = True
             insort(pool.free, (rest.size, rest.address, rest))  # its neighbours are in use
@@ -468,10 +473,3 @@ class CachingAllocator:
         statistics.allocated_bytes += block.size
         statistics.peak_requested_bytes = max(statistics.peak_requested_bytes, statistics.requested_bytes)
         statistics.peak_allocated_bytes = max(statistics.peak_allocated_bytes, statistics.allocated_bytes)
-
-    def _is_to_split(self, block: Block, size: int) -> bool:
-        remaining = block.size - size
-        if size <= SMALL or self.settings.expandable_segments:
-            return remaining >= MIN_BLOCK
-        limit = self.settings.max_split_bytes
-        return remaining > SMALL and (limit is None or size < limit)

@@ -240,7 +240,7 @@ def kernels_of(capability: Capability, notes: dict[str, None]) -> dict[str, Kern
         "aten::rms_norm": _normalise,
         **dict.fromkeys(_RECURRENT, partial(_run_recurrent, notes)),
         **dict.fromkeys(_FUSED_STEPS, lambda op, given: None),
-        **dict.fromkeys(_TAKEN_APART, _take_apart),
+        **dict.fromkeys(_TAKEN_APART, lambda op, given: run_composite_kernel(op, **given)),
         **dict.fromkeys(_ONE_KERNEL, lambda _, given: torch.empty_like(given["grad_output"])),
     }
     return {name: partial(_run, way, operator_named(name)) for name, way in ways.items()}
@@ -254,10 +254,6 @@ def _run(way: _Way, op: Any, /, *args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
 
 
-def _take_apart(op: Any, given: dict[str, Any]) -> Any:
-    return run_composite_kernel(op, **given)
-
-
 def is_channels_last(tensor: Tensor) -> bool:
     """Whether a tensor lies in memory with its channels last, and in no other way."""
     layout = CHANNELS_LAST.get(tensor.dim())
@@ -267,7 +263,7 @@ def is_channels_last(tensor: Tensor) -> bool:
 def _normalise(op: Any, given: dict[str, Any]) -> Tensor:
     x, weight = given["input"], given.get("weight")
     if is_channels_last(x) or (weight is not None and weight.dtype is not x.dtype):
-        return _take_apart(op, given)  # type: ignore[no-any-return]
+        return run_composite_kernel(op, **given)  # type: ignore[no-any-return]
     return rms_norm(x, given["normalized_shape"], weight)
 
 

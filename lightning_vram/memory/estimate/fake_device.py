@@ -155,7 +155,13 @@ def fake_device(
     mode = QuickFakeMode(allow_non_fake_inputs=True)
     values = KnownValues(reads)
     with ExitStack() as stack:
-        module = _device_module(num_bytes, allocated_bytes)
+        module = ModuleType(f"torch.{FAKE_GPU_TYPE}")
+        vars(module).update(
+            device_functions(num_bytes, allocated_bytes),
+            _is_in_bad_fork=lambda: False,
+            is_bf16_supported=lambda *_, **__: True,
+            get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+        )
         set_device_module(FAKE_GPU_TYPE, module)
         stack.callback(remove_device_module, FAKE_GPU_TYPE)
         for owner, attributes in _replacements(module, values, on_pin):
@@ -247,14 +253,3 @@ def _set_data(tensor: Tensor, values: Tensor) -> None:
     if isinstance(tensor, nn.Parameter):
         moved = nn.Parameter(moved, requires_grad=requires_grad)
     swap_contents(tensor, moved.requires_grad_(requires_grad))
-
-
-def _device_module(num_bytes: int, allocated_bytes: Callable[[], int]) -> ModuleType:
-    module = ModuleType(f"torch.{FAKE_GPU_TYPE}")
-    vars(module).update(
-        device_functions(num_bytes, allocated_bytes),
-        _is_in_bad_fork=lambda: False,
-        is_bf16_supported=lambda *_, **__: True,
-        get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
-    )
-    return module

@@ -146,8 +146,7 @@ class UniformTruths:
 
     def of(self, tensor: Tensor) -> bool | None:
         """Return the truth value of all elements; ``None`` if it is not known."""
-        truth: bool | None = self._known.get(tensor)
-        return truth
+        return self._known.get(tensor)  # type: ignore[no-any-return]
 
     def _follows(self, func: Any, args: tuple[Any, ...]) -> bool | None:
         if func in _ANSWERS:
