@@ -333,7 +333,7 @@ def select_segments(
     n equal layers in k segments save k inputs, and n / k layers while one segment is recomputed: least at k = sqrt(n)
     (Chen et al. 2016, https://arxiv.org/abs/1604.06174). ``layers``: ``"auto"`` for the outermost ``nn.Sequential`` s
     with four or more layers; else patterns, which must match ones with two or more. ``segments``: number per body, at
-    least 2, or ``"sqrt"``. Layers are children with parameters; others (activations) go with the layer before them.
+    least 2, or ``"sqrt"``. Layers are children with parameters; others (activations) belong to the layer before them.
     """
     chosen: list[Layer] = []
     for body in _find_bodies(model, layers):

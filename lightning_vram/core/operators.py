@@ -349,11 +349,8 @@ def family_of(function: Any) -> Family:
     tags = function.tags
     is_pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
     is_functional = function.namespace == "aten" and not schema_of(function).is_mutable
-    one_new_result = (
-        len(schema_of(function).returns) == 1
-        and schema_of(function).returns[0].alias_info is None
-        and _returns_tensors(function)
-    )
+    returns = schema_of(function).returns
+    one_new_result = len(returns) == 1 and returns[0].alias_info is None and _returns_tensors(function)
     return Family.ELEMENTWISE if is_pointwise and is_functional and one_new_result else Family.COSTLY
 
 

@@ -160,7 +160,7 @@ def _without(kind: type[nn.Module], mixin: type) -> type[nn.Module]:
 
 
 def _drop_idle(module: nn.Module) -> None:
-    # What is idle on top goes, whoever left it there; below a technique still at work it has to wait for that one.
+    # Only idle classes on top are removed: those below a technique in use have to wait for that one.
     while (top := _key_of(type(module))) is not None and top not in vars(module):
         module.__class__ = type(module).__bases__[-1]
 

@@ -417,12 +417,8 @@ def _join(texts: list[str]) -> str:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return (
-        tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and not is_lazy(tensor)
-        and not is_traceable_wrapper_subclass(tensor)
-    )
+    is_strided_on_host = tensor.device.type == "cpu" and tensor.layout is torch.strided
+    return is_strided_on_host and not is_lazy(tensor) and not is_traceable_wrapper_subclass(tensor)
 
 
 def _checksum(tensor: Tensor) -> int:

@@ -439,6 +439,4 @@ class _Marks(Callback):
 
     def times(self) -> dict[str, StepTime]:
         """What the steps took."""
-        if not self._times:
-            return {}
-        return {FIRST_STEP: self._times[0], STEP: self._times[-1] - self._times[-2]}
+        return {FIRST_STEP: self._times[0], STEP: self._times[-1] - self._times[-2]} if self._times else {}

@@ -57,7 +57,7 @@ def available_host_bytes(root: Path = Path("/")) -> int | None:
 
 
 def free_swap_bytes(root: Path = Path("/")) -> int:
-    """Return the free swap space, as far as the kernel tells: what is not pinned may go there."""
+    """Return the free swap space, for memory that is not pinned; 0 if unknown."""
     return _meminfo_bytes(root, "SwapFree") or 0
 
 

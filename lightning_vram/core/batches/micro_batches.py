@@ -426,7 +426,7 @@ class NormMomentum:
         for name in self.names:
             layer = self._layers[name]
             momentum = self._saved.setdefault(name, layer.momentum)  # type: ignore[arg-type]
-            self._written[name] = momentum if share == 1 else 1 - (1 - momentum) ** share  # 1 to the bit
+            self._written[name] = momentum if share == 1 else 1 - (1 - momentum) ** share  # exactly 1
             layer.momentum = self._written[name]
 
     def restore(self) -> None:

@@ -176,7 +176,7 @@ def draw_of(place: int, seed: int) -> int:
 
 @cache
 def _row_on_host() -> Tensor:
-    with without_dispatch():  # it stays, and is nobody's
+    with without_dispatch():  # it stays, and belongs to no run
         return _make_draws(0, _ROW, torch.device("cpu"))
 
 

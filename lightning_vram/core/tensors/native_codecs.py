@@ -205,7 +205,7 @@ def _compile(compiler: str, options: tuple[str, ...], path: Path) -> ctypes.CDLL
     begin = [compiler, "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC"]
     for command in (
         [*begin, *options, "-c", str(_SOURCE), "-o", str(made)],
-        # Not linked with OpenMP: that would be a second pool of threads beside the one that PyTorch has loaded.
+        # Not linked with OpenMP: that would be a second thread pool, in addition to that of PyTorch.
         [*begin, "-shared", str(made), "-o", str(library)],
     ):
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
@@ -213,9 +213,5 @@ def _compile(compiler: str, options: tuple[str, ...], path: Path) -> ctypes.CDLL
 
 
 def _is_beyond(tensor: Tensor) -> bool:
-    return (
-        type(tensor) is not Tensor
-        or isinstance(tensor, FakeTensor)
-        or tensor.device.type != "cpu"
-        or not tensor.is_contiguous()
-    )
+    is_real = type(tensor) is Tensor and not isinstance(tensor, FakeTensor)
+    return not (is_real and tensor.device.type == "cpu" and tensor.is_contiguous())

@@ -117,7 +117,7 @@ def alias(tensor: Tensor) -> Tensor:
 
 def _detach(tensor: Tensor) -> Tensor:
     if type(tensor) in REAL_TYPES:
-        with without_dispatch():  # nobody needs to see it
+        with without_dispatch():  # no mode needs to see it
             return tensor.detach()
     with without_modes() if isinstance(tensor, FakeTensor) else nullcontext():
         return tensor.detach()

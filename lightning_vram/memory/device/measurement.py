@@ -28,11 +28,9 @@ class Measurement:
     peak_reserved_bytes: int | None = None  # most bytes taken from the driver at once
     host_peak_bytes: int | None = None  # most bytes in host tensors at once, where the device is not the host (tracker)
     saved_for_backward_bytes: int | None = None  # kept by the forward for the backward (tracker)
-    # most bytes in tensors at once, for each phase of a training step
-    peak_by_phase: Mapping[str, int] = field(default_factory=dict)
+    peak_by_phase: Mapping[str, int] = field(default_factory=dict)  # most bytes in tensors at once, for each phase
     peak_by_category: Mapping[str, int] = field(default_factory=dict)  # bytes of each category at the peak (tracker)
-    # bytes of the largest modules at the peak (tracker)
-    peak_by_module: Mapping[str, int] = field(default_factory=dict)
+    peak_by_module: Mapping[str, int] = field(default_factory=dict)  # of the largest modules at the peak (tracker)
     seconds_per_batch: float | None = None  # median over the latest training batches that were not tracked
 
     def with_timeline(self, timeline: MemoryTimeline) -> "Measurement":

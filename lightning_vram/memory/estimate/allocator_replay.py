@@ -40,8 +40,7 @@ def _is_sum(timeline: MemoryTimeline, first: MemoryEvent, second: MemoryEvent) -
 class AllocatorReplay:
     """What the allocator held over a timeline."""
 
-    # most bytes in blocks that are in use at each event of the timeline, with scratch of its operator
-    allocated: tuple[int, ...]
+    allocated: tuple[int, ...]  # most bytes in used blocks at each event of the timeline, with scratch of its operator
     reserved: tuple[int, ...]  # bytes taken from the driver, after each event
     peak_allocated_bytes: int  # most bytes in blocks at once: what ``torch.cuda.max_memory_allocated`` would say
     peak_reserved_bytes: int  # most bytes taken from the driver: ``torch.cuda.max_memory_reserved``

@@ -38,15 +38,12 @@ class AllocatorSettings:
 
     expandable_segments: bool = False  # whether segments grow page by page instead of being made for one size
     max_split_bytes: int | None = None  # blocks of this size and above are not split. ``None`` splits all
-    # by how much less a block that is not split may be larger than what is asked for
-    max_non_split_rounding_bytes: int = LARGE_SEGMENT
-    # segment for requests above 1 MiB and below 10 MiB; page of large expandable segments
-    large_segment_bytes: int = LARGE_SEGMENT
+    max_non_split_rounding_bytes: int = LARGE_SEGMENT  # by how much a block that is not split may exceed a request
+    large_segment_bytes: int = LARGE_SEGMENT  # for requests from 1 to 10 MiB; page of large expandable segments
     # steps between two powers of 2 that sizes are rounded up to, for sizes from 1 MiB, 2 MiB, 4 MiB, ... on; empty
     # and 0 round to 512 bytes
     roundup_power2_divisions: tuple[int, ...] = ()
-    # names of settings that were given and have no effect on the simulation
-    ignored: tuple[str, ...] = field(default=(), compare=False)
+    ignored: tuple[str, ...] = field(default=(), compare=False)  # given settings without effect on the simulation
 
     def may_serve(self, block_bytes: int, num_bytes: int) -> bool:
         """Whether a free block may serve a request: one that is not split must be kept for what needs it."""
@@ -174,7 +171,7 @@ class DeviceMemory:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def make_addresses(self, num_bytes: int) -> int:
-        """Return the start of a range that nobody has: ranges do not touch."""
+        """Return the start of a free range: ranges do not touch."""
         address = self._next_address
         self._next_address += num_bytes + (2 << 20)
         return address
@@ -449,7 +446,7 @@ class CachingAllocator:
             self.segments.release_all(pool)
 
     def request_free(self, block: Block) -> None:
-        """Do the first half of :meth:`free`: nobody has the block, and it cannot be used again yet."""
+        """Do the first half of :meth:`free`: the block cannot be used again yet."""
         if not block.is_allocated:
             raise ValueError(f"free(block) got a block that is not in use, at {block.address:#x}.")
         block.is_allocated = False

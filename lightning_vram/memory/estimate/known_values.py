@@ -21,6 +21,7 @@ from lightning_vram.memory.estimate.recorded_reads import (
     ARRAY,
     EQUAL,
     INDEX,
+    MOST_NUMBERS,
     Read,
     RecordedReads,
     is_mask,
@@ -174,7 +175,6 @@ _KEEPS_VALUES = (
     "c10d::allreduce_",  # all ranks do the same
     "c10d::broadcast_",
 )
-_MOST_NUMBERS = 4096
 MOST_INTEGERS = 1 << 20  # that are known of a tensor: positions of a long sequence
 _PICKS_ROWS = (_aten.embedding.default, EMBEDDING_BAG, INDEX)
 _PICKS_ALONG_DIM = (_aten.index_select.default, _aten.gather.default)
@@ -370,7 +370,7 @@ class KnownValues(UnwrappedMode):
             self._of_data.update([] if self._reads.runs else [(tensor, True)])
 
     def is_unknown(self, tensor: Any) -> bool:
-        """Whether nobody can ask a fake for what it is made of."""
+        """Whether ``tensor`` is a fake whose values cannot be read."""
         has_value = tensor in self._values and tensor not in self._of_data
         return isinstance(tensor, FakeTensor) and not has_value and self._truths.of(tensor) is None
 
@@ -419,7 +419,7 @@ def _as_returned(func: OpOverload, results: list[Tensor]) -> Any:
 
 def _is_short(tensor: Tensor) -> bool:
     has_fractions = tensor.is_floating_point() or tensor.is_complex()
-    return tensor.numel() <= (_MOST_NUMBERS if has_fractions else MOST_INTEGERS)
+    return tensor.numel() <= (MOST_NUMBERS if has_fractions else MOST_INTEGERS)
 
 
 @cache

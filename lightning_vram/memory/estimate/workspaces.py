@@ -47,8 +47,8 @@ class Workspaces:
     """Memory used in addition to tensors."""
 
     context_bytes: int  # by the driver, outside of the allocator
-    # from the allocator for good, by the name of the operator that takes it where it was not taken yet: one block for
-    # each library, once for the thread of the forward and once for that of the backward, and again on other streams
+    # from the allocator for good, by the operator that takes it first: one block for each library, once in the forward
+    # and once in the backward, and again on other streams
     persistent_bytes: Mapping[str, tuple[int, ...]]
     scratch_bytes: Mapping[str, int]  # from the allocator while an operator runs, by its name
     notes: tuple[str, ...]  # for the user
@@ -140,7 +140,7 @@ def calibrate(on_progress: Callable[[str, float], None] = lambda stage, done: No
 
 
 def _measure_workspace(device: torch.device) -> tuple[int | None, bool | None]:
-    """Return what the first product takes beside its result, and whether it keeps that; ``None``: nothing is seen."""
+    """Return what the first product takes in addition to its result, and whether it keeps that; ``None``: unknown."""
     one = torch.ones(_FIRST_SIZE, _FIRST_SIZE, device=device)
     before_bytes = read_allocator(device).allocated_bytes
     watch = PeakWatch(device)

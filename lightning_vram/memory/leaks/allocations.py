@@ -25,9 +25,7 @@ class Site:
     """Where a storage was made."""
 
     module: str = ""  # name of the innermost module whose forward ran; empty for the root and outside of any
-    # ``"model.py:42 in training_step"``, the innermost line of the user's; empty where there was none, such as in the
-    # backward
-    line: str = ""
+    line: str = ""  # innermost line of the user's, ``"model.py:42 in training_step"``; empty in the backward
 
     def __str__(self) -> str:
         """``net.0, model.py:42 in training_step``."""

@@ -165,7 +165,7 @@ class Growth:
         return statistics.median((counts[late] - counts[early]) / (late - early) for early, late in pairs)
 
 
-_STEPS_TO_SETTLE = 2  # gradients and results of a step go with the next one, or the one after
+_STEPS_TO_SETTLE = 2  # gradients and results of a step are freed with the next one, or the one after
 _MAX_TRIES = 4  # a step may leave nothing where only each tenth does, say
 _MAX_SITES = 3
 
@@ -193,8 +193,7 @@ class Program:
 
     count: Callable[[], Mapping[str, int]]  # returns live bytes by device
     module: nn.Module  # whose parts are named
-    # returns tensors that may be new and stay: parameters, gradients, optimizer states
-    held: Callable[[], Iterable[Tensor]]
+    held: Callable[[], Iterable[Tensor]]  # returns tensors that may stay: parameters, gradients, optimizer states
     names: Callable[[], Mapping[int, str]]  # returns names by ``id`` of what references are followed from
     follows_operators: bool  # whether a dispatch mode may follow a step
     room: Callable[[], float]  # returns free memory in bytes

@@ -163,9 +163,7 @@ class Moment:
     """When and where something happens in the tracked program."""
 
     phase: Phase  # the running phase
-    # whether what is made now may be kept for a later backward: in a forward, in the recomputation of one, and in a
-    # backward with ``create_graph``
-    is_building_graph: bool
+    is_building_graph: bool  # whether what is made now may be saved: in forward, recomputation, ``create_graph``
 
 
 FORWARD = Moment(Phase.FORWARD, is_building_graph=True)

@@ -11,7 +11,6 @@ import gc
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -129,9 +128,7 @@ class MemoryTracker:
             self._exit = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._exit.close()
         self._label()
         if not self.ledger.backward_starts and torch.is_grad_enabled():
