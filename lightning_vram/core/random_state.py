@@ -40,7 +40,7 @@ def default_source(device: torch.device) -> Source | None:
 
 
 def accelerator_source(device: torch.device) -> Source | None:
-    """As :func:`default_source`, but ``None`` for the host, and for an accelerator that is not in use."""
+    """Return the generator of an accelerator in use; ``None`` for the host, and for others."""
     if _is_host(device):
         return None
     module: Any = torch.get_device_module(device)

@@ -35,9 +35,6 @@ from lightning_vram.private_names.torch import (
     without_torch_function,
 )
 
-__all__ = ["BufferCopies", "iterate_members"]
-
-
 _T = TypeVar("_T")
 SAVED_COPY_BYTES = 64 * 1024  # copies up to this size are saved whether the tensor is written or not
 _read_values = methodcaller("values")

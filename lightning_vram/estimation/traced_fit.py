@@ -354,7 +354,9 @@ def _fit(
         leave_out_reducer(trainer.strategy, tracker.label_gradients)
         stack.callback(register_optimizer_step_post_hook(marks.count_step).remove)
         if run.card is not None and device == FAKE_GPU:  # before the tracker: when the results of an operator are there
-            stack.enter_context(Scratch(run.card, device, partial(tracker.ledger.note_scratch, device)))
+            stack.enter_context(
+                Scratch(run.card, device, lambda op, sizes: tracker.ledger.note_scratch(op, device, sizes))
+            )
         stack.enter_context(clock or nullcontext())
         batches, for_validation = (FreshBatches(make_batch, number) for number in (num_batches, 1))
         if run.evaluation is None:

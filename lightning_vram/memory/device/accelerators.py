@@ -26,7 +26,7 @@ _STATISTICS_NAMES = (
 
 
 def has_streams(kind: str) -> bool:
-    """Whether devices of ``kind``, such as ``"cuda"``, copy in parallel with their computation, on streams of their own."""
+    """Whether devices of ``kind``, such as ``"cuda"``, copy in parallel with their computation, on other streams."""
     return kind not in _HOSTS and _has_all(getattr(torch, kind, None), _STREAM_NAMES)
 
 

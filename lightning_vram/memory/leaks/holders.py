@@ -15,8 +15,6 @@ from lightning_vram.private_names.torch import ends_of_graph, number_of, storage
 
 _MAX_DEPTH = 14
 _MAX_WIDTH = 20_000  # objects per level: beyond, chance paths through large tables
-
-
 _MODULE_TABLES = ("_modules", "_parameters", "_buffers")  # in which nn.Module keeps attributes
 
 

@@ -238,7 +238,7 @@ class Ledger:
             if account is not None:
                 self._entries[account[1]].is_pinned = True
 
-    def note_scratch(self, device: torch.device, op: str, sizes: Iterable[int]) -> None:
+    def note_scratch(self, op: str, device: torch.device, sizes: Iterable[int]) -> None:
         """Note what a kernel took in addition to its result, and gave back: blocks of ``sizes`` bytes."""
         first = len(self._entries)
         for num_bytes in sizes:
