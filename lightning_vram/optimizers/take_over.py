@@ -1,4 +1,4 @@
-"""Replace the step of optimizers: of attached ones, and of those created during training."""
+"""Replace the step of optimizers: attached ones, those created during training, and unknown classes on shards."""
 
 import traceback
 from abc import ABC, abstractmethod
@@ -30,7 +30,6 @@ from lightning_vram.private_names.torch import note_step
 
 Step = Callable[[Callable[[], Any] | None], Any]
 Owner = TypeVar("Owner")
-
 MembersStep = Callable[[Optimizer, StepRound, Sequence[Member]], None]  # steps some parameters of an optimizer
 
 _handles: list[tuple["ref[Any]", RemovableHandle]] = []

@@ -163,7 +163,7 @@ def peak_words(timeline: MemoryTimeline) -> str:
     """Return the place of the peak of a run: phase, and module with the largest share."""
     if timeline.peak_phase is None:
         return ""
-    phase = {Phase.OPTIMIZER_STEP: "optimizer step"}.get(timeline.peak_phase, str(timeline.peak_phase))
+    phase = "optimizer step" if timeline.peak_phase is Phase.OPTIMIZER_STEP else str(timeline.peak_phase)
     held = next(((name, size) for name, size in timeline.peak_by_module.items() if name), None)
     largest = "" if held is None else f", mostly for '{held[0]}' ({format_bytes(held[1])})"
     return f"in the {phase}{largest}"

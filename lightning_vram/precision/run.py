@@ -1,4 +1,4 @@
-"""What the plugin has from the setup of a run to its teardown."""
+"""What the plugin changes from the setup of a run to its teardown: module, averages of weights, schedules."""
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -146,9 +146,8 @@ class ModuleChanges:
             strategy, name = self.module.trainer.strategy, "lightning_module_state_dict"
             self._undo.callback(MethodPatch(strategy, name, lambda inner: lambda: lean.full_state(inner())).remove)
         # Swap classes only now: code that selects layers by their type has made its parameter groups.
-        casts = WeightCasts(
-            self.module, self.device_type, recast_in_backward=self.settings.recast_in_backward, skip=self._inside
-        )
+        recasts = self.settings.recast_in_backward
+        casts = WeightCasts(self.module, self.device_type, recast_in_backward=recasts, skip=self._inside)
         self._undo.callback(casts.remove)
         # Of all optimizers: some are made in the midst of training, and steps do not all pass the plugin.
         hook = register_optimizer_step_post_hook(partial(_after_any_step, ref(casts)))
@@ -197,7 +196,7 @@ def _after_any_step(casts: "ref[WeightCasts]", optimizer: Optimizer, args: Any, 
 
 
 def _find_islands(module: nn.Module, patterns: Sequence[LayerPattern]) -> dict[nn.Module, str]:
-    """All that match, with their names. Those inside others count as well: the others may never be called."""
+    """Return all modules that match, with their names, also those inside others: these may never be called."""
     if not patterns:
         return {}
     try:
@@ -205,7 +204,7 @@ def _find_islands(module: nn.Module, patterns: Sequence[LayerPattern]) -> dict[n
     except ValueError as error:
         message = str(error).replace("layers=", "fp32_modules=", 1)
         raise ValueError(f"LeanMixedPrecision: {message}") from None
-    # What is compiled has two names; the second is that of what was compiled.
+    # A compiled module has two names; the second is that of the module that was compiled.
     parts = {
         ".".join(part for part in name.split(".") if part != COMPILED_PART): module
         for name, module in module.named_modules(remove_duplicate=False)
@@ -216,14 +215,11 @@ def _find_islands(module: nn.Module, patterns: Sequence[LayerPattern]) -> dict[n
 
 def _lean_parameters(module: nn.Module, islands: Collection[nn.Module]) -> list[nn.Parameter]:
     """All but those of fp32 islands, computed weights, and kernels that need float32; bf16 ones are never exempt."""
-    exempt = {*islands, *(part for part in module.modules() if _is_norm(part)), *iterate_computing(module)}
+    kinds = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.Bilinear)
+    norms = (one for one in module.modules() if isinstance(one, kinds) or type(one).__name__.endswith("Norm"))
+    exempt = {*islands, *norms, *iterate_computing(module)}
     in_float32 = {parameter for part in exempt for parameter in part.parameters(recurse=False)}
     return [p for p in module.parameters() if p not in in_float32 or p.dtype is torch.bfloat16]
-
-
-def _is_norm(module: nn.Module) -> bool:
-    kinds = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.Bilinear)
-    return isinstance(module, kinds) or type(module).__name__.endswith("Norm")
 
 
 def list_averages(trainer: pl.Trainer | None, module: nn.Module) -> list[tuple[WeightAveraging, AveragedModel]]:
@@ -255,10 +251,11 @@ def average_exact_weights(
 
 
 class PausedSchedules:
-    """Keeps ``lr_scheduler_step`` of a LightningModule from counting skipped steps, until :meth:`remove`."""
+    """Keeps ``lr_scheduler_step`` of a LightningModule from counting skipped steps, until :meth:`remove`.
 
-    # Lightning steps a schedule after every batch that could have stepped the optimizer: 16 times where gradients of 12
-    # batches overflowed and 4 steps were made. Schedules that count epochs are left unchanged.
+    Lightning steps a schedule after every batch that could have stepped the optimizer: 16 times if gradients of 12
+    batches overflowed and 4 steps were made. Schedules that count epochs are unchanged.
+    """
 
     def __init__(self, module: pl.LightningModule, configs: Sequence[LRSchedulerConfig]) -> None:
         self._trainer = module.trainer
@@ -275,7 +272,7 @@ class PausedSchedules:
         self._patch.remove()
 
     def state_dict(self) -> list[int]:
-        """State for a checkpoint."""
+        """Return the state for a checkpoint."""
         return list(self._num_missed)
 
     def load_state_dict(self, state: Sequence[int]) -> None:
@@ -381,7 +378,7 @@ class PrecisionRun:
         self.changes.load_weights(checkpoint.get(_CURRENT if has_average else "state_dict", {}))
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint."""
+        """Return the state for a checkpoint."""
         parts = {"held": self.paused, "lean": self.changes.lean}
         return {name: part.state_dict() for name, part in parts.items() if part is not None}
 
