@@ -334,7 +334,12 @@ class BackwardSteps(StepTakeOver):
         """Measure in a backward of this block whether ``optimizer`` steps; if so, it runs again, with the steps."""
         self._hook(optimizer)
         step = self._current = self._begin(optimizer, closure, scaler)
-        patch = MethodPatch(scaler, "unscale_", partial(partial, _unscale, step))
+
+        def unscale(inner: Callable[..., None], /, optimizer: Optimizer) -> None:
+            if step.optimizer is not optimizer or not step.has_measured:  # otherwise it is unscaled
+                inner(optimizer)
+
+        patch = MethodPatch(scaler, "unscale_", partial(partial, unscale))
         try:
             yield
         finally:
@@ -347,7 +352,8 @@ class BackwardSteps(StepTakeOver):
         assert step is not None
         step.is_measuring = True
         backward(retain_graph=True)
-        self._end_backward()
+        if self._buckets is not None:
+            self._buckets.land()
         step.end_measuring()
         if self._buckets is not None:
             self._buckets.expect_another()
@@ -369,7 +375,8 @@ class BackwardSteps(StepTakeOver):
             backward()
         finally:
             self._groups = {}
-        self._end_backward()
+        if self._buckets is not None:
+            self._buckets.land()
 
     @property
     def needs_two(self) -> bool:
@@ -380,10 +387,6 @@ class BackwardSteps(StepTakeOver):
         if any(parameter.grad is not None for parameter in iterate_parameters(step.optimizer)):
             step.is_early = False  # of earlier micro-batches: gradients are saved anyway
         return step.is_early
-
-    def _end_backward(self) -> None:
-        if self._buckets is not None:
-            self._buckets.land()
 
     def leaves_clipping(self) -> bool:
         """Whether gradients exist and are clipped elsewhere, now."""
@@ -489,9 +492,3 @@ class BackwardSteps(StepTakeOver):
                 "stepped with the first. Call backward once per step, and checkpoint with use_reentrant=False."
             )
         return is_taken
-
-
-def _unscale(step: OneStep, inner: Callable[..., None], /, optimizer: Optimizer) -> None:
-    """Patch of ``GradScaler.unscale_``: measured gradients are unscaled already."""
-    if step.optimizer is not optimizer or not step.has_measured:
-        inner(optimizer)

@@ -223,17 +223,14 @@ class WholeSteps:
             group["params"] = [others.get(parameter, parameter) for parameter in group["params"]]
 
 
-def explain_failures(optimizer: Optimizer, *, is_split: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a patch of the step that explains errors of sharded tensors."""
+def explain_failures(inner: Callable[..., Any], optimizer: Optimizer, *, is_split: bool) -> Callable[..., Any]:
+    """Return a step for ``inner`` that explains errors of sharded tensors."""
     advice = "such as AdamW, or a single device" if is_split else "such as AdamW"
     message = (
         f"{type(optimizer).__name__} cannot step on shards: it does with a parameter what a sharded one cannot do. Use "
         f"an optimizer of torch.optim that steps each element by itself, {advice}."
     )
-    return partial(_make_step, message)
 
-
-def _make_step(message: str, inner: Callable[..., Any]) -> Callable[..., Any]:
     def step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         of_model: list[Exception] = []
 

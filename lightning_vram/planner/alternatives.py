@@ -52,11 +52,8 @@ def suggest_alternatives(steps: Steps, found: Found, workload: Workload, *, has_
         strategy = _strategy(steps, least, workload)
         num_devices = _num_devices(steps, least, budget_bytes)
     if least.needed_bytes - least.activation_bytes <= budget_bytes:
-        size, sequence = batch_size_of(steps.batch) or 0, sequence_length_of(steps.batch) or 0
-        of_size = _needed(steps, least, lambda new: with_batch_size(steps.batch, size, new))
-        of_length = _needed(steps, least, lambda new: with_sequence_length(steps.batch, sequence, new))
-        batch_size = _largest(of_size, size, least, budget_bytes)
-        length = _largest(of_length, sequence, least, budget_bytes)
+        batch_size = _largest(steps, least, budget_bytes, batch_size_of(steps.batch) or 0, with_batch_size)
+        length = _largest(steps, least, budget_bytes, sequence_length_of(steps.batch) or 0, with_sequence_length)
     if strategy is None:
         return Alternatives(num_devices, batch_size=batch_size, sequence_length=length)
     part = strategy.scheme.parts[0]
@@ -104,21 +101,16 @@ def _with(strategy: Part, least: Measured) -> Scheme:
     return Scheme((strategy, *parts))
 
 
-def _needed(steps: Steps, least: Measured, batch_of: Callable[[int], Any]) -> Callable[[int], int]:
-    def needed_bytes(size: int) -> int:
-        measured = steps.of(batch_of(size), steps.num_ranks)(least.scheme)
-        return least.needed_bytes if measured is None else measured.needed_bytes
-
-    return needed_bytes
-
-
-def _largest(needed_bytes: Callable[[int], int], size: int, least: Measured, budget_bytes: int) -> int:
+def _largest(
+    steps: Steps, least: Measured, budget_bytes: int, size: int, resize: Callable[[Any, int, int], Any]
+) -> int:
     """Extrapolate two sizes to one that fits, and verify it; 0 if none was found."""
     best, last, last_bytes, new = 0, size, least.needed_bytes, size // 2
     for _ in range(_TRIES):
         if not 0 < new < size or new in (best, last):
             break
-        new_bytes = needed_bytes(new)
+        measured = steps.of(resize(steps.batch, size, new), steps.num_ranks)(least.scheme)
+        new_bytes = least.needed_bytes if measured is None else measured.needed_bytes
         if new_bytes <= budget_bytes:
             best = max(best, new)
         slope = (last_bytes - new_bytes) / (last - new)

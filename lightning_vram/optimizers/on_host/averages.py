@@ -162,7 +162,6 @@ class _Batch:
             self.run()
 
     def run(self) -> None:
-        """Update the pending tensors."""
         ours, theirs = self._ours, self._theirs
         self._ours, self._theirs = [], []
         if ours:

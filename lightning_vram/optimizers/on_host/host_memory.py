@@ -19,6 +19,13 @@ from lightning_vram.optimizers.step_round import why_not_steppable
 from lightning_vram.private_names.fsdp2 import local_shard
 
 _NO_FORMS = (0,) * len(FORMS)
+_KINDS = {  # fields of HostNeeds, and their names in messages
+    "weights": "weights",
+    "low_precision_copies": "16-bit copies",
+    "gradients": "gradients",
+    "states": "optimizer state",
+    "averages": "averages of weights",
+}
 
 
 @dataclass(frozen=True)
@@ -37,13 +44,12 @@ class HostNeeds:
     @property
     def total(self) -> int:
         """The sum of all kinds."""
-        return self.weights + self.low_precision_copies + self.gradients + self.states + self.averages
+        return sum(int(getattr(self, kind)) for kind in _KINDS)
 
     def __add__(self, other: "HostNeeds") -> "HostNeeds":
         """Add another rank."""
-        kinds = ("weights", "low_precision_copies", "gradients", "states", "averages")
         return HostNeeds(
-            **{kind: getattr(self, kind) + getattr(other, kind) for kind in kinds},
+            **{kind: getattr(self, kind) + getattr(other, kind) for kind in _KINDS},
             can_be_16_bit=self.can_be_16_bit and other.can_be_16_bit,
             can_be_split=self.can_be_split or other.can_be_split,
             low_precision_states=tuple(map(operator.add, self.low_precision_states, other.low_precision_states)),
@@ -169,12 +175,14 @@ class HostMemory:
             if not machine.fits(needed := machine.needs):
                 ranks = f" for its {machine.num_ranks} ranks" if machine.num_ranks > 1 else ""
                 fitting = machine.list_fitting(has_disk=has_disk, num_machines=len(machines) if is_spread else None)
+                sizes = {name: getattr(needed, kind) for kind, name in _KINDS.items()}
+                kinds = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items() if size)
                 settings = ", or with ".join(fitting)
                 advice = "No setting would make it fit: use a machine with more memory, or a smaller model."
                 advice = f"It would fit with {settings}." if settings else advice
                 raise OffloadError(
                     f"{name} needs {format_bytes(needed.total)} of host memory on {host}{ranks}: "
-                    f"{_list_kinds(needed)}. Available are {format_bytes(machine.free)}, including the memory of the "
+                    f"{kinds}. Available are {format_bytes(machine.free)}, including the memory of the "
                     f"module, of which {format_bytes(machine.margin(needed))} must stay free. {advice}"
                 )
 
@@ -235,14 +243,3 @@ def _list_leaner(needs: HostNeeds, *, has_disk: bool) -> Iterator[tuple[str, Hos
 def _halve(needs: HostNeeds) -> HostNeeds:
     """Return needs in 16 bits, except for averages, which are copied before the module is converted."""
     return HostNeeds(needs.weights // 2, 0, needs.gradients // 2, needs.states // 2, needs.averages)
-
-
-def _list_kinds(needs: HostNeeds) -> str:
-    kinds = {
-        "weights": needs.weights,
-        "16-bit copies": needs.low_precision_copies,
-        "gradients": needs.gradients,
-        "optimizer state": needs.states,
-        "averages of weights": needs.averages,
-    }
-    return ", ".join(f"{kind} {format_bytes(num_bytes)}" for kind, num_bytes in kinds.items() if num_bytes)

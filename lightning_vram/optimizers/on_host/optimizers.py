@@ -220,8 +220,8 @@ class HostOptimizers(StepTakeOver):
             whole = WholeSteps(optimizer, partial(self._written, optimizer))
             self._patch_step(optimizer, lambda optimizer, closure=None: whole.step(closure))
         else:
-            explained = explain_failures(optimizer, is_split=self._is_split)
-            self._patches.append(MethodPatch(optimizer, "step", explained))
+            explain = partial(explain_failures, optimizer=optimizer, is_split=self._is_split)
+            self._patches.append(MethodPatch(optimizer, "step", explain))
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float, *, may_wait: bool) -> None:
         """Clip gradients to a common 2-norm; ``may_wait``: in the step, which comes next. A collective."""

@@ -289,7 +289,6 @@ class _Scratch:
         self._next = 0
 
     def take(self, count: int) -> Tensor:
-        """Return flat memory for so many numbers."""
         place, self._next = self._next, self._next + 1
         if place == len(self._blocks):
             self._blocks.append(self._like.new_empty(count, dtype=torch.float32))
@@ -297,8 +296,7 @@ class _Scratch:
             self._blocks[place] = self._like.new_empty(count, dtype=torch.float32)
         return self._blocks[place][:count]
 
-    def take_back(self) -> None:
-        """Reuse all of it."""
+    def reuse(self) -> None:
         self._next = 0
 
 
@@ -333,7 +331,6 @@ class _Stepping:
         return flat_as_stored(self.member.shard)[slice(*part)] if self.split is None else self.split.read(part)
 
     def write(self, part: Part, numbers: Tensor) -> None:
-        """Store stepped weights."""
         if self.split is not None:
             self.split.write(part, numbers)
 
@@ -417,7 +414,6 @@ class _Part:
         self.state = dict(self._before) if self._whole.low_precision is None else upcast_state(self._before, take)
 
     def save(self) -> None:
-        """Store what the step wrote."""
         self._whole.write(self._part, self._numbers)
         for key, value in self._whole.rounded(self.state, self._range, self._before).items():
             is_view = isinstance(value, Tensor) and value.shape == (self.size,) and value is self._before.get(key)
@@ -450,7 +446,7 @@ def _step_parts(step_round: StepRound, all_stepping: Sequence[_Stepping]) -> Non
             if sum(one.size for one in batch) >= stepping.part_elements:
                 _step_batch(step_round, batch)
                 batch.clear()
-                scratch.take_back()
+                scratch.reuse()
     _step_batch(step_round, batch)
     for stepping in all_stepping:
         publish_state(stepping.member, stepping.fresh)
