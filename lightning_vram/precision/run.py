@@ -60,7 +60,7 @@ class CallsBetweenSteps(Swaps):
 
     @contextmanager
     def in_step(self) -> Generator[None, None, None]:
-        """While a step controls autocast itself."""
+        """Mark a step, which controls autocast itself."""
         outer, self.is_in_step = self.is_in_step, True
         try:
             yield
@@ -71,7 +71,7 @@ class CallsBetweenSteps(Swaps):
 def _forward_between_steps(
     module: nn.Module, calls: CallsBetweenSteps, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Replaces ``module.forward``, which is ``forward``."""
+    """Replace ``forward`` of a module."""
     if calls.is_in_step or torch.is_autocast_enabled(calls.device_type):
         return forward(*args, **kwargs)
     with torch.autocast(calls.device_type, dtype=calls.dtype, cache_enabled=False):
@@ -142,7 +142,7 @@ class ModuleChanges:
         else:
             lean.attach(optimizers)
             self._broadcast_rests(lean)
-            # The one place from which all checkpoints get weights, those of weights alone included.
+            # All checkpoints get their weights from here, also those with weights only.
             strategy, name = self.module.trainer.strategy, "lightning_module_state_dict"
             self._undo.callback(MethodPatch(strategy, name, lambda inner: lambda: lean.full_state(inner())).remove)
         # Swap classes only now: code that selects layers by their type has made its parameter groups.
@@ -154,7 +154,7 @@ class ModuleChanges:
         self._undo.callback(hook.remove)
 
     def load_weights(self, state_dict: Mapping[str, Any]) -> None:
-        """Load weights of a checkpoint exactly, which were rounded on loading. Weights changed by user code stay."""
+        """Load weights exactly that were rounded on loading a checkpoint. Weights that user code changed stay."""
         if self.lean is None:
             return
         named = self._named_parameters()
@@ -167,7 +167,7 @@ class ModuleChanges:
         self._undo.close()
 
     def _broadcast_rests(self, lean: LeanParameters) -> None:
-        """Give all replicas the exact weights of the first, of which DDP has broadcast the bfloat16 half."""
+        """Broadcast the remainders of the first replica: DDP has broadcast the bfloat16 weights."""
         trainer = self.module.trainer
         if trainer.world_size == 1:
             return
@@ -181,7 +181,7 @@ class ModuleChanges:
 
 
 def _is_rounded(value: Tensor, parameter: Tensor) -> bool:
-    """Whether ``parameter`` holds ``value``, but for the rounding to bfloat16."""
+    """Whether ``parameter`` holds ``value``, except for rounding to bfloat16."""
     if value.shape != parameter.shape:
         return False
     present = parameter.detach().float()
@@ -241,7 +241,7 @@ def list_averages(trainer: pl.Trainer | None, module: nn.Module) -> list[tuple[W
 def average_exact_weights(
     trainer: pl.Trainer, module: nn.Module, lean: LeanParameters
 ) -> list[MethodPatch | LeanAverage]:
-    """Let averages follow the exact weights, and swap with them, until all that is returned is removed."""
+    """Make averages follow the exact weights, and swap with them, until the returned changes are removed."""
     changes: list[MethodPatch | LeanAverage] = []
     for callback, whole in list_averages(trainer, module):
         average = LeanAverage(whole, module, lean)
@@ -298,7 +298,7 @@ _alive: WeakSet["PrecisionRun"] = WeakSet()
 
 @dataclass(eq=False)
 class PrecisionRun:
-    """One run, with what it changes."""
+    """One run, with all that it changes."""
 
     module: pl.LightningModule
     trainer: pl.Trainer
@@ -339,7 +339,7 @@ class PrecisionRun:
             self.steps = None
 
     def log_lost_updates(self) -> None:
-        """Log the share of updates that rounding has taken back in the step before, if it was counted."""
+        """Log the share of updates that rounding undid in the last step, if it was counted."""
         share = None if self.changes.lean is None else self.changes.lean.lost_updates
         if share is not None:
             log_of_step(self.module, {"vram/lost_updates": share})
@@ -357,7 +357,7 @@ class PrecisionRun:
             )
 
     def over_ranks(self) -> Callable[[Tensor], Tensor] | None:
-        """How ranks agree on an overflow: gradients that are not reduced, or sharded, may have it on one of them."""
+        """Return how ranks agree on an overflow, which one rank may have in sharded or unreduced gradients."""
         if self.trainer.world_size == 1:
             return None
         return lambda found_inf: self.trainer.strategy.reduce(found_inf, reduce_op="sum")
@@ -383,7 +383,7 @@ class PrecisionRun:
         return {name: part.state_dict() for name, part in parts.items() if part is not None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a checkpoint, with what both have."""
+        """Resume from a checkpoint, with the parts that both have."""
         if self.paused is not None and "held" in state:
             self.paused.load_state_dict(state["held"])
         if self.changes.lean is not None and "lean" in state:
@@ -391,7 +391,7 @@ class PrecisionRun:
 
 
 def undo_interrupted_runs() -> None:
-    """Undo what runs have left behind whose trainer was interrupted in its own teardown."""
+    """Undo the changes of runs whose trainer was interrupted in its own teardown."""
     for run in list(_alive):
         if run.trainer.state.status in (TrainerStatus.INTERRUPTED, TrainerStatus.FINISHED):
             run.remove()
