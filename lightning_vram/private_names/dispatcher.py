@@ -143,14 +143,10 @@ PACK_SEQUENCES = torch.ops.aten._pack_padded_sequence.default
 GROUPED_MM = torch.ops.aten._grouped_mm.default
 RECURRENT_FUNCTIONS: Any = torch._VF
 
-neg_view: Callable[[Tensor], Tensor] = torch._neg_view
-"""Return a view with the opposite sign."""
-copy_each: Any = torch._foreach_copy_
-"""Copy each tensor of the second list to that of the first."""
-multiply_each: Any = torch._foreach_mul_
-"""Multiply each tensor by a factor, in place."""
-norm_each: Any = torch._foreach_norm
-"""Return the 2-norm of each tensor."""
+neg_view: Callable[[Tensor], Tensor] = torch._neg_view  # a view with the opposite sign
+copy_each: Any = torch._foreach_copy_  # copy each tensor of the second list to that of the first
+multiply_each: Any = torch._foreach_mul_  # multiply each tensor by a factor, in place
+norm_each: Any = torch._foreach_norm  # the 2-norm of each tensor
 batch_norm_and_statistics: Callable[..., Any] | None = getattr(torch, "_batch_norm_impl_index", None)
 """The operator inside ``F.batch_norm``, which chooses cuDNN and returns the statistics too. Not in all versions."""
 
@@ -161,8 +157,7 @@ def order_by_group(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor for (of_group,), _ in groups.values() for tensor in of_group]
 
 
-schema_of: Callable[[Any], Any] = attrgetter("_schema")
-"""Return what an operator overload reads, writes and returns."""
+schema_of: Callable[[Any], Any] = attrgetter("_schema")  # what an operator overload reads, writes and returns
 
 
 def given_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -185,8 +180,7 @@ def run_composite_kernel(function: Any, /, *args: Any, **kwargs: Any) -> Any:
     return function._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
-overload_name: Callable[[Any], str] = attrgetter("_overloadname")
-"""Return the name of the signature of an operator overload."""
+overload_name: Callable[[Any], str] = attrgetter("_overloadname")  # the name of the signature of an operator overload
 all_operator_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
 """Return the names of all registered operators, with signatures."""
 
@@ -266,8 +260,7 @@ ATTENTIONS = (
     "_flash_attention_forward _efficient_attention_forward _cudnn_attention_forward"
 )
 ACTIVATED_PRODUCT = "_addmm_activation"
-LINEAR_ALGEBRA = "_linalg_"
-"""A prefix of operator names."""
+LINEAR_ALGEBRA = "_linalg_"  # a prefix of operator names
 DIVIDE_EACH, NORM_OF_EACH, COPY_TO = "_foreach_div", "_foreach_norm", "_to_copy"
 
 # Autocast's keys come before autograd's, the second before the first. No kernel of torch has these two.
@@ -443,8 +436,7 @@ def _make_world(c10d: Any) -> Any:
     return own
 
 
-COMPILED_PART = "_orig_mod"
-"""What ``torch.compile(module)`` inserts into names of submodules and parameters."""
+COMPILED_PART = "_orig_mod"  # what ``torch.compile(module)`` inserts into names of submodules and parameters
 
 _AUTOCAST = "backward_pass_autocast"  # AOTAutograd's, not in all versions
 has_backward_autocast = hasattr(config, _AUTOCAST)
@@ -496,8 +488,7 @@ def skip_code(function: Callable[..., object]) -> bool:
     return True
 
 
-LEAST_SHARE = 1e-6
-"""At 0 the partitioner saves its inputs, and ignores what must be saved."""
+LEAST_SHARE = 1e-6  # at 0 the partitioner saves its inputs, and ignores what must be saved
 
 
 @contextmanager

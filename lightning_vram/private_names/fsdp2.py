@@ -430,8 +430,7 @@ class AskedDTensor(DTensor):
 _slot: Any = DTensor._local_tensor
 own_shard_of: Callable[[Any], Tensor] = _slot.__get__
 """Return the local shard of a ``DTensor``, bypassing :class:`AskedDTensor`."""
-set_own_shard: Callable[[Any, Tensor], None] = _slot.__set__
-"""Set the local shard of a ``DTensor`` of any class."""
+set_own_shard: Callable[[Any, Tensor], None] = _slot.__set__  # set the local shard of a ``DTensor`` of any class
 
 
 def local_shard(value: Any) -> Any:

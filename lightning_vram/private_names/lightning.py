@@ -163,8 +163,7 @@ def call_hook(trainer: pl.Trainer, name: str) -> None:
 
 ResultCollection = _ResultCollection
 Metadata = _Metadata
-default_dtype: Callable[[], torch.dtype] = _get_default_dtype
-"""Return the dtype of logged values."""
+default_dtype: Callable[[], torch.dtype] = _get_default_dtype  # the dtype of logged values
 running_results: Callable[[pl.Trainer], ResultCollection | None] = attrgetter("_results")
 """Return the values that the running loop has logged; ``None`` without a loop that logs."""
 logs_are_due: Callable[[pl.Trainer], bool] = attrgetter("_logger_connector.should_update_logs")
@@ -320,10 +319,8 @@ def averaging_callbacks(trainer: pl.Trainer | None) -> list[WeightAveraging]:
     return [one for one in callbacks if isinstance(one, WeightAveraging) and average_of(one) is not None]
 
 
-is_local: Callable[[str], bool] = _is_local_file_protocol
-"""Whether a path is a local one, not a URL."""
-save_whole: Callable[[dict[str, Any], str], None] = _atomic_save
-"""Write a checkpoint completely, or not at all."""
+is_local: Callable[[str], bool] = _is_local_file_protocol  # whether a path is a local one, not a URL
+save_whole: Callable[[dict[str, Any], str], None] = _atomic_save  # write a checkpoint completely, or not at all
 
 
 def load_on_host(location: str, *, weights_only: bool | None) -> Any:

@@ -10,8 +10,7 @@ from torchmetrics import Metric
 
 APPLY = "_apply"
 SYNC_STATES = "_sync_dist"
-default_states: Callable[[Metric], Mapping[str, Any]] = attrgetter("_defaults")
-"""Return the initial metric state by name."""
+default_states: Callable[[Metric], Mapping[str, Any]] = attrgetter("_defaults")  # the initial metric state by name
 state_reductions: Callable[[Metric], Mapping[str, Any]] = attrgetter("_reductions")
 """Return by name how ranks merge the metric state; ``None``: they do not."""
 
@@ -28,8 +27,7 @@ def forget_computed(metric: Metric) -> None:
     metric._computed = None
 
 
-shown_value: Callable[[Metric], Any] = attrgetter("_forward_cache")
-"""Return the value for the last batch."""
+shown_value: Callable[[Metric], Any] = attrgetter("_forward_cache")  # the value for the last batch
 
 
 def show_value(metric: Metric, value: Any) -> None:
@@ -37,8 +35,7 @@ def show_value(metric: Metric, value: Any) -> None:
     metric._forward_cache = value
 
 
-converts_dtype: Callable[[Metric], bool] = attrgetter("_dtype_convert")
-"""Whether ``_apply`` casts the metric state."""
+converts_dtype: Callable[[Metric], bool] = attrgetter("_dtype_convert")  # whether ``_apply`` casts the metric state
 
 
 @contextmanager

@@ -79,14 +79,10 @@ count_storage_users: Callable[[int], int] = torch._C._storage_Use_Count
 """Return how many users the memory of this identity has."""
 num_writes: Callable[[Tensor], int] = attrgetter("_version")
 """Return how often a tensor was written. Views share the number."""
-is_view: Callable[[Tensor], bool] = torch.Tensor._is_view
-"""Whether a tensor is a view, to autograd."""
-base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
-"""Return the tensor that another is a view of, to autograd."""
-VIEW_PROPERTIES = frozenset({"_base", "_version"})
-"""Attributes that identify views and writes."""
-without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
-"""Make a context without ``__torch_function__``."""
+is_view: Callable[[Tensor], bool] = torch.Tensor._is_view  # whether a tensor is a view, to autograd
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")  # the tensor that another is a view of, to autograd
+VIEW_PROPERTIES = frozenset({"_base", "_version"})  # attributes that identify views and writes
+without_torch_function: Any = torch._C.DisableTorchFunctionSubclass  # make a context without ``__torch_function__``
 
 
 def make_wrapper(kind: type[Tensor], shape: Sequence[int], **options: Any) -> Any:
@@ -118,10 +114,8 @@ def has_accumulation_hooks(parameter: Tensor) -> bool:
     return not all(getattr(hook, "only_tells", False) for hook in hooks.values())
 
 
-sparse_indices: Callable[[Tensor], Tensor] = torch.Tensor._indices
-"""Return the indices of a COO tensor as they are stored."""
-sparse_values: Callable[[Tensor], Tensor] = torch.Tensor._values
-"""Return the values of a COO tensor as they are stored."""
+sparse_indices: Callable[[Tensor], Tensor] = torch.Tensor._indices  # the indices of a COO tensor as they are stored
+sparse_values: Callable[[Tensor], Tensor] = torch.Tensor._values  # the values of a COO tensor as they are stored
 
 
 def ragged_dimension(tensor: Tensor) -> int:
@@ -143,13 +137,11 @@ def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     return list((tensor._backward_hooks or {}).values())
 
 
-PARAMETERS, BUFFERS, CHILDREN = "_parameters", "_buffers", "_modules"
-"""Names of dictionaries in ``vars`` of a module."""
+PARAMETERS, BUFFERS, CHILDREN = "_parameters", "_buffers", "_modules"  # names of dictionaries in ``vars`` of a module
 FORWARD_HOOKS, FORWARD_PRE_HOOKS = "_forward_hooks", "_forward_pre_hooks"
 SEE_OUTPUT = (FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks")
 """Names of hooks that see the output, or its gradient."""
-SEE_INPUT = (FORWARD_PRE_HOOKS, *SEE_OUTPUT)
-"""Names of hooks that see the input or the output, or a gradient."""
+SEE_INPUT = (FORWARD_PRE_HOOKS, *SEE_OUTPUT)  # names of hooks that see the input or the output, or a gradient
 _LOOKS_ON = "_lightning_vram_looks_on"
 RESET_ATTENTION = "_reset_parameters"
 CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
@@ -251,8 +243,7 @@ def forget_compiled_steps(module: nn.Module) -> None:
         vars(module)["_compiler_ctx"] = None
 
 
-ENGINE = (torch.autograd, "_engine_run_backward")
-"""The function that all backwards call."""
+ENGINE = (torch.autograd, "_engine_run_backward")  # the function that all backwards call
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Return which backward runs in this thread; -1 for none."""
 current_graph_group: Callable[[], Any] = torch._C._get_graph_exec_group
@@ -273,8 +264,7 @@ def may_stop_early() -> bool:
 
 
 RunBackward = Callable[..., Any]
-SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""Pack and unpack functions."""
+SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack and unpack functions
 
 
 def engine_run_backward() -> RunBackward | None:
@@ -346,8 +336,7 @@ def is_in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-is_tracing: Callable[[], bool] = torch._C._is_tracing
-"""Whether ``torch.jit.trace`` is active."""
+is_tracing: Callable[[], bool] = torch._C._is_tracing  # whether ``torch.jit.trace`` is active
 
 
 def is_in_forward_ad() -> bool:
@@ -369,16 +358,13 @@ def outside_of_vmap() -> Iterator[None]:
             torch._C._vmapmode_increment_nesting()
 
 
-OptimizerStates = dict[int, dict[str, Any]]
-"""State of a scaler for each optimizer, by id."""
-AVAILABILITY = (torch._C, "_is_autocast_available")
-"""The function that checks whether a device type supports autocast."""
+OptimizerStates = dict[int, dict[str, Any]]  # state of a scaler for each optimizer, by id
+AVAILABILITY = (torch._C, "_is_autocast_available")  # the function that checks whether a device type supports autocast
 CAST_ARGUMENTS = (torch.amp.autocast_mode, "_cast")
 """The function that casts the arguments of ``custom_fwd``: takes a nest, a device type and a dtype."""
 STEP_IF_FINITE = "_maybe_opt_step"
 """The method of ``GradScaler`` that steps an optimizer if it found no infinite gradient."""
-without_autocast: Any = torch._C._DisableAutocast
-"""Make a context without autocast for any device."""
+without_autocast: Any = torch._C._DisableAutocast  # make a context without autocast for any device
 
 
 def can_autocast(device_type: str, dtype: torch.dtype) -> bool:
@@ -401,8 +387,7 @@ def set_scale(scaler: GradScaler, scale: Tensor | None) -> None:
     scaler._scale = scale
 
 
-device_of: Callable[[GradScaler], str] = attrgetter("_device")
-"""Return the device type for the scale."""
+device_of: Callable[[GradScaler], str] = attrgetter("_device")  # the device type for the scale
 optimizer_states: Callable[[GradScaler], OptimizerStates] = attrgetter("_per_optimizer_states")
 """Return the state of a scaler for each optimizer: the very dictionary."""
 
