@@ -322,11 +322,11 @@ def move_average(average: AveragedModel, number: Tensor, ours: Tensors, theirs: 
             own.detach().copy_(their)
     elif parameters or buffers:
         update: Any = type(average).update_parameters
-        own, model = (
+        part, model = (
             SimpleNamespace(parameters=[*ones].__iter__, buffers=[*others].__iter__)  # read as a module
             for ones, others in ((parameters, buffers), theirs)
         )
-        update(_Part(average, number, own), model)
+        update(_Part(average, number, part), model)
 
 
 class _Part:

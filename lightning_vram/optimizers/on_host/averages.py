@@ -88,12 +88,23 @@ class HostAverage:
 
     @torch.no_grad()
     def _move(self, group: ShardedGroup, number: Tensor) -> None:
-        batch = _Batch(self.average, number)
+        ours: list[Tensor] = []
+        theirs: list[Tensor] = []
+
+        def update() -> None:
+            if ours:
+                move_average(self.average, number, (ours, ()), (theirs, ()))
+            ours.clear()
+            theirs.clear()
+
         for lane in group.lanes:
             for place, parameter in enumerate(lane.parameters):
                 for average, weights in _cut(lane, place, own_shard_of(self._shards[parameter.sharded_param])):
-                    batch.add(average, weights)
-        batch.run()
+                    ours.append(average)
+                    theirs.append(weights)
+                    if sum(one.numel() for one in ours) >= PART_ELEMENTS:
+                        update()
+        update()
 
     def _begin_rest(self, model: nn.Module, number: Tensor) -> None:
         """Update with unsharded scalars and buffers, copied now: the next forward may write to them."""
@@ -144,28 +155,6 @@ class HostAverage:
         self._wait_for_rest()
         state = {key: value for key, value in inner(*args, **kwargs).items() if not key.startswith(_PREFIX)}
         return state | {_PREFIX + key: value for key, value in self._gather(self.average.module).items()}
-
-
-class _Batch:
-    """Tensors that are updated together, some at a time."""
-
-    def __init__(self, average: AveragedModel, number: Tensor) -> None:
-        self._average, self._number = average, number
-        self._ours: list[Tensor] = []
-        self._theirs: list[Tensor] = []
-
-    def add(self, ours: Tensor, theirs: Tensor) -> None:
-        """Update ``ours`` with ``theirs``, now or later."""
-        self._ours.append(ours)
-        self._theirs.append(theirs)
-        if sum(one.numel() for one in self._ours) >= PART_ELEMENTS:
-            self.run()
-
-    def run(self) -> None:
-        ours, theirs = self._ours, self._theirs
-        self._ours, self._theirs = [], []
-        if ours:
-            move_average(self._average, self._number, (ours, ()), (theirs, ()))
 
 
 def _cut(lane: FlatShard, place: int, average: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

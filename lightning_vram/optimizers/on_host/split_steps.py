@@ -82,7 +82,7 @@ def read_adamw_step(step_round: StepRound, member: Member) -> AdamWStep | None:
 
 
 def step_stored(step: AdamWStep, weights: Tensor, gradient: Tensor, state: State, draws: tuple[int, int]) -> bool:
-    """Step flat fp32 weights with stored moments by compiled code, if there is some; return whether they are stepped.
+    """Step flat fp32 weights with stored moments by compiled code, if it can; return whether they are stepped.
 
     ``draws``: random draws for the first place of both moments.
     """
