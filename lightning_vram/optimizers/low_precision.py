@@ -45,7 +45,7 @@ class LibraryForm(LowBitForm):
 
     library: Library  # its name
     kinds: tuple[type[Optimizer], ...]  # optimizers whose step it has
-    knows_lion = False
+    knows_lion = False  # of any package
     unable: tuple[str, ...] = ("amsgrad", "maximize", "fused", "capturable")  # settings that it does not know
 
     def __init__(self, bits: Bits) -> None:

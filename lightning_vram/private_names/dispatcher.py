@@ -395,8 +395,11 @@ def disconnected() -> Iterator[None]:
         return
     from torch.distributed import distributed_c10d as c10d
 
-    before = c10d._world
-    c10d._world = _make_world(c10d)
+    names = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
+    # The attributes are those of the object, not of the module; operators find groups by number.
+    own: Any = type("World", (c10d._World,), dict.fromkeys((*names, "group_count")))()
+    vars(own).update({name: {} for name in names}, group_count=1_000_000)
+    before, c10d._world = c10d._world, own
     try:
         with _own_meshes():
             yield
@@ -427,13 +430,6 @@ def _own_meshes() -> Iterator[None]:
         yield
     finally:
         DeviceMesh.__init__ = make  # type: ignore[method-assign]
-
-
-def _make_world(c10d: Any) -> Any:
-    names = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
-    own = type("World", (c10d._World,), dict.fromkeys((*names, "group_count")))()  # not those of the module
-    vars(own).update({name: {} for name in names}, group_count=1_000_000)  # operators find groups by number
-    return own
 
 
 COMPILED_PART = "_orig_mod"  # what ``torch.compile(module)`` inserts into names of submodules and parameters
