@@ -19,7 +19,7 @@ from lightning_vram.core.tensors.properties import count, count_writes, stop_cou
 from lightning_vram.memory.tracking.ledger import forget_optimizer_tensors, register_optimizer_tensors
 from lightning_vram.optimizers.bf16_chunks import WeightChunk, list_rests, upcast_flat
 from lightning_vram.optimizers.moment_forms import UpdateCheck, convert_states, full_sized, refill_accumulators
-from lightning_vram.optimizers.step_round import State, iterate_parameters, plain_step, why_not_steppable
+from lightning_vram.optimizers.step_round import State, iterate_parameters, unhooked_step, why_not_steppable
 from lightning_vram.optimizers.take_over import StepTakeOver
 from lightning_vram.private_names.dispatcher import copy_each
 from lightning_vram.private_names.torch import LOAD_HOOKS
@@ -253,7 +253,7 @@ class ChunkedStep:
                 seen_states[proxies[parameter]] = states[parameter]
         optimizer.param_groups, optimizer.state = list(seen.values()), seen_states
         try:
-            plain_step(type(optimizer))(optimizer)
+            unhooked_step(type(optimizer))(optimizer)
         finally:
             optimizer.param_groups, optimizer.state = groups, states
             for _, parameter in members:

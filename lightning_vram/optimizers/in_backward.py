@@ -28,9 +28,9 @@ from lightning_vram.optimizers.step_round import (
     has_own_step,
     iterate_parameters,
     make_twin,
-    plain_step,
     refuse_optimizer,
     steps_like,
+    unhooked_step,
     why_not_steppable,
 )
 from lightning_vram.optimizers.take_over import MembersStep, StepTakeOver, owner_of
@@ -140,7 +140,7 @@ class _Portions:
 
     def __init__(self, optimizer: Optimizer, members_step: MembersStep | None) -> None:
         self._optimizer, self._members_step = optimizer, members_step
-        self._step = plain_step(type(optimizer))
+        self._step = unhooked_step(type(optimizer))
         # Proxies for each parameter, as in StepRound, would double the time in the interpreter.
         self._groups = [{**group} for group in optimizer.param_groups]
         self._twin = make_twin(type(optimizer), vars(optimizer), [], optimizer.state)

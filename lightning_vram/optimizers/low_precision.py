@@ -30,9 +30,9 @@ from lightning_vram.optimizers.step_round import (
     iterate_parameters,
     make_proxy,
     make_twin,
-    plain_step,
     publish_state,
     steps_like,
+    unhooked_step,
 )
 from lightning_vram.optimizers.take_over import MembersStep, StepTakeOver
 from lightning_vram.private_names.dispatcher import FakeTensor, current_dispatch_mode
@@ -185,7 +185,7 @@ class TorchaoForm(LibraryForm):
         # Compiled code refuses to run under a dispatch mode, such as one that counts memory.
         is_watched = current_dispatch_mode() is not None
         with torch.compiler.set_stance("force_eager") if is_watched else nullcontext():
-            plain_step(kind)(twin)
+            unhooked_step(kind)(twin)
         return state
 
     def _as_theirs(self, moment: MappedTensor) -> Any:

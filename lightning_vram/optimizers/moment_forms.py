@@ -35,8 +35,8 @@ from lightning_vram.optimizers.step_round import (
     is_lion,
     iterate_parameters,
     make_twin,
-    plain_step,
     steps_like,
+    unhooked_step,
     why_not_steppable,
 )
 from lightning_vram.private_names.dispatcher import FakeTensor
@@ -342,7 +342,7 @@ def find_layout(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dty
     if isinstance(optimizer, Adagrad):  # creates its state in __init__
         twin.state[proxy] = {"step": torch.zeros((), device="cpu"), "sum": torch.zeros_like(proxy)}
     with torch.no_grad():
-        plain_step(kind)(twin)
+        unhooked_step(kind)(twin)
     state: State = twin.state[proxy]
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     elementwise = {key: value.dtype for key, value in tensors.items() if value.shape == proxy.shape}

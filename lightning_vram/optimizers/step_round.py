@@ -41,7 +41,7 @@ _NEVER = {
 }
 
 
-def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
+def unhooked_step(kind: type[Optimizer]) -> Callable[..., Any]:
     """Return the ``step`` of an optimizer class without the hooks that ``Optimizer`` adds."""
     step: Any = kind.step
     unhooked: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
@@ -50,7 +50,7 @@ def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
 
 def steps_like(kind: type[Optimizer], known: Iterable[type[Optimizer]]) -> bool:
     """Whether an optimizer class has the step of one of ``known``."""
-    return plain_step(kind) in {plain_step(one) for one in known}
+    return unhooked_step(kind) in {unhooked_step(one) for one in known}
 
 
 def has_own_step(optimizer: Optimizer) -> bool:
@@ -77,7 +77,7 @@ def _steps_as_lion(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     options = {**group, "params": [proxy], "lr": 0.25, "weight_decay": 0.0}
     states = defaultdict(dict, {proxy: {"exp_avg": average.clone()}})
     try:
-        plain_step(type(optimizer))(make_twin(type(optimizer), vars(optimizer), [options], states))
+        unhooked_step(type(optimizer))(make_twin(type(optimizer), vars(optimizer), [options], states))
     except Exception:  # another Lion
         return False
     first, second = group["betas"]
@@ -218,7 +218,7 @@ class StepRound:
             seen[index]["params"].append(proxy)
         all_states: defaultdict[Tensor, State] = defaultdict(dict, zip(proxies, states, strict=True))
         kind = type(self.optimizer)
-        plain_step(kind)(make_twin(kind, self._attributes, list(seen.values()), all_states))
+        unhooked_step(kind)(make_twin(kind, self._attributes, list(seen.values()), all_states))
 
     def settings_of(self, index: int, *, is_on_host: bool | None = None) -> dict[str, Any]:
         """Return the settings of a group in this step."""

@@ -23,7 +23,7 @@ from lightning_vram.optimizers.step_round import (
     has_own_step,
     iterate_parameters,
     make_twin,
-    plain_step,
+    unhooked_step,
 )
 from lightning_vram.private_names.fsdp2 import local_shard
 from lightning_vram.private_names.torch import note_step
@@ -184,7 +184,7 @@ class WholeSteps:
 
         self._put_proxies()
         try:
-            step = plain_step(type(self._optimizer))
+            step = unhooked_step(type(self._optimizer))
             return step(self._optimizer) if closure is None else step(self._optimizer, call_closure)
         finally:
             self._put_back()

@@ -45,12 +45,12 @@ class _Search:
         self._tiles = remedies.tiles
 
     def run(self) -> Found:
-        plain = self._run(Scheme())
-        assert plain is not None  # nothing refuses the user's own run
-        if not self._fits(plain):
-            start = self._take_what_is_free(plain)
+        baseline = self._run(Scheme())
+        assert baseline is not None  # nothing refuses the user's own run
+        if not self._fits(baseline):
+            start = self._take_what_is_free(baseline)
             for wanted in self._remedies.states:
-                if self._is_as_fast(plain):
+                if self._is_as_fast(baseline):
                     break
                 states = Scheme(tuple(part for part in wanted.parts if part not in self._refused))
                 if self._is_for_smaller_hosts(states) or self._is_more_than_enough(start, states):
@@ -64,7 +64,7 @@ class _Search:
                     self._try_remedies(whole, is_first=whole is start)
             if self._best() is None:
                 self._find_least()
-        return Found(self._best(), plain, tuple(self._tried))
+        return Found(self._best(), baseline, tuple(self._tried))
 
     def _run(self, scheme: Scheme) -> Measured | None:
         measured = self._measure(scheme)
@@ -72,9 +72,9 @@ class _Search:
             self._tried.append(measured)
         return measured
 
-    def _take_what_is_free(self, plain: Measured) -> Measured:
+    def _take_what_is_free(self, baseline: Measured) -> Measured:
         """Add the free features that help."""
-        start = plain
+        start = baseline
         for part in self._remedies.free:
             leaner = self._run(start.scheme + part)
             if leaner is not None and leaner.needed_bytes < start.needed_bytes:
@@ -106,21 +106,21 @@ class _Search:
         best = self._best()
         return best is not None and best.seconds <= _AS_FAST * whole.seconds
 
-    def _may_win(self, whole: Measured, plain: Measured) -> bool:
+    def _may_win(self, whole: Measured, baseline: Measured) -> bool:
         """Whether remedies on top of a set may beat the best: they save activations, at a cost that grows with them."""
         if whole.needed_bytes - whole.activation_bytes > self._budget_bytes or not self._workload.fits_host(whole):
             return False
         best = self._best()
-        if whole is plain:
+        if whole is baseline:
             return True
         if best is None and IN_BACKWARD in whole.scheme.parts:
             return True  # gradients are the peak once layers are checkpointed
-        if plain.needed_bytes - whole.needed_bytes < _LITTLE * plain.needed_bytes:
+        if baseline.needed_bytes - whole.needed_bytes < _LITTLE * baseline.needed_bytes:
             return False  # steps are expensive: tiny savings make nothing fit
         if best is None:
             return True
-        share = (whole.needed_bytes - self._budget_bytes) / (plain.needed_bytes - self._budget_bytes)
-        return whole.seconds + share * (best.seconds - plain.seconds) < best.seconds
+        share = (whole.needed_bytes - self._budget_bytes) / (baseline.needed_bytes - self._budget_bytes)
+        return whole.seconds + share * (best.seconds - baseline.seconds) < best.seconds
 
     def _try_remedies(self, whole: Measured, *, is_first: bool) -> None:
         if is_first:

@@ -121,8 +121,8 @@ def replace_parameters(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.
         if parameter in optimizer.state:
             state = optimizer.state.pop(parameter)
             is_alone = isinstance(parameter, DTensor) and parameter.device_mesh.size() == 1
-            plain = {key: local_shard(value) if is_alone else value for key, value in state.items()}
-            optimizer.state[other] = state_stored_like(plain, local_shard(other))
+            local = {key: local_shard(value) if is_alone else value for key, value in state.items()}
+            optimizer.state[other] = state_stored_like(local, local_shard(other))
 
 
 Result = TypeVar("Result")
@@ -428,6 +428,6 @@ class OffloadedAdamW(AdamW):
         self._host.finish()
 
     def close(self) -> None:
-        """Make module and optimizer plain again, on all ranks: all must take part."""
+        """Undo the sharding of module and optimizer. A collective."""
         self._host.finish()
         self._host.let_go(self._sharding.remove())
