@@ -314,7 +314,11 @@ class DiskStates:
         ``known`` has these values of parameters with a state. ``step`` may replace states of its pieces.
         """
         self._check()
-        chunks, left = self._plan(tuple(work)), dict[int, State]()
+        if len(set(work)) < len(work):
+            raise ValueError("work must not name a parameter twice.")
+        if self._planned[0] != tuple(work):
+            self._planned = (tuple(work), self._places.plan(work, self._chunk_elements))
+        left: dict[int, State] = {}
 
         def step_chunk(chunk: Chunk, buffer: Tensor) -> None:
             slots = [_cut_slots(span, self._layouts[span.index], buffer) for span in chunk.spans]
@@ -329,18 +333,11 @@ class DiskStates:
                     left[piece.index] = scalars
 
         try:
-            self._pipeline.run(chunks, known, step_chunk)
+            self._pipeline.run(self._planned[1], known, step_chunk)
         except OffloadError as error:
             self._why_over = str(error)
             raise
         return left
-
-    def _plan(self, work: tuple[int, ...]) -> list[Chunk]:
-        if len(set(work)) < len(work):
-            raise ValueError("work must not name a parameter twice.")
-        if self._planned[0] != work:
-            self._planned = (work, self._places.plan(work, self._chunk_elements))
-        return self._planned[1]
 
     def _check(self) -> None:
         if self._why_over is not None:
