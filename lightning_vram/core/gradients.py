@@ -1,10 +1,8 @@
 """Scale, clip, average and reduce gradients, also sparse and sharded ones. May import: memory.
 
-:func:`reduce_gradients` does by hand what ``DistributedDataParallel`` does between ranks. A backward that may run out
-of memory must not reduce anything: the other ranks would wait for the rest. So it runs under ``ddp.no_sync()``, with
-the buffers broadcast before, and the gradients are averaged when all ranks have finished. The result has the same bits
-as the reducer's with two ranks, with more up to the order of the sum. Nothing overlaps with the backward, so it costs
-the time of sending all gradients, and memory for two buckets.
+A backward that may run out of memory must not reduce anything: the other ranks would wait for the rest. So it runs
+under ``ddp.no_sync()``, with the buffers broadcast before, and :func:`reduce_gradients` averages when all ranks have
+finished: bitwise as the reducer with two ranks, with more up to the order of the sum. It overlaps with nothing.
 """
 
 from collections import Counter
@@ -33,12 +31,12 @@ from lightning_vram.private_names.fsdp2 import (
 from lightning_vram.private_names.fsdp2 import sync_buffers as broadcast_buffers
 from lightning_vram.private_names.torch import sparse_values
 
+if dist.is_available():
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
 
 def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
-    """Multiply the gradients of ``parameters``, each once, in place: shards, sparse ones, and on several devices, too.
-
-    The host blocks only if a gradient is on another device than a ``factor`` that is a tensor.
-    """
+    """Multiply the gradients of ``parameters``, each once, in place: shards, sparse ones, on several devices, too."""
     gradients = {id(parameter): parameter.grad for parameter in parameters if parameter.grad is not None}
     by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients.values():
@@ -62,8 +60,7 @@ _HALF_DTYPES = (torch.bfloat16, torch.float16)
 def clip_gradient_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale gradients to a common 2-norm of at most ``max_norm``; return the norm before, in float32 or float64.
 
-    ``torch.nn.utils.clip_grad_norm_`` computes norm and factor in the dtype of the gradients: in bfloat16 with an error
-    of up to half a percent.
+    ``clip_grad_norm_`` of torch computes in the dtype of the gradients: in bf16 with an error of half a percent.
     """
     gradients = _gradients_of(parameters)
     if not gradients:
@@ -87,8 +84,7 @@ def clip_gradient_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 def sharded_norm(parameters: Iterable[Tensor], local: Callable[[Tensor], Tensor] = local_shard) -> Tensor:
     """Return the common 2-norm of all gradients, the same on every rank. A collective, unless nothing is sharded.
 
-    Parameters are sharded over the last dimension of one mesh, or whole on every rank. ``local`` returns the local part
-    of a gradient, and may make it for this call. On one rank the result is bitwise that of ``get_total_norm``.
+    Shards are of the last dimension of one mesh. ``local`` returns the local part of a gradient.
     """
     gradients = _gradients_of(parameters)
     sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
@@ -115,8 +111,7 @@ def join_norms(parts: Sequence[Tensor]) -> Tensor:
     if not isinstance(parts[0], DTensor):
         return get_total_norm(list(parts))
     norm: Any = torch.linalg.vector_norm(torch.stack(order_by_group(list(parts))))
-    total: Tensor = norm.full_tensor()
-    return total
+    return norm.full_tensor()  # type: ignore[no-any-return]
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
@@ -171,11 +166,7 @@ class _Bucket:
 
 
 def average_dense(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Average ``gradients``, of the same shapes and order on all ranks, over ``group``, in place. A collective.
-
-    Small ones are sent together; one that fills a bucket is sent as it is. At most two buckets are held: one is filled
-    while the other is sent.
-    """
+    """Average ``gradients``, alike on all ranks, over ``group``, in place, with at most two buckets. A collective."""
     under_way: _Bucket | None = None
     for bucket in _buckets(gradients):
         following = _send(bucket, group)  # is filled while the one before is under way
@@ -224,11 +215,7 @@ def sparse_zeros(like: Tensor, sparse_dim: int) -> Tensor:
 
 
 def average_sparse(gradient: Tensor, group: dist.ProcessGroup) -> None:
-    """Average a sparse ``gradient`` over ``group``, in place, on any backend. A collective.
-
-    All rows are sent to all ranks, padded to the largest number of rows; they are added in the order of the ranks, as
-    gloo does for ``DistributedDataParallel``.
-    """
+    """Average a sparse ``gradient`` over ``group``, in place, on any backend, in the order of ranks. A collective."""
     mine = gradient.coalesce()
     world_size = dist.get_world_size(group)
     indices, values = mine.indices(), mine.values() * (1 / world_size)
@@ -249,17 +236,11 @@ def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return everybodys
 
 
-if dist.is_available():
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor
-
-
 @torch.no_grad()
 def reduce_gradients(ddp: DistributedDataParallel) -> None:
     """Average the gradients of backwards under ``ddp.no_sync()`` over the ranks, in place. A collective.
 
-    A parameter with a gradient on some ranks only counts as zero on the others and has one everywhere afterwards; one
-    without any stays without, as with ``find_unused_parameters``. The host blocks once.
+    Parameters without a gradient on some ranks count as zero there; without any they stay so. The host blocks once.
     """
     group = ddp.process_group
     if dist.get_world_size(group) > 1:
@@ -288,9 +269,7 @@ def why_reducer_is_needed(ddp: DistributedDataParallel) -> str | None:
 def sync_buffers(ddp: DistributedDataParallel) -> None:
     """Broadcast the buffers from rank 0 now, as the next forward of ``ddp`` would, and keep forwards from doing it.
 
-    After a synchronised backward, the next forward begins with this collective; one that is run again after a failure
-    on one rank only would wait for the others. So call it once before the tries of a step, :func:`expect_buffer_sync`
-    after. Nothing is sent if the forward would send nothing, or if PyTorch changed its private names.
+    Call it once before the tries of a step, :func:`expect_buffer_sync` after: a retry on one rank would hang.
     """
     if not can_sync_buffers(ddp) or not hasattr(ddp, "require_forward_param_sync"):
         return
@@ -305,10 +284,7 @@ def expect_buffer_sync(ddp: DistributedDataParallel) -> None:
 
 
 def has_collectives_in_forward(module: nn.Module, *, is_training: bool = True) -> str | None:
-    """Name what in ``module`` talks to other ranks in every forward or backward.
-
-    Ranks then have to run as many chunks as the others, and one that fails leaves the others waiting.
-    """
+    """Name what in ``module`` communicates in every forward or backward, so that ranks must run as many."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     if any(isinstance(part, FSDPModule) for part in module.modules()):
@@ -364,12 +340,7 @@ def _make_dense(parameter: nn.Parameter) -> Tensor:
 
 
 class GradientState:
-    """Gradients to restore, in the same tensors: others, such as DDP's buckets, share their memory.
-
-    A backward that ran out of memory has added to some gradients and not to others. At the start of an accumulation
-    window there is nothing to save: gradients are set to ``None`` again. Later in a window a copy is needed, as large
-    as the gradients: on their device, or on the host if the device has too little free memory.
-    """
+    """Gradients to restore in the same tensors. Copies are on their device, or on the host if its memory is short."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = list(dict.fromkeys(parameters))

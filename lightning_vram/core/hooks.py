@@ -1,16 +1,9 @@
 """Saved-tensor hooks and dispatch modes: one pipeline for saved tensors, and how to step aside where hooks may not act.
 
-Autograd gives a saved tensor to the innermost hooks only, so two techniques with hooks of their own would hide each
-other. Stages derive from :class:`SavedTensorStage`: the innermost stage passes what it keeps to the next one outside of
-it. Drop what can be recomputed, then compress the rest, then move it off the device. Nested ``with`` blocks are the
-chain.
-
-``torch.func`` transforms refuse to run while saved-tensor hooks are set; inside of them nothing would be packed anyway.
-In a backward, some formulas of autograd (``prod``, ``cumprod``) round differently under any dispatch mode, and there is
-nothing to record. PyTorch has no hook for either: :class:`stepping_aside` replaces the functions through which both
-pass, and these ask their thread whether there is anything to take off.
-
-May import: core.tensors and its neighbours, memory.
+Autograd gives a saved tensor to the innermost hooks only, so techniques with hooks of their own would hide each other.
+A :class:`SavedTensorStage` passes what it saves to the next one outside of it: recompute, then compress, then offload.
+``torch.func`` transforms refuse to run under saved-tensor hooks, and in a backward some formulas (``prod``) round
+differently under any dispatch mode: :class:`stepping_aside` takes them off. May import: core.tensors, memory.
 """
 
 import threading
@@ -18,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -66,11 +59,8 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def hide_from_dynamo(function: _Function) -> _Function:
-    """Return ``function``, which Dynamo will run as it is, with all that it calls.
-
-    ``torch.compiler.disable`` does it with a wrapper around every call, a tenth of the cost of a dispatch mode. Marking
-    the code once costs nothing.
-    """
+    """Return ``function``, which Dynamo will run as it is, with all that it calls."""
+    # torch.compiler.disable wraps every call, a tenth of the cost of a dispatch mode. Marking the code costs nothing.
     if skip_code(function):
         return function
     return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
@@ -164,10 +154,7 @@ _backward: RunBackward | None = engine_run_backward()
 
 
 class stepping_aside:  # noqa: N801 - a context, quicker than one made by a generator
-    """Take ``hooks`` off for each ``torch.func`` transform inside the block, and ``mode`` for each backward.
-
-    Enter it right after the hooks: nested ones are taken off from the innermost on.
-    """
+    """Take ``hooks`` off for each ``torch.func`` transform inside, ``mode`` for each backward. Enter it right after."""
 
     def __init__(self, hooks: Hooks, mode: TorchDispatchMode | None = None) -> None:
         self._entry = (hooks, mode)
@@ -241,12 +228,9 @@ def is_unfinished(tensor: Tensor) -> bool:
 
 
 def may_be_unfinished(tensor: Tensor) -> bool:
-    """Whether an operator that saves ``tensor`` may write it only afterwards.
+    """Whether an operator that saves ``tensor`` may write it only afterwards, as ``rrelu`` does with its noise.
 
-    ``rrelu`` saves the noise that its kernel is going to draw: a copy made at once would hold uninitialised memory, and
-    a recomputation that ends with the last save would end before the noise is drawn. An operator can only do so with a
-    tensor that needs no gradient and is no view. It has finished when the next one saves something: each makes its
-    graph node before it saves.
+    Not if it needs a gradient or is a view. The operator has finished when the next one saves something.
     """
     return not tensor.requires_grad and type(tensor) not in PARAMETER_CLASSES and not is_view(tensor)
 
@@ -327,10 +311,7 @@ class SavedTensorStage(ABC):
 
     @abstractmethod
     def take(self, tensor: Tensor) -> StoredTensor | None:
-        """Take a tensor over, or return ``None`` to leave it in place.
-
-        A stage passes what it makes of the tensor on with :meth:`hand_on`, also a tensor that it does not want.
-        """
+        """Take a tensor over, or pass on what it makes of it with :meth:`hand_on`; ``None`` leaves it in place."""
 
     def hand_on(self, tensor: Tensor) -> StoredTensor | None:
         """Offer ``tensor`` to the next stage outside of this one; ``None`` if none takes it."""
@@ -399,8 +380,7 @@ def unpack(packed: Any) -> Tensor:
     if num_writes(counter) != version:
         check_version(counter, version, packed[3] if len(packed) > 2 else counter.shape)
     if len(packed) == 2:
-        saved: Tensor = counter
-        return saved
+        return counter  # type: ignore[no-any-return]
     taken: StoredTensor = packed[2]
     with torch.no_grad(), without_autocast():
         return taken.give()
@@ -426,11 +406,7 @@ class SaveWatch:
 
 
 def unseen_saves() -> AbstractContextManager[Any]:
-    """Return a context in which no hooks see what is saved, for a graph that ends in the call that begins it.
-
-    Otherwise a checkpoint outside would recompute all of its layer to return the first tensor, and offload would copy
-    it to the host and back at once.
-    """
+    """Return a context in which no hooks see what is saved, for a graph that ends in the call that begins it."""
     if innermost_hooks() is None:
         return nullcontext()
     hide_warning_of_hooks()
@@ -440,25 +416,17 @@ def unseen_saves() -> AbstractContextManager[Any]:
 Make = Callable[[], Tensor]
 
 
-class _RecomputableView:
+class _RecomputableView(NamedTuple):
     """How to compute a saved tensor, and where in it the saved view is."""
 
-    __slots__ = ("_make", "_offset", "_shape", "_strides")
-
-    def __init__(self, make: Make, saved: Tensor) -> None:
-        self._make = make
-        self._offset, self._shape, self._strides = saved.storage_offset(), saved.shape, saved.stride()
-
-    def make(self) -> Tensor:
-        with torch.no_grad():
-            return self._make().as_strided(self._shape, self._strides, self._offset)
+    make: Make
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int | torch.SymInt
 
 
 class RecomputableTensors:
-    """The tensors of one call that the backward computes again from others that stay alive, such as a weight.
-
-    Its hooks are the innermost ones inside; other tensors go to the hooks outside.
-    """
+    """The tensors of one call that the backward computes again from others that stay alive. Innermost hooks."""
 
     __slots__ = ("_hooks", "_makes", "_pack_outside", "_unpack_outside")
 
@@ -478,32 +446,29 @@ class RecomputableTensors:
     @hide_from_dynamo
     def _pack(self, tensor: Tensor) -> Any:
         make = self._makes.get(storage_address(tensor))
-        return _RecomputableView(make, tensor) if make is not None else self._pack_outside(tensor)
+        if make is None:
+            return self._pack_outside(tensor)
+        return _RecomputableView(make, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     @hide_from_dynamo
     def _unpack(self, packed: Any) -> Tensor:
-        return packed.make() if type(packed) is _RecomputableView else self._unpack_outside(packed)
+        if type(packed) is not _RecomputableView:
+            return self._unpack_outside(packed)
+        with torch.no_grad():
+            return packed.make().as_strided(packed.shape, packed.strides, packed.offset)
 
 
 def save(tensor: Tensor) -> Callable[[], Tensor]:
-    """Save ``tensor`` as a graph node does, under the hooks that are set now; return what gives it back.
-
-    It raises ``RuntimeError`` if the tensor was overwritten since.
-    """
+    """Save ``tensor`` as a graph node does, under the hooks that are set now; return what gives it back, or raises."""
     if make_saved_tensor is not None:
         is_output = False
-        unpack: Callable[[], Tensor] = make_saved_tensor(tensor, is_output).unpack
-        return unpack
+        return make_saved_tensor(tensor, is_output).unpack  # type: ignore[no-any-return]
     # The output, not its node: a node that no tensor holds gives up what it saved.
     return partial(_read, _Save.apply(torch.empty(0, requires_grad=True), (tensor,)))  # type: ignore[no-untyped-call]
 
 
 class SavedOutput:
-    """A tensor that some backward will ask for, offloaded or compressed by the stages around it.
-
-    ``tensor`` has no gradient, and usually is an alias; ``others`` are tensors on its memory with version counters of
-    their own.
-    """
+    """A tensor without gradient that some backward will ask for; ``others`` are on its memory with own versions."""
 
     def __init__(self, tensor: Tensor, others: Sequence[Tensor] = ()) -> None:
         self._counters = [

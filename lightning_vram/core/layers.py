@@ -60,14 +60,15 @@ def match_layers(pattern: LayerPattern, names: dict[str, nn.Module], model: str)
 
 
 def _translate(pattern: str) -> str:
-    parts = re.split(r"(\*\*|\*|\?|\[[^\]]*\])", pattern)
-    wild = {"**": ".*", "*": r"[^.]*", "?": r"[^.]"}
-    return "".join(wild.get(part) or (_translate_set(part) if part[:1] == "[" else re.escape(part)) for part in parts)
-
-
-def _translate_set(part: str) -> str:
-    inner = part[1:-1].replace("\\", r"\\").replace("^", r"\^")
-    return f"[^{inner[1:]}]" if inner[:1] == "!" else f"[{inner}]"
+    """Return the regular expression of a glob, in which ``*`` stays within one part of a name."""
+    wild, found = {"**": ".*", "*": r"[^.]*", "?": r"[^.]"}, ""
+    for part in re.split(r"(\*\*|\*|\?|\[[^\]]*\])", pattern):
+        if part[:1] == "[":
+            inner = part[1:-1].replace("\\", r"\\").replace("^", r"\^")
+            found += f"[^{inner[1:]}]" if inner[:1] == "!" else f"[{inner}]"
+        else:
+            found += wild.get(part) or re.escape(part)
+    return found
 
 
 def _class_names(kind: type) -> set[str]:
@@ -103,20 +104,13 @@ def has_no_forward(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
 
 
-_NORMS = (
-    NormBase,
-    InstanceNormBase,
-    normalization.GroupNorm,
-    normalization.LayerNorm,
-    normalization.LocalResponseNorm,
-)
+_NORMS = (NormBase, InstanceNormBase, normalization.GroupNorm, normalization.LayerNorm, normalization.LocalResponseNorm)
 
 
 def find_conv_stages(module: nn.Module) -> Iterator[tuple[int, int]]:
     """Yield the stages of a stock ``nn.Sequential`` as (first child, one after the last child).
 
-    A stage is a convolution, at least one normalisation, at least one activation, and the dropout and pooling layers
-    among and right after them, so that its output is as small as possible.
+    A stage is a convolution, norms, activations, and the dropout and pooling layers among and right after them.
     """
     if not is_stock_sequential(module):
         return
@@ -180,13 +174,11 @@ class LayerSelection:
 def select_layers(model: nn.Module, layers: LayerPattern | Sequence[LayerPattern] = "auto") -> LayerSelection:
     """Choose layers of ``model``, in its order: of nested matches the outermost, never the root.
 
-    ``"auto"``: what a model declares (transformers does: layers made for checkpointing, and the classes in
-    ``_no_split_modules``); else the children of the outermost ``ModuleList``, ``ModuleDict`` or ``Sequential`` that
-    holds two or more of one class, together with the convolution-norm-activation stages of its ``Sequential``s if those
-    children hold less than half of the parameters. Otherwise class names, module names, globs over module names (``*``
-    stays within one part of a name, ``**`` crosses dots) or classes, one or several. A container without a forward
-    stands for its children. Nothing guarantees that the forward of the root is called. ``ValueError`` if a pattern
-    matches nothing, or ``"auto"`` finds no candidate.
+    ``"auto"``: what a model declares (layers that transformers made for checkpointing, ``_no_split_modules``); else the
+    children of the outermost container that holds two or more of one class, together with the
+    convolution-norm-activation stages of its ``Sequential``s if those hold less than half of the parameters. Otherwise
+    class names, module names, globs (``*`` stays within one part of a name, ``**`` crosses dots) or classes, one or
+    several. A container without a forward stands for its children. The forward of the root may never be called.
     """
     names = name_layers(model)
     if isinstance(layers, str) and layers == "auto":
@@ -205,15 +197,12 @@ def select_layers(model: nn.Module, layers: LayerPattern | Sequence[LayerPattern
 
 def thin_out(selection: LayerSelection, every_n_layers: int = 1, *, skip_last: bool = False) -> LayerSelection:
     """Keep the first and every n-th layer after it; ``skip_last`` drops the last (of each body cut into spans)."""
-    last_of = {_body_of(layer): layer for layer in selection.layers} if skip_last else {}
-    remaining = [layer for layer in selection.layers[::every_n_layers] if layer is not last_of.get(_body_of(layer))]
+    bodies = [layer.module if layer.span else None for layer in selection.layers]
+    last = list(dict(zip(bodies, selection.layers, strict=True)).values()) if skip_last else []
+    remaining = [one for one in selection.layers[::every_n_layers] if not any(one is layer for layer in last)]
     if not remaining:
         raise ValueError(f"skip_last=True leaves no layer: the only one is {selection.layers[0].name!r}.")
     return LayerSelection(tuple(remaining), selection.nested)
-
-
-def _body_of(layer: Layer) -> nn.Module | None:
-    return layer.module if layer.span else None
 
 
 def name_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -274,9 +263,9 @@ def _find_repeated_layers(model: nn.Module, names: dict[str, nn.Module]) -> list
 def _find_declared_layers(model: nn.Module, names: dict[str, nn.Module]) -> list[Layer]:
     """Layers that a transformers model declares: made to be checkpointed, or classes not to be split."""
     unsplit = {kind for module in (model, *names.values()) for kind in getattr(module, "_no_split_modules", None) or ()}
+    declared = {name for name, module in names.items() if type(module).__name__ in unsplit}
     made_for_it = {name for name, module in names.items() if _has_base(module, _TRANSFORMERS_LAYER)}
     holders = {holder for name in made_for_it for holder in _ancestors(name)}
-    declared = {name for name, module in names.items() if type(module).__name__ in unsplit}
     return outermost(made_for_it | (declared - holders), names)
 
 
@@ -341,13 +330,10 @@ def select_segments(
 ) -> LayerSelection:
     """Choose the segments of the sequential bodies of ``model``, one layer each, in the model's order.
 
-    A body of n equal layers in k segments saves k inputs, and n / k layers while one segment is recomputed: least at k
-    = sqrt(n) (Chen et al. 2016, https://arxiv.org/abs/1604.06174). ``torch.utils.checkpoint.checkpoint_sequential``
-    does not checkpoint the last segment, so that one segment is none; here all are.
-
-    ``layers``: ``"auto"`` for the outermost ``nn.Sequential`` s with four or more layers; else patterns, which must
-    match ones with two or more. ``segments``: number per body, at least 2, or ``"sqrt"`` of its layers. Layers are
-    children with parameters; children without (activations, dropout) go with the layer before them.
+    n equal layers in k segments save k inputs, and n / k layers while one segment is recomputed: least at k = sqrt(n)
+    (Chen et al. 2016, https://arxiv.org/abs/1604.06174). ``layers``: ``"auto"`` for the outermost ``nn.Sequential`` s
+    with four or more layers; else patterns, which must match ones with two or more. ``segments``: number per body, at
+    least 2, or ``"sqrt"``. Layers are children with parameters; others (activations) belong to the layer before them.
     """
     chosen: list[Layer] = []
     for body in _find_bodies(model, layers):

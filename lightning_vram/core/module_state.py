@@ -40,11 +40,7 @@ Undo = Callable[[], object]
 
 
 class AttributeLayout:
-    """Which attributes of a module are containers, generators and tensors. Of most modules it is computed once.
-
-    It follows from names and types, which are quick to compare: an attribute that a step replaces or adds is noticed,
-    and no value is held from step to step.
-    """
+    """Which attributes of a module are containers, generators and tensors, by names and types; it holds no value."""
 
     __slots__ = ("containers", "generators", "kinds", "names", "registries", "start", "tensors")
 
@@ -52,17 +48,14 @@ class AttributeLayout:
         self.names = names
         has_registries = _ARE_REGISTRIES_KNOWN and names[: len(_REGISTRIES)] == _REGISTRIES
         self.start = len(_REGISTRIES) if has_registries else 0
-        self.kinds = [*map(type, values[self.start :])]
-        """Of the attributes behind the registries, which start there."""
+        self.kinds = [*map(type, values[self.start :])]  # of the attributes behind the registries
+        # Of buffers, children and hooks: nothing in these dicts needs a look inside.
         self.registries = slice(_HAS_REGISTRIES_BEHIND, self.start)
-        """Where the dicts of buffers, children and hooks are. There is nothing in them that needs a look inside."""
         places = list(enumerate(self.kinds, start=self.start))
         self.containers = [place for place, kind in places if kind in _CONTAINERS and names[place] != PARAMETERS]
-        """Where other containers are."""
         self.tensors = [place for place, kind in places if issubclass(kind, Tensor)]
         sources = own_sources()
         self.generators = [(place, sources[kind]) for place, kind in places if kind in sources]
-        """Where generators are, and what makes their source."""
 
 
 def take_states(
@@ -80,13 +73,10 @@ def take_states(
 class AttributeState:
     """All attributes of one module, without its children: modes, hooks, registries and its own.
 
-    They are restored in the very objects that held them, since other code holds on to these: the handle of a hook
-    refers to the dict it is in, a logger to the list it reads. So lists, dicts and the like (also nested ones) get
-    their former content back. Generators of torch, NumPy and Python go back to their positions, in containers as well.
-    Of containers with more than ``max_items`` nothing inside is checked, as that would cost too much: if ``shortens``,
-    lists and dicts lose what was added at the end, sets and deques get their items back up to ten thousand, and larger
-    ones stay as they are. Not detected: objects of other kinds that change inside.
-
+    They are restored in the very objects that held them, since other code (a hook's handle, a logger) refers to these.
+    Lists, dicts and the like (also nested ones) get their former content back, generators their positions. Containers
+    with more than ``max_items`` are not looked into: if ``shortens``, lists and dicts lose what was added at the end,
+    sets and deques get their items back up to ten thousand. Not detected: objects of other kinds that change inside.
     ``layout``: that of an earlier state, which saves time; one that does not fit is ignored.
     """
 
@@ -116,9 +106,8 @@ class AttributeState:
         for registry in filter(None, values[layout.registries]):
             if type(registry) in _CONTAINERS:
                 self._notes.append((registry, partial(_refill, registry, registry.copy())))
-        for place in layout.containers:
-            if values[place]:
-                self._note(values[place], depth=0)
+        for container in filter(None, (values[place] for place in layout.containers)):
+            self._note(container, depth=0)
         for place, source in layout.generators:
             self._notes.append((values[place], _keep_position(source(values[place]))))
 
@@ -136,10 +125,8 @@ class AttributeState:
             now.update(attributes)
             for name in [name for name in now if name not in attributes]:
                 del now[name]
-        filled = [*filter(None, values[layout.registries])]
-        for place in layout.containers:
-            if values[place]:
-                filled.append(values[place])
+        places = (values[place] for place in layout.containers)
+        filled = [*filter(None, chain(values[layout.registries], places))]
         if filled or self._notes:
             self._put_content_back(filled)
         registered, before = now[PARAMETERS], self._parameters
@@ -172,7 +159,6 @@ class AttributeState:
 
 
 def _put_parameters_back(registered: dict[str, Tensor | None], before: dict[str, Tensor | None]) -> None:
-    """Fill the dict of a module's parameters with those from before."""
     # FSDP2 moves sharded and unsharded parameters in and out itself.
     if not any(map(is_shard, (*registered.values(), *before.values()))):
         _refill(registered, before)
@@ -300,16 +286,13 @@ class BufferCopy:
 class BufferCopies:
     """Copies of a model's tensors, held over many steps; with them the layouts of its modules, which only save time.
 
-    Most bytes of buffers are constants (masks, rotary tables): autograd counts writes, so a constant is copied once. Up
-    to 1 MiB is copied in every step all the same, in one operation for all tensors of a kind: kernels such as those of
-    batch normalization write without being counted. A large tensor that is written uncounted is found in the second
-    step, when all of them are compared once, and copied in every step from then on. Copies of large tensors are on the
-    host, those of written ones in pinned memory, so that nothing blocks.
+    Autograd counts writes, so large constants (masks, rotary tables) are copied once. Up to 1 MiB is copied in every
+    step: kernels such as those of batch normalization write uncounted. A large tensor that is written uncounted is
+    found in the second step, and copied in every step from then on. Copies of large tensors are on the host, pinned.
     """
 
     def __init__(self) -> None:
-        self.layouts: list[AttributeLayout] = []
-        """Of the modules of the last state that was taken with these copies."""
+        self.layouts: list[AttributeLayout] = []  # of the modules of the last state that was taken with these copies
         self._copies: dict[int, BufferCopy] = {}
         self._small: list[BufferCopy] = []
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []

@@ -1,29 +1,16 @@
 """What is known of PyTorch's operators: which are cheap, which write, what they cost, which arguments must be exact.
 
-Cost is counted in FLOP equivalents: a kernel is as slow as the slower of its arithmetic and its memory traffic, and a
-byte of traffic is worth :data:`BALANCE` FLOPs. So an activation over a large tensor is not free, and a matrix product
-of a thin matrix costs what reading it costs. The numbers rank operators of one model; they are not times. They ignore
-what kernels share in caches, and the latency of launches, which dominates where tensors are tiny. Costly operators are
-the matrix products, convolutions and recurrent kernels (:data:`MATMULS`) and the attention kernels (:data:`ATTENTION`):
-much arithmetic for few bytes of result. Names that this torch does not have do no harm.
-
-Cheap (:func:`family_of`) means: no matrix product, no convolution, no attention, no random numbers, and the same kernel
-gives the same bits from the same inputs. PyTorch tags its elementwise operators itself; the others are listed here.
-
-Some backwards magnify an error in a saved argument or result (:func:`exact_arguments`): it is divided by, taken the
-logarithm of, exponentiated, compared for equality with a result (no match: 0 / 0), or its sign decides. The formulas
-are those of PyTorch's ``derivatives.yaml``. Not listed: activations that branch on a sign, such as leaky ReLU, of which
-few elements are near the step, and products, norms and attention, whose error is in proportion to that of the argument.
-
-May import: memory.
+Cost is counted in FLOP equivalents, to rank the operators of one model: the slower of arithmetic and memory traffic, of
+which a byte is worth :data:`BALANCE` FLOPs. Caches and launches are ignored. Cheap (:func:`family_of`) means: no matrix
+product, convolution, attention or random numbers, and the same bits from the same inputs. Names that this torch does
+not have do no harm. May import: memory.
 """
 
 import difflib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -68,11 +55,7 @@ _num_alike = 1
 
 
 def parts_of(num_rows: int, part_rows: int, tensor: Tensor) -> Iterator[slice]:
-    """Yield the rows of each part of ``part_rows`` rows, in order.
-
-    Of a fake tensor, the first part stands for all whole ones: the others would allocate and free the same bytes. The
-    loop must free what it has allocated for a part before the next part.
-    """
+    """Yield the rows of each part, to be freed before the next; of fakes, the first part stands for all whole ones."""
     global _num_alike
     if not isinstance(tensor, FakeTensor):
         yield from (slice(start, min(start + part_rows, num_rows)) for start in range(0, num_rows, part_rows))
@@ -99,9 +82,7 @@ BALANCE = 160.0
 
 Peak dense bf16 with fp32 accumulation over peak bandwidth, from the makers' sheets: A100 80GB 312e12 / 2.0e12 = 153,
 RTX 4090 165e12 / 1.0e12 = 164, H200 989e12 / 4.8e12 = 206, B200 2250e12 / 8e12 = 281, H100 SXM 989e12 / 3.35e12 = 295.
-Real matrix products reach a smaller part of their peak (about 0.6) than elementwise kernels of theirs (about 0.85),
-which takes the newer ones down to 145 to 210. fp32 without TF32 lies far below; there cheap operators are overrated,
-the order of the costly ones stays.
+Real matrix products reach about 0.6 of their peak, elementwise kernels about 0.85: so 145 to 210 for the newer ones.
 """
 
 
@@ -159,10 +140,7 @@ NO_WORK = OperatorWork(0, 0)
 
 
 def operator_work(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> OperatorWork:
-    """Estimate what one call of an operator does; fake and meta tensors do, and no number is read.
-
-    :data:`NO_WORK` for views, for uninitialised memory, and for operators that give no tensor and write to none.
-    """
+    """Estimate what one call of an operator, maybe a fake one, does; :data:`NO_WORK` for views and empty tensors."""
     name = _qualified_name(func)
     results = list(tensors_in(outputs))
     if name in _FREE or _is_view(func):
@@ -182,8 +160,7 @@ def operator_work(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out
 def resolve_operators(names: Sequence[str]) -> frozenset[Any]:
     """Find operators, as a dispatch mode sees them, by the names they have under ``torch.ops``.
 
-    Such as ``"aten.mm"`` (all its overloads), ``"aten.mm.default"``, ``"torch.ops.mylib.flash"`` or
-    ``"higher_order.flex_attention"``. A profiler's ``"aten::mm"`` is understood, too. ``ValueError`` names close ones.
+    Such as ``"aten.mm"`` (all its overloads), ``"aten.mm.default"``, ``"torch.ops.mylib.flash"``, or ``"aten::mm"``.
 
     Example:
         >>> sorted(str(operator) for operator in resolve_operators(["aten.dot"]))
@@ -205,7 +182,7 @@ def _resolve(name: object) -> list[Any]:
         for part in rest:
             found = getattr(found, part, None)
     if isinstance(found, OpOverloadPacket):
-        return [getattr(found, overload) for overload in _overload_names(found)]
+        return [getattr(found, overload) for overload in found.overloads()]  # type: ignore[no-untyped-call]
     if isinstance(found, OpOverload | HigherOrderOperator):
         return [found]
     raise ValueError(f"operators={name!r} is not an operator of torch.ops. {_suggest(name)}")
@@ -217,16 +194,11 @@ def _suggest(name: str) -> str:
     parts = plain.split(".")
     wanted = ".".join(parts[:2]) if len(parts) > 1 else f"aten.{plain}"
     if wanted in known and len(parts) > 1:
-        overloads = ", ".join(map(repr, _overload_names(getattr(getattr(torch.ops, parts[0]), parts[1]))))
+        overloads = ", ".join(map(repr, getattr(getattr(torch.ops, parts[0]), parts[1]).overloads()))
         return f"{wanted} has the overloads {overloads}; write {wanted!r} for all of them."
     close = difflib.get_close_matches(wanted, known, n=_SHOWN_NAMES, cutoff=0.7)
     hint = f"Close names: {', '.join(map(repr, close))}. " if close else ""
     return f"{hint}Write 'namespace.name' as under torch.ops, and import the library that defines it first."
-
-
-def _overload_names(packet: Any) -> list[str]:
-    names: list[str] = packet.overloads()
-    return names
 
 
 @cache
@@ -264,13 +236,11 @@ def _flop_formulas() -> Mapping[Any, Any]:
         from torch.utils.flop_counter import flop_registry
     except ImportError:  # not a documented name; without it the formulas below and the bytes remain
         return {}
-    formulas: Mapping[Any, Any] = flop_registry
-    return formulas
+    return flop_registry
 
 
 def _count_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
-    packet = getattr(func, "overloadpacket", func)
-    formula = _flop_formulas().get(packet)
+    formula = _flop_formulas().get(getattr(func, "overloadpacket", func))
     try:
         if formula is not None:
             return int(formula(*args, **kwargs, out_val=outputs))
@@ -379,17 +349,12 @@ def family_of(function: Any) -> Family:
     tags = function.tags
     is_pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
     is_functional = function.namespace == "aten" and not schema_of(function).is_mutable
-    one_new_result = (
-        len(schema_of(function).returns) == 1
-        and schema_of(function).returns[0].alias_info is None
-        and _returns_tensors(function)
-    )
+    returns = schema_of(function).returns
+    one_new_result = len(returns) == 1 and returns[0].alias_info is None and _returns_tensors(function)
     return Family.ELEMENTWISE if is_pointwise and is_functional and one_new_result else Family.COSTLY
 
 
-_COMPARISONS = frozenset(
-    ["eq", "ne", "lt", "gt", "ge", "le", "logical_and", "logical_or", "logical_xor", "logical_not"]
-)  # give bool
+_GIVE_BOOL = "eq ne lt gt ge le logical_and logical_or logical_xor logical_not"
 
 
 @cache
@@ -404,7 +369,7 @@ def functional_form(function: Any) -> Any | None:
     name = schema_of(function).name.partition("::")[2]
     packet = getattr(aten, name[:-1], None) if name.endswith("_") and function.namespace == "aten" else None
     form = getattr(packet, overload_name(function), None) if packet is not None else None
-    if form is None or family_of(form) is not Family.ELEMENTWISE or name[:-1] in _COMPARISONS:
+    if form is None or family_of(form) is not Family.ELEMENTWISE or name[:-1] in _GIVE_BOOL.split():
         return None
     of_form, of_function = ([str(argument.type) for argument in schema_of(f).arguments] for f in (form, function))
     return form if of_form == of_function else None  # ``pow_.Scalar`` is not ``pow.Scalar``
@@ -444,7 +409,10 @@ def iterate_written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
                 yield from (item for item in tensor if isinstance(item, Tensor))
 
 
-# All tensors they get.
+# Arguments or results whose error the backward magnifies, by PyTorch's ``derivatives.yaml``: it divides by them, takes
+# their logarithm, compares them for equality (no match: 0 / 0), or their sign decides. Not listed: activations that
+# branch on a sign (few elements are near the step), and products, norms and attention (an error in proportion).
+# Of these, all tensors they get.
 _ALL_NAMES = (
     "abs acos acosh addcdiv amax amin aminmax asin atan2 atanh binary_cross_entropy cholesky cholesky_inverse "
     "cholesky_solve copysign cosh cumprod digamma dist erfinv fmax fmin fmod huber_loss hypot igamma igammac "
@@ -538,14 +506,7 @@ def is_pointwise(function: Any) -> bool:
 LargestIndex = Callable[[tuple[Any, ...], dict[str, Any] | None], int]
 
 # Windows of pools: an index counts the elements of one channel of the input.
-_POOLS = {
-    "max_pool2d_with_indices": 2,
-    "max_pool3d_with_indices": 3,
-    "adaptive_max_pool2d": 2,
-    "adaptive_max_pool3d": 3,
-    "fractional_max_pool2d": 2,
-    "fractional_max_pool3d": 3,
-}
+_POOLS = ("max_pool{}d_with_indices", "adaptive_max_pool{}d", "fractional_max_pool{}d")
 _ALONG_A_DIM = "max.dim min.dim sort.default sort.stable topk.default kthvalue.default median.dim nanmedian.dim "
 _ALONG_A_DIM += "mode.default cummax.default cummin.default argmax.default argmin.default argsort.stable"
 
@@ -555,8 +516,8 @@ def _overload(name: str) -> Any:
     return getattr(getattr(aten, packet, None), overload or "default", None)
 
 
-def _of_pool(num_dims: int) -> LargestIndex:
-    return lambda args, kwargs: math.prod(args[0].shape[-num_dims:]) - 1
+def _of_pool(num_dims: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> int:
+    return int(prod(args[0].shape[-num_dims:])) - 1
 
 
 def _of_dim(function: Any) -> LargestIndex:
@@ -565,16 +526,14 @@ def _of_dim(function: Any) -> LargestIndex:
 
     def largest(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> int:
         given = args[position] if position < len(args) else (kwargs or {}).get("dim", arguments[position].default_value)
-        tensor = args[0]
-        if given is None or tensor.dim() == 0:
-            return int(tensor.numel()) - 1
-        return int(tensor.shape[given]) - 1
+        return int(args[0].numel() if given is None or args[0].dim() == 0 else args[0].shape[given]) - 1
 
     return largest
 
 
 LARGEST_INDEX: dict[Any, LargestIndex] = {
-    **{_overload(name): _of_pool(num_dims) for name, num_dims in _POOLS.items() if _overload(name) is not None},
+    **{_overload(name.format(dims)): partial(_of_pool, dims) for name in _POOLS for dims in (2, 3)},
     **{_overload(name): _of_dim(_overload(name)) for name in _ALONG_A_DIM.split() if _overload(name) is not None},
 }
+LARGEST_INDEX.pop(None, None)  # what this torch does not have
 """By operator: the largest index that a call gives. Its indices are its last result."""

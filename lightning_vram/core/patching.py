@@ -1,11 +1,8 @@
 """Swap a module's class, patch a method of one object, hold a process-wide setting; each with an undo.
 
-A swapped class keeps what users rely on: names, ``state_dict``, ``torch.compile(fullgraph=True)`` and FSDP2 see the
-module they know; copies and pickles are plain modules, so that a file does not need this package, unless a technique
-goes into copies. Wrappers, patched ``forward`` methods and hooks each break one of these. Several techniques may take
-one module, each under its own key: the last one runs first, and they are undone in any order.
-
-May import: memory.
+After a swap, names, ``state_dict``, ``torch.compile(fullgraph=True)`` and FSDP2 see the module they know, and copies
+and pickles are ordinary modules; wrappers, patched ``forward`` methods and hooks each break one of these. Several
+techniques may take one module, each under its own key: the last one runs first; undo in any order. May import: memory.
 """
 
 import copy
@@ -14,18 +11,13 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from types import MethodType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
-from lightning_vram.private_names.dispatcher import (
-    has_backward_autocast,
-    read_backward_autocast,
-    set_backward_autocast,
-)
+from lightning_vram.private_names.dispatcher import has_backward_autocast, read_backward_autocast, set_backward_autocast
 
 Run = Callable[..., Any]
 """Called with the module, its state, its plain ``forward`` and the arguments; returns what ``forward`` returns."""
@@ -83,12 +75,10 @@ def swap_class(
 ) -> None:
     """Let ``module`` run ``run`` in the place of its ``forward`` as long as ``key`` is in its ``__dict__``.
 
-    ``state`` is stored under ``key``, the name of the technique, and handed to ``run``, always the same function for
-    the same class and key. A ``forward`` on the instance is taken for the plain one meanwhile. ``in_copies``: copies
-    and pickles are swapped as well, each with a copy of the state, which holds no module; pickles find ``run`` by its
-    name, and only :func:`restore_class` undoes their swap. ``is_lowest``: it runs last, below techniques that came
-    before: they change how it is called, it changes what the plain module does. Classes of others stay below it.
-    ``ValueError`` if the class cannot be changed, or ``key`` is in it already.
+    ``state`` is stored under ``key``, the name of the technique, and handed to ``run``, which must be the same function
+    for the same class and key. ``in_copies``: copies and pickles are swapped as well, each with a copy of the state,
+    which holds no module; pickles find ``run`` by its name, and only :func:`restore_class` undoes their swap.
+    ``is_lowest``: it runs last, below techniques that came before and above classes of others.
     """
     name = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):  # traced ones too
@@ -143,12 +133,7 @@ class Swaps:
 
 
 def mixin_for(mixin: type, original: type) -> type:
-    """Return ``mixin``, or a class derived from it, to be the first base next to ``original``.
-
-    Python lets an object change its class only where both keep attributes in the same place. A class whose first base
-    has no ``__dict__`` (``class Model(ABC, nn.Module)``, ``Generic[T]``) keeps them right behind that base; a mixin
-    that comes before it has to do so, too.
-    """
+    """Return ``mixin``, or a class derived from it, whose ``__dict__`` has the offset that ``original`` demands."""
     kind = original
     while kind.__base__ is not None and kind.__base__.__dictoffset__:
         kind = kind.__base__
@@ -175,7 +160,7 @@ def _without(kind: type[nn.Module], mixin: type) -> type[nn.Module]:
 
 
 def _drop_idle(module: nn.Module) -> None:
-    # What is idle on top goes, whoever left it there; below a technique still at work it has to wait for that one.
+    # Only idle classes on top are removed: those below a technique in use have to wait for that one.
     while (top := _key_of(type(module))) is not None and top not in vars(module):
         module.__class__ = type(module).__bases__[-1]
 
@@ -213,8 +198,7 @@ def _make_class(original: type[nn.Module], technique: _Technique) -> type[nn.Mod
 
 def _technique_of(kind: type) -> _Technique | None:
     """What ``kind`` itself was made for, not one of its bases; ``None`` for a class of others."""
-    technique: _Technique | None = vars(kind).get(_TECHNIQUE)
-    return technique
+    return vars(kind).get(_TECHNIQUE)
 
 
 def _key_of(kind: type) -> str | None:
@@ -232,8 +216,7 @@ def plain_class_forward(module: nn.Module) -> Callable[..., Any]:
     kinds = type(module).__mro__
     # not getattr: scripted classes raise
     forwards = (vars(kind)["forward"] for kind in kinds if "forward" in vars(kind) and _key_of(kind) is None)
-    forward: Callable[..., Any] = next(forwards)
-    return forward
+    return next(forwards)  # type: ignore[no-any-return]
 
 
 class MethodPatch:
@@ -255,11 +238,7 @@ class MethodPatch:
         return self._call(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """In a copy of the owner, such as a worker process gets of the trainer, nothing is patched.
-
-        Optimizers leave what is on the instance out of theirs. If the original is a method, the pickle can be read
-        without this package.
-        """
+        """In a copy of the owner, such as a worker process gets, nothing is patched. A method needs no package here."""
         if isinstance(self._inner, MethodType):
             return getattr, (self._inner.__self__, self._inner.__name__)
         return _pass_on, (self._inner,)
@@ -267,7 +246,7 @@ class MethodPatch:
     def remove(self) -> None:
         """Put the original back. Calling it again does nothing."""
         self._is_removed = True
-        self._call = self._inner  # one that somebody else's stand-in was put over stays, and passes calls on
+        self._call = self._inner  # below a patch of others it stays, and passes calls on
         attributes = vars(self._owner)
         if attributes.get(self._name) is not self:
             return
@@ -282,11 +261,7 @@ class MethodPatch:
 
 def replace_by(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """For ``make``: ``call`` is called, and the original is not."""
-    return partial(_return_first, call)
-
-
-def _return_first(call: Callable[..., Any], inner: Callable[..., Any]) -> Callable[..., Any]:
-    return call
+    return lambda inner: call
 
 
 def _pass_on(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -336,18 +311,13 @@ _backward_autocast = HeldSetting(read_backward_autocast, set_backward_autocast, 
 
 
 def without_fast_path() -> AbstractContextManager[None]:
-    """Let transformer layers call the layers that they consist of inside the block, in evaluations too.
-
-    Their fast path reads the weights of those, past any ``forward``. PyTorch leaves it under the autocast of CUDA, and
-    of no other device.
-    """
+    """Let transformer layers call their inner layers in evaluations too: the fast path reads weights by itself."""
     return _fast_path.hold()
 
 
 def compiled_backward_without_autocast() -> AbstractContextManager[None]:
     """Let what is compiled inside the block have a backward that does not autocast, as in eager mode.
 
-    By default PyTorch traces it under the autocast of the forward, so that float32 parts of a model have gradients in
-    16 bit once they are compiled. What was compiled before stays as it is.
+    By default it is traced under the autocast of the forward: compiled float32 parts would have 16-bit gradients.
     """
     return _backward_autocast.hold() if has_backward_autocast else nullcontext()

@@ -1,10 +1,8 @@
 """This process in a job: a clean exit, the NUMA node of its device, and the signals by which it is stopped.
 
-SLURM sends SIGUSR1 and SIGTERM to all processes of a step. Python runs a handler between two bytecodes of the main
-thread, which may hold locks or be within a collective: to wait for another rank there can hang the job (Lightning
-#21406). So handlers only record the signal, and code that can act on it asks for it.
-
-May import: core.ranks and what is below it, memory.
+Python runs a handler between two bytecodes of the main thread, which may hold locks or be within a collective: to wait
+for another rank there can hang the job (Lightning#21406). So handlers only record the signal, and code that can act on
+it asks for it. May import: core.ranks and what is below it, memory.
 """
 
 import atexit
@@ -41,12 +39,7 @@ _SETTLE_SECONDS = 0.1
 
 
 def leave_group_at_exit() -> None:
-    """Destroy the process group when Python ends, if there is one then. Calling it again does nothing.
-
-    Otherwise a process that has finished its work may abort ("terminate called without an active exception"), and
-    ``torchrun`` or SLURM takes the job for failed. Lightning destroys groups of the backend ``"nccl"`` only, by that
-    name.
-    """
+    """Destroy the process group when Python ends: else a process that has finished may abort, and fail the job."""
     atexit.unregister(_leave)
     atexit.register(_leave)
 
@@ -143,10 +136,7 @@ class StopSignals:
         return max((place for place, one in enumerate(self.signals, 1) if one in self._arrived), default=0)
 
     def install(self) -> bool:
-        """Record signals from now on, also blocked ones and those that another object recorded; return success.
-
-        Only the main thread can. Calling it again does nothing.
-        """
+        """Record signals from now on, also blocked and earlier ones; return success: only the main thread can."""
         if threading.current_thread() is not threading.main_thread():
             return False
         for one in self.signals:
@@ -168,10 +158,9 @@ class StopSignals:
         self._arrived.add(number)
 
     def remove(self, harmless: Sequence[signal.Signals] = ()) -> None:
-        """Put the previous handlers back, which get what has arrived if they record it, too. It stays recorded here.
+        """Put the previous handlers back, which get what has arrived if they record it, too. Repeating does nothing.
 
-        Calling it again does nothing. ``harmless`` signals stay recorded if no handler is left: they would end the
-        process.
+        ``harmless`` signals stay recorded if no handler is left: they would end the process.
         """
         if threading.current_thread() is threading.main_thread():
             kept = [one for one, handler in self._before.items() if one in harmless and handler == signal.SIG_DFL]
@@ -196,10 +185,7 @@ _ENDLESS = 2**62
 
 
 class StopVote:
-    """A sequence of votes on stop signals that all ranks take in step, without blocking.
-
-    A rank sends what it knows when a batch begins and reads the result when the next one does: by then it has arrived.
-    """
+    """Votes on stop signals that all ranks take in step: sent when a batch begins, read when the next one does."""
 
     def __init__(self, agreement: RankAgreement, signals: StopSignals) -> None:
         self._agreement = agreement
@@ -214,10 +200,7 @@ class StopVote:
         return self._signals.signals[self._strongest - 1].name
 
     def exchange(self) -> bool:
-        """End the last vote, begin the next; return whether the ranks know of a signal, all since the same call.
-
-        All ranks must call it equally often.
-        """
+        """End the last vote, begin the next; return whether all ranks know of a signal. To be called equally often."""
         if self._agreement.is_alone:
             self._strongest = max(self._strongest, self._signals.strongest)
         elif not self._strongest:
@@ -227,10 +210,7 @@ class StopVote:
         return self._strongest > 0
 
     def limit(self, num_batches: float) -> None:
-        """Agree on how often :meth:`exchange_limited` votes; infinity if this rank does not know its number of batches.
-
-        Ranks may evaluate different numbers of batches.
-        """
+        """Agree on how often :meth:`exchange_limited` votes; infinity if the number of batches is unknown here."""
         if self._agreement.is_alone:
             self._num_left = _ENDLESS
             return
@@ -247,8 +227,7 @@ class StopVote:
 class DaemonShield:
     """From :meth:`raise_it` to :meth:`lower`, daemons of ``multiprocessing`` start with ``signals`` blocked.
 
-    A data loader worker that dies of a signal ends the training before it has saved. Python ends daemons by SIGTERM,
-    and waits for them: here it is SIGKILL. Where signals cannot be blocked (Windows), it does nothing.
+    A data loader worker that dies of a signal would end the training. Python ends daemons by SIGTERM: here SIGKILL.
     """
 
     def __init__(self, signals: Sequence[int]) -> None:

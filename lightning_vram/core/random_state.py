@@ -16,9 +16,8 @@ from lightning_vram.core.tensors.properties import flatten_arguments
 from lightning_vram.private_names.dispatcher import default_device_of_block
 from lightning_vram.private_names.torch import read_flags, read_parametrizations, write_flags, write_parametrizations
 
-Source = tuple[Callable[[], Any], Callable[[Any], object]]
-"""How to read the state of a generator, and how to set it."""
-
+Source = tuple[Callable[[], Any], Callable[[Any], object]]  # how to read the state of a generator, and how to set it
+State = dict[str, Any]  # of tensors, numbers, strings, ``None``, lists and dictionaries
 _TorchGenerator = torch.Generator  # within an estimate for CUDA the name means another class, that makes these
 
 
@@ -41,7 +40,7 @@ def default_source(device: torch.device) -> Source | None:
 
 
 def accelerator_source(device: torch.device) -> Source | None:
-    """As :func:`default_source`, but ``None`` for the host, and for an accelerator that is not in use."""
+    """Return the generator of an accelerator in use; ``None`` for the host, and for others."""
     if _is_host(device):
         return None
     module: Any = torch.get_device_module(device)
@@ -95,7 +94,10 @@ def _own_sources(numpy_random: ModuleType | None) -> dict[type, Callable[[Any], 
         random.Random: lambda generator: (generator.getstate, generator.setstate),
     }
     if numpy_random is not None:
-        kinds |= {numpy_random.Generator: _source_of_numpy, numpy_random.RandomState: _source_of_old_numpy}
+        kinds |= {
+            numpy_random.Generator: _source_of_numpy,
+            numpy_random.RandomState: lambda old: (partial(old.get_state, legacy=False), old.set_state),
+        }
     return kinds
 
 
@@ -106,14 +108,6 @@ def _source_of_torch(generator: torch.Generator) -> Source:
 def _source_of_numpy(generator: Any) -> Source:
     bits = generator.bit_generator
     return lambda: bits.state, lambda state: setattr(bits, "state", state)
-
-
-def _source_of_old_numpy(generator: Any) -> Source:
-    return partial(generator.get_state, legacy=False), generator.set_state
-
-
-State = dict[str, Any]
-"""Made of tensors, numbers, strings, ``None``, lists and dictionaries."""
 
 
 def is_generator(value: object) -> bool:
@@ -132,8 +126,7 @@ def read_state(generator: Any) -> State:
     if hasattr(generator, "getstate"):
         version, words, gauss = generator.getstate()
         return {"version": version, "words": torch.tensor(words), "gauss": gauss}
-    encoded: State = _encode(_numpy_state(generator))
-    return encoded
+    return _encode(_numpy_state(generator))  # type: ignore[no-any-return]
 
 
 def write_state(generator: Any, state: State) -> None:
@@ -193,12 +186,10 @@ def _global_generators() -> dict[str, Any]:
     return generators
 
 
-def _numpy_state(generator: Any) -> State:
+def _numpy_state(generator: Any) -> Any:
     if hasattr(generator, "get_state"):  # the module, and the elder class
-        state: State = generator.get_state(legacy=False)
-    else:
-        state = getattr(generator, "bit_generator", generator).state
-    return state
+        return generator.get_state(legacy=False)
+    return getattr(generator, "bit_generator", generator).state
 
 
 def _encode(value: Any) -> Any:
@@ -223,13 +214,13 @@ def _decode(value: Any, like: Any) -> Any:
 _T = TypeVar("_T")
 _HOST = torch.device("cpu")
 _Autocast = tuple[bool, torch.dtype, bool]
+_can_autocast = cache(torch.amp.is_autocast_available)
 
 
 class AmbientState:
     """Random generators, autocast, default dtype and device, backends and context variables at the time it is made.
 
-    ``devices`` are those on which a forward may compute or draw random numbers, in addition to the host. ``has_numpy``:
-    whether NumPy's global generator counts, whose state takes long to read.
+    ``devices``: those of the forward, in addition to the host. ``has_numpy``: whether NumPy's slow state counts.
     """
 
     def __init__(self, devices: set[torch.device], *, has_numpy: bool = True) -> None:
@@ -273,11 +264,6 @@ class AmbientState:
             if default_device_of_block() != self._default_device:
                 stack.enter_context(self._default_device or _HOST)
             return work()
-
-
-@cache
-def _can_autocast(kind: str) -> bool:
-    return torch.amp.is_autocast_available(kind)
 
 
 def _read_autocast(kind: str) -> _Autocast:

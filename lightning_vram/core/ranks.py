@@ -35,14 +35,10 @@ class RankAgreementError(RuntimeError):
 class RankAgreement:
     """Agree on integers over all ranks, over gloo in a group of its own.
 
-    So a vote blocks on no device, mixes with no collective of the training, and if a rank never comes it ends in an
-    error after a timeout rather than in a hang. A vote between two processes of one machine takes some 0.1 ms. Making
-    one is a collective over all ranks, and so is each call of :meth:`largest` and :meth:`smallest`: with as many values
-    on every rank, in the same order. Without ``torch.distributed``, or with one rank, nothing is sent. After an error
-    the group is unusable: every further call raises ``RankAgreementError`` at once, on the other ranks too.
-
-    ``timeout=None`` waits 30 minutes for the slowest rank, as ``torch.distributed`` does: a rank may compile, or write
-    a checkpoint, while the others wait.
+    So a vote blocks on no device, mixes with no collective of the training, and ends in an error if a rank does not
+    come within the timeout (``None``: 30 minutes, as in ``torch.distributed``). Making one is a collective over all
+    ranks, and so is each call: with as many values on every rank, in the same order. With one rank nothing is sent.
+    After an error every further call raises ``RankAgreementError`` at once, on the other ranks too.
 
     Example:
         >>> RankAgreement().largest(3, 1)
@@ -79,10 +75,7 @@ class RankAgreement:
         return self._begin(values, dist.ReduceOp.MIN, timeout)() if not self.is_alone else values
 
     def begin_largest(self, *values: int) -> Callable[[], tuple[int, ...]]:
-        """Begin to find the largest of each value; ranks go on meanwhile. All begin and end decisions in one order.
-
-        Returns a function that waits for the other ranks, if it has to, and returns the result of :meth:`largest`.
-        """
+        """Begin to find the largest of each value; the returned function waits for it. All ranks do so in one order."""
         return self._begin(values, dist.ReduceOp.MAX, None) if not self.is_alone else lambda: values
 
     def gather(self, value: Any) -> list[Any]:
@@ -152,8 +145,7 @@ class CheckpointError(RuntimeError):
 def on_all_ranks(action: Callable[[], Result], what: str, group: dist.ProcessGroup | None = None) -> Result:
     """Run ``action`` on every rank, and raise the same error on all of them if it failed on any. A collective.
 
-    The action may be a collective too if it fails on all ranks together. ``what`` is for the message: "The checkpoint
-    x.ckpt could not be saved". Errors about an argument keep their class, others become a :class:`CheckpointError`.
+    ``what`` is for the message: "The checkpoint x.ckpt could not be saved". Errors about an argument keep their class.
     """
     failure: tuple[int, str, str] | None = None
     cause: BaseException | None = None
@@ -239,12 +231,10 @@ class LostPeerError(RuntimeError):
 class naming_lost_peers:  # noqa: N801 - a context, used as one
     """A context in which the loss of another rank is raised, and logged, as a :class:`LostPeerError`.
 
-    When a rank dies, its own log says why, and the log of every other rank ends in "Connection reset by peer". When one
-    hangs, the others end in "Timed out waiting 1800000ms", half an hour later. Neither names a rank, a step or a cause:
-    ``describe`` is called after an error and says where the run is. The backend's error stays as the cause. It has no
-    state: it may be entered again and again, and nested: then the innermost one names the place. Only a
-    ``RuntimeError`` with the words of a ``torch.distributed`` backend or its store is taken for a lost peer; CUDA out
-    of memory, and all else, passes unchanged.
+    The backends' "Connection reset by peer" and "Timed out waiting 1800000ms" name no rank, step or cause: ``describe``
+    is called after an error and says where the run is. It has no state, and may be nested: the innermost one names the
+    place. Only a ``RuntimeError`` with the words of a ``torch.distributed`` backend or its store counts; out of memory,
+    and all else, passes unchanged.
 
     Example:
         >>> with naming_lost_peers(0, 2, lambda: "step 12, backward", timedelta(minutes=30)):
@@ -302,14 +292,10 @@ _MEETING = "lightning_vram/attempt"
 def attempt_store(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
     """Return a view of ``store`` which holds nothing of an earlier attempt; a collective over all ranks.
 
-    ``torchrun`` restarts its workers, but their store belongs to the agent and lives on: the second attempt finds the
-    addresses of the first one's dead processes and connects to them ("Gloo connectFullMesh failed ... Connection
-    refused"). Older releases of torch put ``/worker/attempt_N`` before every key; newer ones do not, although the agent
-    makes the store once and returns the same one ever after. And N counts the restarts of one agent: that of a node
-    which came later counts fewer, so its ranks would wait for ever.
-
-    So rank 0 draws a prefix that nobody used before, and all agree on it. Stale keys mislead no rank, since each answer
-    is filed under a number that its reader drew. Without an agent the store is new anyway, and returned as it is.
+    ``torchrun`` restarts its workers, but their store belongs to the agent and lives on: the second attempt connects to
+    the addresses of dead processes ("Gloo connectFullMesh failed ... Connection refused"), since newer releases of
+    torch put no ``/worker/attempt_N`` before the keys. So rank 0 draws a new prefix, and all agree on it. Stale keys
+    mislead no rank: each answer is filed under a number that its reader drew. Without an agent the store is new.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return store
@@ -363,12 +349,7 @@ Entry = tuple[str, str]  # name, and what is to be the same
 
 
 def check_same_modules(module: nn.Module, group: "dist.ProcessGroup | None" = None) -> None:
-    """Raise ``ValueError`` on every rank if the model is not the same on all of them. A collective.
-
-    Compared are names, shapes, dtypes, ``requires_grad`` and sharing of tensors, not values. Sharded training combines
-    the shards of all ranks to one parameter: if models differ, it fails far from the cause, hangs, or trains a mixture
-    of two. ``group`` needs a backend for the host.
-    """
+    """Raise ``ValueError`` on every rank if names, shapes, dtypes or sharing of tensors differ. A collective."""
     if num_ranks(group) == 1:
         return
     entries = _describe_module(module)
@@ -381,11 +362,7 @@ def check_same_modules(module: nn.Module, group: "dist.ProcessGroup | None" = No
 
 
 def spread_values(module: nn.Module, group: "dist.ProcessGroup | None" = None) -> bool:
-    """Copy parameters and buffers from the first rank to all; return whether any differed. A collective.
-
-    Checksums are sent first, and then only the tensors that differ. Shards and meta tensors are left alone.
-    ``ValueError`` on every rank if a tensor is on the host on some ranks only. ``group`` needs a backend for the host.
-    """
+    """Copy parameters and buffers that differ from rank 0 to all; return whether any did. A collective on the host."""
     named = [*module.named_parameters(), *module.named_buffers()]
     if num_ranks(group) == 1 or not named or detect_fake_mode() is not None:  # fake tensors have no values
         return False
@@ -406,7 +383,6 @@ def spread_values(module: nn.Module, group: "dist.ProcessGroup | None" = None) -
 
 
 def _describe_module(module: nn.Module) -> list[Entry]:
-    """Return all names with what must be equal, tensors that have several names included."""
     first_names: dict[int, str] = {}
     entries = []
     parameters = (("parameter", *one) for one in module.named_parameters(remove_duplicate=False))
@@ -420,7 +396,6 @@ def _describe_module(module: nn.Module) -> list[Entry]:
 
 
 def _tell_difference(described: Sequence[list[Entry]]) -> str:
-    """Describe the first difference, and on which ranks it is."""
     by_name = [dict(entries) for entries in described]
     at_once = next(row for row in zip_longest(*described) if len(set(row)) > 1)
     for entry in filter(None, at_once):
@@ -442,12 +417,8 @@ def _join(texts: list[str]) -> str:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return (
-        tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and not is_lazy(tensor)
-        and not is_traceable_wrapper_subclass(tensor)
-    )
+    is_strided_on_host = tensor.device.type == "cpu" and tensor.layout is torch.strided
+    return is_strided_on_host and not is_lazy(tensor) and not is_traceable_wrapper_subclass(tensor)
 
 
 def _checksum(tensor: Tensor) -> int:

@@ -1,21 +1,10 @@
 """What autograd saves in a call that is recomputed in the backward: placeholders, which the recomputation fills.
 
-This is the inside of a checkpoint, by the rules of PyTorch's own (``torch.utils.checkpoint``, not reentrant). The two
-nest in any order:
-
-* The first tensor that a backward asks for starts the recomputation, once for each backward. Each tensor is returned
-  once and dropped then, whether the graph is retained or not.
-* A placeholder that autograd no longer holds stays empty.
-* The recomputation ends with the operator that saves the last tensor, unless it is compared with the forward.
-* A backward inside of the call finds what was saved so far. One on the graph of the recomputation finds its tensors.
-
-PyTorch's hooks take some 25 calls of Python functions for each saved tensor, and it enters autocast, a fork of the
-generators and Dynamo around each recomputation. These hooks take three; the ambient state is left to the caller.
-
-PyTorch compares shapes and dtypes of saved tensors, so a layer that draws from an untracked generator, or reads a
-changed global, passes, with gradients of a network that never ran. Outputs show no more if a branch starts at zero
-(LoRA's B, adaLN-zero, LayerScale), while the tensors inside of the branch are saved all the same. Here some elements of
-each saved tensor are compared, up to rounding: kernels with atomic additions are not bit-exact twice.
+The rules are those of ``torch.utils.checkpoint`` (not reentrant), and the two nest in any order. Its hooks take some 25
+Python calls for each saved tensor; these take three, and leave the ambient state to the caller. It compares shapes and
+dtypes, so a layer that draws from an untracked generator passes, with gradients of a network that never ran; outputs
+would not show that where a branch starts at zero (LoRA's B, LayerScale). Here some elements of each saved tensor are
+compared, up to rounding: kernels with atomic additions are not bit-exact twice.
 """
 
 from collections.abc import Callable, Iterable
@@ -71,8 +60,7 @@ def is_due(number: int) -> bool:
 class SavedSamples:
     """Samples of what autograd saves in one run of a layer with these buffers; ``first``: those of the forward.
 
-    Parameters, buffers and views of either are left out: statistics go on moving. So are integers that are no indices:
-    fused attention saves a seed without having set it, cuDNN its workspace.
+    Buffers change, and integers that are no indices (a seed of attention, cuDNN's workspace) may be unset: left out.
     """
 
     def __init__(self, buffers: Iterable[Tensor] = (), first: "SavedSamples | None" = None) -> None:
@@ -153,7 +141,7 @@ def _are_equal(pairs: list[tuple[Tensor, Tensor]]) -> bool:
     return all(torch.equal(*map(torch.cat, zip(*group, strict=True))) for group in kinds.values())
 
 
-_NOBODY = -1  # runs a backward
+_NOT_IN_BACKWARD = -1
 _NOT_COUNTED = -1
 
 _Kind = tuple[torch.Size, torch.dtype, torch.device, int]
@@ -168,6 +156,9 @@ class Placeholder(dict[Any, Tensor]):
 
 class RecomputedSaves(OwnHooks):
     """What autograd saves in one call; as a context manager, its forward.
+
+    The first tensor that a backward asks for starts the recomputation, once for each backward. Each tensor is returned
+    once and then dropped, even if the graph is retained. A backward inside of the call finds what was saved so far.
 
     ``run_again`` repeats the call with the hooks that it gets set around the forward. ``places`` gets a reference for
     each saved tensor, in order; autograd holds the placeholders. ``difference`` makes an error of a sentence.
@@ -188,8 +179,7 @@ class RecomputedSaves(OwnHooks):
         hide_warning_of_hooks()
         self.places = places
         self.kinds: list[_Kind] = []
-        self.is_complete = False
-        """Whether the first run is over: to be set."""
+        self.is_complete = False  # whether the first run is over: to be set
         self.compares_kinds = compares_kinds
         self.stops_early = stops_early
         self.samples = samples
@@ -215,8 +205,8 @@ class RecomputedSaves(OwnHooks):
         backward: Any = current_graph_group()  # several backwards that count as one
         if backward is None:
             backward = current_graph_task_id()
-            if backward == _NOBODY:
-                backward = object()  # who asks is told, and nothing is kept for others
+            if backward == _NOT_IN_BACKWARD:
+                backward = object()  # nothing is saved for later reads
         if backward not in self._filled:
             self._fill(backward)
         if backward not in packed:
@@ -237,11 +227,7 @@ class RecomputedSaves(OwnHooks):
 
 
 class RecomputationHooks(OwnHooks):
-    """The hooks of one recomputation, for one backward.
-
-    ``rrelu`` saves noise that its kernel is going to draw (:func:`may_be_unfinished`): a run that ends with the last
-    save ends when the operator that made it has finished, which is when the next one saves something.
-    """
+    """The hooks of one recomputation, for one backward; it ends when the operator of the last save has finished."""
 
     def __init__(self, saves: RecomputedSaves, backward: Any) -> None:
         self._saves = saves
@@ -275,7 +261,10 @@ class RecomputationHooks(OwnHooks):
             num_written = num_writes(tensor) if was[-1] != _NOT_COUNTED else _NOT_COUNTED
             now = (tensor.shape, tensor.dtype, tensor.device, num_written)
             if saves.compares_kinds and was != now:
-                self._note_difference(was, now, number)
+                text = f"was {_describe(*was)} and is {_describe(*now)}"
+                if was[:-1] == now[:-1]:
+                    text = "is a parameter that was modified by an inplace operation: write it after the backward"
+                self._difference = self._difference or f"Saved tensor {number + 1} {text}."
         if saves.stops_early and number + 1 == len(saves.places):
             self._last = num_nodes()
             if self._last != self._unfinished:
@@ -306,12 +295,6 @@ class RecomputationHooks(OwnHooks):
         if not saves.stops_early:
             self._number += 1
         raise StopRecomputation
-
-    def _note_difference(self, was: _Kind, now: _Kind, number: int) -> None:
-        text = f"was {_describe(*was)} and is {_describe(*now)}"
-        if was[:-1] == now[:-1]:
-            text = "is a parameter that was modified by an inplace operation: write it after the backward"
-        self._difference = self._difference or f"Saved tensor {number + 1} {text}."
 
 
 def _describe(shape: torch.Size, dtype: torch.dtype, device: torch.device, num_written: int) -> str:

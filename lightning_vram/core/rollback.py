@@ -1,4 +1,4 @@
-"""Restore a module as it was before a forward or step, to recompute or retry. May import: rooms of core below."""
+"""Restore a module as it was before a forward or step, to recompute or retry. May import: core below it."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,12 +35,8 @@ from lightning_vram.private_names.torch import (
     without_torch_function,
 )
 
-__all__ = ["BufferCopies", "iterate_members"]
-
-
 _T = TypeVar("_T")
-SAVED_COPY_BYTES = 64 * 1024
-"""Copies up to this size are kept for the second run whether the tensor is written or not; most layers have none."""
+SAVED_COPY_BYTES = 64 * 1024  # copies up to this size are saved whether the tensor is written or not
 _read_values = methodcaller("values")
 
 
@@ -67,17 +63,12 @@ class _Held:
 class ForwardState:
     """The start of a forward of ``modules``: call :meth:`settle` right after it, and :meth:`run` to repeat it.
 
-    Recomputation runs a forward again in the backward. By then the module and its ambient state may have changed: an
-    adapter is switched, ``eval()`` was called, ``sdpa_kernel(...)`` is left, a buffer has moved. And what the forward
-    writes would be written twice: BatchNorm would move its running statistics two times per step (pytorch#96136), a
-    list of auxiliary losses would grow. Recomputation may also be stopped early, so what a forward sets and resets may
-    stay set.
-
-    All of that is restored for the recomputation, and afterwards put back: attributes (lists, dicts and the like with
-    their contents, up to a thousand items), hooks, training flags, which parameters are where, buffers and tensor
-    attributes by value, and the :class:`AmbientState`. Tensors that are not copied are watched: one that was
+    Until recomputation in the backward the module or its ambient state may change (an adapter is switched, ``eval()``),
+    and a second run would write twice: BatchNorm would move its statistics two times per step (pytorch#96136). So these
+    are restored for the recomputation, and put back afterwards: :class:`AttributeState`, which parameters are where,
+    buffers and tensor attributes by value, and the :class:`AmbientState`. A tensor that is not copied and was
     overwritten meanwhile is an error, as in autograd. Not detected: other objects that change inside, globals, and
-    parameters that the forward itself overwrites. One thread at a time: a second one would see the state of the first.
+    parameters that the forward itself overwrites. One thread at a time.
 
     ``devices`` are those on which the modules may compute in addition to those of their parameters.
     """
@@ -106,11 +97,7 @@ class ForwardState:
         self._ambient = AmbientState(devices, has_numpy=learned.draws_from_numpy is not False)
 
     def settle(self) -> set[str]:
-        """Save the starts of tensors that the forward wrote, and watch the others; call it after the forward.
-
-        Returns from which generators of the host it drew numbers: ``"python"``, ``"numpy"``. Raises ``RuntimeError`` if
-        it wrote a large tensor that is not copied, since it did not write it in its first forward.
-        """
+        """Save the starts of written tensors after the forward; returns its generators: ``"python"``, ``"numpy"``."""
         is_first = self._learned.written is None
         known = self._learned.written = self._learned.written or set()
         watched: list[tuple[str, Tensor]] = []
@@ -134,10 +121,7 @@ class ForwardState:
         return drawn
 
     def run(self, work: Callable[[], _T]) -> _T:
-        """Return the result of ``work`` in the state before the forward. May be called again.
-
-        Raises ``RuntimeError`` if a tensor that the forward read has been overwritten since.
-        """
+        """Return the result of ``work`` in the state before the forward. May be called again."""
         now = [num_writes(one) for _, one in self._watched]
         if now != self._versions:
             name, one = next(pair for pair, a, b in zip(self._watched, now, self._versions, strict=True) if a != b)
@@ -232,9 +216,8 @@ def _names_statistics(value: Any) -> bool:
     code = getattr(getattr(value, "__wrapped__", value), "__code__", value)
     if not isinstance(code, CodeType):
         return False
-    return (
-        "running_mean" in code.co_names or "running_var" in code.co_names or any(map(_names_statistics, code.co_consts))
-    )
+    is_named = not {"running_mean", "running_var"}.isdisjoint(code.co_names)
+    return is_named or any(map(_names_statistics, code.co_consts))
 
 
 def _is_moved(parameter: Tensor, data: Tensor) -> bool:
@@ -266,17 +249,12 @@ def iterate_floating_buffers(module: nn.Module) -> Iterator[Tensor]:
 class StepState:
     """The state of a module and of the global generators before a training step that may have to be run again.
 
-    A step that ran out of memory has moved running statistics, drawn random numbers, counted in attributes: run again
-    on top of that it would train another model. Restored are attributes of all modules (modes, hooks, flags, lists and
-    dicts with their contents) but those in ``skip``, ``requires_grad``, generators, buffers, and plain tensor
-    attributes of up to 1 MiB. It blocks on no device and copies small tensors only, except for its first two times.
-
-    Not restored: parameters' values and gradients (a forward does not change the first; for the others see
-    :class:`GradientState`), objects of other kinds that change inside, tensors in containers that are written in place,
-    and parameters under FSDP1.
-
-    ``copies`` are held by the caller over the run, so that constant buffers are copied once; the state is good until
-    the next one is taken with the same copies. ``None``: everything is copied.
+    Restored are attributes of all modules (:class:`AttributeState`) but those in ``skip``, ``requires_grad``,
+    generators, buffers, and plain tensor attributes of up to 1 MiB. It blocks on no device and copies small tensors
+    only, except for its first two times. Not restored: parameters' values and gradients (see :class:`GradientState`),
+    objects of other kinds that change inside, tensors in containers that are written in place, and parameters under
+    FSDP1. ``copies`` are held by the caller over the run, so that constant buffers are copied once; the state is good
+    until the next one is taken with the same copies. ``None``: everything is copied.
     """
 
     def __init__(
@@ -298,7 +276,11 @@ class StepState:
             if parameter is not None
         ]
         buffers = (buffer for member in members for buffer in own_buffers(member).values() if buffer is not None)
-        self._buffers = copies.take([*buffers, *_iterate_plain_tensors(self._attributes)])
+        with_tensors = (state for state in self._attributes if state.layout.tensors)
+        attributes = (tensor for state in with_tensors for tensor in state.tensors().values())
+        # Results of the last step have a past: they are replaced, not written.
+        plain = (one for one in attributes if type(one) is Tensor and not one.requires_grad)
+        self._buffers = copies.take([*buffers, *(one for one in plain if num_bytes_of(one) <= ALWAYS_COPIED_BYTES)])
         self._generators = [(write, read()) for read, write in global_sources(device)]
 
     def restore(self) -> None:
@@ -312,12 +294,3 @@ class StepState:
                 parameter.requires_grad_(requires_grad)
         for write, state in self._generators:
             write(state)
-
-
-def _iterate_plain_tensors(states: list[AttributeState]) -> Iterator[Tensor]:
-    for state in states:
-        if state.layout.tensors:
-            for tensor in state.tensors().values():
-                # Results of the last step have a past: they are replaced, not written.
-                if type(tensor) is Tensor and not tensor.requires_grad and num_bytes_of(tensor) <= ALWAYS_COPIED_BYTES:
-                    yield tensor

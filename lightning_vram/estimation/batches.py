@@ -136,13 +136,8 @@ def _reshape(batch: Any, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -
 def _like(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     """More samples have the values of those that are there; longer ones the largest, which is no padding."""
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
-    if (
-        not is_plain
-        or tensor.is_floating_point()
-        or tensor.is_complex()
-        or not tensor.numel()
-        or prod(shape) > MOST_INTEGERS
-    ):
+    has_integers = is_plain and tensor.numel() and not (tensor.is_floating_point() or tensor.is_complex())
+    if not has_integers or prod(shape) > MOST_INTEGERS:
         return torch.empty(shape, dtype=tensor.dtype, device="meta")
     if shape[1:] == tensor.shape[1:]:
         return tensor[torch.arange(shape[0]) % tensor.shape[0]]
@@ -180,8 +175,7 @@ def read_first_batches(trainer: pl.Trainer, module: pl.LightningModule, most: in
         found[id(loader)] = _first_of(loader, most)
 
     def batch_at(place: int, loader: Any) -> Any:
-        batches = found[id(loader)]
-        return batches[place % len(batches)]
+        return found[id(loader)][place % len(found[id(loader)])]
 
     sources = combined.flattened[0] if is_sequential_loader(combined) else combined.iterables
     tree_map(read, sources)

@@ -40,7 +40,8 @@ from lightning_vram.private_names.dispatcher import UNKNOWN_VALUES, OptimizedMod
 def estimate_stages(traced: TracedFit, workspaces: Workspaces | None) -> Mapping[str, StageEstimate]:
     """Replay the allocator over the whole run, and read off each stage."""
     if workspaces is None:
-        return {name: _on_host(traced, name) for name in traced.spans}
+        stages = {name: _stage(traced, name) for name in traced.spans}
+        return {name: StageEstimate(one, *3 * (one.peak_bytes,), first_event=n) for name, (one, n) in stages.items()}
     settings, growing = read_settings(), AllocatorSettings(expandable_segments=True)
     expandable = _replay(traced, workspaces, growing)
     own = expandable if settings == growing else _replay(traced, workspaces, settings)
@@ -58,11 +59,6 @@ def needed_bytes(traced: TracedFit, workspaces: Workspaces | None) -> int:
 def _replay(traced: TracedFit, workspaces: Workspaces, settings: AllocatorSettings) -> AllocatorReplay:
     timeline, persistent, scratch = traced.timeline, workspaces.persistent_bytes, workspaces.scratch_bytes
     return replay(timeline, timeline.device, settings=settings, persistent=persistent, scratch=scratch)
-
-
-def _on_host(traced: TracedFit, name: str) -> StageEstimate:
-    timeline, num_held = _stage(traced, name)
-    return StageEstimate(timeline, *3 * (timeline.peak_bytes,), first_event=num_held)
 
 
 def _on_card(traced: TracedFit, name: str, own: AllocatorReplay, expandable: AllocatorReplay) -> StageEstimate:
@@ -173,14 +169,10 @@ def _without_scratch(run: TracedFit) -> TracedFit:
     allocations, events = run.timeline.allocations, run.timeline.events
     stays = [not allocations[event.allocation].op.endswith(SCRATCH) for event in events]
     before = list(accumulate(stays, initial=0))  # where each event is now
-    timeline = replace(
-        run.timeline,
-        events=tuple(compress(events, stays)),
-        backward_starts=tuple(before[start] for start in run.timeline.backward_starts),
-    )
-    return replace(
-        run, timeline=timeline, spans={name: (before[start], before[end]) for name, (start, end) in run.spans.items()}
-    )
+    starts = tuple(before[start] for start in run.timeline.backward_starts)
+    timeline = replace(run.timeline, events=tuple(compress(events, stays)), backward_starts=starts)
+    spans = {name: (before[start], before[end]) for name, (start, end) in run.spans.items()}
+    return replace(run, timeline=timeline, spans=spans)
 
 
 def _shape_of(run: TracedFit) -> int:
@@ -466,7 +458,5 @@ def spec_of(device: str | torch.device | DeviceSpec) -> DeviceSpec:
     if not isinstance(given, str | torch.device):
         kind = type(device).__name__
         raise TypeError(f"estimate_memory(device) must be a name or a DeviceSpec, got {device!r} of type {kind}.")
-    name = str(device)
-    if name != _HOST:
-        return find_device(name)
-    return DeviceSpec(name=_HOST, memory_bytes=available_host_bytes() or 1)
+    is_host = str(device) == _HOST
+    return DeviceSpec(_HOST, available_host_bytes() or 1) if is_host else find_device(str(device))

@@ -47,10 +47,9 @@ _TALKERS = ("lightning.pytorch", "lightning.fabric", "lightning_vram")
 
 @contextmanager
 def isolated(*, is_connected: bool = False) -> Iterator[None]:
-    """Run a Trainer inside the block that leaves no trace: its output and settings end with it.
+    """Run a Trainer inside the block that leaves no trace; ``is_connected``: it sees this process's groups.
 
-    Only with ``is_connected`` it sees the process groups of this process. Ctrl-C is a ``KeyboardInterrupt``, and works
-    again afterwards: a Trainer turns it into ``SystemExit``, and ignores it from then on.
+    A Trainer turns Ctrl-C into ``SystemExit``, and ignores it from then on: here it stays a ``KeyboardInterrupt``.
     """
     handler = signal.getsignal(signal.SIGINT)
     try:
@@ -135,10 +134,8 @@ def _restore_switches(stack: ExitStack) -> None:
     known = vars(rank_zero_only)
     if "rank" in known:
         stack.callback(known.__setitem__, "rank", known["rank"])
-    is_deterministic, warns = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
     stack.callback(torch.use_deterministic_algorithms, is_deterministic, warn_only=warns)
     stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
     stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -297,8 +294,6 @@ def add_silent_logger(trainer: pl.Trainer) -> None:
 
 
 class _SilentLogger(DummyLogger):
-    """Drops what it gets."""
-
     def __init__(self, folder: str) -> None:
         super().__init__()
         self._folder = folder

@@ -40,10 +40,8 @@ def check_limit(name: str, limit: object) -> None:
         if not 0 < limit <= 1:
             raise ValueError(f"{name} as a share of the device must be above 0 and at most 1, got {limit}.")
     elif isinstance(limit, bool) or not isinstance(limit, int | str):
-        kind = type(limit).__name__
-        raise TypeError(
-            f"{name} must be 'auto', bytes, text such as '20GiB', or a share, got {limit!r} of type {kind}."
-        )
+        what = f"{limit!r} of type {type(limit).__name__}"
+        raise TypeError(f"{name} must be 'auto', bytes, text such as '20GiB', or a share, got {what}.")
     else:
         parse_limit(limit, name)
 
@@ -53,8 +51,7 @@ def limit_bytes(name: str, limit: int | float | str, device: torch.device) -> in
     if limit == AUTO:
         return None
     if isinstance(limit, float):
-        all_bytes = total_bytes(device) if can_limit(device) else available_host_bytes() or 0
-        return int(limit * all_bytes)
+        return int(limit * (total_bytes(device) if can_limit(device) else available_host_bytes() or 0))
     return parse_bytes(limit, name)
 
 
@@ -167,7 +164,6 @@ def describe_device(device: torch.device, num_bytes: int) -> DeviceSpec:
 
 
 def _bytes_on(device: torch.device, module: pl.LightningModule) -> int:
-    """What of a module is there already."""
     tensors = (one for one in (*module.parameters(), *module.buffers()) if one.device == device and not is_lazy(one))
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -175,6 +171,8 @@ def _bytes_on(device: torch.device, module: pl.LightningModule) -> int:
 
 def read_trainer_arguments(trainer: pl.Trainer) -> dict[str, Any]:
     """Return arguments for another Trainer, which runs the same step; callbacks and plugins are to be copied."""
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
     arguments: dict[str, Any] = {
         "callbacks": list(trainer.callbacks),  # type: ignore[attr-defined]
         "strategy": _another(trainer.strategy),
@@ -183,13 +181,11 @@ def read_trainer_arguments(trainer: pl.Trainer) -> dict[str, Any]:
         "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
         "inference_mode": trainer.fit_loop.epoch_loop.val_loop.inference_mode,
         "benchmark": torch.backends.cudnn.benchmark,
-        "deterministic": _determinism(),
+        "deterministic": is_deterministic and (not warns or "warn"),
         "sync_batchnorm": syncs_layers(trainer.strategy),
     }
     plugin = trainer.precision_plugin
-    if type(plugin) in _BY_NAME:
-        return arguments | {"precision": plugin.precision}
-    return arguments | {"plugins": [plugin]}
+    return arguments | ({"precision": plugin.precision} if type(plugin) in _BY_NAME else {"plugins": [plugin]})
 
 
 def _another(strategy: Strategy) -> Strategy | str:
@@ -203,9 +199,3 @@ def _another(strategy: Strategy) -> Strategy | str:
     if isinstance(strategy, ModelParallelStrategy):
         return ModelParallelStrategy(**mesh_sizes(strategy))
     raise ValueError(f"{type(strategy).__name__} is not supported")
-
-
-def _determinism() -> bool | str:
-    if not torch.are_deterministic_algorithms_enabled():
-        return False
-    return "warn" if torch.is_deterministic_algorithms_warn_only_enabled() else True

@@ -1,10 +1,8 @@
 """How long a step takes on a GPU you do not have: for each operator, the slower of its arithmetic and its traffic.
 
 A roofline (Williams et al., 2009, https://doi.org/10.1145/1498765.1498785), with the part of a maker's figures that
-kernels reach, and the time a launch takes. What runs on other streams, and on the host, overlaps with the computation.
-A forward waits for what it sends to the host, a backward for what it gets from there: one cannot hide in the other.
-The seconds rank ways to run one step on one card. They do not see kernels that are slower than others of their kind,
-nor waits.
+kernels reach, and the time a launch takes. Copies on other streams, and the host, overlap with the computation of the
+same pass, forward or backward. The seconds rank configurations of one step on one GPU.
 """
 
 from collections import defaultdict
@@ -24,7 +22,7 @@ from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.private_names.dispatcher import ASK_DEVICE, UnwrappedMode
 from lightning_vram.private_names.torch import current_graph_task_id, tensors_in
 
-_REACHED_FLOPS, _REACHED_BANDWIDTH = 0.6, 0.85  # of what makers tell: see core/operators/cost.py
+_REACHED_FLOPS, _REACHED_BANDWIDTH = 0.6, 0.85  # of the makers' figures: see core.operators.BALANCE
 _LAUNCH_SECONDS = 4e-6
 _USUAL_BANDWIDTH = 1e12
 _USUAL_BUS = 25e9
@@ -56,13 +54,9 @@ class StepTime:
         return replace(self, compute=self.compute * factor, host=self.host * factor, backward=backward)
 
     def __sub__(self, other: "StepTime") -> "StepTime":
-        return StepTime(
-            self.compute - other.compute,
-            self.to_card - other.to_card,
-            self.to_host - other.to_host,
-            self.host - other.host,
-            self.backward and self.backward - (other.backward or _NOTHING),
-        )
+        names = ("compute", "to_card", "to_host", "host")
+        differences = {name: getattr(self, name) - getattr(other, name) for name in names}
+        return StepTime(**differences, backward=self.backward and self.backward - (other.backward or _NOTHING))
 
 
 _NOTHING = StepTime(0.0)
@@ -76,13 +70,13 @@ class StepClock(UnwrappedMode):
         self._device = device
         self._rates = _Rates(card)
         self._noting = ExitStack()
-        self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._in_backward: defaultdict[str, float] = defaultdict(float)
+        self._seconds: defaultdict[str, float] = defaultdict(float, compute=0.0)
+        self._in_backward: defaultdict[str, float] = defaultdict(float, compute=0.0)
 
     @property
     def now(self) -> StepTime:
         """What was added up so far."""
-        return replace(_time_of(self._seconds), backward=_time_of(self._in_backward))
+        return replace(StepTime(**self._seconds), backward=StepTime(**self._in_backward))  # type: ignore[arg-type]
 
     @override
     def __enter__(self) -> Any:
@@ -103,16 +97,13 @@ class StepClock(UnwrappedMode):
             self._in_backward[place] += seconds
 
     @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASK_DEVICE:
             return args[0].device
         result = func(*args, **(kwargs or {}))
         work = operator_work(func, args, kwargs or {}, result)
         if work.num_bytes:
-            place, seconds = self._take(work, args, kwargs or {}, result)
-            self._add(place, seconds)
+            self._add(*self._take(work, args, kwargs or {}, result))
         return result
 
     def _take(self, work: OperatorWork, args: Any, kwargs: Mapping[str, Any], result: Any) -> tuple[str, float]:
@@ -125,13 +116,9 @@ class StepClock(UnwrappedMode):
             is_beside = stream_id(self._device) != 0
             way = "to_card" if self._device.type in written else "to_host"
             return way if is_beside else "compute", work.num_bytes / 2 / self._rates.bus
-        return "compute", _LAUNCH_SECONDS * work.num_calls + max(
-            work.flops / self._rates.flops(_dtype_of(results)), work.num_bytes / self._rates.bandwidth
-        )
-
-
-def _time_of(seconds: Mapping[str, float]) -> StepTime:
-    return StepTime(seconds["compute"], seconds["to_card"], seconds["to_host"], seconds["host"])
+        dtype = next((one.dtype for one in results if one.is_floating_point()), torch.float32)
+        seconds = max(work.flops / self._rates.flops(dtype), work.num_bytes / self._rates.bandwidth)
+        return "compute", _LAUNCH_SECONDS * work.num_calls + seconds
 
 
 def bus_bytes_per_s(card: DeviceSpec) -> float:
@@ -159,7 +146,3 @@ class _Rates:
 
 def _kinds(tensors: Iterable[Tensor]) -> set[str]:
     return {tensor.device.type for tensor in tensors if tensor.dim()}  # numbers on the host are arguments of kernels
-
-
-def _dtype_of(tensors: list[Tensor]) -> torch.dtype:
-    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)

@@ -56,11 +56,7 @@ from lightning_vram.private_names.torch import forget_compiled_steps
 FIRST_STEP, STEP, VALIDATION = "first step", "train", "validation"
 _MOST_BATCHES = 256
 _USUAL_CAPABILITY = (8, 0)
-_QUIET: Mapping[str, Mapping[str, bool]] = {
-    "validate": {"verbose": False},
-    "test": {"verbose": False},
-    "predict": {"return_predictions": False},
-}
+_VERBOSE = {"validate": "verbose", "test": "verbose", "predict": "return_predictions"}
 _FEW = 2, 8  # samples: batch norms refuse one
 _MOST_MADE_BYTES = 4 << 30  # by operators, in real steps of a whole batch: some 20 s
 _PER_WEIGHT_BYTE = 5  # the copy of a weight, its gradient, two moments, and what the step itself takes
@@ -164,20 +160,18 @@ def _record_reads(module: pl.LightningModule, batch: Any, run: FitRun, line: str
         larger, other = (fewer, one) if parts[1] is parts[0] else _record(module, parts[1], alone)
     except Exception:  # the model may refuse so few: what it raises with all of them is its word
         (fewer, one), (larger, other) = 2 * [_record(module, real, alone)]
+    measures: tuple[Callable[[TracedFit], int], ...] = (
+        lambda traced: sum(max(0, event.change_bytes) for event in traced.timeline.events),  # about what operators take
+        lambda traced: traced.timeline.peak_bytes,
+    )
     made, peaks = (
-        _at(size, (fewer.num_samples, measure(one)), (larger.num_samples, measure(other)))
-        for measure in (_made_bytes, lambda traced: traced.timeline.peak_bytes)
+        _at(size, (fewer.num_samples, measure(one)), (larger.num_samples, measure(other))) for measure in measures
     )
     if larger.num_samples < size and made <= _MOST_MADE_BYTES and needed_bytes + peaks <= there_bytes:
         larger, _ = _record(module, real, alone)
     run.reads.take(fewer, larger)
     samples = f"{larger.num_samples} samples" if batch_size_of(real) else "the whole batch"
     run.reads.note = f"The step reads values of tensors{line}. Those of a real step on the CPU with {samples} are used."
-
-
-def _made_bytes(traced: TracedFit) -> int:
-    """Return the bytes of all that operators made: about what they take."""
-    return sum(max(0, event.change_bytes) for event in traced.timeline.events)
 
 
 def _at(size: int, smaller: tuple[int, int], larger: tuple[int, int]) -> float:
@@ -224,9 +218,7 @@ def _record(module: pl.LightningModule, batch: Any, run: FitRun) -> tuple[Record
 def _with_values(tensor: Tensor) -> Tensor:
     if not tensor.is_meta:
         return tensor
-    if tensor.is_floating_point():
-        return torch.randn(tensor.shape, dtype=tensor.dtype)
-    return torch.ones(tensor.shape, dtype=tensor.dtype)
+    return (torch.randn if tensor.is_floating_point() else torch.ones)(tensor.shape, dtype=tensor.dtype)
 
 
 def user_line(error: Exception | None) -> str:
@@ -350,21 +342,18 @@ def _fit(
         clock = StepClock(run.card or _HOST_SPEC, device) if run.with_times else None
         run.reads.restart()
         marks = _Marks(tracker, clock, run.reads)
-        trainer = make_trainer(
+        arguments, with_validation = (
             {**run.trainer_arguments, **parts},
-            device,
-            run.num_ranks,
-            [marks, StayOnCard()],
-            folder=folder,
-            with_validation=run.with_validation or run.evaluation is not None,
+            run.with_validation or run.evaluation is not None,
+        )
+        trainer = make_trainer(
+            arguments, device, run.num_ranks, [marks, StayOnCard()], folder=folder, with_validation=with_validation
         )
         connect = trainer.strategy.setup_environment  # past modes: values of meshes of ranks count
         trainer.strategy.setup_environment = without_modes()(connect)  # type: ignore[method-assign]
         leave_out_reducer(trainer.strategy, tracker.label_gradients)
         stack.callback(register_optimizer_step_post_hook(marks.count_step).remove)
-        if (
-            run.card is not None and device == FAKE_GPU
-        ):  # sees an operator before the tracker: when its results are there
+        if run.card is not None and device == FAKE_GPU:  # before the tracker: when the results of an operator are there
             stack.enter_context(
                 Scratch(run.card, device, lambda op, sizes: tracker.ledger.note_scratch(op, device, sizes))
             )
@@ -373,15 +362,14 @@ def _fit(
         if run.evaluation is None:
             trainer.fit(module, batches, for_validation if run.with_validation else None)
         else:
-            getattr(trainer, run.evaluation)(module, for_validation, **_QUIET[run.evaluation])
+            getattr(trainer, run.evaluation)(module, for_validation, **{_VERBOSE[run.evaluation]: False})
     spans = marks.spans() if run.evaluation is None else {VALIDATION: (0, len(tracker.ledger.events))}
     if spans is None:
         return None
     timeline = tracker.timeline.on(str(device))
     layers = next(filter(None, (getattr(one, "layer_table", "") for one in trainer.callbacks)), "")  # type: ignore[attr-defined]
-    timeline = timeline if device == HOST else as_on_gpu(timeline)
     return TracedFit(
-        timeline=timeline,
+        timeline=timeline if device == HOST else as_on_gpu(timeline),
         spans=spans,
         notes=tuple(left_out_note(given, run.run_callbacks)),
         times=marks.times(),
@@ -419,7 +407,7 @@ class _Marks(Callback):
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:
         is_automatic = pl_module.automatic_optimization
-        num_steps = trainer.global_step if is_automatic else trainer.global_step + self._num_own_steps
+        num_steps = trainer.global_step + (0 if is_automatic else self._num_own_steps)
         is_skipped = is_automatic and not outputs  # the step has returned None
         if (num_steps > self._num_steps and not is_skipped) or not trainer.optimizers:
             self._ends.append(len(self._tracker.ledger.events))
@@ -453,6 +441,4 @@ class _Marks(Callback):
 
     def times(self) -> dict[str, StepTime]:
         """What the steps took."""
-        if not self._times:
-            return {}
-        return {FIRST_STEP: self._times[0], STEP: self._times[-1] - self._times[-2]}
+        return {FIRST_STEP: self._times[0], STEP: self._times[-1] - self._times[-2]} if self._times else {}

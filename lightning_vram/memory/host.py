@@ -13,10 +13,7 @@ from lightning_vram.memory.units import KIB
 
 
 def control_groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the folder of each control group that limits this process, innermost first, and its version (1 or 2).
-
-    Folders that do not exist are among them: in a container the mount itself may be the group.
-    """
+    """Yield the folder (it may not exist) of each control group of this process, innermost first, and its version."""
     for line in read_text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
         if number == "0" and not controllers:
@@ -51,11 +48,7 @@ _NAMES = {
 
 
 def available_host_bytes(root: Path = Path("/")) -> int | None:
-    """Estimate how much more memory this process can take: the least that the kernel and any control group leave.
-
-    Page cache that can be dropped counts as available: of a control group, half of what was used more than once.
-    ``None`` where the system does not tell (Windows); on macOS all memory of the machine counts.
-    """
+    """Estimate how much more memory this process can take, droppable page cache included; ``None``: unknown."""
     machine = _meminfo_bytes(root, "MemAvailable")
     if machine is None:
         machine = _sysconf_bytes("SC_AVPHYS_PAGES") or _sysconf_bytes("SC_PHYS_PAGES")
@@ -64,7 +57,7 @@ def available_host_bytes(root: Path = Path("/")) -> int | None:
 
 
 def free_swap_bytes(root: Path = Path("/")) -> int:
-    """Return the free swap space, as far as the kernel tells: what is not pinned may go there."""
+    """Return the free swap space, for memory that is not pinned; 0 if unknown."""
     return _meminfo_bytes(root, "SwapFree") or 0
 
 
@@ -172,8 +165,8 @@ def cores_of_rank(local_world_size: int, root: Path = Path("/")) -> int:
     """Count the cores that this process may keep busy while the other ranks of this machine do the same: at least 1.
 
     What SLURM gave the task, shared by its ranks; without SLURM the cores that this process may run on, shared by all
-    local ranks. Never more than this rank's share of the processor time of its control groups. ``OMP_NUM_THREADS`` does
-    not count: ``torchrun`` sets it to 1. A rank that ``numactl`` bound gets a share of its own cores: too few, if any.
+    local ranks. At most this rank's share of its control groups' processor time. ``OMP_NUM_THREADS`` does not count:
+    ``torchrun`` sets it to 1.
 
     Example:
         >>> cores_of_rank(local_world_size=10_000)

@@ -11,18 +11,8 @@ _NAMES = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 _SUFFIXES = {
     "b": 1,
     # A bare letter means what it means to SLURM's --mem and to nvidia-smi: powers of 1024.
-    "k": KIB,
-    "m": MIB,
-    "g": GIB,
-    "t": TIB,
-    "kib": KIB,
-    "mib": MIB,
-    "gib": GIB,
-    "tib": TIB,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
+    **{suffix: unit for unit, name in _NAMES for suffix in (name[0].lower(), name.lower())},
+    **{"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12},
 }
 _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<suffix>[a-zA-Z]*)\s*")
 

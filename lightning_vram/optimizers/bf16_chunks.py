@@ -1,4 +1,4 @@
-"""Chunks of bf16 weights that are stepped together: enough for few kernels, few enough for small transients."""
+"""Codecs for what bf16 weights lose, and chunks of weights: large enough for few kernels, small in fp32 memory."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -97,8 +97,6 @@ CODECS: dict[str, type[WeightCodec]] = {
     "bf16+kahan": KahanCodec,
     "bf16+stochastic": StochasticCodec,
 }
-
-
 CHUNK_ELEMENTS = 2**22  # 16 MiB in fp32
 
 
@@ -124,7 +122,7 @@ class WeightChunk:
 
     @property
     def rest(self) -> Tensor | None:
-        """The flat remainder of the bf16 weights, if any."""
+        """Flat remainder of the bf16 weights."""
         return self._codec.rest
 
     def read(self) -> Tensor:
@@ -211,13 +209,13 @@ def make_chunks(parameters: Iterable[nn.Parameter], scheme: str) -> list[WeightC
 
     batches: list[list[nn.Parameter]] = []
     for _, alike in groupby(sorted(parameters, key=key), key):
-        room = -1
+        num_free = -1
         for parameter in alike:
-            if parameter.numel() > room:
+            if parameter.numel() > num_free:
                 batches.append([])
-                room = CHUNK_ELEMENTS
+                num_free = CHUNK_ELEMENTS
             batches[-1].append(parameter)
-            room -= parameter.numel()
+            num_free -= parameter.numel()
     return [WeightChunk(batch, scheme, number) for number, batch in enumerate(batches)]
 
 

@@ -1,4 +1,7 @@
-"""Optimizers that step bf16 weights in fp32, chunk by chunk; they stay the same objects."""
+"""Optimizers that step bf16 weights in fp32, chunk by chunk; they stay the same objects.
+
+Also: frozen bf16 weights that are written in every step, and loading states as fp32.
+"""
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -16,7 +19,7 @@ from lightning_vram.core.tensors.properties import count, count_writes, stop_cou
 from lightning_vram.memory.tracking.ledger import forget_optimizer_tensors, register_optimizer_tensors
 from lightning_vram.optimizers.bf16_chunks import WeightChunk, list_rests, upcast_flat
 from lightning_vram.optimizers.moment_forms import UpdateCheck, convert_states, full_sized, refill_accumulators
-from lightning_vram.optimizers.step_round import State, iterate_parameters, plain_step, why_not_steppable
+from lightning_vram.optimizers.step_round import State, iterate_parameters, unhooked_step, why_not_steppable
 from lightning_vram.optimizers.take_over import StepTakeOver
 from lightning_vram.private_names.dispatcher import copy_each
 from lightning_vram.private_names.torch import LOAD_HOOKS
@@ -42,8 +45,7 @@ class FrozenWrites:
         self._num_looks += 1
         for parameter in parameters:
             count(parameter)
-            mark = count_writes(parameter)
-            known = self._seen.get(parameter)
+            mark, known = count_writes(parameter), self._seen.get(parameter)
             if mark == known:
                 continue
             self._seen[parameter] = mark
@@ -70,9 +72,6 @@ class FrozenWrites:
             )
 
 
-_WITH_BF16_STATES = ("bf16+kahan", "bf16+stochastic")
-
-
 class LeanOptimizers(StepTakeOver):
     """All attached optimizers. ``names`` are for messages."""
 
@@ -81,7 +80,7 @@ class LeanOptimizers(StepTakeOver):
         self.check: UpdateCheck | None = None
         self._chunks = list(chunks)
         self._places = {parameter: chunk for chunk in self._chunks for parameter in chunk.parameters}
-        self._has_bf16_states = scheme in _WITH_BF16_STATES
+        self._has_bf16_states = scheme in ("bf16+kahan", "bf16+stochastic")
         self._names = names
         self._has_stepped: set[int] = set()  # optimizers, by id, since frozen parameters were looked at
         self.frozen_writes = FrozenWrites(names)
@@ -94,12 +93,11 @@ class LeanOptimizers(StepTakeOver):
         for optimizer, objection in objections.items():
             if objection and self._has_ours(optimizer):
                 raise ValueError(objection)
-        for optimizer in (optimizer for optimizer, objection in objections.items() if objection is None):
+        for optimizer in (one for one, objection in objections.items() if objection is None):
             refill_accumulators(optimizer, self._places)
             self._convert_states(optimizer)
             self._take_over(optimizer)
-            load = MethodPatch(optimizer, "load_state_dict", partial(partial, self._load, optimizer))
-            self._patches.append(load)
+            self._patches.append(MethodPatch(optimizer, "load_state_dict", partial(partial, self._load, optimizer)))
             register_optimizer_tensors(optimizer, partial(list_rests, self._chunks))  # self would keep it alive
 
     def remove_patches(self) -> None:
@@ -136,8 +134,8 @@ class LeanOptimizers(StepTakeOver):
         self.num_steps += 1
         if self.check is not None:
             self.check.begin()
-        narrow = self._has_bf16_states
-        ChunkedStep(optimizer, self._make_generator, has_bf16_states=narrow, check=self.check).run(self._places)
+        step = ChunkedStep(optimizer, self._make_generator, has_bf16_states=self._has_bf16_states, check=self.check)
+        step.run(self._places)
         return loss
 
     def _make_generator(self, chunk: WeightChunk, device: torch.device) -> torch.Generator:
@@ -162,8 +160,7 @@ def load_upcast(
 ) -> None:
     """Call ``load``, an optimizer's ``load_state_dict``, such that states of ``lean_parameters`` become fp32."""
     hooks = {name: vars(optimizer)[name] for name in LOAD_HOOKS}
-    # Hooks run before and after, without the proxies.
-    before, after = hooks.values()
+    before, after = hooks.values()  # they run without the proxies
     state_dict = state_dict.copy()
     for hook in before.values():
         replaced = hook(optimizer, state_dict)
@@ -177,7 +174,11 @@ def load_upcast(
     optimizer.param_groups = [{**group, "params": [proxies[p] for p in group["params"]]} for group in groups]
     try:
         load(state_dict)
-        _put_back(optimizer, groups, {proxy: parameter for parameter, proxy in proxies.items()})
+        real: dict[Tensor, nn.Parameter] = {proxy: parameter for parameter, proxy in proxies.items()}
+        states = defaultdict(dict, {real.get(key, key): state for key, state in optimizer.state.items()})
+        optimizer.state = states
+        for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+            loaded["params"] = group["params"]
     except BaseException:
         optimizer.param_groups = groups
         raise
@@ -185,15 +186,6 @@ def load_upcast(
         vars(optimizer).update(hooks)
     for hook in after.values():
         hook(optimizer)
-
-
-def _put_back(optimizer: Optimizer, groups: list[dict[str, Any]], real: Mapping[Tensor, nn.Parameter]) -> None:
-    """Replace proxies by the real parameters in groups and states."""
-    states: defaultdict[Tensor, Any] = defaultdict(dict)
-    states.update({real.get(key, key): state for key, state in optimizer.state.items()})
-    optimizer.state = states
-    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
-        loaded["params"] = group["params"]
 
 
 Members = list[tuple[int, nn.Parameter]]  # indices of groups, and parameters
@@ -237,12 +229,12 @@ class ChunkedStep:
         before = check.note(exact) if check is not None else None
         generator = self._make_generator(chunk, exact.device)
         parameters = [parameter for _, parameter in members]
-        wide = UpcastStates(self._states(parameters)) if self._has_bf16_states else None
+        upcast = UpcastStates(self._states(parameters)) if self._has_bf16_states else None
         try:
             self._step(members, _make_proxies(chunk, exact, parameters))
         finally:
-            if wide is not None:
-                wide.round(self._states(parameters), generator)
+            if upcast is not None:
+                upcast.round(self._states(parameters), generator)
             stepped = check.note(exact) if check is not None else None
             # As in fp32, a step that fails half-way leaves what it has done.
             chunk.write(exact, generator, set(parameters))
@@ -261,7 +253,7 @@ class ChunkedStep:
                 seen_states[proxies[parameter]] = states[parameter]
         optimizer.param_groups, optimizer.state = list(seen.values()), seen_states
         try:
-            plain_step(type(optimizer))(optimizer)
+            unhooked_step(type(optimizer))(optimizer)
         finally:
             optimizer.param_groups, optimizer.state = groups, states
             for _, parameter in members:
@@ -283,17 +275,17 @@ class UpcastStates:
 
     def __init__(self, states: Iterable[tuple[torch.Size, State]]) -> None:
         slots = [(state, key) for shape, state in states for key in full_sized(shape, state)]
-        self._narrow = [state[key] for state, key in slots]
-        self._flat, self._wide = upcast_flat(self._narrow, self._narrow[0].device if slots else None)
-        for (state, key), wide in zip(slots, self._wide, strict=True):
-            state[key] = wide
+        self._bf16 = [state[key] for state, key in slots]
+        self._flat, self._fp32 = upcast_flat(self._bf16, self._bf16[0].device if slots else None)
+        for (state, key), fp32 in zip(slots, self._fp32, strict=True):
+            state[key] = fp32
 
     def round(self, states: Iterable[tuple[torch.Size, State]], generator: torch.Generator) -> None:
         """Put the bf16 tensors back, stochastically rounded, and round new states, too."""
-        if self._wide:
+        if self._fp32:
             round_randomly_(self._flat, generator)
-            copy_each(self._narrow, self._wide)
-        lent = {id(wide): narrow for wide, narrow in zip(self._wide, self._narrow, strict=True)}
+            copy_each(self._bf16, self._fp32)
+        lent = {id(fp32): bf16 for fp32, bf16 in zip(self._fp32, self._bf16, strict=True)}
         for shape, state in states:
             for key in full_sized(shape, state):
                 value = state[key]
@@ -313,6 +305,6 @@ def _make_proxies(
     for parameter, gradient in zip(dense, gradients, strict=True):
         proxies[parameter].grad = gradient
     for parameter, proxy in proxies.items():
-        if proxy.grad is None and parameter.grad is not None:
+        if proxy.grad is None and parameter.grad is not None:  # a sparse one
             proxy.grad = parameter.grad.to(exact.device, torch.float32)
     return proxies

@@ -45,6 +45,7 @@ from lightning_vram.private_names.torch import forward_pre_hooks
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _DTYPES = (torch.float32, *_LOW_PRECISION)
+SCHEMES = tuple(CODECS)
 _KINDS = {kind for kind in vars(optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer)} - {Optimizer}
 
 
@@ -54,8 +55,7 @@ def check_parameter(parameter: nn.Parameter) -> None:
     if issubclass(kind, DTensor) or isinstance(parameter.data, DTensor):
         raise ValueError(
             "Sharded parameters (FSDP2) cannot be stored in bfloat16: the shards are the fp32 master weights already. "
-            "Give "
-            "fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)) to compute in 16 bits."
+            "Give fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)) to compute in 16 bits."
         )
     data: Any = parameter.data
     if isinstance(parameter, UninitializedParameter) or parameter.is_meta or is_traceable_wrapper_subclass(data):
@@ -118,17 +118,14 @@ def refuse_lost_updates(optimizers: Iterable[Optimizer]) -> None:
         has_remedy = getattr(optimizer, "bf16_stochastic_round", False) or optimizer.defaults.get("kahan_sum")
         if has_remedy or not steps_like(type(optimizer), _KINDS):
             continue
-        narrow = [p for p in iterate_parameters(optimizer) if p.requires_grad and p.dtype in _LOW_PRECISION]
-        if narrow:
-            dtypes = " and ".join(sorted({str(parameter.dtype) for parameter in narrow}))
+        rounded = [p for p in iterate_parameters(optimizer) if p.requires_grad and p.dtype in _LOW_PRECISION]
+        if rounded:
+            dtypes = " and ".join(sorted({str(parameter.dtype) for parameter in rounded}))
             raise ValueError(
-                f"{type(optimizer).__name__} would train {len(narrow)} parameters that are {dtypes}, and lose every "
+                f"{type(optimizer).__name__} would train {len(rounded)} parameters that are {dtypes}, and lose every "
                 "update below half a unit in the last place (in a test the loss ended at .105 instead of .0266). Use "
                 'LeanMixedPrecision("bf16", parameters="bf16+split"), one of its other schemes, or fp32 weights.'
             )
-
-
-SCHEMES = tuple(CODECS)
 
 
 class LeanParameters:
@@ -155,9 +152,8 @@ class LeanParameters:
     ) -> None:
         if scheme not in SCHEMES:
             raise ValueError(f"LeanParameters(scheme) must be one of {', '.join(SCHEMES)}, got {scheme!r}.")
-        unique = [
-            p for p in dict.fromkeys(parameters) if isinstance(p, UninitializedParameter) or p.is_floating_point()
-        ]
+        unique = list(dict.fromkeys(parameters))
+        unique = [p for p in unique if isinstance(p, UninitializedParameter) or p.is_floating_point()]
         for parameter in unique:
             check_parameter(parameter)
         check_memory(unique)
@@ -302,9 +298,8 @@ class LeanAverage:
             device = parameters[0].device  # frozen ones yield host tensors
             theirs = [value.to(device) for value in values]
             move_average(self._average, number, ([self._averages[p] for p in parameters], ()), (theirs, ()))
-        plain = self._plain()
-        buffers = (self._average.module.buffers(), model.buffers())
-        move_average(self._average, number, (plain.values(), buffers[0]), (plain, buffers[1]))
+        others, buffers = self._other_parameters(), self._average.module.buffers()
+        move_average(self._average, number, (others.values(), buffers), (others, model.buffers()))
         self._average.n_averaged += 1
 
     @torch.no_grad()
@@ -332,16 +327,16 @@ class LeanAverage:
             theirs.copy_(ours)
 
     def remove(self) -> None:
-        """Remove the patch."""
+        """Let the average update itself again."""
         self._patch.remove()
 
-    def _plain(self) -> dict[nn.Parameter, nn.Parameter]:
+    def _other_parameters(self) -> dict[nn.Parameter, nn.Parameter]:
         """Return parameters that are not bf16 weights, with their averages."""
         lean = self._lean.parameters()
         return {parameter: average for parameter, average in self._averages.items() if parameter not in lean}
 
     def _others(self, model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield other tensors, of the average and of the module."""
-        for parameter, average in self._plain().items():
+        for parameter, average in self._other_parameters().items():
             yield average.data, parameter.data
         yield from zip(self._average.module.buffers(), model.buffers(), strict=True)

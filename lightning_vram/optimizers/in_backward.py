@@ -1,4 +1,8 @@
-"""Step each parameter in the backward, as soon as its gradient is complete."""
+"""Step each parameter in the backward of a closure, as soon as its gradient is complete, and free the gradient.
+
+Prior art: LOMO (arXiv:2306.09782), ``torch.distributed.optim._apply_optimizer_in_backward``, torchtune's
+``OptimizerInBackwardWrapper``; those change the optimizer that users, schedulers and checkpoints see.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,15 +28,17 @@ from lightning_vram.optimizers.step_round import (
     has_own_step,
     iterate_parameters,
     make_twin,
-    plain_step,
     refuse_optimizer,
     steps_like,
+    unhooked_step,
     why_not_steppable,
 )
 from lightning_vram.optimizers.take_over import MembersStep, StepTakeOver, owner_of
 from lightning_vram.private_names.fsdp2 import drop_reduced_gradients, local_shard, prepare_for_backward
 from lightning_vram.private_names.torch import note_step
 from lightning_vram.techniques.mixed_precision import note_unscaled, unscale_part
+
+NAME = "OptimizerInBackward"
 
 
 @dataclass(frozen=True)
@@ -66,8 +72,7 @@ class OneStep:
         self.is_measuring = False  # in the backward before the one with the steps
         self.has_measured = False
         self.scaler = scaler
-        self._clipping = clipping
-        self._members_step = members_step
+        self._clipping, self._members_step = clipping, members_step
         self._norm = previous_norm  # to clip by
         self._norms: dict[nn.Parameter, Tensor | None] = {}  # of gradients so far
         self._checks: list[Tensor] = []  # of the scaler, for gradients so far
@@ -134,9 +139,8 @@ class _Portions:
     """A step of an optimizer with its settings now, one parameter at a time."""
 
     def __init__(self, optimizer: Optimizer, members_step: MembersStep | None) -> None:
-        self._optimizer = optimizer
-        self._members_step = members_step
-        self._step = plain_step(type(optimizer))
+        self._optimizer, self._members_step = optimizer, members_step
+        self._step = unhooked_step(type(optimizer))
         # Proxies for each parameter, as in StepRound, would double the time in the interpreter.
         self._groups = [{**group} for group in optimizer.param_groups]
         self._twin = make_twin(type(optimizer), vars(optimizer), [], optimizer.state)
@@ -186,20 +190,15 @@ def take_in(parameter: nn.Parameter, state: State, group: dict[str, Any]) -> Non
     """
     gradient = parameter.grad
     assert gradient is not None
-    if not state:
-        _begin(parameter, state, group)
+    if not state:  # created as Adam does
+        is_on_device = group["capturable"] or group["fused"]
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if is_on_device else "cpu")
+        for key in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
+            state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
     first, second = ((1 - float(beta)) / float(beta) for beta in group["betas"])
     state["exp_avg"].add_(gradient, alpha=-first if group["maximize"] else first)
     state["exp_avg_sq"].addcmul_(gradient, gradient, value=second)
     parameter.grad = None
-
-
-def _begin(parameter: nn.Parameter, state: State, group: dict[str, Any]) -> None:
-    """Create the state as Adam does."""
-    is_on_device = group["capturable"] or group["fused"]
-    state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if is_on_device else "cpu")
-    for key in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
-        state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
 Sent = tuple[Any, list[Tensor], list[Tensor]]  # pending reduction, parameters, and their gradients in the bucket
@@ -261,16 +260,8 @@ class ReducedBuckets:
 
 def _reduce(buckets: ReducedBuckets | None, bucket: Any) -> Any:
     if buckets is None:
-        raise RuntimeError("OptimizerInBackward was undone: wrap the module in a new DistributedDataParallel.")
+        raise RuntimeError(f"{NAME} was undone: wrap the module in a new DistributedDataParallel.")
     return buckets.reduce(bucket)
-
-
-# Step each parameter in the backward of a closure, and free its gradient.
-#
-# Prior art: LOMO (arXiv:2306.09782), ``torch.distributed.optim._apply_optimizer_in_backward``, torchtune's
-# ``OptimizerInBackwardWrapper``; those change the optimizer that users, schedulers and checkpoints see.
-
-NAME = "OptimizerInBackward"
 
 
 class BackwardSteps(StepTakeOver):
@@ -292,10 +283,8 @@ class BackwardSteps(StepTakeOver):
         may_be_early: Callable[[Any], bool] | None = lambda closure: True,
         keeps_gradients: bool = True,
     ) -> None:
-        self._module = module
-        self._clipping = clipping
-        self._may_be_early = may_be_early
-        self._keeps_gradients = keeps_gradients
+        self._module, self._clipping = module, clipping
+        self._may_be_early, self._keeps_gradients = may_be_early, keeps_gradients
         self._groups: dict[nn.Parameter, dict[str, Any]] = {}  # during a backward whose moments accumulate gradients
         self._taken_in: set[nn.Parameter] = set()  # since the last step
         self._stepped: set[nn.Parameter] = set()  # in any step
@@ -345,7 +334,12 @@ class BackwardSteps(StepTakeOver):
         """Measure in a backward of this block whether ``optimizer`` steps; if so, it runs again, with the steps."""
         self._hook(optimizer)
         step = self._current = self._begin(optimizer, closure, scaler)
-        patch = MethodPatch(scaler, "unscale_", partial(partial, _unscale, step))
+
+        def unscale(inner: Callable[..., None], /, optimizer: Optimizer) -> None:
+            if step.optimizer is not optimizer or not step.has_measured:  # otherwise it is unscaled
+                inner(optimizer)
+
+        patch = MethodPatch(scaler, "unscale_", partial(partial, unscale))
         try:
             yield
         finally:
@@ -358,7 +352,8 @@ class BackwardSteps(StepTakeOver):
         assert step is not None
         step.is_measuring = True
         backward(retain_graph=True)
-        self._end_backward()
+        if self._buckets is not None:
+            self._buckets.land()
         step.end_measuring()
         if self._buckets is not None:
             self._buckets.expect_another()
@@ -380,7 +375,8 @@ class BackwardSteps(StepTakeOver):
             backward()
         finally:
             self._groups = {}
-        self._end_backward()
+        if self._buckets is not None:
+            self._buckets.land()
 
     @property
     def needs_two(self) -> bool:
@@ -391,10 +387,6 @@ class BackwardSteps(StepTakeOver):
         if any(parameter.grad is not None for parameter in iterate_parameters(step.optimizer)):
             step.is_early = False  # of earlier micro-batches: gradients are saved anyway
         return step.is_early
-
-    def _end_backward(self) -> None:
-        if self._buckets is not None:
-            self._buckets.land()
 
     def leaves_clipping(self) -> bool:
         """Whether gradients exist and are clipped elsewhere, now."""
@@ -496,13 +488,7 @@ class BackwardSteps(StepTakeOver):
             module = getattr(self._module, "module", self._module)  # of DDP
             names = (name for name, one in module.named_parameters() if one is parameter)
             raise RuntimeError(
-                f"OptimizerInBackward: {next(names, 'a parameter')!r} got a second gradient in one step, after it was "
+                f"{NAME}: {next(names, 'a parameter')!r} got a second gradient in one step, after it was "
                 "stepped with the first. Call backward once per step, and checkpoint with use_reentrant=False."
             )
         return is_taken
-
-
-def _unscale(step: OneStep, inner: Callable[..., None], /, optimizer: Optimizer) -> None:
-    """Patch of ``GradScaler.unscale_``: measured gradients are unscaled already."""
-    if step.optimizer is not optimizer or not step.has_measured:
-        inner(optimizer)

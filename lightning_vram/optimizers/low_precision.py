@@ -30,9 +30,9 @@ from lightning_vram.optimizers.step_round import (
     iterate_parameters,
     make_proxy,
     make_twin,
-    plain_step,
     publish_state,
     steps_like,
+    unhooked_step,
 )
 from lightning_vram.optimizers.take_over import MembersStep, StepTakeOver
 from lightning_vram.private_names.dispatcher import FakeTensor, current_dispatch_mode
@@ -41,10 +41,11 @@ Library = Literal["auto", "own", "torchao", "bitsandbytes"]
 
 
 class LibraryForm(LowBitForm):
-    """Moments in the form of a library."""
+    """Moments in the form of a library, whose kernels step them."""
 
     library: Library  # its name
     kinds: tuple[type[Optimizer], ...]  # optimizers whose step it has
+    knows_lion = False  # of any package
     unable: tuple[str, ...] = ("amsgrad", "maximize", "fused", "capturable")  # settings that it does not know
 
     def __init__(self, bits: Bits) -> None:
@@ -55,13 +56,10 @@ class LibraryForm(LowBitForm):
         name = type(optimizer).__name__
         if any(map(is_shard, iterate_parameters(optimizer))):
             return "sharded parameters"
-        if not self._knows(optimizer):
+        if not steps_like(type(optimizer), self.kinds) and not (self.knows_lion and is_lion(optimizer)):
             return name
         found = (f"{name}({key}={group[key]!r})" for group in optimizer.param_groups for key in self._odd(group))
         return next(found, None)
-
-    def _knows(self, optimizer: Optimizer) -> bool:
-        return steps_like(type(optimizer), self.kinds)
 
     def _odd(self, group: dict[str, Any]) -> list[str]:
         return [key for key in self.unable if group.get(key)]
@@ -103,16 +101,12 @@ class BitsandbytesForm(LibraryForm):
     """Blocks of 256; the last one of a parameter may be smaller."""
 
     library: Library = "bitsandbytes"
-    kinds = (Adam, AdamW, SGD)
+    kinds, knows_lion = (Adam, AdamW, SGD), True
     unable = (*LibraryForm.unable, "nesterov", "dampening")
 
     @override
     def why_not(self, optimizer: Optimizer) -> str | None:
         return super().why_not(optimizer) if self.bits == 8 else f"moments of {self.bits} bits"
-
-    @override
-    def _knows(self, optimizer: Optimizer) -> bool:
-        return super()._knows(optimizer) or is_lion(optimizer)
 
     @override
     def _odd(self, group: dict[str, Any]) -> list[str]:
@@ -130,14 +124,13 @@ class BitsandbytesForm(LibraryForm):
         is_first = not isinstance(member.local_state.get(keys[0]), Tensor)
         state = self._begun(member, keys)
         name, betas = {1: "momentum" if is_sgd else "lion", 2: "adam"}[len(keys)], settings.get("betas", (0.0, 0.0))
+        count = 1
         if is_sgd:
             count, betas = 1 if is_first else 2, (settings["momentum"], 0.0)
         elif len(keys) == 2:
             state["step"] = torch.tensor(0.0) if is_first else state["step"]
             state["step"] += 1
             count = int(state["step"])
-        else:
-            count = 1
         first, second = state[keys[0]], state[keys[1]] if len(keys) == 2 else None
         maps = [None if one is None else one.code_map.on(one.device) for one in (first, second)]
         import_module("bitsandbytes.functional").optimizer_update_8bit_blockwise(
@@ -146,10 +139,8 @@ class BitsandbytesForm(LibraryForm):
             member.shard.view(-1),
             first.records,
             None if second is None else second.records,
-            float(betas[0]),
-            float(betas[1]),
-            0.0,
-            0.0,
+            *map(float, betas),
+            *(0.0, 0.0),
             float(settings.get("eps", 0.0)),
             count,
             float(settings["lr"]),
@@ -186,16 +177,15 @@ class TorchaoForm(LibraryForm):
         keys = ["exp_avg", "exp_avg_sq"]
         state: State = {"step": torch.tensor(0.0)} | self._begun(member, keys)
         proxy = make_proxy(member.shard, member.gradient)
-        rate = torch.as_tensor(settings["lr"], dtype=torch.float32)
-        group = {**settings, "lr": rate, "params": [proxy]}
+        group = {**settings, "lr": torch.as_tensor(settings["lr"], dtype=torch.float32), "params": [proxy]}
         kind, attributes = _optimizer_of_torchao(self.bits)
         theirs = state | {key: self._as_theirs(state[key]) for key in keys}
-        is_coupled = not settings.get("decoupled_weight_decay", True)
-        twin = make_twin(kind, {**attributes, "is_adamw": not is_coupled}, [group], {proxy: theirs})
+        attributes = {**attributes, "is_adamw": settings.get("decoupled_weight_decay", True)}
+        twin = make_twin(kind, attributes, [group], {proxy: theirs})
         # Compiled code refuses to run under a dispatch mode, such as one that counts memory.
         is_watched = current_dispatch_mode() is not None
         with torch.compiler.set_stance("force_eager") if is_watched else nullcontext():
-            plain_step(kind)(twin)
+            unhooked_step(kind)(twin)
         return state
 
     def _as_theirs(self, moment: MappedTensor) -> Any:
@@ -203,9 +193,8 @@ class TorchaoForm(LibraryForm):
         values, is_signed = moment.code_map.on(moment.device), not moment.is_positive
         kind = import_module(f"torchao.optim.subclass_{self.bits}bit")
         if self.bits == 8:
-            return kind.OptimState8bit(
-                moment.records.view(moment.shape), moment.scales, values, is_signed, torch.float32
-            )
+            records = moment.records.view(moment.shape)
+            return kind.OptimState8bit(records, moment.scales, values, is_signed, torch.float32)
         return kind.OptimState4bit(moment.records, moment.scales, values, is_signed, moment.shape, torch.float32)
 
 
@@ -277,9 +266,9 @@ class LowPrecisionMoments(StepTakeOver):
         """Convert the moments of optimizers, now and after loading; refuse all if one cannot be stepped."""
         form = self._form
         fresh = [one for one in optimizers if form.fits(one) and not self._is_taken(one)]
-        everything = set(chain.from_iterable(map(iterate_parameters, fresh)))
+        parameters = set(chain.from_iterable(map(iterate_parameters, fresh)))
         names = form.part, f"leave {form.part} out"
-        self.unheld = find_unsupported(*names, form, fresh, everything, is_late=bool(self._stored))
+        self.unheld = find_unsupported(*names, form, fresh, parameters, is_late=bool(self._stored))
         forms = [form_of(self._library, form, optimizer) for optimizer in fresh]
         for optimizer, form in zip(fresh, forms, strict=True):
             states = LowPrecisionStates(optimizer, form.takes, form, self._check)

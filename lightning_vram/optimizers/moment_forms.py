@@ -1,4 +1,7 @@
-"""Forms of optimizer moments between steps, which compute in float32; what an optimizer stores for each weight."""
+"""Low-precision forms of optimizer moments between steps; what optimizers store per weight; lost updates.
+
+Steps compute in float32: moments are upcast before, and rounded after.
+"""
 
 import operator
 from abc import ABC, abstractmethod
@@ -32,8 +35,8 @@ from lightning_vram.optimizers.step_round import (
     is_lion,
     iterate_parameters,
     make_twin,
-    plain_step,
     steps_like,
+    unhooked_step,
     why_not_steppable,
 )
 from lightning_vram.private_names.dispatcher import FakeTensor
@@ -43,8 +46,8 @@ HostState = Literal["fp32", "bf16", "8bit", "4bit"]
 LEAST_NUMBERS = 4096  # smallest parameter with quantized moments, as in torchao and bitsandbytes
 DIVISORS = ("exp_avg_sq", "max_exp_avg_sq", "exp_inf")  # the step divides by these
 MOMENTS = ("exp_avg", *DIVISORS, "momentum_buffer")
-_first_places = WeakTensorKeyDictionary()
 KINDS: tuple[type[Optimizer], ...] = (Adam, AdamW, Adamax, NAdam, RAdam)  # their step count seeds random rounding
+_first_places = WeakTensorKeyDictionary()
 
 
 class StateForm(ABC):
@@ -91,7 +94,7 @@ class StateForm(ABC):
         """Return a flat view of a part of a moment; it begins at a block."""
 
     @abstractmethod
-    def round(self, key: str, wide: Tensor, start: int, seed: str, stored: Tensor | None) -> Tensor:
+    def round(self, key: str, fp32: Tensor, start: int, seed: str, stored: Tensor | None) -> Tensor:
         """Round a flat float32 part [n] of a moment, from place ``start`` on, into ``stored``; may overwrite it.
 
         ``seed`` differs for each moment, parameter and step. Without ``stored``: return a value for ``copy_``.
@@ -130,8 +133,8 @@ class BF16Form(StateForm):
         return flat_as_stored(stored)[start:stop]
 
     @override
-    def round(self, key: str, wide: Tensor, start: int, seed: str, stored: Tensor | None) -> Tensor:
-        return rounded_by_place(wide, start, _short(seed), stored)
+    def round(self, key: str, fp32: Tensor, start: int, seed: str, stored: Tensor | None) -> Tensor:
+        return rounded_by_place(fp32, start, _short(seed), stored)
 
     @override
     def num_bytes(self, count: int) -> int:
@@ -178,15 +181,14 @@ class LowBitForm(StateForm):
         return stored.cut(start, stop)
 
     @override
-    def round(self, key: str, wide: Tensor, start: int, seed: str, stored: Tensor | None) -> Tensor:
-        return wide if stored is None else stored.copy_(wide)
+    def round(self, key: str, fp32: Tensor, start: int, seed: str, stored: Tensor | None) -> Tensor:
+        return fp32 if stored is None else stored.copy_(fp32)
 
     @override
     def num_bytes(self, count: int) -> int:
         return record_bytes(count, self.bits)
 
 
-# By name; float32 has none.
 FORMS: dict[HostState, StateForm] = {"bf16": BF16Form(), "8bit": LowBitForm("8bit", 8), "4bit": LowBitForm("4bit", 4)}
 
 
@@ -205,11 +207,11 @@ def upcast_state(state: State, take: Callable[[int], Tensor] | None = None) -> S
 
 def round_state(form: StateForm, state: State, start: int, seed: str, stored: State) -> State:
     """Return the flat state of a part of a parameter after a step, its moments rounded into those of ``stored``."""
-    narrow = dict(state)
+    rounded = dict(state)
     for key in (key for key in MOMENTS if key in state):
         into = stored.get(key)
-        narrow[key] = form.round(key, state[key], start, f"{seed} {key}", into if is_low_precision(into) else None)
-    return narrow
+        rounded[key] = form.round(key, state[key], start, f"{seed} {key}", into if is_low_precision(into) else None)
+    return rounded
 
 
 def draw_of_moment(key: str, start: int, seed: str) -> int:
@@ -223,10 +225,10 @@ def _short(seed: str) -> int:
 
 def upcast_moment(value: Tensor, take: Callable[[int], Tensor] | None = None) -> Tensor:
     """Return a moment in float32."""
-    wide = None if take is None else take(value.numel())
+    fp32 = None if take is None else take(value.numel())
     if isinstance(value, LowBitTensor):
-        return value.decode(wide)
-    return value.float() if wide is None else wide.view(value.shape).copy_(value)
+        return value.decode(fp32)
+    return value.float() if fp32 is None else fp32.view(value.shape).copy_(value)
 
 
 def first_place(parameter: nn.Parameter) -> int:
@@ -296,7 +298,6 @@ _WHOLE: dict[type[Optimizer], str] = {
     Muon: "it steps whole matrices",
 }
 _ELEMENTWISE = tuple(kind for kind in STEPPABLE if kind not in _WHOLE)
-_PROXY_SHAPE = (2, 3)  # nothing else in a state has this shape
 
 
 @dataclass(frozen=True)
@@ -335,22 +336,20 @@ def find_layout(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dty
     if not is_elementwise(kind):
         reasons = (why for whole, why in _WHOLE.items() if steps_like(kind, [whole]))
         raise _refusal(kind, next(reasons, "its step is not known to treat each weight by itself"))
-    proxy = nn.Parameter(torch.zeros(_PROXY_SHAPE, dtype=dtype, device="cpu"))
+    proxy = nn.Parameter(torch.zeros((2, 3), dtype=dtype, device="cpu"))  # nothing else in a state has this shape
     proxy.grad = torch.zeros_like(proxy)
     twin = make_twin(kind, vars(optimizer), [{**group, "params": [proxy]}], defaultdict(dict))
     if isinstance(optimizer, Adagrad):  # creates its state in __init__
         twin.state[proxy] = {"step": torch.zeros((), device="cpu"), "sum": torch.zeros_like(proxy)}
     with torch.no_grad():
-        plain_step(kind)(twin)
+        unhooked_step(kind)(twin)
     state: State = twin.state[proxy]
-    elementwise = {
-        key: value for key, value in state.items() if isinstance(value, Tensor) and value.shape == proxy.shape
-    }
-    others = {key: value for key, value in state.items() if key not in elementwise}
-    odd = [key for key, value in others.items() if isinstance(value, Tensor) and value.numel() != 1]
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    elementwise = {key: value.dtype for key, value in tensors.items() if value.shape == proxy.shape}
+    odd = [key for key, value in tensors.items() if key not in elementwise and value.numel() != 1]
     if odd:
         raise _refusal(kind, f"{', '.join(odd)} has neither the shape of the parameter nor one element")
-    return StateLayout(tuple((key, value.dtype) for key, value in elementwise.items()), tuple(others))
+    return StateLayout(tuple(elementwise.items()), tuple(key for key in state if key not in elementwise))
 
 
 def _refusal(kind: type[Optimizer], why: str) -> ValueError:
@@ -387,12 +386,10 @@ def convert_states(
 
 def refill_accumulators(optimizer: Optimizer, parameters: Container[nn.Parameter]) -> None:
     """Give Adagrad's states, created from bf16 weights, their exact initial value."""
-    if not isinstance(optimizer, Adagrad):
-        return
-    initial = optimizer.defaults["initial_accumulator_value"]
-    for parameter in iterate_parameters(optimizer):
+    for parameter in iterate_parameters(optimizer) if isinstance(optimizer, Adagrad) else ():
         state = optimizer.state.get(parameter)
         if parameter in parameters and state and not state["step"]:
+            initial = optimizer.defaults["initial_accumulator_value"]
             state["sum"] = torch.full_like(state["sum"], initial, dtype=torch.float32)
 
 
@@ -416,11 +413,11 @@ class UpdateCheck:
         """Copy numbers that are about to change, if this step is counted."""
         return numbers.clone() if self.is_counting else None
 
-    def count(self, before: Tensor, stepped: Tensor, kept: Tensor) -> None:
+    def count(self, before: Tensor, stepped: Tensor, saved: Tensor) -> None:
         """Count numbers that the step moved, and those among them stored unchanged. Overwrites ``stepped``."""
         assert self._counts is not None
         is_moved = stepped.ne_(before)
-        is_lost = kept.eq(before).logical_and_(is_moved)
+        is_lost = saved.eq(before).logical_and_(is_moved)
         self._counts.append((is_lost.sum(), is_moved.count_nonzero()))
 
     @property

@@ -1,4 +1,8 @@
-"""Optimizer state in a file, streamed through a step."""
+"""Optimizer state in a file, streamed through a step.
+
+``StatePlaces`` lays the file out and cuts a step into chunks, ``DiskPipeline`` reads and writes them in threads,
+``DiskStates`` steps them, and ``StreamedStates`` connects all of it with an optimizer.
+"""
 
 import mmap
 import os
@@ -38,6 +42,7 @@ from lightning_vram.optimizers.step_round import (
 from lightning_vram.private_names.dispatcher import without_dispatch
 from lightning_vram.private_names.fsdp2 import local_shard
 
+CHUNK_ELEMENTS = 2**22  # 16 MiB of each fp32 state
 # Large parameters are cut at multiples of this: kernels treat the end of a vector differently from its middle, so other
 # cuts could change bits.
 PART_ELEMENTS = 4096
@@ -51,7 +56,7 @@ class Block:
     layout: StateLayout
     number: int  # which of its tensors
     position: int  # of its first byte
-    room_end: int  # where the next block begins
+    next_position: int  # of the next block
 
     def bytes_of(self, count: int) -> int:
         """Return the bytes of the first ``count`` weights."""
@@ -96,12 +101,14 @@ class StatePlaces:
         positions, end = [], 0
         for size, layout in zip(sizes, layouts, strict=True):
             for num_bytes in layout.stored_bytes(size):
-                positions.append(_align(end, num_bytes))
+                # Small runs are not aligned to pages: that would waste memory.
+                multiple = PAGE_BYTES if num_bytes >= PAGE_BYTES else _SMALL_ALIGNMENT
+                positions.append(-(-end // multiple) * multiple)
                 end = positions[-1] + num_bytes
         self.total_bytes = end
-        rooms = pairwise([*positions, end])
+        spans = pairwise([*positions, end])
         self.blocks = [
-            [Block(layout, number, *next(rooms)) for number in range(len(layout.elementwise))] for layout in layouts
+            [Block(layout, number, *next(spans)) for number in range(len(layout.elementwise))] for layout in layouts
         ]
 
     def buffer_bytes(self, chunk_elements: int) -> int:
@@ -112,14 +119,14 @@ class StatePlaces:
 
     def plan(self, work: Sequence[int], chunk_elements: int) -> list[Chunk]:
         """Cut parameters, by index, into chunks that fit into ``buffer_bytes(chunk_elements)``; a multiple of 4096."""
-        room_bytes = self.buffer_bytes(chunk_elements)
+        buffer_bytes = self.buffer_bytes(chunk_elements)
         chunks = [Chunk([], [])]
         for index in work:
             start, size = 0, self.sizes[index]
             while True:
-                room = chunk_elements - chunks[-1].num_elements
-                stop = size if size - start <= room else start + room // PART_ELEMENTS * PART_ELEMENTS
-                if (stop == start < size) or not self._add(chunks[-1], (index, start, stop), room_bytes):
+                num_free = chunk_elements - chunks[-1].num_elements
+                stop = size if size - start <= num_free else start + num_free // PART_ELEMENTS * PART_ELEMENTS
+                if (stop == start < size) or not self._add(chunks[-1], (index, start, stop), buffer_bytes):
                     chunks.append(Chunk([], []))
                     continue
                 start = stop
@@ -127,7 +134,7 @@ class StatePlaces:
                     break
         return [chunk for chunk in chunks if chunk.spans]
 
-    def _add(self, chunk: Chunk, part: tuple[int, int, int], room_bytes: int) -> bool:
+    def _add(self, chunk: Chunk, part: tuple[int, int, int], buffer_bytes: int) -> bool:
         """Add weights of a parameter to a chunk, if they fit into the buffer."""
         index, start, stop = part
         extents, end, offsets = list(chunk.extents), chunk.num_bytes, []
@@ -143,9 +150,9 @@ class StatePlaces:
                 extents.append(Extent(position, length, offsets[-1]))
             if stop == self.sizes[index]:  # the gap to the next block is unused: one run may include it
                 last = extents[-1]
-                extents[-1] = Extent(last.position, block.room_end - last.position, last.offset)
+                extents[-1] = Extent(last.position, block.next_position - last.position, last.offset)
             end = extents[-1].offset + extents[-1].length
-        if end > room_bytes and chunk.spans:
+        if end > buffer_bytes and chunk.spans:
             return False
         chunk.spans.append(Span(index, start, stop, tuple(offsets)))
         chunk.extents, chunk.num_bytes = extents, end
@@ -153,14 +160,8 @@ class StatePlaces:
         return True
 
 
-def _align(position: int, num_bytes: int) -> int:
-    """Align runs of at least a page to pages; smaller ones would waste memory."""
-    multiple = PAGE_BYTES if num_bytes >= PAGE_BYTES else _SMALL_ALIGNMENT
-    return -(-position // multiple) * multiple
-
-
 class DiskPipeline:
-    """A ring of at least two buffers, and the threads that fill and empty it: all memory that this takes.
+    """A ring of at least two buffers, and the threads that fill and empty it.
 
     A buffer belongs to one at a time: a thread that reads, the caller who steps, a thread that writes and then reads.
     """
@@ -172,7 +173,7 @@ class DiskPipeline:
         self._buffers: list[Tensor] = []
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="lightning_vram nvme_path")
 
-    def make_room(self, buffer_bytes: int) -> None:
+    def enlarge(self, buffer_bytes: int) -> None:
         """Set the size of the buffers."""
         if buffer_bytes > self._buffer_bytes:
             self._buffer_bytes, self._buffers = buffer_bytes, []
@@ -188,19 +189,19 @@ class DiskPipeline:
             self._buffers.append(_make_buffer(self._buffer_bytes))
         reads = [chunk.extents if any(span.index in known for span in chunk.spans) else [] for chunk in chunks]
         ring = self._buffers[: len(chunks)]
-        turns = deque(self._submit(buffer, [], read) for buffer, read in zip(ring, reads, strict=False))
+        pending = deque(self._submit(buffer, [], read) for buffer, read in zip(ring, reads, strict=False))
         try:
             for number, chunk in enumerate(chunks):
                 buffer, following = ring[number % len(ring)], number + len(ring)
-                self._await(turns.popleft())
+                self._await(pending.popleft())
                 step(chunk, buffer)
-                turns.append(self._submit(buffer, chunk.extents, reads[following] if following < len(reads) else []))
-            while turns:
-                self._await(turns.popleft())
+                pending.append(self._submit(buffer, chunk.extents, reads[following] if following < len(reads) else []))
+            while pending:
+                self._await(pending.popleft())
         except BaseException:
-            wait(turns)  # or they would use buffers and file later
-            for turn in turns:
-                self._await(turn)  # the error of a disk is more important
+            wait(pending)  # or they would use buffers and file later
+            for future in pending:
+                self._await(future)  # the error of a disk is more important
             raise
 
     def close(self) -> None:
@@ -212,9 +213,9 @@ class DiskPipeline:
         """Write a buffer, and read the next chunk into it, in a thread."""
         return self._threads.submit(_move, self._file, buffer, written, read)
 
-    def _await(self, turn: "Future[None]") -> None:
+    def _await(self, future: "Future[None]") -> None:
         try:
-            turn.result()
+            future.result()
         except Exception as error:
             raise OffloadError(
                 f"{self._file.name}: optimizer state could not be written or read ({error}). It is lost: "
@@ -237,9 +238,6 @@ def _make_buffer(num_bytes: int) -> Tensor:
         memory.madvise(mmap.MADV_DONTFORK)
     with without_dispatch():
         return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-CHUNK_ELEMENTS = 2**22  # 16 MiB of each fp32 state
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +287,7 @@ class DiskStates:
         if num_bytes > 0:
             self._file.grow(num_bytes, "for the optimizer state", "or leave nvme_path out")
         self._layouts, self._places, self._planned = layouts, places, ((), [])
-        self._pipeline.make_room(places.buffer_bytes(self._chunk_elements))
+        self._pipeline.enlarge(places.buffer_bytes(self._chunk_elements))
 
     def views(self, index: int) -> dict[str, Tensor]:
         """Return flat states over pages of the file: current and writable between steps, first uninitialized."""
@@ -316,7 +314,11 @@ class DiskStates:
         ``known`` has these values of parameters with a state. ``step`` may replace states of its pieces.
         """
         self._check()
-        chunks, left = self._plan(tuple(work)), dict[int, State]()
+        if len(set(work)) < len(work):
+            raise ValueError("work must not name a parameter twice.")
+        if self._planned[0] != tuple(work):
+            self._planned = (tuple(work), self._places.plan(work, self._chunk_elements))
+        left: dict[int, State] = {}
 
         def step_chunk(chunk: Chunk, buffer: Tensor) -> None:
             slots = [_cut_slots(span, self._layouts[span.index], buffer) for span in chunk.spans]
@@ -331,18 +333,11 @@ class DiskStates:
                     left[piece.index] = scalars
 
         try:
-            self._pipeline.run(chunks, known, step_chunk)
+            self._pipeline.run(self._planned[1], known, step_chunk)
         except OffloadError as error:
             self._why_over = str(error)
             raise
         return left
-
-    def _plan(self, work: tuple[int, ...]) -> list[Chunk]:
-        if len(set(work)) < len(work):
-            raise ValueError("work must not name a parameter twice.")
-        if self._planned[0] != work:
-            self._planned = (work, self._places.plan(work, self._chunk_elements))
-        return self._planned[1]
 
     def _check(self) -> None:
         if self._why_over is not None:
@@ -390,8 +385,7 @@ def _mismatch(piece: Piece, key: str, value: object) -> ValueError:
     left = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
     return ValueError(
         f"nvme_path: no space is reserved for the optimizer state {key} = {left} of parameter {piece.index}. Set the "
-        "options "
-        "of the optimizer (amsgrad, momentum, ...) before training and do not change them."
+        "options of the optimizer (amsgrad, momentum, ...) before training and do not change them."
     )
 
 
@@ -471,8 +465,8 @@ class StreamedStates:
             if self._form is None:
                 step_round.step_proxies(groups, proxies, [piece.states for piece in pieces])
                 return
-            forms = [self._forms[piece.index] for piece in pieces]
             seeds = make_seeds([by_index[piece.index] for piece in pieces], [piece.states for piece in pieces])
+            forms = [self._forms[piece.index] for piece in pieces]
             pairs = zip(forms, pieces, strict=True)
             states = [piece.states if form is None else upcast_state(piece.states) for form, piece in pairs]
             step_round.step_proxies(groups, proxies, states)

@@ -1,4 +1,4 @@
-"""Optimizers that step a few parameters at a time, on local shards, in any thread."""
+"""Step a few parameters of an optimizer at a time, on local shards, in any thread; which optimizers allow it."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,16 +41,16 @@ _NEVER = {
 }
 
 
-def plain_step(kind: type[Optimizer]) -> Callable[..., Any]:
+def unhooked_step(kind: type[Optimizer]) -> Callable[..., Any]:
     """Return the ``step`` of an optimizer class without the hooks that ``Optimizer`` adds."""
     step: Any = kind.step
-    plain: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
-    return plain
+    unhooked: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return unhooked
 
 
 def steps_like(kind: type[Optimizer], known: Iterable[type[Optimizer]]) -> bool:
     """Whether an optimizer class has the step of one of ``known``."""
-    return plain_step(kind) in {plain_step(one) for one in known}
+    return unhooked_step(kind) in {unhooked_step(one) for one in known}
 
 
 def has_own_step(optimizer: Optimizer) -> bool:
@@ -77,14 +77,14 @@ def _steps_as_lion(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     options = {**group, "params": [proxy], "lr": 0.25, "weight_decay": 0.0}
     states = defaultdict(dict, {proxy: {"exp_avg": average.clone()}})
     try:
-        plain_step(type(optimizer))(make_twin(type(optimizer), vars(optimizer), [options], states))
+        unhooked_step(type(optimizer))(make_twin(type(optimizer), vars(optimizer), [options], states))
     except Exception:  # another Lion
         return False
     first, second = group["betas"]
     stepped = weights - 0.25 * average.lerp(gradient, 1 - first).sign()
-    is_same = torch.allclose(proxy, stepped)
-    known = set(states[proxy]) == {"exp_avg"}
-    return is_same and known and torch.allclose(states[proxy]["exp_avg"], average.lerp(gradient, 1 - second))
+    if not torch.allclose(proxy, stepped) or set(states[proxy]) != {"exp_avg"}:
+        return False
+    return torch.allclose(states[proxy]["exp_avg"], average.lerp(gradient, 1 - second))
 
 
 def make_twin(kind: type[Optimizer], attributes: Mapping[str, Any], groups: list[dict[str, Any]], state: Any) -> Any:
@@ -213,15 +213,12 @@ class StepRound:
         is_on_host: bool | None = None,
     ) -> None:
         """Step local parameters of some groups, with states that change in place."""
-        seen: dict[int, dict[str, Any]] = {}
-        all_states: defaultdict[Tensor, State] = defaultdict(dict)
-        for index, proxy, state in zip(groups, proxies, states, strict=True):
-            if index not in seen:
-                seen[index] = {**self.settings_of(index, is_on_host=is_on_host), "params": []}
+        seen = {index: {**self.settings_of(index, is_on_host=is_on_host), "params": []} for index in groups}
+        for index, proxy in zip(groups, proxies, strict=True):
             seen[index]["params"].append(proxy)
-            all_states[proxy] = state
+        all_states: defaultdict[Tensor, State] = defaultdict(dict, zip(proxies, states, strict=True))
         kind = type(self.optimizer)
-        plain_step(kind)(make_twin(kind, self._attributes, list(seen.values()), all_states))
+        unhooked_step(kind)(make_twin(kind, self._attributes, list(seen.values()), all_states))
 
     def settings_of(self, index: int, *, is_on_host: bool | None = None) -> dict[str, Any]:
         """Return the settings of a group in this step."""
@@ -291,12 +288,9 @@ def as_sharded(value: Any, parameter: nn.Parameter, shape: torch.Size) -> Any:
 
 def list_tensors(members: Iterable[Member]) -> list[Tensor]:
     """Return the tensors that a step reads and writes, as user code sees them."""
-    tensors: list[Tensor] = []
-    for member in members:
-        # One copy at once: the submitted step may be adding states.
-        found = (member.parameter, member.parameter.grad, *member.state.values())
-        tensors += [value for value in found if isinstance(value, Tensor)]
-    return tensors
+    # Each state is copied at once: the submitted step may be adding to it.
+    found = [value for one in members for value in (one.parameter, one.parameter.grad, *one.state.values())]
+    return [value for value in found if isinstance(value, Tensor)]
 
 
 def make_proxy(shard: Tensor, gradient: Tensor) -> nn.Parameter:
@@ -328,12 +322,11 @@ def move_average(average: AveragedModel, number: Tensor, ours: Tensors, theirs: 
             own.detach().copy_(their)
     elif parameters or buffers:
         update: Any = type(average).update_parameters
-        update(_Part(average, number, _tensors(parameters, buffers)), _tensors(*theirs))
-
-
-def _tensors(parameters: Iterable[Tensor], buffers: Iterable[Tensor]) -> Any:
-    """Return tensors in the form of a module."""
-    return SimpleNamespace(parameters=[*parameters].__iter__, buffers=[*buffers].__iter__)
+        part, model = (
+            SimpleNamespace(parameters=[*ones].__iter__, buffers=[*others].__iter__)  # read as a module
+            for ones, others in ((parameters, buffers), theirs)
+        )
+        update(_Part(average, number, part), model)
 
 
 class _Part:

@@ -1,4 +1,4 @@
-"""Replace the step of optimizers: of attached ones, and of those created during training."""
+"""Replace the step of optimizers: attached ones, those created during training, and unknown classes on shards."""
 
 import traceback
 from abc import ABC, abstractmethod
@@ -23,14 +23,13 @@ from lightning_vram.optimizers.step_round import (
     has_own_step,
     iterate_parameters,
     make_twin,
-    plain_step,
+    unhooked_step,
 )
 from lightning_vram.private_names.fsdp2 import local_shard
 from lightning_vram.private_names.torch import note_step
 
 Step = Callable[[Callable[[], Any] | None], Any]
 Owner = TypeVar("Owner")
-
 MembersStep = Callable[[Optimizer, StepRound, Sequence[Member]], None]  # steps some parameters of an optimizer
 
 _handles: list[tuple["ref[Any]", RemovableHandle]] = []
@@ -185,7 +184,7 @@ class WholeSteps:
 
         self._put_proxies()
         try:
-            step = plain_step(type(self._optimizer))
+            step = unhooked_step(type(self._optimizer))
             return step(self._optimizer) if closure is None else step(self._optimizer, call_closure)
         finally:
             self._put_back()
@@ -224,17 +223,14 @@ class WholeSteps:
             group["params"] = [others.get(parameter, parameter) for parameter in group["params"]]
 
 
-def explain_failures(optimizer: Optimizer, *, is_split: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a patch of the step that explains errors of sharded tensors."""
+def explain_failures(inner: Callable[..., Any], optimizer: Optimizer, *, is_split: bool) -> Callable[..., Any]:
+    """Return a step for ``inner`` that explains errors of sharded tensors."""
     advice = "such as AdamW, or a single device" if is_split else "such as AdamW"
     message = (
         f"{type(optimizer).__name__} cannot step on shards: it does with a parameter what a sharded one cannot do. Use "
         f"an optimizer of torch.optim that steps each element by itself, {advice}."
     )
-    return partial(_make_step, message)
 
-
-def _make_step(message: str, inner: Callable[..., Any]) -> Callable[..., Any]:
     def step(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         of_model: list[Exception] = []
 

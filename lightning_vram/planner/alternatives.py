@@ -1,15 +1,18 @@
 """Alternatives when nothing fits, each verified by a traced step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lightning_vram.estimation.batches import batch_size_of, sequence_length_of, with_batch_size, with_sequence_length
 from lightning_vram.memory.tracking.timeline import MemoryTimeline, Phase
 from lightning_vram.memory.units import format_argument, format_bytes
 from lightning_vram.planner.remedies import NOT_ON_HOST, OPTIMIZER_ON_HOST, WEIGHTS_ON_HOST, leaner_on_host
 from lightning_vram.planner.scheme import LEVELS, Exactness, Found, Measured, Part, Scheme, Workload, with_margin
+
+if TYPE_CHECKING:
+    from lightning_vram.planner.plan import TracedSteps
 
 SHARDED = Part("lightning_vram.FSDPOffloadStrategy", {"offload": "none"}, place="strategy")
 _TRIES = 3
@@ -27,21 +30,9 @@ class Alternatives:
     sequence_length: int = 0  # tokens
 
 
-class Steps(Protocol):
-    """Traces steps of schemes, also with other batches and on more devices."""
-
-    batch: Any
-    num_ranks: int
-    own: Mapping[str, Any]
-
-    def __call__(self, scheme: Scheme) -> Measured | None:
-        """Trace one; ``None`` if a feature refuses this run."""
-
-    def of(self, batch: Any, num_ranks: int) -> "Steps":
-        """Return tracing with another batch, or on more devices."""
-
-
-def suggest_alternatives(steps: Steps, found: Found, workload: Workload, *, has_strategies: bool) -> Alternatives:
+def suggest_alternatives(
+    steps: "TracedSteps", found: Found, workload: Workload, *, has_strategies: bool
+) -> Alternatives:
     """Try alternatives to a search: up to ten steps, and three for a small host."""
     least, budget_bytes = found.least_of(workload), workload.budget_bytes
     if least.needed_bytes <= budget_bytes:
@@ -52,18 +43,15 @@ def suggest_alternatives(steps: Steps, found: Found, workload: Workload, *, has_
         strategy = _strategy(steps, least, workload)
         num_devices = _num_devices(steps, least, budget_bytes)
     if least.needed_bytes - least.activation_bytes <= budget_bytes:
-        size, sequence = batch_size_of(steps.batch) or 0, sequence_length_of(steps.batch) or 0
-        of_size = _needed(steps, least, lambda new: with_batch_size(steps.batch, size, new))
-        of_length = _needed(steps, least, lambda new: with_sequence_length(steps.batch, sequence, new))
-        batch_size = _largest(of_size, size, least, budget_bytes)
-        length = _largest(of_length, sequence, least, budget_bytes)
+        batch_size = _largest(steps, least, budget_bytes, batch_size_of(steps.batch) or 0, with_batch_size)
+        length = _largest(steps, least, budget_bytes, sequence_length_of(steps.batch) or 0, with_sequence_length)
     if strategy is None:
         return Alternatives(num_devices, batch_size=batch_size, sequence_length=length)
     part = strategy.scheme.parts[0]
     return Alternatives(num_devices, part, strategy.host_bytes, workload.host_bytes, batch_size, length)
 
 
-def _strategy(steps: Steps, least: Measured, workload: Workload) -> Measured | None:
+def _strategy(steps: "TracedSteps", least: Measured, workload: Workload) -> Measured | None:
     """Return the first strategy that fits device and host, or the one that needs least of the host."""
     best: Measured | None = None
     for mode in (OPTIMIZER_ON_HOST, WEIGHTS_ON_HOST):
@@ -81,7 +69,7 @@ def _strategy(steps: Steps, least: Measured, workload: Workload) -> Measured | N
     return None
 
 
-def _num_devices(steps: Steps, least: Measured, budget_bytes: int) -> int:
+def _num_devices(steps: "TracedSteps", least: Measured, budget_bytes: int) -> int:
     """Divide weights, gradients and states; a traced step adds the all-gathered layers."""
     share_bytes: float = budget_bytes - (least.needed_bytes - least.states_bytes)
     number = steps.num_ranks
@@ -104,21 +92,16 @@ def _with(strategy: Part, least: Measured) -> Scheme:
     return Scheme((strategy, *parts))
 
 
-def _needed(steps: Steps, least: Measured, batch_of: Callable[[int], Any]) -> Callable[[int], int]:
-    def needed_bytes(size: int) -> int:
-        measured = steps.of(batch_of(size), steps.num_ranks)(least.scheme)
-        return least.needed_bytes if measured is None else measured.needed_bytes
-
-    return needed_bytes
-
-
-def _largest(needed_bytes: Callable[[int], int], size: int, least: Measured, budget_bytes: int) -> int:
+def _largest(
+    steps: "TracedSteps", least: Measured, budget_bytes: int, size: int, resize: Callable[[Any, int, int], Any]
+) -> int:
     """Extrapolate two sizes to one that fits, and verify it; 0 if none was found."""
     best, last, last_bytes, new = 0, size, least.needed_bytes, size // 2
     for _ in range(_TRIES):
         if not 0 < new < size or new in (best, last):
             break
-        new_bytes = needed_bytes(new)
+        measured = steps.of(resize(steps.batch, size, new), steps.num_ranks)(least.scheme)
+        new_bytes = least.needed_bytes if measured is None else measured.needed_bytes
         if new_bytes <= budget_bytes:
             best = max(best, new)
         slope = (last_bytes - new_bytes) / (last - new)
@@ -163,7 +146,7 @@ def peak_words(timeline: MemoryTimeline) -> str:
     """Return the place of the peak of a run: phase, and module with the largest share."""
     if timeline.peak_phase is None:
         return ""
-    phase = {Phase.OPTIMIZER_STEP: "optimizer step"}.get(timeline.peak_phase, str(timeline.peak_phase))
+    phase = "optimizer step" if timeline.peak_phase is Phase.OPTIMIZER_STEP else str(timeline.peak_phase)
     held = next(((name, size) for name, size in timeline.peak_by_module.items() if name), None)
     largest = "" if held is None else f", mostly for '{held[0]}' ({format_bytes(held[1])})"
     return f"in the {phase}{largest}"

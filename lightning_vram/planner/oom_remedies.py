@@ -72,9 +72,6 @@ def results_of(exactness: Exactness) -> str:
     return ("exact", "lossless", "approximate")[exactness]
 
 
-_FULL_PRECISION = "32-true"
-
-
 @dataclass(frozen=True)
 class LeanerEvaluation:
     """A variant of an evaluation."""
@@ -98,7 +95,7 @@ def measure_evaluation(
     if size > 1:
         half = -(-size // 2)
         variants.append((f"DataLoader(..., batch_size={half})", with_batch_size(batch, size, half), run, "lossless"))
-    if not keeps_precision and run.trainer_arguments.get("precision") == _FULL_PRECISION:
+    if not keeps_precision and run.trainer_arguments.get("precision") == "32-true":
         rounded = replace(run, trainer_arguments={**run.trainer_arguments, "precision": "bf16-true"})
         variants.append(('precision="bf16-true"', batch, rounded, "approximate"))
     for number, (code, its_batch, its_run, results) in enumerate(variants):

@@ -1,4 +1,4 @@
-"""Plans: what makes a run fit, and at what cost."""
+"""Plans: trace configurations on fake tensors, and return the fastest that fits with its cost."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,7 @@ from lightning_vram.planner.alternatives import (
     peak_words,
     suggest_alternatives,
 )
-from lightning_vram.planner.remedies import Remedies, has_plain_strategy, may_be_guarded, remedies_for
+from lightning_vram.planner.remedies import has_plain_strategy, may_be_guarded, remedies_for
 from lightning_vram.planner.scheme import LEVELS, Exactness, Found, Measured, Scheme, Workload, find_measured
 from lightning_vram.planner.search import search
 
@@ -133,11 +133,8 @@ class PlanError(ValueError):
     def __init__(
         self, least: Measured, workload: Workload, level: Exactness, ways: Alternatives, device_bytes: int
     ) -> None:
-        there, needed, place = (
-            format_bytes(workload.budget_bytes),
-            format_bytes(least.needed_bytes),
-            describe_peak_place(least),
-        )
+        there, needed = format_bytes(workload.budget_bytes), format_bytes(least.needed_bytes)
+        place = describe_peak_place(least)
         on_host = least.needed_bytes <= workload.budget_bytes
         if on_host:
             there, needed = f"{format_bytes(workload.host_bytes or 0)} of host memory", format_bytes(least.host_bytes)
@@ -285,7 +282,13 @@ def plan_memory(  # noqa: PLR0913 - by name
     batch = first_batch(module, datamodule) if batch is None else batch
     steps = TracedSteps(module, batch, run, on_progress, num_local_ranks=devices)
     remedies = remedies_for(own, level, on_card=run.card is not None, module=module, knows_host=host_bytes is not None)
-    return find_plan(steps, Workload(budget_bytes, steps.batch_size, steps.travel_bytes, host_bytes), remedies, level)
+    workload = Workload(budget_bytes, steps.batch_size, steps.travel_bytes, host_bytes)
+    found = search(steps, workload, remedies)
+    if found.best is None:
+        here = workload if host_bytes is not None else replace(workload, host_bytes=available_host_bytes())
+        ways = suggest_alternatives(steps, found, here, has_strategies=steps.may_choose_strategy)
+        raise PlanError(found.least_of(workload), workload, level, ways, steps.device.memory_bytes)
+    return MemoryPlan(steps.device, budget_bytes, found, steps.own)
 
 
 def level_of(name: str, allow: object) -> Exactness:
@@ -307,16 +310,6 @@ def budget_bytes_of(name: str, budget: int | float | str | None, spec: DeviceSpe
         has = format_bytes(spec.memory_bytes)
         raise ValueError(f"{name} must be at most the {has} that {spec.name} has, got {budget!r}.")
     return budget_bytes
-
-
-def find_plan(steps: TracedSteps, workload: Workload, remedies: Remedies, level: Exactness) -> MemoryPlan:
-    """Search for a plan, or raise alternatives."""
-    found = search(steps, workload, remedies)
-    if found.best is None:
-        here = workload if workload.host_bytes is not None else replace(workload, host_bytes=available_host_bytes())
-        ways = suggest_alternatives(steps, found, here, has_strategies=steps.may_choose_strategy)
-        raise PlanError(found.least_of(workload), workload, level, ways, steps.device.memory_bytes)
-    return MemoryPlan(steps.device, workload.budget_bytes, found, steps.own)
 
 
 def effects(scheme: Scheme, tried: Sequence[Measured]) -> tuple[str, ...]:

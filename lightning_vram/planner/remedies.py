@@ -47,33 +47,21 @@ WEIGHTS_ON_HOST = replace(
     init_args={"offload": "params"},
     note="keeps weights, the optimizer and its state on the host",
 )
-LOW_BIT, LOWER_BIT = (
-    Part(
-        "lightning_vram.LowBitOptimizer",
-        {"bits": bits},
-        exactness=Exactness.ANY,
-        note=f"stores optimizer moments in {bits} bits",
-    )
-    for bits in (8, 4)
+LOW_BIT = Part(
+    "lightning_vram.LowBitOptimizer", {"bits": 8}, exactness=Exactness.ANY, note="stores optimizer moments in 8 bits"
 )
-QUANTIZED = tuple(
-    Part(
-        "lightning_vram.QuantizeFrozenWeights",
-        {"bits": bits},
-        exactness=Exactness.ANY,
-        note=f"quantizes frozen weights to {bits} bits",
-    )
-    for bits in (8, 4)
+LOWER_BIT = replace(LOW_BIT, init_args={"bits": 4}, note="stores optimizer moments in 4 bits")
+_IN_8_BITS = Part(
+    "lightning_vram.QuantizeFrozenWeights",
+    {"bits": 8},
+    exactness=Exactness.ANY,
+    note="quantizes frozen weights to 8 bits",
 )
+QUANTIZED = (_IN_8_BITS, replace(_IN_8_BITS, init_args={"bits": 4}, note="quantizes frozen weights to 4 bits"))
 MOMENTS = Part("lightning_vram.MomentsInBF16", exactness=Exactness.ANY, note="stores optimizer moments in bfloat16")
-NOT_ON_HOST = frozenset(
-    part.name for part in (EARLY_RELEASE, IN_BACKWARD, QUANTIZED[0])
-)  # strategies include or refuse these
-_ONCE = frozenset(part.name for part in (IN_PARTS, IN_BACKWARD))
-_OF_HOST = ("master", "host_state")  # arguments that change nothing on the device
-_PLAIN_STRATEGIES = (None, "auto", "ddp")
+# Strategies include or refuse these.
+NOT_ON_HOST = frozenset(part.name for part in (EARLY_RELEASE, IN_BACKWARD, QUANTIZED[0]))
 _FORMATS = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
-_PRECISION = "LeanMixedPrecision"
 
 
 @dataclass(frozen=True)
@@ -99,13 +87,18 @@ def remedies_for(
     knows_host: bool = False,
 ) -> Remedies:
     """Return the features that suit a run; ``knows_host``: host memory is limited."""
-    taken = _names_of(own)
+    features = [*as_list(own.get("callbacks")), *as_list(own.get("plugins"))]
+    taken = {base.__name__ for one in features for base in type(one).__mro__}
+
+    def suits(part: Part) -> bool:
+        return part.name not in taken and part.exactness <= level
+
     states = [Scheme()]
     has_choice = on_card and has_strategies and has_plain_strategy(own)
     if has_choice and level >= OPTIMIZER_ON_HOST.exactness:
         for part in (OPTIMIZER_ON_HOST, WEIGHTS_ON_HOST):
             states += [Scheme((one,)) for one in (part, *(leaner_on_host(part, own) if knows_host else ()))]
-    lean = _precision_parts(own) if _PRECISION not in taken and not own.get("plugins") else []
+    lean = _precision_parts(own) if "LeanMixedPrecision" not in taken and not own.get("plugins") else []
     lean_states = [Scheme((part,)) for part in lean]
     if not taken & {MOMENTS.name, LOW_BIT.name}:
         lean_states[1:1] = [Scheme((MOMENTS,)), *(Scheme((part, MOMENTS)) for part in lean[:1])]
@@ -114,20 +107,16 @@ def remedies_for(
         lean_states = [*(Scheme((part,)) for part in QUANTIZED), *lean_states]
     states[1:1] = [Scheme((IN_BACKWARD,)), *lean_states]
     states = [scheme for scheme in states if scheme.exactness <= level]
-    singles = [part for part in (FUSION, OFFLOAD, COMPRESSION) if part.name not in taken and part.exactness <= level]
-    if not on_card:
-        singles = [part for part in singles if part != OFFLOAD]
+    singles = (FUSION, OFFLOAD, COMPRESSION) if on_card else (FUSION, COMPRESSION)
     has_checkpoints = CHECKPOINTING.name in taken
     return Remedies(
         states=tuple(states),
-        singles=tuple(singles),
+        singles=tuple(filter(suits, singles)),
         checkpoints=not has_checkpoints,
         offloads=on_card and not has_checkpoints and OFFLOAD.name not in taken,
-        cuts=level >= IN_PARTS.exactness and IN_PARTS.name not in taken,
-        tiles=level >= TOKEN_TILING.exactness and TOKEN_TILING.name not in taken,
-        free=tuple(
-            part for part in (EARLY_RELEASE, CHUNKED_LOSS) if part.name not in taken and part.exactness <= level
-        ),
+        cuts=suits(IN_PARTS),
+        tiles=suits(TOKEN_TILING),
+        free=tuple(filter(suits, (EARLY_RELEASE, CHUNKED_LOSS))),
     )
 
 
@@ -136,12 +125,12 @@ def may_be_guarded(names: Iterable[str]) -> bool:
 
     ``MicroBatching`` does so itself; with ``OptimizerInBackward`` some parameters have been stepped by then.
     """
-    return _ONCE.isdisjoint(names)
+    return {IN_PARTS.name, IN_BACKWARD.name}.isdisjoint(names)
 
 
 def has_plain_strategy(own: Mapping[str, Any]) -> bool:
     """Whether a Trainer has the default strategy."""
-    return own.get("strategy") in _PLAIN_STRATEGIES
+    return own.get("strategy") in (None, "auto", "ddp")
 
 
 def leaner_on_host(part: Part, own: Mapping[str, Any]) -> list[Part]:
@@ -152,24 +141,24 @@ def leaner_on_host(part: Part, own: Mapping[str, Any]) -> list[Part]:
         note=f"{part.note}, weights split into a bfloat16 half and a 16-bit remainder",
     )
     can_split = str(own.get("precision")) == "bf16-mixed"
-    narrow = [
+    base = split if can_split else part
+    low_precision = [
         replace(
-            one,
-            init_args={**one.init_args, "host_state": form},
+            base,
+            init_args={**base.init_args, "host_state": form},
             exactness=Exactness.ANY,
-            note=f"{one.note}, moments in {words}",
+            note=f"{base.note}, moments in {words}",
         )
-        for one in [split if can_split else part]
         for form, words in (("bf16", "bfloat16"), ("8bit", "8 bits"))
     ]
-    return [split, *narrow] if can_split else narrow
+    return [split, *low_precision] if can_split else low_precision
 
 
 def mode_of(scheme: Scheme) -> Mapping[str, Any] | None:
     """Return the arguments of a strategy that decide its device memory; ``None``: no strategy."""
     for part in scheme.parts:
         if part.place == "strategy":
-            return {name: value for name, value in part.init_args.items() if name not in _OF_HOST}
+            return {name: value for name, value in part.init_args.items() if name not in ("master", "host_state")}
     return None
 
 
@@ -197,8 +186,3 @@ def _precision_parts(own: Mapping[str, Any]) -> list[Part]:
 def _is_mostly_frozen(module: nn.Module) -> bool:
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
     return 2 * sum(size for size, is_trained in sizes if not is_trained) > sum(size for size, _ in sizes)
-
-
-def _names_of(own: Mapping[str, Any]) -> set[str]:
-    parts = [*as_list(own.get("callbacks")), *as_list(own.get("plugins"))]
-    return {base.__name__ for part in parts for base in type(part).__mro__}

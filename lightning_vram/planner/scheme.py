@@ -1,4 +1,4 @@
-"""Features, combinations of them, and what their steps need."""
+"""Features, combinations of them (schemes), what their steps need, and the result of a search."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -112,10 +112,10 @@ class Scheme:
 
         Callbacks and plugins are appended (``callbacks+``) to those of earlier files.
         """
-        said = list(zip(self.parts, (*comments, *[""] * len(self.parts)), strict=False))
+        commented = list(zip(self.parts, (*comments, *[""] * len(self.parts)), strict=False))
         text = "".join(f"  {name}: null  # replaced by {part.name}\n" for part in self.parts for name in part.replaces)
         for place, key in (("strategy", "strategy"), ("plugins", "plugins+"), ("callbacks", "callbacks+")):
-            entries = [_text_of(part, comment) for part, comment in said if part.place == place]
+            entries = [_text_of(part, comment) for part, comment in commented if part.place == place]
             if entries:
                 text += "".join([f"  {key}:\n", *entries])
         return f"trainer:\n{text}" if text else "trainer: {}\n"

@@ -45,12 +45,12 @@ class _Search:
         self._tiles = remedies.tiles
 
     def run(self) -> Found:
-        plain = self._run(Scheme())
-        assert plain is not None  # nothing refuses the user's own run
-        if not self._fits(plain):
-            start = self._take_what_is_free(plain)
+        baseline = self._run(Scheme())
+        assert baseline is not None  # nothing refuses the user's own run
+        if not self._fits(baseline):
+            start = self._take_what_is_free(baseline)
             for wanted in self._remedies.states:
-                if self._is_as_fast(plain):
+                if self._is_as_fast(baseline):
                     break
                 states = Scheme(tuple(part for part in wanted.parts if part not in self._refused))
                 if self._is_for_smaller_hosts(states) or self._is_more_than_enough(start, states):
@@ -64,7 +64,7 @@ class _Search:
                     self._try_remedies(whole, is_first=whole is start)
             if self._best() is None:
                 self._find_least()
-        return Found(self._best(), plain, tuple(self._tried))
+        return Found(self._best(), baseline, tuple(self._tried))
 
     def _run(self, scheme: Scheme) -> Measured | None:
         measured = self._measure(scheme)
@@ -72,9 +72,9 @@ class _Search:
             self._tried.append(measured)
         return measured
 
-    def _take_what_is_free(self, plain: Measured) -> Measured:
+    def _take_what_is_free(self, baseline: Measured) -> Measured:
         """Add the free features that help."""
-        start = plain
+        start = baseline
         for part in self._remedies.free:
             leaner = self._run(start.scheme + part)
             if leaner is not None and leaner.needed_bytes < start.needed_bytes:
@@ -106,21 +106,21 @@ class _Search:
         best = self._best()
         return best is not None and best.seconds <= _AS_FAST * whole.seconds
 
-    def _may_win(self, whole: Measured, plain: Measured) -> bool:
+    def _may_win(self, whole: Measured, baseline: Measured) -> bool:
         """Whether remedies on top of a set may beat the best: they save activations, at a cost that grows with them."""
         if whole.needed_bytes - whole.activation_bytes > self._budget_bytes or not self._workload.fits_host(whole):
             return False
         best = self._best()
-        if whole is plain:
+        if whole is baseline:
             return True
         if best is None and IN_BACKWARD in whole.scheme.parts:
             return True  # gradients are the peak once layers are checkpointed
-        if plain.needed_bytes - whole.needed_bytes < _LITTLE * plain.needed_bytes:
+        if baseline.needed_bytes - whole.needed_bytes < _LITTLE * baseline.needed_bytes:
             return False  # steps are expensive: tiny savings make nothing fit
         if best is None:
             return True
-        share = (whole.needed_bytes - self._budget_bytes) / (plain.needed_bytes - self._budget_bytes)
-        return whole.seconds + share * (best.seconds - plain.seconds) < best.seconds
+        share = (whole.needed_bytes - self._budget_bytes) / (baseline.needed_bytes - self._budget_bytes)
+        return whole.seconds + share * (best.seconds - baseline.seconds) < best.seconds
 
     def _try_remedies(self, whole: Measured, *, is_first: bool) -> None:
         if is_first:
@@ -178,48 +178,46 @@ class _Search:
         parts += [OFFLOAD] if self._remedies.offloads or OFFLOAD in self._remedies.singles else []
         parts += [_in_parts(1)] if self._remedies.cuts and self._workload.batch_size > 1 else []
         for part in parts:
-            is_cut = part.name == IN_PARTS.name  # gradients accumulate over a batch
             scheme = least.scheme + part
-            scheme = self._with_early_release(scheme) if is_cut else scheme
+            if part.name == IN_PARTS.name:  # gradients accumulate over a batch: EarlyRelease, not OptimizerInBackward
+                free = [one for one in self._remedies.free if one == EARLY_RELEASE]
+                replaced = (other for one in scheme.parts for other in (free if one == IN_BACKWARD else [one]))
+                scheme = Scheme(tuple(replaced))
             leaner = find_measured(scheme, self._tried) or self._run(scheme)
             if leaner is not None and leaner.needed_bytes < least.needed_bytes:
                 least = leaner
 
-    def _with_early_release(self, scheme: Scheme) -> Scheme:
-        """Replace OptimizerInBackward by EarlyRelease."""
-        free = [part for part in self._remedies.free if part == EARLY_RELEASE]
-        return Scheme(tuple(other for part in scheme.parts for other in (free if part == IN_BACKWARD else [part])))
-
     def _fit_budget(self, whole: Measured, lean: Measured, arguments: Mapping[str, object]) -> None:
         """Find the largest activation budget that fits."""
         least = MIB if arguments else lean.activation_bytes
-        kept_bytes = self._budget_bytes - (whole.needed_bytes - whole.activation_bytes)
-        kept_bytes = max(least, kept_bytes, lean.activation_bytes + self._budget_bytes - lean.needed_bytes)
+        saved_bytes = self._budget_bytes - (whole.needed_bytes - whole.activation_bytes)
+        saved_bytes = max(least, saved_bytes, lean.activation_bytes + self._budget_bytes - lean.needed_bytes)
         too_many = math.inf  # the smallest that does not fit
         for _ in range(_ROUNDS):
-            budget = format_argument(kept_bytes)
-            kept_bytes = parse_bytes(budget)
+            budget = format_argument(saved_bytes)
+            saved_bytes = parse_bytes(budget)
             part = replace(CHECKPOINTING, init_args={"budget": budget, **arguments})
             found = self._run(whole.scheme + part)
             if found is None:
                 return
             left = self._budget_bytes - found.needed_bytes
             if left < 0:
-                too_many = kept_bytes
+                too_many = saved_bytes
             elif left <= _CLOSE * self._budget_bytes or self._is_as_fast(whole):
                 return
             wanted = max(least, found.activation_bytes + left)
-            if left > 0 and (wanted <= kept_bytes or wanted >= too_many):
+            if left > 0 and (wanted <= saved_bytes or wanted >= too_many):
                 return
-            if left < 0 and wanted >= kept_bytes:
-                wanted = kept_bytes + left  # it exceeds its budget
+            if left < 0 and wanted >= saved_bytes:
+                wanted = saved_bytes + left  # it exceeds its budget
             if left < 0 and wanted <= least:
-                wanted = (least + kept_bytes) // 2  # the allocator's segments are large steps
-            kept_bytes = wanted
+                wanted = (least + saved_bytes) // 2  # the allocator's segments are large steps
+            saved_bytes = wanted
 
     def _fit_parts(self, whole: Measured) -> None:
         """Find the largest micro-batch that fits."""
-        size, large = self._workload.batch_size, whole
+        batch_size = size = self._workload.batch_size
+        large = whole
         small_size = -(-size // 2)
         for _ in range(_ROUNDS):
             small = self._run(whole.scheme + _in_parts(small_size))
@@ -229,7 +227,8 @@ class _Search:
                 return
             slope = (large.needed_bytes - small.needed_bytes) / (size - small_size)
             fitting = small_size + (self._budget_bytes - small.needed_bytes) / slope
-            fitting_size = _as_parts(self._workload.batch_size, max(1, int(fitting)))
+            num_parts = -(-batch_size // min(max(1, int(fitting)), batch_size))
+            fitting_size = -(-batch_size // num_parts)  # the largest micro-batch for as many parts
             if fitting_size in (small_size, size):
                 return
             size, large, small_size = small_size, small, fitting_size
@@ -243,9 +242,3 @@ def _on(start: Measured, states: Scheme) -> Scheme:
 
 def _in_parts(size: int) -> Part:
     return replace(IN_PARTS, init_args={"size": size})
-
-
-def _as_parts(batch_size: int, size: int) -> int:
-    """Return the largest micro-batch of a batch cut by ``size``."""
-    num_parts = -(-batch_size // min(size, batch_size))
-    return -(-batch_size // num_parts)

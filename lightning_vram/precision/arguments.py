@@ -1,4 +1,4 @@
-"""What the plugin accepts and refuses, before anything has changed."""
+"""Arguments and runs that the plugin refuses, before anything has changed."""
 
 import warnings
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ def resolve_precision(choice: Precision16 | None, device_type: str) -> Precision
 
 
 def _why_not(device_type: str, dtype: torch.dtype) -> str | None:
-    """The reason why autocast refuses a device and a format, which it would otherwise only warn about."""
+    """Return why autocast does not support a dtype on a device, which torch may only warn about."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

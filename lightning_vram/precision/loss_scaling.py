@@ -1,4 +1,4 @@
-"""Optimizer steps that were skipped because gradients overflowed."""
+"""Loss scaling over several optimizer steps, and steps that are skipped because gradients overflowed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class OverflowWatch:
             log_of_step(module, values)
 
     def error(self, scale: float) -> FloatingPointError:
-        """The error of too many steps in a row."""
+        """Return the error of too many steps in a row."""
         return FloatingPointError(
             f"LeanMixedPrecision(precision='fp16'): gradients overflowed in {self.num_consecutive} optimizer steps in "
             f"a row, down to a loss scale of {scale:g}: the training has diverged, or the model leaves the range of "
@@ -48,7 +48,7 @@ class OverflowWatch:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint."""
+        """Return the state for a checkpoint."""
         return {"num_steps": self.num_steps, "num_consecutive": self.num_consecutive}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -94,13 +94,8 @@ class ScaledSteps:
         scaler = self.scaling.scaler
         self.scaling.watch(optimizers)
         if not self._patches and scaler.is_enabled():
-            own: dict[str, Callable[..., Any]] = {
-                "scale": self.scale,
-                "unscale_": self.unscale,
-                "step": self.step,
-                "update": self._update,
-                "get_scale": self._get_scale,
-            }
+            own: dict[str, Callable[..., Any]] = {"scale": self.scale, "unscale_": self.unscale, "step": self.step}
+            own |= {"update": self._update, "get_scale": self._get_scale}
             self._patches = [MethodPatch(scaler, name, replace_by(call)) for name, call in own.items()]
 
     def remove(self) -> None:
@@ -140,11 +135,11 @@ class ScaledSteps:
             type(scaler).update(scaler, new_scale)
 
     def _get_scale(self) -> float:
-        """The scale, as it will be where it has still to move: much code reads it to see whether a step was skipped."""
+        """Return the scale after its pending change: much code reads it to see whether a step was skipped."""
         scaler = self.scaling.scaler
         return type(scaler).get_scale(scaler) * (scaler.get_backoff_factor() if self.num_overflowed else 1.0)
 
 
 def _without_wrapper(optimizer: Optimizer) -> Optimizer:
-    """The optimizer itself, of what ``self.optimizers()`` of a LightningModule returns."""
+    """Return the optimizer itself: ``self.optimizers()`` of a LightningModule returns wrappers."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

@@ -1,4 +1,4 @@
-"""Mixed-precision training in less memory, with correctly unscaled gradients."""
+"""The plugin: mixed-precision training in less memory, with correctly unscaled gradients."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -139,7 +139,7 @@ class LeanMixedPrecision(MixedPrecision):
         self._on_limit = on_overflow_limit
         self._overflows = OverflowWatch(max_consecutive_overflows)
         self._given_scaler = scaler
-        # Lightning's names; what "auto" stands for is known when the device is.
+        # Lightning's names; "auto" is resolved when the device is known.
         self.precision = choice or "bf16-mixed"
         self.device = current_kind()
         self.scaler = scaler
@@ -161,7 +161,7 @@ class LeanMixedPrecision(MixedPrecision):
         return self._run.steps if self._run is not None else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """In a copy, such as worker processes get of the trainer, there is no run."""
+        """Leave the run out of copies, such as those of the trainer in worker processes."""
         return vars(self) | {"_run": None, "scaler": self.scaler and without_optimizers(self.scaler)}
 
     # --- set up and undo ---
@@ -172,7 +172,7 @@ class LeanMixedPrecision(MixedPrecision):
         trainer = module.trainer
         if self._run is not None:
             refuse_second_run(self._run.trainer, trainer)
-        self.teardown()  # a run whose end was cut short
+        self.teardown()  # of an interrupted run
         undo_interrupted_runs()
         refuse_strategy(trainer)
         self.device = trainer.strategy.root_device.type
@@ -373,10 +373,10 @@ class LeanMixedPrecision(MixedPrecision):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if "scale" in state_dict:  # of GradScaler.state_dict: all that Lightning's plugins keep
+        if "scale" in state_dict:  # of GradScaler.state_dict: all that Lightning's plugins save
             self._load_scale(state_dict)
             return
-        if self._run is None or not self._run.changes.is_training:  # an evaluation says nothing about the fit before
+        if self._run is None or not self._run.changes.is_training:  # an evaluation does not change the state of the fit
             return
         self._overflows.load_state_dict(state_dict["overflows"])
         if state_dict["has_fallen_back"]:
@@ -401,7 +401,7 @@ class LeanMixedPrecision(MixedPrecision):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if type(self).__qualname__ not in checkpoint:  # else Lightning hands it over by itself
+        if type(self).__qualname__ not in checkpoint:  # otherwise Lightning loads it
             state = next((checkpoint[key] for key in _OTHERS if checkpoint.get(key)), None)
             if state is not None:
                 self.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""What the plugin has from the setup of a run to its teardown."""
+"""What the plugin changes from the setup of a run to its teardown: module, averages of weights, schedules."""
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -60,7 +60,7 @@ class CallsBetweenSteps(Swaps):
 
     @contextmanager
     def in_step(self) -> Generator[None, None, None]:
-        """While a step controls autocast itself."""
+        """Mark a step, which controls autocast itself."""
         outer, self.is_in_step = self.is_in_step, True
         try:
             yield
@@ -71,7 +71,7 @@ class CallsBetweenSteps(Swaps):
 def _forward_between_steps(
     module: nn.Module, calls: CallsBetweenSteps, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Replaces ``module.forward``, which is ``forward``."""
+    """Replace ``forward`` of a module."""
     if calls.is_in_step or torch.is_autocast_enabled(calls.device_type):
         return forward(*args, **kwargs)
     with torch.autocast(calls.device_type, dtype=calls.dtype, cache_enabled=False):
@@ -142,20 +142,19 @@ class ModuleChanges:
         else:
             lean.attach(optimizers)
             self._broadcast_rests(lean)
-            # The one place from which all checkpoints get weights, those of weights alone included.
+            # All checkpoints get their weights from here, also those with weights only.
             strategy, name = self.module.trainer.strategy, "lightning_module_state_dict"
             self._undo.callback(MethodPatch(strategy, name, lambda inner: lambda: lean.full_state(inner())).remove)
         # Swap classes only now: code that selects layers by their type has made its parameter groups.
-        casts = WeightCasts(
-            self.module, self.device_type, recast_in_backward=self.settings.recast_in_backward, skip=self._inside
-        )
+        recasts = self.settings.recast_in_backward
+        casts = WeightCasts(self.module, self.device_type, recast_in_backward=recasts, skip=self._inside)
         self._undo.callback(casts.remove)
         # Of all optimizers: some are made in the midst of training, and steps do not all pass the plugin.
         hook = register_optimizer_step_post_hook(partial(_after_any_step, ref(casts)))
         self._undo.callback(hook.remove)
 
     def load_weights(self, state_dict: Mapping[str, Any]) -> None:
-        """Load weights of a checkpoint exactly, which were rounded on loading. Weights changed by user code stay."""
+        """Load weights exactly that were rounded on loading a checkpoint. Weights that user code changed stay."""
         if self.lean is None:
             return
         named = self._named_parameters()
@@ -168,7 +167,7 @@ class ModuleChanges:
         self._undo.close()
 
     def _broadcast_rests(self, lean: LeanParameters) -> None:
-        """Give all replicas the exact weights of the first, of which DDP has broadcast the bfloat16 half."""
+        """Broadcast the remainders of the first replica: DDP has broadcast the bfloat16 weights."""
         trainer = self.module.trainer
         if trainer.world_size == 1:
             return
@@ -182,7 +181,7 @@ class ModuleChanges:
 
 
 def _is_rounded(value: Tensor, parameter: Tensor) -> bool:
-    """Whether ``parameter`` holds ``value``, but for the rounding to bfloat16."""
+    """Whether ``parameter`` holds ``value``, except for rounding to bfloat16."""
     if value.shape != parameter.shape:
         return False
     present = parameter.detach().float()
@@ -197,7 +196,7 @@ def _after_any_step(casts: "ref[WeightCasts]", optimizer: Optimizer, args: Any, 
 
 
 def _find_islands(module: nn.Module, patterns: Sequence[LayerPattern]) -> dict[nn.Module, str]:
-    """All that match, with their names. Those inside others count as well: the others may never be called."""
+    """Return all modules that match, with their names, also those inside others: these may never be called."""
     if not patterns:
         return {}
     try:
@@ -205,7 +204,7 @@ def _find_islands(module: nn.Module, patterns: Sequence[LayerPattern]) -> dict[n
     except ValueError as error:
         message = str(error).replace("layers=", "fp32_modules=", 1)
         raise ValueError(f"LeanMixedPrecision: {message}") from None
-    # What is compiled has two names; the second is that of what was compiled.
+    # A compiled module has two names; the second is that of the module that was compiled.
     parts = {
         ".".join(part for part in name.split(".") if part != COMPILED_PART): module
         for name, module in module.named_modules(remove_duplicate=False)
@@ -216,14 +215,11 @@ def _find_islands(module: nn.Module, patterns: Sequence[LayerPattern]) -> dict[n
 
 def _lean_parameters(module: nn.Module, islands: Collection[nn.Module]) -> list[nn.Parameter]:
     """All but those of fp32 islands, computed weights, and kernels that need float32; bf16 ones are never exempt."""
-    exempt = {*islands, *(part for part in module.modules() if _is_norm(part)), *iterate_computing(module)}
+    kinds = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.Bilinear)
+    norms = (one for one in module.modules() if isinstance(one, kinds) or type(one).__name__.endswith("Norm"))
+    exempt = {*islands, *norms, *iterate_computing(module)}
     in_float32 = {parameter for part in exempt for parameter in part.parameters(recurse=False)}
     return [p for p in module.parameters() if p not in in_float32 or p.dtype is torch.bfloat16]
-
-
-def _is_norm(module: nn.Module) -> bool:
-    kinds = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.Bilinear)
-    return isinstance(module, kinds) or type(module).__name__.endswith("Norm")
 
 
 def list_averages(trainer: pl.Trainer | None, module: nn.Module) -> list[tuple[WeightAveraging, AveragedModel]]:
@@ -245,7 +241,7 @@ def list_averages(trainer: pl.Trainer | None, module: nn.Module) -> list[tuple[W
 def average_exact_weights(
     trainer: pl.Trainer, module: nn.Module, lean: LeanParameters
 ) -> list[MethodPatch | LeanAverage]:
-    """Let averages follow the exact weights, and swap with them, until all that is returned is removed."""
+    """Make averages follow the exact weights, and swap with them, until the returned changes are removed."""
     changes: list[MethodPatch | LeanAverage] = []
     for callback, whole in list_averages(trainer, module):
         average = LeanAverage(whole, module, lean)
@@ -255,10 +251,11 @@ def average_exact_weights(
 
 
 class PausedSchedules:
-    """Keeps ``lr_scheduler_step`` of a LightningModule from counting skipped steps, until :meth:`remove`."""
+    """Keeps ``lr_scheduler_step`` of a LightningModule from counting skipped steps, until :meth:`remove`.
 
-    # Lightning steps a schedule after every batch that could have stepped the optimizer: 16 times where gradients of 12
-    # batches overflowed and 4 steps were made. Schedules that count epochs are left unchanged.
+    Lightning steps a schedule after every batch that could have stepped the optimizer: 16 times if gradients of 12
+    batches overflowed and 4 steps were made. Schedules that count epochs are unchanged.
+    """
 
     def __init__(self, module: pl.LightningModule, configs: Sequence[LRSchedulerConfig]) -> None:
         self._trainer = module.trainer
@@ -275,7 +272,7 @@ class PausedSchedules:
         self._patch.remove()
 
     def state_dict(self) -> list[int]:
-        """State for a checkpoint."""
+        """Return the state for a checkpoint."""
         return list(self._num_missed)
 
     def load_state_dict(self, state: Sequence[int]) -> None:
@@ -301,7 +298,7 @@ _alive: WeakSet["PrecisionRun"] = WeakSet()
 
 @dataclass(eq=False)
 class PrecisionRun:
-    """One run, with what it changes."""
+    """One run, with all that it changes."""
 
     module: pl.LightningModule
     trainer: pl.Trainer
@@ -342,7 +339,7 @@ class PrecisionRun:
             self.steps = None
 
     def log_lost_updates(self) -> None:
-        """Log the share of updates that rounding has taken back in the step before, if it was counted."""
+        """Log the share of updates that rounding undid in the last step, if it was counted."""
         share = None if self.changes.lean is None else self.changes.lean.lost_updates
         if share is not None:
             log_of_step(self.module, {"vram/lost_updates": share})
@@ -360,7 +357,7 @@ class PrecisionRun:
             )
 
     def over_ranks(self) -> Callable[[Tensor], Tensor] | None:
-        """How ranks agree on an overflow: gradients that are not reduced, or sharded, may have it on one of them."""
+        """Return how ranks agree on an overflow, which one rank may have in sharded or unreduced gradients."""
         if self.trainer.world_size == 1:
             return None
         return lambda found_inf: self.trainer.strategy.reduce(found_inf, reduce_op="sum")
@@ -381,12 +378,12 @@ class PrecisionRun:
         self.changes.load_weights(checkpoint.get(_CURRENT if has_average else "state_dict", {}))
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint."""
+        """Return the state for a checkpoint."""
         parts = {"held": self.paused, "lean": self.changes.lean}
         return {name: part.state_dict() for name, part in parts.items() if part is not None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a checkpoint, with what both have."""
+        """Resume from a checkpoint, with the parts that both have."""
         if self.paused is not None and "held" in state:
             self.paused.load_state_dict(state["held"])
         if self.changes.lean is not None and "lean" in state:
@@ -394,7 +391,7 @@ class PrecisionRun:
 
 
 def undo_interrupted_runs() -> None:
-    """Undo what runs have left behind whose trainer was interrupted in its own teardown."""
+    """Undo the changes of runs whose trainer was interrupted in its own teardown."""
     for run in list(_alive):
         if run.trainer.state.status in (TrainerStatus.INTERRUPTED, TrainerStatus.FINISHED):
             run.remove()

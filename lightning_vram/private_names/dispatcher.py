@@ -61,15 +61,16 @@ __all__ = [
 ]
 
 DispatchKey = torch._C.DispatchKey
+UNKNOWN_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 ASK_DEVICE = torch.ops.prim.device.default
-"""What C++ asks fake tensors for their device with, through all modes, twice as often as it runs operators. A mode that
-has nothing to say to it returns ``tensor.device``, which they answer in Python."""
+"""C++ asks fake tensors for their device with this operator, twice as often as it runs others. A mode that changes
+nothing returns ``tensor.device``, which fake tensors answer in Python."""
 without_dispatch: Any = torch._C._DisableTorchDispatch
 """Make a context in which no dispatch mode and no subclass sees what runs."""
 is_key_excluded: Any = torch._C._dispatch_tls_is_dispatch_key_excluded
-"""Whether operators pass a dispatch key by in this thread."""
+"""Whether operators skip a dispatch key in this thread."""
 set_key_excluded: Any = torch._C._SetExcludeDispatchKeyGuard
-"""Make a context in which operators pass a dispatch key by, or do not."""
+"""Make a context in which operators skip a dispatch key, or do not."""
 
 
 class UnwrappedMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -84,7 +85,7 @@ _PLAIN_TYPES = frozenset({type(None), bool, int, float, str, torch.dtype, torch.
 
 
 class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A mode that knows plain tensors again by one tuple each: torch's makes an object of 17 fields and a flat list."""
+    """A mode that caches by one tuple per plain tensor: torch's makes an object of 17 fields and a flat list."""
 
     @override
     def _prep_args_for_hash(self, result: list[Any], args: Any, *state: Any) -> None:
@@ -118,9 +119,9 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 def default_device_of_block() -> torch.device | None:
-    """Return the device of the innermost ``with torch.device(...)``, or the default one that was set, if there is any.
+    """Return the device of the innermost ``with torch.device(...)``, or the default device that was set, if any.
 
-    ``torch.get_default_device`` makes a tensor to find out, and takes a hundred times as long where there is none.
+    ``torch.get_default_device`` makes a tensor to find out, and takes a hundred times as long without any.
     """
     if not torch._C._len_torch_function_stack():
         return None
@@ -133,43 +134,34 @@ TO_COPY = torch.ops.aten._to_copy.default
 READ_NUMBER = torch.ops.aten._local_scalar_dense.default
 BATCH_NORM = torch.ops.aten._native_batch_norm_legit.default
 BATCH_NORM_WITHOUT_STATISTICS = torch.ops.aten._native_batch_norm_legit.no_stats
-"""One without running statistics."""
-
 EMBEDDING_BAG = torch.ops.aten._embedding_bag.default
 CTC_BACKWARDS = torch.ops.aten._ctc_loss_backward.default, torch.ops.aten._ctc_loss_backward.Tensor
 INDEX_PUT = torch.ops.aten._index_put_impl_.default
 MKLDNN_RNN = torch.ops.aten.mkldnn_rnn_layer.default
 SPARSE_OF_PARTS = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
 PACK_SEQUENCES = torch.ops.aten._pack_padded_sequence.default
+GROUPED_MM = torch.ops.aten._grouped_mm.default
+RECURRENT_FUNCTIONS: Any = torch._VF
 
-neg_view: Callable[[Tensor], Tensor] = torch._neg_view
-"""Return a view with the opposite sign."""
-
-copy_each: Any = torch._foreach_copy_
-"""Copy each tensor of the second list to that of the first."""
-
-multiply_each: Any = torch._foreach_mul_
-"""Multiply each tensor by a factor, in place."""
-
-norm_each: Any = torch._foreach_norm
-"""Return the 2-norm of each tensor."""
-
+neg_view: Callable[[Tensor], Tensor] = torch._neg_view  # a view with the opposite sign
+copy_each: Any = torch._foreach_copy_  # copy each tensor of the second list to that of the first
+multiply_each: Any = torch._foreach_mul_  # multiply each tensor by a factor, in place
+norm_each: Any = torch._foreach_norm  # the 2-norm of each tensor
 batch_norm_and_statistics: Callable[..., Any] | None = getattr(torch, "_batch_norm_impl_index", None)
-"""What ``F.batch_norm`` is made of: chooses cuDNN as that does, and returns the statistics too. Not in all versions."""
+"""The operator inside ``F.batch_norm``, which chooses cuDNN and returns the statistics too. Not in all versions."""
 
 
 def order_by_group(tensors: list[Tensor]) -> list[Tensor]:
-    """Return ``tensors`` as ``get_total_norm`` orders them: those of one device and dtype together."""
+    """Return ``tensors`` in the order of ``get_total_norm``: by device and dtype."""
     groups: Any = _group_tensors_by_device_and_dtype([tensors])  # type: ignore[list-item]
     return [tensor for (of_group,), _ in groups.values() for tensor in of_group]
 
 
-schema_of: Callable[[Any], Any] = attrgetter("_schema")
-"""Return what an operator overload reads, writes and returns."""
+schema_of: Callable[[Any], Any] = attrgetter("_schema")  # what an operator overload reads, writes and returns
 
 
 def given_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of an operator overload by their names; those left out are missing."""
+    """Return the arguments of a call of an operator overload by name, without those left out."""
     names = [argument.name for argument in schema_of(function).arguments]
     return dict(zip(names, args, strict=False)) | kwargs
 
@@ -188,10 +180,9 @@ def run_composite_kernel(function: Any, /, *args: Any, **kwargs: Any) -> Any:
     return function._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
-overload_name: Callable[[Any], str] = attrgetter("_overloadname")
-"""Return the name of the signature of an operator overload."""
+overload_name: Callable[[Any], str] = attrgetter("_overloadname")  # the name of the signature of an operator overload
 all_operator_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
-"""Return the names of all operators that are known now, with signatures."""
+"""Return the names of all registered operators, with signatures."""
 
 
 def is_foreach(function: Any) -> bool:
@@ -225,7 +216,7 @@ def _may_cast_inside(func: Any) -> bool:
 
 
 def _autocast_of_caller(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> dict[str, torch.dtype]:
-    """Return the devices of the arguments for which autocast was on where the operator was called, and to what."""
+    """Return the devices of the arguments for which the caller had autocast on, with the dtypes."""
     devices = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)} - {"meta"}
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
         return {device: torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)}
@@ -269,12 +260,10 @@ ATTENTIONS = (
     "_flash_attention_forward _efficient_attention_forward _cudnn_attention_forward"
 )
 ACTIVATED_PRODUCT = "_addmm_activation"
-LINEAR_ALGEBRA = "_linalg_"
-"""What names of operators begin with."""
+LINEAR_ALGEBRA = "_linalg_"  # a prefix of operator names
 DIVIDE_EACH, NORM_OF_EACH, COPY_TO = "_foreach_div", "_foreach_norm", "_to_copy"
 
-
-# Autocast's keys stand in front of autograd's, the second before the first. No kernel of torch is at these two.
+# Autocast's keys come before autograd's, the second before the first. No kernel of torch has these two.
 BEHIND_AUTOCAST = "AutocastIPU"
 AUTOCAST = "AutocastHPU"
 
@@ -295,7 +284,7 @@ def operators_cast_for(device_type: str) -> frozenset[str]:
 
 @contextmanager
 def kernels_at(key: str, kernels: Mapping[str, Kernel]) -> Iterator[None]:
-    """Let operators, by name, run our kernels at one of the keys above, in this thread."""
+    """Let operators, by name, run our kernels at one of the two keys, in this thread."""
     with ExitStack() as stack:
         others = stack.enter_context(torch.library._scoped_library("_", "IMPL"))
         others.fallback(torch.library.fallthrough_kernel, key)
@@ -310,7 +299,7 @@ def kernels_at(key: str, kernels: Mapping[str, Kernel]) -> Iterator[None]:
 
 
 def exclude_key(key: str) -> AbstractContextManager[None]:
-    """Make a context in which operators do not stop at ``key``."""
+    """Make a context in which operators skip ``key``."""
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     return torch._C._ExcludeDispatchKeyGuard(keys)
 
@@ -324,7 +313,7 @@ math_attention: Any = torch.ops.aten._scaled_dot_product_attention_math.default
 
 
 def preferred_backends() -> list[SDPBackend]:
-    """Return the kernels in the order in which they are tried."""
+    """Return the attention backends in the order in which they are tried."""
     return [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]
 
 
@@ -332,15 +321,15 @@ BACKEND_NAMES = (
     (torch._C, "_get_privateuse1_backend_name", True),
     (backend_registration, "_privateuse1_backend_name", False),
 )
-"""Where its name stands, and whether by a function."""
+"""Where the name of the privateuse1 backend is stored, and whether in a function."""
 INITIALISATION = (FakeTensorMode, "avoid_device_init")
-"""Where it stands whether fake tensors keep off their device."""
+"""The switch by which fake tensors do not initialize their device."""
 CONVOLUTION_FORMAT = (torch._C, "_conv_determine_backend_memory_format")
-"""Where the function is that gives the memory format of a fake convolution, of input, weight and backend."""
+"""The function that returns the memory format of a fake convolution, from input, weight and backend."""
 
 
 def read_snapshot() -> dict[str, Any] | None:
-    """Return the allocator's state, or ``None`` where there is none to be had."""
+    """Return the allocator's state; ``None``: unavailable."""
     read: Any = getattr(torch.cuda.memory, "_snapshot", None)
     if read is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
@@ -348,65 +337,54 @@ def read_snapshot() -> dict[str, Any] | None:
     return snapshot
 
 
-UNKNOWN_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-RECURRENT_FUNCTIONS: Any = torch._VF
-GROUPED_MM = torch.ops.aten._grouped_mm.default
-
-
 def set_device_module(kind: str, module: ModuleType) -> None:
-    """Let ``module`` be ``torch.KIND``."""
+    """Make ``module`` available as ``torch.KIND``."""
     torch._register_device_module(kind, module)  # type: ignore[no-untyped-call]
-    _forget_modules()
+    _forget_device_modules()
 
 
 def remove_device_module(kind: str) -> None:
-    """Take it back."""
+    """Undo :func:`set_device_module`."""
     delattr(torch, kind)
     sys.modules.pop(f"torch.{kind}", None)
-    _forget_modules()
+    _forget_device_modules()
 
 
-def _forget_modules() -> None:
-    """``torch.get_device_module`` remembers for ever what it has found."""
-    forget = getattr(torch.get_device_module, "cache_clear", None)
-    if forget is not None:
-        forget()
+_forget_device_modules: Callable[[], None] = getattr(torch.get_device_module, "cache_clear", lambda: None)
 
 
 def mark_parameter(tensor: Any) -> None:
-    """Let a tensor of a subclass be a parameter."""
+    """Make a tensor of a subclass pass as a parameter."""
     tensor._is_param = True
 
 
 def swap_contents(first: Tensor, second: Tensor) -> None:
-    """Let two tensors be what the other is.
+    """Exchange the contents of two tensors.
 
-    Unlike ``torch.utils.swap_tensors`` it takes no notice of who knows them: the mode knows all fakes by weak
-    references, and graphs of steps that are over may be left.
+    Unlike ``torch.utils.swap_tensors`` it does not check for references: the mode has weak ones to all fake tensors,
+    and graphs of earlier steps may be left.
     """
     torch._C._swap_tensor_impl(first, second)
     first.__class__, second.__class__ = second.__class__, first.__class__
     first.__dict__, second.__dict__ = second.__dict__, first.__dict__
     for tensor in (first, second):
-        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # what knows them in C++ was swapped
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # their counterparts in C++ were swapped
             if getattr(tensor, name) is not None:
                 setattr(tensor, name, getattr(tensor, name))
 
 
 BACKEND = "fake"
-_FIRST_NAME = 1_000_000  # groups are numbered, and operators know them by their numbers
-_NO_THREAD = -1
 
 
 def connect_fake_ranks(kinds: Iterable[str], num_ranks: int) -> None:
-    """Make the default process group one of ranks that are not there. This process is rank 0."""
+    """Make the default process group one of fake ranks. This process is rank 0."""
     from torch.distributed._tools import fake_collectives  # noqa: F401 - registers operators
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     backend = ",".join(f"{kind}:{BACKEND}" for kind in kinds)
     dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=num_ranks)
     group: Any = dist.group.WORLD
-    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)  # else its end is warned of
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)  # otherwise torch warns at the end
 
 
 @contextmanager
@@ -417,28 +395,35 @@ def disconnected() -> Iterator[None]:
         return
     from torch.distributed import distributed_c10d as c10d
 
-    before = c10d._world
-    c10d._world = _make_world(c10d)
+    names = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
+    # The attributes are those of the object, not of the module; operators find groups by number.
+    own: Any = type("World", (c10d._World,), dict.fromkeys((*names, "group_count")))()
+    vars(own).update({name: {} for name in names}, group_count=1_000_000)
+    before, c10d._world = c10d._world, own
     try:
         with _own_meshes():
             yield
     finally:
         c10d._world = before
         c10d._update_default_pg(before.default_pg)
+        registry: Any = torch._C._distributed_c10d
         for group, name in before.pg_names.items():
-            _register(name, group)
+            try:
+                registry._resolve_process_group(name)
+            except (LookupError, RuntimeError, ValueError):  # closing a group forgets all of them
+                registry._register_process_group(name, group)
 
 
 @contextmanager
 def _own_meshes() -> Iterator[None]:
-    """Let no mesh that is made inside be equal to one outside: DTensor remembers by meshes what it has done."""
+    """Make no mesh that is created inside equal to one outside: DTensor caches by mesh."""
     from torch.distributed.device_mesh import DeviceMesh
 
     make = DeviceMesh.__init__
 
     def make_apart(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
         make(mesh, *args, **kwargs)
-        mesh._thread_id = _NO_THREAD
+        mesh._thread_id = -1  # no thread has it
 
     DeviceMesh.__init__ = make_apart  # type: ignore[method-assign, assignment]
     try:
@@ -447,33 +432,17 @@ def _own_meshes() -> Iterator[None]:
         DeviceMesh.__init__ = make  # type: ignore[method-assign]
 
 
-def _make_world(c10d: Any) -> Any:
-    names = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
-    own = type("World", (c10d._World,), dict.fromkeys((*names, "group_count")))()  # else they are the module's
-    vars(own).update({name: {} for name in names}, group_count=_FIRST_NAME)
-    return own
-
-
-def _register(name: str, group: Any) -> None:
-    registry: Any = torch._C._distributed_c10d
-    try:
-        registry._resolve_process_group(name)
-    except (LookupError, RuntimeError, ValueError):  # closing a group forgets those of everybody
-        registry._register_process_group(name, group)
-
-
-COMPILED_PART = "_orig_mod"
-"""What ``torch.compile(module)`` puts between a module and its name."""
+COMPILED_PART = "_orig_mod"  # what ``torch.compile(module)`` inserts into names of submodules and parameters
 
 _AUTOCAST = "backward_pass_autocast"  # AOTAutograd's, not in all versions
 has_backward_autocast = hasattr(config, _AUTOCAST)
 read_backward_autocast = partial(getattr, config, _AUTOCAST, None)
 set_backward_autocast = partial(setattr, config, _AUTOCAST)
-"""``"off"``: what is compiled from now on has a backward that does not autocast."""
+"""``"off"``: code that is compiled from now on has a backward without autocast."""
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """Return the module that ``torch.compile(module)`` was given; any other unchanged."""
+    """Return the module inside ``torch.compile(module)``; any other unchanged."""
     return module._orig_mod if isinstance(module, OptimizedModule) else module
 
 
@@ -504,7 +473,7 @@ def is_left_to_python(function: Any) -> bool:
 
 
 def skip_code(function: Callable[..., object]) -> bool:
-    """Keep Dynamo off ``function`` and all that it calls; ``False`` if this torch has no switch for that."""
+    """Make Dynamo skip ``function`` and all that it calls; ``False`` if this torch cannot."""
     frames = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     names = ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
     if frames is None or not all(hasattr(frames, name) for name in names):
@@ -515,15 +484,14 @@ def skip_code(function: Callable[..., object]) -> bool:
     return True
 
 
-LEAST_SHARE = 1e-6
-"""At 0 the partitioner keeps its inputs without a look at what must be kept."""
+LEAST_SHARE = 1e-6  # at 0 the partitioner saves its inputs, and ignores what must be saved
 
 
 @contextmanager
 def activation_share(share: float) -> Iterator[None]:
-    """Let what is compiled inside keep ``share`` of what it would keep for the backward, from LEAST_SHARE to 1.
+    """Make code that is compiled inside save ``share`` of its activations for the backward, from LEAST_SHARE to 1.
 
-    Random results are always kept; of inductor's, their seeds. By itself the partitioner recomputes them at small
+    Random results are always saved; of inductor's, their seeds. By itself the partitioner recomputes them at small
     shares and draws other numbers: the backward has another dropout mask than the forward (seen in 2.11, 2.13 and 2.15
     with ``aot_eager``, in 2.13 with ``inductor``).
     """
@@ -538,7 +506,7 @@ def activation_share(share: float) -> Iterator[None]:
 
 
 class _KeepRandom:
-    """Marks random results to be kept, after the passes that somebody else had set."""
+    """Marks random results to be saved, after the passes that others have set."""
 
     def __init__(self, others: Any) -> None:
         self._others = others if isinstance(others, list | tuple) else [others] * (others is not None)

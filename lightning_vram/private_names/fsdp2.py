@@ -32,27 +32,24 @@ from lightning_vram.private_names.torch import PARAMETERS, local_shard_of, own_p
 
 __all__ = ["DTensorSpec", "FSDPParamGroup", "TensorMeta"]
 
-
-MARKS = ("_fsdp", "_is_fsdp", "__composable_api")  # how attributes begin that fully_shard leaves on modules
-RANKS_MARK = "_is_fsdp_managed_module"  # by which transformers sees that ranks must run the same layers
-
-
+MARKS = ("_fsdp", "_is_fsdp", "__composable_api")  # prefixes of attributes that fully_shard leaves on modules
+RANKS_MARK = "_is_fsdp_managed_module"  # by which transformers knows that ranks must run the same layers
 state_of: Callable[[Any], Any] = methodcaller("_get_fsdp_state")
 """Return the state of a module that ``fully_shard`` was called for."""
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` was called for a module: its weights may go when its forward ends."""
+    """Whether ``fully_shard`` was called for a module: its weights may be resharded when its forward ends."""
     return isinstance(module, FSDPModule)
 
 
 def waits_for_backward(hook: Callable[..., Any]) -> bool:
-    """Whether a hook on a tensor is FSDP2's, which gathers what the backward needs and leaves the gradient alone."""
+    """Whether a hook on a tensor is FSDP2's, which all-gathers weights and does not change the gradient."""
     return isinstance(getattr(hook, "__self__", None), FSDPState)
 
 
 def prepare_class(kind: type[nn.Module], make_mixin: Callable[[type, type], type]) -> None:
-    """Let ``fully_shard`` give modules of ``kind`` a class with ``make_mixin(FSDPModule, kind)``, where it differs."""
+    """Make ``fully_shard`` give modules of ``kind`` a class with ``make_mixin(FSDPModule, kind)``, if it differs."""
     mixin = make_mixin(FSDPModule, kind)
     if kind not in cls_to_fsdp_cls and mixin is not FSDPModule:
         cls_to_fsdp_cls[kind] = type(f"FSDP{kind.__name__}", (mixin, kind), {"__deepcopy__": _refuse_copy})
@@ -78,33 +75,33 @@ def is_root(module: Any) -> bool | None:
 
 
 def announce_backward(module: Any) -> None:
-    """Have the end of this backward, whose layers are not sharded, be that of the root ``module``."""
+    """Make the end of this backward, whose layers are not sharded, that of the root ``module``."""
     state_of(module)._register_root_post_backward_final_callback()
 
 
 def end_backward_once(module: Any) -> None:
-    """Let each group end its backward once. Call it after the first forward of the root ``module`` has begun.
+    """Make each group end its backward once. Call it after the first forward of the root ``module`` has begun.
 
-    Up to 2.11 FSDP2 lists the state of several modules once for each of them, and ends its backward as often: gradients
-    would be reduced again while a step reads them.
+    Up to 2.11 FSDP2 lists the state of several modules once for each, and ends its backward as often: gradients would
+    be reduced again while a step reads them.
     """
     states = state_of(module)._state_ctx.all_states
     states[:] = dict.fromkeys(states)
 
 
 def can_reset() -> bool:
-    """Whether a step that failed can be given up: from 2.13 on."""
+    """Whether a step that failed can be reset: from 2.13 on."""
     return hasattr(FSDPModule, "reset_iter_state")
 
 
 def discard_step(parameter: Any) -> None:
-    """Drop the unreduced gradients of a parameter of a group, and buffers it was to be gathered in."""
-    whole = getattr(parameter, "_unsharded_param", None)  # made by its first gathering
+    """Drop the unreduced gradients of a parameter of a group, and its all-gather buffers."""
+    whole = getattr(parameter, "_unsharded_param", None)  # exists after its first all-gather
     if whole is not None:
         whole.grad = None
     if "unsharded_accumulated_grad" in vars(parameter):  # from 2.15 on they are in `whole`
         parameter.unsharded_accumulated_grad = None
-    if parameter.grad_offload_event is not None:  # the copy to the host must not write over what the caller restores
+    if parameter.grad_offload_event is not None:  # the copy to the host must not overwrite what the caller restores
         parameter.grad_offload_event.synchronize()
         parameter.grad_offload_event = None
     parameter.free_unsharded_param()
@@ -130,7 +127,7 @@ class _Parameters(nn.Module):
         getattr(self, name)
 
     def __getattr__(self, name: str) -> Any:
-        """Give the value to the attribute that hides it: FSDP2 has put it there, or ``module.to()`` has changed it."""
+        """Pass the value to the attribute that hides it: FSDP2 has set it, or ``module.to()`` has changed it."""
         value, attribute = own_parameters(self)[name], vars(self.owner).get(name)
         if attribute is not None:
             attribute.hides(value)
@@ -138,11 +135,11 @@ class _Parameters(nn.Module):
 
 
 shards_integers = torch.torch_version.TorchVersion("2.13") <= torch.__version__
-"""Whether FSDP2 shards parameters of integers. Up to 2.11 it makes parameters that could require gradients of them."""
+"""Whether FSDP2 shards integer parameters. Up to 2.11 it makes them parameters that could require gradients."""
 
 
 def look_past_attribute(parameter: Any) -> None:
-    """Let FSDP2 find a parameter of a group that an attribute of the same name hides, and not cast it.
+    """Make FSDP2 find a parameter of a group that an attribute of the same name hides, and not cast it.
 
     The method ``hides`` of the attribute is called with every value that FSDP2 sets or reads as the parameter.
     """
@@ -155,18 +152,18 @@ def look_past_attribute(parameter: Any) -> None:
 
 
 def dtype_to_compute(group: Any, parameter: Any) -> torch.dtype | None:
-    """Return what a parameter of ``group`` is gathered in; ``None``: in its own dtype."""
+    """Return the all-gather dtype of a parameter of ``group``; ``None``: its own."""
     policy: MixedPrecisionPolicy = parameter.mp_policy if hasattr(parameter, "mp_policy") else group.mp_policy
     return policy.param_dtype
 
 
 def put_back(parameter: Any, value: Tensor) -> None:
-    """Set ``value`` wherever modules have a parameter of a group."""
+    """Set ``value`` in all modules that have a parameter of a group."""
     parameter._setattr_on_modules(value)
 
 
 def remove_hooks(module: nn.Module) -> None:
-    """Take hooks and state off a module that ``fully_shard`` was called for."""
+    """Remove the hooks and state of a module that ``fully_shard`` was called for."""
     state = state_of(module)
     for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
         handle.remove()
@@ -180,9 +177,9 @@ def remove_hooks(module: nn.Module) -> None:
 
 
 class _InGraph:
-    """Stands in for a state or a group in graphs, so that a loss that the module keeps does not keep all of its fit.
+    """Proxy of a state or a group in graphs, so that a loss that the module keeps does not keep all of its fit alive.
 
-    The garbage collector does not look into graphs.
+    The garbage collector does not see into graphs.
     """
 
     def __init__(self, owner: Any) -> None:
@@ -212,7 +209,7 @@ class StateBase(FSDPState):
         return _InGraph(self)
 
     def find_hooked(self, output: Any) -> Any:
-        """Return the tensors to set hooks on, of those that a layer returns."""
+        """Return the tensors to set hooks on, from those that a layer returns."""
         return output
 
     def _register_pre_backward_hook(self, output: Any) -> Any:
@@ -224,26 +221,26 @@ class StateBase(FSDPState):
 
 
 class GroupBase(FSDPParamGroup):
-    """Parameters that are gathered together, whose dtypes are those in which they are gathered."""
+    """Parameters that are all-gathered together; their dtypes are those of the all-gather."""
 
     fsdp_params: Any
 
     def given_up(self) -> None:
-        """Called before all is reset after an error."""
+        """Called before the reset after an error."""
 
     def _register_post_backward_hook(self, args: Any, kwargs: Any) -> Any:
         return FSDPParamGroup._register_post_backward_hook(_InGraph(self), args, kwargs)  # type: ignore[arg-type]
 
-    # --- where it is ---
+    # --- state ---
 
     @property
     def is_gathering(self) -> bool:
-        """Whether a gathering is under way."""
+        """Whether an all-gather is running."""
         return self._all_gather_result is not None
 
     @property
     def is_before_backward(self) -> bool:
-        """Whether it is gathered for a backward."""
+        """Whether it is all-gathered for a backward."""
         return self._training_state == TrainingState.PRE_BACKWARD
 
     @property
@@ -253,14 +250,14 @@ class GroupBase(FSDPParamGroup):
 
     @property
     def num_shards(self) -> int:
-        """Number of ranks that have a part of each parameter."""
+        """Number of ranks that have a shard of each parameter."""
         return int(self._all_gather_process_group.size())
 
     def leave_backward(self) -> None:
-        """Let what its modules compute next be a call of their own.
+        """Treat what its modules compute next as a new call.
 
-        Else FSDP2 takes what a reentrant checkpoint computes next for a part of the call whose backward is over, and
-        loses the gradients of all calls of a layer but one.
+        Otherwise FSDP2 adds what a reentrant checkpoint computes next to the call whose backward is over, and loses the
+        gradients of all calls of a layer but one.
         """
         for module in self.modules:
             if isinstance(module, FSDPModule):  # FSDP2 still calls groups that were removed from their modules
@@ -268,7 +265,7 @@ class GroupBase(FSDPParamGroup):
                 state._training_state = TrainingState.IDLE
 
     def forget_whole(self) -> None:
-        """Drop what is gathered."""
+        """Reshard, if it is all-gathered."""
         if not self.is_sharded:
             self._to_sharded()  # type: ignore[no-untyped-call]
 
@@ -276,7 +273,7 @@ class GroupBase(FSDPParamGroup):
 
     @property
     def copy_in_stream(self) -> Any:
-        """The first stream of a gathering; ``None`` on the host, and before the first step."""
+        """First stream of an all-gather; ``None`` on the host, and before the first step."""
         return None if self.device.type == "cpu" else getattr(self.comm_ctx, "all_gather_copy_in_stream", None)
 
     def gather_stream(self, *, async_op: bool) -> Any:
@@ -287,17 +284,17 @@ class GroupBase(FSDPParamGroup):
 
     @property
     def reduced_event(self) -> torch.Event | None:
-        """When the gradients are reduced."""
+        """Event after the gradients are reduced."""
         return None if self.device.type == "cpu" else self._post_reduce_event
 
     @property
     def reduce_stream(self) -> Any:
-        """Where they are."""
+        """Stream in which gradients are reduced."""
         context = self.comm_ctx
         return context.all_reduce_stream if self._is_hsdp else context.reduce_scatter_stream
 
     def await_reduce_stream(self) -> None:
-        """Have the end of the backward wait for what is on :attr:`reduce_stream` now."""
+        """Make the end of the backward wait for what is on :attr:`reduce_stream` now."""
         if self.device.type == "cpu":
             return
         stream = self.reduce_stream
@@ -309,7 +306,7 @@ class GroupBase(FSDPParamGroup):
     # --- gradients ---
 
     def reduce_parts(self, parts: Iterable[tuple[Sequence[Any], torch.dtype | None]]) -> None:
-        """Reduce the gradients of one group of parameters after the other, each in a dtype; ``None``: in its own."""
+        """Reduce the gradients of each group of parameters in a dtype; ``None``: its own."""
         parameters, sharded, training = self.fsdp_params, self._sharded_state, self._training_state
         try:
             for part, dtype in parts:
@@ -317,7 +314,7 @@ class GroupBase(FSDPParamGroup):
                 self._sharded_state, self._training_state = sharded, training
                 self._reduce_dtype = dtype
                 event: Any = self._post_reduce_event
-                self._post_reduce_event = None  # else the computation waits for it
+                self._post_reduce_event = None  # otherwise the computation waits for it
                 FSDPParamGroup.post_backward(self)
                 if self._post_reduce_event is None:
                     self._post_reduce_event = event
@@ -327,7 +324,7 @@ class GroupBase(FSDPParamGroup):
     def _init_mp_dtypes(self) -> None:
         for parameter in self.fsdp_params:
             parameter.init_dtype_attrs(parameter.mp_policy if hasattr(parameter, "mp_policy") else self.mp_policy)
-        self._orig_dtype = None  # a gradient is cast where it is sent
+        self._orig_dtype = None  # gradients are cast before the transfer
         self._reduce_dtype = None
 
     @property
@@ -336,7 +333,7 @@ class GroupBase(FSDPParamGroup):
 
     @_reduce_scatter_param_indices.setter
     def _reduce_scatter_param_indices(self, value: Sequence[int]) -> None:
-        """Is what it is."""
+        """Ignore it: it is derived."""
 
     def _reset_iter_state(self) -> None:
         self.given_up()
@@ -348,7 +345,7 @@ class ParameterBase(FSDPParam):
 
     @property
     def gathered_dtype(self) -> torch.dtype:
-        """What it is gathered in."""
+        """Dtype of the all-gather."""
         return self.sharded_param.dtype
 
     @property
@@ -358,17 +355,17 @@ class ParameterBase(FSDPParam):
 
     @property
     def key(self) -> str:
-        """Its name there."""
+        """Its name in that module."""
         return self._module_info.param_name
 
     @property
     def name(self) -> str:
-        """Its name in the root, once that has run."""
+        """Its name in the root, once the root has run."""
         return self._param_fqn or self.key
 
     @property
     def memory(self) -> Tensor:
-        """Memory of the shard: flat, with what it is padded to."""
+        """Memory of the shard: flat, with its padding."""
         return self._sharded_param_data
 
     @memory.setter
@@ -377,52 +374,52 @@ class ParameterBase(FSDPParam):
 
     @property
     def whole(self) -> nn.Parameter | None:
-        """What is gathered, or was; ``None`` before the first time."""
+        """The all-gathered parameter, now or last; ``None`` before the first time."""
         return getattr(self, "_unsharded_param", None)
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is gathered."""
+        """Whether it is all-gathered."""
         return self.sharded_state == ShardedState.UNSHARDED
 
     @property
     def is_shard(self) -> bool:
-        """Whether the shard is in its place."""
+        """Whether it is sharded."""
         return self.sharded_state == ShardedState.SHARDED
 
     def forget_whole(self) -> None:
-        """Have it made anew the next time, since the dtype of what is gathered changes."""
+        """Create :attr:`whole` anew the next time, because the all-gather dtype changes."""
         self.all_gather_outputs = []
         vars(self).pop("_unsharded_param", None)
 
     @property
     def _sharded_local_tensor(self) -> Tensor:
-        # FSDP2 looks for extensions on it: that needs no wait, and is no write.
+        # FSDP2 only reads its extensions: that needs no wait, and is no write.
         return self._sharded_param_data
 
     @property
     def sharded_grad_dtype(self) -> None:
-        """What FSDP2 is to cast a reduced gradient to: nothing, that is done where it is sent."""
+        """FSDP2 casts no reduced gradient: that is done before the transfer."""
 
     @sharded_grad_dtype.setter
     def sharded_grad_dtype(self, value: torch.dtype | None) -> None:
-        """Is what it is."""
+        """Ignore it: it is derived."""
 
     @property
     def unsharded_grad_dtype(self) -> torch.dtype:
-        """What a backward adds gradients up in."""
+        """Dtype in which a backward accumulates gradients."""
         return self.gathered_dtype
 
 
 calls_derived_dispatch = torch.torch_version.TorchVersion("2.13") <= torch.__version__
-"""Whether operators on a class derived from ``DTensor`` pass its ``__torch_dispatch__``: else only reads are seen."""
+"""Whether operators call ``__torch_dispatch__`` of classes derived from ``DTensor``: otherwise only reads are seen."""
 
 
 class AskedDTensor(DTensor):
-    """A ``DTensor`` whose local part is given out by :meth:`give_local`; a tensor gets it as its class."""
+    """A ``DTensor`` whose local part :meth:`give_local` returns; tensors get it as their class."""
 
     def give_local(self) -> Tensor:
-        """Return the local part, once the tensor has its own class back: this one hides it."""
+        """Return the local part, after restoring the class of the tensor: this one hides it."""
         raise NotImplementedError
 
     @property
@@ -431,16 +428,13 @@ class AskedDTensor(DTensor):
 
 
 _slot: Any = DTensor._local_tensor
-
-
 own_shard_of: Callable[[Any], Tensor] = _slot.__get__
-"""Return the local shard of a ``DTensor``, also of one whose class is to be asked first."""
-set_own_shard: Callable[[Any, Tensor], None] = _slot.__set__
-"""Let a tensor be the local shard of a ``DTensor``, whatever its class."""
+"""Return the local shard of a ``DTensor``, bypassing :class:`AskedDTensor`."""
+set_own_shard: Callable[[Any, Tensor], None] = _slot.__set__  # set the local shard of a ``DTensor`` of any class
 
 
 def local_shard(value: Any) -> Any:
-    """Return this rank's part of a ``DTensor``, the very tensor, past autograd; anything else unchanged."""
+    """Return this rank's shard of a ``DTensor``, the very tensor, outside autograd; anything else unchanged."""
     return local_shard_of(value) if isinstance(value, DTensor) else value
 
 
@@ -452,7 +446,7 @@ def _format(tensor: DTensor, spec: str) -> str:
 
 
 def read_numbers_by(read: Callable[[DTensor], Any] | None) -> None:
-    """Let ``read`` return the number that a ``DTensor`` of one element is; ``None``: as PyTorch has it."""
+    """Read the number in a ``DTensor`` of one element by ``read``; ``None``: as PyTorch does."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     operator = torch.ops.aten._local_scalar_dense.default
     handlers.pop(operator, None)
@@ -460,31 +454,31 @@ def read_numbers_by(read: Callable[[DTensor], Any] | None) -> None:
         delattr(DTensor, name)
     if read is not None:
         handlers[operator] = lambda _, args, kwargs: read(args[0])
-        for name, kind in _NUMBERS.items():  # what torch.tensor([...]) calls past any dispatch
+        for name, kind in _NUMBERS.items():  # torch.tensor([...]) calls these without dispatch
             setattr(DTensor, name, lambda tensor, kind=kind: kind(read(tensor)))
         setattr(DTensor, "__format__", _format)  # noqa: B010 - as those
 
 
 def wrap_like(part: Tensor, like: DTensor) -> DTensor:
-    """Return ``part`` as this rank's part of a tensor that lies as ``like`` does; nothing is sent or copied."""
+    """Return a tensor sharded as ``like``, with ``part`` as this rank's shard; nothing is sent or copied."""
     return DTensor(part, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def shard_like(whole: Tensor, like: DTensor) -> DTensor:
-    """Return a whole tensor, of any shape and dtype, sharded as ``like`` is; nothing is sent."""
+    """Shard a whole tensor, of any shape and dtype, as ``like``; nothing is sent."""
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
     spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
     return DTensor(cut_own_shard(whole, spec), spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def place_of_own_shard(like: DTensor | DTensorSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of this rank's part of a tensor that lies as ``like`` does, and where in it that begins."""
+    """Return the shape of this rank's shard of a tensor sharded as ``like``, and its offset."""
     with without_dispatch():  # torch computes with tensors, whose values an estimate would not have
         return compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
 
 
 def cut_own_shard(whole: Tensor, like: DTensor | DTensorSpec) -> Tensor:
-    """Return, as a view, this rank's part of a whole tensor that is to lie as ``like`` does."""
+    """Return, as a view, this rank's shard of a whole tensor, as ``like`` is sharded."""
     lengths, offsets = place_of_own_shard(like)
     part = whole.detach()
     for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
@@ -503,7 +497,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
 
 
 def read_metadata(file: IO[bytes]) -> Metadata:
-    """Read ``.metadata``; nothing in it is run: other contents than a ``FileSystemWriter`` writes raise an error."""
+    """Read ``.metadata`` without running code: contents that ``FileSystemWriter`` never writes raise an error."""
     metadata = _Reader(file).load()
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError(f"it is a {type(metadata).__name__}")
@@ -546,7 +540,7 @@ def has_optimizer_in_backward(parameters: Iterable[Tensor]) -> bool:
 
 
 def logged_by(ddp: DistributedDataParallel) -> dict[str, Any]:
-    """Return what ``ddp`` logs of itself: the only place that knows hooks which are built in."""
+    """Return the logging data of ``ddp``: the only place that names built-in hooks."""
     read = getattr(ddp, "_get_ddp_logging_data", dict)
     logged: dict[str, Any] = read()
     return logged
@@ -563,18 +557,18 @@ def sync_buffers(ddp: DistributedDataParallel) -> None:
 
 
 def drop_reduced_gradients(ddp: DistributedDataParallel) -> None:
-    """Let ``ddp`` leave every ``grad`` empty after a backward: a communication hook has used what was reduced."""
+    """Make ``ddp`` leave every ``grad`` empty after a backward: a communication hook has used the gradients."""
     reducer: Any = ddp.reducer
     reducer._set_optimizer_in_backward()
 
 
 def prepare_for_backward(ddp: DistributedDataParallel) -> None:
-    """Let ``ddp`` reduce a backward that no forward comes before."""
+    """Make ``ddp`` reduce a backward that follows no forward."""
     ddp.reducer.prepare_for_backward([])
 
 
 def forget_used_parameters(ddp: DistributedDataParallel) -> None:
-    """Let the reducer of ``ddp`` forget which parameters took part in backwards; nothing if it cannot."""
+    """Make the reducer of ``ddp`` forget which parameters took part in backwards, if it can."""
     reset = getattr(ddp.reducer, "_reset_state", None)
     if reset is not None:
         reset()

@@ -45,65 +45,63 @@ SIGTERM_HANDLER = "_sigterm_notifier_fn"  # of the connector of signals
 
 
 cluster_environment: Callable[[pl.Trainer], Any] = attrgetter("_accelerator_connector.cluster_environment")
-"""Return what knows who has started the processes."""
+"""Return the environment that started the processes."""
 checkpoint_connector: Callable[[pl.Trainer], Any] = attrgetter("_checkpoint_connector")
-"""Return what loads checkpoints, by ``resume_start`` and ``restore``."""
+"""Return the connector that loads checkpoints, by ``resume_start`` and ``restore``."""
 
 
 def log_nothing(trainer: pl.Trainer) -> None:
-    """Let loggers be there, and get nothing: it would be numbers."""
+    """Keep the loggers, but send them no metrics."""
     trainer._logger_connector.log_metrics = lambda *_, **__: None  # type: ignore[method-assign]
 
 
 def notes_of_run(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return notes that are there until the next run of ``trainer`` begins, or its data are attached."""
+    """Return notes that last until the next run of ``trainer`` begins, or its data are attached."""
     notes: dict[str, Any] = vars(trainer._data_connector._datahook_selector).setdefault("lightning_vram", {})
     return notes
 
 
 signal_connector: Callable[[pl.Trainer], Any] = attrgetter("_signal_connector")
-"""Return what handles signals, until its ``teardown``."""
+"""Return the connector that handles signals, until its ``teardown``."""
 
 
 def validates_by_clock(trainer: pl.Trainer) -> bool:
-    """Whether validation runs after a time, not after a number of batches."""
+    """Whether validation runs after some time, not after a number of batches."""
     return getattr(trainer, "_val_check_time_interval", None) is not None
 
 
 find_trainer: Callable[[pl.LightningModule], pl.Trainer | None] = attrgetter("_trainer")
 """Return the trainer of a module; ``None`` where the public property raises."""
 
-
 AutomaticOptimization = _AutomaticOptimization
-
 LOAD_LOADER_STATES = "_load_combined_loader_states"  # of the fit loop
 WINDOW_ENDS = "_accumulated_batches_reached"  # of the epoch loop
-MAKE_CLOSURE = "_make_closure"  # of automatic optimization, and so are those that follow
+MAKE_CLOSURE = "_make_closure"  # of automatic optimization, as the next three
 MAKE_BACKWARD = "_make_backward_fn"
 MAKE_ZERO_GRAD = "_make_zero_grad_fn"
 OPTIMIZER_STEP = "_optimizer_step"
 
 
 def make_step(loop: AutomaticOptimization, kwargs: OrderedDict[str, Any]) -> Callable[[], ClosureResult]:
-    """Make what calls ``training_step`` with ``kwargs``."""
+    """Return a function that calls ``training_step`` with ``kwargs``."""
     return loop._make_step_fn(kwargs)
 
 
 def make_backward(loop: AutomaticOptimization, optimizer: Optimizer) -> Callable[[Tensor], None] | None:
-    """Make the backward of a loss; ``None`` where there is to be none."""
+    """Return the backward of a loss; ``None``: no backward."""
     return loop._make_backward_fn(optimizer)
 
 
 def make_zero_grad(loop: AutomaticOptimization, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
-    """Make what zeroes gradients; ``None`` within gradient accumulation."""
+    """Return a function that zeroes gradients; ``None`` within gradient accumulation."""
     return loop._make_zero_grad_fn(batch_idx, optimizer)
 
 
 def is_loops_closure(closure: Any, *, is_bare: bool) -> bool:
-    """Whether a closure is Lightning's own, not wrapped; ``is_bare``: it has not come to the precision plugin yet."""
+    """Whether a closure is Lightning's own, unwrapped; ``is_bare``: not by the precision plugin either, so far."""
     while getattr(closure, "__module__", "").startswith("lightning_vram."):  # a tracker's
         closure = getattr(closure, "__wrapped__", None)
-    if not is_bare:  # else it went past the plugin
+    if not is_bare:  # otherwise the plugin has wrapped it
         is_plugins = isinstance(closure, partial) and getattr(closure.func, "__func__", None) is Precision._wrap_closure
         closure = closure.args[-1] if is_plugins else None
     return type(closure) is Closure
@@ -112,49 +110,49 @@ def is_loops_closure(closure: Any, *, is_bare: bool) -> bool:
 skips_backward: Callable[[AutomaticOptimization], bool] = attrgetter("_skip_backward")
 """Whether batches only run forward, as in the last epoch of StochasticWeightAveraging."""
 epoch_ends: Callable[[_TrainingEpochLoop], bool] = methodcaller("_num_ready_batches_reached")
-"""Whether the epoch ends with the batch under way, as far as is known."""
+"""Whether the epoch ends with the current batch, as far as is known."""
 is_accumulating: Callable[[_TrainingEpochLoop], bool] = methodcaller("_should_accumulate")
-"""Whether no step follows the batch under way."""
+"""Whether no optimizer step follows the current batch."""
 
 
 def validation_follows(loop: _TrainingEpochLoop, fetcher: Any) -> bool:
-    """Whether validation follows the batch under way."""
+    """Whether validation follows the current batch."""
     return loop._should_check_val_fx(fetcher)
 
 
 training_data: Callable[[_FitLoop], CombinedLoader | None] = attrgetter("_combined_loader")
 """Return the training loaders; ``None`` before they are set up."""
 training_source: Callable[[pl.Trainer], Any] = attrgetter("fit_loop._data_source.instance")
-"""Return the module, the datamodule or the loaders that training data comes from."""
+"""Return the source of training data: module, datamodule or loaders."""
 
 
 def is_sequential_loader(loader: CombinedLoader) -> bool:
-    """Whether one loader follows the other; else each batch is made of one of each."""
+    """Whether one loader follows the other; otherwise each batch has one of each."""
     return getattr(loader, "_mode", "") == "sequential"
 
 
 set_sampler_epoch: Callable[[object, int], None] = _set_sampler_epoch
-"""Let the sampler of a loader shuffle as in an epoch."""
+"""Set the epoch by which the sampler of a loader shuffles."""
 
 
 def stop_restarting(loop: _Loop) -> None:
-    """Let a loop take itself for one that has not been loaded; not those inside of it."""
+    """Make a loop, but not those inside it, behave as if it was not loaded."""
     loop._restarting = False
 
 
 def stop_restarting_all(loop: _Loop) -> None:
-    """Let a loop and the loops inside of it take themselves for ones that have not been loaded."""
-    # The setter of the fit loop itself sets it again where max_steps is given.
+    """Make a loop and the loops inside it behave as if they were not loaded."""
+    # The setter of the fit loop itself would set it again with max_steps.
     _Loop.restarting.fset(loop, restarting=False)  # type: ignore[attr-defined]
 
 
 def is_sequential(trainer: pl.Trainer) -> bool:
-    """Whether the running evaluation goes through one loader after the other."""
+    """Whether the running evaluation reads one loader after the other."""
     return bool(getattr(trainer._active_loop, "_is_sequential", True))  # that of prediction always does
 
 
 blocked_sync: Callable[..., AbstractContextManager[None]] = _block_parallel_sync_behavior
-"""Keep the ranks of a strategy from reducing gradients in a backward, if ``block``."""
+"""Prevent gradient reduction in a backward, if ``block``."""
 
 
 def call_hook(trainer: pl.Trainer, name: str) -> None:
@@ -165,19 +163,16 @@ def call_hook(trainer: pl.Trainer, name: str) -> None:
 
 ResultCollection = _ResultCollection
 Metadata = _Metadata
-
-
-default_dtype: Callable[[], torch.dtype] = _get_default_dtype
-"""Return the dtype that values are logged in."""
+default_dtype: Callable[[], torch.dtype] = _get_default_dtype  # the dtype of logged values
 running_results: Callable[[pl.Trainer], ResultCollection | None] = attrgetter("_results")
-"""Return what the running loop has logged; ``None`` if none runs that logs."""
+"""Return the values that the running loop has logged; ``None`` without a loop that logs."""
 logs_are_due: Callable[[pl.Trainer], bool] = attrgetter("_logger_connector.should_update_logs")
 """Whether loggers get the values of this step."""
 
 
 @contextmanager
 def logging_from(module: pl.LightningModule, hook: str) -> Iterator[None]:
-    """Let ``module.log`` take itself to be called in ``hook``."""
+    """Make ``module.log`` behave as if called in ``hook``."""
     before, module._current_fx_name = module._current_fx_name, hook
     try:
         yield
@@ -186,7 +181,7 @@ def logging_from(module: pl.LightningModule, hook: str) -> Iterator[None]:
 
 
 def runs_in_hook(module: pl.LightningModule, hook: str) -> bool:
-    """Whether the hook of ``module`` that is running is the one of that name."""
+    """Whether ``hook`` of ``module`` is running."""
     return module._current_fx_name == hook
 
 
@@ -202,39 +197,38 @@ def update_metrics(trainer: pl.Trainer, kind: str, values: Mapping[str, Any]) ->
 
 
 AFTER_CLOSURE = "_after_closure"  # of a precision plugin
-
 ScriptLauncher = _SubprocessScriptLauncher
 MockOptimizer = _MockOptimizer
 
 
 class PlainStrategy(ParallelStrategy):
-    """Lightning's strategy of several processes, with public names for what is private there."""
+    """Lightning's strategy for several processes, with public names for its private ones."""
 
     def make_launcher(self) -> ScriptLauncher | None:
-        """Return what starts the other processes; ``None`` where they are there already."""
+        """Return what starts the other processes; ``None`` if they run already."""
         return None
 
     def choose_precision(self, plugin: Precision) -> Precision:
-        """Return the precision plugin to use where ``plugin`` is given."""
+        """Return the precision plugin to use in place of ``plugin``."""
         return plugin
 
     def sync_layers(self, model: nn.Module) -> nn.Module:
-        """Replace the layers that are to see all ranks (``sync_batchnorm``)."""
+        """Replace the layers that use the statistics of all ranks (``sync_batchnorm``)."""
         return model if self._layer_sync is None else self._layer_sync.apply(model)
 
     def reset_optimizers(self) -> None:
-        """Forget the optimizers and schedulers of a run before."""
+        """Forget the optimizers and schedulers of an earlier run."""
         self._reset_optimizers_and_schedulers()
 
     def run_in_forward(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a step of the module, by its name, within the forward of the model."""
+        """Run a step of the module, by name, inside the forward of the model."""
         assert self.model is not None
         assert self.lightning_module is not None
         attributes = vars(self.lightning_module)
-        before = {key: attributes[key] for key in ("forward",) if key in attributes}
+        before = {"forward": attributes["forward"]} if "forward" in attributes else {}
         try:
             return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
-        finally:  # Lightning leaves its redirection there if a hook before the forward fails, else the method itself
+        finally:  # Lightning leaves its redirection there if a hook before the forward fails, otherwise the method
             attributes.pop("forward", None)
             attributes.update(before)
 
@@ -255,24 +249,22 @@ class PlainStrategy(ParallelStrategy):
 
 
 make_script_launcher: Callable[[ClusterEnvironment, int, int], ScriptLauncher] = _SubprocessScriptLauncher
-"""Make what starts the script once more for each other device of this node."""
+"""Return a launcher that starts the script again for each other device of this node."""
 
 
 def reduce_over_ranks(tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
-    """Reduce a tensor over the ranks that are connected; nothing if none are."""
+    """Reduce a tensor over connected ranks, if any."""
     return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
 
 ddp_arguments: Callable[[DDPStrategy], dict[str, Any]] = attrgetter("_ddp_kwargs")
-"""Return what DDP is made with, besides the module."""
+"""Return the arguments of DDP, without the module."""
 
 
 def mesh_sizes(strategy: ModelParallelStrategy) -> dict[str, Any]:
-    """Return over how many ranks data and layers are split, as arguments of the strategy."""
-    return {
-        "data_parallel_size": strategy._data_parallel_size,
-        "tensor_parallel_size": strategy._tensor_parallel_size,
-    }
+    """Return the numbers of ranks for data and tensor parallelism, as arguments of the strategy."""
+    data, tensor = strategy._data_parallel_size, strategy._tensor_parallel_size
+    return {"data_parallel_size": data, "tensor_parallel_size": tensor}
 
 
 saves_folders: Callable[[ModelParallelStrategy], bool] = attrgetter("_save_distributed_checkpoint")
@@ -280,7 +272,7 @@ saves_folders: Callable[[ModelParallelStrategy], bool] = attrgetter("_save_distr
 
 
 def syncs_layers(strategy: Strategy) -> bool:
-    """Whether batch norms are to see all ranks."""
+    """Whether batch norms use the statistics of all ranks."""
     return getattr(strategy, "_layer_sync", None) is not None
 
 
@@ -291,7 +283,7 @@ def read_timeout(strategy: Strategy) -> timedelta | None:
 
 
 def call_after_closure(plugin: Precision, module: pl.LightningModule, optimizer: Optimizer) -> None:
-    """Call hooks, and clip, as between backward and step."""
+    """Call the hooks between backward and step, and clip."""
     plugin._after_closure(module, optimizer)
 
 
@@ -304,16 +296,16 @@ batch_size_argument: Callable[[BatchSizeFinder], str] = attrgetter("_batch_arg_n
 sets_learning_rate: Callable[[LearningRateFinder], bool] = attrgetter("_update_attr")
 """Whether the learning rate found is set."""
 learning_rate_argument: Callable[[LearningRateFinder], str] = attrgetter("_attr_name")
-"""Return the name of the argument that is searched for; empty: Lightning looks for it."""
+"""Return the name of the argument that is searched for; empty: Lightning finds it."""
 
 
 def is_searching_rate(callbacks: Iterable[Callback]) -> bool:
-    """Whether a search for the learning rate is under way."""
+    """Whether a search for the learning rate is running."""
     return any(isinstance(callback, _LRCallback) for callback in callbacks)
 
 
 def last_checkpoints(callback: ModelCheckpoint, trainer: pl.Trainer) -> set[str]:
-    """Return the paths of what ``save_last=True`` has written."""
+    """Return the paths of the files that ``save_last=True`` wrote."""
     return callback._find_last_checkpoints(trainer)
 
 
@@ -322,34 +314,32 @@ average_of: Callable[[WeightAveraging], AveragedModel | None] = attrgetter("_ave
 
 
 def averaging_callbacks(trainer: pl.Trainer | None) -> list[WeightAveraging]:
-    """Return those of a trainer that have an average."""
+    """Return the ``WeightAveraging`` callbacks that have an average."""
     callbacks: list[Callback] = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
     return [one for one in callbacks if isinstance(one, WeightAveraging) and average_of(one) is not None]
 
 
-is_local: Callable[[str], bool] = _is_local_file_protocol
-"""Whether a path is one of this file system, not an address."""
-save_whole: Callable[[dict[str, Any], str], None] = _atomic_save
-"""Write a checkpoint, or leave nothing."""
+is_local: Callable[[str], bool] = _is_local_file_protocol  # whether a path is a local one, not a URL
+save_whole: Callable[[dict[str, Any], str], None] = _atomic_save  # write a checkpoint completely, or not at all
 
 
 def load_on_host(location: str, *, weights_only: bool | None) -> Any:
-    """Read a checkpoint from an address, with its tensors on the host."""
+    """Read a checkpoint from a path or URL, with its tensors on the host."""
     return _load(location, "cpu", weights_only)
 
 
 def read_argument(cli: LightningCLI, name: str) -> Any:
-    """Return an argument of the subcommand, as it was configured."""
+    """Return a configured argument of the subcommand."""
     return cli._get(cli.config, name)
 
 
 def method_arguments(cli: LightningCLI, subcommand: str) -> dict[str, Any]:
-    """Return what the trainer's method of this name is called with."""
+    """Return the arguments of the trainer's method of this name."""
     return cli._prepare_subcommand_kwargs(subcommand)
 
 
 class QuietlySeeded(LightningCLI):
-    """A LightningCLI that does not print the seed, which would stand above each mistake in a configuration."""
+    """A LightningCLI that does not print the seed above each error in a configuration."""
 
     def _set_seed(self) -> None:
         log = logging.getLogger(seed_everything.__module__)

@@ -1,4 +1,4 @@
-"""Private names of torchmetrics: the state of a metric, and the value that it shows."""
+"""Private names of torchmetrics: the state of a metric, and its value for the last batch."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,10 +10,7 @@ from torchmetrics import Metric
 
 APPLY = "_apply"
 SYNC_STATES = "_sync_dist"
-
-
-default_states: Callable[[Metric], Mapping[str, Any]] = attrgetter("_defaults")
-"""Return the metric state by name, as it begins."""
+default_states: Callable[[Metric], Mapping[str, Any]] = attrgetter("_defaults")  # the initial metric state by name
 state_reductions: Callable[[Metric], Mapping[str, Any]] = attrgetter("_reductions")
 """Return by name how ranks merge the metric state; ``None``: they do not."""
 
@@ -25,27 +22,25 @@ def merge_states(metric: Metric, states: dict[str, Any], num_updates: int) -> No
 
 
 def forget_computed(metric: Metric) -> None:
-    """Let the next ``compute`` compute, and ask no other rank."""
+    """Make the next ``compute`` compute again, without other ranks."""
     metric._to_sync = metric._should_unsync = False
     metric._computed = None
 
 
-shown_value: Callable[[Metric], Any] = attrgetter("_forward_cache")
-"""Return what the metric shows of the last batch."""
+shown_value: Callable[[Metric], Any] = attrgetter("_forward_cache")  # the value for the last batch
 
 
 def show_value(metric: Metric, value: Any) -> None:
-    """Let the metric show ``value`` for the last batch."""
+    """Set the value for the last batch."""
     metric._forward_cache = value
 
 
-converts_dtype: Callable[[Metric], bool] = attrgetter("_dtype_convert")
-"""Whether what is applied to the metric state casts it."""
+converts_dtype: Callable[[Metric], bool] = attrgetter("_dtype_convert")  # whether ``_apply`` casts the metric state
 
 
 @contextmanager
 def placed_on(metric: Metric, device: torch.device) -> Iterator[None]:
-    """Let a metric take itself to be on ``device`` inside the block. Its state stays where it is."""
+    """Make a metric behave as if on ``device`` inside the block. Its state is not moved."""
     before, metric._device = metric._device, device
     try:
         yield

@@ -59,7 +59,7 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 
 def _collect(tree: Any, found: list[Tensor]) -> None:
-    """Each operator's arguments are gone through several times: what they are made of is not looked up."""
+    """Walk common containers without pytree's lookups: each operator's arguments are walked several times."""
     kind = type(tree)
     if isinstance(tree, Tensor):
         found.append(tree)
@@ -75,31 +75,23 @@ def _collect(tree: Any, found: list[Tensor]) -> None:
 
 storage_identity: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 """Return the identity of the memory of a tensor."""
-
 count_storage_users: Callable[[int], int] = torch._C._storage_Use_Count
 """Return how many users the memory of this identity has."""
 num_writes: Callable[[Tensor], int] = attrgetter("_version")
 """Return how often a tensor was written. Views share the number."""
-
-is_view: Callable[[Tensor], bool] = torch.Tensor._is_view
-"""Whether a tensor is a view, to autograd."""
-
-base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
-"""Return the tensor that another is a view of, to autograd."""
-
-VIEW_PROPERTIES = frozenset({"_base", "_version"})
-"""Attributes that identify views and writes."""
-without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
-"""Make a context in which functions do not ask tensors' classes how they are done."""
+is_view: Callable[[Tensor], bool] = torch.Tensor._is_view  # whether a tensor is a view, to autograd
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")  # the tensor that another is a view of, to autograd
+VIEW_PROPERTIES = frozenset({"_base", "_version"})  # attributes that identify views and writes
+without_torch_function: Any = torch._C.DisableTorchFunctionSubclass  # make a context without ``__torch_function__``
 
 
 def make_wrapper(kind: type[Tensor], shape: Sequence[int], **options: Any) -> Any:
-    """Return a tensor of a class that keeps its values in other tensors; ``options``: dtype, device, strides."""
+    """Return a tensor of a class that stores its values in other tensors; ``options``: dtype, device, strides."""
     return torch.Tensor._make_wrapper_subclass(kind, tuple(shape), **options)
 
 
 def ends_of_graph(tensor: Tensor) -> list[Any]:
-    """Return the nodes that ``tensor`` keeps: its own, and that of its base, if it was made where no graph is made."""
+    """Return the nodes that ``tensor`` keeps alive: its own, and that of its base (of views made under ``no_grad``)."""
     try:
         found = [one.grad_fn for one in (tensor, tensor._base) if one is not None]
     except RuntimeError:  # a view that was written to where no graph may be made
@@ -108,7 +100,7 @@ def ends_of_graph(tensor: Tensor) -> list[Any]:
 
 
 storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
-"""Return the identity of a storage; another may have it after its death."""
+"""Return the identity of a storage; another may have it later."""
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
@@ -122,10 +114,8 @@ def has_accumulation_hooks(parameter: Tensor) -> bool:
     return not all(getattr(hook, "only_tells", False) for hook in hooks.values())
 
 
-sparse_indices: Callable[[Tensor], Tensor] = torch.Tensor._indices
-"""Return the indices of a COO tensor as they are stored."""
-sparse_values: Callable[[Tensor], Tensor] = torch.Tensor._values
-"""Return the values of a COO tensor as they are stored."""
+sparse_indices: Callable[[Tensor], Tensor] = torch.Tensor._indices  # the indices of a COO tensor as they are stored
+sparse_values: Callable[[Tensor], Tensor] = torch.Tensor._values  # the values of a COO tensor as they are stored
 
 
 def ragged_dimension(tensor: Tensor) -> int:
@@ -138,25 +128,20 @@ local_shard_of: Callable[[Any], Tensor] = attrgetter("_local_tensor")
 """Return the local shard of a ``DTensor``: the very tensor, past autograd."""
 
 
-def free_pinned_memory() -> None:
-    """Give pinned memory back that torch keeps for later."""
-    free = getattr(torch._C, "_host_emptyCache", None)
-    if free is not None:
-        free()
+free_pinned_memory: Callable[[], None] = getattr(torch._C, "_host_emptyCache", lambda: None)
+"""Free the pinned memory that torch caches."""
 
 
 def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
-    """Return those of ``Tensor.register_hook``."""
+    """Return the hooks of ``Tensor.register_hook``."""
     return list((tensor._backward_hooks or {}).values())
 
 
-PARAMETERS, BUFFERS, CHILDREN = "_parameters", "_buffers", "_modules"
-"""Names of dictionaries in ``vars`` of a module."""
+PARAMETERS, BUFFERS, CHILDREN = "_parameters", "_buffers", "_modules"  # names of dictionaries in ``vars`` of a module
 FORWARD_HOOKS, FORWARD_PRE_HOOKS = "_forward_hooks", "_forward_pre_hooks"
 SEE_OUTPUT = (FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks")
 """Names of hooks that see the output, or its gradient."""
-SEE_INPUT = (FORWARD_PRE_HOOKS, *SEE_OUTPUT)
-"""Names of hooks that see the input or the output, or a gradient."""
+SEE_INPUT = (FORWARD_PRE_HOOKS, *SEE_OUTPUT)  # names of hooks that see the input or the output, or a gradient
 _LOOKS_ON = "_lightning_vram_looks_on"
 RESET_ATTENTION = "_reset_parameters"
 CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
@@ -180,13 +165,13 @@ def has_hooks(module: nn.Module, kinds: Collection[str]) -> bool:
 
 
 def have_all_modules_hooks(kinds: Collection[str]) -> bool:
-    """Whether hooks of one of these kinds, but for those that only look on, are set on all modules there are."""
+    """Whether global hooks of one of these kinds exist, except for those of :func:`observe_forwards`."""
     found = (hook for kind in kinds for hook in getattr(hooks_of_all_modules, f"_global{kind}", {}).values())
     return any(not hasattr(hook, _LOOKS_ON) for hook in found)
 
 
 def observe_forwards(before: Callable[..., None], after: Callable[..., None]) -> Callable[[], None]:
-    """Call functions of ours before and after all forwards, which see no tensor. Returns what undoes it."""
+    """Call functions before and after all forwards, which use no tensor. Returns a function that undoes it."""
     for hook in (before, after):
         setattr(hook, _LOOKS_ON, True)
     handles = (
@@ -207,7 +192,7 @@ def class_conv_forward(kind: type) -> Callable[..., Tensor] | None:
 
 
 def convolve_with(convolution: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return what a convolution that is not transposed makes of ``input`` with another weight and bias."""
+    """Run a convolution that is not transposed with another weight and bias."""
     output: Tensor = convolution._conv_forward(input, weight, bias)
     return output
 
@@ -223,7 +208,7 @@ def output_padding(convolution: Any, *args: Any) -> Any:
 
 
 def check_dimensions(norm: Any, input: Tensor) -> None:
-    """Refuse what the norm itself refuses: ``ValueError`` for an input of other dimensions."""
+    """Raise ``ValueError`` for an input of other dimensions, as the norm itself does."""
     norm._check_input_dim(input)
 
 
@@ -251,62 +236,54 @@ def is_compiled_by_lightning(module: nn.Module) -> bool:
 
 
 def forget_compiled_steps(module: nn.Module) -> None:
-    """Let a copy of a module run its own code: the compiled steps that it was copied with are those of the original."""
+    """Let a copy of a module run its own code: its compiled steps are those of the original."""
     if is_compiled_by_lightning(module):
         for name in _STEPS:
             vars(module).pop(name, None)
         vars(module)["_compiler_ctx"] = None
 
 
-ENGINE = (torch.autograd, "_engine_run_backward")
-"""Where the function is through which all backwards pass."""
+ENGINE = (torch.autograd, "_engine_run_backward")  # the function that all backwards call
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Return which backward runs in this thread; -1 for none."""
-
 current_graph_group: Callable[[], Any] = torch._C._get_graph_exec_group
 """Return the ``GraphExecGroup`` that this thread is in, whose backwards count as one; ``None`` outside."""
-
 retains_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 """Return whether the backward that runs in this thread retains its graph, so that another one may follow."""
-
 make_saved_tensor: Callable[..., Any] | None = getattr(torch._C._autograd, "_make_saved_tensor", None)
-"""Save a tensor, ``is_output`` of the node or not; returns what has ``unpack``."""
-
+"""Save a tensor, ``is_output`` of the node or not; returns an object with ``unpack``."""
 num_nodes: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""Return how many nodes of the graph were made in this thread: one more for each operator that has a gradient."""
+"""Return how many nodes of the graph were created in this thread: one per operator with a gradient."""
 number_of: Callable[[Any], int] = methodcaller("_sequence_nr")
-"""Return the number of a node of the graph in its thread, above those of all that it comes from."""
+"""Return the number of a node of the graph in its thread, above those of all its inputs."""
 
 
 def may_stop_early() -> bool:
-    """Whether second runs may end with the last tensor that is needed, by ``set_checkpoint_early_stop``."""
+    """Whether recomputation may end with the last tensor that is needed, by ``set_checkpoint_early_stop``."""
     return getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None) is not False
 
 
 RunBackward = Callable[..., Any]
-SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""What packs and what unpacks."""
-
-_RUN_BACKWARD = "_engine_run_backward"  # where torch.autograd.backward and grad meet
+SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack and unpack functions
 
 
 def engine_run_backward() -> RunBackward | None:
-    """Return what ``torch.autograd.backward`` and ``grad`` call; ``None`` if there is no such thing."""
-    return getattr(torch.autograd, _RUN_BACKWARD, None)
+    """Return the function that ``torch.autograd.backward`` and ``grad`` call; ``None`` if there is none."""
+    return getattr(*ENGINE, None)
 
 
 def replace_run_backward(run: RunBackward) -> None:
     """Let ``torch.autograd.backward`` and ``grad`` call ``run``."""
-    setattr(torch.autograd, _RUN_BACKWARD, run)
+    setattr(*ENGINE, run)
 
 
 def has_own_result(node: Any) -> bool:
-    """Whether a node of the graph has its result, or may have it; not while it is saving it."""
+    """Whether a node of the graph has saved its result, or may have; not while it is saving it."""
     saved = getattr(node, "_raw_saved_result", None)
     if saved is None or not hasattr(saved, "data") or not hasattr(saved, "unpack_hook"):
         return True
     if saved.data is not None or saved.unpack_hook is not None:
-        return True  # somebody else saves it
+        return True  # others save it
     try:
         return node._saved_result is not None
     except RuntimeError:  # it had its result, and a backward has freed it
@@ -314,7 +291,7 @@ def has_own_result(node: Any) -> bool:
 
 
 def saved_tensors_of(node: Any) -> Iterator[Tensor]:
-    """Yield what a node of the graph has saved for a backward; nothing once one has freed it."""
+    """Yield the tensors that a node of the graph has saved for backward; none once they are freed."""
     with suppress(RuntimeError):  # it is freed
         for name in dir(node):
             if name.startswith("_saved_"):
@@ -330,22 +307,22 @@ def innermost_hooks() -> SavedTensorHooks | None:
 
 
 def push_hooks(hooks: SavedTensorHooks) -> None:
-    """Set saved-tensor hooks, inside of all others."""
+    """Set saved-tensor hooks, inside all others."""
     torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
 
 
 pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
-"""Take the innermost saved-tensor hooks off."""
+"""Remove the innermost saved-tensor hooks."""
 
 
-# From 2.15 on a selective checkpoint of a user's, within saved-tensor hooks of ours, warns that a later version will
-# hand them what it keeps. That is for us to follow: the user has set no hooks.
+# From 2.15 on, a user's selective checkpoint inside saved-tensor hooks of ours warns that a later version will pass its
+# saved tensors to them. That concerns only us: the user has set no hooks.
 _WARNING = ("ignore", re.compile("A saved_tensors_hooks context", re.IGNORECASE), FutureWarning, None, 0)
 _MAY_WARN = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
 
 
 def hide_warning_of_hooks() -> None:
-    """Prevent the warning about hooks that we set; to be called before."""
+    """Prevent the warning about hooks that we are about to set."""
     if _MAY_WARN and _WARNING not in warnings.filters:  # each new filter lets all other warnings be shown once more
         warnings.filterwarnings("ignore", "A saved_tensors_hooks context", FutureWarning)
 
@@ -355,16 +332,15 @@ may_set_hooks: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_e
 
 
 def is_in_transform() -> bool:
-    """Whether a transform of ``torch.func`` is at work."""
+    """Whether a transform of ``torch.func`` is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-is_tracing: Callable[[], bool] = torch._C._is_tracing
-"""Whether ``torch.jit.trace`` is at work."""
+is_tracing: Callable[[], bool] = torch._C._is_tracing  # whether ``torch.jit.trace`` is active
 
 
 def is_in_forward_ad() -> bool:
-    """Whether derivatives are made in forward mode."""
+    """Whether forward-mode differentiation is active."""
     return forward_ad._current_level >= 0
 
 
@@ -382,18 +358,13 @@ def outside_of_vmap() -> Iterator[None]:
             torch._C._vmapmode_increment_nesting()
 
 
-OptimizerStates = dict[int, dict[str, Any]]
-"""What a scaler knows of each optimizer, by id."""
-
-AVAILABILITY = (torch._C, "_is_autocast_available")
-"""Where the function is that checks whether a kind of device can autocast."""
+OptimizerStates = dict[int, dict[str, Any]]  # state of a scaler for each optimizer, by id
+AVAILABILITY = (torch._C, "_is_autocast_available")  # the function that checks whether a device type supports autocast
 CAST_ARGUMENTS = (torch.amp.autocast_mode, "_cast")
-"""Where the function is that casts the arguments of ``custom_fwd``: of a nest, a kind of device and a dtype."""
+"""The function that casts the arguments of ``custom_fwd``: takes a nest, a device type and a dtype."""
 STEP_IF_FINITE = "_maybe_opt_step"
 """The method of ``GradScaler`` that steps an optimizer if it found no infinite gradient."""
-
-without_autocast: Any = torch._C._DisableAutocast
-"""Make a context without autocast for any device."""
+without_autocast: Any = torch._C._DisableAutocast  # make a context without autocast for any device
 
 
 def can_autocast(device_type: str, dtype: torch.dtype) -> bool:
@@ -412,23 +383,22 @@ def first_scale_of(scaler: GradScaler) -> float:
 
 
 def set_scale(scaler: GradScaler, scale: Tensor | None) -> None:
-    """Let ``scaler`` have this scale, on the device where it is."""
+    """Set the scale of ``scaler``, on the device of the tensor."""
     scaler._scale = scale
 
 
-device_of: Callable[[GradScaler], str] = attrgetter("_device")
-"""Return the device type for the scale."""
+device_of: Callable[[GradScaler], str] = attrgetter("_device")  # the device type for the scale
 optimizer_states: Callable[[GradScaler], OptimizerStates] = attrgetter("_per_optimizer_states")
-"""Return what a scaler knows of each optimizer: the very dictionary."""
+"""Return the state of a scaler for each optimizer: the very dictionary."""
 
 
 def set_optimizer_states(scaler: GradScaler, states: OptimizerStates) -> None:
-    """Let ``scaler`` know this of the optimizers."""
+    """Set the state of ``scaler`` for each optimizer."""
     scaler._per_optimizer_states = states
 
 
 def no_optimizer_states() -> OptimizerStates:
-    """Return what a new scaler knows."""
+    """Return the state of a new scaler."""
     return defaultdict(_refresh_per_optimizer_state)
 
 
@@ -473,9 +443,9 @@ def write_parametrizations(state: tuple[int, dict[Any, Any]] | None) -> None:
 
 
 FOREACH_TYPES: tuple[list[Any], ...] = (_foreach_supported_types, _foreach_utils._foreach_supported_types)
-"""The lists of the classes of tensors that are worked on at once."""
+"""The lists of tensor classes that foreach kernels support."""
 LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
-"""Names in ``vars`` of an optimizer of what runs before and after it loads a state."""
+"""Names in ``vars`` of an optimizer of the hooks before and after it loads a state."""
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
@@ -489,22 +459,19 @@ def note_step(optimizer: Optimizer) -> None:
 
 
 def is_wrapped_by_scheduler(step: object) -> bool:
-    """Whether ``step`` is what a scheduler puts on an optimizer: it only notes that it was called."""
+    """Whether ``step`` is a scheduler's wrapper, which only records the call."""
     return isinstance(step, FunctionType) and hasattr(step, "_wrapped_by_lr_sched")
 
 
-_NEEDED = ("_index_sampler", "_get_iterator")
-
-
 class OpenLoader(DataLoader[Any]):
-    """A loader that is asked for its indices and its iterators; the names are such that no user's class has them."""
+    """A loader whose index sampler and iterators can be replaced; no user's class has methods of these names."""
 
     def lightning_vram_index_sampler(self, stock: Any) -> Any:
-        """Return what draws the indices, instead of ``stock``."""
+        """Return the index sampler to use in place of ``stock``."""
         return stock
 
     def lightning_vram_iterator(self, make: Callable[[], Any]) -> Any:
-        """Return a new iterator; ``make`` makes the stock one."""
+        """Return a new iterator; ``make`` creates the stock one."""
         return make()
 
     @property
@@ -516,25 +483,25 @@ class OpenLoader(DataLoader[Any]):
 
 
 def can_be_opened() -> bool:
-    """Whether loaders of this version of torch ask an :class:`OpenLoader`."""
-    return all(hasattr(DataLoader, name) for name in _NEEDED)
+    """Whether :class:`OpenLoader` works in this version of torch."""
+    return hasattr(DataLoader, "_index_sampler") and hasattr(DataLoader, "_get_iterator")
 
 
 def iterates_as_stock(kind: type) -> bool:
-    """Whether a class of loaders makes its iterators as ``DataLoader`` does."""
+    """Whether a class of loaders creates its iterators as ``DataLoader`` does."""
     names = ("__iter__", "_get_iterator")
     return all(getattr(kind, name, None) is getattr(DataLoader, name, None) for name in names)
 
 
 def staying_iterator(loader: DataLoader[Any]) -> Any | None:
-    """Return the iterator whose workers stay (``persistent_workers``), once there is one."""
+    """Return the iterator of ``persistent_workers``, once it exists."""
     return getattr(loader, "_iterator", None)
 
 
 index_sampler_of: Callable[[Any], Any] = attrgetter("_index_sampler")
-"""Return what draws the indices in a loader, or in an iterator of one."""
+"""Return the index sampler of a loader, or of its iterator."""
 
 
 def set_index_sampler(iterator: Any, sampler: Any) -> None:
-    """Let an iterator of a loader draw its indices from ``sampler``."""
+    """Set the index sampler of an iterator of a loader."""
     iterator._index_sampler = sampler

@@ -1,8 +1,7 @@
 """What a batch contains: containers of any kind, tensors and arrays with one row per sample, and the paths of entries.
 
 Containers are copied rather than constructed, so their other attributes stay and no ``__post_init__`` runs again. Parts
-of tensors are views wherever the layout allows it. Sparse tensors, packed sequences and nested tensors of the strided
-layout are copied: their samples are not contiguous in memory.
+of tensors are views, except of sparse and strided nested tensors and of packed sequences.
 """
 
 import copy
@@ -31,22 +30,15 @@ _PER_SAMPLE_ATTRIBUTE = "_encodings"  # transformers' BatchEncoding answers word
 class Parts:
     """A container, taken apart."""
 
-    labels: tuple[Hashable, ...]
-    """Keys, field names or positions."""
+    labels: tuple[Hashable, ...]  # keys, field names or positions
     values: tuple[Any, ...]
-    build: Callable[[Sequence[Any]], Any]
-    """Build a container of the same kind around other values; the one that was taken apart is left as it is."""
-    has_attributes: bool = False
-    """Whether labels are attributes of an object, rather than keys or positions."""
-    is_list: bool = False
-    """Whether it is a list, or a tuple without names: its entries may be columns, or samples."""
+    build: Callable[[Sequence[Any]], Any]  # makes a container of the same kind around other values
+    has_attributes: bool = False  # whether labels are attributes of an object, rather than keys or positions
+    is_list: bool = False  # whether it is a list, or a tuple without names: its entries may be columns, or samples
 
 
 def take_apart(value: object) -> Parts | None:
-    """Return what a container holds; ``None`` for anything else.
-
-    Known are mappings, lists, tuples with and without names, dataclasses, attrs classes and ``SimpleNamespace``.
-    """
+    """Return what a mapping, list, tuple, dataclass, attrs class or ``SimpleNamespace`` holds; ``None`` for others."""
     if isinstance(value, _WHOLE):
         return None
     if isinstance(value, Mapping):
@@ -262,8 +254,7 @@ class SplitArgumentError(BatchSplitError):
 class BatchPath:
     """The path from the root to an entry."""
 
-    code: str = "batch"
-    """As code reaches it: ``batch["meta"].weights[0]``."""
+    code: str = "batch"  # as code reaches it: ``batch["meta"].weights[0]``
     labels: tuple[Hashable, ...] = field(default=(), compare=False)
 
     def children(self, parts: Parts) -> Iterator["BatchPath"]:

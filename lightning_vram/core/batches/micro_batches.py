@@ -122,9 +122,7 @@ Value = TypeVar("Value")
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float], sizes: Sequence[int]) -> Tensor:
     """Return the mean of ``values``; ``sizes`` weigh if all ``weights`` are 0. Equal values stay bitwise equal.
 
-    It is computed from differences to the first value. If that is infinite, as a loss in half precision may be, the
-    difference is NaN, so the plain sum is used. A value with weight 0 does not count, even if it is NaN: the mean over
-    no tokens is 0 / 0. Infinite and NaN values show up in the result as they do in a sum.
+    A value with weight 0 does not count, even if it is NaN: the mean over no tokens is 0 / 0.
     """
     counted = _counted(values, weights, sizes)
     first = mean = counted[0][0]
@@ -132,7 +130,7 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[float], sizes: Seq
     for value, share in counted:
         mean = mean + (value - first) * share
         plain = plain + value * share
-    # Where the first is finite both say the same, up to rounding.
+    # From differences to the first value; if that is infinite, they are NaN, and the sum is used.
     return torch.where(first.isfinite(), mean, plain).to(first.dtype)
 
 
@@ -308,11 +306,7 @@ _NUM_WATCHED = 2  # batches in which a step shows whether it writes into them
 
 
 class BatchGuard:
-    """Gives micro-batches to a step: copies if it writes into them, else views.
-
-    The first batches are given as copies, and show which of the two it is. Writes past the version counter (``.data``,
-    NumPy) are not detected.
-    """
+    """Gives micro-batches to a step: copies if it wrote into the first ones (past the version: unseen), else views."""
 
     def __init__(self) -> None:
         self._num_seen = 0
@@ -408,13 +402,9 @@ def find_batch_norms(module: nn.Module) -> tuple[str, ...]:
 class NormMomentum:
     """Scales and restores the momentum of all layers of a module that have running statistics.
 
-    A batch norm moves its running statistics by ``momentum`` m in every forward. A batch in k parts would move them k
-    times, each by noisier statistics. With ``1 - (1 - m)**(1 / k)`` the parts together forget as much as one batch
-    does, and the statistics are a mean over the parts, without the variance between parts. In training a layer still
-    normalises by the statistics of its own part.
-
-    Layers in eval mode at the time of :meth:`scale`, layers without running statistics, and those with a cumulative
-    mean (``momentum=None``, correct in any case) are left alone.
+    A batch norm moves its running statistics by ``momentum`` m in every forward. With ``1 - (1 - m)**(1 / k)`` the k
+    parts of a batch together move them as much as the batch. Layers in eval mode at the time of :meth:`scale`, without
+    running statistics, or with a cumulative mean (``momentum=None``, correct in any case) are left alone.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -432,14 +422,11 @@ class NormMomentum:
         )
 
     def scale(self, share: float) -> None:
-        """Let one update count as much as ``share`` of an update: 1 / k for each of k equal parts, in (0, 1].
-
-        The momentum before the first call since :meth:`restore` counts, so that two objects can be nested.
-        """
+        """Let one update count as much as ``share`` of an update: 1 / k for each of k equal parts, in (0, 1]."""
         for name in self.names:
             layer = self._layers[name]
             momentum = self._saved.setdefault(name, layer.momentum)  # type: ignore[arg-type]
-            self._written[name] = momentum if share == 1 else 1 - (1 - momentum) ** share  # 1 to the bit
+            self._written[name] = momentum if share == 1 else 1 - (1 - momentum) ** share  # exactly 1
             layer.momentum = self._written[name]
 
     def restore(self) -> None:

@@ -1,11 +1,8 @@
 """Cut a batch into micro-batches: by the user's function if there is one, else by the contents of the batch.
 
-Tensors are cut along dimension 0 into views, lists of samples into shorter lists; containers are built anew, so a step
-that changes a container does not change the batch. Entries that are the same for all samples go into every part. An
-ambiguous entry is refused, and the message names it.
-
-The cost: some microseconds of Python for each entry; no memory, except for sparse tensors and packed sequences. A step
-that writes into a tensor of its micro-batch writes into the batch.
+Tensors are cut along dimension 0 into views, so a step that writes into a tensor of its micro-batch writes into the
+batch; containers are built anew. Entries that are the same for all samples go into every part. An ambiguous entry is
+refused, and the message names it. It costs some microseconds of Python for each entry.
 """
 
 import hashlib
@@ -38,8 +35,6 @@ from lightning_vram.core.batches.contents import (
 )
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 
-__all__ = ["BatchSplitError"]
-
 Role = Literal["columns", "samples"]
 
 _PICTURE_DIMS = 3
@@ -58,18 +53,12 @@ class Misfit(Exception):  # noqa: N818
 
 
 class BatchLayout:
-    """The layout of a batch of ``size`` samples; lists in ``known`` keep the role they had in earlier batches.
-
-    A list can be columns, as collate functions make them, or samples, one entry each. Columns are tried first. A list
-    that fits both and holds entries of one kind is ambiguous.
-    """
+    """The layout of a batch of ``size`` samples: a list is columns, or one entry per sample; ``known`` ones stay so."""
 
     def __init__(self, size: int, shared: SharedKeys, known: Mapping[BatchPath, Role]) -> None:
         self.size = size
-        self.roles: dict[BatchPath, Role] = {}
-        """How each list that follows the batch is read."""
-        self.ambiguous: dict[BatchPath, str] = {}
-        """Lists that could be read the other way as well."""
+        self.roles: dict[BatchPath, Role] = {}  # how each list that follows the batch is read
+        self.ambiguous: dict[BatchPath, str] = {}  # lists that could be read the other way as well
         self._is_confirmed = False
         self._has_odd_samples = False
         self._shared = shared
@@ -205,11 +194,7 @@ _ROOT = BatchPath()
 
 
 def find_batch_layout(batch: object, shared: SharedKeys, known: Mapping[BatchPath, Role]) -> BatchLayout:
-    """Return the only layout of a batch that fits; lists inside may stay ambiguous, which matters only if it is cut.
-
-    Every size that some entry suggests is tried; exactly one must fit all of the batch. A wrong guess would silently
-    train on wrong pairs, so an ambiguous batch raises ``BatchSplitError``.
-    """
+    """Return the only layout that fits a batch: a wrong guess would train on wrong pairs. Lists may stay ambiguous."""
     samples = _read_as_samples(batch, shared, known)
     role = known.get(_ROOT)
     if samples is not None and role == "samples":
@@ -460,10 +445,9 @@ class BatchFacts:
 class BatchCutter:
     """Cuts batches into views of their tensors.
 
-    ``split(batch, size)`` returns micro-batches of ``size`` samples, the last one with the remainder; for size 1 it
-    must return as many as there are samples. Tensors with too few dimensions for ``batch_dim`` are cut along their
-    first. ``time_first`` names a layer that takes time before samples: batches that do not show where their samples are
-    cannot be cut then.
+    ``split(batch, size)`` returns micro-batches of ``size`` samples, the last one with the remainder. Tensors with too
+    few dimensions for ``batch_dim`` are cut along their first. ``time_first`` names a layer that takes time before
+    samples: batches that do not show where their samples are cannot be cut then.
     """
 
     def __init__(
@@ -520,10 +504,9 @@ class BatchCutter:
         """Whether something has an entry for each sample that has no time: labels, images, a list of texts."""
         for _, value in iterate(batch, BatchPath(), self._shared):
             parts = take_apart(value)
-            is_list = (
-                parts is not None and parts.is_list and len(parts.values) == num_samples and is_plain(parts.values)
-            )
-            if is_list or (count_rows(value) == num_samples and getattr(value, "ndim", 0) not in _SEQUENCE_DIMS):
+            if parts is not None and parts.is_list and len(parts.values) == num_samples and is_plain(parts.values):
+                return True
+            if count_rows(value) == num_samples and getattr(value, "ndim", 0) not in _SEQUENCE_DIMS:
                 return True
         return False
 

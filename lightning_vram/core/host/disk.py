@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -27,11 +28,9 @@ _MIN_DIRECT_BYTES = MIB
 class DiskFile:
     """An empty file in ``folder``, as long as this object is not closed; it vanishes with the process, killed or not.
 
-    ``folder`` must be on a fast local disk: an NVMe drive, not a network file system. ``argument`` is its name in
-    messages. If ``is_direct``, long runs bypass the page cache where the system can do that: it takes a third of the
-    processor time, keeps up the rate of the disk, and leaves the cache to others. Memory and file must begin at the
-    same byte of a page. The ends of runs and short ones go through the cache. Linux keeps both, and tensors over a
-    mapping of the file, consistent as long as they are not used at the same time.
+    ``argument`` is the name of ``folder`` in messages. If ``is_direct``, whole pages of long runs bypass the page cache
+    where the system can do that, in a third of the processor time. Memory and file must begin at the same byte of a
+    page. Linux keeps both, and tensors over a mapping of the file, consistent if they are not used at the same time.
     """
 
     def __init__(self, folder: str | os.PathLike[str], argument: str, *, is_direct: bool = False) -> None:
@@ -216,12 +215,7 @@ NUM_STAGING_BUFFERS = 4  # on the way out; the thread has one more for the way b
 
 
 class DiskRing:
-    """Bytes in a file without a name in ``folder``, as long as this object is not closed.
-
-    Bytes pass through a few staging buffers, the only host memory this takes: a step that saves faster than the disk
-    writes waits for it. Space is used again in every step. Jobs run in order, so space is used again only after it was
-    read. The thread never waits for the callers, and the next call raises its error.
-    """
+    """Bytes in a file without a name in ``folder``, which pass through a few staging buffers, until :meth:`close`."""
 
     def __init__(self, folder: str | os.PathLike[str], *, pin_memory: bool, staging_bytes: int = STAGING_BYTES) -> None:
         self._file = DiskFile(folder, "disk_path")
@@ -307,15 +301,13 @@ class DiskRing:
         return [end + sum(sizes[:index]) for index in range(len(sizes))]
 
 
+@dataclass(slots=True, eq=False)
 class DiskBlock:
     """Bytes on disk, as long as this object lives."""
 
-    __slots__ = ("_block", "_extents", "_ring")
-
-    def __init__(self, ring: DiskRing, block: Block[int], extents: list[tuple[int, int]]) -> None:
-        self._ring = ring
-        self._block = block
-        self._extents = extents
+    _ring: DiskRing
+    _block: Block[int]
+    _extents: list[tuple[int, int]]
 
     def read(self, target: Tensor, make_copies: Callable[[], Copies], moment: Any) -> Arrival:
         """Begin to read into ``target``, which was made before ``moment``; ``OffloadError`` after an error."""
@@ -352,10 +344,10 @@ class _Loan:
             buffers.put(self.buffer)
 
 
+@dataclass(eq=False)
 class _DiskArrival(Arrival):
-    def __init__(self, ticket: Ticket, copied: list[Arrival]) -> None:
-        self._ticket = ticket
-        self._copied = copied  # the last part, once that is on its way
+    _ticket: Ticket
+    _copied: list[Arrival]  # the last part, once that is on its way
 
     def wait(self, target: Tensor) -> None:
         self._ticket.wait()

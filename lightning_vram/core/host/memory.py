@@ -45,17 +45,13 @@ class Piece(Generic[Payload]):
     num_bytes: int
 
 
+@dataclass(slots=True, eq=False)
 class Block(Generic[Payload]):
     """Space that is taken as long as this object lives."""
 
-    __slots__ = ("_released", "chunks", "pieces")
-
-    def __init__(
-        self, pieces: list[Piece[Payload]], chunks: list[_Chunk[Payload]], released: "deque[list[_Chunk[Payload]]]"
-    ) -> None:
-        self.pieces = pieces
-        self.chunks = chunks
-        self._released = released
+    pieces: list[Piece[Payload]]
+    chunks: list[_Chunk[Payload]]
+    _released: "deque[list[_Chunk[Payload]]]"
 
     def __del__(self) -> None:
         # In whatever thread, perhaps in the middle of anything: appending is atomic, the rest waits for its turn.
@@ -63,12 +59,9 @@ class Block(Generic[Payload]):
 
 
 class ChunkedSpace(Generic[Payload]):
-    """Space in fixed chunks, which grows and never shrinks. Safe to use from several threads.
+    """Space in chunks of 1 to 64 MiB, which grows and never shrinks. Safe to use from several threads.
 
-    Within a chunk space is given front to back; a chunk is free again when the last block in it is gone. A training
-    step frees everything it took, so from the second step on the space of the first one is enough. A large block spans
-    chunks; a small one does not make a large one: the first chunk has 1 MiB, each further one twice as much, up to 64
-    MiB.
+    A chunk is free again when the last block in it is gone: as a training step frees all, the first one's is enough.
     """
 
     def __init__(self) -> None:
@@ -79,8 +72,7 @@ class ChunkedSpace(Generic[Payload]):
         self._last_size = 0
         self._released: deque[list[_Chunk[Payload]]] = deque()
         self._num_blocks = 0
-        self.total_bytes = 0
-        """Size of all chunks."""
+        self.total_bytes = 0  # of all chunks
 
     @property
     def num_blocks(self) -> int:
@@ -90,11 +82,7 @@ class ChunkedSpace(Generic[Payload]):
             return self._num_blocks
 
     def take(self, num_bytes: int, make_chunks: Callable[[list[int]], list[Payload]]) -> Block[Payload]:
-        """Return a block of ``num_bytes``, at least 1, in one piece or several.
-
-        ``make_chunks`` is called if there is not enough: it makes chunks of the given sizes, all or none. If it raises,
-        nothing has changed.
-        """
+        """Return a block of at least 1 byte; ``make_chunks`` makes chunks of given sizes if needed, all or none."""
         with self._lock:
             self._collect()
             rounded = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -171,12 +159,9 @@ class HostBlock:
 
 
 class HostArena:
-    """Host memory, pinned (needs an accelerator) or not; copies overlap with computation only if it is pinned.
+    """Host memory, pinned (needs an accelerator) or not, taken when needed and given back by :meth:`close`.
 
-    Pinning is slow and pinned memory is lost to everything else, so memory is taken only when needed, and given back
-    only by :meth:`close`. PyTorch's allocator of pinned memory rounds up to powers of two, which is the size of the
-    chunks. A host that is too small is refused with an error: pinned memory cannot be swapped, the kernel would kill
-    the process. ``like`` is a fake tensor from which to make fake memory, of which there is enough.
+    A host that is too small is an error: it would kill the process. ``like`` is a fake tensor for fake memory.
     """
 
     def __init__(self, *, pin_memory: bool, like: Tensor | None = None) -> None:
@@ -206,9 +191,8 @@ class HostArena:
 
     def _make_chunks(self, sizes: list[int]) -> list[Tensor]:
         if self._like is not None:
-            with (
-                hidden_from_modes(self._like) if self._like.is_cpu else nullcontext()
-            ):  # who counts on a card counts this, too
+            # An estimate for a GPU counts it, one for the host does not.
+            with hidden_from_modes(self._like) if self._like.is_cpu else nullcontext():
                 chunks = [self._like.new_empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
                 return [chunk.pin_memory() for chunk in chunks] if self._pin_memory else chunks
         check_host_bytes(sum(sizes), self.total_bytes)
@@ -235,11 +219,9 @@ def make_host_bytes(num_bytes: int, *, pin_memory: bool) -> Tensor:
 
 
 def make_host_tensor(numel: int, dtype: torch.dtype, *, pin_memory: bool) -> Tensor:
-    """Return an uninitialised flat tensor on the host, for as long as training takes.
+    """Return an uninitialised flat tensor on the host, for as long as training takes, pinned if CUDA lets us.
 
-    PyTorch rounds up what it pins to powers of two, up to twice as much (1.78 times measured on a model's parameters),
-    and keeps it. So memory on pages of its own is taken and registered with CUDA. If CUDA refuses, it stays unpinned,
-    with one warning per process. As with PyTorch's pinned memory, a forked process cannot read it.
+    PyTorch rounds up what it pins to powers of two (1.78 times measured), and keeps it: here pages are registered.
     """
     if not pin_memory or not numel:
         return torch.empty(numel, dtype=dtype, device="cpu")
@@ -248,7 +230,13 @@ def make_host_tensor(numel: int, dtype: torch.dtype, *, pin_memory: bool) -> Ten
         return tensor
     if not can_pin_in_place(tensor):
         return tensor.pin_memory()
-    _warn_unpinned(tensor.nbytes)
+    if not _warned:
+        _warned.append(tensor.nbytes)
+        warnings.warn(
+            f"CUDA could not pin {format_bytes(tensor.nbytes)} of host memory (cudaHostRegister): it stays unpinned, "
+            "so its copies do not overlap with computation. Later allocations may stay unpinned, too.",
+            stacklevel=1,
+        )
     return tensor
 
 
@@ -272,17 +260,6 @@ def _let_go(mapping: mmap.mmap, owner: int) -> None:
     """Drop a mapping. A forked process does not have it: unmapping would hit other memory at its addresses there."""
     if os.getpid() != owner:
         _never_unmapped.append(mapping)
-
-
-def _warn_unpinned(num_bytes: int) -> None:
-    if _warned:
-        return
-    _warned.append(num_bytes)
-    warnings.warn(
-        f"CUDA could not pin {format_bytes(num_bytes)} of host memory (cudaHostRegister): it stays unpinned, so "
-        "its copies do not overlap with computation. Later allocations may stay unpinned, too.",
-        stacklevel=2,
-    )
 
 
 def hidden_from_modes(tensor: Tensor) -> AbstractContextManager[object]:
@@ -314,9 +291,7 @@ class _Buffer:
 class HostBuffers:
     """Gives out flat tensors in sizes that recur, as gradients do; called by one thread at a time.
 
-    PyTorch rounds pinned memory up to a power of two. Here ordinary memory is taken in the size that is needed, pinned
-    in place, and given out again when no tensor uses it any more: pinning is slow, and needs the driver. A tensor must
-    be held until a copy to it has finished.
+    Memory is given out again when no tensor uses it any more: hold a tensor until a copy to it has finished.
     """
 
     def __init__(self, *, pin_memory: bool) -> None:
@@ -352,10 +327,8 @@ class HostBuffers:
         self._buffers = []
 
 
-PART_ELEMENTS = 2**19
-"""Most weights that are split or joined at once, so that what is made of them in between stays in the caches."""
+PART_ELEMENTS = 2**19  # split or joined at once, so that temporary results stay in the caches
 _HALF = 0x8000
-_LOWER = 0xFFFF
 
 Part = tuple[int, int]
 OddWeights = tuple[Tensor | None, Tensor]
@@ -366,10 +339,10 @@ _NOTHING: OddWeights = torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=t
 class SplitWeights:
     """Float32 tensors of these ``sizes`` as bf16 weights and a 16-bit remainder: 4 bytes each, bit-exact.
 
-    A separate bf16 copy to send to the device would make six. The bf16 weight is the nearest one, halves to even, as in
-    any conversion: 65537 float32 numbers round to each even one, and sixteen bits distinguish 65536. The one too many,
-    about one weight of 131072, is in a list. ``upper`` is the flat bf16 tensor that is sent, to be read only; ``parts``
-    are the ranges of each tensor that are read and written at once, counted over all of them. An empty tensor has one.
+    The bf16 weight is the nearest one, halves to even, as in any conversion: 65537 float32 numbers round to each even
+    one, and sixteen bits distinguish 65536. The one too many, about one weight of 131072, is in a list. ``upper`` is
+    the flat bf16 tensor that is sent to the device, to be read only; ``parts`` are the ranges of each tensor that are
+    read and written at once, counted over all of them. An empty tensor has one.
     """
 
     def __init__(self, sizes: Sequence[int], *, pin_memory: bool) -> None:
@@ -444,7 +417,7 @@ class SplitWeights:
         if part[0] in self._exceptions and numbers.numel():
             places, halves = self._exceptions[part[0]]
             chosen = slice(None) if places is None else places.long()
-            bits[chosen] = halves.int().bitwise_left_shift_(16).bitwise_or_(lower[chosen].int().bitwise_and_(_LOWER))
+            bits[chosen] = halves.int().bitwise_left_shift_(16).bitwise_or_(lower[chosen].int().bitwise_and_(0xFFFF))
 
 
 def cut_parts(start: int, stop: int, most: int | None = None) -> Iterator[Part]:

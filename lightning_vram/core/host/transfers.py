@@ -1,11 +1,9 @@
 """Host-device copies and host work that overlap with the computation.
 
-On an accelerator all copies of both directions are queued on one side stream, so that host memory which is used again
-is written after it was read. The device memory of a copy is held until the stream of the computation waits for that
-copy, or it has finished: after that, the allocator may give the memory to the next kernel of that stream. Elsewhere
-(the CPU, which has one memory; fake tensors) copies block.
-
-The current stream is looked up at each call: the backward runs in a thread of autograd's own.
+On an accelerator all copies of both directions are queued on one side stream, so that reused host memory is written
+after it was read. The device memory of a copy is held until the stream of the computation waits for that copy, or it
+has finished. On the CPU and on fake tensors copies block. The current stream is looked up at each call: the backward
+runs in a thread of autograd's own.
 """
 
 import queue
@@ -15,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -105,23 +104,14 @@ def timed(times: CopyTimes | None, what: str, num_bytes: int = 0, stream: Any = 
     return times.span(what, num_bytes, stream) if times is not None else nullcontext()
 
 
+@dataclass(slots=True, eq=False)
 class Departure:
     """A copy to the host; ``source`` is held as long as the copy is in flight, then ``None``."""
 
-    __slots__ = ("event", "num_bytes", "source", "stream", "times")
-
-    def __init__(
-        self,
-        source: Tensor | None = None,
-        event: Any = None,
-        stream: Any = None,
-        times: CopyTimes | None = None,
-    ) -> None:
-        self.times = times
-        self.source = source
-        self.num_bytes = source.nbytes if source is not None else 0
-        self.event = event
-        self.stream = stream
+    source: Tensor | None = None
+    event: Any = None
+    stream: Any = None
+    times: CopyTimes | None = None
 
     def wait(self) -> None:
         """Block until the bytes are on the host."""
@@ -147,8 +137,7 @@ class Arrival:
 class Copies:
     """Copies flat tensors of bytes between one device and host memory in pieces; blocking, on the current stream."""
 
-    times: CopyTimes | None = None
-    """Where it is noted how long copies take from now on."""
+    times: CopyTimes | None = None  # where it is noted how long copies take from now on
 
     def make_clock(self) -> Clock | None:
         """Return a clock for both the computation and its copies; ``None`` if the device has none."""
@@ -203,7 +192,7 @@ class StreamCopies(Copies):
             event = self._side.record_event()
         departure = Departure(source, event, compute, self.times)
         self._departures.append(departure)
-        self._departing_bytes += departure.num_bytes
+        self._departing_bytes += source.nbytes
         self.settle(window_bytes)
         return departure
 
@@ -242,7 +231,7 @@ class StreamCopies(Copies):
 
     def _let_go_of_oldest(self) -> None:
         oldest = self._departures.popleft()
-        self._departing_bytes -= oldest.num_bytes
+        self._departing_bytes -= oldest.source.nbytes if oldest.source is not None else 0
         _let_go(oldest)
 
 
@@ -361,9 +350,7 @@ class Ticket:
 class HostWorker:
     """One thread for jobs in order. After an error it drops all later jobs, and every later call raises that error.
 
-    ``num_threads`` is for PyTorch's operators in a job, without effect on other threads; ``None``: as many as
-    elsewhere, and the thread is started by the first job. ``on_end`` is called in the thread when it ends, or without
-    one by :meth:`stop`.
+    ``num_threads``: of PyTorch in a job; ``None``: as elsewhere. ``on_end`` is called in the thread when it ends.
     """
 
     def __init__(self, name: str, num_threads: int | None = None, *, on_end: Callable[[], None] | None = None) -> None:

@@ -26,10 +26,7 @@ def pack_bits(mask: Tensor) -> Tensor:
 
 
 def unpack_bits(bits: Tensor, like: Tensor) -> Tensor:
-    """Write the mask back into ``like``, whose shape, strides and dtype are those of the original, and return it.
-
-    Elements are counted in the order of indices, not of memory, so any strides come back.
-    """
+    """Write the mask back into ``like``, whose shape, strides and dtype are those of the original, and return it."""
     flags = bits.unsqueeze(1).bitwise_and(_weights(bits.device)).ne_(0).view(-1)[: like.numel()]
     return like.copy_(flags.view(like.shape))
 
@@ -51,17 +48,14 @@ def encoded_itemsize(to: LossyFormat) -> int:
 def encode(numbers: Tensor, to: LossyFormat, block_size: int = 128) -> list[Tensor]:
     """Store flat, contiguous ``numbers`` in fewer bits; return the pieces for :func:`decode`: numbers, and scales.
 
-    The error of a number ``x``, in a block of which the largest magnitude is ``m``, before it is rounded to the dtype
-    of ``numbers``:
+    The error of a number ``x``, in a block of ``block_size`` neighbours with the largest magnitude ``m``:
 
     * ``"bf16"``: at most ``|x| / 256``, or 4.6e-41 for the smallest ones. Numbers above 3.39e38 become infinite.
     * ``"fp8"`` (e4m3): at most ``|x| / 16``, or ``m / 458752`` for the smallest ones.
     * ``"int8"``: at most half a step, ``m / 254``.
 
-    With the last two a block with ``m`` below 1.2e-38 times 448 or 127 becomes zeros. One scale per block of
-    ``block_size`` neighbours keeps one large number from spoiling all others. A block that holds an infinity or NaN
-    comes back as NaN as a whole: to check it would block the host, and it must not come back as a number. bf16 has no
-    blocks; there infinities and NaN stay what they are.
+    With the last two, a block with ``m`` below 1.2e-38 times 448 or 127 becomes zeros, and one that holds an infinity
+    or NaN becomes NaN as a whole: a check would block the host, and it must not come back as a number.
     """
     if to == "bf16":
         return [numbers.to(torch.bfloat16)]
@@ -95,8 +89,7 @@ def decode(pieces: list[Tensor], to: LossyFormat, dtype: torch.dtype, size: int)
 def _largest(blocks: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the largest magnitude in each row, [n, 1]."""
     if blocks.device.type != "cpu":
-        norm: Tensor = torch.linalg.vector_norm(blocks, math.inf, 1, keepdim=True, dtype=dtype)
-        return norm
+        return torch.linalg.vector_norm(blocks, math.inf, 1, keepdim=True, dtype=dtype)  # type: ignore[no-any-return]
     # On the CPU the norm takes a hundred times as long.
     return torch.maximum(blocks.amax(1, keepdim=True), blocks.amin(1, keepdim=True).neg_()).abs_().to(dtype)
 
@@ -111,9 +104,7 @@ _UPPER = -0x10000  # the mask of the sixteen bits that bf16 has in common with f
 def split_(numbers: Tensor, lower: Tensor) -> None:
     """Round fp32 ``numbers`` to the nearest bf16, half away from zero, and save the lower half in ``lower`` (int16).
 
-    A conversion to bf16 rounds halves to the even neighbour: 65537 numbers to each even one, which is one more than the
-    lower half can distinguish. Here 65536 go to each. So both differ in a half next to an even number, one number of
-    131072. A conversion to bf16 does not change the result.
+    Halves to even, as a conversion rounds, would give 65537 numbers to an even one: more than the lower half tells.
     """
     bits = _regular_bits(numbers)
     lower.copy_(bits)  # a narrowing copy keeps the lower half
@@ -121,7 +112,7 @@ def split_(numbers: Tensor, lower: Tensor) -> None:
 
 
 def join_(numbers: Tensor, lower: Tensor) -> None:
-    """Undo :func:`split_` in ``numbers``, bit-exactly; NaNs come back in their usual pattern.
+    """Undo :func:`split_` in ``numbers``, bit-exactly but for NaNs, which come back in their usual pattern.
 
     Numbers that were written since move by half a unit in the last place of bf16 at most, NaNs not at all, and zeros
     stay zeros: so what was split from numbers below 2^-134 is lost.
@@ -135,8 +126,7 @@ def join_(numbers: Tensor, lower: Tensor) -> None:
 def compensate_(numbers: Tensor, compensation: Tensor) -> Tensor:
     """Return fp32 ``numbers``, which are overwritten, as bf16; ``compensation`` (bf16) gets the rest.
 
-    The rest is at most half a unit in the last place. A sum of two such numbers comes out unchanged, except for the
-    sign of a zero. Numbers too large for bf16 become infinite.
+    The sum of two such numbers comes out unchanged, except for the sign of a zero.
     """
     nearest = numbers.bfloat16()
     compensation.copy_(numbers.sub_(nearest).nan_to_num_(0.0, 0.0, 0.0))  # infinity less infinity
@@ -148,22 +138,14 @@ def compensate_(numbers: Tensor, compensation: Tensor) -> Tensor:
 
 
 def add_compensation_(numbers: Tensor, compensation: Tensor) -> None:
-    """Undo :func:`compensate_` in ``numbers``.
-
-    A compensation of more than half a unit in the last place of its number is not its own: the number was written
-    since, and is right as it is. Zeros and infinities have none.
-    """
+    """Undo :func:`compensate_` in ``numbers``, but for numbers written since: their compensation is too large."""
     sums = compensation.float().add_(numbers)
     is_own = sums.bfloat16().view(torch.int16) == numbers.bfloat16().view(torch.int16)
     torch.where(is_own, sums, numbers, out=numbers)
 
 
 def round_randomly_(numbers: Tensor, generator: torch.Generator) -> None:
-    """Round fp32 ``numbers`` stochastically to bf16, in place: to each neighbour with the probability of its closeness.
-
-    So small updates are right on average, where rounding to the nearest loses all of them. What a conversion to bf16
-    does not change, infinities among it, stays the same. ``generator`` is on the same device.
-    """
+    """Round fp32 ``numbers`` to bf16 in place, to each neighbour with the probability of its closeness."""
     bits = _regular_bits(numbers)
     draws = torch.empty((bits.numel() + 3) // 4, dtype=torch.int64, device=bits.device)
     draws.random_(-(2**63), None, generator=generator)  # each holds four draws of sixteen bits
@@ -172,12 +154,7 @@ def round_randomly_(numbers: Tensor, generator: torch.Generator) -> None:
 
 
 def rounded_by_place(numbers: Tensor, first: int, seed: int, kept: Tensor | None = None) -> Tensor:
-    """Round to bf16 with draws that follow from a 16-bit ``seed`` and each place; ``numbers`` are overwritten.
-
-    So it does not matter in which parts numbers are rounded. Each number has another draw with each seed, as good as
-    independent; those of neighbours are evenly spread. ``first`` is the place of the first number, ``kept`` bf16 memory
-    for the result.
-    """
+    """Round to bf16 by a 16-bit ``seed`` and each place, counted from ``first``; ``numbers`` are overwritten."""
     kept = torch.empty_like(numbers, dtype=torch.bfloat16) if kept is None else kept
     # Draws are place * stride + seed, in 16 bit: a row that comes again after 65536, and begins elsewhere by the seed.
     start = (first + seed * _INVERSE) & 0xFFFF
@@ -185,7 +162,10 @@ def rounded_by_place(numbers: Tensor, first: int, seed: int, kept: Tensor | None
     if native is not None:
         native.round_by_place(numbers, draw_of(first, seed), kept)
         return kept
-    _regular_bits(numbers).add_(_draws(numbers, start)).bitwise_and_(_UPPER)
+    stop = start + numbers.numel()
+    is_in_row = numbers.device.type == "cpu" and not isinstance(numbers, FakeTensor) and stop <= _ROW
+    draws = _row_on_host()[start:stop] if is_in_row else _make_draws(start, stop, numbers.device)
+    _regular_bits(numbers).add_(draws).bitwise_and_(_UPPER)
     return kept.copy_(numbers)  # which changes none, and is faster than to take the upper halves
 
 
@@ -194,16 +174,9 @@ def draw_of(place: int, seed: int) -> int:
     return (place * _STRIDE + seed) & 0xFFFF
 
 
-def _draws(numbers: Tensor, start: int) -> Tensor:
-    stop = start + numbers.numel()
-    if numbers.device.type != "cpu" or isinstance(numbers, FakeTensor) or stop > _ROW:
-        return _make_draws(start, stop, numbers.device)
-    return _row_on_host()[start:stop]
-
-
 @cache
 def _row_on_host() -> Tensor:
-    with without_dispatch():  # it stays, and is nobody's
+    with without_dispatch():  # it stays, and belongs to no run
         return _make_draws(0, _ROW, torch.device("cpu"))
 
 
@@ -228,14 +201,11 @@ class LowBitTensor(Tensor):
 
     A number is a square: the largest one of its block times (n / 128)^2 with the sign of n, -127 <= n <= 128, or in 4
     bits (n / 8)^2, -7 <= n <= 8; if it ``is_positive`` (a divisor) times (n / 256)^2, 1 <= n <= 256, or (n / 16)^2, and
-    never zero. So roots, by which Adam divides, are at even distances. As the largest number of a block is exact, all
-    others follow it where it decays by less than half a distance; and what was read is written again to the same bits.
+    never zero. So roots, by which Adam divides, are at even distances. What was read is written again to the same bits.
+    Blocks of 128 and no zero for divisors are from Li, Chen and Zhu, "Memory Efficient Optimizers with 4-bit States"
+    (2023); roots from "FlashOptim" (arXiv 2602.23349).
 
-    Blocks of 128 and no zero for divisors are those of Li, Chen and Zhu, "Memory Efficient Optimizers with 4-bit
-    States" (2023); roots those of "FlashOptim" (arXiv 2602.23349).
-
-    Readers see a float32 tensor: each operator works on a copy of its values, and writes round to the nearest. Code
-    that works on a part at a time cuts it. It is pickled as a plain tensor on the host.
+    Readers see a float32 tensor: each operator works on a copy of its values, and writes round to the nearest.
 
     ``records`` has a block in each row, uint8: its numbers, then the float32 scale, which is NaN if one of them was NaN
     or infinite. ``stride`` is that of a dense tensor: blocks are of numbers as they would be in memory.
@@ -265,15 +235,15 @@ class LowBitTensor(Tensor):
         names, _ = self.__tensor_flatten__()
         return sum(getattr(self, name).nbytes for name in names)
 
-    def decode(self, wide: Tensor | None = None) -> Tensor:
+    def decode(self, out: Tensor | None = None) -> Tensor:
         """Return the values, in new memory, or in that of a flat float32 tensor."""
-        wide = self.records.new_empty(self.numel(), dtype=torch.float32) if wide is None else wide
-        native = native_codecs(wide, self.records)
+        out = self.records.new_empty(self.numel(), dtype=torch.float32) if out is None else out
+        native = native_codecs(out, self.records)
         if native is None:
-            wide.copy_(self._decode())
+            out.copy_(self._decode())
         else:
-            native.decode_low_bit(self.records, wide, self.bits, is_positive=self.is_positive)
-        return wide.as_strided(self.shape, self.stride())
+            native.decode_low_bit(self.records, out, self.bits, is_positive=self.is_positive)
+        return out.as_strided(self.shape, self.stride())
 
     def _decode(self) -> Tensor:
         codes, scales = self.records[:, :-_SCALE_BYTES], self.records[:, -_SCALE_BYTES:]
@@ -362,9 +332,9 @@ class LowBitTensor(Tensor):
             if func is torch.ops.aten.copy_.default:
                 ours.take_over(args[1])
                 return ours
-        wide_args, wide_kwargs = tree_map_only(LowBitTensor, decoded, (args, dict(kwargs)))
-        result = func(*wide_args, **wide_kwargs)
-        if ours is not None and schema_of(func).is_mutable and result is wide_args[0]:
+        args, kwargs = tree_map_only(LowBitTensor, decoded, (args, dict(kwargs)))
+        result = func(*args, **kwargs)
+        if ours is not None and schema_of(func).is_mutable and result is args[0]:
             ours.take_over(result)
             return ours
         return result
@@ -427,10 +397,7 @@ def _block_size(count: int, bits: Bits) -> int:
 
 
 class CodeMap:
-    """The numbers that codes stand for, in a block whose scale is 1: 256 or 16, ascending, on the host, the last is 1.
-
-    Two codes of 4 bits are in a byte, the first in its upper half. ``block_size`` numbers have one scale.
-    """
+    """The values of 256 codes (or 16, the first of two in a byte's upper half) at scale 1, ascending; the last is 1."""
 
     def __init__(self, values: Tensor, block_size: int) -> None:
         self.values, self.block_size = values, block_size
@@ -463,13 +430,13 @@ class MappedTensor(LowBitTensor):
         return made
 
     @override
-    def decode(self, wide: Tensor | None = None) -> Tensor:
+    def decode(self, out: Tensor | None = None) -> Tensor:
         codes = self.records
         if self.code_map.is_packed:
             codes = torch.stack([codes >> 4, codes & 15], dim=-1)
         numbers = self.code_map.on(self.device)[codes.flatten().int()]
         numbers *= self.scales.repeat_interleave(self.code_map.block_size)[: numbers.numel()]
-        return (numbers if wide is None else wide.copy_(numbers)).view(self.shape)
+        return (numbers if out is None else out.copy_(numbers)).view(self.shape)
 
     @override
     def take_over(self, numbers: Tensor) -> None:

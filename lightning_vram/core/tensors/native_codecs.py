@@ -1,7 +1,6 @@
 """Codecs of low-precision moments in C, and AdamW between them: one pass over memory in place of a dozen, bit-exact.
 
-Compiled by the C compiler of the machine, in less than a second, after operators have spent as much time: a process
-with few steps never does. Without a compiler, and on a device, operators do the work. Threads are those of PyTorch.
+Compiled in less than a second, after operators have spent as much time; without a C compiler operators do the work.
 """
 
 import ctypes
@@ -23,11 +22,9 @@ from torch.optim.adamw import adamw
 
 from lightning_vram.private_names.dispatcher import FakeTensor, without_dispatch
 
-PATIENCE = 2**29
-"""Numbers that operators code before anything is compiled: it takes them about as long."""
-LANES = 16  # of the widest vectors
-LEAST = 2**12
-"""Fewer numbers at once are left to operators, which nobody waits for."""
+PATIENCE = 2**29  # numbers that operators code before anything is compiled: it takes them about as long
+LANES = 16  # of the widest vectors; torch's kernel rounds a remainder differently
+LEAST = 2**12  # fewer numbers at once are left to operators
 _SOURCE = Path(__file__).with_suffix(".c")
 _OPTIONS = (("-march=native", "-fopenmp"), ("-march=native",))  # the first that works
 _SIGNATURES = {
@@ -61,7 +58,7 @@ class AdamWStep:
 
 
 class NativeCodecs:
-    """The codecs of a library. All tensors are plain, on the host and contiguous."""
+    """The codecs of a library. All tensors are ordinary ones, on the host and contiguous."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -90,8 +87,7 @@ class NativeCodecs:
     ) -> None:
         """Step flat float32 weights, with moments of ``bits``: float32, bf16 (rounded by ``draws``), or records.
 
-        ``tensors``: weights, gradient, average and average of squares. :data:`LANES` must divide the number of weights:
-        torch's kernel rounds a remainder differently.
+        ``tensors``: weights, gradient, average and average of squares, of a multiple of :data:`LANES` numbers.
         """
         settings, both = (c_float * 7)(*step.numbers()), (c_uint32 * 2)(*draws)
         places = (tensor.data_ptr() for tensor in tensors)
@@ -209,7 +205,7 @@ def _compile(compiler: str, options: tuple[str, ...], path: Path) -> ctypes.CDLL
     begin = [compiler, "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC"]
     for command in (
         [*begin, *options, "-c", str(_SOURCE), "-o", str(made)],
-        # Not linked with OpenMP: that would be a second pool of threads beside the one that PyTorch has loaded.
+        # Not linked with OpenMP: that would be a second thread pool, in addition to that of PyTorch.
         [*begin, "-shared", str(made), "-o", str(library)],
     ):
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
@@ -217,9 +213,5 @@ def _compile(compiler: str, options: tuple[str, ...], path: Path) -> ctypes.CDLL
 
 
 def _is_beyond(tensor: Tensor) -> bool:
-    return (
-        type(tensor) is not Tensor
-        or isinstance(tensor, FakeTensor)
-        or tensor.device.type != "cpu"
-        or not tensor.is_contiguous()
-    )
+    is_real = type(tensor) is Tensor and not isinstance(tensor, FakeTensor)
+    return not (is_real and tensor.device.type == "cpu" and tensor.is_contiguous())

@@ -1,10 +1,7 @@
 """Properties of tensors: ordinary classes, versions, memory, layout, shards; and tensors in nested structures.
 
-While saved-tensor hooks are set, autograd does not check whether a saved tensor was overwritten. The functions for
-versions do. Nested structures are what modules take and return: pytrees, and dataclasses, which torch does not open. No
-input is changed. ``tree_flatten`` makes a function that refers to itself for every call: garbage that only the cyclic
-collector finds, dozens of times per layer and step. Arguments and results are flat nearly always, and are flattened
-without it then.
+While saved-tensor hooks are set, autograd does not check whether a saved tensor was overwritten: functions here do.
+Nested structures are pytrees, and dataclasses, which torch does not open.
 """
 
 import copy
@@ -42,12 +39,9 @@ from lightning_vram.private_names.torch import (
 )
 
 Result = TypeVar("Result")
-OURS = "_lightning_vram_"
-"""How attributes begin that we put on tensors."""
-
+OURS = "_lightning_vram_"  # how attributes begin that we put on tensors
 PARAMETER_CLASSES: set[type] = {nn.Parameter, FakeParameter}
-REAL_TYPES: set[type] = {Tensor, nn.Parameter}
-"""Ordinary ones that hold values."""
+REAL_TYPES: set[type] = {Tensor, nn.Parameter}  # ordinary ones that hold values
 PLAIN_TYPES: set[type] = {Tensor, nn.Parameter, nn.Buffer, FakeTensor, FakeParameter}
 
 
@@ -123,7 +117,7 @@ def alias(tensor: Tensor) -> Tensor:
 
 def _detach(tensor: Tensor) -> Tensor:
     if type(tensor) in REAL_TYPES:
-        with without_dispatch():  # nobody needs to see it
+        with without_dispatch():  # no mode needs to see it
             return tensor.detach()
     with without_modes() if isinstance(tensor, FakeTensor) else nullcontext():
         return tensor.detach()
@@ -144,13 +138,10 @@ _FEWEST_TO_PRUNE = 64
 
 
 class ByStorage(Generic[Value]):
-    """Values by storage, for any view of it. It keeps no storage alive, and drops the dead as their number grows.
-
-    A storage is known by its address, which is used again after its death: a weak reference with each value detects
-    that.
-    """
+    """Values by storage, for any view of it. It keeps no storage alive, and drops the dead as their number grows."""
 
     def __init__(self) -> None:
+        # By address. It is used again after a storage's death, which the weak reference shows.
         self._noted: dict[int, tuple[weakref.ref[torch.UntypedStorage], Value]] = {}
         self._prune_at = _FEWEST_TO_PRUNE
 
@@ -281,10 +272,7 @@ WHOLE_LAYOUT = "lightning_vram_layout"
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the numbers of a strided tensor fill their part of memory, in any order, each in its own place.
-
-    Others are expanded, or slices of larger ones.
-    """
+    """Whether the numbers of a strided tensor fill their part of memory, in any order; not if expanded or a slice."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -355,10 +343,11 @@ Rebuild = Callable[[Sequence[Any]], Any]
 
 def flatten_arguments(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[list[Any], Rebuild]:
     """Return the leaves of positional and keyword arguments, and a function that rebuilds them from as many others."""
+    # Flat ones, as most are, without tree_flatten: each call of it leaves garbage that only the cyclic collector finds.
     args, kwargs = arguments
-    values = [*args, *kwargs.values()]
+    values, num_args, names = [*args, *kwargs.values()], len(args), tuple(kwargs)
     if all(map(tree_is_leaf, values)):
-        return values, partial(_make_arguments, len(args), tuple(kwargs))
+        return values, lambda new: (tuple(new[:num_args]), dict(zip(names, new[num_args:], strict=True)))
     leaves, structure = tree_flatten(arguments)
     return leaves, partial(tree_unflatten, treespec=structure)
 
@@ -371,10 +360,6 @@ def flatten_output(output: Any) -> tuple[list[Any], Rebuild]:
         return list(output), tuple
     leaves, structure = tree_flatten(output)
     return leaves, partial(tree_unflatten, treespec=structure)
-
-
-def _make_arguments(num_args: int, names: tuple[str, ...], leaves: Sequence[Any]) -> Any:
-    return tuple(leaves[:num_args]), dict(zip(names, leaves[num_args:], strict=True))
 
 
 def iterate_leaves(tree: Any, _open: frozenset[int] = frozenset()) -> Iterator[Any]:

@@ -26,7 +26,7 @@ _STATISTICS_NAMES = (
 
 
 def has_streams(kind: str) -> bool:
-    """Whether devices of ``kind``, such as ``"cuda"``, copy beside their computation, on streams of their own."""
+    """Whether devices of ``kind``, such as ``"cuda"``, copy in parallel with their computation, on other streams."""
     return kind not in _HOSTS and _has_all(getattr(torch, kind, None), _STREAM_NAMES)
 
 
@@ -170,10 +170,7 @@ _watches: weakref.WeakSet[PeakWatch] = weakref.WeakSet()
 
 
 def empty_cache(device: torch.device) -> int:
-    """Return unused cached blocks of all devices of this kind to the driver; returns the bytes freed on ``device``.
-
-    Waits for the device to finish its queued work, and later allocations must ask the driver again, so call it rarely.
-    """
+    """Return unused cached blocks of all devices of this kind to the driver; returns the bytes freed on ``device``."""
     if not has_cache(device):
         return 0
     memory = _module(device)
@@ -185,8 +182,7 @@ def empty_cache(device: torch.device) -> int:
 def _module(device: torch.device) -> ModuleType:
     if not has_cache(device):
         raise ValueError(f"device '{device}' has no caching allocator with statistics.")
-    module: ModuleType = torch.get_device_module(device)
-    return module
+    return torch.get_device_module(device)  # type: ignore[no-any-return]
 
 
 class PhasePeaks:
@@ -278,7 +274,7 @@ class FreeMemory:
 
 
 def free_memory_of(device: torch.device) -> FreeMemory | None:
-    """Return the room of ``device``, or ``None`` where no allocator tells (the CPU, MPS)."""
+    """Return the free memory of ``device``; ``None`` if no allocator reports it (the CPU, MPS)."""
     return FreeMemory(device) if has_cache(device) else None
 
 

@@ -28,11 +28,9 @@ class Measurement:
     peak_reserved_bytes: int | None = None  # most bytes taken from the driver at once
     host_peak_bytes: int | None = None  # most bytes in host tensors at once, where the device is not the host (tracker)
     saved_for_backward_bytes: int | None = None  # kept by the forward for the backward (tracker)
-    # most bytes in tensors at once, for each phase of a training step
-    peak_by_phase: Mapping[str, int] = field(default_factory=dict)
+    peak_by_phase: Mapping[str, int] = field(default_factory=dict)  # most bytes in tensors at once, for each phase
     peak_by_category: Mapping[str, int] = field(default_factory=dict)  # bytes of each category at the peak (tracker)
-    # bytes of the largest modules at the peak (tracker)
-    peak_by_module: Mapping[str, int] = field(default_factory=dict)
+    peak_by_module: Mapping[str, int] = field(default_factory=dict)  # of the largest modules at the peak (tracker)
     seconds_per_batch: float | None = None  # median over the latest training batches that were not tracked
 
     def with_timeline(self, timeline: MemoryTimeline) -> "Measurement":
@@ -61,12 +59,8 @@ class Measurement:
 
 
 _PLAIN_SIZES = (
-    "allocated_bytes",
-    "peak_allocated_bytes",
-    "reserved_bytes",
-    "peak_reserved_bytes",
-    "host_peak_bytes",
-    "saved_for_backward_bytes",
+    *("allocated_bytes", "peak_allocated_bytes", "reserved_bytes", "peak_reserved_bytes"),
+    *("host_peak_bytes", "saved_for_backward_bytes"),
 )
 _PHASE_SIZES = {phase: f"{phase}/peak_allocated_bytes" for phase in Phase}
 _CATEGORY_SIZES = {category: f"{category}_bytes" for category in Category}
@@ -103,7 +97,6 @@ def read_measurements(path: str | Path) -> list[Measurement]:
 
 
 def _check_values(values: Any) -> None:
-    """Raise ``ValueError`` for a value of a wrong type or range, before anything computes with it."""
     if not isinstance(values, dict):
         raise ValueError(f"it must be a JSON object, got {type(values).__name__}")
     for name, value in values.items():
@@ -116,10 +109,6 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63  # what a driver counts in
 
 
-def _is_duration(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
-
-
 _Kind = tuple[str, Callable[[Any], bool]]
 _TEXT: _Kind = ("a text", lambda value: isinstance(value, str))
 _COUNT: _Kind = ("an int of at least 0", _is_count)
@@ -129,13 +118,17 @@ _TABLE: _Kind = (
     "an object of numbers of bytes",
     lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
 )
+_SECONDS: _Kind = (
+    "a number of seconds or null",
+    lambda value: value is None or (type(value) in (int, float) and 0 <= value < math.inf),
+)
 _KINDS: dict[str, _Kind] = {
     **dict.fromkeys(("stage", "device", "source"), _TEXT),
     **dict.fromkeys(("epoch", "batch_idx", "step"), _COUNT),
     **dict.fromkeys(_PLAIN_SIZES, _SIZE_OR_NULL),
     **dict.fromkeys(("allocated_bytes", "peak_allocated_bytes"), _SIZE),
     **dict.fromkeys(("peak_by_phase", "peak_by_category", "peak_by_module"), _TABLE),
-    "seconds_per_batch": ("a number of seconds or null", lambda value: value is None or _is_duration(value)),
+    "seconds_per_batch": _SECONDS,
 }
 
 

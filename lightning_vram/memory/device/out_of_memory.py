@@ -63,8 +63,7 @@ _PATTERNS = tuple((source, re.compile(message, re.IGNORECASE)) for source, messa
 def read_out_of_memory(error: BaseException) -> OutOfMemorySource | None:
     """Find out whether ``error`` means that memory ran out, and whose.
 
-    Follows the causes of an error (``raise ... from``), groups, and errors of spawned workers, so that a wrapper does
-    not hide it. An error that merely happened while another was handled does not count.
+    Follows the causes of an error (``raise ... from``), groups, and errors of spawned workers.
 
     Example:
         >>> read_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"))

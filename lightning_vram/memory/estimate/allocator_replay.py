@@ -1,7 +1,7 @@
 """Replay a tracked step in a GPU's order of allocations, and what its allocator reserves for it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from lightning_vram.memory.estimate.caching_allocator import AllocatorSettings, Block, CachingAllocator
 from lightning_vram.memory.tracking.timeline import Allocation, MemoryEvent, MemoryTimeline, Phase
@@ -13,9 +13,8 @@ _SUM = "aten.add.Tensor"
 def as_on_gpu(timeline: MemoryTimeline) -> MemoryTimeline:
     """Return a timeline as long, in which dropout makes its mask first and autograd sums gradients in place.
 
-    Autograd adds to a gradient that nobody else holds, but never to a tensor without memory
-    (``can_accumulate_inplace`` of torch/csrc/autograd/input_buffer.cpp): there it makes the sum, and then drops what
-    it was made of. What was dropped first is as good as written to.
+    Autograd adds to a gradient that nobody else holds, but never to a fake one (``can_accumulate_inplace`` of
+    torch/csrc/autograd/input_buffer.cpp): there the sum is made before its parts are dropped.
     """
     events = list(timeline.events)
     for index in range(len(events) - 1):
@@ -41,12 +40,11 @@ def _is_sum(timeline: MemoryTimeline, first: MemoryEvent, second: MemoryEvent) -
 class AllocatorReplay:
     """What the allocator held over a timeline."""
 
-    # most bytes in blocks that are in use at each event of the timeline, with scratch of its operator
-    allocated: tuple[int, ...]
+    allocated: tuple[int, ...]  # most bytes in used blocks at each event of the timeline, with scratch of its operator
     reserved: tuple[int, ...]  # bytes taken from the driver, after each event
     peak_allocated_bytes: int  # most bytes in blocks at once: what ``torch.cuda.max_memory_allocated`` would say
     peak_reserved_bytes: int  # most bytes taken from the driver: ``torch.cuda.max_memory_reserved``
-    workspace_bytes: int  # most bytes that libraries took at once, beside tensors
+    workspace_bytes: int  # most bytes that libraries took at once, in addition to tensors
 
 
 def replay(
@@ -79,30 +77,29 @@ def replay(
     )
 
 
+@dataclass
 class _Player:
     """Knows which block each allocation has."""
 
-    def __init__(
-        self, allocator: CachingAllocator, persistent: Mapping[str, tuple[int, ...]], scratch: Mapping[str, int]
-    ) -> None:
-        self.allocator = allocator
-        self._persistent = persistent
-        self._taken: set[tuple[int, int, bool]] = set()
-        self._scratch = scratch
-        self.persistent_bytes = self.most_scratch_bytes = 0
-        self._blocks: dict[int, Block] = {}
+    allocator: CachingAllocator
+    persistent: Mapping[str, tuple[int, ...]]  # see Workspaces
+    scratch: Mapping[str, int]
+    persistent_bytes: int = 0
+    most_scratch_bytes: int = 0
+    _taken: set[tuple[int, int, bool]] = field(default_factory=set)
+    _blocks: dict[int, Block] = field(default_factory=dict)
 
     def take_persistent(self, allocation: Allocation, phase: Phase) -> None:
         """Allocate what libraries keep from an operator's first run on."""
-        for library, num_bytes in enumerate(self._persistent.get(allocation.op, ())):
+        for library, num_bytes in enumerate(self.persistent.get(allocation.op, ())):
             key = library, allocation.stream, phase is Phase.BACKWARD
             if key not in self._taken:
                 self._taken.add(key)
                 self.persistent_bytes += self.allocator.malloc(num_bytes, allocation.stream).size
 
     def use_scratch(self, allocation: Allocation) -> int:
-        """Allocate and free what an operator needs beside its result; return how much was in use for it."""
-        if not (num_bytes := self._scratch.get(allocation.op, 0)):
+        """Allocate and free what an operator needs in addition to its result; return how much was in use for it."""
+        if not (num_bytes := self.scratch.get(allocation.op, 0)):
             return 0
         block = self.allocator.malloc(num_bytes, allocation.stream)
         allocated_bytes = block.size  # before it grows by free neighbours

@@ -38,15 +38,12 @@ class AllocatorSettings:
 
     expandable_segments: bool = False  # whether segments grow page by page instead of being made for one size
     max_split_bytes: int | None = None  # blocks of this size and above are not split. ``None`` splits all
-    # by how much less a block that is not split may be larger than what is asked for
-    max_non_split_rounding_bytes: int = LARGE_SEGMENT
-    # segment for requests above 1 MiB and below 10 MiB; page of large expandable segments
-    large_segment_bytes: int = LARGE_SEGMENT
+    max_non_split_rounding_bytes: int = LARGE_SEGMENT  # by how much a block that is not split may exceed a request
+    large_segment_bytes: int = LARGE_SEGMENT  # for requests from 1 to 10 MiB; page of large expandable segments
     # steps between two powers of 2 that sizes are rounded up to, for sizes from 1 MiB, 2 MiB, 4 MiB, ... on; empty
     # and 0 round to 512 bytes
     roundup_power2_divisions: tuple[int, ...] = ()
-    # names of settings that were given and have no effect on the simulation
-    ignored: tuple[str, ...] = field(default=(), compare=False)
+    ignored: tuple[str, ...] = field(default=(), compare=False)  # given settings without effect on the simulation
 
     def may_serve(self, block_bytes: int, num_bytes: int) -> bool:
         """Whether a free block may serve a request: one that is not split must be kept for what needs it."""
@@ -169,36 +166,31 @@ class DeviceMemory:
         self._next_address = 1 << 30
 
     def take(self, num_bytes: int) -> None:
-        """Reserve memory. The driver is never out of it: callers compare the peak with what a GPU has."""
+        """Reserve memory. It never runs out: callers compare the peak with what a GPU has."""
         self.reserved_bytes += num_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def make_addresses(self, num_bytes: int) -> int:
-        """Return the start of a range that nobody has: ranges do not touch."""
+        """Return the start of a free range: ranges do not touch."""
         address = self._next_address
         self._next_address += num_bytes + (2 << 20)
         return address
 
 
+@dataclass(slots=True, eq=False)
 class Block:
     """A piece of a segment; its neighbours are the pieces before and behind it."""
 
-    __slots__ = (
-        *("address", "size", "pool", "segment_start", "previous", "next"),
-        *("is_allocated", "is_free", "is_mapped", "requested_bytes"),
-    )
-
-    def __init__(self, address: int, size: int, pool: "Pool", segment_start: int | None = None) -> None:
-        self.address = address
-        self.size = size
-        self.pool = pool
-        self.segment_start = segment_start  # ``None`` in a segment of fixed size
-        self.previous: Block | None = None
-        self.next: Block | None = None
-        self.is_allocated = False
-        self.is_free = False  # neither: it was freed, and another stream may still use it
-        self.is_mapped = True  # always, but for the empty part of an expandable segment
-        self.requested_bytes = 0
+    address: int
+    size: int
+    pool: "Pool"
+    segment_start: int | None = None  # ``None`` in a segment of fixed size
+    previous: "Block | None" = None
+    next: "Block | None" = None
+    is_allocated: bool = False
+    is_free: bool = False  # neither: it was freed, and another stream may still use it
+    is_mapped: bool = True  # always, but for the empty part of an expandable segment
+    requested_bytes: int = 0
 
     def split(self, size: int) -> "Block":
         """Keep the first ``size`` bytes, and make a block of the rest behind them."""
@@ -212,16 +204,14 @@ class Block:
         return rest
 
 
+@dataclass(slots=True, eq=False)
 class Pool:
     """Free blocks of one stream, small or large: the smallest first, and of those the lowest address."""
 
-    __slots__ = ("free", "is_small", "stream", "unmapped")
-
-    def __init__(self, stream: Hashable, *, is_small: bool) -> None:
-        self.stream = stream
-        self.is_small = is_small
-        self.free: list[tuple[int, int, Block]] = []
-        self.unmapped: list[tuple[int, Block]] = []  # by address
+    stream: Hashable
+    is_small: bool
+    free: list[tuple[int, int, Block]] = field(default_factory=list)
+    unmapped: list[tuple[int, Block]] = field(default_factory=list)  # by address
 
     def put(self, block: Block) -> None:
         """Take a block in, after it has grown by neighbours that are free too."""
@@ -258,10 +248,10 @@ class Pool:
                 block.next.previous = block
 
 
+@dataclass
 class _Segments:
-    def __init__(self, device_memory: DeviceMemory, settings: AllocatorSettings) -> None:
-        self._device_memory = device_memory
-        self._settings = settings
+    _device_memory: DeviceMemory
+    _settings: AllocatorSettings
 
     def _take(self, pool: Pool, index: int, size: int) -> Block | None:
         """Take a free block out of the pool, unless it must be kept for what needs it."""
@@ -403,11 +393,7 @@ class AllocatorStatistics:
 
 
 class CachingAllocator:
-    """Serve requests from cached blocks, and take segments where none fits.
-
-    The time that kernels take is not simulated: a freed block that another stream may still use is free at once.
-    Private pools of graphs are another ``stream`` each.
-    """
+    """Serve requests from cached blocks, and take segments where none fits. Freed blocks are free at once."""
 
     def __init__(self, settings: AllocatorSettings | None = None) -> None:
         self.settings = settings or AllocatorSettings()
@@ -437,7 +423,12 @@ class CachingAllocator:
         is_small = size <= SMALL
         pool = self._pools.get((stream, is_small)) or self.pool_of(stream, is_small=is_small)
         block = self.segments.find(pool, size) or self.segments.grow(pool, size)
-        if self._is_to_split(block, size):
+        remaining, limit = block.size - size, self.settings.max_split_bytes
+        if is_small or self.settings.expandable_segments:
+            is_to_split = remaining >= MIN_BLOCK
+        else:
+            is_to_split = remaining > SMALL and (limit is None or size < limit)
+        if is_to_split:
             rest = block.split(size)
             rest.is_free = True
             insort(pool.free, (rest.size, rest.address, rest))  # its neighbours are in use
@@ -455,7 +446,7 @@ class CachingAllocator:
             self.segments.release_all(pool)
 
     def request_free(self, block: Block) -> None:
-        """Do the first half of :meth:`free`: nobody has the block, and it cannot be used again yet."""
+        """Do the first half of :meth:`free`: the block cannot be used again yet."""
         if not block.is_allocated:
             raise ValueError(f"free(block) got a block that is not in use, at {block.address:#x}.")
         block.is_allocated = False
@@ -479,10 +470,3 @@ class CachingAllocator:
         statistics.allocated_bytes += block.size
         statistics.peak_requested_bytes = max(statistics.peak_requested_bytes, statistics.requested_bytes)
         statistics.peak_allocated_bytes = max(statistics.peak_allocated_bytes, statistics.allocated_bytes)
-
-    def _is_to_split(self, block: Block, size: int) -> bool:
-        remaining = block.size - size
-        if size <= SMALL or self.settings.expandable_segments:
-            return remaining >= MIN_BLOCK
-        limit = self.settings.max_split_bytes
-        return remaining > SMALL and (limit is None or size < limit)

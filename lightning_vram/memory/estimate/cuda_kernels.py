@@ -64,13 +64,8 @@ class Attention:
         return torch.is_grad_enabled() and any(t.requires_grad for t in (self.query, self.key, self.value))
 
 
-def run_attention(call: Attention, capability: Capability) -> Tensor:
-    """Run the kernel that CUDA takes on a card of this compute capability."""
-    return _RUN[choose_backend(call, capability)](call)
-
-
 def choose_backend(call: Attention, capability: Capability) -> SDPBackend:
-    """Return the kernel that CUDA chooses."""
+    """Return the kernel that CUDA chooses on a GPU of this compute capability."""
     order = preferred_backends()
     is_default = order[:2] == [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
     if is_default and capability[0] in (9, 10):
@@ -235,12 +230,17 @@ _FUSED_STEPS = ("aten::_fused_sgd_", "aten::_fused_sgd_.tensor_lr", "aten::_fuse
 
 def kernels_of(capability: Capability, notes: dict[str, None]) -> dict[str, Kernel]:
     """Return the kernel of each operator by its name; ``notes`` gets, as keys, what a reader of numbers should know."""
+
+    def attend(op: Any, given: dict[str, Any]) -> Tensor:
+        call = Attention(**given)
+        return _RUN[choose_backend(call, capability)](call)
+
     ways: dict[str, _Way] = {
-        "aten::scaled_dot_product_attention": lambda _, given: run_attention(Attention(**given), capability),
+        "aten::scaled_dot_product_attention": attend,
         "aten::rms_norm": _normalise,
         **dict.fromkeys(_RECURRENT, partial(_run_recurrent, notes)),
         **dict.fromkeys(_FUSED_STEPS, lambda op, given: None),
-        **dict.fromkeys(_TAKEN_APART, _take_apart),
+        **dict.fromkeys(_TAKEN_APART, lambda op, given: run_composite_kernel(op, **given)),
         **dict.fromkeys(_ONE_KERNEL, lambda _, given: torch.empty_like(given["grad_output"])),
     }
     return {name: partial(_run, way, operator_named(name)) for name, way in ways.items()}
@@ -254,10 +254,6 @@ def _run(way: _Way, op: Any, /, *args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
 
 
-def _take_apart(op: Any, given: dict[str, Any]) -> Any:
-    return run_composite_kernel(op, **given)
-
-
 def is_channels_last(tensor: Tensor) -> bool:
     """Whether a tensor lies in memory with its channels last, and in no other way."""
     layout = CHANNELS_LAST.get(tensor.dim())
@@ -267,7 +263,7 @@ def is_channels_last(tensor: Tensor) -> bool:
 def _normalise(op: Any, given: dict[str, Any]) -> Tensor:
     x, weight = given["input"], given.get("weight")
     if is_channels_last(x) or (weight is not None and weight.dtype is not x.dtype):
-        return _take_apart(op, given)  # type: ignore[no-any-return]
+        return run_composite_kernel(op, **given)  # type: ignore[no-any-return]
     return rms_norm(x, given["normalized_shape"], weight)
 
 
@@ -389,18 +385,16 @@ class Processors(NamedTuple):
 class Scratch(UnwrappedMode):
     """Reports what kernels take in addition to their results, after each has its results."""
 
-    def __init__(self, card: DeviceSpec, stand_in: torch.device, on_scratch: OnScratch) -> None:
+    def __init__(self, card: DeviceSpec, device: torch.device, on_scratch: OnScratch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._processors = Processors(
             card.num_multiprocessors or _USUAL_NUMBER, _THREADS.get(card.capability or (0, 0), _MOST_THREADS)
         )
-        self._kind = stand_in.type
+        self._kind = device.type
         self._on_scratch = on_scratch
 
     @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASK_DEVICE:
             return args[0].device
         result = func(*args, **(kwargs or {}))
@@ -440,17 +434,13 @@ def _efficient_backward(given: Mapping[str, Any], processors: Processors) -> _Bl
     return (given["grad_out_"].numel() * _FLOAT_BYTES,), sums
 
 
-def _masked_index(given: Mapping[str, Any], _: Processors) -> _Blocks:
-    """Places that masks select, as ``nonzero`` finds them."""
-    return ((_place_bytes(given["indices"], given["result"], given["self"].dim()),),)
-
-
 def _sorted_index_put(given: Mapping[str, Any], _: Processors) -> _Blocks:
     """Places, and what they are sorted with (``index_put_with_sort_kernel`` of ATen/native/cuda/Indexing.cu)."""
     if not given.get("accumulate"):
         return ()
     indices, values = given["indices"], given["values"]
-    num_places = values.numel() // max(1, prod(given["self"].shape[_num_dims(indices) :]))
+    num_dims = sum(one.dim() if one is not None and is_mask(one) else 1 for one in indices)  # a mask: all of its own
+    num_places = values.numel() // max(1, prod(given["self"].shape[num_dims:]))
     return ((_place_bytes(indices, values, given["self"].dim()), *_SORTED * (num_places * _INDEX_BYTES,)),)
 
 
@@ -458,11 +448,6 @@ def _place_bytes(indices: Sequence[Tensor | None], selected: Tensor, num_dims: i
     num_masked = sum(one.dim() for one in indices if one is not None and is_mask(one))
     first = next(place for place, one in enumerate(indices) if one is not None)
     return num_masked * (selected.shape[first] if first < min(selected.dim(), num_dims) else 1) * _INDEX_BYTES
-
-
-def _num_dims(indices: Sequence[Tensor | None]) -> int:
-    """Return how many dimensions are indexed: a mask stands for all of its own."""
-    return sum(one.dim() if one is not None and is_mask(one) else 1 for one in indices)
 
 
 _aten = torch.ops.aten
@@ -474,7 +459,8 @@ _VARIANCES = (_aten.var.correction, _aten.var_mean.correction, _aten.std.correct
 _BLOCKS: dict[Any, Callable[[Mapping[str, Any], Processors], _Blocks]] = {
     **dict.fromkeys(_SUMS, partial(_reduce, _FLOAT_BYTES)),
     **dict.fromkeys(_VARIANCES, partial(_reduce, _WELFORD_BYTES)),
-    _aten.index.Tensor: _masked_index,
+    # places that masks select, as ``nonzero`` finds them
+    _aten.index.Tensor: lambda given, _: ((_place_bytes(given["indices"], given["result"], given["self"].dim()),),),
     **dict.fromkeys((_aten.index_put.default, _aten.index_put_.default, INDEX_PUT), _sorted_index_put),
     flash_backward: _flash_backward,
     efficient_backward: _efficient_backward,

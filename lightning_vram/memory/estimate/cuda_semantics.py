@@ -64,11 +64,7 @@ _HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"  
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Let autocast of ``"cuda"`` cast fake tensors, inside the block.
-
-    Casts sit at a dispatch key in front of autograd, as autocast's own, so they are part of the graph. Whether autocast
-    is on stays where torch keeps it, so ``torch.utils.checkpoint`` and ``custom_bwd`` save and restore it here, too.
-    """
+    """Let autocast of ``"cuda"`` cast fake tensors inside the block, in front of autograd: as part of the graph."""
 
     def as_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: function(*("cuda" if arg == FAKE_GPU_TYPE else arg for arg in args), **kwargs)
@@ -276,9 +272,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
 
 class _CudaDevices(TorchFunctionMode):
     @override
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs) if kwargs else {}
         if func == _IS_CUDA:
             return args[0].device.type in ("cuda", FAKE_GPU_TYPE)

@@ -1,4 +1,9 @@
-"""Correct fakes on the host where PyTorch's fake kernels return other tensors than the real ones."""
+"""A GPU you do not have: fake tensors whose backward runs on any machine, and a module like ``torch.cuda``.
+
+Its device type is ``"lazy"``: autograd runs its backward in the calling thread, so no driver is needed (fake ``"cuda"``
+tensors need one), and unlike ``"meta"`` it is no sign of a module that waits to be materialised. Queued work is done at
+once. Also here: fake ranks, and corrections where fake kernels on the host return other tensors than the real ones.
+"""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -44,16 +49,13 @@ from lightning_vram.private_names.dispatcher import (
 aten = torch.ops.aten
 _SUM = 0  # mode of an embedding bag: its fast path keeps no indices
 _STEPS = 16, 32  # of time, with which a workspace is measured
-_INDICES = 1  # position among the results of an embedding bag
 
 
 class HostKernels(UnwrappedMode):  # type: ignore[no-untyped-call]
     """Corrects the results of fake operators on the host while it is entered, inside of a fake mode."""
 
     @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         correct = _CORRECTIONS.get(func)
         return correct(results, args) if correct is not None and args[0].is_cpu else results
@@ -68,22 +70,16 @@ def _with_float32_statistics(results: Any, args: tuple[Any, ...]) -> Any:
     return result, *(torch.empty_like(statistic, dtype=torch.float32) for statistic in statistics)
 
 
-def _with_wanted_gradients(results: Any, args: tuple[Any, ...]) -> Any:
-    return tuple(result if is_wanted else None for result, is_wanted in zip(results, args[-1], strict=True))
-
-
 def _with_gradient_like_input(results: Any, args: tuple[Any, ...]) -> Any:
     gradient, *others = results
     return gradient if gradient is None else gradient.to(args[1].dtype), *others
 
 
-def _with_room_for_indices(results: Any, args: tuple[Any, ...]) -> Any:
-    mode = args[4] if len(args) > 4 else _SUM
-    if mode == _SUM:
+def _with_larger_indices(results: Any, args: tuple[Any, ...]) -> Any:
+    if len(args) <= 4 or args[4] == _SUM:
         return results
-    indices = results[_INDICES]
-    room = indices.new_empty(indices.numel() + 1)
-    return *results[:_INDICES], room[:-1], *results[_INDICES + 1 :]
+    result, indices, *others = results
+    return result, indices.new_empty(indices.numel() + 1)[:-1], *others
 
 
 def _with_workspace(results: Any, args: tuple[Any, ...]) -> Any:
@@ -109,9 +105,11 @@ _CORRECTIONS: dict[Any, Callable[[Any, tuple[Any, ...]], Any]] = {
         [aten.native_batch_norm.default, aten.native_layer_norm.default, aten.native_group_norm.default],
         _with_float32_statistics,
     ),
-    aten.native_batch_norm_backward.default: _with_wanted_gradients,
+    aten.native_batch_norm_backward.default: lambda results, args: tuple(
+        result if is_wanted else None for result, is_wanted in zip(results, args[-1], strict=True)
+    ),
     aten.native_group_norm_backward.default: _with_gradient_like_input,
-    EMBEDDING_BAG: _with_room_for_indices,
+    EMBEDDING_BAG: _with_larger_indices,
     MKLDNN_RNN: _with_workspace,
 }
 
@@ -121,6 +119,10 @@ def fake_ranks(num_ranks: int) -> Iterator[None]:
     """Let this process be rank 0 of ``num_ranks`` inside the block. Collectives send nothing."""
     if dist.is_initialized():
         raise RuntimeError("estimate_memory simulates ranks, but torch.distributed is already initialized here.")
+
+    def gather_same(objects: list[Any], value: Any, group: Any = None) -> None:
+        objects[:] = [value] * len(objects)
+
     with ExitStack() as stack:
         backends = dist.Backend.default_device_backend_map
         backends[FAKE_GPU_TYPE] = BACKEND
@@ -132,21 +134,11 @@ def fake_ranks(num_ranks: int) -> Iterator[None]:
             "new_group": lambda ranks=None, *_, **kwargs: new_group(ranks, **{**kwargs, "backend": backend}),
             "barrier": lambda *_, **__: None,
             "broadcast_object_list": lambda *_, **__: None,
-            "all_gather_object": _gather_same,
+            "all_gather_object": gather_same,
         }
         stack.enter_context(replaced(dist, functions))
         yield
 
-
-def _gather_same(objects: list[Any], value: Any, group: Any = None) -> None:
-    objects[:] = [value] * len(objects)
-
-
-# A GPU you do not have: fake tensors whose backward runs on any machine, and a module like ``torch.cuda``.
-#
-# Its device type is ``"lazy"``: autograd runs its backward in the calling thread, so no driver is needed (fake
-# ``"cuda"`` tensors need one), and unlike ``"meta"`` it is no sign of a module that waits to be materialised. Queued
-# work is done at once, so copies keep up with the computation.
 
 HOST = torch.device("cpu")
 
@@ -163,7 +155,13 @@ def fake_device(
     mode = QuickFakeMode(allow_non_fake_inputs=True)
     values = KnownValues(reads)
     with ExitStack() as stack:
-        module = _device_module(num_bytes, allocated_bytes)
+        module = ModuleType(f"torch.{FAKE_GPU_TYPE}")
+        vars(module).update(
+            device_functions(num_bytes, allocated_bytes),
+            _is_in_bad_fork=lambda: False,
+            is_bf16_supported=lambda *_, **__: True,
+            get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
+        )
         set_device_module(FAKE_GPU_TYPE, module)
         stack.callback(remove_device_module, FAKE_GPU_TYPE)
         for owner, attributes in _replacements(module, values, on_pin):
@@ -178,6 +176,13 @@ def fake_device(
 def _replacements(
     module: ModuleType, values: KnownValues, on_pin: Callable[[Tensor], None]
 ) -> list[tuple[Any, dict[str, Any]]]:
+    def pin_memory(tensor: Tensor, *_: Any) -> Tensor:
+        on_pin(tensor)
+        return tensor
+
+    def read_all(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda tensor, **options: values.read_all(what, tensor, partial(original, **options))
+
     accelerator = {
         "current_stream": module.current_stream,
         "synchronize": module.synchronize,
@@ -186,12 +191,14 @@ def _replacements(
     of_tensors = {
         "__deepcopy__": _deep_copy(Tensor.__deepcopy__, values),
         "data": property(_DATA.__get__, _set_data),
-        "pin_memory": _pin(on_pin),
+        "pin_memory": pin_memory,
         "is_pinned": lambda self, *_: False,
         "record_stream": lambda self, stream: None,
-        "numpy": _read_all(ARRAY, Tensor.numpy, values),
-        "__format__": _format,
-        "as_subclass": _as_subclass,
+        "numpy": read_all(ARRAY, Tensor.numpy),
+        # as tensors write their number unless they are fake
+        "__format__": lambda self, spec: format(self.item() if self.dim() == 0 else str(self), spec),
+        # a fake stays one: classes such as torchvision's ``Image`` add no memory
+        "as_subclass": lambda self, kind: self if isinstance(self, FakeTensor) else _AS_SUBCLASS(self, kind),
     }
     huggingface: Any = sys.modules.get("transformers.utils.import_utils")
     asks_for_values = {"is_fake_tensor": values.is_unknown} if hasattr(huggingface, "is_fake_tensor") else {}
@@ -204,7 +211,7 @@ def _replacements(
         (Tensor, of_tensors),
         (functional, {"one_hot": one_hot}),
         (RECURRENT_FUNCTIONS, {"_pad_packed_sequence": pad_packed_sequence}),
-        (FakeTensor, {"tolist": _read_all(LIST, Tensor.tolist, values)}),
+        (FakeTensor, {"tolist": read_all(LIST, Tensor.tolist)}),
     ]
 
 
@@ -226,31 +233,6 @@ def _deep_copy(original: _Copy, values: KnownValues) -> _Copy:
     return copy
 
 
-def _read_all(what: str, original: Callable[..., Any], values: KnownValues) -> Callable[..., Any]:
-    def read(tensor: Tensor, **options: Any) -> Any:
-        return values.read_all(what, tensor, partial(original, **options))
-
-    return read
-
-
-def _as_subclass(tensor: Tensor, kind: type) -> Tensor:
-    """A fake stays one: classes such as torchvision's ``Image`` add no memory."""
-    return tensor if isinstance(tensor, FakeTensor) else _AS_SUBCLASS(tensor, kind)
-
-
-def _format(tensor: Tensor, spec: str) -> str:
-    """Write the number of a tensor that has one, as tensors themselves do unless they are fake."""
-    return format(tensor.item() if tensor.dim() == 0 else str(tensor), spec)
-
-
-def _pin(on_pin: Callable[[Tensor], None]) -> Callable[..., Tensor]:
-    def pin_memory(tensor: Tensor, *_: Any) -> Tensor:
-        on_pin(tensor)
-        return tensor
-
-    return pin_memory
-
-
 def _copy_of(tensor: FakeTensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):  # as its own method does
         return nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
@@ -264,19 +246,10 @@ def _set_data(tensor: Tensor, values: Tensor) -> None:
     if not isinstance(tensor, FakeTensor) or tensor.device == values.device:
         _DATA.__set__(tensor, values)
         return
-    is_parameter, requires_grad = isinstance(tensor, torch.nn.Parameter), tensor.requires_grad
-    moved = values.detach()  # to autograd, tensors of different devices are of different kinds
-    if is_parameter:
-        moved = torch.nn.Parameter(moved, requires_grad=requires_grad)
+    moved, requires_grad = (
+        values.detach(),
+        tensor.requires_grad,
+    )  # to autograd, tensors of other devices are of other kinds
+    if isinstance(tensor, nn.Parameter):
+        moved = nn.Parameter(moved, requires_grad=requires_grad)
     swap_contents(tensor, moved.requires_grad_(requires_grad))
-
-
-def _device_module(num_bytes: int, allocated_bytes: Callable[[], int]) -> ModuleType:
-    module = ModuleType(f"torch.{FAKE_GPU_TYPE}")
-    vars(module).update(
-        device_functions(num_bytes, allocated_bytes),
-        _is_in_bad_fork=lambda: False,
-        is_bf16_supported=lambda *_, **__: True,
-        get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
-    )
-    return module

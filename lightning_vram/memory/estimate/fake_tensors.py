@@ -95,10 +95,6 @@ _entered: list[FinishedStream] = []
 _default = FinishedStream()
 
 
-def _current_stream(*_: Any) -> FinishedStream:
-    return _entered[-1] if _entered else _default
-
-
 def device_functions(num_bytes: int, allocated_bytes: Callable[[], int]) -> dict[str, Any]:
     """Return the functions and classes that modules of devices have in common, by their names there."""
     functions: dict[str, Any] = {
@@ -112,7 +108,7 @@ def device_functions(num_bytes: int, allocated_bytes: Callable[[], int]) -> dict
         "Stream": FinishedStream,
         "Event": FinishedEvent,
         "stream": lambda stream: stream or nullcontext(),
-        "current_stream": _current_stream,
+        "current_stream": lambda *_: _entered[-1] if _entered else _default,
         "default_stream": lambda *_: _default,
     }
     functions |= {name: lambda *_, **__: None for name in _NOTHING}
@@ -147,8 +143,7 @@ class FakeTensors:
             return tensor
         wrapper: Any = tensor
         if is_traceable_wrapper_subclass(wrapper) or tensor.layout is not torch.strided:
-            made: Tensor = self._mode.from_tensor(tensor)
-            return made
+            return self._mode.from_tensor(tensor)
         storage = tensor.untyped_storage()
         shared = self._by_storage.get(storage_key(storage))
         made = fake_of(tensor, self._mode, self._device, shared)
@@ -176,8 +171,7 @@ def fake_bytes(storage: torch.UntypedStorage, mode: FakeTensorMode, device: torc
     """Return the bytes of the storage of a fake as a flat fake; under a mode, ``set_`` would keep it for good."""
     with without_dispatch():
         elements = torch.empty(0, dtype=torch.uint8, device="meta").set_(storage)
-    flat: Tensor = FakeTensor(mode, elements, device)
-    return flat
+    return FakeTensor(mode, elements, device)
 
 
 class FakeParameter(FakeTensor):
@@ -220,11 +214,7 @@ _CLONE = "aten::clone"
 
 
 class UntouchedWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Skip, in a ``with`` block, the first values of large tensors on the host: only for looking at a module's sizes.
-
-    An operating system gives a process pages when they are first written to. Unlike on the meta device, small tensors
-    have their values, so a constructor may look at them.
-    """
+    """Skip, in a ``with`` block, the first values of large tensors on the host: pages not written to take no memory."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

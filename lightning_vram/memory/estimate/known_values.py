@@ -1,4 +1,9 @@
-"""Operators whose fake kernel, in the versions of torch that are supported, refuses what the real one takes."""
+"""Values of fake tensors: fakes of operators that torch's own fake kernels refuse, and answers to reads.
+
+Results of known numbers are known. Other reads are answered from a recorded real run (:mod:`.recorded_reads`); without
+one a float is taken for 1, since programs log it, and compared tensors for equal. An integer, a truth value or a size
+decides about shapes and branches: asking for it raises, and the caller has to record a real run.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +21,7 @@ from lightning_vram.memory.estimate.recorded_reads import (
     ARRAY,
     EQUAL,
     INDEX,
+    MOST_NUMBERS,
     Read,
     RecordedReads,
     is_mask,
@@ -42,7 +48,8 @@ from lightning_vram.private_names.dispatcher import (
 )
 from lightning_vram.private_names.torch import storage_identity, tensors_in, tree_map
 
-_BINCOUNT = torch.ops.aten.bincount.default
+_aten = torch.ops.aten
+_BINCOUNT = _aten.bincount.default
 _ALIGNMENT_BYTES = 16  # of each row, on a card
 
 
@@ -99,17 +106,10 @@ def _bincount(indices: Tensor, weights: Tensor | None = None, minlength: int = 0
     return torch.empty(minlength, dtype=dtype, device=indices.device)
 
 
-def _ctc_backward(grad: Tensor, log_probabilities: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(log_probabilities)
-
-
 _KERNELS: dict[OpOverload, Callable[..., Tensor]] = {
     **{GROUPED_MM: _grouped_mm, _BINCOUNT: _bincount},
-    **dict.fromkeys(CTC_BACKWARDS, _ctc_backward),
+    **dict.fromkeys(CTC_BACKWARDS, lambda grad, log_probabilities, *_: torch.empty_like(log_probabilities)),
 }
-
-
-_aten = torch.ops.aten
 _ANSWERS = {
     **{_aten.isnan.default: False, _aten.isinf.default: False, _aten.isfinite.default: True},
     **{_aten.ones.default: True, _aten.zeros.default: False},
@@ -127,7 +127,7 @@ _OR = (_aten.bitwise_or.Tensor, _aten.logical_or.default)
 
 
 class UniformTruths:
-    """Remembers what follows from such questions: ``torch.isfinite`` asks two of them, and multiplies the answers."""
+    """Knows tensors whose elements all have one truth value: ``torch.isfinite`` multiplies two such answers."""
 
     def __init__(self) -> None:
         self._known: Any = WeakIdKeyDictionary()
@@ -147,8 +147,7 @@ class UniformTruths:
 
     def of(self, tensor: Tensor) -> bool | None:
         """Return the truth value of all elements; ``None`` if it is not known."""
-        truth: bool | None = self._known.get(tensor)
-        return truth
+        return self._known.get(tensor)  # type: ignore[no-any-return]
 
     def _follows(self, func: Any, args: tuple[Any, ...]) -> bool | None:
         if func in _ANSWERS:
@@ -170,24 +169,15 @@ class UniformTruths:
         return any(truths) if func in _OR else all(truths)
 
 
-# Values of short tensors, kept beside the fake ones: programs ask for lengths, counters, flags and scales.
-#
-# Results of known numbers are known. Data and weights are answered from the reads of a real run, if there was one; if
-# not, a float is taken for 1, since programs log it, and tensors that are compared are taken for equal. An integer, a
-# truth value or a size decides about shapes and branches: asking for it raises, and the caller has to record a real
-# run.
-
-aten = torch.ops.aten
-_SUM = aten.sum.default
+_SUM = _aten.sum.default
 _KEEPS_VALUES = (
     "aten::_amp_foreach_non_finite_check_and_unscale_",  # nothing is infinite
     "c10d::allreduce_",  # all ranks do the same
     "c10d::broadcast_",
 )
-_MOST_NUMBERS = 4096
 MOST_INTEGERS = 1 << 20  # that are known of a tensor: positions of a long sequence
-_PICKS_ROWS = (aten.embedding.default, EMBEDDING_BAG, INDEX)
-_PICKS_ALONG_DIM = (aten.index_select.default, aten.gather.default)
+_PICKS_ROWS = (_aten.embedding.default, EMBEDDING_BAG, INDEX)
+_PICKS_ALONG_DIM = (_aten.index_select.default, _aten.gather.default)
 _UNKNOWN_MAKERS = ("empty", "rand", "bernoulli", "multinomial", "normal", "new_empty")
 _UNKNOWN = 1.0
 
@@ -204,9 +194,7 @@ class KnownValues(UnwrappedMode):
         self._truths = UniformTruths()
 
     @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
@@ -382,7 +370,7 @@ class KnownValues(UnwrappedMode):
             self._of_data.update([] if self._reads.runs else [(tensor, True)])
 
     def is_unknown(self, tensor: Any) -> bool:
-        """Whether nobody can ask a fake for what it is made of."""
+        """Whether ``tensor`` is a fake whose values cannot be read."""
         has_value = tensor in self._values and tensor not in self._of_data
         return isinstance(tensor, FakeTensor) and not has_value and self._truths.of(tensor) is None
 
@@ -426,13 +414,12 @@ class KnownValues(UnwrappedMode):
 
 
 def _as_returned(func: OpOverload, results: list[Tensor]) -> Any:
-    """Return results as an operator does: alone, or as a tuple."""
     return results[0] if len(schema_of(func).returns) == 1 else tuple(results)
 
 
 def _is_short(tensor: Tensor) -> bool:
     has_fractions = tensor.is_floating_point() or tensor.is_complex()
-    return tensor.numel() <= (_MOST_NUMBERS if has_fractions else MOST_INTEGERS)
+    return tensor.numel() <= (MOST_NUMBERS if has_fractions else MOST_INTEGERS)
 
 
 @cache

@@ -32,7 +32,7 @@ _ONE_HOT: Any = functional.one_hot
 _MASKS = (torch.bool, torch.uint8)
 _BETWEEN = ("torch", "lightning_vram", "lightning_utilities", "contextlib")
 _BUILT_IN = ("aten", "prims", "c10d", "_c10d_functional", "profiler")
-_MOST_NUMBERS = 4096  # of integer results, whose values are kept
+MOST_NUMBERS = 4096  # of results whose values are saved
 _Shape = tuple[int, ...]
 _Place = tuple[Any, Any, int]
 _START = ("start", 0)
@@ -165,9 +165,7 @@ class ReadRecorder(UnwrappedMode):
         self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # that were drawn from, with states before
 
     @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         generator = kwargs.get("generator")
         if generator is not None and id(generator) not in self.generators:
@@ -262,7 +260,7 @@ def _reads_values(func: Any) -> bool:
 def _describe(tensor: Tensor) -> Result:
     if tensor.layout is not torch.strided:
         return Result(tuple(sparse_values(tensor).shape), tensor.dtype, tuple(tensor.shape))
-    is_small = not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() <= _MOST_NUMBERS
+    is_small = not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() <= MOST_NUMBERS
     return Result(tuple(tensor.shape), tensor.dtype, value=tensor.detach().clone() if is_small else None)
 
 

@@ -1,8 +1,7 @@
 """What libraries and the driver use in addition to tensors: the CUDA context, and cuBLAS's workspaces.
 
-The context lies outside of the caching allocator, the workspaces inside. A card that was measured by
-``lightning-vram calibrate`` overrules all of it. Not counted: what cuDNN takes inside of a convolution, and NCCL's
-buffers. cuDNN chooses by heuristics of its own, from nothing to gigabytes (pytorch#49207), so no rule of thumb holds.
+The context lies outside of the caching allocator, the workspaces inside. Figures of ``lightning-vram calibrate`` come
+first. Not counted: NCCL's buffers, and cuDNN's workspaces, from nothing to gigabytes (pytorch#49207).
 """
 
 import math
@@ -48,8 +47,8 @@ class Workspaces:
     """Memory used in addition to tensors."""
 
     context_bytes: int  # by the driver, outside of the allocator
-    # from the allocator for good, by the name of the operator that takes it where it was not taken yet: one block for
-    # each library, once for the thread of the forward and once for that of the backward, and again on other streams
+    # from the allocator for good, by the operator that takes it first: one block for each library, once in the forward
+    # and once in the backward, and again on other streams
     persistent_bytes: Mapping[str, tuple[int, ...]]
     scratch_bytes: Mapping[str, int]  # from the allocator while an operator runs, by its name
     notes: tuple[str, ...]  # for the user
@@ -114,10 +113,9 @@ _FORMATS = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16,
 
 
 def calibrate(on_progress: Callable[[str, float], None] = lambda stage, done: None) -> DeviceSpec:
-    """Measure the accelerator of this machine; call it before the process has multiplied anything.
+    """Measure the accelerator of this machine, in some seconds and 1 GiB; call it before anything was multiplied.
 
-    Takes some seconds and 1 GiB. Rates that PyTorch has no public product for (int8, fp8) stay as known. A
-    ``RuntimeError`` if there is no accelerator, or other processes use it: their memory looks like the driver's own.
+    A ``RuntimeError`` if there is no accelerator, or other processes use it: their memory looks like the driver's own.
     """
     spec = describe_this_device()
     device = torch.device(current_kind(), torch.accelerator.current_device_index())
@@ -142,7 +140,7 @@ def calibrate(on_progress: Callable[[str, float], None] = lambda stage, done: No
 
 
 def _measure_workspace(device: torch.device) -> tuple[int | None, bool | None]:
-    """Return what the first product takes beside its result, and whether it keeps that; ``None``: nothing is seen."""
+    """Return what the first product takes in addition to its result, and whether it keeps that; ``None``: unknown."""
     one = torch.ones(_FIRST_SIZE, _FIRST_SIZE, device=device)
     before_bytes = read_allocator(device).allocated_bytes
     watch = PeakWatch(device)

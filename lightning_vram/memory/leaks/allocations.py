@@ -16,7 +16,7 @@ from lightning_vram.memory.tracking.ledger import Ledger, ResultRecorder, Result
 from lightning_vram.private_names.torch import num_nodes, storage_key, tensors_in
 
 _LIBRARIES = sys.stdlib_module_names | {
-    *("torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_vram"),
+    *("torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_vram")
 }
 
 
@@ -25,9 +25,7 @@ class Site:
     """Where a storage was made."""
 
     module: str = ""  # name of the innermost module whose forward ran; empty for the root and outside of any
-    # ``"model.py:42 in training_step"``, the innermost line of the user's; empty where there was none, such as in the
-    # backward
-    line: str = ""
+    line: str = ""  # innermost line of the user's, ``"model.py:42 in training_step"``; empty in the backward
 
     def __str__(self) -> str:
         """``net.0, model.py:42 in training_step``."""
@@ -72,12 +70,8 @@ def storages_of(tensors: Any) -> Iterator[torch.UntypedStorage]:
             yield from (storage for storage, _ in iterate_storages(tensor) if storage.device.type != "meta")
 
 
-def user_frames() -> set[FrameType]:
-    """Return the frames that called, those of libraries left out."""
-    return set(_frames(sys._getframe(1)))
-
-
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and those that called it, those of libraries left out."""
     while frame is not None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in _LIBRARIES:
             yield frame
@@ -112,7 +106,7 @@ class StepWatch:
             yield
             return
         place = Ledger()  # of which only the name of the module is used
-        outer = user_frames()  # which were there before the step, and made nothing of it
+        outer = set(_frames(sys._getframe(1)))  # which were there before the step, and made nothing of it
 
         def note(result: Any, results: Results, func: Any) -> None:
             if results is Results.NEW:

@@ -15,8 +15,6 @@ from lightning_vram.private_names.torch import ends_of_graph, number_of, storage
 
 _MAX_DEPTH = 14
 _MAX_WIDTH = 20_000  # objects per level: beyond, chance paths through large tables
-
-
 _MODULE_TABLES = ("_modules", "_parameters", "_buffers")  # in which nn.Module keeps attributes
 
 
@@ -35,10 +33,9 @@ class Link:
 
 
 def find_chains(targets: Iterable[object], names: Mapping[int, str], ignored: Iterable[object] = ()) -> list[Link]:
-    """Find the shortest chain of references to each of a few targets from a global, a class or one of ``names``.
+    """Find the shortest chain of references to each target from a global, a class or one of ``names`` (by ``id``).
 
-    Returns the first links. A running function's variable begins a chain only if nothing better does; no chain goes
-    through ``ignored`` objects. ``names`` are by ``id``.
+    Returns the first links. A running function's variable begins a chain only if nothing better does.
     """
     level = [Link(target, None, frozenset({id(target)})) for target in targets]
     hidden = _hidden_things()
@@ -110,7 +107,6 @@ def _containers(table: Mapping[str, Any]) -> list[Any]:
 
 
 def _is_of_this_package(thing: Any) -> bool:
-    """Whether it is a frame of this search, or an iterator of one."""
     if is_a(thing, types.FrameType | types.GeneratorType):
         frame = thing if is_a(thing, types.FrameType) else thing.gi_frame
         return frame is not None and str(frame.f_globals.get("__name__")).startswith("lightning_vram.memory.leaks")
@@ -128,7 +124,9 @@ def _own_name(thing: Any) -> str | None:
 def describe_chain(chain: Link, names: Mapping[int, str], until: object = None) -> str:
     """Write a chain as one would in code, up to ``until``: ``self.net.cache['x']``."""
     thing = chain.thing
-    text = names.get(id(thing)) or _own_name(thing) or _frame_name(thing)
+    text = names.get(id(thing)) or _own_name(thing) or type(thing).__name__
+    if is_a(thing, types.FrameType) and not names.get(id(thing)):
+        text = f"{thing.f_code.co_name}() ({thing.f_code.co_filename}:{thing.f_lineno})"
     link: Link | None = chain
     while link is not None and link.below is not None and link.thing is not until:
         text, link = _step(text, link)
@@ -189,9 +187,8 @@ def is_table_of_attributes(thing: object, owners: Iterable[object]) -> bool:
         return False
     for owner in owners:
         attributes = getattr(owner, "__dict__", {})
-        if attributes is thing or is_a(owner, type):
-            return True
-        if any(attributes.get(table) is thing for table in _MODULE_TABLES):
+        tables = (attributes, *(attributes.get(table) for table in _MODULE_TABLES))
+        if is_a(owner, type) or any(table is thing for table in tables):
             return True
     return _own_name(thing) is not None
 
@@ -200,15 +197,10 @@ def _key_of(mapping: Mapping[Any, Any], child: object) -> Any:
     return next((key for key, value in list(mapping.items()) if value is child), None)
 
 
-def _frame_name(thing: Any) -> str:
-    if is_a(thing, types.FrameType):
-        return f"{thing.f_code.co_name}() ({thing.f_code.co_filename}:{thing.f_lineno})"
-    return type(thing).__name__
-
-
 _MAX_TARGETS = 16
 _LEAST_PART = 100  # of the largest: sums that Lightning logs are new in each epoch, too
 _MAX_NODES = 200_000
+_METRIC = "torchmetrics.metric", "Metric"
 
 
 @dataclass(frozen=True)
@@ -302,16 +294,18 @@ def _describe(chain: Link, names: Mapping[int, str], *, has_graph: bool) -> Hold
     while link is not None:
         things.append(link.thing)
         link = link.below
-    container = max(filter(_is_container, _inner(things[:-1])), key=len, default=None)
+    containers = (one for one in _inner(things[:-1]) if is_a(one, dict | list | tuple | set | deque) and len(one) > 1)
+    container = max(containers, key=len, default=None)
     items: list[Any] = list(container.values() if isinstance(container, Mapping) else container or ())
     graphs = [item for item in items if any(ends_of_graph(tensor) for tensor in _tensors(item))]
+    kinds = (kind for thing in things for kind in type(thing).__mro__)
     return Holder(
         path=describe_chain(chain, names, until=container),
         container="" if container is None else type(container).__name__,
         num_items=len(items),
         num_graphs=len(graphs),
         has_graph=has_graph,
-        is_metric=any(map(_is_metric, things)),
+        is_metric=any((kind.__module__, kind.__name__) == _METRIC for kind in kinds),
         is_bounded=any(is_a(thing, deque) and thing.maxlen is not None for thing in things),
     )
 
@@ -323,14 +317,6 @@ def _inner(things: list[Any]) -> Iterator[Any]:
         is_of_function = is_a(thing, tuple) and any(map(callable, owners[-1:]))
         if not is_of_function and not is_table_of_attributes(thing, owners):
             yield thing
-
-
-def _is_container(thing: Any) -> bool:
-    return is_a(thing, dict | list | tuple | set | deque) and len(thing) > 1
-
-
-def _is_metric(thing: object) -> bool:
-    return any(kind.__module__ == "torchmetrics.metric" and kind.__name__ == "Metric" for kind in type(thing).__mro__)
 
 
 def _tensors(item: Any) -> Iterator[Tensor]:

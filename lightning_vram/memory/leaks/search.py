@@ -1,9 +1,8 @@
 """When to count, when to watch a step, and when what it left behind is a leak.
 
-Steady growth only starts a watch of one step. A leak is what that step has left behind: storages alive ``patience``
-steps later while memory still grows. What keeps a graph is reported at once; anything else if it outlives the epoch and
-grows in the next one as well, or if memory would run out before. Where nothing is left of several steps, or nobody
-seems to keep it, attributes are measured.
+Steady growth starts a watch of one step. Storages of it that are alive ``patience`` steps later, while memory still
+grows, are a leak. What keeps a graph is reported at once; anything else if it outlives the epoch and grows in the next
+one as well, or if memory would run out before. If nothing is left of several steps, attributes are measured.
 """
 
 import ctypes
@@ -95,7 +94,7 @@ def _host_counter() -> Callable[[], int] | None:
 
     before = count()
     probe = torch.empty(MIB, dtype=torch.uint8, device="cpu")
-    is_counted = count() - before >= probe.nbytes // 2  # not of jemalloc or mimalloc, beside which glibc's stand still
+    is_counted = count() - before >= probe.nbytes // 2  # not of jemalloc or mimalloc
     return count if is_counted else None
 
 
@@ -166,7 +165,7 @@ class Growth:
         return statistics.median((counts[late] - counts[early]) / (late - early) for early, late in pairs)
 
 
-_STEPS_TO_SETTLE = 2  # gradients and results of a step go with the next one, or the one after
+_STEPS_TO_SETTLE = 2  # gradients and results of a step are freed with the next one, or the one after
 _MAX_TRIES = 4  # a step may leave nothing where only each tenth does, say
 _MAX_SITES = 3
 
@@ -194,11 +193,10 @@ class Program:
 
     count: Callable[[], Mapping[str, int]]  # returns live bytes by device
     module: nn.Module  # whose parts are named
-    # returns tensors that may be new and stay: parameters, gradients, optimizer states
-    held: Callable[[], Iterable[Tensor]]
+    held: Callable[[], Iterable[Tensor]]  # returns tensors that may stay: parameters, gradients, optimizer states
     names: Callable[[], Mapping[int, str]]  # returns names by ``id`` of what references are followed from
     follows_operators: bool  # whether a dispatch mode may follow a step
-    room: Callable[[], float]  # returns how many bytes are left
+    room: Callable[[], float]  # returns free memory in bytes
     attributes: Callable[[], Mapping[str, HeldMemory]] = dict  # returns what each attribute holds, by its path
 
 
@@ -231,8 +229,8 @@ class LeakSearch:
         """Has to be around each step: one of many is followed."""
         if self._is_armed:
             self._begin()
-        elif self._watch is not None and self._has_watched_step:
-            self._finish(self._watch)  # what was made between the steps is in it, too
+        else:
+            self._finish()  # what was made between the steps is in it, too
         if self._watch is None:
             yield
             return
@@ -262,8 +260,7 @@ class LeakSearch:
 
     def end_epoch(self) -> None:
         """Say that what is collected for the end of an epoch, or of a validation, should be gone."""
-        if self._watch is not None and self._has_watched_step:
-            self._finish(self._watch)
+        self._finish()
         if self._watch is not None and self._watch.is_finished and not self._has_outlived_epoch:
             self._has_outlived_epoch = True
             self._age = _STEPS_TO_SETTLE  # so that a whole window lies behind it
@@ -291,9 +288,10 @@ class LeakSearch:
         if self._num_tries == 0:
             self._attributes = GrowingAttributes(self._program.attributes, self._min_bytes, self._num_steps)
 
-    def _finish(self, watch: StepWatch) -> None:
-        watch.finish(self._program.held)
-        self._has_watched_step = False
+    def _finish(self) -> None:
+        if self._watch is not None and self._has_watched_step:
+            self._watch.finish(self._program.held)
+            self._has_watched_step = False
 
     def _give_up(self) -> None:
         """Wait twice as long as the last time, so that all looks together cost little."""

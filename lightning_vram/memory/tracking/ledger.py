@@ -38,11 +38,7 @@ _COMPRESSED_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 
 
 def iterate_storages(tensor: Tensor) -> Iterator[tuple[torch.UntypedStorage, torch.device]]:
-    """Yield each storage that holds data of ``tensor``, with its device.
-
-    The device is the tensor's word, not the storage's: the storage of a fake tensor lies on ``meta``, whatever the
-    tensor stands for. A tensor without accessible storage (opaque layouts such as mkldnn) yields nothing.
-    """
+    """Yield each storage of ``tensor`` (opaque layouts have none), and the tensor's device: a fake's is on ``meta``."""
     if is_lazy(tensor):
         return  # no storage yet
     wrapper: Any = tensor
@@ -52,19 +48,14 @@ def iterate_storages(tensor: Tensor) -> Iterator[tuple[torch.UntypedStorage, tor
             if isinstance(part, Tensor):  # a DTensor names its device mesh as well
                 yield from iterate_storages(part)
     elif tensor.layout is torch.strided:
-        if _has_storage(tensor):
-            yield tensor.untyped_storage(), tensor.device
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return
+        yield storage, tensor.device
     else:
         for part in _sparse_parts(tensor):
             yield from iterate_storages(part)
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    try:
-        tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return False
-    return True
 
 
 def _sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -129,9 +120,7 @@ class ResultRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._before = before
 
     @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # the wrapper unwraps itself; what it runs inside comes here again
         if func is ASK_DEVICE:
@@ -166,7 +155,7 @@ def optimizer_tensors(optimizer: Optimizer) -> Iterable[Tensor]:
 
 
 HELD = "held"
-SCRATCH = " (scratch)"  # ends the name of an operator, for what it took beside its result
+SCRATCH = " (scratch)"  # ends the name of an operator, for what it took in addition to its result
 
 
 @dataclass(frozen=True)
@@ -174,9 +163,7 @@ class Moment:
     """When and where something happens in the tracked program."""
 
     phase: Phase  # the running phase
-    # whether what is made now may be kept for a later backward: in a forward, in the recomputation of one, and in a
-    # backward with ``create_graph``
-    is_building_graph: bool
+    is_building_graph: bool  # whether what is made now may be saved: in forward, recomputation, ``create_graph``
 
 
 FORWARD = Moment(Phase.FORWARD, is_building_graph=True)
@@ -198,11 +185,7 @@ class _Entry:
 
 
 class Ledger:
-    """Open accounts by storage; closed ones stay as events.
-
-    A storage is known by the address of its C++ object. Addresses are used again after death, so each account holds
-    a weak reference whose callback closes it the moment the storage dies.
-    """
+    """Open accounts by address of the storage; closed ones, whose weak reference has died, stay as events."""
 
     def __init__(self) -> None:
         self.moment = FORWARD
@@ -234,9 +217,8 @@ class Ledger:
 
     def update_storage(self, storage: torch.UntypedStorage) -> None:
         """Note the present size of a known storage; unknown ones are left alone."""
-        account = self._open.get(storage_key(storage))
-        if account is not None:
-            number = account[1]
+        _, number = self._open.get(storage_key(storage), (None, None))
+        if number is not None:
             self._change(number, int(storage.nbytes()) - self._entries[number].num_bytes)
 
     def label(self, tensor: Tensor, category: Category, module: str) -> None:
@@ -257,7 +239,7 @@ class Ledger:
                 self._entries[account[1]].is_pinned = True
 
     def note_scratch(self, op: str, device: torch.device, sizes: Iterable[int]) -> None:
-        """Note what a kernel took beside its result, and gave back: blocks of ``sizes`` bytes."""
+        """Note what a kernel took in addition to its result, and gave back: blocks of ``sizes`` bytes."""
         first = len(self._entries)
         for num_bytes in sizes:
             self._change(self._enter(device, op + SCRATCH, self.module), num_bytes)
@@ -378,7 +360,7 @@ def follow_modules(stack: ExitStack, ledger: Ledger, root: nn.Module | None, on_
 def follow_resizes(stack: ExitStack, ledger: Ledger) -> None:
     """Note ``UntypedStorage.resize_``, with which FSDP frees and fills parameters: it does not dispatch."""
     if not _resizing:
-        torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign, assignment]
+        torch.UntypedStorage.resize_ = _resize_and_note  # type: ignore[method-assign, assignment]
     _resizing.append(ledger)
 
     def stop() -> None:
@@ -389,7 +371,7 @@ def follow_resizes(stack: ExitStack, ledger: Ledger) -> None:
     stack.callback(stop)
 
 
-def _resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
+def _resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
     was_empty = storage.nbytes() == 0
     result = super(torch.UntypedStorage, storage).resize_(size)
     for ledger in _resizing:

@@ -34,16 +34,13 @@ class Phase(StrEnum):
 class Allocation:
     """One storage, from birth to death."""
 
-    # operator that made it, ``"held"`` if it was there before; ``"NAME (scratch)"`` if a kernel took it and gave it
-    # back
-    op: str
+    op: str  # operator that made it; ``"held"``: it was there before; ``"NAME (scratch)"``: in addition to results
     module: str  # name of the innermost module it belongs to or was made in; empty for the root and outside of any
     phase: Phase  # phase in which it was made
     category: Category  # what it is for, known at the end
     device: str  # where it lies, as ``"cuda:0"``
     is_pinned: bool = False  # whether it was reported as page-locked host memory
-    # on which of the device's streams it was made: 0 is the default one, others count in order of sight
-    stream: int = 0
+    stream: int = 0  # on which it was made: 0 is the default one, others count in order of sight
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,16 @@
 """Count live tensor bytes exactly, on any machine: no GPU, no allocator, no sampling.
 
-A dispatch mode sees the result of every operator, from autograd and from recomputation too, and a weak reference tells
-when each storage dies. Views share bytes, wrapper subclasses count what they hold. The same program gives the same
-numbers at each run, and so do fake tensors, except where PyTorch's fake kernels return other tensors (on the host
-``nn.LSTM``, ``nn.EmbeddingBag``, and a norm whose input needs no gradient).
-
-Not seen: workspaces inside a kernel, the allocator's rounding and fragmentation, and memory that no operator returns (a
-file read by ``torch.load``, a batch from a worker process, ``deepcopy``). It costs 10-20 microseconds per operator. A
-compiled callable runs uncompiled. Results are exact, but for what PyTorch does under any dispatch mode: a backward of
-``prod`` and ``cumprod``, and ``linalg.svdvals``, ``eigvalsh``, ``cond``, ``lstsq`` and the nuclear norm without
-gradients, take formulas that round otherwise, and ``Custom(tensor)`` of a tensor subclass is an error
-(``tensor.as_subclass(Custom)`` is none).
+A dispatch mode sees the result of every operator, at 10-20 microseconds each, and a weak reference tells when each
+storage dies. Not seen: workspaces inside a kernel, the allocator's rounding and fragmentation, and memory that no
+operator returns (``torch.load``, a batch from a worker process, ``deepcopy``). A compiled callable runs uncompiled.
+Under any dispatch mode some formulas round otherwise: a backward of ``prod`` and ``cumprod``, and ``linalg.svdvals``,
+``eigvalsh``, ``cond``, ``lstsq`` and the nuclear norm without gradients; ``Custom(tensor)`` of a subclass is an error.
 """
 
 import gc
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from types import TracebackType
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -134,9 +128,7 @@ class MemoryTracker:
             self._exit = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._exit.close()
         self._label()
         if not self.ledger.backward_starts and torch.is_grad_enabled():
@@ -184,8 +176,8 @@ class MemoryTracker:
         if self._module is not None:
             named = [(name.rpartition(".")[0], parameter) for name, parameter in self._module.named_parameters()]
             owners = {id(parameter): owner for owner, parameter in named}
-            buffers = ((name.rpartition(".")[0], buffer) for name, buffer in self._module.named_buffers())
             label_all(self.ledger, named, Category.PARAMETERS)
+            buffers = ((name.rpartition(".")[0], buffer) for name, buffer in self._module.named_buffers())
             label_all(self.ledger, buffers, Category.BUFFERS)
             label_all(self.ledger, ((owner, p.grad) for owner, p in named), Category.GRADIENTS)
         for optimizer in self._optimizers:
@@ -257,11 +249,10 @@ class MemoryProbe:
         """End, and say what was read; ``None`` if neither source was there."""
         self._exit.close()
         self.timeline = timeline = self._tracker.timeline if self.is_tracking else None
-        where = {"stage": stage, "epoch": epoch, "batch_idx": batch_idx, "step": step}
+        begin = partial(Measurement, stage, epoch, batch_idx, step)
         if self._peaks is not None:
             now = self._peaks.read()
-            measurement = Measurement(
-                **where,  # type: ignore[arg-type]
+            measurement = begin(
                 device=str(self._device),
                 source="allocator",
                 allocated_bytes=now.allocated_bytes,
@@ -273,8 +264,7 @@ class MemoryProbe:
             return measurement.with_timeline(timeline) if timeline is not None else measurement
         if timeline is None:
             return None
-        return Measurement(
-            **where,  # type: ignore[arg-type]
+        return begin(
             device=timeline.device,
             source="tracker",
             allocated_bytes=timeline.live_bytes,

@@ -50,7 +50,7 @@ class HostAverage:
             whole: _make_shard(whole, shard, is_copy=is_copy) for whole, shard in pairs if isinstance(shard, DTensor)
         }
         self._shards = {shard: made[whole] for whole, shard in pairs if whole in made}
-        self._plain = [(whole, parameter) for whole, parameter in pairs if whole not in made]
+        self._unsharded = [(whole, parameter) for whole, parameter in pairs if whole not in made]
         _replace(average.module, made)
         self._patches = [
             MethodPatch(average, "update_parameters", replace_by(self.update)),
@@ -59,8 +59,8 @@ class HostAverage:
         ]
 
     def update(self, model: nn.Module) -> None:
-        """Begin to update the average with the weights that the current steps leave, and the buffers of ``model``."""
-        self._forget_wholes()
+        """Begin to update the average with the weights after the current steps, and the buffers of ``model``."""
+        self._reshard()
         number = self.average.n_averaged.clone()
         for group in self._sharding.groups:
             weights = [parameter.sharded_param for parameter in group.fsdp_params]
@@ -88,16 +88,27 @@ class HostAverage:
 
     @torch.no_grad()
     def _move(self, group: ShardedGroup, number: Tensor) -> None:
-        batch = _Batch(self.average, number)
+        ours: list[Tensor] = []
+        theirs: list[Tensor] = []
+
+        def update() -> None:
+            if ours:
+                move_average(self.average, number, (ours, ()), (theirs, ()))
+            ours.clear()
+            theirs.clear()
+
         for lane in group.flat_shards:
             for place, parameter in enumerate(lane.parameters):
                 for average, weights in _cut(lane, place, own_shard_of(self._shards[parameter.sharded_param])):
-                    batch.add(average, weights)
-        batch.run()
+                    ours.append(average)
+                    theirs.append(weights)
+                    if sum(one.numel() for one in ours) >= PART_ELEMENTS:
+                        update()
+        update()
 
     def _begin_rest(self, model: nn.Module, number: Tensor) -> None:
         """Update with unsharded scalars and buffers, copied now: the next forward may write to them."""
-        weights, buffers = [_copy(weight) for _, weight in self._plain], [_copy(one) for one in model.buffers()]
+        weights, buffers = [_copy(weight) for _, weight in self._unsharded], [_copy(one) for one in model.buffers()]
         if not weights and not buffers:
             return
         device = self._sharding.device
@@ -110,7 +121,7 @@ class HostAverage:
     ) -> None:
         if event is not None:
             event.synchronize()
-        averages = [average for average, _ in self._plain]
+        averages = [average for average, _ in self._unsharded]
         move_average(self.average, number, (averages, self._buffers), (weights, buffers))
 
     def _wait_for_rest(self) -> None:
@@ -123,7 +134,7 @@ class HostAverage:
     def _buffers(self) -> list[Tensor]:
         return list(type(self.average.module).buffers(self.average.module))
 
-    def _forget_wholes(self) -> None:
+    def _reshard(self) -> None:
         """Reshard the module, with what was written to gathered parameters."""
         for group in self._sharding.groups:
             group.forget_whole()
@@ -132,7 +143,7 @@ class HostAverage:
         """Patch for code that reads the average and the module together."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            self._forget_wholes()
+            self._reshard()
             self._sharding.gather_root()
             self._wait_for_rest()
             return inner(*args, **kwargs)
@@ -144,29 +155,6 @@ class HostAverage:
         self._wait_for_rest()
         state = {key: value for key, value in inner(*args, **kwargs).items() if not key.startswith(_PREFIX)}
         return state | {_PREFIX + key: value for key, value in self._gather(self.average.module).items()}
-
-
-class _Batch:
-    """Tensors that are updated together, some at a time."""
-
-    def __init__(self, average: AveragedModel, number: Tensor) -> None:
-        self._average, self._number = average, number
-        self._ours: list[Tensor] = []
-        self._theirs: list[Tensor] = []
-
-    def add(self, ours: Tensor, theirs: Tensor) -> None:
-        """Update ``ours`` with ``theirs``, now or later."""
-        self._ours.append(ours)
-        self._theirs.append(theirs)
-        if sum(one.numel() for one in self._ours) >= PART_ELEMENTS:
-            self.run()
-
-    def run(self) -> None:
-        """Update the pending tensors."""
-        ours, theirs = self._ours, self._theirs
-        self._ours, self._theirs = [], []
-        if ours:
-            move_average(self._average, self._number, (ours, ()), (theirs, ()))
 
 
 def _cut(lane: FlatShard, place: int, average: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -19,6 +19,13 @@ from lightning_vram.optimizers.step_round import why_not_steppable
 from lightning_vram.private_names.fsdp2 import local_shard
 
 _NO_FORMS = (0,) * len(FORMS)
+_KINDS = {  # fields of HostNeeds, and their names in messages
+    "weights": "weights",
+    "low_precision_copies": "16-bit copies",
+    "gradients": "gradients",
+    "states": "optimizer state",
+    "averages": "averages of weights",
+}
 
 
 @dataclass(frozen=True)
@@ -37,13 +44,12 @@ class HostNeeds:
     @property
     def total(self) -> int:
         """The sum of all kinds."""
-        return self.weights + self.low_precision_copies + self.gradients + self.states + self.averages
+        return sum(int(getattr(self, kind)) for kind in _KINDS)
 
     def __add__(self, other: "HostNeeds") -> "HostNeeds":
         """Add another rank."""
-        kinds = ("weights", "low_precision_copies", "gradients", "states", "averages")
         return HostNeeds(
-            **{kind: getattr(self, kind) + getattr(other, kind) for kind in kinds},
+            **{kind: getattr(self, kind) + getattr(other, kind) for kind in _KINDS},
             can_be_16_bit=self.can_be_16_bit and other.can_be_16_bit,
             can_be_split=self.can_be_split or other.can_be_split,
             low_precision_states=tuple(map(operator.add, self.low_precision_states, other.low_precision_states)),
@@ -53,13 +59,13 @@ class HostNeeds:
 def count_host_needs(
     module: nn.Module,
     num_shards: int,
-    narrow: Collection[str] = (),
-    narrow_dtype: torch.dtype | None = None,
+    low_precision: Collection[str] = (),
+    low_dtype: torch.dtype | None = None,
     averages: Iterable[nn.Module] = (),
 ) -> HostNeeds:
     """Count what one of ``num_shards`` ranks will have of an unsharded module, without optimizer state.
 
-    ``narrow``: names of parameters with a copy of ``narrow_dtype``. ``averages``: whole copies that will be sharded.
+    ``low_precision``: names of parameters with a copy of ``low_dtype``. ``averages``: whole ones, to be sharded.
     """
     needs = HostNeeds(
         averages=sum(
@@ -69,14 +75,14 @@ def count_host_needs(
     )
     for name, parameter, numel in _iterate_shards(module, num_shards):
         num_bytes = numel * parameter.itemsize
-        has_copy = narrow_dtype is not None and narrow_dtype != parameter.dtype and name in narrow
-        if (parameter.dtype, narrow_dtype) == (torch.float32, torch.bfloat16) and not parameter.requires_grad:
+        has_copy = low_dtype is not None and low_dtype != parameter.dtype and name in low_precision
+        if (parameter.dtype, low_dtype) == (torch.float32, torch.bfloat16) and not parameter.requires_grad:
             has_copy = False  # frozen ones are split
         needs += HostNeeds(
             weights=num_bytes,
-            low_precision_copies=numel * narrow_dtype.itemsize if has_copy and narrow_dtype is not None else 0,
+            low_precision_copies=numel * low_dtype.itemsize if has_copy and low_dtype is not None else 0,
             gradients=num_bytes if parameter.requires_grad else 0,
-            can_be_split=has_copy and narrow_dtype == torch.bfloat16,
+            can_be_split=has_copy and low_dtype == torch.bfloat16,
         )
     return needs
 
@@ -166,13 +172,18 @@ class HostMemory:
         for key, of_rank in gather_objects((machine_name(), _Machine(needs, self._available, self._held))):
             machines[key] = machines[key] + of_rank if key in machines else of_rank
         for (host, *_), machine in machines.items():
-            if not machine.has_room_for(needed := machine.needs):
+            if not machine.fits(needed := machine.needs):
+                ranks = f" for its {machine.num_ranks} ranks" if machine.num_ranks > 1 else ""
                 fitting = machine.list_fitting(has_disk=has_disk, num_machines=len(machines) if is_spread else None)
+                sizes = {name: getattr(needed, kind) for kind, name in _KINDS.items()}
+                kinds = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items() if size)
+                settings = ", or with ".join(fitting)
+                advice = "No setting would make it fit: use a machine with more memory, or a smaller model."
+                advice = f"It would fit with {settings}." if settings else advice
                 raise OffloadError(
-                    f"{name} needs {format_bytes(needed.total)} of host memory on {host}{machine.ranks}: "
-                    f"{_list_kinds(needed)}. Available are {format_bytes(machine.room)}, including the memory of the "
-                    "module, of "
-                    f"which {format_bytes(machine.margin(needed))} must stay free. {_advise(fitting)}"
+                    f"{name} needs {format_bytes(needed.total)} of host memory on {host}{ranks}: "
+                    f"{kinds}. Available are {format_bytes(machine.free)}, including the memory of the "
+                    f"module, of which {format_bytes(machine.margin(needed))} must stay free. {advice}"
                 )
 
 
@@ -192,36 +203,28 @@ class _Machine:
         return _Machine(self.needs + other.needs, available, self.held + other.held, num_ranks)
 
     @property
-    def ranks(self) -> str:
-        return f" for its {self.num_ranks} ranks" if self.num_ranks > 1 else ""
-
-    @property
-    def room(self) -> int:
+    def free(self) -> int:
         return (self.available or 0) + self.held
 
     def margin(self, needs: HostNeeds) -> int:
         return margin_bytes(needs.total - self.held)
 
-    def has_room_for(self, needs: HostNeeds) -> bool:
-        return self.available is None or needs.total + self.margin(needs) <= self.room
+    def fits(self, needs: HostNeeds) -> bool:
+        return self.available is None or needs.total + self.margin(needs) <= self.free
 
     def list_fitting(self, *, has_disk: bool, num_machines: int | None) -> Iterator[str]:
         """Yield settings that would fit, with their needs."""
-        on_disk = replace(self.needs, states=0)
-        choices = []
-        if self.needs.states and not has_disk:
-            choices.append((_DISK, on_disk))
-        choices += _list_leaner(self.needs, has_disk=has_disk)
+        on_disk = [(_DISK, replace(self.needs, states=0))] if self.needs.states and not has_disk else []
+        choices = [*on_disk, *_list_leaner(self.needs, has_disk=has_disk)]
         if self.needs.can_be_16_bit:
             choices.append((_IN_BF16, _halve(self.needs)))
-            if self.needs.states and not has_disk:
-                choices.append((f"{_DISK} and {_IN_BF16}", _halve(on_disk)))
+            choices += [(f"{_DISK} and {_IN_BF16}", _halve(needs)) for _, needs in on_disk]
         for setting, needs in choices:
-            if self.has_room_for(needs):
+            if self.fits(needs):
                 yield f"{setting} ({format_bytes(needs.total)})"
-        room = (self.available or 0) - MARGIN_BYTES
-        if num_machines is not None and room > 0:
-            yield f"{math.ceil(self.needs.total * num_machines / room)} such machines, each with as many ranks"
+        usable = (self.available or 0) - MARGIN_BYTES
+        if num_machines is not None and usable > 0:
+            yield f"{math.ceil(self.needs.total * num_machines / usable)} such machines, each with as many ranks"
 
 
 def _list_leaner(needs: HostNeeds, *, has_disk: bool) -> Iterator[tuple[str, HostNeeds]]:
@@ -240,21 +243,3 @@ def _list_leaner(needs: HostNeeds, *, has_disk: bool) -> Iterator[tuple[str, Hos
 def _halve(needs: HostNeeds) -> HostNeeds:
     """Return needs in 16 bits, except for averages, which are copied before the module is converted."""
     return HostNeeds(needs.weights // 2, 0, needs.gradients // 2, needs.states // 2, needs.averages)
-
-
-def _list_kinds(needs: HostNeeds) -> str:
-    kinds = {
-        "weights": needs.weights,
-        "16-bit copies": needs.low_precision_copies,
-        "gradients": needs.gradients,
-        "optimizer state": needs.states,
-        "averages of weights": needs.averages,
-    }
-    return ", ".join(f"{kind} {format_bytes(num_bytes)}" for kind, num_bytes in kinds.items() if num_bytes)
-
-
-def _advise(fitting: Iterable[str]) -> str:
-    listed = list(fitting)
-    if not listed:
-        return "No setting would make it fit: use a machine with more memory, or a smaller model."
-    return f"It would fit with {', or with '.join(listed)}."

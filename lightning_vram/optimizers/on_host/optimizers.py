@@ -60,55 +60,55 @@ class StoredStates:
         form: StateForm | None,
         on_device: Collection[nn.Parameter] | None = None,
     ) -> None:
-        self._narrow, self._has_device = None, bool(on_device)
+        self._low_precision, self._has_device = None, bool(on_device)
         if form is not None and (on_device is None or form.fits(optimizer)):
             takes = form.takes if folder is None and on_device is not None else form.holds
-            narrow = set(filter(takes, {*parameters, *(on_device or ())}))
-            self._narrow = LowPrecisionStates(optimizer, narrow.__contains__, form)
-        form = None if self._narrow is None else form
+            chosen = set(filter(takes, {*parameters, *(on_device or ())}))
+            self._low_precision = LowPrecisionStates(optimizer, chosen.__contains__, form)
+        form = None if self._low_precision is None else form
         self._streamed = None if folder is None else StreamedStates(optimizer, parameters, folder, form)
 
     def begin(self, optimizer: Optimizer) -> list[RemovableHandle]:
         """Move states there, now and after loading; return handles."""
         self._take_in(optimizer)
         handles = [optimizer.register_load_state_dict_post_hook(self._take_in)]
-        if self._narrow is not None:
-            handles.append(optimizer.register_load_state_dict_pre_hook(self._narrow.before_load))
+        if self._low_precision is not None:
+            handles.append(optimizer.register_load_state_dict_pre_hook(self._low_precision.before_load))
         return handles
 
     def adopt(self, members: Sequence[Member], wait: Callable[[], None]) -> None:
         """Adopt what user code wrote to states of a group, once other steps are over."""
         if self._streamed is not None:
             self._streamed.adopt(members, wait)
-        if self._narrow is not None:
-            self._narrow.adopt(members)
+        if self._low_precision is not None:
+            self._low_precision.adopt(members)
 
     def step(self, step_round: StepRound, lanes: Sequence[FlatShard], members: Sequence[Member]) -> None:
         """Step members of one group: with states from disk, in parts, or at once."""
-        members = step_flat_shards(step_round, self._narrow, lanes, members, is_whole=self._streamed is not None)
+        members = step_flat_shards(step_round, self._low_precision, lanes, members, is_whole=self._streamed is not None)
         if self._streamed is not None:
             scale_members(step_round, members)
             self._streamed.run(step_round, members, cut_gradient)
-        elif self._narrow is not None:
-            step_in_parts(step_round, self._narrow, members)
+        elif self._low_precision is not None:
+            step_in_parts(step_round, self._low_precision, members)
         elif members:
             step_round.run(members)
 
     def step_on_device(self, step_round: StepRound, members: Sequence[Member], *, is_on_host: bool) -> None:
         """Step members of a group whose shards are on the computing device."""
-        if self._narrow is not None and self._has_device:
-            step_in_parts(step_round, self._narrow, members)
+        if self._low_precision is not None and self._has_device:
+            step_in_parts(step_round, self._low_precision, members)
         else:
             step_round.run(members, is_on_host=is_on_host)
 
     def let_go(self, optimizer: Optimizer) -> None:
         """Upcast moments once the optimizer steps by itself."""
-        if self._narrow is not None:
+        if self._low_precision is not None:
             upcast_when_stepped(optimizer)
 
     def _take_in(self, optimizer: Optimizer) -> None:
-        if self._narrow is not None:
-            self._narrow.take_in(optimizer)
+        if self._low_precision is not None:
+            self._low_precision.take_in(optimizer)
         if self._streamed is not None:
             self._streamed.load()
 
@@ -121,8 +121,8 @@ def replace_parameters(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.
         if parameter in optimizer.state:
             state = optimizer.state.pop(parameter)
             is_alone = isinstance(parameter, DTensor) and parameter.device_mesh.size() == 1
-            plain = {key: local_shard(value) if is_alone else value for key, value in state.items()}
-            optimizer.state[other] = state_stored_like(plain, local_shard(other))
+            local = {key: local_shard(value) if is_alone else value for key, value in state.items()}
+            optimizer.state[other] = state_stored_like(local, local_shard(other))
 
 
 Result = TypeVar("Result")
@@ -158,9 +158,7 @@ class HostOptimizers(StepTakeOver):
         self._early: Callable[[], StepRound] | None = None
         self._round: StepRound | None = None  # begun in the backward
         self._early_lock = threading.Lock()  # gradients on the device land in another thread
-        self._submitted: list[
-            tuple[bool, ShardedGroup, Ticket]
-        ] = []  # jobs of the step; whether a forward ignores them
+        self._submitted: list[tuple[bool, ShardedGroup, Ticket]] = []  # of the step; whether a forward ignores them
         self._nvme_path, self._form, self._is_form_everywhere = nvme_path, form, is_form_everywhere
         self.unheld: set[nn.Parameter] = set()  # trained parameters whose moments cannot have the form
         self._stored: dict[int, StoredStates] = {}  # by id of the optimizer
@@ -215,21 +213,21 @@ class HostOptimizers(StepTakeOver):
             stacklevel=3,
         )
         self._handles += [
-            optimizer.register_step_pre_hook(self._give_up_wholes),
+            optimizer.register_step_pre_hook(self._reshard),
             optimizer.register_step_post_hook(self._written),
         ]
         if is_whole:
             whole = WholeSteps(optimizer, partial(self._written, optimizer))
             self._patch_step(optimizer, lambda optimizer, closure=None: whole.step(closure))
         else:
-            explained = explain_failures(optimizer, is_split=self._is_split)
-            self._patches.append(MethodPatch(optimizer, "step", explained))
+            explain = partial(explain_failures, optimizer=optimizer, is_split=self._is_split)
+            self._patches.append(MethodPatch(optimizer, "step", explain))
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float, *, may_wait: bool) -> None:
         """Clip gradients to a common 2-norm; ``may_wait``: in the step, which comes next. A collective."""
         parameters = [parameter for parameter in iterate_parameters(optimizer) if parameter.grad is not None]
-        has_narrow = any(low_precision_of(parameter.grad) is not None for parameter in parameters)
-        norm = self._compute(lambda: sharded_norm(parameters, *([fp32_part] if has_narrow else [])))
+        has_16_bits = any(low_precision_of(parameter.grad) is not None for parameter in parameters)
+        norm = self._compute(lambda: sharded_norm(parameters, *([fp32_part] if has_16_bits else [])))
         if self._worker is not None:
             norm = norm.cpu()  # scaling on the host needs no wait for the device
         factor = clip_factor(norm, max_norm)
@@ -350,7 +348,7 @@ class HostOptimizers(StepTakeOver):
         self._worker.submit(job).wait()
         return results[0]
 
-    def _give_up_wholes(self, optimizer: Optimizer, *unused: Any) -> None:
+    def _reshard(self, optimizer: Optimizer, *unused: Any) -> None:
         """Reshard, with what was written to gathered parameters, before a step."""
         for group in {self._groups[p] for p in iterate_parameters(optimizer) if p in self._groups}:
             group.forget_whole()
@@ -380,22 +378,12 @@ class OffloadedAdamW(AdamW):
 
     Schedulers, ``state_dict`` and hooks work as with ``torch.optim.AdamW``. ``step()`` returns before the step is over;
     reading a parameter, gradient or state waits for it, layer by layer. Attach other optimizers of ``torch.optim`` to
-    :class:`~lightning_vram.optimizers.on_host.optimizers.HostOptimizers`. ZeRO-Offload
-    (https://arxiv.org/abs/2101.06840) steps after the backward, and waits.
+    :class:`HostOptimizers`. ZeRO-Offload (https://arxiv.org/abs/2101.06840) steps after the backward, and waits.
 
-    Args:
-        sharding: Of the module that is trained.
-        params: Its parameters, or groups of them; all by default.
-        lr: As that of ``torch.optim.AdamW``.
-        step_in_backward: Step a layer as soon as the backward has its gradients, in ``step(closure)``: only if nothing
-            looks at gradients after the backward or changes them, as clipping does.
-        num_threads: That a step uses; the cores of this process by default.
-        nvme_path: Folder on a fast local disk for the states, in place of host memory.
-        options: More of ``torch.optim.AdamW``.
-
-    Raises:
-        ValueError: If an option is out of range, or ``nvme_path`` is no folder.
-        OffloadError: If there is no room at ``nvme_path``.
+    ``params`` are those of the sharded module, or groups of them; all by default. ``step_in_backward``: step a layer in
+    ``step(closure)`` as soon as its gradients are complete: only if nothing reads gradients after the backward or
+    changes them, as clipping does. ``num_threads``: the cores of this process by default. ``nvme_path``: folder on a
+    fast local disk for the states.
 
     Example:
         >>> import torch.distributed as dist
@@ -432,22 +420,14 @@ class OffloadedAdamW(AdamW):
         self._host.attach([self])
 
     def clip_norm(self, max_norm: float) -> None:
-        """Clip gradients to a common 2-norm over all ranks, in the threads of the step.
-
-        Args:
-            max_norm: Largest norm.
-        """
+        """Clip gradients to a common 2-norm of at most ``max_norm`` over all ranks, in the threads of the step."""
         self._host.clip_norm(self, max_norm, may_wait=True)
 
     def finish(self) -> None:
-        """Wait until the step is over.
-
-        Raises:
-            BaseException: What it has raised.
-        """
+        """Wait until the step is over, and raise its error."""
         self._host.finish()
 
     def close(self) -> None:
-        """Make module and optimizer plain again, on all ranks: all must take part."""
+        """Undo the sharding of module and optimizer. A collective."""
         self._host.finish()
         self._host.let_go(self._sharding.remove())

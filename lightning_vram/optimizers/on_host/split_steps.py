@@ -1,4 +1,7 @@
-"""Step split weights, and weights with low-precision moments, in parts: few of them are float32 at a time."""
+"""Step split weights, and weights with low-precision moments, in parts: few of them are float32 at a time.
+
+Where compiled code can do it, AdamW steps the stored numbers themselves.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -54,6 +57,8 @@ from lightning_vram.techniques.sharding.gathered import (
 
 _STATE = {"step", "exp_avg", "exp_avg_sq"}
 _OTHERS = ("amsgrad", "maximize", "differentiable")  # unsupported settings
+_ON_DEVICE = 2**22  # weights in a part on the device: few kernels, 64 MiB
+_to_upcast: "WeakKeyDictionary[Optimizer, RemovableHandle]" = WeakKeyDictionary()
 
 
 def read_adamw_step(step_round: StepRound, member: Member) -> AdamWStep | None:
@@ -77,14 +82,14 @@ def read_adamw_step(step_round: StepRound, member: Member) -> AdamWStep | None:
 
 
 def step_stored(step: AdamWStep, weights: Tensor, gradient: Tensor, state: State, draws: tuple[int, int]) -> bool:
-    """Step flat fp32 weights with stored moments by compiled code, if there is some; return whether they are stepped.
+    """Step flat fp32 weights with stored moments by compiled code, if it can; return whether they are stepped.
 
     ``draws``: random draws for the first place of both moments.
     """
     moments = state["exp_avg"], state["exp_avg_sq"]
     if weights.numel() % LANES or gradient.dtype != torch.float32 or not all(map(is_low_precision, moments)):
         return False
-    tensors = weights, gradient, *map(_as_it_lies, moments)
+    tensors = weights, gradient, *map(_stored, moments)
     native = native_codecs(*tensors)
     if native is None or not native.has_step:
         return False
@@ -103,13 +108,11 @@ def step_split(
     """Step a part of split weights likewise; the gradient may be bf16, with a factor."""
     upper, lower, (places, halves) = split.pieces(part)
     moments, (numbers, factor) = (state["exp_avg"], state["exp_avg_sq"]), gradient
-    is_known = all(is_low_precision(one) or one.dtype == torch.float32 for one in moments) and numbers.dtype in {
-        torch.float32,
-        torch.bfloat16,
-    }
+    is_known = all(is_low_precision(one) or one.dtype == torch.float32 for one in moments)
+    is_known = is_known and numbers.dtype in {torch.float32, torch.bfloat16}
     if places is None or not is_known or upper.numel() % LANES or numbers.numel() != upper.numel():
         return False
-    tensors = upper, lower, numbers, *map(_as_it_lies, moments)
+    tensors = upper, lower, numbers, *map(_stored, moments)
     native = native_codecs(*tensors)
     if native is None or not native.has_step:
         return False
@@ -118,16 +121,12 @@ def step_split(
     return True
 
 
-def _as_it_lies(moment: Any) -> Tensor:
-    records: Tensor = moment.records if isinstance(moment, LowBitTensor) else moment
-    return records
+def _stored(moment: Tensor) -> Tensor:
+    return moment.records if isinstance(moment, LowBitTensor) else moment
 
 
 def _bits_of(moment: Any) -> int:
     return int(moment.bits) if isinstance(moment, LowBitTensor) else 8 * int(moment.itemsize)
-
-
-_to_upcast: "WeakKeyDictionary[Optimizer, RemovableHandle]" = WeakKeyDictionary()
 
 
 class LowPrecisionStates:
@@ -159,10 +158,10 @@ class LowPrecisionStates:
             return round_state(self.form, state, start, seed, stored)
         keys = [key for key in MOMENTS if is_low_precision(stored.get(key))]
         before, stepped = [upcast_moment(stored[key]) for key in keys], [state[key].clone() for key in keys]
-        narrow = round_state(self.form, state, start, seed, stored)
+        rounded = round_state(self.form, state, start, seed, stored)
         for key, old, new in zip(keys, before, stepped, strict=True):
-            self._check.count(old, new, narrow[key])
-        return narrow
+            self._check.count(old, new, rounded[key])
+        return rounded
 
     def take_in(self, optimizer: Optimizer) -> None:
         """Convert the moments that the optimizer has or has loaded, one by one."""
@@ -192,9 +191,8 @@ class LowPrecisionStates:
     def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Hold back moments while loading: ``torch.optim`` would upcast all of them at once."""
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        parameters = dict(
-            zip(saved, iterate_parameters(optimizer), strict=False)
-        )  # load_state_dict compares the numbers
+        # load_state_dict compares the numbers
+        parameters = dict(zip(saved, iterate_parameters(optimizer), strict=False))
         states = dict(state_dict["state"])
         for key, state in states.items():
             parameter = parameters.get(key)
@@ -207,28 +205,24 @@ class LowPrecisionStates:
 def upcast_when_stepped(optimizer: Optimizer) -> None:
     """Upcast moments at the next step of the optimizer itself: there may be no memory for them before."""
 
-    def widen(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def upcast_states(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _to_upcast.pop(optimizer).remove()
         for parameter, state in optimizer.state.items():
-            if parameter.dtype == torch.float32 and any(
-                is_low_precision(local_shard(state.get(key))) for key in MOMENTS
-            ):
+            is_rounded = any(is_low_precision(local_shard(state.get(key))) for key in MOMENTS)
+            if parameter.dtype == torch.float32 and is_rounded:
                 state.update(state_stored_like(upcast_state(state), local_shard(parameter)))
 
-    _to_upcast[optimizer] = optimizer.register_step_pre_hook(widen)
+    _to_upcast[optimizer] = optimizer.register_step_pre_hook(upcast_states)
 
 
-_ON_DEVICE = 2**22  # weights in a part on the device: few kernels, 64 MiB
-
-
-def step_in_parts(step_round: StepRound, narrow: LowPrecisionStates, members: Sequence[Member]) -> None:
+def step_in_parts(step_round: StepRound, states: LowPrecisionStates, members: Sequence[Member]) -> None:
     """Step members with low-precision moments, some parts at a time."""
-    _step_parts(step_round, [_Stepping(member, narrow) for member in members])
+    _step_parts(step_round, [_Stepping(member, states) for member in members])
 
 
 def step_flat_shards(
     step_round: StepRound,
-    narrow: LowPrecisionStates | None,
+    low_precision: LowPrecisionStates | None,
     lanes: Sequence[FlatShard],
     members: Sequence[Member],
     *,
@@ -248,10 +242,16 @@ def step_flat_shards(
         if lane.shards is None and not is_whole and can_part:
             assert lane.split is not None
             split = lane.split
-            _step_parts(step_round, [_Stepping(one, narrow, split, places[one.parameter]) for one in ours])
+            _step_parts(step_round, [_Stepping(one, low_precision, split, places[one.parameter]) for one in ours])
         else:
             lane.open()
-            left += [_as_it_is(member, has_wide_gradient=not is_whole) for member in ours]
+            for member in ours:
+                assert member.own_gradient is not None
+                if not is_whole:
+                    upcast(member.own_gradient)
+                # The tensors of now: some may have been empty before.
+                shard, gradient = own_shard_of(member.parameter), own_shard_of(member.own_gradient)
+                left.append(replace(member, shard=shard, gradient=gradient))
     return left
 
 
@@ -261,14 +261,6 @@ def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
         if low_precision_of(gradient) is not None:
             scale_low_precision(gradient, factor)
     apply_clip_factor([local_shard(gradient) for gradient in gradients if low_precision_of(gradient) is None], factor)
-
-
-def _as_it_is(member: Member, *, has_wide_gradient: bool) -> Member:
-    """Return ``member`` with the tensors of now: some may have been empty before."""
-    assert member.own_gradient is not None
-    if has_wide_gradient:
-        upcast(member.own_gradient)
-    return replace(member, shard=own_shard_of(member.parameter), gradient=own_shard_of(member.own_gradient))
 
 
 def cut_gradient(member: Member, part: slice) -> Tensor:
@@ -297,7 +289,6 @@ class _Scratch:
         self._next = 0
 
     def take(self, count: int) -> Tensor:
-        """Return flat memory for so many numbers."""
         place, self._next = self._next, self._next + 1
         if place == len(self._blocks):
             self._blocks.append(self._like.new_empty(count, dtype=torch.float32))
@@ -305,8 +296,7 @@ class _Scratch:
             self._blocks[place] = self._like.new_empty(count, dtype=torch.float32)
         return self._blocks[place][:count]
 
-    def take_back(self) -> None:
-        """Reuse all of it."""
+    def reuse(self) -> None:
         self._next = 0
 
 
@@ -314,12 +304,12 @@ class _Stepping:
     """A parameter that is stepped in parts."""
 
     def __init__(
-        self, member: Member, narrow: LowPrecisionStates | None, split: SplitWeights | None = None, place: int = 0
+        self, member: Member, states: LowPrecisionStates | None, split: SplitWeights | None = None, place: int = 0
     ) -> None:
         if low_precision_of(member.own_gradient) is None:
             member = replace(member, gradient=stored_like(member.gradient, member.shard))
         self.member, self.split = member, split
-        self.narrow = narrow if narrow is not None and narrow.has(member.parameter) else None
+        self.low_precision = states if states is not None and states.has(member.parameter) else None
         numel = member.shard.numel()
         self.part_elements = PART_ELEMENTS if member.shard.device.type == "cpu" else _ON_DEVICE
         parts = list(cut_parts(0, numel, self.part_elements)) if split is None else split.parts[place]
@@ -341,7 +331,6 @@ class _Stepping:
         return flat_as_stored(self.member.shard)[slice(*part)] if self.split is None else self.split.read(part)
 
     def write(self, part: Part, numbers: Tensor) -> None:
-        """Store stepped weights."""
         if self.split is not None:
             self.split.write(part, numbers)
 
@@ -354,15 +343,15 @@ class _Stepping:
 
     def rounded(self, state: State, part: slice, stored: State) -> State:
         """Round stepped states of some weights into those of ``stored``."""
-        if self.narrow is None:
+        if self.low_precision is None:
             return state
-        return self.narrow.rounded(state, self.place_of(part), self.seed, stored)
+        return self.low_precision.rounded(state, self.place_of(part), self.seed, stored)
 
     def place_of(self, part: slice) -> int:
         """Return the place of a part in the unsharded parameter."""
         return first_place(self.member.parameter) + int(part.start)
 
-    def keep(self, key: str, value: Any, part: slice, size: int) -> None:
+    def save(self, key: str, value: Any, part: slice, size: int) -> None:
         """Store a stepped state of some weights."""
         if not isinstance(value, Tensor) or value.shape != (size,):
             self.fresh[key] = value
@@ -375,13 +364,13 @@ class _Stepping:
         self._cut(key, whole, part).copy_(value)
 
     def _make(self, key: str, value: Tensor) -> Tensor:
-        if self.narrow is not None and key in MOMENTS:
-            return self.narrow.form.empty(key, self.member.shard)
+        if self.low_precision is not None and key in MOMENTS:
+            return self.low_precision.form.empty(key, self.member.shard)
         return torch.empty_like(self.member.shard, dtype=value.dtype, device=value.device, requires_grad=False)
 
     def _cut(self, key: str, value: Tensor, part: slice) -> Tensor:
-        if self.narrow is not None and key in MOMENTS:
-            return self.narrow.form.cut(value, part.start, part.stop)
+        if self.low_precision is not None and key in MOMENTS:
+            return self.low_precision.form.cut(value, part.start, part.stop)
         return flat_as_stored(value)[part]
 
     def _is_elementwise(self, value: Any) -> bool:
@@ -403,7 +392,7 @@ class _Part:
     def step_stored(self) -> bool:
         """Step stored weights and moments by compiled code, if possible."""
         whole, split, part = self._whole, self._whole.split, self._range
-        is_counting = whole.narrow is not None and whole.narrow.is_counting  # needs float32 moments
+        is_counting = whole.low_precision is not None and whole.low_precision.is_counting  # needs float32 moments
         if whole.step is None or not self.size or is_counting:
             return False
         place = whole.place_of(part)
@@ -418,19 +407,18 @@ class _Part:
             whole.fresh["step"] = whole.member.local_state["step"] + 1
         return is_done
 
-    def widen(self, take: Callable[[int], Tensor]) -> None:
+    def upcast(self, take: Callable[[int], Tensor]) -> None:
         """Create the proxy and float32 state, in memory of ``take``."""
         self._numbers = self._whole.read(self._part)
         self.proxy = make_proxy(self._numbers[: self.size], cut_gradient(self._whole.member, self._range))
-        self.state = dict(self._before) if self._whole.narrow is None else upcast_state(self._before, take)
+        self.state = dict(self._before) if self._whole.low_precision is None else upcast_state(self._before, take)
 
-    def keep(self) -> None:
-        """Store what the step wrote."""
+    def save(self) -> None:
         self._whole.write(self._part, self._numbers)
         for key, value in self._whole.rounded(self.state, self._range, self._before).items():
             is_view = isinstance(value, Tensor) and value.shape == (self.size,) and value is self._before.get(key)
             if not is_view:  # otherwise written in place
-                self._whole.keep(key, value, self._range, self.size)
+                self._whole.save(key, value, self._range, self.size)
 
 
 def _copy(value: Any) -> Any:
@@ -440,9 +428,9 @@ def _copy(value: Any) -> Any:
 @torch.no_grad()
 def _step_parts(step_round: StepRound, all_stepping: Sequence[_Stepping]) -> None:
     scale_members(step_round, [stepping.member for stepping in all_stepping])
-    narrow = [stepping for stepping in all_stepping if stepping.narrow is not None]
-    members = [stepping.member for stepping in narrow]
-    for stepping, seed in zip(narrow, make_seeds(members, [one.local_state for one in members]), strict=True):
+    seeded = [stepping for stepping in all_stepping if stepping.low_precision is not None]
+    members = [stepping.member for stepping in seeded]
+    for stepping, seed in zip(seeded, make_seeds(members, [one.local_state for one in members]), strict=True):
         stepping.seed = seed
     if not all_stepping:
         return
@@ -453,12 +441,12 @@ def _step_parts(step_round: StepRound, all_stepping: Sequence[_Stepping]) -> Non
             one = _Part(stepping, part)
             if one.step_stored():
                 continue
-            one.widen(scratch.take)
+            one.upcast(scratch.take)
             batch.append(one)
             if sum(one.size for one in batch) >= stepping.part_elements:
                 _step_batch(step_round, batch)
                 batch.clear()
-                scratch.take_back()
+                scratch.reuse()
     _step_batch(step_round, batch)
     for stepping in all_stepping:
         publish_state(stepping.member, stepping.fresh)
@@ -466,8 +454,7 @@ def _step_parts(step_round: StepRound, all_stepping: Sequence[_Stepping]) -> Non
 
 def _step_batch(step_round: StepRound, batch: Sequence[_Part]) -> None:
     if batch:
-        step_round.step_proxies(
-            [one.group for one in batch], [one.proxy for one in batch], [one.state for one in batch]
-        )
+        groups, proxies = [one.group for one in batch], [one.proxy for one in batch]
+        step_round.step_proxies(groups, proxies, [one.state for one in batch])
     for one in batch:
-        one.keep()
+        one.save()

@@ -198,7 +198,7 @@ def test_copies_never_meet_what_kernels_write(make_machine) -> None:
 def test_the_simulation_finds_what_would_go_wrong(make_machine, monkeypatch, broken: str) -> None:
     def let_go(self) -> None:
         oldest = self._departures.popleft()
-        self._departing_bytes -= oldest.num_bytes
+        self._departing_bytes -= oldest.source.nbytes
         oldest.source = None
 
     if broken == "departures":  # memory is let go without waiting for the copy
