@@ -40,7 +40,7 @@ if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
     from lightning_vram.report.estimate import estimate_memory as estimate_memory
     from lightning_vram.report.plan import plan_memory as plan_memory
     from lightning_vram.strategies.fsdp_offload import FSDPOffloadStrategy as FSDPOffloadStrategy
-    from lightning_vram.strategies.fsdp_offload.strategy import register_strategies
+    from lightning_vram.strategies.fsdp_offload import register_strategies
 
     register_strategies()
     del register_strategies

@@ -31,7 +31,7 @@ from lightning_vram.precision import LeanMixedPrecision
 from lightning_vram.private_names.lightning import QuietlySeeded, method_arguments, read_argument
 from lightning_vram.report.comparison import FitResult, comparison_table, write_step
 from lightning_vram.startup import let_through
-from lightning_vram.strategies.fsdp_offload.strategy import STRATEGY_NAMES
+from lightning_vram.strategies.fsdp_offload import STRATEGY_NAMES
 
 _OWN_PACKAGE = "lightning_vram"
 _PART_ARGUMENTS = ("callbacks", "plugins")  # of the Trainer

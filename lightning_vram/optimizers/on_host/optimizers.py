@@ -42,8 +42,7 @@ from lightning_vram.optimizers.step_round import (
 from lightning_vram.optimizers.take_over import StepTakeOver, WholeSteps, can_step_wholes, explain_failures
 from lightning_vram.private_names.fsdp2 import calls_derived_dispatch, local_shard
 from lightning_vram.private_names.torch import has_step_hooks, note_step
-from lightning_vram.techniques.sharding import FlatShard, FullSharding, ShardedGroup
-from lightning_vram.techniques.sharding.gathered import fp32_part, low_precision_of
+from lightning_vram.techniques.sharding import FlatShard, FullSharding, ShardedGroup, fp32_part, low_precision_of
 
 
 class StoredStates:
@@ -390,7 +389,7 @@ class OffloadedAdamW(AdamW):
         >>> import torch
         >>> from torch import nn
         >>> from lightning_vram.techniques.sharding import FullSharding, ShardingOptions
-        >>> from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
+        >>> from lightning_vram.techniques.sharding import plan_sharding_groups
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> mesh = dist.init_device_mesh("cpu", (1,))
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))

@@ -46,8 +46,8 @@ from lightning_vram.optimizers.step_round import (
 )
 from lightning_vram.private_names.dispatcher import FakeTensor
 from lightning_vram.private_names.fsdp2 import local_shard, own_shard_of
-from lightning_vram.techniques.sharding import FlatShard
-from lightning_vram.techniques.sharding.gathered import (
+from lightning_vram.techniques.sharding import (
+    FlatShard,
     fp32_part,
     low_precision_of,
     low_precision_part,

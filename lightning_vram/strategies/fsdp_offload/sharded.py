@@ -29,9 +29,13 @@ from lightning_vram.strategies.fsdp_offload.patches import (
     may_clip_late,
 )
 from lightning_vram.techniques.mixed_precision import find_narrow_weights, list_islands
-from lightning_vram.techniques.sharding import FirstStepMemory, FullSharding, ShardingOptions
-from lightning_vram.techniques.sharding.gathered import WholeNumbers
-from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
+from lightning_vram.techniques.sharding import (
+    FirstStepMemory,
+    FullSharding,
+    ShardingOptions,
+    WholeNumbers,
+    plan_sharding_groups,
+)
 
 _LOOPS = ("validate_loop", "test_loop", "predict_loop")
 _LOW_PRECISION = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}

@@ -5,7 +5,16 @@
 
 from lightning_vram.techniques.sharding.apply import FirstStepMemory, FullSharding, ShardingOptions
 from lightning_vram.techniques.sharding.flat_shards import FlatShard
+from lightning_vram.techniques.sharding.gathered import (
+    WholeNumbers,
+    fp32_part,
+    low_precision_of,
+    low_precision_part,
+    scale_low_precision,
+    upcast,
+)
 from lightning_vram.techniques.sharding.group import ShardedGroup
+from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
 from lightning_vram.techniques.sharding.materialization import has_meta, materialize
 from lightning_vram.techniques.sharding.removal import can_recover, discard_failed_iteration
 
@@ -15,8 +24,15 @@ __all__ = [
     "FullSharding",
     "ShardedGroup",
     "ShardingOptions",
+    "WholeNumbers",
     "can_recover",
     "discard_failed_iteration",
+    "fp32_part",
     "has_meta",
+    "low_precision_of",
+    "low_precision_part",
     "materialize",
+    "plan_sharding_groups",
+    "scale_low_precision",
+    "upcast",
 ]
