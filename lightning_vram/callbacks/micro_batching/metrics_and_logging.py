@@ -57,14 +57,6 @@ class ShownValue:
     original: Any  # the very object that the metric stores, of the latest call only
 
 
-def value_of_batch(metric: Metric, shown: list[ShownValue]) -> Any:
-    """The value of the batch, computed from the states of its micro-batches, or else a mean."""
-    states = [one.states for one in shown if one.states is not None]
-    if len(states) == len(shown) and _is_mergeable(metric):
-        return _compute(metric, states)
-    return _mean([one.value for one in shown], [one.share for one in shown])
-
-
 def _is_mergeable(metric: Metric) -> bool:
     """Whether ranks would merge its states, and so micro-batches can."""
     if isinstance(metric, WrapperMetric) or metric.dist_sync_on_step or not default_states(metric):
@@ -108,13 +100,14 @@ def _mean(values: list[Any], shares: list[float]) -> Any:
     """Mean over nests of floating tensors that are alike; else the last value."""
     leaves, specs = zip(*map(tree_flatten, values), strict=True)
     columns = list(zip(*leaves, strict=False))
-    if not (all(spec == specs[0] for spec in specs) and all(map(_is_alike, columns))):
+    are_alike = all(
+        isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape == column[0].shape
+        for column in columns
+        for leaf in column
+    )
+    if not are_alike or any(spec != specs[0] for spec in specs):
         return values[-1]
     return tree_unflatten([weighted_mean(column, shares, [1] * len(shares)) for column in columns], specs[0])
-
-
-def _is_alike(values: tuple[Any, ...]) -> bool:
-    return all(isinstance(v, Tensor) and v.is_floating_point() and v.shape == values[0].shape for v in values)
 
 
 _NOTES = "_shown_by_micro_batches"
@@ -166,7 +159,12 @@ class WatchedMetric:
         shown = list({one.micro_batch: one for one in self._shown}.values())  # of several calls in each the last
         if len(shown) < 2 or not self._is_last_shown():
             return
-        show_value(self._metric, value_of_batch(self._metric, shown))
+        states = [one.states for one in shown if one.states is not None]
+        if len(states) == len(shown) and _is_mergeable(self._metric):
+            value = _compute(self._metric, states)
+        else:
+            value = _mean([one.value for one in shown], [one.share for one in shown])
+        show_value(self._metric, value)
 
     def _is_last_shown(self) -> bool:
         cache = shown_value(self._metric)
