@@ -3,10 +3,9 @@
 A metric accumulates each micro-batch as it would a batch: what it computes at the end of the epoch is the same, up to
 the rounding of sums. An attempt that is dropped leaves no trace: tensor states are copied when a metric is updated.
 
-What ``self.log("accuracy", self.accuracy)`` shows for the step is ``forward``'s value. The value of the batch is
-computed from the states of its micro-batches, where ranks would merge them by sum, mean, minimum, maximum or
-concatenation (``dist_reduce_fx``). Otherwise, as for ``PearsonCorrCoef`` and compositions of metrics, it is the
-weighted mean of the micro-batches' values if they are floating tensors, and the last one if they are not.
+The value of the batch, which ``self.log("accuracy", self.accuracy)`` shows, is computed from the states of its
+micro-batches if ranks would merge them (``dist_reduce_fx``). Otherwise, as for ``PearsonCorrCoef`` and compositions,
+it is the weighted mean of the micro-batches' values if they are floating tensors, else the last one.
 
 Different from a run without micro-batches: counts of updates (``update_count``, windows of ``Running``), states that
 are means over updates, what a wrapper computes from the values of batches (the extremes of ``MinMaxMetric``), and
