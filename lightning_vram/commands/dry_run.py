@@ -167,10 +167,7 @@ class DryRunCLI(QuietlySeeded):
                 run=False,
                 save_config_callback=None,
                 parser_class=CommandParser,
-                parser_kwargs={
-                    "parser_mode": PARSER_MODE,
-                    "prog": f"{PROGRAM} {command.name}",
-                },
+                parser_kwargs={"parser_mode": PARSER_MODE, "prog": f"{PROGRAM} {command.name}"},
             )
 
     @override
