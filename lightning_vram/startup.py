@@ -1,5 +1,6 @@
-"""Hold back the signals by which SLURM ends a job, while the ``lightning-vram`` command starts.
+"""What happens before PyTorch and Lightning are imported: block SLURM's signals, refuse old versions.
 
+The ``lightning-vram`` command blocks the signals by which SLURM ends a job until a run can save a checkpoint.
 Between the start of Python and the moment at which a run can save a checkpoint lie the imports of PyTorch and
 Lightning: seconds in which SIGUSR1 would kill the task, and SLURM would take the job for failed. The kernel keeps
 signals that are blocked; ``SlurmRequeue`` takes them in when it is set up. Imported first of all, so standard library
@@ -51,15 +52,11 @@ if "SLURM_PROCID" in os.environ and hasattr(signal, "pthread_sigmask") and is_co
     hold_back()
 
 
-# Refuse versions of torch and Lightning that are too old, in one line, before some import fails in another way.
-#
-# Imported before all that imports them, so standard library only. Newer versions than the tested ones are not refused.
-
 OLDEST = {"torch": (2, 11), "lightning": (2, 6, 4)}  # as in pyproject.toml
 
 
 def refuse_old_versions() -> None:
-    """Compare what is installed with :data:`OLDEST`."""
+    """Refuse versions older than :data:`OLDEST` in one line, before an import fails in another way."""
     for name, oldest in OLDEST.items():
         try:
             installed = version(name)

@@ -1,1 +1,1 @@
-"""When to do it: one Lightning callback per file, each a thin adapter over techniques and measurements."""
+"""When to do it: one Lightning callback per folder, each a thin adapter over techniques and measurements."""

@@ -77,6 +77,12 @@ def check_trainer(name: str, trainer: object) -> None:
         )
 
 
+def refuse_several(trainer: pl.Trainer, kind: type[Callback], message: str) -> None:
+    """Refuse a second callback of a kind in one Trainer."""
+    if sum(isinstance(one, kind) for one in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+        raise MisconfigurationException(message)
+
+
 def refuse_moved_parameters(name: str, trainer: pl.Trainer, use: str) -> None:
     """Refuse FSDP1 and DeepSpeed, which free and move parameters. ``use``: what the callback does with them."""
     if isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy):

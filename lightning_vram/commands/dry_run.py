@@ -155,10 +155,10 @@ class DryRunCommand(Protocol):
 class DryRunCLI(QuietlySeeded):
     """Ask instead of fit."""
 
-    def __init__(self, question: DryRunCommand, args: Sequence[str]) -> None:
+    def __init__(self, command: DryRunCommand, args: Sequence[str]) -> None:
         set_parsing_settings(omegaconf_absolute_to_relative_paths=True)  # as for `fit`
         self.is_running = False
-        self._question = question
+        self._command = command
         self._batch: Any = None
         self._device: str | DeviceSpec = ""
         with NoDownloads():
@@ -167,15 +167,12 @@ class DryRunCLI(QuietlySeeded):
                 run=False,
                 save_config_callback=None,
                 parser_class=CommandParser,
-                parser_kwargs={
-                    "parser_mode": PARSER_MODE,
-                    "prog": f"{PROGRAM} {question.name}",
-                },
+                parser_kwargs={"parser_mode": PARSER_MODE, "prog": f"{PROGRAM} {command.name}"},
             )
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        for name, option in options_of(self._question.name).items():
+        for name, option in options_of(self._command.name).items():
             if option.kind is bool:
                 parser.add_argument(*option.names(name), action="store_true")
             else:
@@ -193,12 +190,12 @@ class DryRunCLI(QuietlySeeded):
         config = self.config
         if config.device is None:
             raise MisconfigurationException(
-                f"--device is missing: name the GPU to {self._question.name} for, such as --device rtx4090."
+                f"--device is missing: name the GPU to {self._command.name} for, such as --device rtx4090."
             )
         self._device = config.device
         if config.device_memory is not None:
             self._device = _describe_device(config.device, parse_limit(config.device_memory, "--device_memory"))
-        self._question.check(config, spec_of(self._device))
+        self._command.check(config, spec_of(self._device))
         if config.batch.shape is not None:
             self._batch = make_batch(config.batch.shape, config.batch.dtype, config.batch.high)
         if config.precision is not None:
@@ -222,7 +219,7 @@ class DryRunCLI(QuietlySeeded):
         arguments: dict[str, Any] = self.trainer  # type: ignore[assignment]
         try:
             with ProgressDisplay() as on_progress:
-                self._question.ask(
+                self._command.ask(
                     self.config,
                     self.model,
                     self._batch,
@@ -369,7 +366,7 @@ class PlanCommand:
     def __init__(self, args: Sequence[str]) -> None:
         self._args = args
         self._plan: ShownPlan | None = None
-        self._miss: PlanError | None = None
+        self._error: PlanError | None = None
         self._output: str | None = None
         self._plot: str | None = None
         self._as_json, self.exit_code = False, 0
@@ -392,7 +389,7 @@ class PlanCommand:
         try:
             self._plan = plan_memory(module, batch, **given, **arguments)
         except PlanError as error:
-            self._miss, self.exit_code = error, DOES_NOT_FIT
+            self._error, self.exit_code = error, DOES_NOT_FIT
             return
         if self._plot is not None:
             self._plan.plot(self._plot)
@@ -401,11 +398,11 @@ class PlanCommand:
 
     def answer(self) -> Iterator[RenderableType]:
         """Return the table, and the configuration if it was not written to a file; or JSON."""
-        if self._miss is not None:
-            message = _as_options(str(self._miss))
+        if self._error is not None:
+            message = _as_options(str(self._error))
             if not self._as_json:
                 fail(message, DOES_NOT_FIT)
-            yield json.dumps({**no_plan_values(self._miss), "message": message}, indent=2)
+            yield json.dumps({**no_plan_values(self._error), "message": message}, indent=2)
             return
         assert self._plan is not None  # it was asked for
         if self._as_json:

@@ -206,26 +206,26 @@ def run(arguments: list[str], show: Callable[[RenderableType], None], *, is_proc
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     with suppress(RuntimeError):  # called by a program that has used CUDA before
         configure_allocator()
-    question = _question(arguments)
-    kind: type[VRAMCLI] | type[DryRunCLI] = VRAMCLI if question is None else DryRunCLI
+    command = _dry_run_command(arguments)
+    kind: type[VRAMCLI] | type[DryRunCLI] = VRAMCLI if command is None else DryRunCLI
     cli = kind.__new__(kind)  # kept when its __init__, which runs the whole command, raises
     try:
-        if question is None:
+        if command is None:
             cli.__init__(show, args=None if is_process else arguments)  # type: ignore[misc]
         else:
             with redirect_stdout(sys.stderr):  # what the user's code prints is no part of the answer
-                cli.__init__(question, arguments[1:])  # type: ignore[misc]
-            for part in question.answer():
+                cli.__init__(command, arguments[1:])  # type: ignore[misc]
+            for part in command.answer():
                 show(part)
     except Exception as error:
         if is_debugging() or not is_mistake_of_user(error, is_running=cli.is_running):
             raise
         fail(one_line(error))
-    if question is not None and question.exit_code:
-        raise SystemExit(question.exit_code)
+    if command is not None and command.exit_code:
+        raise SystemExit(command.exit_code)
 
 
-def _question(arguments: Sequence[str]) -> DryRunCommand | None:
+def _dry_run_command(arguments: Sequence[str]) -> DryRunCommand | None:
     """What is asked of a run, if the command makes none."""
     if arguments[:1] == [ESTIMATE]:
         return EstimateCommand()

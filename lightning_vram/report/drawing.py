@@ -213,9 +213,8 @@ def place_labels(
     """Return the middle of each label, close to its marker but on no other thing, and whether it needs a line to it."""
     lines, taken = list(obstacles), [box_around(spot, 2 * MARK, 2 * MARK) for spot in spots]
     found: dict[int, tuple[Spot, bool]] = {}
-    for number in sorted(
-        range(len(spots)), key=lambda number: -len(texts[number])
-    ):  # the long ones fit in fewer places
+    # The long ones first: they fit in fewer places.
+    for number in sorted(range(len(spots)), key=lambda number: -len(texts[number])):
         spot, text = spots[number], texts[number]
         width, height = len(text) * _WIDTH * SIZE, _HEIGHT * SIZE
         boxes = {place: box_around(place, width, height) for place in _around(spot, width, height)}
@@ -257,13 +256,8 @@ def write_numbers(
     for entry, text, spot, (middle, is_far) in zip(entries, texts, spots, places, strict=True):
         style: dict[str, Any] = {"fontsize": SIZE, "fontweight": "bold", "color": entry.color, "zorder": 6}
         if is_far:
-            style["arrowprops"] = {
-                "arrowstyle": "-",
-                "color": entry.color,
-                "linewidth": 0.7,
-                "shrinkA": 0,
-                "shrinkB": 5,
-            }
+            line = {"arrowstyle": "-", "color": entry.color, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 5}
+            style["arrowprops"] = line
         offset = (middle[0] - spot[0], middle[1] - spot[1])
         where: dict[str, Any] = {"xytext": offset, "textcoords": "offset points"}
         axes.annotate(text, entry.spot, ha="center", va="center_baseline", **where, **style)

@@ -383,9 +383,8 @@ def _remedies(found: OutOfMemory, cause: Cause) -> str:
 def _choices(found: OutOfMemory) -> list[Choice]:
     """Return this run and its remedies, from the most memory to the least; the best that fits is marked."""
     best = next((remedy for remedy in found.remedies if remedy.fits), None)
-    budget_bytes = (
-        nan if found.budget_bytes in (None, 1) else found.budget_bytes
-    )  # 1: more was asked for than a step has
+    # 1: more was asked for than a step has
+    budget_bytes = nan if found.budget_bytes in (None, 1) else found.budget_bytes
     most_bytes = max(remedy.needed_bytes + remedy.saved_bytes for remedy in found.remedies)
     rows = [Choice("baseline", most_bytes, most_bytes / budget_bytes, 1.0, "exact", is_plan=False)]
     for one in sorted(found.remedies, key=lambda remedy: -remedy.needed_bytes):

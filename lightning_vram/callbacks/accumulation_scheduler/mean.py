@@ -1,11 +1,8 @@
 """Make the gradients of an accumulation window the mean over its micro-batches.
 
-Lightning divides every loss by ``trainer.accumulate_grad_batches``. That is the mean while every window is full and
-every micro-batch weighs the same. What is missing is a factor that is known when the window ends.
-
+Lightning divides every loss by ``trainer.accumulate_grad_batches``, the mean only of a full window of equal weights.
 With weights ``w``, the mean is ``sum(w * gradient) / sum(w)`` over all micro-batches of all ranks. Losses are
-multiplied by ``w`` as they come; gradients are divided by the sum before the optimizer step, by one reduction of one
-number.
+multiplied by ``w`` as they come; gradients are divided by the sum, one reduced number, before the optimizer step.
 """
 
 from collections.abc import Callable, Iterator

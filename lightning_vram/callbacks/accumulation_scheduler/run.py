@@ -61,11 +61,6 @@ class AccumulationLoop:
         """Whether a checkpoint made now will run the current micro-batch again."""
         return self._epoch_loop.batch_progress.total.ready == self._window.batch and not self._is_processed
 
-    @property
-    def num_batches_left(self) -> int | float:
-        """Batches left in this epoch, with the current one."""
-        return self._trainer.num_training_batches - self._epoch_loop.batch_idx
-
     def remove(self) -> None:
         """Put everything back. Calling it again does nothing."""
         for patch in reversed(self._patches):
@@ -280,14 +275,14 @@ class AccumulationRun:
         trainer.accumulate_grad_batches = self.read_schedule().factor(trainer.current_epoch, trainer.global_step)
 
     def _plan(self) -> int:
-        assert self._loop is not None
         trainer = self._trainer
         factor = self.read_schedule().factor(trainer.current_epoch, trainer.global_step)
         if factor != self._factor:
             self._factor = factor
             for logger in trainer.loggers:
                 logger.log_metrics({"vram/accumulate_grad_batches": float(factor)}, step=trainer.global_step)
-        return int(max(1, min(factor, self._loop.num_batches_left)))
+        num_left = trainer.num_training_batches - trainer.fit_loop.epoch_loop.batch_idx  # with the current one
+        return int(max(1, min(factor, num_left)))
 
     @contextmanager
     def _around(self, batch: Any) -> Iterator[None]:

@@ -1,8 +1,7 @@
 """Recompute layers in the backward instead of saving their activations.
 
 A checkpointed layer saves its inputs only and runs its forward again in the backward: about a third more compute for a
-small part of the activation memory. See :mod:`lightning_vram.techniques.activation_checkpointing.apply` for the
-mechanism and where it does not help.
+small part of the activation memory.
 """
 
 from collections.abc import Iterator, Sequence

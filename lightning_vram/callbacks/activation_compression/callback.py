@@ -1,7 +1,4 @@
-"""Save activations in fewer bytes: lossless, or with a measured loss in chosen layers.
-
-See :mod:`lightning_vram.techniques.activation_compression.stage` for the mechanism and where it does not help.
-"""
+"""Save activations in fewer bytes: lossless, or with a measured loss in chosen layers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

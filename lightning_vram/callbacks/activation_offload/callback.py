@@ -1,7 +1,4 @@
-"""Offload activations to host memory or disk between the forward and the backward.
-
-See :mod:`lightning_vram.techniques.activation_offload.stage` for the mechanism and where it does not help.
-"""
+"""Offload activations to host memory or disk between the forward and the backward."""
 
 import os
 from collections.abc import Iterator

@@ -72,10 +72,7 @@ def can_switch(one: Scheme, other: Scheme) -> bool:
     return fixed == other_fixed
 
 
-_FIRST_BATCH, _LAST_BATCH = (
-    3,
-    6,
-)  # batches: in the first two, optimizers create their state and callbacks make their plans
+_FIRST_BATCH, _LAST_BATCH = 3, 6  # in the first two, optimizers create their state and callbacks make their plans
 _WORTH_A_CHANGE = 0.97
 _NO_WAIT = 1.001  # step time by computation: sums of seconds differ in the last digits
 

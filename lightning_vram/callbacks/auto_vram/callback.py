@@ -28,6 +28,7 @@ from lightning_vram.callbacks.hook_points import (
     before_strategy_setup,
     check_trainer,
     rank_timeout,
+    refuse_several,
     withdraw_from_strategy_setup,
 )
 from lightning_vram.core.ranks import RankAgreement
@@ -135,8 +136,7 @@ class AutoVRAM(Callback):
         self._end()  # another callback's error may have cut the end of the last run short
         if stage != "fit":
             return
-        if sum(isinstance(callback, AutoVRAM) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-            raise MisconfigurationException(f"{NAME} can be used once, got several: one device has one budget.")
+        refuse_several(trainer, AutoVRAM, f"{NAME} can be used once, got several: one device has one budget.")
         limit = limit_bytes(_BUDGET, self.budget, trainer.strategy.root_device)
         guards = [self._make_guard(trainer)] if can_repeat_step(trainer) else []
         asked = PlanRequest(self._level, self.budget, guards, plan_folder(trainer) if self.cache else None)

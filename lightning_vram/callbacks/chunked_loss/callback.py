@@ -1,7 +1,4 @@
-"""Compute losses on logits chunk by chunk, so that the logits of a language model are never whole.
-
-See :mod:`lightning_vram.techniques.chunked_loss.apply` for the mechanism and where it does not help.
-"""
+"""Compute losses on logits chunk by chunk, so that the logits of a language model are never whole."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +12,13 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_positive_int
-from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique, refuse_moved_parameters
+from lightning_vram.callbacks.hook_points import (
+    AroundStep,
+    Depth,
+    FitTechnique,
+    refuse_moved_parameters,
+    refuse_several,
+)
 from lightning_vram.core.layers import check_layers
 from lightning_vram.techniques.chunked_loss import ChunkedLossHandle, apply_chunked_loss, settle
 
@@ -66,9 +69,7 @@ class ChunkedLoss(FitTechnique):
     @override
     def _check(self, trainer: pl.Trainer) -> None:
         refuse_moved_parameters("ChunkedLoss", trainer, "logits are computed with")
-        others = [one for one in trainer.callbacks if isinstance(one, ChunkedLoss)]  # type: ignore[attr-defined]
-        if len(others) > 1:
-            raise MisconfigurationException("Two ChunkedLoss in one Trainer: pass all heads to one.")
+        refuse_several(trainer, ChunkedLoss, "Two ChunkedLoss in one Trainer: pass all heads to one.")
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -19,7 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_positive_int
-from lightning_vram.callbacks.hook_points import FitTechnique
+from lightning_vram.callbacks.hook_points import FitTechnique, refuse_several
 from lightning_vram.core.patching import MethodPatch
 from lightning_vram.memory.leaks.holders import iterate_attributes
 from lightning_vram.memory.units import format_bytes
@@ -202,9 +201,7 @@ class EarlyRelease(FitTechnique):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if sum(isinstance(callback, EarlyRelease) for callback in callbacks) > 1:
-            raise MisconfigurationException("EarlyRelease can be used once, got several. Remove all but one.")
+        refuse_several(trainer, EarlyRelease, "EarlyRelease can be used once, got several. Remove all but one.")
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

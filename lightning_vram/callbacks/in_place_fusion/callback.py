@@ -1,7 +1,4 @@
-"""Drop activations that are cheap to recompute from other saved tensors, bit-exact, for one more pass over memory.
-
-See :mod:`lightning_vram.techniques.in_place_fusion.recomputation.stage` for the mechanism and where it does not help.
-"""
+"""Drop activations that are cheap to recompute from other saved tensors, bit-exact, for one more pass over memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_vram.callbacks.hook_points import check_trainer, rank_timeout
+from lightning_vram.callbacks.hook_points import check_trainer, rank_timeout, refuse_several
 from lightning_vram.estimation.estimate import Estimator, Progress
 from lightning_vram.estimation.fake_trainer import RunCallbacks, check_run_callbacks
 from lightning_vram.estimation.running_trainer import (
@@ -113,10 +113,8 @@ class MemoryBudget(Callback):
         self._end()  # a run whose end another callback's error cut short
         if stage != "fit":
             return
-        if sum(isinstance(callback, MemoryBudget) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-            raise MisconfigurationException(
-                "MemoryBudget can be used once, got several: a device has one budget. Remove all but one."
-            )
+        message = "MemoryBudget can be used once, got several: a device has one budget. Remove all but one."
+        refuse_several(trainer, MemoryBudget, message)
         device = trainer.strategy.root_device
         limit = limit_bytes(_LIMIT, self.limit, device)
         if limit is not None and can_limit(device):

@@ -51,16 +51,12 @@ def quiet_hooks(trainer: pl.Trainer, names: Collection[str], heard_by: Callable[
             quiet += [(callback, name) for name in heard]
     with ExitStack() as stack:
         for owner, name in quiet:
-            stack.callback(MethodPatch(owner, name, replace_by(_do_nothing)).remove)
+            stack.callback(MethodPatch(owner, name, replace_by(lambda *_, **__: None)).remove)
         yield
 
 
 def _overrides(owner: Any, name: str, base: type) -> bool:
     return name in vars(owner) or getattr(type(owner), name, None) is not getattr(base, name)
-
-
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Replaces a hook."""
 
 
 _warnings = WarningCache()
@@ -135,7 +131,7 @@ class MicroBatchClosure(Closure):
         if part.factor == 0 and not self._runner.has_equal_counts:  # else others wait in their backward
             return  # 0 * (0 / 0), of a mean over no tokens, is not 0
         names = {_AFTER} if part.is_first else {_BEFORE, _AFTER}
-        with quiet_hooks(self._trainer, names, _hears_micro_batches):
+        with quiet_hooks(self._trainer, names, lambda callback: getattr(callback, "hears_micro_batches", False)):
             backward(loss)
         self._has_run_backward = True
 
@@ -160,10 +156,6 @@ class MicroBatchClosure(Closure):
                 self._trainer.lightning_module, [result.asdict() for _, result in ran], [part for part, _ in ran]
             )
         return combined
-
-
-def _hears_micro_batches(callback: Callback) -> bool:
-    return bool(getattr(callback, "hears_micro_batches", False))
 
 
 def _weighted(loss: Tensor, factor: float) -> Tensor:

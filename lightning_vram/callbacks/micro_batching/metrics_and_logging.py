@@ -3,10 +3,9 @@
 A metric accumulates each micro-batch as it would a batch: what it computes at the end of the epoch is the same, up to
 the rounding of sums. An attempt that is dropped leaves no trace: tensor states are copied when a metric is updated.
 
-What ``self.log("accuracy", self.accuracy)`` shows for the step is ``forward``'s value. The value of the batch is
-computed from the states of its micro-batches, where ranks would merge them by sum, mean, minimum, maximum or
-concatenation (``dist_reduce_fx``). Otherwise, as for ``PearsonCorrCoef`` and compositions of metrics, it is the
-weighted mean of the micro-batches' values if they are floating tensors, and the last one if they are not.
+The value of the batch, which ``self.log("accuracy", self.accuracy)`` shows, is computed from the states of its
+micro-batches if ranks would merge them (``dist_reduce_fx``). Otherwise, as for ``PearsonCorrCoef`` and compositions,
+it is the weighted mean of the micro-batches' values if they are floating tensors, else the last one.
 
 Different from a run without micro-batches: counts of updates (``update_count``, windows of ``Running``), states that
 are means over updates, what a wrapper computes from the values of batches (the extremes of ``MinMaxMetric``), and
@@ -57,14 +56,6 @@ class ShownValue:
     original: Any  # the very object that the metric stores, of the latest call only
 
 
-def value_of_batch(metric: Metric, shown: list[ShownValue]) -> Any:
-    """The value of the batch, computed from the states of its micro-batches, or else a mean."""
-    states = [one.states for one in shown if one.states is not None]
-    if len(states) == len(shown) and _is_mergeable(metric):
-        return _compute(metric, states)
-    return _mean([one.value for one in shown], [one.share for one in shown])
-
-
 def _is_mergeable(metric: Metric) -> bool:
     """Whether ranks would merge its states, and so micro-batches can."""
     if isinstance(metric, WrapperMetric) or metric.dist_sync_on_step or not default_states(metric):
@@ -108,13 +99,14 @@ def _mean(values: list[Any], shares: list[float]) -> Any:
     """Mean over nests of floating tensors that are alike; else the last value."""
     leaves, specs = zip(*map(tree_flatten, values), strict=True)
     columns = list(zip(*leaves, strict=False))
-    if not (all(spec == specs[0] for spec in specs) and all(map(_is_alike, columns))):
+    are_alike = all(
+        isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape == column[0].shape
+        for column in columns
+        for leaf in column
+    )
+    if not are_alike or any(spec != specs[0] for spec in specs):
         return values[-1]
     return tree_unflatten([weighted_mean(column, shares, [1] * len(shares)) for column in columns], specs[0])
-
-
-def _is_alike(values: tuple[Any, ...]) -> bool:
-    return all(isinstance(v, Tensor) and v.is_floating_point() and v.shape == values[0].shape for v in values)
 
 
 _NOTES = "_shown_by_micro_batches"
@@ -166,7 +158,12 @@ class WatchedMetric:
         shown = list({one.micro_batch: one for one in self._shown}.values())  # of several calls in each the last
         if len(shown) < 2 or not self._is_last_shown():
             return
-        show_value(self._metric, value_of_batch(self._metric, shown))
+        states = [one.states for one in shown if one.states is not None]
+        if len(states) == len(shown) and _is_mergeable(self._metric):
+            value = _compute(self._metric, states)
+        else:
+            value = _mean([one.value for one in shown], [one.share for one in shown])
+        show_value(self._metric, value)
 
     def _is_last_shown(self) -> bool:
         cache = shown_value(self._metric)

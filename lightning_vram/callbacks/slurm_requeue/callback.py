@@ -20,12 +20,11 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool
-from lightning_vram.callbacks.hook_points import check_trainer, rank_timeout
+from lightning_vram.callbacks.hook_points import check_trainer, rank_timeout, refuse_several
 from lightning_vram.callbacks.slurm_requeue.exact_resume import ExactResume
 from lightning_vram.callbacks.slurm_requeue.job import (
     JobStopped,
@@ -124,9 +123,7 @@ class SlurmRequeue(Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         check_trainer("SlurmRequeue", trainer)
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if sum(isinstance(callback, SlurmRequeue) for callback in callbacks) > 1:
-            raise MisconfigurationException("SlurmRequeue can be used once, got several. Remove all but one.")
+        refuse_several(trainer, SlurmRequeue, "SlurmRequeue can be used once, got several. Remove all but one.")
         check_tasks(cluster_environment(trainer), trainer.num_devices, trainer.num_nodes)
         self._release()
         timeout = rank_timeout(trainer)

@@ -51,9 +51,8 @@ class TunerTrials:
     def __init__(self, trainer: pl.Trainer) -> None:
         self.are_undone = False  # whether a tuner is loading the state before its trials
         self._trainer = trainer
-        self._undo = MethodPatch(
-            checkpoint_connector(trainer), "restore", partial(partial, self._restore)
-        )  # only tuners call it
+        # Only tuners call it.
+        self._undo = MethodPatch(checkpoint_connector(trainer), "restore", partial(partial, self._restore))
         self._searches: list[MethodPatch] = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,7 +72,7 @@ class TunerTrials:
             rank_zero_info(f"{type(tuner).__name__}: this fit is resumed, with {values or 'what it was given'}.")
             if not self._trainer.strategy.restore_checkpoint_after_setup:  # else it has searched, which is undone now
                 search = "lr_find" if isinstance(tuner, LearningRateFinder) else "scale_batch_size"
-                self._searches.append(MethodPatch(tuner, search, replace_by(_find_nothing)))
+                self._searches.append(MethodPatch(tuner, search, replace_by(lambda *_, **__: None)))
 
     def allow(self) -> None:
         """Let tuners search again: some do so at later epochs."""
@@ -105,10 +104,6 @@ def _argument_names(tuner: Any) -> tuple[str, ...]:
         return ()
     name = learning_rate_argument(tuner)
     return (name,) if name else ("lr", "learning_rate")  # Lightning looks in this order
-
-
-def _find_nothing(*args: Any, **kwargs: Any) -> None:
-    """Replaces a search."""
 
 
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")

@@ -1,7 +1,4 @@
-"""Run MLPs, norms and whatever treats tokens alone some tokens at a time, in the forward and in the backward.
-
-See :mod:`lightning_vram.techniques.token_tiling.apply` for the mechanism and where it does not help.
-"""
+"""Run MLPs, norms and whatever treats tokens alone some tokens at a time, in the forward and in the backward."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -13,7 +10,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_positive_int
-from lightning_vram.callbacks.hook_points import FitTechnique, refuse_moved_parameters
+from lightning_vram.callbacks.hook_points import FitTechnique, refuse_moved_parameters, refuse_several
 from lightning_vram.core.layers import check_layers, show_names
 from lightning_vram.techniques.token_tiling import TilingHandle, apply_token_tiling
 
@@ -62,9 +59,7 @@ class TokenTiling(FitTechnique):
     @override
     def _check(self, trainer: pl.Trainer) -> None:
         refuse_moved_parameters("TokenTiling", trainer, "tiles are computed with")
-        others = [one for one in trainer.callbacks if isinstance(one, TokenTiling)]  # type: ignore[attr-defined]
-        if len(others) > 1:
-            raise MisconfigurationException("Two TokenTiling in one Trainer: pass all layers to one.")
+        refuse_several(trainer, TokenTiling, "Two TokenTiling in one Trainer: pass all layers to one.")
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -27,7 +26,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool, check_positive_int
-from lightning_vram.callbacks.hook_points import check_trainer
+from lightning_vram.callbacks.hook_points import check_trainer, refuse_several
 from lightning_vram.callbacks.vram_monitor.out_of_memory import LastBatches, explain
 from lightning_vram.core.patching import MethodPatch
 from lightning_vram.memory.device.accelerators import PhasePeaks, fragmentation_advice, has_cache
@@ -297,10 +296,8 @@ class VRAMMonitor(Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         check_trainer("VRAMMonitor", trainer)
-        if sum(isinstance(callback, VRAMMonitor) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-            raise MisconfigurationException(
-                "VRAMMonitor can be used once, got several: they would measure each other. Remove all but one."
-            )
+        message = "VRAMMonitor can be used once, got several: they would measure each other. Remove all but one."
+        refuse_several(trainer, VRAMMonitor, message)
         if stage == "fit":
             self.peaks, self.timeline, self._batches = {}, None, LastBatches()
             self._seconds.clear()

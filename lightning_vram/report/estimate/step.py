@@ -82,11 +82,6 @@ def read_step(timeline: MemoryTimeline, max_columns: int, first_event: int = 0) 
     return Step(columns, _spans(columns), peak, len(moments))
 
 
-def read_peak(timeline: MemoryTimeline) -> Column | None:
-    """The highest moment of all; ``None`` if nothing ever was on the timeline's device."""
-    return max(_moments(timeline), key=lambda moment: moment.live_bytes, default=None)
-
-
 def _moments(timeline: MemoryTimeline, first_event: int = 0) -> list[Column]:
     live = dict.fromkeys(Category, 0)
     moments: list[Column] = []
@@ -164,7 +159,7 @@ def peak_line(estimate: MemoryEstimate) -> str:
 
 def peak_sentence(estimate: MemoryEstimate) -> str:
     """When the peak is, and what makes it."""
-    peak = read_peak(estimate.timeline)
+    peak = max(_moments(estimate.timeline), key=lambda moment: moment.live_bytes, default=None)
     if peak is None:
         return f"No tensor was on {estimate.timeline.device}."
     where = f" in {module_name(peak.module)}" if peak.module else ""
