@@ -1,4 +1,4 @@
-"""How many files of the package one training step enters: ``python -m tests.benchmarks.files_per_step``.
+"""How many files of the package one training step enters: ``python -m tests.benchmarks.files_per_step [FEATURES]``.
 
 A reader of a step has to open each of them. Counted on all threads, in the fifth step of a small ``ByteGPT`` on a CPU.
 """
@@ -64,7 +64,13 @@ def count_files(features: str) -> FilesPerStep:
     """Train with some ``FEATURES``, and return what the counted step has entered."""
     counter, options = FilesPerStep(), FEATURES[features]()
     callbacks = [*options.pop("callbacks", []), counter]  # type: ignore[misc] - a list
-    off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    off = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "limit_val_batches": 0,
+    }
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, max_steps=COUNTED_BATCH + 2, callbacks=callbacks, **off, **options
     )
@@ -82,7 +88,7 @@ def main() -> None:
     logging.disable(logging.INFO)
     warnings.simplefilter("ignore")
     print(f"{'features':32}{'files':>7}{'calls':>7}{'switches':>10}")
-    for features in FEATURES:
+    for features in [argument for argument in sys.argv[1:] if argument != "--list"] or FEATURES:
         counter = count_files(features)
         print(f"{features:32}{len(counter.calls):7}{counter.calls.total():7}{counter.num_switches:10}")
     if "--list" in sys.argv:  # of the last row
