@@ -21,7 +21,7 @@ from support.simdevice import build
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_vram.core.processes import leave_group
-from lightning_vram.memory.device import accelerators as allocator_settings
+from lightning_vram.memory.device import accelerators
 
 torch.set_num_threads(1)  # the models are tiny; more threads only fight with pytest-xdist
 
@@ -54,7 +54,7 @@ REQUIREMENTS = {
 
 
 _OF_LIGHTNING = "CUBLAS_WORKSPACE_CONFIG", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"
-SET_BY_RUNS = {name: os.environ.get(name) for name in (*_OF_LIGHTNING, *allocator_settings.VARIABLES)}
+SET_BY_RUNS = {name: os.environ.get(name) for name in (*_OF_LIGHTNING, *accelerators.VARIABLES)}
 """Variables that a Trainer leaves, of ``deterministic=True`` and of a process group, and our command line, of the
 allocator, as they are before all tests.
 

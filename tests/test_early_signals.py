@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from support.requeue_runs import FakeSlurm
 
-from lightning_vram import startup as early_signals
-from lightning_vram.callbacks.slurm_requeue import callback as slurm_requeue
+from lightning_vram import startup
+from lightning_vram.callbacks.slurm_requeue import callback
 from lightning_vram.callbacks.slurm_requeue.callback import JobStopped, SlurmRequeue
 from lightning_vram.cli import main
 
@@ -48,7 +48,7 @@ SMALL = [
     ],
 )
 def test_only_the_command_is_the_command(arguments, expected):
-    assert early_signals.is_command(arguments) is expected
+    assert startup.is_command(arguments) is expected
 
 
 @pytest.fixture
@@ -63,14 +63,14 @@ def blocked() -> set[int]:
 
 
 def test_what_is_held_back_is_let_through(mask):
-    early_signals.hold_back()
+    startup.hold_back()
     assert blocked() == HELD
-    early_signals.let_through()
+    startup.let_through()
     assert blocked() == set()
 
 
 def test_looking_for_doctests_in_the_clusters_script_leaves_the_tests_signals_alone(mask):
-    early_signals.let_through()
+    startup.let_through()
     runpy.run_path(str(ROOT / "tests" / "slurm" / "training_run.py"))
     assert blocked() == set()
 
@@ -94,7 +94,7 @@ def test_importing_it_holds_back_in_a_task_of_slurm(name, variables, held, tmp_p
     (tmp_path / name).write_text(PROBE)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")} | variables
     run = subprocess.run(
-        [sys.executable, str(tmp_path / name), early_signals.__file__],
+        [sys.executable, str(tmp_path / name), startup.__file__],
         env=environment,
         capture_output=True,
         text=True,
@@ -139,10 +139,10 @@ def command(tmp_path, monkeypatch, mask):
     monkeypatch.setattr(sys, "argv", ["lightning-vram"])
     taken = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: taken.append(number))
-    early_signals.hold_back()
+    startup.hold_back()
     signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
     yield slurm, taken
-    early_signals.let_through()  # one that still waits
+    startup.let_through()  # one that still waits
     signal.signal(signal.SIGUSR1, before)
 
 
@@ -160,7 +160,7 @@ def test_without_the_callback_the_command_lets_signals_through(command, monkeypa
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_with_the_callback_the_command_stops_the_fit(command, monkeypatch, tmp_path):
     slurm, taken = command
-    monkeypatch.setattr(slurm_requeue, "_fits", iter([1]))
+    monkeypatch.setattr(callback, "_fits", iter([1]))
     released = []
     monkeypatch.setattr(SlurmRequeue, "on_exception", lambda self, *unused: released.append(self._release()))
     with pytest.raises(JobStopped) as stopped:

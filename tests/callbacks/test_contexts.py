@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_vram import StreamedCheckpointIO
-from lightning_vram.estimation import running_trainer as decision
+from lightning_vram.estimation import running_trainer
 from lightning_vram.private_names.fsdp2 import shards_integers
 
 pytestmark = [
@@ -218,4 +218,4 @@ def test_the_page_has_the_table():
 @pytest.mark.parametrize("kind", [FSDPStrategy, DeepSpeedStrategy])
 def test_strategies_that_cannot_be_estimated_are_named(kind):
     with pytest.raises(ValueError, match=f"^{kind.__name__} is not supported$"):
-        decision._another(object.__new__(kind))
+        running_trainer._another(object.__new__(kind))

@@ -10,7 +10,7 @@ from mutations.table import MUTATIONS
 from support.devices import DEVICE, device_module
 from torch import Tensor
 
-from lightning_vram.techniques.sharding import flat_shards as lanes
+from lightning_vram.techniques.sharding import flat_shards
 
 pytestmark = pytest.mark.device
 FROM_A_RACE = (
@@ -33,7 +33,7 @@ def expected(workload: Workload) -> list[Tensor]:
 @pytest.fixture(autouse=True)
 def _stream_of_its_own(monkeypatch):
     """Streams come from a pool: one that is kept from before may be that of the computation, where there is no race."""
-    monkeypatch.setattr(lanes, "_streams", {})
+    monkeypatch.setattr(flat_shards, "_streams", {})
 
 
 @pytest.fixture(autouse=True)

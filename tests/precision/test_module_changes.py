@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_vram.precision.run import ModuleChanges, Settings
-from lightning_vram.techniques.mixed_precision import module_precision as fp32_islands
+from lightning_vram.techniques.mixed_precision import module_precision
 
 
 class Head(nn.Module):
@@ -46,7 +46,7 @@ class Model(pl.LightningModule):
 def test_all_that_match_are_islands_and_those_that_nobody_calls_are_named(
     patterns, before, after, is_compiled, monkeypatch
 ):
-    monkeypatch.setattr(fp32_islands, "_compiled", set())  # another test may have compiled an island of the class
+    monkeypatch.setattr(module_precision, "_compiled", set())  # another test may have compiled an island of the class
     model = Model()
     if is_compiled:
         model.head = torch.compile(model.head, backend="eager")

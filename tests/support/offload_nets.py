@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_vram.core import processes as clean_exit
+from lightning_vram.core import processes
 
 MODES = {
     "params": {},
@@ -26,7 +26,7 @@ MODES = {
 
 def leave_group() -> None:
     """Forget the process group of a run on one rank: runs on forked ranks would take it, or its port, for theirs."""
-    clean_exit.leave_group()
+    processes.leave_group()
     os.environ.pop("MASTER_PORT", None)
     gc.collect()
 

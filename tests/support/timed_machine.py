@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_vram.core.host import memory as arena
-from lightning_vram.core.host import transfers
+from lightning_vram.core.host import memory, transfers
 from lightning_vram.core.host.transfers import TO_HOST, StreamCopies, copies_noted
 from lightning_vram.techniques.activation_offload import places
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
@@ -98,7 +97,7 @@ class TimedMachine:
             patch.setattr(torch, "get_device_module", lambda _: self)
             patch.setattr(transfers, "note_use", lambda tensor, stream: None)
             patch.setattr(places, "make_copies", lambda tensor: StreamCopies(tensor.device))
-            patch.setattr(arena, "make_host_bytes", lambda size, pin_memory: torch.empty(size, dtype=torch.uint8))
+            patch.setattr(memory, "make_host_bytes", lambda size, pin_memory: torch.empty(size, dtype=torch.uint8))
             yield
 
     def layer(self, x: Tensor, seconds: float) -> Tensor:

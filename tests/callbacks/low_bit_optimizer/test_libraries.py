@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from lightning_vram import LowBitOptimizer
 from lightning_vram.core.tensors.codecs import MappedTensor
-from lightning_vram.optimizers import low_precision as libraries
+from lightning_vram.optimizers import low_precision
 from lightning_vram.optimizers.moment_forms import FORMS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -104,7 +104,7 @@ def test_other_libraries_are_refused(arguments, message):
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch, make_trainer):
-    monkeypatch.setattr(libraries, "find_spec", lambda name: None)
+    monkeypatch.setattr(low_precision, "find_spec", lambda name: None)
     message = "LowBitOptimizer(library='torchao') needs torchao: pip install torchao."
     with pytest.raises(ModuleNotFoundError, match=f"^{re.escape(message)}$"):
         make_trainer(callbacks=[LowBitOptimizer(library="torchao")]).fit(Layers(num_batches=1))
@@ -130,14 +130,14 @@ def cycled(parameters: Any) -> Any:
     ids=["SGD", "Lion", "fused", "schedule", "NAdam", "weight decay", "amsgrad"],
 )
 def test_what_a_library_cannot_step_is_refused(library, optimizer, what, monkeypatch, make_trainer):
-    monkeypatch.setattr(libraries, "find_spec", lambda name: name)
+    monkeypatch.setattr(low_precision, "find_spec", lambda name: name)
     message = f"LowBitOptimizer(library={library!r}) cannot step {what}: use library='own'."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         make_trainer(callbacks=[LowBitOptimizer(library=library)]).fit(Layers(optimizer, num_batches=1))
 
 
 def test_under_fsdp_offload_a_library_is_refused(monkeypatch, make_trainer):
-    monkeypatch.setattr(libraries, "find_spec", lambda name: name)
+    monkeypatch.setattr(low_precision, "find_spec", lambda name: name)
     trainer = make_trainer(callbacks=[LowBitOptimizer(library="torchao")], strategy="fsdp_offload", devices=1)
     message = (
         "LowBitOptimizer(library='torchao') does not work with FSDPOffloadStrategy, which steps on the host: use "
@@ -164,9 +164,9 @@ def test_on_cuda_auto_is_what_is_installed_and_can(installed, bits, optimizer, c
     class OnCuda(torch.nn.Parameter):
         device = torch.device("cuda")
 
-    monkeypatch.setattr(libraries, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(low_precision, "find_spec", lambda name: name if name in installed else None)
     one = optimizer([torch.nn.Parameter(torch.ones(2))])
-    monkeypatch.setattr(libraries, "iterate_parameters", lambda optimizer: [OnCuda(torch.ones(2))])
-    form = libraries.form_of("auto", FORMS[f"{bits}bit"], one)
+    monkeypatch.setattr(low_precision, "iterate_parameters", lambda optimizer: [OnCuda(torch.ones(2))])
+    form = low_precision.form_of("auto", FORMS[f"{bits}bit"], one)
     assert getattr(form, "library", "own") == chosen
     assert form.bits == bits

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_vram import ActivationCheckpointing, QuantizeFrozenWeights, estimate_memory
-from lightning_vram.callbacks.quantize_frozen_weights import callback as checks
+from lightning_vram.callbacks.quantize_frozen_weights import callback
 from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.private_names.fsdp2 import shards_integers
 from lightning_vram.techniques.quantize_frozen_weights import quantize_frozen_weights
@@ -299,11 +299,11 @@ def test_layers_without_memory_are_refused_under_fsdp2(make_trainer):
         "strategy='fsdp_offload'."
     )
     with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
-        checks._check_memory(trainer)
+        callback._check_memory(trainer)
 
 
 def test_a_torch_that_shards_no_integers_is_refused(make_trainer, monkeypatch):
-    monkeypatch.setattr(checks, "shards_integers", False)
+    monkeypatch.setattr(callback, "shards_integers", False)
     message = (
         f"QuantizeFrozenWeights with ForkingOffload needs torch >= 2.13, got {torch.__version__}, whose FSDP2 shards "
         "no integers: use 'ddp' or a single device."

@@ -30,8 +30,7 @@ from support.requeue_runs import (
 )
 from torch.utils.data import DataLoader
 
-from lightning_vram.callbacks.slurm_requeue import job as job_stop
-from lightning_vram.callbacks.slurm_requeue import job as requeued_start
+from lightning_vram.callbacks.slurm_requeue import job
 from lightning_vram.callbacks.slurm_requeue.callback import JobStopped, SlurmRequeue
 from lightning_vram.callbacks.slurm_requeue.job import RequeueFolder
 from lightning_vram.checkpoint_io import StreamedCheckpointIO
@@ -48,7 +47,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the callback says on rank 0."""
     lines: list[str] = []
-    for module in (job_stop, requeued_start):
+    for module in (job, job):
         monkeypatch.setattr(module, "rank_zero_info", lines.append)
     return lines
 
@@ -518,7 +517,7 @@ ASK, REQUEUE = f"show job --oneliner {JOB_ID}", f"requeue {JOB_ID}"
 )
 @pytest.mark.filterwarnings("ignore:SlurmRequeue cannot find scontrol")
 def test_what_becomes_of_the_job_is_said(number, answer, code, outcome, asked, slurm, tmp_path, said, monkeypatch):
-    monkeypatch.setattr(job_stop, "time", SimpleNamespace(perf_counter=lambda: 7.0))
+    monkeypatch.setattr(job, "time", SimpleNamespace(perf_counter=lambda: 7.0))
     if answer is None:
         slurm.take_away()
     else:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_vram import FSDPOffloadStrategy
 from lightning_vram.callbacks.slurm_requeue import callback as slurm_requeue
-from lightning_vram.callbacks.slurm_requeue import job as requeued_start
+from lightning_vram.callbacks.slurm_requeue import job
 from lightning_vram.callbacks.slurm_requeue.callback import JobStopped, SlurmRequeue
 
 pytestmark = [
@@ -116,7 +116,7 @@ def test_the_end_goes_before_a_checkpoint_of_the_fit(slurm, tmp_path, monkeypatc
     Program(tmp_path, checkpoints, at=expected.num_fit_batches, enable_checkpointing=True)
     slurm.start(1)
     said: list[str] = []
-    monkeypatch.setattr(requeued_start, "rank_zero_info", said.append)
+    monkeypatch.setattr(job, "rank_zero_info", said.append)
     again = Program(tmp_path, checkpoints, enable_checkpointing=True)
     assert again.fit.module.seen == []
     again.assert_as(expected)

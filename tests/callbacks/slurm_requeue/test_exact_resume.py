@@ -11,7 +11,7 @@ from support.requeue_runs import FakeSlurm, Noting, Run, assert_went_on, fit
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_vram.callbacks.slurm_requeue.callback import SlurmRequeue
-from lightning_vram.techniques import exact_resume as stateful_loading
+from lightning_vram.techniques import exact_resume
 
 NUM_BATCHES = 5
 AGAIN = "^SlurmRequeue cannot resume at the next sample: "
@@ -288,7 +288,7 @@ def test_loaders_are_what_they_were_after_the_fit(tmp_path):
             return loader
 
     run = save(Given, tmp_path, 2, SlurmRequeue(), Look())
-    assert kinds[0] in stateful_loading._stateful_classes.values()
+    assert kinds[0] in exact_resume._stateful_classes.values()
     assert type(run.trainer.train_dataloader) is DataLoader
     for owner, names in (
         (run.trainer.fit_loop, ("_load_combined_loader_states", "setup_data")),

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_vram import FSDPOffloadStrategy
-from lightning_vram.callbacks.slurm_requeue import exact_resume as tuner_trials
+from lightning_vram.callbacks.slurm_requeue import exact_resume
 from lightning_vram.callbacks.slurm_requeue.callback import SlurmRequeue
 from lightning_vram.core.patching import MethodPatch
 
@@ -98,7 +98,7 @@ def test_its_trials_do_not_change_the_fit(kind, slurm, tmp_path):
 @pytest.mark.parametrize("kind", TUNERS)
 def test_a_fit_that_goes_on_does_not_search_again(kind, at, slurm, tmp_path, monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr(tuner_trials, "rank_zero_info", said.append)
+    monkeypatch.setattr(exact_resume, "rank_zero_info", said.append)
     expected = tune(kind, tmp_path, SlurmRequeue())
     found = (expected.module.lr, expected.module.batch_size)
     assert found != (0.1, 1)

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from lightning_vram.core.host import memory as chunked_space
-from lightning_vram.core.host import memory as host_arena
+from lightning_vram.core.host import memory
 from lightning_vram.core.host.memory import ChunkedSpace, HostArena
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.memory.units import GIB, KIB, MIB
@@ -109,7 +108,7 @@ def test_blocks_may_die_in_any_thread(arena) -> None:
 
 def test_a_host_that_is_too_small_is_refused_and_nothing_is_taken(arena, monkeypatch) -> None:
     held = arena.take(10)
-    monkeypatch.setattr(host_arena, "available_host_bytes", lambda: GIB + 5 * MIB)
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: GIB + 5 * MIB)
     message = (
         "activation offload needs 6.00 MiB of host memory in addition to 1.00 MiB, but 1.00 GiB are available, of "
         "which 1.00 GiB must stay free. Set disk_path to a folder on a fast disk, set "
@@ -121,7 +120,7 @@ def test_a_host_that_is_too_small_is_refused_and_nothing_is_taken(arena, monkeyp
     assert (arena.total_bytes, arena.num_blocks) == (MIB, 1)
     assert arena.take(2 * MIB).pieces[0].numel() == MIB - 64
     assert held.pieces[0].numel() == 10
-    monkeypatch.setattr(host_arena, "available_host_bytes", lambda: None)  # unknown: the user knows better
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: None)  # unknown: the user knows better
     assert arena.take(6 * MIB) is not None
 
 
@@ -146,7 +145,7 @@ def test_a_tracker_does_not_see_it(arena) -> None:
 
 
 def test_fake_memory_is_on_the_host_and_there_is_enough(monkeypatch) -> None:
-    monkeypatch.setattr(host_arena, "available_host_bytes", lambda: 0)
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: 0)
     with FakeTensorMode():
         arena = HostArena(pin_memory=False, like=torch.empty(0, device="meta"))
         block = arena.take(100 * MIB)
@@ -159,7 +158,7 @@ def test_space_comes_back_if_filling_a_block_is_interrupted(monkeypatch) -> None
         raise KeyboardInterrupt
 
     space = ChunkedSpace()
-    monkeypatch.setattr(chunked_space, "Piece", fail)
+    monkeypatch.setattr(memory, "Piece", fail)
     with pytest.raises(KeyboardInterrupt):
         space.take(MIB, list)
     monkeypatch.undo()

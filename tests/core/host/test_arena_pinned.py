@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_vram.core.host import memory as arena
+from lightning_vram.core.host import memory
 from lightning_vram.core.host.memory import make_host_tensor
 from lightning_vram.private_names.dispatcher import FakeTensor, FakeTensorMode
 
@@ -41,7 +41,7 @@ def runtime(monkeypatch) -> SimpleNamespace:
         noted.registered[address] = (nbytes, flags)
         return noted.code
 
-    monkeypatch.setattr(arena, "_warned", [])
+    monkeypatch.setattr(memory, "_warned", [])
     fake = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=noted.freed.append)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
@@ -171,7 +171,7 @@ def test_a_forked_process_unmaps_nothing(runtime, monkeypatch):
     """It has not got this memory: other memory may lie at its addresses there."""
     tensor = make_host_tensor(8, torch.float32, pin_memory=True)
     address = tensor.data_ptr()
-    monkeypatch.setattr(arena, "_never_unmapped", [])
+    monkeypatch.setattr(memory, "_never_unmapped", [])
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: -1)
         del tensor

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.core.host import memory as arena
+from lightning_vram.core.host import memory
 from lightning_vram.core.host.memory import HostBuffers
 from lightning_vram.memory.units import MIB
 from lightning_vram.private_names.dispatcher import FakeTensorMode
@@ -27,7 +27,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     fake = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=noted.registered.pop)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
-    monkeypatch.setattr(arena, "_warned", [])
+    monkeypatch.setattr(memory, "_warned", [])
     return noted
 
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_vram.core.host import disk as disk_file
-from lightning_vram.core.host import disk as disk_ring
+from lightning_vram.core.host import disk
 from lightning_vram.core.host.disk import DiskBlock, DiskRing
 from lightning_vram.core.host.memory import OffloadError
 from lightning_vram.core.host.transfers import Copies
@@ -79,7 +78,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch) ->
     def refuse(**_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(disk_file.tempfile, "TemporaryFile", refuse)  # root may write anywhere
+    monkeypatch.setattr(disk.tempfile, "TemporaryFile", refuse)  # root may write anywhere
     with pytest.raises(RuntimeError) as error:
         DiskRing(tmp_path, pin_memory=False)
     assert str(error.value) == (
@@ -89,7 +88,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch) ->
 
 def test_a_full_disk_is_refused_before_anything_is_written(ring, tmp_path, monkeypatch) -> None:
     block, source = write(ring, 1000)
-    monkeypatch.setattr(disk_file.shutil, "disk_usage", lambda _: SimpleNamespace(free=MIB))
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: SimpleNamespace(free=MIB))
     with pytest.raises(RuntimeError) as error:
         write(ring, 2 * MIB)
     assert str(error.value) == (
@@ -108,8 +107,8 @@ def test_a_disk_that_cannot_reserve_space_is_refused_or_believed(ring, monkeypat
     def refuse(*_):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(disk_file.os, "posix_fallocate", refuse, raising=False)
-    monkeypatch.setattr(disk_file.shutil, "disk_usage", lambda _: SimpleNamespace(free=GIB))
+    monkeypatch.setattr(disk.os, "posix_fallocate", refuse, raising=False)
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: SimpleNamespace(free=GIB))
     with pytest.raises(RuntimeError, match=r"but 1\.00 GiB are free\."):
         write(ring, 1000)
     code = errno.EOPNOTSUPP
@@ -123,7 +122,7 @@ def test_what_goes_wrong_in_the_thread_is_raised_at_the_next_call(ring, tmp_path
         raise OSError(errno.EIO, "Input/output error")
 
     block, _ = write(ring, 1000)
-    monkeypatch.setattr(disk_file.os, call, fail)
+    monkeypatch.setattr(disk.os, call, fail)
 
     def use() -> None:
         for seed in range(20):  # more than there are buffers
@@ -145,8 +144,8 @@ def test_what_goes_wrong_in_the_thread_is_raised_at_the_next_call(ring, tmp_path
 
 def test_short_writes_and_reads_go_on(ring, monkeypatch) -> None:
     pwritev, preadv = os.pwritev, os.preadv
-    monkeypatch.setattr(disk_file.os, "pwritev", lambda file, views, at: pwritev(file, [views[0][:1000]], at))
-    monkeypatch.setattr(disk_file.os, "preadv", lambda file, views, at: preadv(file, [views[0][:777]], at))
+    monkeypatch.setattr(disk.os, "pwritev", lambda file, views, at: pwritev(file, [views[0][:1000]], at))
+    monkeypatch.setattr(disk.os, "preadv", lambda file, views, at: preadv(file, [views[0][:777]], at))
     block, source = write(ring, 50_000)
     assert torch.equal(read(block, 50_000), source)
 
@@ -190,7 +189,7 @@ def test_a_training_step_reports_a_broken_disk(tmp_path, monkeypatch) -> None:
     offloading = ActivationOffloading(min_offload_bytes=1, disk_path=tmp_path)
     with offloading:
         loss = weight.sin().sin().sum()
-    monkeypatch.setattr(disk_file.os, "preadv", fail)
+    monkeypatch.setattr(disk.os, "preadv", fail)
     with pytest.raises(RuntimeError, match="could not be written or read"):
         loss.backward()
     offloading.close()
@@ -221,7 +220,7 @@ def test_staging_buffers_are_not_lost(ring, monkeypatch, error: type[BaseExcepti
     def fail(*_, **__):
         raise error
 
-    where = disk_ring if at == "make_staging" else Copies
+    where = disk if at == "make_staging" else Copies
     monkeypatch.setattr(where, at, fail)
     for _ in range(5):
         with pytest.raises(error):
@@ -233,7 +232,7 @@ def test_staging_buffers_are_not_lost(ring, monkeypatch, error: type[BaseExcepti
 
 
 def test_a_disk_that_writes_nothing_is_broken(ring, monkeypatch) -> None:
-    monkeypatch.setattr(disk_file.os, "pwritev", lambda *_: 0)
+    monkeypatch.setattr(disk.os, "pwritev", lambda *_: 0)
     block, _ = write(ring, 1000)
     with pytest.raises(OffloadError, match="cannot read or write at byte 0"):
         read(block, 1000)

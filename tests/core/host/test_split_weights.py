@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_vram.core.host import memory as split_weights
+from lightning_vram.core.host import memory
 from lightning_vram.core.host.memory import PART_ELEMENTS, SplitWeights
 
 LOWER = (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)  # each side of a half, and of nothing
@@ -61,7 +61,7 @@ def test_a_long_list_is_never_more_than_the_copy_that_there_was():
 
 
 def test_parts_are_read_and_written_by_themselves(monkeypatch):
-    monkeypatch.setattr(split_weights, "PART_ELEMENTS", 4)
+    monkeypatch.setattr(memory, "PART_ELEMENTS", 4)
     numbers = torch.randn(11, generator=torch.Generator().manual_seed(0))
     weights = split(numbers, 9, 0, 2)
     assert weights.parts == [[(0, 4), (4, 8), (8, 9)], [(9, 9)], [(9, 11)]]

@@ -10,7 +10,7 @@ import torch
 import torch.multiprocessing as mp
 from support.helpers import PlantedError
 
-from lightning_vram.core.host import transfers as host_worker
+from lightning_vram.core.host import transfers
 from lightning_vram.core.host.transfers import HostWorker
 
 PATIENCE = 10  # seconds, of tests that would hang
@@ -101,7 +101,7 @@ def test_stop_ends_the_thread_after_what_was_given(worker):
 
 
 def test_a_ticket_of_a_thread_that_is_gone_does_not_wait_for_ever(worker, monkeypatch):
-    monkeypatch.setattr(host_worker, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(transfers, "PATIENCE_SECONDS", 0.01)
     worker.stop()
     ticket = worker.submit(nothing)
     with pytest.raises(RuntimeError, match="ended with unfinished jobs"):
@@ -143,7 +143,7 @@ def test_its_number_of_threads_is_its_own():
 
 
 def use_in_child(rank: int, worker: HostWorker) -> None:
-    host_worker.PATIENCE_SECONDS = 0.01
+    transfers.PATIENCE_SECONDS = 0.01
     ticket = worker.submit(nothing)
     with pytest.raises(RuntimeError, match=r"was the process forked\?$"):
         ticket.wait()

@@ -9,14 +9,14 @@ from torch.nn import functional as F
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_vram.core import operators as module
+from lightning_vram.core import operators
 from lightning_vram.core.operators import ATTENTION, BALANCE, MATMULS, operator_work, resolve_operators
 
 aten = torch.ops.aten
 
 
 def is_costly(func: Any) -> bool:
-    return module._qualified_name(func) in MATMULS | ATTENTION
+    return operators._qualified_name(func) in MATMULS | ATTENTION
 
 
 def run(func: Any, *args: Any, **kwargs: Any) -> float:
@@ -137,7 +137,7 @@ def test_a_formula_that_fails_leaves_the_memory_traffic(monkeypatch: pytest.Monk
 
 
 def test_without_torchs_formulas_products_are_counted_by_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    module._flop_formulas.cache_clear()
+    operators._flop_formulas.cache_clear()
     monkeypatch.delattr(flop_counter, "flop_registry")
     try:
         assert run(aten.mm.default, meta(4096, 2048), meta(2048, 4096)) == 2 * 4096 * 2048 * 4096
@@ -149,7 +149,7 @@ def test_without_torchs_formulas_products_are_counted_by_ours(monkeypatch: pytes
             == 2 * 8 * 512 * 32 * 32 * 256 * 9
         )
     finally:
-        module._flop_formulas.cache_clear()
+        operators._flop_formulas.cache_clear()
 
 
 def test_a_recurrent_kernel_costs_every_weight_for_every_row() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from lightning_vram.core import processes as clean_exit
+from lightning_vram.core import processes
 from lightning_vram.core.processes import leave_group, leave_group_at_exit
 
 
@@ -11,9 +11,9 @@ from lightning_vram.core.processes import leave_group, leave_group_at_exit
 def at_exit(monkeypatch):
     """What would run when Python ends, the last first."""
     waiting = []
-    monkeypatch.setattr(clean_exit.atexit, "register", waiting.append)
-    monkeypatch.setattr(clean_exit.atexit, "unregister", lambda f: f in waiting and waiting.remove(f))
-    monkeypatch.setattr(clean_exit, "_SETTLE_SECONDS", 0)
+    monkeypatch.setattr(processes.atexit, "register", waiting.append)
+    monkeypatch.setattr(processes.atexit, "unregister", lambda f: f in waiting and waiting.remove(f))
+    monkeypatch.setattr(processes, "_SETTLE_SECONDS", 0)
     return waiting
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.helpers import write_files
 
-from lightning_vram.core import processes as numa_binding
+from lightning_vram.core import processes
 from lightning_vram.core.processes import bind_to_node_of
 
 CARD = torch.device("cuda", 0)
@@ -28,7 +28,7 @@ def bind(monkeypatch: pytest.MonkeyPatch, root: Path) -> Any:
     """Binds the first of several ranks; returns what it is told, and the cores that its threads are bound to."""
     bound: list[Any] = []
     monkeypatch.setattr(
-        numa_binding, "BoundThreads", lambda cores: bound.append(set(cores)) or SimpleNamespace(undo=bound.clear)
+        processes, "BoundThreads", lambda cores: bound.append(set(cores)) or SimpleNamespace(undo=bound.clear)
     )
 
     def bind(devices: list[int | None], own: list[set[int]] | None = None, **options: Any) -> tuple[Any, list[Any]]:
@@ -37,11 +37,11 @@ def bind(monkeypatch: pytest.MonkeyPatch, root: Path) -> Any:
         claims = []
         for device, cores in reversed(list(zip(devices, own, strict=True))):
             address = None if device is None else ADDRESSES[device]
-            monkeypatch.setattr(numa_binding, "pci_address", lambda _, address=address: address)
-            monkeypatch.setattr(numa_binding, "own_cores", lambda cores=cores: frozenset(cores))
-            claims.insert(0, numa_binding._claim(CARD, root))
+            monkeypatch.setattr(processes, "pci_address", lambda _, address=address: address)
+            monkeypatch.setattr(processes, "own_cores", lambda cores=cores: frozenset(cores))
+            claims.insert(0, processes._claim(CARD, root))
         monkeypatch.setattr("lightning_vram.memory.host.os.sched_getaffinity", lambda _: own[0], raising=False)
-        monkeypatch.setattr(numa_binding, "gather_objects", lambda _: claims)
+        monkeypatch.setattr(processes, "gather_objects", lambda _: claims)
         return bind_to_node_of(CARD, len(devices), root=root, **options), bound
 
     return bind
@@ -108,5 +108,5 @@ def test_a_system_that_forbids_it_is_left_alone(bind: Any, monkeypatch: pytest.M
     def refuse(cores: set[int]) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(numa_binding, "BoundThreads", refuse)
+    monkeypatch.setattr(processes, "BoundThreads", refuse)
     assert bind([0, 2]) == (None, [])

@@ -12,7 +12,7 @@ from multiprocessing import resource_tracker
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_vram.core import processes as shielded_daemons
+from lightning_vram.core import processes
 from lightning_vram.core.processes import DaemonShield
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
@@ -121,6 +121,6 @@ sys.exit(7)
 
 
 def test_python_ends_although_a_daemon_does_not_heed_sigterm():
-    run = [sys.executable, "-c", ENDING, shielded_daemons.__file__]
+    run = [sys.executable, "-c", ENDING, processes.__file__]
     ended = subprocess.run(run, timeout=60, capture_output=True, check=False, text=True)
     assert ended.returncode == 7, ended.stderr

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_vram.core.random_state import default_source
-from lightning_vram.techniques.in_place_fusion.recomputation import recipes as dropout_recipes
+from lightning_vram.techniques.in_place_fusion.recomputation import recipes
 from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
 
 XPU = torch.device("xpu", 1)
@@ -52,7 +52,7 @@ def train(*stages):
 
 
 def test_where_no_generator_can_be_set_the_mask_is_kept(monkeypatch):
-    monkeypatch.setattr(dropout_recipes, "default_source", lambda device: None)
+    monkeypatch.setattr(recipes, "default_source", lambda device: None)
     kept, replayed = Recomputation(min_bytes=0), Recomputation(min_bytes=0, dropout="replay")
     plain = train()
     assert all(map(torch.equal, train(kept), plain))
@@ -70,6 +70,6 @@ def test_masks_are_drawn_again_from_the_generator_of_their_device(monkeypatch):
 
         return torch.default_generator.get_state, write
 
-    monkeypatch.setattr(dropout_recipes, "default_source", source)
+    monkeypatch.setattr(recipes, "default_source", source)
     assert all(map(torch.equal, train(Recomputation(min_bytes=0, dropout="replay")), train()))
     assert set(writes) == {torch.device("cpu")}

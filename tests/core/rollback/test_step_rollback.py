@@ -12,7 +12,7 @@ from support.devices import DEVICE, device_module, refuse_waits
 from support.helpers import CASES, LitTiny, TinyCNN
 from torch import nn
 
-from lightning_vram.core import module_state as attribute_state
+from lightning_vram.core import module_state
 from lightning_vram.core.module_state import AttributeLayout, BufferCopies
 from lightning_vram.core.rollback import StepState
 
@@ -483,7 +483,7 @@ def test_a_model_that_grows_between_steps_is_looked_at_again():
 def test_what_modules_are_made_of_is_found_out_once(monkeypatch):
     found = []
     monkeypatch.setattr(
-        attribute_state,
+        module_state,
         "AttributeLayout",
         lambda *arguments, inner=AttributeLayout: found.append(0) or inner(*arguments),
     )

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_vram.memory.device import accelerators as allocator_settings
+from lightning_vram.memory.device import accelerators
 from lightning_vram.memory.device.accelerators import (
     SETTING,
     VARIABLES,
@@ -56,7 +56,7 @@ def test_too_late_is_refused(monkeypatch):
 @pytest.mark.parametrize(("version", "platform"), [(None, "linux"), ("13.0", "win32")])
 def test_where_segments_cannot_expand_nothing_is_set(monkeypatch, version, platform):
     monkeypatch.setattr(torch.version, "cuda", version)
-    monkeypatch.setattr(allocator_settings.sys, "platform", platform)
+    monkeypatch.setattr(accelerators.sys, "platform", platform)
     environment = {}
     assert not configure_allocator(environment)
     assert environment == {}

@@ -2,7 +2,7 @@ import pickle
 
 import torch
 
-from lightning_vram.memory.device import out_of_memory as snapshot
+from lightning_vram.memory.device import out_of_memory
 from lightning_vram.memory.device.out_of_memory import annotate, write_snapshot
 
 
@@ -27,7 +27,7 @@ def test_it_is_written_by_the_address_of_storages(tmp_path, monkeypatch):
     tensor = torch.ones(8)
     segment = {"address": tensor.untyped_storage().data_ptr(), "blocks": blocks()[:1]}
     del segment["blocks"][0]["address"]
-    monkeypatch.setattr(snapshot, "read_snapshot", lambda: {"segments": [segment]})
+    monkeypatch.setattr(out_of_memory, "read_snapshot", lambda: {"segments": [segment]})
     assert write_snapshot(tmp_path / "out.pickle", [("buffers: mean", tensor[2:])])
     read = pickle.loads((tmp_path / "out.pickle").read_bytes())
     assert read["segments"][0]["blocks"][0]["frames"][0]["name"] == "buffers: mean"

@@ -9,20 +9,20 @@ import torch
 from support.devices import DEVICE, device_module
 
 from lightning_vram.memory.device.accelerators import AllocatorBytes
-from lightning_vram.memory.estimate import workspaces as room
+from lightning_vram.memory.estimate import workspaces
 from lightning_vram.memory.estimate.device_spec import DeviceSpec, read_calibration, write_calibration
 from lightning_vram.memory.estimate.workspaces import calibrate
 from lightning_vram.memory.units import GIB, MIB
 
 CPU = torch.device("cpu")
-RESULT_BYTES = 4 * room._FIRST_SIZE**2
+RESULT_BYTES = 4 * workspaces._FIRST_SIZE**2
 
 
 @pytest.fixture
 def small(monkeypatch):
     """Little work: what it measures means nothing then."""
     for name, value in {"_SIZE": 64, "_COPY_BYTES": 4096, "_SECONDS": 1e-4}.items():
-        monkeypatch.setattr(room, name, value)
+        monkeypatch.setattr(workspaces, name, value)
 
 
 def play_products(monkeypatch, *, kept, peak):
@@ -39,8 +39,8 @@ def play_products(monkeypatch, *, kept, peak):
             now = 1000 + RESULT_BYTES + kept
             return AllocatorBytes(now, now, 1000 + RESULT_BYTES + peak, now)
 
-    monkeypatch.setattr(room, "PeakWatch", Watch)
-    monkeypatch.setattr(room, "read_allocator", lambda device: AllocatorBytes(1000, 0, 0, 0))
+    monkeypatch.setattr(workspaces, "PeakWatch", Watch)
+    monkeypatch.setattr(workspaces, "read_allocator", lambda device: AllocatorBytes(1000, 0, 0, 0))
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
 
 
@@ -61,7 +61,7 @@ def test_without_an_accelerator_it_says_so(monkeypatch):
 )
 def test_a_workspace_is_what_the_first_product_takes_beside_its_result(kept, peak, found, monkeypatch):
     play_products(monkeypatch, kept=kept, peak=peak)
-    assert room._measure_workspace(CPU) == found
+    assert workspaces._measure_workspace(CPU) == found
 
 
 def play_driver(monkeypatch, used, reserved):
@@ -71,15 +71,15 @@ def play_driver(monkeypatch, used, reserved):
             return 24 * GIB - used, 24 * GIB
 
     monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
-    monkeypatch.setattr(room, "empty_cache", lambda device: 0)
-    monkeypatch.setattr(room, "read_allocator", lambda device: AllocatorBytes(0, reserved, 0, 0))
+    monkeypatch.setattr(workspaces, "empty_cache", lambda device: 0)
+    monkeypatch.setattr(workspaces, "read_allocator", lambda device: AllocatorBytes(0, reserved, 0, 0))
 
 
 def test_the_context_is_what_is_used_and_not_reserved(monkeypatch):
     play_driver(monkeypatch, used=700 * MIB, reserved=300 * MIB)
-    assert room._measure_context(CPU) == 400 * MIB
+    assert workspaces._measure_context(CPU) == 400 * MIB
     play_driver(monkeypatch, used=0, reserved=300 * MIB)
-    assert room._measure_context(CPU) == 0
+    assert workspaces._measure_context(CPU) == 0
 
 
 def test_other_processes_on_the_card_are_an_error(monkeypatch):
@@ -89,18 +89,18 @@ def test_other_processes_on_the_card_are_an_error(monkeypatch):
         "no other process uses the GPU."
     )
     with pytest.raises(RuntimeError, match=f"^{re.escape(expected)}$"):
-        room._measure_context(CPU)
+        workspaces._measure_context(CPU)
 
 
 def test_formats_that_the_card_lacks_are_not_measured(small, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    monkeypatch.setattr(room, "has_native_bf16", lambda kind: False)
+    monkeypatch.setattr(workspaces, "has_native_bf16", lambda kind: False)
     old = DeviceSpec("old", GIB, capability=(7, 5))
-    assert set(room._measure_products(CPU, old)) == {"fp32", "fp16"}
-    monkeypatch.setattr(room, "has_native_bf16", lambda kind: True)
+    assert set(workspaces._measure_products(CPU, old)) == {"fp32", "fp16"}
+    monkeypatch.setattr(workspaces, "has_native_bf16", lambda kind: True)
     new = replace(old, capability=(8, 0))
-    assert set(room._measure_products(CPU, new)) == {"fp32", "tf32", "fp16", "bf16"}
-    assert set(room._measure_products(CPU, replace(old, capability=None))) == {"fp32", "fp16", "bf16"}
+    assert set(workspaces._measure_products(CPU, new)) == {"fp32", "tf32", "fp16", "bf16"}
+    assert set(workspaces._measure_products(CPU, replace(old, capability=None))) == {"fp32", "fp16", "bf16"}
 
 
 def test_tf32_is_on_for_its_own_figure_only(small, monkeypatch):
@@ -112,7 +112,7 @@ def test_tf32_is_on_for_its_own_figure_only(small, monkeypatch):
 
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     monkeypatch.setattr(torch, "mm", note)
-    room._measure_products(CPU, DeviceSpec("new", GIB, capability=(8, 0)))
+    workspaces._measure_products(CPU, DeviceSpec("new", GIB, capability=(8, 0)))
     assert list(dict.fromkeys(seen))[:2] == [("torch.float32", "highest"), ("torch.float32", "high")]
     assert torch.get_float32_matmul_precision() == "highest"
 
@@ -121,7 +121,7 @@ def test_tf32_is_on_for_its_own_figure_only(small, monkeypatch):
 def clock(monkeypatch, seconds):
     """Time that passes only where a run takes it; the device is done when it is waited for."""
     now = [0.0]
-    monkeypatch.setattr(room.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(workspaces.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     durations = iter(seconds)
 
@@ -135,25 +135,25 @@ def clock(monkeypatch, seconds):
 def test_the_fastest_round_counts_and_the_first_run_does_not_set_the_number(monkeypatch):
     # one to warm up, one to count with: 0.2 s / 0.05 s = 4 runs in each of three rounds
     with clock(monkeypatch, [1.0, 0.05, *[0.06] * 4, *[0.04] * 4, *[0.05] * 4]) as run:
-        assert room._fastest(run) == pytest.approx(0.04)
+        assert workspaces._fastest(run) == pytest.approx(0.04)
 
 
 def test_rates_are_bytes_and_operations_over_time(monkeypatch):
-    monkeypatch.setattr(room, "_fastest", lambda run: run() is not None and 0.5)
+    monkeypatch.setattr(workspaces, "_fastest", lambda run: run() is not None and 0.5)
     for name, value in {"_SIZE": 64, "_COPY_BYTES": 4096}.items():
-        monkeypatch.setattr(room, name, value)
-    assert room._measure_memory(CPU) == 2 * 4096 / 0.5
-    assert room._measure_products(CPU, DeviceSpec("old", GIB, capability=(7, 5)))["fp32"] == 2 * 64**3 / 0.5
+        monkeypatch.setattr(workspaces, name, value)
+    assert workspaces._measure_memory(CPU) == 2 * 4096 / 0.5
+    assert workspaces._measure_products(CPU, DeviceSpec("old", GIB, capability=(7, 5)))["fp32"] == 2 * 64**3 / 0.5
 
 
 def test_what_is_measured_is_told_before_it_is(monkeypatch):
     told = []
-    monkeypatch.setattr(room, "describe_this_device", lambda: DeviceSpec("this", GIB))
-    monkeypatch.setattr(room, "current_kind", lambda: "cpu")
+    monkeypatch.setattr(workspaces, "describe_this_device", lambda: DeviceSpec("this", GIB))
+    monkeypatch.setattr(workspaces, "current_kind", lambda: "cpu")
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     measured = {"_measure_workspace": (0, False), "_measure_memory": 1.0, "measure_bus": 1.0, "_measure_context": 0}
     for name, value in {**measured, "_measure_products": {}}.items():
-        monkeypatch.setattr(room, name, lambda *_, name=name, value=value: told.append(name) or value)
+        monkeypatch.setattr(workspaces, name, lambda *_, name=name, value=value: told.append(name) or value)
     calibrate(lambda stage, done: told.append(done))
     assert told == [
         *(0.0, "_measure_workspace", 0.1, "_measure_memory", 0.3, "measure_bus", 0.5, "_measure_products"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_vram.memory.device import accelerators
-from lightning_vram.memory.estimate import device_spec as room
+from lightning_vram.memory.estimate import device_spec
 from lightning_vram.memory.estimate.device_spec import (
     DeviceSpec,
     describe_this_device,
@@ -65,7 +65,7 @@ def test_an_unknown_card_is_told_apart_from_those_close_to_it():
 
 def test_names_are_of_one_card_only():
     cards = json.loads((files("lightning_vram.memory.estimate") / "known_devices.json").read_text())["devices"]
-    names = Counter(room._short(name) for card in cards for name in (card["name"], *card.get("aliases", ())))
+    names = Counter(device_spec._short(name) for card in cards for name in (card["name"], *card.get("aliases", ())))
     assert [name for name, number in names.items() if number > 1 or not name] == []
     assert len(cards) == len(known_devices()) > 80
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_vram.memory.estimate import workspaces as room
+from lightning_vram.memory.estimate import workspaces
 from lightning_vram.memory.estimate.device_spec import DeviceSpec, find_device
 from lightning_vram.memory.estimate.workspaces import workspaces_of
 from lightning_vram.memory.units import GIB, MIB
@@ -29,7 +29,7 @@ BARE_CONTEXTS = [  # nothing was computed yet
 
 @pytest.fixture(params=[True, False], ids=["kept", "for each product"])
 def is_kept(request, monkeypatch):
-    monkeypatch.setattr(room, "_allocates_for_each_product", lambda: not request.param)
+    monkeypatch.setattr(workspaces, "_allocates_for_each_product", lambda: not request.param)
     return request.param
 
 
@@ -98,5 +98,5 @@ def test_a_card_without_workspaces_takes_none(is_kept):
 
 
 def test_the_header_of_this_version_is_there():
-    assert isinstance(room._allocates_for_each_product(), bool)
-    assert (room.Path(room.torch.__file__).parent / room._HEADER).is_file()
+    assert isinstance(workspaces._allocates_for_each_product(), bool)
+    assert (workspaces.Path(workspaces.torch.__file__).parent / workspaces._HEADER).is_file()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support.helpers import write_files
 
-from lightning_vram.memory import host as host_memory
+from lightning_vram.memory import host
 from lightning_vram.memory.host import available_host_bytes, free_swap_bytes
 from lightning_vram.memory.units import KIB, MIB
 
@@ -65,10 +65,10 @@ def test_a_group_that_the_container_does_not_show_is_the_mount_itself(tmp_path: 
 
 
 def test_without_proc_the_c_library_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory.os, "sysconf_names", {"SC_PHYS_PAGES": 1})
-    monkeypatch.setattr(host_memory.os, "sysconf", {"SC_PHYS_PAGES": 10, "SC_PAGE_SIZE": 4096}.__getitem__)
+    monkeypatch.setattr(host.os, "sysconf_names", {"SC_PHYS_PAGES": 1})
+    monkeypatch.setattr(host.os, "sysconf", {"SC_PHYS_PAGES": 10, "SC_PAGE_SIZE": 4096}.__getitem__)
     assert available_host_bytes(tmp_path) == 40960
-    monkeypatch.setattr(host_memory.os, "sysconf_names", {})
+    monkeypatch.setattr(host.os, "sysconf_names", {})
     assert available_host_bytes(tmp_path) is None
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support.helpers import write_files
 
-from lightning_vram.memory import host as rank_cores
+from lightning_vram.memory import host
 from lightning_vram.memory.host import cores_of_rank
 
 SLURM = ("CPUS_PER_TASK", "STEP_TASKS_PER_NODE", "NODEID", "CPU_BIND_TYPE")
@@ -21,7 +21,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bind(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
-    monkeypatch.setattr(rank_cores.os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    monkeypatch.setattr(host.os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
 
 
 def slurm(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
@@ -35,10 +35,10 @@ def test_ranks_share_what_the_process_may_use(tmp_path: Path, ranks: int, cores:
 
 
 def test_where_the_system_does_not_tell_the_machine_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delattr(rank_cores.os, "sched_getaffinity", raising=False)
-    monkeypatch.setattr(rank_cores.os, "cpu_count", lambda: 12)
+    monkeypatch.delattr(host.os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(host.os, "cpu_count", lambda: 12)
     assert cores_of_rank(2, tmp_path) == 6
-    monkeypatch.setattr(rank_cores.os, "cpu_count", lambda: None)
+    monkeypatch.setattr(host.os, "cpu_count", lambda: None)
     assert cores_of_rank(2, tmp_path) == 1
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.helpers import write_files
 
-from lightning_vram.memory import host as numa
+from lightning_vram.memory import host
 from lightning_vram.memory.host import BoundThreads, cores_by_node, node_of_pci_device, own_cores
 
 NODES = "sys/devices/system/node"
@@ -36,7 +36,7 @@ def test_the_node_of_a_device(tmp_path: Path, address: str, node: int | None) ->
 
 
 def test_where_the_system_has_no_affinity_there_are_no_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(numa.os, "sched_getaffinity", raising=False)
+    monkeypatch.delattr(host.os, "sched_getaffinity", raising=False)
     assert own_cores() == frozenset()
 
 
@@ -92,7 +92,7 @@ def test_cores_that_are_not_there_change_nothing() -> None:
 
 @needs_cores
 def test_where_threads_are_not_listed_the_own_one_is_bound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(numa, "_TASKS", tmp_path / "nothing")
+    monkeypatch.setattr(host, "_TASKS", tmp_path / "nothing")
     before = os.sched_getaffinity(0)
     bound = BoundThreads({min(before)})
     assert os.sched_getaffinity(0) == {min(before)}

@@ -5,7 +5,7 @@ import platform
 import pytest
 import torch
 
-from lightning_vram.memory.leaks import search as counting
+from lightning_vram.memory.leaks import search
 from lightning_vram.memory.leaks.search import LiveBytes, Pace
 from lightning_vram.memory.units import KIB, MIB
 
@@ -30,22 +30,22 @@ def test_a_counter_that_does_not_see_tensors_is_not_used(monkeypatch):
         """As glibc's beside jemalloc."""
 
         def mallinfo2(self):
-            return counting._MallocInfo()
+            return search._MallocInfo()
 
     library = Still()
-    library.mallinfo2 = type("Function", (), {"__call__": lambda self: counting._MallocInfo()})()
-    monkeypatch.setattr(counting, "_c_library", lambda: library)
+    library.mallinfo2 = type("Function", (), {"__call__": lambda self: search._MallocInfo()})()
+    monkeypatch.setattr(search, "_c_library", lambda: library)
     assert LiveBytes(HOST).read() == {}
 
 
 def test_a_library_without_a_counter_counts_nothing(monkeypatch):
-    monkeypatch.setattr(counting, "_c_library", lambda: None)
+    monkeypatch.setattr(search, "_c_library", lambda: None)
     assert LiveBytes(HOST).read() == {}
 
 
 def test_pace(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(counting.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(search.time, "perf_counter", lambda: now[0])
     pace = Pace()
     assert not pace.slow_down(0.9)  # the first second is free
     assert pace.slow_down(0.2)

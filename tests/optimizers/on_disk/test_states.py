@@ -15,7 +15,7 @@ from torch import Tensor, nn, optim
 
 from lightning_vram.core.host import disk as disk_file
 from lightning_vram.memory.units import MIB, format_bytes
-from lightning_vram.optimizers import on_disk as disk_pipeline
+from lightning_vram.optimizers import on_disk
 from lightning_vram.optimizers.moment_forms import StateLayout, find_layout
 from lightning_vram.optimizers.on_disk import DiskStates, Piece, StatePlaces
 from lightning_vram.optimizers.step_round import unhooked_step
@@ -455,14 +455,14 @@ def test_a_disk_that_moves_nothing_is_broken(tmp_path, monkeypatch, call: str) -
 
 def test_buffers_begin_with_a_page() -> None:
     for size in (1, 5000):
-        buffer = disk_pipeline._make_buffer(size)
+        buffer = on_disk._make_buffer(size)
         assert buffer.data_ptr() % 4096 == 0
         assert buffer.numel() == size
 
 
 def test_buffers_stay_whole_when_the_process_forks() -> None:
     """What is read past the page cache while a process forks goes to one of the two only."""
-    buffer, maps, is_ours = disk_pipeline._make_buffer(5000), Path("/proc/self/smaps").read_text().splitlines(), False
+    buffer, maps, is_ours = on_disk._make_buffer(5000), Path("/proc/self/smaps").read_text().splitlines(), False
     for line in maps:
         head = line.split()[0]
         if "-" in head:

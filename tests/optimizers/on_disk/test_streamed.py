@@ -8,7 +8,7 @@ from support.sharded_nets import Net, assert_same, make, on_ranks, sharded, take
 from torch.distributed.tensor import DTensor
 
 from lightning_vram.core.host.memory import OffloadError
-from lightning_vram.optimizers import on_disk as disk_states
+from lightning_vram.optimizers import on_disk
 from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -58,10 +58,10 @@ def test_ten_steps_give_the_bits_of_states_in_memory(name, mesh, tmp_path):
 
 def test_a_small_ring_streams_in_parts(mesh, tmp_path, monkeypatch):
     expected, _ = train(make(Net), OPTIMIZERS["AdamW"], 3)
-    init = disk_states.DiskStates.__init__
+    init = on_disk.DiskStates.__init__
     # 4096 is the least; the net is smaller, so that this only cuts between its parameters
     monkeypatch.setattr(
-        disk_states.DiskStates,
+        on_disk.DiskStates,
         "__init__",
         lambda self, *args, **kw: init(self, *args, **{**kw, "chunk_elements": 4096}),
     )

@@ -11,8 +11,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW
 
 from lightning_vram.core.host.memory import OffloadError
 from lightning_vram.memory.units import GIB, MIB
-from lightning_vram.optimizers.on_host import HostMemory, HostNeeds, count_host_needs
-from lightning_vram.optimizers.on_host import host_memory as host_room
+from lightning_vram.optimizers.on_host import HostMemory, HostNeeds, count_host_needs, host_memory
 from lightning_vram.optimizers.on_host.host_memory import count_state_bytes
 
 NAME = "FSDPOffloadStrategy"
@@ -34,9 +33,9 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A machine with so much available."""
 
     def host(available: int | None, swap: int = 0) -> None:
-        monkeypatch.setattr(host_room, "available_host_bytes", lambda: available)
-        monkeypatch.setattr(host_room, "free_swap_bytes", lambda: swap)
-        monkeypatch.setattr(host_room, "machine_name", lambda: ("node1", "boot", "container"))
+        monkeypatch.setattr(host_memory, "available_host_bytes", lambda: available)
+        monkeypatch.setattr(host_memory, "free_swap_bytes", lambda: swap)
+        monkeypatch.setattr(host_memory, "machine_name", lambda: ("node1", "boot", "container"))
 
     return host
 
@@ -49,7 +48,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     def gather(own: Any) -> list[Any]:
         return [own] + [((machine, "boot", "container"), own[1]) for machine, count in others for _ in range(count)]
 
-    monkeypatch.setattr(host_room, "gather_objects", gather)
+    monkeypatch.setattr(host_memory, "gather_objects", gather)
     return others
 
 

@@ -19,11 +19,10 @@ from torch.optim import Optimizer
 
 from lightning_vram.core.ranks import CheckpointError
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.strategies.fsdp_offload import checkpoint_writing
-from lightning_vram.strategies.fsdp_offload import checkpointed as checkpointed_strategy
+from lightning_vram.strategies.fsdp_offload import checkpoint_writing, checkpointed
 from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
-from lightning_vram.techniques.sharded_checkpoints import files as checkpoint_files
+from lightning_vram.techniques.sharded_checkpoints import files
 from lightning_vram.techniques.sharded_checkpoints.folder import sharded_module_state, sharded_optimizer_state
 from lightning_vram.techniques.sharded_checkpoints.states import (
     count_bytes,
@@ -224,7 +223,7 @@ def test_a_save_beside_the_training_waits_for_a_rank_as_long_as_it_was_told(tmp_
 
 def test_the_strategy_tells_it_its_timeout(monkeypatch: pytest.MonkeyPatch):
     made: dict[str, Any] = {}
-    monkeypatch.setattr(checkpointed_strategy, "CheckpointStore", lambda **arguments: made.update(arguments))
+    monkeypatch.setattr(checkpointed, "CheckpointStore", lambda **arguments: made.update(arguments))
     FSDPOffloadStrategy(timeout=12, async_save=True)._make_store(asynchronous=True)
     assert made["timeout"] == timedelta(seconds=12)
 
@@ -245,7 +244,7 @@ def save_and_be_killed(folder: Path, sharded: bool, where: str) -> None:
         patch.setattr(checkpoint_writing, "publish", kill)
     else:
         rename = os.rename
-        patch.setattr(checkpoint_files, "_exchange", lambda *paths: False)
+        patch.setattr(files, "_exchange", lambda *paths: False)
         patch.setattr(os, "rename", lambda *paths: (rename(*paths), kill() if paths[0] == path else None))
     store.save(dump(net, optimizer, sharded), path)
 

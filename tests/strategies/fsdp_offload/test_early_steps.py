@@ -10,8 +10,7 @@ from support.helpers import ForkingOffload, assert_equal_weights
 from support.offload_nets import Fused, leave_group
 
 from lightning_vram import LeanMixedPrecision, MicroBatching, VRAMMonitor
-from lightning_vram.strategies.fsdp_offload import patches as early_steps
-from lightning_vram.strategies.fsdp_offload import sharded
+from lightning_vram.strategies.fsdp_offload import patches, sharded
 
 pytestmark = pytest.mark.distributed
 
@@ -156,8 +155,8 @@ CASES = [
 @pytest.mark.parametrize(("make", "make_arguments", "expected"), CASES)
 def test_a_step_begins_early_where_nobody_can_tell(make, make_arguments, expected, make_trainer, monkeypatch):
     early, late = set(), set()
-    monkeypatch.setattr(sharded, "EarlySteps", lambda trainer: noting(early, early_steps.EarlySteps(trainer)))
-    monkeypatch.setattr(sharded, "may_clip_late", noting(late, early_steps.may_clip_late))
+    monkeypatch.setattr(sharded, "EarlySteps", lambda trainer: noting(early, patches.EarlySteps(trainer)))
+    monkeypatch.setattr(sharded, "may_clip_late", noting(late, patches.may_clip_late))
     trainer = make_trainer(strategy=ForkingOffload(), max_epochs=1, limit_val_batches=0, **make_arguments())
     trainer.fit(make())
     assert (early, late) == tuple({one} - {None} for one in expected)

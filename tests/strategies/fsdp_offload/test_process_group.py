@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 from lightning.fabric.plugins.environments import LightningEnvironment
 from support.ports import find_free_port
 
-from lightning_vram.core import processes as clean_exit
+from lightning_vram.core import processes
 from lightning_vram.core.processes import leave_group
 from lightning_vram.core.ranks import LostPeerError
 from lightning_vram.strategies.fsdp_offload.connected import connect, default_backend
@@ -53,8 +53,8 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
 def at_exit(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     """What would run when Python ends."""
     waiting: list[Callable[[], None]] = []
-    monkeypatch.setattr(clean_exit.atexit, "register", waiting.append)
-    monkeypatch.setattr(clean_exit.atexit, "unregister", lambda f: f in waiting and waiting.remove(f))
+    monkeypatch.setattr(processes.atexit, "register", waiting.append)
+    monkeypatch.setattr(processes.atexit, "unregister", lambda f: f in waiting and waiting.remove(f))
     return waiting
 
 

@@ -13,7 +13,7 @@ from lightning_vram import estimate_memory
 from lightning_vram.core.host.memory import OffloadError
 from lightning_vram.demos import ByteGPT
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.optimizers.on_host import host_memory as host_room
+from lightning_vram.optimizers.on_host import host_memory
 from lightning_vram.techniques.sharding import FullSharding
 
 pytestmark = [
@@ -34,8 +34,8 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A machine with so much available."""
 
     def host(available: int) -> None:
-        monkeypatch.setattr(host_room, "available_host_bytes", lambda: available)
-        monkeypatch.setattr(host_room, "free_swap_bytes", lambda: 0)
+        monkeypatch.setattr(host_memory, "available_host_bytes", lambda: available)
+        monkeypatch.setattr(host_memory, "free_swap_bytes", lambda: 0)
 
     return host
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_vram import LeanMixedPrecision, MicroBatching
-from lightning_vram.core.host import memory as arena
+from lightning_vram.core.host import memory
 from lightning_vram.core.host.memory import make_host_tensor
 from lightning_vram.core.processes import leave_group
 from lightning_vram.demos import ByteGPT
@@ -373,7 +373,7 @@ def test_gradients_come_to_memory_of_the_sizes_asked_for_and_used_again(fit, mon
         weakref.finalize(tensor.untyped_storage(), device_module().host_unregister, address)
         return True
 
-    monkeypatch.setattr(arena, "pin_in_place", pin)
+    monkeypatch.setattr(memory, "pin_in_place", pin)
     rounded = device_module().host_memory_stats()["allocated_bytes.current"]
     model = fit(Unseen, "params", accumulate_grad_batches=windows)
     assert largest_difference(fit(Unseen, None, accumulate_grad_batches=windows), model) < 2e-6

@@ -5,8 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_vram.techniques.chunked_loss import apply_chunked_loss
-from lightning_vram.techniques.chunked_loss import lazy_logits as chunk_rows
+from lightning_vram.techniques.chunked_loss import apply_chunked_loss, lazy_logits
 from lightning_vram.techniques.chunked_loss.lazy_logits import ChunkRows
 from tests.support.devices import DEVICE, allow_bytes, device_module
 
@@ -28,7 +27,7 @@ class Room:
 @pytest.fixture
 def room(monkeypatch):
     room = Room()
-    monkeypatch.setattr(chunk_rows, "free_memory_of", lambda device: room)
+    monkeypatch.setattr(lazy_logits, "free_memory_of", lambda device: room)
     return room
 
 

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
 from lightning_vram.techniques.mixed_precision.weight_casts import find_narrow_weights
-from lightning_vram.techniques.sharding import apply as full_sharding
+from lightning_vram.techniques.sharding import apply
 from lightning_vram.techniques.sharding import group as sharded_group
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
 from lightning_vram.techniques.sharding.grouping import ShardingPlan, plan_sharding_groups
@@ -619,7 +619,7 @@ def test_an_error_in_the_midst_leaves_the_module_as_it_was(mesh, monkeypatch, nu
 
     name = "fully_shard" if num_before < NUM_BLOCKS + 2 else "take_over"
     left[0] = num_before if name == "fully_shard" else 1
-    monkeypatch.setattr(full_sharding, name, fail_at_last(getattr(full_sharding, name)))
+    monkeypatch.setattr(apply, name, fail_at_last(getattr(apply, name)))
     with pytest.raises(PlantedError), sharded(net):
         pytest.fail("it has an error")
     assert describe_module(net) == before

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_vram.private_names.fsdp2 import ParameterBase, groups_of
-from lightning_vram.techniques.sharding import flat_shards as shard_lanes
+from lightning_vram.techniques.sharding import flat_shards
 from lightning_vram.techniques.sharding.flat_shards import FlatShard
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -170,7 +170,7 @@ def test_memory_on_the_host_is_counted(net, options, host_bytes):
 
 
 def test_with_a_narrow_copy_the_wide_shards_do_not_leave_the_host(net, monkeypatch):
-    monkeypatch.setattr(shard_lanes, "_record", lambda device: None)
+    monkeypatch.setattr(flat_shards, "_record", lambda device: None)
     lane = make_lane(net, dtype=torch.bfloat16, device=torch.device("meta"))
     parts = list(lane.fetch())
     assert [(part.device.type, part.dtype) for part in parts] == [("meta", torch.bfloat16)] * 4
@@ -187,7 +187,7 @@ def test_a_refresh_waits_until_what_was_fetched_has_arrived(net, monkeypatch):
         def synchronize(self) -> None:
             order.append(lane._low_precision[0].item())
 
-    monkeypatch.setattr(shard_lanes, "_record", lambda device: Event())
+    monkeypatch.setattr(flat_shards, "_record", lambda device: Event())
     lane = make_lane(net, dtype=torch.bfloat16, device=APART)
     fetched(lane)
     with torch.no_grad():
@@ -206,7 +206,7 @@ def test_what_stays_on_the_host_is_pinned(net, options, monkeypatch):
         asked.append((numel, dtype, pin_memory))
         return torch.empty(numel, dtype=dtype)
 
-    monkeypatch.setattr(shard_lanes, "make_host_tensor", make_tensor)
+    monkeypatch.setattr(flat_shards, "make_host_tensor", make_tensor)
     make_lane(net, pin_memory=True, **options)
     assert asked == [(NUMEL, dtype, True) for dtype in (torch.float32, *([torch.bfloat16] if options else []))]
 
@@ -224,7 +224,7 @@ class _Read:
 @pytest.mark.parametrize(("device", "num_waits"), [(APART, 1), (CPU, 0)])
 def test_who_writes_to_shards_elsewhere_waits_for_the_last_reader(net, monkeypatch, device, num_waits):
     events = []
-    monkeypatch.setattr(shard_lanes, "_record", lambda device: events.append(_Read()) or events[-1])
+    monkeypatch.setattr(flat_shards, "_record", lambda device: events.append(_Read()) or events[-1])
     lane = make_lane(net, device=device)
     lane.wait_for_copies()  # nobody has read
     fetched(lane)
@@ -236,7 +236,7 @@ def test_who_writes_to_shards_elsewhere_waits_for_the_last_reader(net, monkeypat
 def test_who_writes_to_shards_waits_for_what_is_on_its_way_to_a_resident_copy(net, monkeypatch):
     """Fetches of the shards as they are do not wait for it."""
     events = []
-    monkeypatch.setattr(shard_lanes, "_record", lambda device: events.append(_Read()) or events[-1])
+    monkeypatch.setattr(flat_shards, "_record", lambda device: events.append(_Read()) or events[-1])
     lane = make_lane(net, dtype=torch.bfloat16, device=APART, is_resident=True)
     lane.refresh()
     lane.wait_for_copies()

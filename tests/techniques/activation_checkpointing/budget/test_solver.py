@@ -9,7 +9,7 @@ from itertools import chain, combinations, product
 
 import pytest
 
-from lightning_vram.techniques.activation_checkpointing import budget_solver as program
+from lightning_vram.techniques.activation_checkpointing import budget_solver
 from lightning_vram.techniques.activation_checkpointing.budget_plan import (
     CallProfile,
     CheckpointPlan,
@@ -479,7 +479,7 @@ def test_nothing_is_printed(seed: int, num_layers: int, num_operators: int, shar
 
 
 def test_what_others_print_in_the_meantime_is_kept(capfd) -> None:
-    with program._without_debug_lines():
+    with budget_solver._without_debug_lines():
         os.write(1, b"one\nHighsMipSolverData::run();\ntwo\n")
         assert capfd.readouterr().out == ""
     assert capfd.readouterr().out == "one\ntwo\n"

@@ -590,12 +590,12 @@ def test_a_kernel_that_gives_other_bits_the_second_time_is_found_and_its_result_
         return x + calls[0] * 1e-3
 
     library.impl("drift", drift, "CompositeExplicitAutograd")
-    from lightning_vram.core import operators as cheap_operators
-    from lightning_vram.techniques.in_place_fusion.recomputation import recorder as recipe_recorder
+    from lightning_vram.core import operators
+    from lightning_vram.techniques.in_place_fusion.recomputation import recorder
 
     operator = torch.ops.lightning_vram_test.drift.default
-    cheap_operators._FAMILIES[operator] = cheap_operators.Family.ELEMENTWISE
-    cheap_operators.family_of.cache_clear()
+    operators._FAMILIES[operator] = operators.Family.ELEMENTWISE
+    operators.family_of.cache_clear()
     try:
         weight = nn.Parameter(torch.randn(8, 8))
         recomputation = Recomputation(min_bytes=0)
@@ -613,9 +613,9 @@ def test_a_kernel_that_gives_other_bits_the_second_time_is_found_and_its_result_
             assert torch.equal(weight.grad, z.t() @ torch.ones(16, 8))
         assert recomputation.report.num_verified == 0
     finally:
-        del cheap_operators._FAMILIES[operator]
-        cheap_operators.family_of.cache_clear()
-        recipe_recorder._HANDLERS.pop(operator, None)
+        del operators._FAMILIES[operator]
+        operators.family_of.cache_clear()
+        recorder._HANDLERS.pop(operator, None)
 
 
 def compare(program: Callable[[Tensor, Tensor], Tensor | None], *, backward_inside: bool = False) -> None:
