@@ -159,17 +159,17 @@ def _is_fragmented(found: OutOfMemory) -> bool:
     return 0 < asked_bytes <= (found.request.cached_bytes or 0)
 
 
-def _say_fragments(found: OutOfMemory) -> str:
+def _describe_fragments(found: OutOfMemory) -> str:
     cached, asked = format_bytes(found.request.cached_bytes or 0), format_bytes(found.request.asked_bytes or 0)
     return f"{cached} were reserved but not allocated, in blocks that were each too small for {asked}."
 
 
-def _say_others(found: OutOfMemory) -> str:
+def _describe_others(found: OutOfMemory) -> str:
     others = format_bytes(found.request.other_bytes)
     return f"Other processes used {others} of the device. Without them the memory would have been enough."
 
 
-def _say_growth(found: OutOfMemory) -> str:
+def _describe_growth(found: OutOfMemory) -> str:
     return f"Each of the last batches left {format_bytes(grown_bytes_per_batch(found) or 0)} more than the one before."
 
 
@@ -207,14 +207,14 @@ CAUSES = (
             "store numbers, not tensors with their autograd graph: `self.losses.append(loss.detach())`, or "
             "`loss.item()`",
         ),
-        _say_growth,
+        _describe_growth,
         needs_leaner_step=False,
     ),
     Cause(
         "outputs or metric lists, collected over the batches",
         lambda found: not _is_training(found) and grown_bytes_per_batch(found) is not None,
         _COLLECTED,
-        _say_growth,
+        _describe_growth,
         needs_leaner_step=False,
     ),
     Cause(
@@ -224,7 +224,7 @@ CAUSES = (
             "find the process, and end it if it is yours: `nvidia-smi`",
             "a configuration that fits the rest: `callbacks=[AutoVRAM()]`",
         ),
-        _say_others,
+        _describe_others,
         needs_leaner_step=False,
     ),
     Cause(
@@ -244,7 +244,7 @@ CAUSES = (
             "first in the program",
             "an empty cache at each switch between training and validation: `callbacks=[EmptyCache()]`",
         ),
-        _say_fragments,
+        _describe_fragments,
         needs_leaner_step=False,
     ),
     Cause(

@@ -196,23 +196,28 @@ def hooks_on_accumulation() -> list[Tensor]:
 
 
 def fetched_and_written() -> list[Tensor]:
-    """The shards of a lane are written as soon as it allows that."""
+    """The shards of a flat_shard are written as soon as it allows that."""
     with trained() as (_, host):
-        lane = host._sharding.groups[0].flat_shards[0]
-        flat = torch.cat(list(lane.fetch()))
-        lane.wait_for_copies()
-        lane.shards.fill_(9)
+        flat_shard = host._sharding.groups[0].flat_shards[0]
+        flat = torch.cat(list(flat_shard.fetch()))
+        flat_shard.wait_for_copies()
+        flat_shard.shards.fill_(9)
         return [flat.cpu()]
 
 
 def fetched_twice() -> list[Tensor]:
     """Shards are written, and their narrow copy is made again."""
     with trained(low_precision_dtype=torch.bfloat16, low_precision=NARROW) as (_, host):
-        lane = next(lane for group in host._sharding.groups for lane in group.flat_shards if lane.has_low_precision)
-        first = torch.cat(list(lane.fetch()))
-        lane.shards.fill_(9)
-        lane.touch()
-        second = torch.cat(list(lane.fetch()))
+        flat_shard = next(
+            flat_shard
+            for group in host._sharding.groups
+            for flat_shard in group.flat_shards
+            if flat_shard.has_low_precision
+        )
+        first = torch.cat(list(flat_shard.fetch()))
+        flat_shard.shards.fill_(9)
+        flat_shard.touch()
+        second = torch.cat(list(flat_shard.fetch()))
         return [first.float().cpu(), second.float().cpu()]
 
 
@@ -235,7 +240,7 @@ def finished() -> list[Tensor]:
         loss_of(network, batches()[0]).backward()
         optimizer.step()
         host.finish()
-        return [lane.shards.clone() for group in host._sharding.groups for lane in group.flat_shards]
+        return [flat_shard.shards.clone() for group in host._sharding.groups for flat_shard in group.flat_shards]
 
 
 def held_beside_a_step() -> list[Tensor]:

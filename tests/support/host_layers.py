@@ -60,5 +60,7 @@ def host_bytes(module: pl.LightningModule) -> int:
 
 
 def exceptions(module: pl.LightningModule) -> int:
-    lanes = [lane for group in module.trainer.strategy._sharding.groups for lane in group.flat_shards]
-    return sum(lane.split.nbytes - 4 * lane.numel for lane in lanes if lane.split is not None)
+    flat_shards = [flat_shard for group in module.trainer.strategy._sharding.groups for flat_shard in group.flat_shards]
+    return sum(
+        flat_shard.split.nbytes - 4 * flat_shard.numel for flat_shard in flat_shards if flat_shard.split is not None
+    )

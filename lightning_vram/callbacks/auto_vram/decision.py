@@ -178,7 +178,7 @@ def _without_plan(
     trainer: pl.Trainer, reason: str, budget_bytes: int, asked: PlanRequest, found: Found | None = None
 ) -> Decision:
     """Decide without a trace."""
-    weights_bytes, rest_bytes = _bytes_at_rest(trainer)
+    weights_bytes, rest_bytes = _idle_bytes(trainer)
     if asked.has_budget and 0 < budget_bytes < weights_bytes:
         message = (
             f"{NAME}: the weights alone need {format_bytes(weights_bytes)}, more than the budget of "
@@ -192,7 +192,7 @@ def _without_plan(
     return Decision(f"{NAME} cannot plan this run: {reason}. The run starts unchanged{later}.", "warning")
 
 
-def _bytes_at_rest(trainer: pl.Trainer) -> tuple[int, int]:
+def _idle_bytes(trainer: pl.Trainer) -> tuple[int, int]:
     """Return bytes of weights, alone and with gradients and two moments of the trained ones; 0 if unknown."""
     most = _WIDTHS.get(type(trainer.precision_plugin))
     if most is None or not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):

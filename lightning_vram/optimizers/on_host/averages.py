@@ -97,9 +97,9 @@ class HostAverage:
             ours.clear()
             theirs.clear()
 
-        for lane in group.flat_shards:
-            for place, parameter in enumerate(lane.parameters):
-                for average, weights in _cut(lane, place, own_shard_of(self._shards[parameter.sharded_param])):
+        for flat_shard in group.flat_shards:
+            for place, parameter in enumerate(flat_shard.parameters):
+                for average, weights in _cut(flat_shard, place, own_shard_of(self._shards[parameter.sharded_param])):
                     ours.append(average)
                     theirs.append(weights)
                     if sum(one.numel() for one in ours) >= PART_ELEMENTS:
@@ -157,17 +157,17 @@ class HostAverage:
         return state | {_PREFIX + key: value for key, value in self._gather(self.average.module).items()}
 
 
-def _cut(lane: FlatShard, place: int, average: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _cut(flat_shard: FlatShard, place: int, average: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Cut average and weights of a shard into parts."""
-    if lane.shards is None:  # split between steps
-        assert lane.split is not None
-        flat, parts = average.view(-1), lane.split.parts[place]
+    if flat_shard.shards is None:  # split between steps
+        assert flat_shard.split is not None
+        flat, parts = average.view(-1), flat_shard.split.parts[place]
         for start, stop in parts:
             ours = flat[start - parts[0][0] : stop - parts[0][0]]  # the end may be padding of FSDP2
             if ours.numel():
-                yield ours, lane.split.read((start, stop))[: ours.numel()]
+                yield ours, flat_shard.split.read((start, stop))[: ours.numel()]
         return
-    weights = own_shard_of(lane.parameters[place].sharded_param)
+    weights = own_shard_of(flat_shard.parameters[place].sharded_param)
     if weights.numel() > PART_ELEMENTS:
         yield from zip(
             torch.split(average.view(-1), PART_ELEMENTS), torch.split(weights.view(-1), PART_ELEMENTS), strict=True

@@ -82,9 +82,11 @@ class StoredStates:
         if self._low_precision is not None:
             self._low_precision.adopt(members)
 
-    def step(self, step_round: StepRound, lanes: Sequence[FlatShard], members: Sequence[Member]) -> None:
+    def step(self, step_round: StepRound, flat_shards: Sequence[FlatShard], members: Sequence[Member]) -> None:
         """Step members of one group: with states from disk, in parts, or at once."""
-        members = step_flat_shards(step_round, self._low_precision, lanes, members, is_whole=self._streamed is not None)
+        members = step_flat_shards(
+            step_round, self._low_precision, flat_shards, members, is_whole=self._streamed is not None
+        )
         if self._streamed is not None:
             scale_members(step_round, members)
             self._streamed.run(step_round, members, cut_gradient)
@@ -179,10 +181,12 @@ class HostOptimizers(StepTakeOver):
         on_device = others if self._is_form_everywhere else None
         self._check_form(fresh, self._groups if self._is_form_everywhere else set(on_host))
         stored = [StoredStates(one, on_host, self._nvme_path, self._form, on_device) for one in fresh]
-        lanes = [lane for group in self._sharding.groups for lane in group.flat_shards]
+        flat_shards = [flat_shard for group in self._sharding.groups for flat_shard in group.flat_shards]
         for optimizer, states in zip(fresh, stored, strict=True):
             self._attached.append(optimizer)
-            register_optimizer_tensors(optimizer, lambda: [one.resident for one in lanes if one.resident is not None])
+            register_optimizer_tensors(
+                optimizer, lambda: [one.resident for one in flat_shards if one.resident is not None]
+            )
             self._handles += [
                 optimizer.register_state_dict_pre_hook(lambda *_: self.finish()),
                 optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish()),
@@ -328,7 +332,11 @@ class HostOptimizers(StepTakeOver):
             return None
         ticket = self._worker.submit(job)
         if group is not None:
-            is_reader = is_reader and calls_derived_dispatch and not any(lane.is_split for lane in group.flat_shards)
+            is_reader = (
+                is_reader
+                and calls_derived_dispatch
+                and not any(flat_shard.is_split for flat_shard in group.flat_shards)
+            )
             self._submitted.append((is_reader, group, ticket))
             group.steps.begin(ticket, watched, is_reader=is_reader)
         return ticket
@@ -355,8 +363,8 @@ class HostOptimizers(StepTakeOver):
     def _written(self, optimizer: Optimizer, *unused: Any) -> None:
         for group in {self._groups[p] for p in iterate_parameters(optimizer) if p in self._groups}:
             group.forget_whole()
-            for lane in group.flat_shards:
-                lane.refresh()
+            for flat_shard in group.flat_shards:
+                flat_shard.refresh()
             group.steps.guard()
         self._sharding.gather_root()
 
@@ -365,11 +373,11 @@ class HostOptimizers(StepTakeOver):
 
 
 def _run(run: Callable[[Sequence[Member]], None], group: ShardedGroup, members: Sequence[Member]) -> None:
-    for lane in group.flat_shards:
-        lane.wait_for_copies()  # of a forward without gradients, after the backward
+    for flat_shard in group.flat_shards:
+        flat_shard.wait_for_copies()  # of a forward without gradients, after the backward
     run(members)
-    for lane in group.flat_shards:
-        lane.refresh()
+    for flat_shard in group.flat_shards:
+        flat_shard.refresh()
 
 
 class OffloadedAdamW(AdamW):

@@ -223,28 +223,28 @@ def step_in_parts(step_round: StepRound, states: LowPrecisionStates, members: Se
 def step_flat_shards(
     step_round: StepRound,
     low_precision: LowPrecisionStates | None,
-    lanes: Sequence[FlatShard],
+    flat_shards: Sequence[FlatShard],
     members: Sequence[Member],
     *,
     is_whole: bool,
 ) -> list[Member]:
     """Step members that can be stepped in parts (none if ``is_whole``); join the shards of the rest, and return it."""
-    if not any(lane.is_split for lane in lanes):
+    if not any(flat_shard.is_split for flat_shard in flat_shards):
         return list(members)
     left: list[Member] = []
-    for lane in lanes:
-        places = {parameter.sharded_param: place for place, parameter in enumerate(lane.parameters)}
+    for flat_shard in flat_shards:
+        places = {parameter.sharded_param: place for place, parameter in enumerate(flat_shard.parameters)}
         ours = [member for member in members if member.parameter in places]
         if not ours:
             continue
         states = (value for one in ours for value in one.local_state.values() if isinstance(value, Tensor))
         can_part = is_elementwise(type(step_round.optimizer)) and all(value.is_contiguous() for value in states)
-        if lane.shards is None and not is_whole and can_part:
-            assert lane.split is not None
-            split = lane.split
+        if flat_shard.shards is None and not is_whole and can_part:
+            assert flat_shard.split is not None
+            split = flat_shard.split
             _step_parts(step_round, [_Stepping(one, low_precision, split, places[one.parameter]) for one in ours])
         else:
-            lane.open()
+            flat_shard.open()
             for member in ours:
                 assert member.own_gradient is not None
                 if not is_whole:

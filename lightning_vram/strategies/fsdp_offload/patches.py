@@ -67,13 +67,13 @@ class EarlySteps:
     """Decides whether no code reads or changes gradients after the backward; reports the first reason otherwise."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
-        self._trainer, self._has_told = trainer, False
+        self._trainer, self._has_logged = trainer, False
 
     def __call__(self, closure: Callable[[], Any]) -> bool:
         """Whether a step may begin in its ``closure``."""
         why = self._why_late(closure)
-        if why is not None and not self._has_told:
-            self._has_told = True
+        if why is not None and not self._has_logged:
+            self._has_logged = True
             rank_zero_info(
                 "fsdp_offload steps the optimizer after the backward instead of layer by layer within it, because of "
                 f"{why}: the step overlaps only with the next forward."

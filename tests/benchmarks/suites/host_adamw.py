@@ -69,19 +69,21 @@ class Shards:
         mesh = dist.init_device_mesh("cpu", (1,))
         self.sharding = FullSharding(model, mesh, plan_sharding_groups(model), ShardingOptions())
         self.optimizer = OffloadedAdamW(self.sharding, num_threads=num_threads)
-        self.lanes: list[tuple[Tensor, Tensor]] = []  # shards and gradients
+        self.flat_shards: list[tuple[Tensor, Tensor]] = []  # shards and gradients
         self.parameters: list[DTensor] = []
-        for lane in (lane for group in self.sharding.groups for lane in group.flat_shards):
-            gradients = torch.randn_like(lane.shards)
-            self.lanes.append((lane.shards, gradients))
-            for parameter, gradient in zip(lane.parameters, torch.split(gradients, lane._sizes), strict=True):
+        for flat_shard in (flat_shard for group in self.sharding.groups for flat_shard in group.flat_shards):
+            gradients = torch.randn_like(flat_shard.shards)
+            self.flat_shards.append((flat_shard.shards, gradients))
+            for parameter, gradient in zip(
+                flat_shard.parameters, torch.split(gradients, flat_shard._sizes), strict=True
+            ):
                 shard = parameter.sharded_param
                 shard.grad = like(shard, gradient.view(shard._local_tensor.shape))
                 self.parameters.append(shard)
-        self.numel = sum(shards.numel() for shards, _ in self.lanes)
+        self.numel = sum(shards.numel() for shards, _ in self.flat_shards)
 
     def add(self) -> None:
-        for shards, gradients in self.lanes:
+        for shards, gradients in self.flat_shards:
             shards.add_(gradients)
 
     def step(self) -> None:
@@ -110,12 +112,12 @@ class Kept:
         self.host = HostOptimizers(sharding, num_threads=num_threads, form=MOMENT_FORMS.get(form))
         self.optimizer = torch.optim.AdamW(model.parameters())
         self.host.attach([self.optimizer])
-        for lane in (lane for group in sharding.groups for lane in group.flat_shards):
-            lane.is_on_trial = False  # as after the first batch: on trial it would stay joined
-            lane.refresh()  # to where it rests
-            assert (lane.shards is None) == lane.is_split
-            for parameter in lane.parameters:
-                parameter.land(torch.randn(parameter.sharded_param._local_tensor.shape, dtype=lane.dtype))
+        for flat_shard in (flat_shard for group in sharding.groups for flat_shard in group.flat_shards):
+            flat_shard.is_on_trial = False  # as after the first batch: on trial it would stay joined
+            flat_shard.refresh()  # to where it rests
+            assert (flat_shard.shards is None) == flat_shard.is_split
+            for parameter in flat_shard.parameters:
+                parameter.land(torch.randn(parameter.sharded_param._local_tensor.shape, dtype=flat_shard.dtype))
 
     def step(self) -> None:
         self.optimizer.step()

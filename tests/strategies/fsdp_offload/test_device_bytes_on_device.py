@@ -46,7 +46,7 @@ class Weighed(Split):
         self.trainer.strategy._finish_steps()
         held: list[Tensor | None] = []
         for group in self.trainer.strategy._sharding.groups:
-            held += [tensor for lane in group.flat_shards for tensor in (lane.shards, lane.resident)]
+            held += [tensor for flat_shard in group.flat_shards for tensor in (flat_shard.shards, flat_shard.resident)]
         for parameter in self.parameters():
             state = self.trainer.optimizers[0].state[parameter]
             held += [parameter.grad, state.get("exp_avg"), state.get("exp_avg_sq")]

@@ -81,8 +81,13 @@ class NarrowWeights(pl.Callback):
     """Notes which weights are transferred in 16 bits."""
 
     def on_train_end(self, trainer, module):
-        lanes = [lane for group in trainer.strategy._sharding.groups for lane in group.flat_shards]
-        self.names = {p.name for lane in lanes if lane.transfer_dtype == torch.bfloat16 for p in lane.parameters}
+        flat_shards = [flat_shard for group in trainer.strategy._sharding.groups for flat_shard in group.flat_shards]
+        self.names = {
+            p.name
+            for flat_shard in flat_shards
+            if flat_shard.transfer_dtype == torch.bfloat16
+            for p in flat_shard.parameters
+        }
 
 
 @pytest.mark.slow_except("ActivationCheckpointing")

@@ -175,16 +175,24 @@ class Counted(LitBytes):
 
     def on_train_batch_end(self, *unused: Any) -> None:
         finish(self.trainer)
-        lanes = [lane for group in self.trainer.strategy._sharding.groups for lane in group.flat_shards]
-        narrow = [lane for lane in lanes if lane.has_low_precision and not lane.is_fp32]
-        numel = sum(lane.numel for lane in narrow)
-        gradients = [parameter.sharded_param.grad for lane in narrow for parameter in lane.parameters]
+        flat_shards = [
+            flat_shard for group in self.trainer.strategy._sharding.groups for flat_shard in group.flat_shards
+        ]
+        narrow = [flat_shard for flat_shard in flat_shards if flat_shard.has_low_precision and not flat_shard.is_fp32]
+        numel = sum(flat_shard.numel for flat_shard in narrow)
+        gradients = [parameter.sharded_param.grad for flat_shard in narrow for parameter in flat_shard.parameters]
         found = [kept if (kept := low_precision_of(gradient)) is not None else gradient for gradient in gradients]
-        states = [self.trainer.optimizers[0].state[p.sharded_param] for lane in narrow for p in lane.parameters]
+        states = [
+            self.trainer.optimizers[0].state[p.sharded_param] for flat_shard in narrow for p in flat_shard.parameters
+        ]
         moments = [state[key] for state in states for key in ("exp_avg", "exp_avg_sq")]
-        lists = sum(lane.split.nbytes - 4 * lane.numel for lane in narrow if lane.split is not None)
+        lists = sum(
+            flat_shard.split.nbytes - 4 * flat_shard.numel for flat_shard in narrow if flat_shard.split is not None
+        )
         held = (
-            sum(lane.host_bytes for lane in narrow) - lists + sum(t.numel() * t.element_size() for t in found + moments)
+            sum(flat_shard.host_bytes for flat_shard in narrow)
+            - lists
+            + sum(t.numel() * t.element_size() for t in found + moments)
         )
         self.num_bytes = held / numel if numel else 0.0
 
@@ -209,13 +217,19 @@ class Adapted(Counted):
         if not isinstance(self.trainer.strategy, FSDPOffloadStrategy):
             return
         finish(self.trainer)
-        lanes = [lane for group in self.trainer.strategy._sharding.groups for lane in group.flat_shards]
-        frozen = [
-            lane for lane in lanes if lane.has_low_precision and not lane.parameters[0].sharded_param.requires_grad
+        flat_shards = [
+            flat_shard for group in self.trainer.strategy._sharding.groups for flat_shard in group.flat_shards
         ]
-        lists = sum(lane.split.nbytes - 4 * lane.numel for lane in frozen if lane.split is not None)
-        numel = sum(lane.numel for lane in frozen)  # 0 where all travels in 32 bit
-        self.frozen_bytes = (sum(lane.host_bytes for lane in frozen) - lists) / numel if numel else 0.0
+        frozen = [
+            flat_shard
+            for flat_shard in flat_shards
+            if flat_shard.has_low_precision and not flat_shard.parameters[0].sharded_param.requires_grad
+        ]
+        lists = sum(
+            flat_shard.split.nbytes - 4 * flat_shard.numel for flat_shard in frozen if flat_shard.split is not None
+        )
+        numel = sum(flat_shard.numel for flat_shard in frozen)  # 0 where all travels in 32 bit
+        self.frozen_bytes = (sum(flat_shard.host_bytes for flat_shard in frozen) - lists) / numel if numel else 0.0
 
 
 @pytest.mark.parametrize("mode", ["params", "optimizer"])

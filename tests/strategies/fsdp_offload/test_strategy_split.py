@@ -108,9 +108,11 @@ class Resting(Layers):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         strategy = self.trainer.strategy
         strategy._finish_steps()
-        lanes = [lane for group in strategy._sharding.groups for lane in group.flat_shards]
+        flat_shards = [flat_shard for group in strategy._sharding.groups for flat_shard in group.flat_shards]
         is_split = strategy.arguments.master == "split" and batch_idx > 1
-        assert [lane.shards is None for lane in lanes] == [is_split] * len(lanes) or batch_idx < 2
+        assert [flat_shard.shards is None for flat_shard in flat_shards] == [is_split] * len(
+            flat_shards
+        ) or batch_idx < 2
 
 
 @pytest.mark.parametrize("optimizer", [OPTIMIZERS["AdamW"], OPTIMIZERS["whole matrices"]])

@@ -82,7 +82,7 @@ def test_a_group_of_several_modules_ends_its_backward_once(mesh, monkeypatch):
 def test_under_autocast_narrow_weights_have_the_bits_of_the_plain_module(mesh, mode):
     net, plain = make(), make()
     with sharded(net, mode, **narrow_options(net)) as sharding:
-        assert {str(lane.dtype) for group in sharding.groups for lane in group.flat_shards} == {
+        assert {str(flat_shard.dtype) for group in sharding.groups for flat_shard in group.flat_shards} == {
             "torch.float32",  # of the norm
             "torch.bfloat16",
         }
@@ -365,11 +365,11 @@ def test_every_shard_is_in_the_one_block_of_its_lane(mesh):
     with sharded(net) as sharding:
         backward(net)
         for group in sharding.groups:
-            for lane in group.flat_shards:
-                for ours in lane.parameters:
+            for flat_shard in group.flat_shards:
+                for ours in flat_shard.parameters:
                     for tensor in (ours.sharded_param.to_local(), ours.memory):
-                        assert 0 <= tensor.data_ptr() - lane.shards.data_ptr() < lane.shards.nbytes
-        total = sum(lane.shards.numel() for group in sharding.groups for lane in group.flat_shards)
+                        assert 0 <= tensor.data_ptr() - flat_shard.shards.data_ptr() < flat_shard.shards.nbytes
+        total = sum(flat_shard.shards.numel() for group in sharding.groups for flat_shard in group.flat_shards)
         assert total == sum(parameter.numel() for parameter in net.parameters())
         assert sharding.group_of().keys() == set(net.parameters())
 
@@ -434,7 +434,9 @@ def test_values_that_are_written_to_shards_count_from_the_next_forward(mesh, mod
 def test_a_copy_on_the_device_is_made_once_where_nobody_writes(mesh, mode, monkeypatch):
     refreshed = []
     refresh = sharded_group.FlatShard.refresh
-    monkeypatch.setattr(sharded_group.FlatShard, "refresh", lambda lane: (refreshed.append(lane), refresh(lane)))
+    monkeypatch.setattr(
+        sharded_group.FlatShard, "refresh", lambda flat_shard: (refreshed.append(flat_shard), refresh(flat_shard))
+    )
     net = make()
     with sharded(net, mode) as sharding:
         num_lanes = sum(len(group.flat_shards) for group in sharding.groups)
@@ -508,9 +510,9 @@ def test_on_its_way_everything_is_in_pinned_memory(mesh, monkeypatch):
     monkeypatch.setattr(Tensor, "is_pinned", lambda self: self.numel() in pinned)
     net, plain = make(), make()
     with sharded(net, "params apart", pin_memory=True, **narrow_options(net)) as sharding:
-        lanes = [lane for group in sharding.groups for lane in group.flat_shards]
-        narrow = [lane for lane in lanes if lane.dtype != torch.float32]
-        assert sorted(pinned) == sorted(lane.shards.numel() for lane in (*lanes, *narrow))
+        flat_shards = [flat_shard for group in sharding.groups for flat_shard in group.flat_shards]
+        narrow = [flat_shard for flat_shard in flat_shards if flat_shard.dtype != torch.float32]
+        assert sorted(pinned) == sorted(flat_shard.shards.numel() for flat_shard in (*flat_shards, *narrow))
         for _ in range(2):
             net.zero_grad()
             plain.zero_grad()
@@ -518,13 +520,21 @@ def test_on_its_way_everything_is_in_pinned_memory(mesh, monkeypatch):
                 loss_of(net, batch(0)).backward()
                 loss_of(plain, batch(0)).backward()
             assert_same(gradients(net), gradients(plain))
-            widths = [{lane.shards.itemsize, lane.dtype.itemsize} for lane in lanes]  # at first, and then
-            sizes = {lane.shards.numel() * width for lane, both in zip(lanes, widths, strict=True) for width in both}
+            widths = [
+                {flat_shard.shards.itemsize, flat_shard.dtype.itemsize} for flat_shard in flat_shards
+            ]  # at first, and then
+            sizes = {
+                flat_shard.shards.numel() * width
+                for flat_shard, both in zip(flat_shards, widths, strict=True)
+                for width in both
+            }
             assert set(buffers) <= sizes  # not rounded up
-            assert len(buffers) <= len(lanes)  # and used again
+            assert len(buffers) <= len(flat_shards)  # and used again
         assert buffers
         assert not asked
-        assert sorted(pinned) == sorted(lane.shards.numel() for lane in (*lanes, *narrow))  # once and for all
+        assert sorted(pinned) == sorted(
+            flat_shard.shards.numel() for flat_shard in (*flat_shards, *narrow)
+        )  # once and for all
 
 
 # --- and back ---
@@ -715,8 +725,8 @@ def test_the_computation_waits_for_what_is_fetched_on_its_own_kind_of_stream(mes
         backward(net)
         group = sharding.groups[0]
         monkeypatch.setattr(group.device_handle, "current_stream", lambda: stream)
-        for lane in group.flat_shards:
-            monkeypatch.setattr(lane, "note_read", lambda: reads.append(list(stream.waited)))
+        for flat_shard in group.flat_shards:
+            monkeypatch.setattr(flat_shard, "note_read", lambda: reads.append(list(stream.waited)))
         group.unshard()
         group._fetched = fetched
         group.wait_for_unshard()

@@ -71,7 +71,7 @@ def held_bytes(sharding, optimizer):
     """What is on the device, if that is where groups are that have no thread to land in."""
     total = 0
     for group in sharding.groups:
-        total += sum(lane.resident.nbytes for lane in group.flat_shards if lane.resident is not None)
+        total += sum(flat_shard.resident.nbytes for flat_shard in group.flat_shards if flat_shard.resident is not None)
         for parameter in (parameter.sharded_param for parameter in group.fsdp_params if group.landing is None):
             state = optimizer.state[parameter]
             held = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
@@ -103,7 +103,7 @@ def test_bytes_grow_with_the_budget_and_weights_stay_the_same(mesh):
 
 def count_on_device(sharding):
     on_device = [group for group in sharding.groups if group.landing is None]
-    return sum(lane.shards.numel() for group in on_device for lane in group.flat_shards)
+    return sum(flat_shard.shards.numel() for group in on_device for flat_shard in group.flat_shards)
 
 
 def test_nobody_waits_for_the_host_where_nothing_is_there(mesh):
@@ -127,7 +127,9 @@ def test_copies_may_be_kept_in_the_midst_of_training(mesh):
         for seed in range(3, 6):
             take_step(net, optimizer, seed)
             take_step(plain, reference, seed)
-        assert all(lane.resident is not None for group in host._sharding.groups for lane in group.flat_shards)
+        assert all(
+            flat_shard.resident is not None for group in host._sharding.groups for flat_shard in group.flat_shards
+        )
     assert_same(weights(net), weights(plain))
 
 

@@ -49,13 +49,13 @@ def make_lane(net: nn.Module, **options: Any) -> FlatShard:
     return FlatShard(parameters_of(net), **given)
 
 
-def fetched(lane: FlatShard) -> list[Tensor]:
-    return [tensor.clone() for tensor in lane.fetch()]
+def fetched(flat_shard: FlatShard) -> list[Tensor]:
+    return [tensor.clone() for tensor in flat_shard.fetch()]
 
 
-def assert_fetches(lane: FlatShard, net: nn.Module, dtype: torch.dtype) -> None:
+def assert_fetches(flat_shard: FlatShard, net: nn.Module, dtype: torch.dtype) -> None:
     """What is fetched are the values of the parameters as they are now."""
-    parts = fetched(lane)
+    parts = fetched(flat_shard)
     assert len(parts) == 4
     for part, parameter in zip(parts, net.parameters(), strict=True):
         assert part.dtype == dtype
@@ -64,17 +64,17 @@ def assert_fetches(lane: FlatShard, net: nn.Module, dtype: torch.dtype) -> None:
 
 def test_shards_move_into_one_block_of_memory_with_their_values(net):
     before = [parameter.full_tensor().clone() for parameter in net.parameters()]
-    lane = make_lane(net)
+    flat_shard = make_lane(net)
     offset = 0
     for parameter, ours, value in zip(net.parameters(), parameters_of(net), before, strict=True):
         local = parameter.to_local()
-        assert local.data_ptr() == lane.shards.data_ptr() + 4 * offset
+        assert local.data_ptr() == flat_shard.shards.data_ptr() + 4 * offset
         assert local.storage_offset() == 0
         assert ours.memory.data_ptr() == local.data_ptr()
         assert torch.equal(parameter.full_tensor(), value)
         offset += local.numel()
-    assert lane.shards.numel() == offset
-    assert lane.shards.untyped_storage().nbytes() == 4 * offset
+    assert flat_shard.shards.numel() == offset
+    assert flat_shard.shards.untyped_storage().nbytes() == 4 * offset
 
 
 WRITES = {
@@ -91,70 +91,70 @@ WRITES = {
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 def test_a_fetch_brings_what_was_written_last(net, options, write):
-    lane = make_lane(net, **options)
+    flat_shard = make_lane(net, **options)
     dtype = options.get("dtype", torch.float32)
-    assert_fetches(lane, net, dtype)
-    before = lane.shards.clone()
+    assert_fetches(flat_shard, net, dtype)
+    before = flat_shard.shards.clone()
     write(net)
-    lane.touch()
-    assert not torch.equal(lane.shards, before)
-    assert_fetches(lane, net, dtype)
+    flat_shard.touch()
+    assert not torch.equal(flat_shard.shards, before)
+    assert_fetches(flat_shard, net, dtype)
     write(net)
-    lane.refresh()
-    assert_fetches(lane, net, dtype)
+    flat_shard.refresh()
+    assert_fetches(flat_shard, net, dtype)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 def test_writes_to_the_local_part_need_no_telling(net, options):
-    lane = make_lane(net, **options)
-    fetched(lane)
+    flat_shard = make_lane(net, **options)
+    fetched(flat_shard)
     net.down.weight.to_local().fill_(6)
-    assert_fetches(lane, net, options.get("dtype", torch.float32))
+    assert_fetches(flat_shard, net, options.get("dtype", torch.float32))
 
 
 def test_copies_are_made_again_only_after_a_write(net, monkeypatch):
-    lane = make_lane(net, is_resident=True)
-    refreshes, refresh = [], lane.refresh
-    monkeypatch.setattr(lane, "refresh", lambda: (refreshes.append(1), refresh()))
+    flat_shard = make_lane(net, is_resident=True)
+    refreshes, refresh = [], flat_shard.refresh
+    monkeypatch.setattr(flat_shard, "refresh", lambda: (refreshes.append(1), refresh()))
     for num_refreshes in (1, 2, 3):
-        fetched(lane)
-        fetched(lane)
+        fetched(flat_shard)
+        fetched(flat_shard)
         assert len(refreshes) == num_refreshes
         if num_refreshes == 1:
-            lane.touch()
+            flat_shard.touch()
         else:
-            lane.shards.add_(1)
+            flat_shard.shards.add_(1)
 
 
 @pytest.mark.parametrize("options", [options for kind, options in KINDS.items() if "narrow" in kind])
 def test_a_lane_can_be_widened_for_a_while(net, options):
-    lane = make_lane(net, **options)
+    flat_shard = make_lane(net, **options)
     for is_fp32, dtype in ((True, torch.float32), (False, torch.bfloat16), (True, torch.float32)):
-        for parameter in lane.parameters:
+        for parameter in flat_shard.parameters:
             parameter.all_gather_outputs, parameter._unsharded_param = [torch.ones(1)], "gathered"
-        lane.set_fp32(is_fp32=is_fp32)
-        assert lane.transfer_dtype == dtype
-        assert_fetches(lane, net, dtype)
-        assert all(parameter.all_gather_outputs == [] for parameter in lane.parameters)
-        assert all(parameter.whole is None for parameter in lane.parameters)
+        flat_shard.set_fp32(is_fp32=is_fp32)
+        assert flat_shard.transfer_dtype == dtype
+        assert_fetches(flat_shard, net, dtype)
+        assert all(parameter.all_gather_outputs == [] for parameter in flat_shard.parameters)
+        assert all(parameter.whole is None for parameter in flat_shard.parameters)
 
 
 @pytest.mark.parametrize(("dtype", "is_fp32"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_what_was_gathered_stays_where_the_dtype_does(net, dtype, is_fp32):
-    lane = make_lane(net, dtype=dtype)
+    flat_shard = make_lane(net, dtype=dtype)
     outputs = [torch.ones(1)]
-    lane.parameters[0].all_gather_outputs = outputs
-    lane.set_fp32(is_fp32=is_fp32)
-    assert lane.parameters[0].all_gather_outputs is outputs
+    flat_shard.parameters[0].all_gather_outputs = outputs
+    flat_shard.set_fp32(is_fp32=is_fp32)
+    assert flat_shard.parameters[0].all_gather_outputs is outputs
 
 
 @pytest.mark.parametrize("is_fp32", [True, False])
 def test_a_resident_copy_is_what_is_fetched_under_autocast_and_without(net, is_fp32):
-    lane = make_lane(net, device=APART, is_resident=True)
-    lane.set_fp32(is_fp32=is_fp32)
-    parts = list(lane.fetch())
-    assert parts[0].data_ptr() == lane.resident.data_ptr()
+    flat_shard = make_lane(net, device=APART, is_resident=True)
+    flat_shard.set_fp32(is_fp32=is_fp32)
+    parts = list(flat_shard.fetch())
+    assert parts[0].data_ptr() == flat_shard.resident.data_ptr()
     assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
 
 
@@ -171,12 +171,12 @@ def test_memory_on_the_host_is_counted(net, options, host_bytes):
 
 def test_with_a_narrow_copy_the_wide_shards_do_not_leave_the_host(net, monkeypatch):
     monkeypatch.setattr(flat_shards, "_record", lambda device: None)
-    lane = make_lane(net, dtype=torch.bfloat16, device=torch.device("meta"))
-    parts = list(lane.fetch())
+    flat_shard = make_lane(net, dtype=torch.bfloat16, device=torch.device("meta"))
+    parts = list(flat_shard.fetch())
     assert [(part.device.type, part.dtype) for part in parts] == [("meta", torch.bfloat16)] * 4
-    assert torch.equal(lane._low_precision, lane.shards.bfloat16())
-    lane.set_fp32(is_fp32=True)
-    assert {part.dtype for part in lane.fetch()} == {torch.float32}
+    assert torch.equal(flat_shard._low_precision, flat_shard.shards.bfloat16())
+    flat_shard.set_fp32(is_fp32=True)
+    assert {part.dtype for part in flat_shard.fetch()} == {torch.float32}
 
 
 def test_a_refresh_waits_until_what_was_fetched_has_arrived(net, monkeypatch):
@@ -185,15 +185,15 @@ def test_a_refresh_waits_until_what_was_fetched_has_arrived(net, monkeypatch):
 
     class Event:
         def synchronize(self) -> None:
-            order.append(lane._low_precision[0].item())
+            order.append(flat_shard._low_precision[0].item())
 
     monkeypatch.setattr(flat_shards, "_record", lambda device: Event())
-    lane = make_lane(net, dtype=torch.bfloat16, device=APART)
-    fetched(lane)
+    flat_shard = make_lane(net, dtype=torch.bfloat16, device=APART)
+    fetched(flat_shard)
     with torch.no_grad():
         net.up.weight.fill_(2)
-    lane.refresh()
-    assert lane._low_precision[0] == 2
+    flat_shard.refresh()
+    assert flat_shard._low_precision[0] == 2
     assert len(order) == 1
     assert order[0] != 2
 
@@ -225,11 +225,11 @@ class _Read:
 def test_who_writes_to_shards_elsewhere_waits_for_the_last_reader(net, monkeypatch, device, num_waits):
     events = []
     monkeypatch.setattr(flat_shards, "_record", lambda device: events.append(_Read()) or events[-1])
-    lane = make_lane(net, device=device)
-    lane.wait_for_copies()  # nobody has read
-    fetched(lane)
-    lane.note_read()
-    lane.wait_for_copies()
+    flat_shard = make_lane(net, device=device)
+    flat_shard.wait_for_copies()  # nobody has read
+    fetched(flat_shard)
+    flat_shard.note_read()
+    flat_shard.wait_for_copies()
     assert [event.num_waits for event in events] == [0, num_waits]
 
 
@@ -237,36 +237,36 @@ def test_who_writes_to_shards_waits_for_what_is_on_its_way_to_a_resident_copy(ne
     """Fetches of the shards as they are do not wait for it."""
     events = []
     monkeypatch.setattr(flat_shards, "_record", lambda device: events.append(_Read()) or events[-1])
-    lane = make_lane(net, dtype=torch.bfloat16, device=APART, is_resident=True)
-    lane.refresh()
-    lane.wait_for_copies()
+    flat_shard = make_lane(net, dtype=torch.bfloat16, device=APART, is_resident=True)
+    flat_shard.refresh()
+    flat_shard.wait_for_copies()
     assert [event.num_waits for event in events] == [1]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("is_allowed", [True, False])
 def test_a_copy_that_would_grow_asks_first(net, is_allowed):
-    lane, asked = make_lane(net, dtype=torch.bfloat16, is_resident=True), []
-    lane.may_take = lambda num_bytes: asked.append(num_bytes) or is_allowed
-    assert_fetches(lane, net, torch.bfloat16)
-    lane.stay_fp32()
+    flat_shard, asked = make_lane(net, dtype=torch.bfloat16, is_resident=True), []
+    flat_shard.may_take = lambda num_bytes: asked.append(num_bytes) or is_allowed
+    assert_fetches(flat_shard, net, torch.bfloat16)
+    flat_shard.stay_fp32()
     assert asked == [2 * NUMEL]  # from two bytes to four
-    assert (lane.resident is not None) == is_allowed
-    assert_fetches(lane, net, torch.float32)
+    assert (flat_shard.resident is not None) == is_allowed
+    assert_fetches(flat_shard, net, torch.float32)
     net.up.weight.fill_(3)
-    lane.touch()
-    assert_fetches(lane, net, torch.float32)
+    flat_shard.touch()
+    assert_fetches(flat_shard, net, torch.float32)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_copy_may_be_kept_from_now_on(net, dtype):
-    lane = make_lane(net, dtype=dtype)
-    assert_fetches(lane, net, dtype)
-    lane.keep_copy()
-    assert lane.resident is not None
-    assert lane.resident.nbytes == dtype.itemsize * NUMEL
-    copy = lane.resident
-    assert_fetches(lane, net, dtype)
-    lane.keep_copy()
-    assert lane.resident is copy
+    flat_shard = make_lane(net, dtype=dtype)
+    assert_fetches(flat_shard, net, dtype)
+    flat_shard.keep_copy()
+    assert flat_shard.resident is not None
+    assert flat_shard.resident.nbytes == dtype.itemsize * NUMEL
+    copy = flat_shard.resident
+    assert_fetches(flat_shard, net, dtype)
+    flat_shard.keep_copy()
+    assert flat_shard.resident is copy

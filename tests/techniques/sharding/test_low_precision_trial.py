@@ -44,8 +44,14 @@ def compare(kind, num_steps=3, tolerance=0.0, loss_of=loss_of):
     with sharded(net, **narrow(net)) as sharding:
         for ours, theirs in zip(train(net, num_steps, loss_of), train(plain, num_steps, loss_of), strict=True):
             assert_same(ours, theirs, tolerance)
-        lanes = [lane for group in sharding.groups for lane in group.flat_shards if not lane.is_on_trial]
-        dtypes = {parameter.name: lane.transfer_dtype for lane in lanes for parameter in lane.parameters}
+        flat_shards = [
+            flat_shard for group in sharding.groups for flat_shard in group.flat_shards if not flat_shard.is_on_trial
+        ]
+        dtypes = {
+            parameter.name: flat_shard.transfer_dtype
+            for flat_shard in flat_shards
+            for parameter in flat_shard.parameters
+        }
     assert_same(weights(net), weights(plain))
     return dtypes
 
@@ -63,10 +69,12 @@ def test_stock_layers_are_narrow_from_the_second_batch(mesh):
     with sharded(net, **narrow(net)) as sharding:
         seen = []
         for group in sharding.groups:
-            for lane in group.flat_shards:
-                if lane.has_low_precision:
-                    plain_fetch = lane.fetch
-                    lane.fetch = lambda lane=lane, fetch=plain_fetch: seen.append(lane.transfer_dtype) or fetch()
+            for flat_shard in group.flat_shards:
+                if flat_shard.has_low_precision:
+                    plain_fetch = flat_shard.fetch
+                    flat_shard.fetch = lambda flat_shard=flat_shard, fetch=plain_fetch: (
+                        seen.append(flat_shard.transfer_dtype) or fetch()
+                    )
         train(net, 1)
         assert set(seen) == {torch.float32}
         seen.clear()
@@ -95,11 +103,14 @@ def test_attention_may_ask_for_dtypes_and_others_may_not(casts, mesh):
     for _ in range(2):
         with autocast():
             net(x).sum().backward()
-    lanes = [
-        lane for group in sharding.groups for lane in group.flat_shards if lane.has_low_precision or lane.needs_fp32
+    flat_shards = [
+        flat_shard
+        for group in sharding.groups
+        for flat_shard in group.flat_shards
+        if flat_shard.has_low_precision or flat_shard.needs_fp32
     ]
-    assert lanes
-    assert {lane.needs_fp32 for lane in lanes} == {casts}
+    assert flat_shards
+    assert {flat_shard.needs_fp32 for flat_shard in flat_shards} == {casts}
     sharding.remove(make_whole=False)
 
 
@@ -277,17 +288,19 @@ def agree_on_width():
     net = make(PenalizedOnOne)
     with sharded(net, **narrow(net)) as sharding:
         train(net, 3)
-        (lane,) = (lane for group in sharding.groups for lane in group.flat_shards)
-        assert lane.transfer_dtype is torch.float32
+        (flat_shard,) = (flat_shard for group in sharding.groups for flat_shard in group.flat_shards)
+        assert flat_shard.transfer_dtype is torch.float32
 
 
 def agree_on_narrowness():
     net = make()
     with sharded(net, **narrow(net)) as sharding:
         train(net, 3)
-        lanes = [lane for group in sharding.groups for lane in group.flat_shards if lane.has_low_precision]
-        assert lanes
-        assert {lane.transfer_dtype for lane in lanes} == {torch.bfloat16}
+        flat_shards = [
+            flat_shard for group in sharding.groups for flat_shard in group.flat_shards if flat_shard.has_low_precision
+        ]
+        assert flat_shards
+        assert {flat_shard.transfer_dtype for flat_shard in flat_shards} == {torch.bfloat16}
 
 
 def test_ranks_agree(tmp_path):
