@@ -2,7 +2,7 @@
 
 Everything is told of one round: a forward and the backward after it. Layers are called in some order; a call has a
 position in it. Bytes that stay whatever is chosen (inputs of layers, what is saved outside of all layers, the loss
-head) are base bytes. All here is plain data; ``solver.py`` makes the plan.
+head) are base bytes. All here is plain data; ``budget_solver`` makes the plan.
 """
 
 from collections import Counter

@@ -302,17 +302,12 @@ _HANDLER_OF: dict[Any, _Handler] = {
 def _choose_handler(func: Any, *, notes_exact: bool) -> _Handler | None:
     if not isinstance(func, OpOverload):
         return None  # a higher-order operator
-    handler = _LOSSLESS[func] = _choose_lossless(func)
+    handler = _HANDLER_OF.get(func, ValueNotes._writing if written_arguments(func) else None)
+    if func not in _HANDLER_OF and func.namespace not in ("aten", "prim", "prims", "profiler"):
+        handler = ValueNotes._foreign
+    _LOSSLESS[func] = handler
     is_followed = notes_exact and handler is not ValueNotes._foreign and not _is_view(func)
     return ValueNotes._followed if is_followed else handler
-
-
-def _choose_lossless(func: Any) -> _Handler | None:
-    if func in _HANDLER_OF:
-        return _HANDLER_OF[func]
-    if func.namespace not in ("aten", "prim", "prims", "profiler"):
-        return ValueNotes._foreign
-    return ValueNotes._writing if written_arguments(func) else None
 
 
 def _is_view(func: Any) -> bool:

@@ -105,11 +105,9 @@ def take_items(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         return NotImplemented
     some = logits
     if any(one != slice(None) if isinstance(one, slice) else True for one in tokens):
-        shape = (
-            torch.empty(*logits.lead, 1, device="meta")[tuple(_on_meta(tokens))].shape
-            if not _has_mask(tokens)
-            else None
-        )
+        has_mask = any(isinstance(one, Tensor) and one.dtype == torch.bool for one in tokens)
+        on_meta = torch.empty(*logits.lead, 1, device="meta")
+        shape = None if has_mask else on_meta[tuple(_on_meta(tokens))].shape
         some = _with_rows(logits, lambda rows: rows[tuple(tokens)], shape)
     if some is NotImplemented or classes == slice(None):
         return some
@@ -142,10 +140,6 @@ def _with_rows(logits: LazyLogits, cut: Callable[..., Tensor], shape: torch.Size
     if shape is None:  # as many as a mask has
         shape = cut(torch.empty(*logits.lead, 1, device=logits.device)).shape
     return NotImplemented if len(shape) < 2 else logits.like(node, logits.sample, shape[:-1], is_view=True)
-
-
-def _has_mask(index: Sequence[Any]) -> bool:
-    return any(isinstance(one, Tensor) and one.dtype == torch.bool for one in index)
 
 
 def _complete(index: Any, ndim: int) -> list[Any] | None:
