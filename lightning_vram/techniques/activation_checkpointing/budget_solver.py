@@ -317,19 +317,10 @@ class BudgetError(ValueError):
 
 
 def solve(profile: StepProfile, budget_bytes: int, offload_bytes: int = 0) -> CheckpointPlan:
-    """Choose what every layer keeps so that the least is recomputed within a budget.
+    """Choose what every layer keeps so that the least is recomputed within a budget of activation bytes at any time.
 
-    Args:
-        profile: What was observed in one round.
-        budget_bytes: Limit of activation bytes at any time of the round.
-        offload_bytes: At most so many travel to the host, beside the computation: nothing is recomputed that they
-            make room for, and no more of them travel than are needed.
-
-    Returns:
-        The plan. Its predicted peak is within the budget.
-
-    Raises:
-        BudgetError: If even full checkpointing of every layer does not fit.
+    At most ``offload_bytes`` travel to the host: nothing is recomputed that they make room for, and no more of them
+    travel than are needed. ``BudgetError`` says that even full checkpointing of every layer does not fit.
 
     Example:
         >>> from lightning_vram.techniques.activation_checkpointing.budget_plan import LayerProfile

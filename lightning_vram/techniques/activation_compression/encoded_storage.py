@@ -129,9 +129,8 @@ class EncodedStorage:
         self._exact: Tensor | None = None
         self._which: ExactSwitch | None = None
         self._last: tuple[weakref.ref[Tensor], int, int, int] | None = None  # with version, offset and stream
-        self.num_bytes = sum(
-            piece.num_bytes if isinstance(piece, StoredTensor) else piece.nbytes for piece in self._pieces
-        )
+        sizes = (piece.num_bytes if isinstance(piece, StoredTensor) else piece.nbytes for piece in self._pieces)
+        self.num_bytes = sum(sizes)
 
     def keep_exact_too(self, tensor: Tensor, which: ExactSwitch) -> None:
         """Keep the memory of ``tensor`` as well; ``which`` says when that is given."""

@@ -293,9 +293,7 @@ _HANDLER_OF: dict[Any, _Handler] = {
     **dict.fromkeys([aten.bernoulli.default, aten.bernoulli.p], ValueNotes._mask),
     **dict.fromkeys(_DRAWING, ValueNotes._mask_in_place),
     **dict.fromkeys([aten.relu.default, aten.relu_.default, aten.leaky_relu_.default], ValueNotes._activation),
-    **dict.fromkeys(
-        [getattr(f, overload) for f in _IN_PLACE for overload in ("Tensor", "Scalar")], ValueNotes._mask_in_place
-    ),
+    **dict.fromkeys([overload for f in _IN_PLACE for overload in (f.Tensor, f.Scalar)], ValueNotes._mask_in_place),
 }
 
 

@@ -200,9 +200,8 @@ class Runs:
         before = [(one.clone(), version_of(one)) for one in tensors]
         with _RandomNumberWatch(self.num_tokens) as watch:
             results, _ = self._run(self._call.arguments(tensors))
-        if not all(
-            version_of(one) == then and is_same(one, copy) for one, (copy, then) in zip(tensors, before, strict=True)
-        ):
+        pairs = zip(tensors, before, strict=True)
+        if not all(version_of(one) == then and is_same(one, copy) for one, (copy, then) in pairs):
             raise NotAlone("writes to its input")
         if not results or not all(isinstance(one, Tensor) for one in results):
             raise NotAlone("returns values other than tensors")
@@ -246,9 +245,8 @@ class Runs:
         """Return what lives as long as the graph of a run."""
         token = _Token()
         with suppress(RuntimeError), self._grad():  # of the next runs the reason can be told
-            marked = [
-                _mark(token, one.clone().requires_grad_()) if _has_gradient(one) else one for one in self._tensors
-            ]
+            tensors = self._tensors
+            marked = [_mark(token, one.clone().requires_grad_()) if _has_gradient(one) else one for one in tensors]
             self._run(self._call.arguments(marked))
         return weakref.ref(token)
 
