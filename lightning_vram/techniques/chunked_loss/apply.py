@@ -37,9 +37,8 @@ def find_heads(model: nn.Module, heads: LayerPattern | Sequence[LayerPattern] = 
     if heads == "auto":
         found = _declared(model) or _as_large_as_embeddings(model)
         if not found:
-            raise ValueError(
-                f"No head found: no nn.Linear has as many outputs as an nn.Embedding has entries. {WAY_OUT}."
-            )
+            reason = "no nn.Linear has as many outputs as an nn.Embedding has entries"
+            raise ValueError(f"No head found: {reason}. {WAY_OUT}.")
         return _only_linear(found)
     try:
         chosen = {layer.name: layer.module for layer in select_layers(model, heads).layers}
