@@ -250,7 +250,7 @@ def stop_counting(iterator: Any) -> None:
 # for each loader in a checkpoint, and the time to draw these. Not the same as without a break: the random numbers that
 # the dataset draws in workers, which start anew, and a sampler that draws from a *global* generator for each batch
 # (those of torch draw at the start, or from one of their own), if anything else draws from it as well. Of several ranks
-# one state is saved: the samplers of all must go by the same generators, or by seed and epoch as ``DistributedSampler``.
+# one state is saved: the samplers of all must go by the same generators, or by seed and epoch (``DistributedSampler``).
 
 _POSITION = "_lightning_vram_position"  # on instances; Lightning passes over names that begin with an underscore
 _stateful_classes: dict[type[Any], type[Any]] = {}  # made once, so that types compare
