@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,25 +107,19 @@ def find_held_graph(outputs: Any, module: nn.Module) -> HeldGraph | None:
     roots = [node for tensor in tensors_in(outputs) for node in ends_of_graph(tensor)]
     if not roots:
         return None
-    nodes = list(_iterate_nodes(roots))
+    seen = set(roots)
+    nodes = list(seen)
+    for node in nodes:  # grows while it is iterated
+        following = {other for other, _ in node.next_functions if other is not None} - seen
+        seen |= following
+        nodes += following
     stays = storage_sizes((*module.parameters(), *module.buffers()))
     sizes = storage_sizes(tensor for node in nodes for tensor in saved_tensors_of(node))
     num_bytes = sum(size for key, size in sizes.items() if key not in stays)
     return HeldGraph(num_bytes, _first_layer(nodes, module)) if num_bytes else None
 
 
-def _iterate_nodes(roots: list[Any]) -> Iterator[Any]:
-    seen, waiting = set(roots), list(roots)
-    while waiting:
-        node = waiting.pop()
-        yield node
-        following = {other for other, _ in node.next_functions if other is not None} - seen
-        seen |= following
-        waiting += following
-
-
 def _first_layer(nodes: list[Any], module: nn.Module) -> str | None:
     leaves = {id(node.variable) for node in nodes if hasattr(node, "variable")}
     names = (name for name, parameter in module.named_parameters() if id(parameter) in leaves)
-    name = next(names, None)
-    return None if name is None else name.rpartition(".")[0]
+    return next((name.rpartition(".")[0] for name in names), None)

@@ -246,18 +246,11 @@ def stop_counting(iterator: Any) -> None:
         iterator.__class__ = type(iterator).__bases__[-1]
 
 
-# Let a plain ``DataLoader`` save where it is in an epoch and go on from there, with the samples that are left.
-#
-# A run that is resumed in the middle of an epoch starts with its first samples again, where the loader has no
-# ``state_dict``. The loader stays what it is but for its class, and the data that is skipped is not loaded: only its
-# indices are drawn again.
-#
-# What it costs: 33 kB for each loader in a checkpoint, and the time to draw the indices that are skipped.
-#
-# What is not the same as without a break: the random numbers that the dataset draws in workers, which start anew, and a
-# sampler that draws from a *global* generator for each batch (those of torch draw at the start, or from one of their
-# own), if anything else draws from it as well. Of several ranks one state is saved: the samplers of all must go by the
-# same generators, or by seed and epoch as ``DistributedSampler`` does.
+# A loader changes its class only. Data that is skipped is not loaded, only its indices are drawn again. It costs 33 kB
+# for each loader in a checkpoint, and the time to draw these. Not the same as without a break: the random numbers that
+# the dataset draws in workers, which start anew, and a sampler that draws from a *global* generator for each batch
+# (those of torch draw at the start, or from one of their own), if anything else draws from it as well. Of several ranks
+# one state is saved: the samplers of all must go by the same generators, or by seed and epoch (``DistributedSampler``).
 
 _POSITION = "_lightning_vram_position"  # on instances; Lightning passes over names that begin with an underscore
 _stateful_classes: dict[type[Any], type[Any]] = {}  # made once, so that types compare

@@ -39,7 +39,13 @@ class GrowingLists:
         """Return at the third call what has grown each time, by 1 KiB at least; else nothing."""
         if len(self._looks) == _NUM_LOOKS:
             return []
-        self._looks.append(_bytes_by_name(self._module, self._device))
+        self._looks.append(
+            {
+                name: _device_bytes(value, self._device)
+                for name, value in vars(self._module).items()
+                if isinstance(value, list | dict | deque) and name not in _OF_MODULES
+            }
+        )
         if len(self._looks) < _NUM_LOOKS:
             return []
         found = []
@@ -49,14 +55,6 @@ class GrowingLists:
             if first < second and growth_bytes >= _LEAST_GROWTH_BYTES:
                 found.append(GrowingList(name, total_bytes, growth_bytes))
         return found
-
-
-def _bytes_by_name(module: nn.Module, device: torch.device) -> dict[str, int]:
-    return {
-        name: _device_bytes(value, device)
-        for name, value in vars(module).items()
-        if isinstance(value, list | dict | deque) and name not in _OF_MODULES
-    }
 
 
 def _device_bytes(tree: Any, device: torch.device) -> int:
@@ -78,16 +76,12 @@ def host_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | No
     only one process.
     """
     group = group or dist.group.WORLD
-    if group is None or _takes_host_tensors(group):
+    if group is None or any(part.startswith("cpu:") for part in dist.get_backend_config(group).split(",")):
         return group
     if group not in _made:
         ranks = dist.get_process_group_ranks(group)
         _made[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)  # other ranks do not come
     return _made[group]
-
-
-def _takes_host_tensors(group: dist.ProcessGroup) -> bool:
-    return any(part.startswith("cpu:") for part in dist.get_backend_config(group).split(","))
 
 
 _HOST = torch.device("cpu")
@@ -103,7 +97,7 @@ def keep_on_host(items: list[Any], *, looks_at_all: bool = False) -> None:
             if not looks_at_all:
                 return  # so are all before it
         else:
-            items[place] = tree_map(_to_host, items[place])
+            items[place] = tree_map(lambda leaf: leaf if _is_kept(leaf) else leaf.detach().to(_HOST), items[place])
 
 
 def copy_to(device: torch.device, tree: Any) -> Any:
@@ -113,7 +107,3 @@ def copy_to(device: torch.device, tree: Any) -> Any:
 
 def _is_kept(leaf: object) -> bool:
     return not isinstance(leaf, Tensor) or (leaf.device == _HOST and not leaf.requires_grad)
-
-
-def _to_host(leaf: Any) -> Any:
-    return leaf if _is_kept(leaf) else leaf.detach().to(_HOST)

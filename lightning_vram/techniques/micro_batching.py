@@ -178,12 +178,9 @@ class AgreedSizes:
 class ChunkMemory:
     """Bytes by chunk size, for batches of one shape: ``fixed + slope * size``, above everything that was seen.
 
-    Where a failed try cannot be undone alone, since every layer waits for all ranks, the size has to be planned: two
-    small chunks show a line. Memory that grows faster than the batch is seen only once such a chunk ran; hence the
-    margin.
-
-    The line has the slope of least squares and is moved up until it is below no observation. Where the slope is not
-    positive, for noise or because so little was needed, the steepest line from zero to an observation is taken.
+    The line has the slope of least squares and is moved up until it is below no observation; where the slope is not
+    positive, it is the steepest from zero to an observation. Memory that grows faster than the batch is seen only once
+    such a chunk ran; hence the margin.
 
     Example:
         >>> memory = ChunkMemory()

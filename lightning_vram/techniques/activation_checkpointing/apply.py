@@ -151,9 +151,12 @@ def apply_activation_checkpointing(  # noqa: PLR0913 - the words of the callback
     found = select_segments(model, layers, segments) if segments is not None else select_layers(model, layers)
     handle = CheckpointingHandle(thin_out(found, every_n_layers, skip_last=skip_last))
     with handle.all_or_none():
-        for module, chosen in _group_by_module(handle.selection.layers).items():
-            recomputing = {layer.span: Recomputing(layer.title, save, determinism_check) for layer in chosen}
-            _swap_class(handle, module, recomputing)
+        by_module: dict[nn.Module, dict[_Span | None, Recomputing]] = {}
+        for layer in handle.selection.layers:
+            recomputing = Recomputing(layer.title, save, determinism_check)
+            by_module.setdefault(layer.module, {})[layer.span] = recomputing
+        for module, chosen in by_module.items():
+            _swap_class(handle, module, chosen)
     modules = set(handle.modules)
     for module in model.modules():
         is_switched_on = vars(module).get(_TRANSFORMERS_SWITCH) is True
@@ -254,16 +257,7 @@ def _swap_class(handle: Swaps, module: nn.Module, recomputing: dict[_Span | None
         raise ValueError(f"layer {name} cannot be checkpointed: {error}") from None
 
 
-def _group_by_module(layers: Sequence[Layer]) -> dict[nn.Module, list[Layer]]:
-    groups: dict[nn.Module, list[Layer]] = {}
-    for layer in layers:
-        groups.setdefault(layer.module, []).append(layer)
-    return groups
-
-
 def _family(model: nn.Module, module: nn.Module) -> set[nn.Module]:
     """A module, what it holds, and what holds it."""
-    return {
-        *module.modules(),
-        *(holder for holder in model.modules() if any(inner is module for inner in holder.modules())),
-    }
+    holders = (holder for holder in model.modules() if any(inner is module for inner in holder.modules()))
+    return {*module.modules(), *holders}

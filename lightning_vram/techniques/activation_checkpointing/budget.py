@@ -1,4 +1,9 @@
-"""Observe one step, then choose what to recompute so that activations fit a byte budget."""
+"""Observe one step, then choose what to recompute so that activations fit a byte budget.
+
+In the observed step every layer is checkpointed. Under the plan some layers run plain, others save results of costly
+operators. The budget counts what is saved for backward and what one layer at a time recomputes there: no gradients, no
+temporaries inside operators.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,13 +29,6 @@ from lightning_vram.techniques.activation_checkpointing.budget_solver import sol
 from lightning_vram.techniques.activation_checkpointing.recomputed_call import DeterminismCheck, Recomputing
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 from lightning_vram.techniques.activation_checkpointing.saved_arguments import Arguments
-
-# Checkpoint just as much as a byte budget for activations needs.
-#
-# The first step runs with every layer checkpointed, and is observed. From that a plan is made: some layers run plain,
-# others save results of costly operators, and as little as possible is recomputed. No compiler is needed. The budget
-# counts what is saved for backward, and what one layer at a time recomputes there; no gradients, and no temporaries
-# inside operators.
 
 _MAX_PROFILES = 8
 _MAX_TRIES = 8
@@ -197,14 +195,7 @@ def _make(make_plan: Callable[[], CheckpointPlan | None]) -> SharedPlan | str | 
         return str(error)
     if plan is None:
         return None
-    summary = (
-        f"{format_bytes(plan.peak_bytes)} of activations, {plan.recompute_share:.0%} of the forward is recomputed."
-    )
-    return SharedPlan(
-        decisions_of(plan),
-        plan.plain_peak_bytes,
-        format_table(plan),
-        summary,
-        plan.offloaded_bytes,
-        plan.profile.largest_bytes,
-    )
+    peak = format_bytes(plan.peak_bytes)
+    summary = f"{peak} of activations, {plan.recompute_share:.0%} of the forward is recomputed."
+    sizes = plan.offloaded_bytes, plan.profile.largest_bytes
+    return SharedPlan(decisions_of(plan), plan.plain_peak_bytes, format_table(plan), summary, *sizes)

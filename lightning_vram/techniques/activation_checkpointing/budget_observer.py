@@ -131,11 +131,10 @@ Shapes = tuple[tuple[int, ...], ...]
 
 def shapes_of(leaves: Sequence[Any]) -> Shapes:
     """Return how large the tensors among arguments are."""
-    return tuple((leaf.dtype.itemsize, *_sizes_of(leaf)) for leaf in leaves if isinstance(leaf, Tensor))
-
-
-def _sizes_of(leaf: Tensor) -> torch.Size:
-    return leaf.values().shape if leaf.layout is torch.jagged else leaf.shape  # lengths of many rows do not compare
+    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+    return tuple(  # of nested tensors the values: lengths of many rows do not compare
+        (one.dtype.itemsize, *(one.values().shape if one.layout is torch.jagged else one.shape)) for one in tensors
+    )
 
 
 def covers(one: Shapes, other: Shapes) -> bool:
@@ -146,15 +145,12 @@ def covers(one: Shapes, other: Shapes) -> bool:
     )
 
 
-# Observe one training step in which every layer is checkpointed: what each layer would save, and what it costs.
-#
-# The step is the real one, with the least memory that checkpointing can reach. It works on fake tensors, too. Hooks see
-# what autograd saves inside a layer, a dispatch mode the operators; storages are told apart by weak references, as
-# addresses are used again.
-
-
 class StepObserver:
-    """Watches while :meth:`observing`; tell it about layers with :meth:`watch`."""
+    """Observes a real step (or one on fake tensors) in which every layer is checkpointed: what each saves and costs.
+
+    Hooks see what autograd saves inside a layer, a dispatch mode the operators; storages are told apart by weak
+    references, as addresses are used again.
+    """
 
     def __init__(self, model: nn.Module, inputs: Any = None, min_offload_bytes: int = 0) -> None:
         self._min_offload_bytes = min_offload_bytes
@@ -235,7 +231,7 @@ class StepObserver:
             self._call.num_saves += 1
             now = (self._call.position, len(self._rounds))
             for number, num_bytes in self._storages.number(tensor, now):  # unknown: compiled code made it
-                if self._storages.is_older(number, now):
+                if self._storages.births[number] != now:  # made before or outside of this call
                     self._add_number(number, num_bytes, self._call.position)
                 elif number not in self._lasting:
                     self._call.saved[number] = num_bytes
@@ -283,7 +279,7 @@ class _StorageNumbers:
 
     def __init__(self) -> None:
         self._numbers: ByStorage[int] = ByStorage()
-        self._births: list[tuple[int | None, int]] = []  # call in which it was made, and the round
+        self.births: list[tuple[int | None, int]] = []  # call in which it was made, and the round
 
     def number(self, tensor: Tensor, birth: tuple[int | None, int] = (None, 0)) -> list[tuple[int, int]]:
         """Return number and bytes of each storage of ``tensor``; unknown ones were made at ``birth``."""
@@ -291,15 +287,11 @@ class _StorageNumbers:
         for storage, _ in iterate_storages(tensor):
             number = self._numbers.find_storage(storage)
             if number is None:
-                number = len(self._births)
-                self._births.append(birth)
+                number = len(self.births)
+                self.births.append(birth)
                 self._numbers.note_storage(storage, number)
             found.append((number, int(storage.nbytes())))
         return found
-
-    def is_older(self, number: int, birth: tuple[int | None, int]) -> bool:
-        """Whether a storage was made before or outside of this call."""
-        return self._births[number] != birth
 
 
 class _Operators(QuietMode):

@@ -2,15 +2,16 @@
 
 Everything is told of one round: a forward and the backward after it. Layers are called in some order; a call has a
 position in it. Bytes that stay whatever is chosen (inputs of layers, what is saved outside of all layers, the loss
-head) are base bytes. All here is plain data; ``solver.py`` makes the plan.
+head) are base bytes. All here is plain data; ``budget_solver`` makes the plan.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, groupby
 from math import isfinite
+from operator import itemgetter
 from typing import Literal
 
 from lightning_vram.memory.units import format_bytes
@@ -268,16 +269,9 @@ def format_table(plan: CheckpointPlan) -> str:
 
 def _rows(plan: CheckpointPlan) -> Iterator[tuple[str, str, str, str]]:
     costs = [layer.cost for layer in plan.profile.layers]
-    runs: list[list[tuple[LayerChoice, tuple[str, str, str]]]] = []
-    for choice, cost in zip(plan.choices, costs, strict=True):
-        entry = (choice, _cells(choice, cost))
-        if runs and runs[-1][0][1] == entry[1]:
-            runs[-1].append(entry)
-        else:
-            runs.append([entry])
-    for run in runs:
-        keeps, size, again = run[0][1]
-        yield _name_run([choice.name for choice, _ in run]), keeps, size, again
+    entries = [(choice.name, _cells(choice, cost)) for choice, cost in zip(plan.choices, costs, strict=True)]
+    for cells, run in groupby(entries, key=itemgetter(1)):
+        yield _name_run([name for name, _ in run]), *cells
 
 
 def _totals(plan: CheckpointPlan) -> Iterator[str]:

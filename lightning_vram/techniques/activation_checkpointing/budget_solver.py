@@ -85,7 +85,9 @@ class KeepProgram:
         self._entries: list[tuple[int, int, float]] = []  # row, column, number
         self._lower: list[float] = []
         self._upper: list[float] = []
-        self._state_layers()
+        for column, _, groups in self._columns_of_layers():
+            for group in groups:  # a plain layer keeps no single results
+                self._add_row({group.first_column: 1, column: len(group.ordinals)}, len(group.ordinals))
         self._ends: _Row = {}  # adds up to what all calls keep
         if offload_bytes:
             self._state_offloaded_calls(budget_bytes, offload_bytes)
@@ -126,12 +128,6 @@ class KeepProgram:
 
     def _columns_of_layers(self) -> Iterator[tuple[int, LayerProfile, list[_Group]]]:
         yield from zip(self._layer_columns, self._profile.layers, self._groups, strict=True)
-
-    def _state_layers(self) -> None:
-        """A plain layer keeps no single results."""
-        for column, _, groups in self._columns_of_layers():
-            for group in groups:
-                self._add_row({group.first_column: 1, column: len(group.ordinals)}, len(group.ordinals))
 
     def _state_calls(self, budget_bytes: int) -> None:
         """What was kept before each call and what its backward needs fits, and all that is kept by the end fits."""
@@ -287,8 +283,6 @@ def _find_alike(layer: LayerProfile) -> dict[_Key, list[int]]:
     return alike
 
 
-# The cheapest recomputation that keeps a step's activations within a byte budget.
-#
 # Every layer is plain, or checkpointed with some outputs of its costly operators kept. Let ``K`` be what the calls
 # before call ``i`` keep. While the backward of ``i`` runs, the calls after it are gone and what it recomputes is
 # there::
@@ -297,11 +291,8 @@ def _find_alike(layer: LayerProfile) -> dict[_Key, list[int]]:
 # base_total + (what all calls keep)   <= budget      at the end of the forward
 #
 # Among the plans that hold to this, :func:`solve` gives the one that recomputes least, and of several such the one that
-# keeps least. All of it is linear in choices of 0 or 1, however calls of layers interleave, so it is stated once
-# (``program.py``) and solved exactly by HiGHS, ``scipy.optimize.milp``.
-#
-# With ``offload_bytes`` the first of what the calls save, base bytes too, are away: ``live_bytes`` of
-# :class:`~lightning_vram.techniques.activation_checkpointing.budget_plan.Traffic` takes the place of ``base_live + K``.
+# keeps least. All of it is linear in choices of 0 or 1, so HiGHS (``scipy.optimize.milp``) solves it exactly. With
+# ``offload_bytes`` the ``live_bytes`` of ``Traffic`` take the place of ``base_live + K``.
 #
 # Limits. A plan within some millionths of the budget may be passed over for the next best. Proofs end after 200 nodes,
 # and from 2000 choices on a plan may recompute up to a thousandth of the forward more than the best: then
@@ -326,19 +317,10 @@ class BudgetError(ValueError):
 
 
 def solve(profile: StepProfile, budget_bytes: int, offload_bytes: int = 0) -> CheckpointPlan:
-    """Choose what every layer keeps so that the least is recomputed within a budget.
+    """Choose what every layer keeps so that the least is recomputed within a budget of activation bytes at any time.
 
-    Args:
-        profile: What was observed in one round.
-        budget_bytes: Limit of activation bytes at any time of the round.
-        offload_bytes: At most so many travel to the host, beside the computation: nothing is recomputed that they
-            make room for, and no more of them travel than are needed.
-
-    Returns:
-        The plan. Its predicted peak is within the budget.
-
-    Raises:
-        BudgetError: If even full checkpointing of every layer does not fit.
+    At most ``offload_bytes`` travel to the host: nothing is recomputed that they make room for, and no more of them
+    travel than are needed. ``BudgetError`` says that even full checkpointing of every layer does not fit.
 
     Example:
         >>> from lightning_vram.techniques.activation_checkpointing.budget_plan import LayerProfile
@@ -392,11 +374,8 @@ def _find_least_offload(
     profile: StepProfile, choices: Sequence[LayerChoice], budget_bytes: int, offload_bytes: int
 ) -> int:
     """Return the fewest bytes that have to be away: the fewer stay, the lower is the peak."""
-    return 1 + bisect_left(
-        range(1, offload_bytes),
-        True,  # noqa: FBT003
-        key=lambda num_bytes: predict_peak(profile, choices, num_bytes) <= budget_bytes,
-    )
+    sizes = range(1, offload_bytes)
+    return 1 + bisect_left(sizes, 1, key=lambda size: predict_peak(profile, choices, size) <= budget_bytes)
 
 
 def _cost(choices: Iterable[LayerChoice]) -> float:
@@ -415,9 +394,8 @@ def _gather(profile: StepProfile, choices: Sequence[LayerChoice]) -> list[LayerC
     decided = {choice.name: choice for choice in choices}
     alike: defaultdict[tuple[CallProfile, ...], list[str]] = defaultdict(list)
     for layer in sorted(profile.layers, key=lambda layer: layer.calls[0].position):
-        alike[tuple(replace(call, position=0, base_live_bytes=0, staying_base_bytes=0) for call in layer.calls)].append(
-            layer.name
-        )
+        calls = (replace(call, position=0, base_live_bytes=0, staying_base_bytes=0) for call in layer.calls)
+        alike[tuple(calls)].append(layer.name)
     exchanged: dict[str, frozenset[int] | None] = {}
     for names in alike.values():
         ranked = sorted((decided[name] for name in names), key=lambda c: (c.kept_bytes, c.kind, sorted(c.kept)))

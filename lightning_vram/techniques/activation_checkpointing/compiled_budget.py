@@ -113,7 +113,7 @@ class SavedBytesCounter:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count what is saved inside."""
-        with saved_tensors_hooks(self._pack, _unpack):
+        with saved_tensors_hooks(self._pack, lambda tensor: tensor):
             yield
 
     def _pack(self, tensor: Tensor) -> Tensor:
@@ -131,10 +131,6 @@ class SavedBytesCounter:
         self._alive[key] = weakref.ref(storage, forget)
         self._num_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self._num_bytes)
-
-
-def _unpack(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 class CompiledBudget:

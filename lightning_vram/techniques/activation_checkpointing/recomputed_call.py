@@ -75,7 +75,10 @@ class OperatorTrace(QuietMode):
         if is_inner or _is_passed_over(func, types, args):
             return output
         first = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
-        is_compared = not (self._is_unset_or_moving(func, args) or _is_counter(func, first))
+        # An integer that is moved in place goes on in the second run, as norms count their batches.
+        is_mutable = isinstance(func, OpOverload) and schema_of(func).is_mutable
+        is_counter = is_mutable and first is not None and not first.is_floating_point()
+        is_compared = not (is_counter or self._is_unset_or_moving(func, args))
         with without_dispatch():  # other modes are not to see our own operators
             record = (func, _describe(output), take_sample(first) if is_compared else None)
             self._records.append(record)
@@ -110,12 +113,6 @@ def _is_passed_over(func: Any, types: Any, args: tuple[Any, ...]) -> bool:
         return True
     is_cast = func is TO_COPY and type(args[0]) in PARAMETER_CLASSES
     return is_cast or getattr(func, "namespace", "") == "prim" or str(func).startswith("aten.detach")
-
-
-def _is_counter(func: Any, tensor: Tensor | None) -> bool:
-    """Whether an integer is moved in place, as norms count their batches: that goes on in the second run."""
-    is_mutable = isinstance(func, OpOverload) and schema_of(func).is_mutable
-    return is_mutable and tensor is not None and not tensor.is_floating_point()
 
 
 def _describe(output: Any) -> tuple[str, ...]:
@@ -312,10 +309,7 @@ def _has_lazy(modules: Sequence[nn.Module]) -> bool:
 
 
 def compiled_checkpoint(save: SavePolicy | None, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call ``forward`` so that the compiler recomputes it, but for the operators of ``save``.
-
-    The compiler takes a list of operators: ``every_n`` does not count there, all of them are kept.
-    """
+    """Let the compiler recompute ``forward``, but for all operators of ``save``: ``every_n`` does not count there."""
     run = functools.partial(forward, **kwargs)  # past the checkpoint, which has keywords of its own
     if save is None:
         return checkpoint(run, *args, use_reentrant=False)

@@ -67,16 +67,7 @@ class SavePolicy:
 
 
 def parse_save(save: object, argument: str) -> SavePolicy | None:
-    """Return the policy that a user's ``save`` stands for; ``None`` for ``"inputs"``.
-
-    Args:
-        save: ``"inputs"``, what :class:`SavePolicy` takes for ``operators``, or a policy.
-        argument: Name for messages.
-
-    Raises:
-        TypeError: If it is of another kind.
-        ValueError: If it names something unknown.
-    """
+    """Return the policy that a user gave, ``None`` for ``"inputs"``; ``argument`` is the name for messages."""
     if save == INPUTS:
         return None
     if isinstance(save, SavePolicy):

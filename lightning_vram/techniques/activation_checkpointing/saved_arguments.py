@@ -57,7 +57,7 @@ class SavedArguments:
 
     def share_memory(self) -> bool:
         """Whether several of them lie in one piece of memory."""
-        tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        tensors = (leaf for leaf in self._leaves if isinstance(leaf, Tensor))
         storages = [id(storage) for tensor in tensors for storage, _ in iterate_storages(tensor)]
         return len(set(storages)) < len(storages)
 
@@ -82,7 +82,10 @@ class SavedArguments:
             _give(value, is_overwritten) if isinstance(value, _Input | _FirstInput) else objects.copy(value)
             for value in self._values
         ]
-        arguments: Arguments = self._rebuild(list(map(_give_attributes, leaves, self._attributes)))
+        for leaf, attributes in zip(leaves, self._attributes, strict=True):
+            if attributes and not vars(leaf):  # a new object: a copy, or what saved-tensor hooks gave back
+                vars(leaf).update(attributes)
+        arguments: Arguments = self._rebuild(leaves)
         return arguments
 
     def _read_inner(self) -> list[int]:
@@ -100,13 +103,6 @@ def _keep(leaf: Tensor, overwrites_inputs: bool | None) -> Any:  # noqa: FBT001
 def _give(value: Any, is_overwritten: bool | None) -> Tensor:  # noqa: FBT001
     tensor: Tensor = value.read()
     return tensor.clone() if is_overwritten else tensor
-
-
-def _give_attributes(leaf: Any, attributes: dict[str, Any]) -> Any:
-    """A copy, or what saved-tensor hooks gave back, is a new object."""
-    if attributes and not vars(leaf):
-        vars(leaf).update(attributes)
-    return leaf
 
 
 class _Input:

@@ -56,9 +56,7 @@ class SavedResult:
         self._leaves = [alias(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._random_states = random_states
         self.addresses = {storage_address(leaf) for leaf in leaves if isinstance(leaf, Tensor)} - {0}
-        for leaf in self._leaves:
-            if isinstance(leaf, Tensor):
-                self._watched.append((leaf, version_of(leaf)))
+        self._watched += [(leaf, version_of(leaf)) for leaf in self._leaves if isinstance(leaf, Tensor)]
 
     def watch(self, tensor: Tensor) -> None:
         """Give it up as soon as ``tensor``, which shares its memory, is written to."""

@@ -95,17 +95,13 @@ def elements_of(tensor: Tensor) -> Tensor:
     return tensor.as_strided((size,), (1,), 0)
 
 
-def fills_its_memory(tensor: Tensor) -> bool:
-    """Whether each element of the memory of ``tensor`` is one of its own, and none is two."""
-    return is_dense(tensor) and tensor.nbytes == tensor.untyped_storage().nbytes()
-
-
 def source_of_elements(tensor: Tensor, handed: StoredTensor | None) -> Callable[[], Tensor] | None:
     """Return a function that returns all elements of the memory of ``tensor``, which stays, or was taken."""
     if handed is None:
         elements = elements_of(alias(tensor))
         return lambda: elements
-    return (lambda: flat_as_stored(handed.give())) if fills_its_memory(tensor) else None  # else a part is left
+    is_all = is_dense(tensor) and tensor.nbytes == tensor.untyped_storage().nbytes()
+    return (lambda: flat_as_stored(handed.give())) if is_all else None  # else a part is left
 
 
 class ExactSwitch:
@@ -133,20 +129,15 @@ class EncodedStorage:
         self._exact: Tensor | None = None
         self._which: ExactSwitch | None = None
         self._last: tuple[weakref.ref[Tensor], int, int, int] | None = None  # with version, offset and stream
-        self.num_bytes = sum(
-            piece.num_bytes if isinstance(piece, StoredTensor) else piece.nbytes for piece in self._pieces
-        )
+        sizes = (piece.num_bytes if isinstance(piece, StoredTensor) else piece.nbytes for piece in self._pieces)
+        self.num_bytes = sum(sizes)
 
     def keep_exact_too(self, tensor: Tensor, which: ExactSwitch) -> None:
         """Keep the memory of ``tensor`` as well; ``which`` says when that is given."""
         self._exact, self._which = elements_of(tensor), which
 
     def still_holds(self, tensor: Tensor) -> bool:
-        """Whether it encodes what the memory of ``tensor`` holds now.
-
-        On the host NumPy may have written there, unseen: the memory is encoded once more and compared, at the cost of
-        a second save of the tensor. Elsewhere nothing is looked at.
-        """
+        """Whether it encodes what ``tensor`` holds now. On the host it is encoded again: NumPy may have written."""
         if tensor.dtype is not self.dtype or not self._pieces:
             return False
         if not can_be_read(tensor):

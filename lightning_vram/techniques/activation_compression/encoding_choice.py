@@ -78,7 +78,7 @@ class LossyPermission:
         if is_exact_only() or not self.is_inside or not tensor.requires_grad:
             return False
         base = base_of(tensor) if is_view(tensor) else None
-        if (base if base is not None else tensor).is_leaf:
+        if (tensor if base is None else base).is_leaf:
             return False  # somebody else keeps its memory alive
         is_number = tensor.dtype in _DTYPES and tensor.dtype.itemsize > self._itemsize
         return is_number and tensor.nbytes >= self._min_bytes and tensor.shape[-1:] != (1,)
@@ -100,10 +100,8 @@ def _modules_of(layers: LayerSelection | Sequence[nn.Module]) -> list[nn.Module]
     return modules
 
 
-# Recognize that ReLU is saving its own result, of which its backward needs no more than the signs.
-#
-# ReLU keeps its result, and so does the convolution behind it, of which the values are needed: the same tensor comes
-# twice. It is ReLU's own save if and only if the node of the graph that made the tensor has not got its saved result
+# Of ReLU's own result its backward needs the signs only, but the convolution behind it saves the same tensor for its
+# values. It is ReLU's own save if and only if the node of the graph that made the tensor has not got its saved result
 # yet: that lasts from the moment the node is made to the end of this very save, and nobody else's code runs in between.
 # What is computed without a graph, or in a ``torch.autograd.Function``, has no such node. A save that failed with an
 # error that somebody caught leaves such a node behind for good: so the operator must have been the last activation to
@@ -146,10 +144,7 @@ class NewActivation:
         self._result = None
 
     def find_condition(self, tensor: Tensor) -> _Condition | None:
-        """Return how to encode ``tensor`` if the noted activation is saving it for the first time, else ``None``.
-
-        A function of the values: ``True`` where the backward must find a positive number, ``False`` where zero.
-        """
+        """Return where the backward must find a positive number, if the noted activation now saves ``tensor`` first."""
         result = self._result() if self._result is not None else None
         if result is None or result is not tensor.untyped_storage():
             return None
@@ -215,10 +210,7 @@ class EncodingChoice:
         """What is kept as it is: another view of it needs no encoding with a loss."""
 
     def choose(self, tensor: Tensor, *, is_lossy: bool, is_autograds: bool) -> tuple[Encode | None, str]:
-        """Return how ``tensor`` is encoded (``None``: it is not) and the name of the kind.
-
-        ``is_autograds`` is false if another stage hands it on, which may read its values.
-        """
+        """Return encoding and kind of ``tensor``; ``is_autograds``: not from a stage, which may read its values."""
         if self._lossless:
             if tensor.dtype is torch.bool:
                 return pack_mask, "mask"

@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -191,7 +190,7 @@ class CompressionStage(SavedTensorStage):
         for made in self._made_of.find(target) or ():
             if not made.is_given_up:
                 elements = torch.empty(0, dtype=made.dtype, device=target.device).set_(target.untyped_storage())
-                self._give_up(made, partial(_return, elements))
+                self._give_up(made, lambda elements=elements: elements)  # type: ignore[misc]
                 self._count_whole(target, target.untyped_storage().nbytes())
 
     @override
@@ -291,10 +290,6 @@ class CompressionStage(SavedTensorStage):
             self.report.kept_bytes += num_bytes
 
 
-def _return(elements: Tensor) -> Tensor:
-    return elements
-
-
 def gradient_cosine(stage: CompressionStage, loss: Tensor, parameters: Iterable[Tensor]) -> float:
     """Return the cosine between the exact gradient and the one that ``stage`` gives.
 
@@ -333,17 +328,13 @@ def gradient_cosine(stage: CompressionStage, loss: Tensor, parameters: Iterable[
         sums = torch.zeros(3, dtype=_widest(loss.device), device=loss.device)
         for one, other in zip(exact, stored, strict=True):
             if one is not None:  # an unused parameter has neither
-                sums += _products(one, other).to(sums.device)
+                a, b = _numbers_of(one), _numbers_of(other)
+                sums += torch.stack([a @ b, a @ a, b @ b]).to(sums.device)
         product, exact_square, stored_square = sums.tolist()  # one wait for the device
     if exact_square == 0.0 or stored_square == 0.0:
         return math.nan if exact_square == stored_square else 0.0
     cosine = product / (exact_square**0.5 * stored_square**0.5)
     return cosine if cosine != cosine else max(-1.0, min(1.0, float(cosine)))
-
-
-def _products(one: Tensor, other: Tensor) -> Tensor:
-    a, b = _numbers_of(one), _numbers_of(other)
-    return torch.stack([a @ b, a @ a, b @ b])
 
 
 def _numbers_of(gradient: Tensor) -> Tensor:

@@ -293,26 +293,19 @@ _HANDLER_OF: dict[Any, _Handler] = {
     **dict.fromkeys([aten.bernoulli.default, aten.bernoulli.p], ValueNotes._mask),
     **dict.fromkeys(_DRAWING, ValueNotes._mask_in_place),
     **dict.fromkeys([aten.relu.default, aten.relu_.default, aten.leaky_relu_.default], ValueNotes._activation),
-    **dict.fromkeys(
-        [getattr(f, overload) for f in _IN_PLACE for overload in ("Tensor", "Scalar")], ValueNotes._mask_in_place
-    ),
+    **dict.fromkeys([overload for f in _IN_PLACE for overload in (f.Tensor, f.Scalar)], ValueNotes._mask_in_place),
 }
 
 
 def _choose_handler(func: Any, *, notes_exact: bool) -> _Handler | None:
     if not isinstance(func, OpOverload):
         return None  # a higher-order operator
-    handler = _LOSSLESS[func] = _choose_lossless(func)
+    handler = _HANDLER_OF.get(func, ValueNotes._writing if written_arguments(func) else None)
+    if func not in _HANDLER_OF and func.namespace not in ("aten", "prim", "prims", "profiler"):
+        handler = ValueNotes._foreign
+    _LOSSLESS[func] = handler
     is_followed = notes_exact and handler is not ValueNotes._foreign and not _is_view(func)
     return ValueNotes._followed if is_followed else handler
-
-
-def _choose_lossless(func: Any) -> _Handler | None:
-    if func in _HANDLER_OF:
-        return _HANDLER_OF[func]
-    if func.namespace not in ("aten", "prim", "prims", "profiler"):
-        return ValueNotes._foreign
-    return ValueNotes._writing if written_arguments(func) else None
 
 
 def _is_view(func: Any) -> bool:

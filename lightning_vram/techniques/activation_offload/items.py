@@ -173,22 +173,8 @@ class OffloadedItem:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_arrival",
-        "_counted_bytes",
-        "_device",
-        "_lent",
-        "_load",
-        "_loan",
-        "_num_handles",
-        "_num_waiting",
-        "_packed_dtype",
-        "_place",
-        "_snapshot",
-        "num_bytes",
-        "number",
-        "parcel",
-        "run",
+        *("__weakref__", "_arrival", "_counted_bytes", "_device", "_lent", "_load", "_loan", "_num_handles"),
+        *("_num_waiting", "_packed_dtype", "_place", "_snapshot", "num_bytes", "number", "parcel", "run"),
     )
 
     def __init__(self, run: Run, place: Place, num_bytes: int, packed_dtype: torch.dtype | None) -> None:

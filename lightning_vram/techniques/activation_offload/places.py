@@ -148,11 +148,9 @@ class OffloadPlaces:
             is_fake = fake_mode is not None
             arena = None
             if self._ring is None:
+                pins_fakes = self._pins_fakes and tensor.device.type not in ("cpu", "meta")
                 like = tensor.new_empty(0) if is_fake else None
-                has_pins = (
-                    self._pin_memory if not is_fake else self._pins_fakes and tensor.device.type not in ("cpu", "meta")
-                )
-                arena = HostArena(pin_memory=has_pins, like=like)
+                arena = HostArena(pin_memory=pins_fakes if is_fake else self._pin_memory, like=like)
             ring = self._ring if not is_fake else None
             place = self._places[key] = Place(arena, ring, make_copies(tensor), tensor)
         return place
@@ -165,29 +163,17 @@ _TOLERANCE = 0.01  # of a step, for waits that no limit explains
 
 @dataclass(frozen=True)
 class OffloadMeasures:
-    """What a step with offloading was measured to take.
+    """What a step with offloading was measured to take."""
 
-    Args:
-        to_host_bytes_per_second: Of a copy while it runs.
-        to_device_bytes_per_second: The same on the way back.
-        forward_seconds: Of its first forward, without waits.
-        backward_seconds: Of the backward up to the last tensor that was asked for, without waits.
-        forward_wait_seconds: What it waited for room, which copies to the host held.
-        backward_wait_seconds: What it waited for tensors to be there again.
-        saved_bytes: What the forward saved and may travel, whether it did or not.
-        travelling_share: Of a byte that is sent away, on the bus: half of one where float32 travels in bfloat16.
-        copies_run_beside: Whether copies run beside the computation; it stands still for each copy if not.
-    """
-
-    to_host_bytes_per_second: float
+    to_host_bytes_per_second: float  # of a copy while it runs
     to_device_bytes_per_second: float
-    forward_seconds: float
-    backward_seconds: float
-    forward_wait_seconds: float
-    backward_wait_seconds: float
-    saved_bytes: int
-    travelling_share: float
-    copies_run_beside: bool
+    forward_seconds: float  # of its first forward, without waits
+    backward_seconds: float  # up to the last tensor that was asked for, without waits
+    forward_wait_seconds: float  # for memory, which copies to the host held
+    backward_wait_seconds: float  # for tensors to be there again
+    saved_bytes: int  # what the forward saved and may travel, whether it did or not
+    travelling_share: float  # of a byte that is sent away, on the bus: 0.5 where float32 travels in bfloat16
+    copies_run_beside: bool  # the computation; it stands still for each copy if not
 
     @property
     def compute_seconds(self) -> float:

@@ -317,15 +317,13 @@ class ActivationOffloading(SavedTensorStage):
                 if item is not None:
                     self._memo.note(tensor, item, key)
                 return item, int(tensor.storage_offset()) - start
-        return (item if self._may_share(item) else None), int(tensor.storage_offset()) - start
+        # What is kept is no snapshot. Autograd's own users ask for none, a stage inside may: it keeps what it has.
+        may_share = item.parcel is not None or innermost_stage() is self
+        return (item if may_share else None), int(tensor.storage_offset()) - start
 
     def _find_known(self, tensor: Tensor, key: Hashable, start: int) -> OffloadedItem | None:
         item = self._memo.find(tensor, key)
         return item if item is not None and item.still_holds(tensor, start * tensor.dtype.itemsize) else None
-
-    def _may_share(self, item: OffloadedItem) -> bool:
-        # What is kept is no snapshot. Autograd's own users ask for none, a stage inside may: it keeps what it has.
-        return item.parcel is not None or innermost_stage() is self
 
     def _make_item(self, tensor: Tensor, start: int, length: int, packed: torch.dtype | None) -> OffloadedItem | None:
         num_bytes = length * tensor.dtype.itemsize
@@ -355,5 +353,5 @@ class ActivationOffloading(SavedTensorStage):
         return max(run.largest_bytes, max(run.saved_bytes, run.expected_bytes) // _WINDOW_SHARE)
 
     def _find_excess(self, run: Run) -> int:
-        """Return what stays of a forward because it is more than may travel: until then copies may take its room."""
+        """Return what stays of a forward because it is more than may travel: until then copies may take its place."""
         return max(0, max(run.saved_bytes, run.expected_bytes) - self.most_bytes) if self.most_bytes is not None else 0

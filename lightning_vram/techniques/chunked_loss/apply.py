@@ -37,9 +37,8 @@ def find_heads(model: nn.Module, heads: LayerPattern | Sequence[LayerPattern] = 
     if heads == "auto":
         found = _declared(model) or _as_large_as_embeddings(model)
         if not found:
-            raise ValueError(
-                f"No head found: no nn.Linear has as many outputs as an nn.Embedding has entries. {WAY_OUT}."
-            )
+            reason = "no nn.Linear has as many outputs as an nn.Embedding has entries"
+            raise ValueError(f"No head found: {reason}. {WAY_OUT}.")
         return _only_linear(found)
     try:
         chosen = {layer.name: layer.module for layer in select_layers(model, heads).layers}
@@ -146,18 +145,9 @@ def apply_chunked_loss(
 ) -> ChunkedLossHandle:
     """Let the heads of ``model`` return logits that are computed when a loss asks for them.
 
-    Args:
-        model: Any module.
-        heads: See :func:`~lightning_vram.techniques.chunked_loss.apply.find_heads`.
-        chunk: Tokens whose logits are there at a time; ``"auto"``: as many as make logits of the size of the hidden
-            states, or fewer where the device has no room for them.
-        tell: Is called where something needs whole logits, with the names of the head and of the function.
-
-    Returns:
-        What undoes it.
-
-    Raises:
-        ValueError: If there is no head, or its class cannot be changed.
+    Of ``chunk`` tokens logits are there at a time; ``"auto"``: as many as make logits of the size of the hidden states,
+    or fewer where the device has too little memory. ``tell`` gets the names of a head and of a function that needs
+    whole logits.
     """
     return ChunkedLossHandle(find_heads(model, heads), chunk, tell)
 

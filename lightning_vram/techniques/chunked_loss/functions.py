@@ -105,11 +105,9 @@ def take_items(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         return NotImplemented
     some = logits
     if any(one != slice(None) if isinstance(one, slice) else True for one in tokens):
-        shape = (
-            torch.empty(*logits.lead, 1, device="meta")[tuple(_on_meta(tokens))].shape
-            if not _has_mask(tokens)
-            else None
-        )
+        has_mask = any(isinstance(one, Tensor) and one.dtype == torch.bool for one in tokens)
+        on_meta = torch.empty(*logits.lead, 1, device="meta")
+        shape = None if has_mask else on_meta[tuple(_on_meta(tokens))].shape
         some = _with_rows(logits, lambda rows: rows[tuple(tokens)], shape)
     if some is NotImplemented or classes == slice(None):
         return some
@@ -144,10 +142,6 @@ def _with_rows(logits: LazyLogits, cut: Callable[..., Tensor], shape: torch.Size
     return NotImplemented if len(shape) < 2 else logits.like(node, logits.sample, shape[:-1], is_view=True)
 
 
-def _has_mask(index: Sequence[Any]) -> bool:
-    return any(isinstance(one, Tensor) and one.dtype == torch.bool for one in index)
-
-
 def _complete(index: Any, ndim: int) -> list[Any] | None:
     """Return an index with an entry for each dimension, or ``None`` where it is of another kind."""
     parts = list(index) if isinstance(index, tuple) else [index]
@@ -179,22 +173,8 @@ _OTHERS = ("__rdiv__", "__div__", "__pow__", "__rpow__", "__neg__", "__abs__", "
 _OF_ONE = ("tanh", "exp", "log", "log1p", "expm1", "neg", "abs", "sqrt", "square", "sigmoid", "logsigmoid", "softplus")
 _LIMITS = ("clamp", "clamp_min", "clamp_max", "clip", "nan_to_num", "relu", "special_entr", "xlogy", "special_xlogy")
 _KINDS = ("float", "double", "half", "bfloat16", "to", "type", "type_as", "clone")
-_COMPARISONS = (
-    "eq",
-    "ne",
-    "gt",
-    "lt",
-    "ge",
-    "le",
-    "isnan",
-    "isinf",
-    "isfinite",
-    "__eq__",
-    "__ne__",
-    "__gt__",
-    "__lt__",
-)
-_LAST_ONES = ("__ge__", "__le__", "logaddexp")
+_COMPARISONS = ("eq", "ne", "gt", "lt", "ge", "le", "__eq__", "__ne__", "__gt__", "__lt__", "__ge__", "__le__")
+_LAST_ONES = ("isnan", "isinf", "isfinite", "logaddexp")
 
 
 def of_single(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -222,9 +202,8 @@ def of_single(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     is_same = isinstance(sample, Tensor) and sample.shape == first.sample.shape and sample.device == first.sample.device
     if not is_same:
         return NotImplemented
-    call = Call(
-        func, [nodes[i] for i in range(len(args))], {n: nodes[n] for n in kwargs}, read_autocast(first.device.type)
-    )
+    node_args, node_kwargs = [nodes[i] for i in range(len(args))], {name: nodes[name] for name in kwargs}
+    call = Call(func, node_args, node_kwargs, read_autocast(first.device.type))
     return first.like(call, sample, first.lead, class_dim=first.class_dim, is_view=func.__name__ in ("to", "float"))
 
 
@@ -282,14 +261,9 @@ def reduce(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def top_k(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Compute the largest logits of each token."""
     logits, *rest = args
-    names = ("k", "dim", "largest", "sorted")
-    options = {**dict(zip(names, rest, strict=False)), **kwargs}
+    options = {**dict(zip(("k", "dim", "largest", "sorted"), rest, strict=False)), **kwargs}
     dim = options.pop("dim", -1)
-    if (
-        not isinstance(logits, LazyLogits)
-        or dim % logits.ndim != logits.class_dim
-        or logits.class_dim != logits.ndim - 1
-    ):
+    if not isinstance(logits, LazyLogits) or not dim % logits.ndim == logits.class_dim == logits.ndim - 1:
         return NotImplemented
     found: Any = [one.view(*logits.lead, one.shape[-1]) for one in logits.reduce(torch.topk, **options)]
     return torch.return_types.topk(found)
@@ -321,14 +295,12 @@ def _place(found: Tensor, logits: LazyLogits, *, keepdim: bool) -> Tensor:
     return whole.unsqueeze(logits.class_dim) if keepdim else whole
 
 
+_SINGLE = (*_ARITHMETIC, *_OPERATORS, *_OTHERS, *_OF_ONE, *_LIMITS, *_KINDS, *_COMPARISONS, *_LAST_ONES)
+_REDUCING = ("sum", "mean", "logsumexp", "amax", "amin", "argmax", "argmin", "max", "min", "all", "any")
 ROW_FUNCTIONS: dict[str, Function] = {
-    **dict.fromkeys(
-        (*_ARITHMETIC, *_OPERATORS, *_OTHERS, *_OF_ONE, *_LIMITS, *_KINDS, *_COMPARISONS, *_LAST_ONES), of_single
-    ),
+    **dict.fromkeys(_SINGLE, of_single),
     **dict.fromkeys(("softmax", "log_softmax"), along_classes),
-    **dict.fromkeys(
-        ("sum", "mean", "logsumexp", "amax", "amin", "argmax", "argmin", "max", "min", "all", "any"), reduce
-    ),
+    **dict.fromkeys(_REDUCING, reduce),
     "topk": top_k,
     **dict.fromkeys(("gather", "take_along_dim"), gather),
 }
@@ -359,9 +331,8 @@ def classify(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         ignore_index = named.get("ignore_index", -100)
         options["ignore_index"] = ignore_index
         counted = target.flatten() != ignore_index
-        found = _against_classes(
-            logits, (target, counted), partial(_of_class, function), named.get("reduction", "mean"), options
-        )
+        of_tokens = partial(_of_class, function)
+        found = _against_classes(logits, (target, counted), of_tokens, named.get("reduction", "mean"), options)
     return found.to(_dtype_of(function, logits))
 
 

@@ -255,9 +255,8 @@ class LazyLogits(Tensor):
 def make_logits(head: Head, settings: Settings) -> LazyLogits:
     """Return the logits of a head, [..., V]."""
     if not torch.is_grad_enabled():
-        head = Head(
-            head.hidden.detach(), head.weight.detach(), None if head.bias is None else head.bias.detach(), head.dtype
-        )
+        bias = None if head.bias is None else head.bias.detach()
+        head = Head(head.hidden.detach(), head.weight.detach(), bias, head.dtype)
     with torch.no_grad():
         sample = head.compute(head.hidden.new_empty(0, head.hidden.shape[-1]))
     return _make(head, sample, head.hidden.shape[:-1], head.hidden.ndim - 1, Memory(settings))
@@ -316,11 +315,7 @@ def _chunk_rows(settings: Settings, node: Node, lead: Sequence[int], *, asks: bo
 
 
 def _as_call(node: Node) -> Call:
-    return node if isinstance(node, Call) else Call(_same, (node,))
-
-
-def _same(value: Tensor) -> Tensor:
-    return value
+    return node if isinstance(node, Call) else Call(lambda value: value, (node,))
 
 
 def _if_made(one: LazyLogits) -> Tensor:

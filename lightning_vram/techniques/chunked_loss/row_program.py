@@ -1,4 +1,7 @@
-"""A graph of calls, computed for some rows at a time: no chunk's logits outlive it."""
+"""A graph of calls over heads and other inputs, computed for some rows at a time: no chunk's logits outlive it.
+
+A row is a token: its hidden state, its logits, its target. Everything in such a graph treats rows alone.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,11 +15,6 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from lightning_vram.core.hooks import unseen_saves
-
-# What is computed from logits, row by row, before any row is there: a graph of calls over heads and other inputs.
-#
-# A row is a token: its hidden state, its logits, its target. Everything in such a graph treats rows alone, so that it
-# can be computed for some rows at a time.
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,9 +294,8 @@ class RowProgram:
             yield _Chunk(start, hiddens, [weight for weight, _ in cast], logits, others)
 
     def _evaluate(self, logits: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-        values: dict[int, Any] = {}
-        for leaf, value in zip((*self.heads, *self._others), (*logits, *others), strict=True):
-            values[id(leaf)] = value
+        leaves = zip((*self.heads, *self._others), (*logits, *others), strict=True)
+        values: dict[int, Any] = {id(leaf): value for leaf, value in leaves}
 
         def get(value: Any) -> Any:
             return values[id(value)] if isinstance(value, Node) else value

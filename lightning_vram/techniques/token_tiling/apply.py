@@ -73,25 +73,13 @@ class TilingHandle(Swaps):
 def apply_token_tiling(
     model: nn.Module,
     layers: LayerPattern | Sequence[LayerPattern] = "auto",
-    tile: int | Literal["auto"] = "auto",
+    tile: int | Literal["auto"] = "auto",  # tokens of each sequence at a time; see ``CutCall.tile``
     *,
-    refuse: Refuse | None = None,
+    refuse: Refuse | None = None,  # called in the first call of a layer that was named and cannot run in tiles
 ) -> TilingHandle:
     """Let modules of ``model`` that treat tokens alone run in tiles.
 
-    Args:
-        model: Any module.
-        layers: ``"auto"``: the outermost modules that are proven to treat tokens alone and compute in several
-            operations. Otherwise class names, module names, globs or classes, one or several.
-        tile: Tokens of each sequence at a time; see
-            :meth:`~lightning_vram.techniques.token_tiling.tiled_call.CutCall.tile`.
-        refuse: Is called in the first call of a layer that was named and cannot run in tiles.
-
-    Returns:
-        What undoes it.
-
-    Raises:
-        ValueError: If a pattern matches nothing, or the class of a module cannot be changed.
+    ``"auto"`` takes the outermost modules that are proven to treat tokens alone and compute in several operations.
     """
     if isinstance(layers, str) and layers == "auto":
         first_names: dict[nn.Module, str] = {}

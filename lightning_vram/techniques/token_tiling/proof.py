@@ -62,11 +62,10 @@ class NotAlone(Exception):  # noqa: N818 - a reason
 def ask_operators(body: Body, call: CutCall, tensors: list[Tensor]) -> str:
     """Return how it was proven that a module treats tokens alone, or raise ``NotAlone``; reads shapes and types only.
 
-    The number of tokens becomes a large prime, so that exactly one dimension of a tensor is a multiple of it if it has
-    tokens. Each operator must be of a kind that treats rows alone as long as this dimension stays. Sums over tokens
-    lose it, comparisons of tokens have two, a table of positions gets one out of nothing. A second prime finds
-    computations with the number of tokens. What is refused here may still be proven by values: estimates are then too
-    high.
+    The number of tokens becomes a large prime, so that only the dimension of tokens is a multiple of it: operators must
+    treat rows alone and keep it. Sums over tokens lose it, comparisons of tokens have two, a table of positions gets
+    one out of nothing. A second prime finds computations with the number of tokens. What is refused here may still be
+    proven by values: estimates are then too high.
     """
     parameters = {name: one.detach() for name, one in body.parameters_by_name.items()}
     sizes = {size for one in (*tensors, *parameters.values()) for size in one.shape}
@@ -201,9 +200,8 @@ class Runs:
         before = [(one.clone(), version_of(one)) for one in tensors]
         with _RandomNumberWatch(self.num_tokens) as watch:
             results, _ = self._run(self._call.arguments(tensors))
-        if not all(
-            version_of(one) == then and is_same(one, copy) for one, (copy, then) in zip(tensors, before, strict=True)
-        ):
+        pairs = zip(tensors, before, strict=True)
+        if not all(version_of(one) == then and is_same(one, copy) for one, (copy, then) in pairs):
             raise NotAlone("writes to its input")
         if not results or not all(isinstance(one, Tensor) for one in results):
             raise NotAlone("returns values other than tensors")
@@ -247,9 +245,8 @@ class Runs:
         """Return what lives as long as the graph of a run."""
         token = _Token()
         with suppress(RuntimeError), self._grad():  # of the next runs the reason can be told
-            marked = [
-                _mark(token, one.clone().requires_grad_()) if _has_gradient(one) else one for one in self._tensors
-            ]
+            tensors = self._tensors
+            marked = [_mark(token, one.clone().requires_grad_()) if _has_gradient(one) else one for one in tensors]
             self._run(self._call.arguments(marked))
         return weakref.ref(token)
 
@@ -322,7 +319,7 @@ def prove(module: nn.Module, body: Body, call: CutCall, tensors: list[Tensor]) -
                 runs = state.run(lambda: Runs(body, call, tensors))  # draws random numbers
                 if has_gradients:
                     runs.look_for_graphs(state)  # first: what keeps a loss somewhere gets but one of these runs
-                ask = partial(_ask_values, runs, has_gradients)
+                ask = partial(_compare, runs, has_gradients)
             else:
                 ask = partial(ask_operators, body, call, tensors)
             return True, state.run(partial(_check_no_traces, module, state, has_values, ask))
@@ -348,14 +345,7 @@ def _check_no_traces(module: nn.Module, state: ForwardState, has_values: bool, a
     return reason
 
 
-def _ask_values(runs: Runs, has_gradients: bool) -> str:  # noqa: FBT001
-    reason = _compare(runs)
-    if has_gradients:
-        _compare_gradients(runs)
-    return reason
-
-
-def _compare(runs: Runs) -> str:
+def _compare(runs: Runs, has_gradients: bool) -> str:  # noqa: FBT001
     num = runs.num_tokens
     every = torch.arange(num, device=runs.device)
     mixed = torch.randperm(num, generator=torch.Generator().manual_seed(0)).to(runs.device)
@@ -370,15 +360,11 @@ def _compare(runs: Runs) -> str:
     for one, other in zip(runs.run(every, place)[0], whole, strict=True):
         if one.is_floating_point() and not torch.equal(one[others].isnan(), other[others].isnan()):
             raise NotAlone("mixes tokens")
+    if has_gradients:
+        pairs = zip(runs.gradients(every), runs.gradients(every[num // 2 :]), strict=True)
+        both = [(one[num // 2 :], other) for one, other in pairs if one is not None and other is not None]
+        _agree([one for one, _ in both], [other for _, other in both], "mixes tokens in its backward", 10)
     return "exact" if is_exact else "lossless"
-
-
-def _compare_gradients(runs: Runs) -> None:
-    num = runs.num_tokens
-    every = torch.arange(num, device=runs.device)
-    pairs = zip(runs.gradients(every), runs.gradients(every[num // 2 :]), strict=True)
-    both = [(one[num // 2 :], other) for one, other in pairs if one is not None and other is not None]
-    _agree([one for one, _ in both], [other for _, other in both], "mixes tokens in its backward", 10)
 
 
 def _agree(

@@ -16,8 +16,6 @@ from lightning_vram.core.rollback import ForwardState
 from lightning_vram.core.tensors.properties import PLAIN_TYPES, Rebuild, flatten_arguments, flatten_output, is_strided
 from lightning_vram.private_names.torch import retains_graph, without_autocast
 
-# Which arguments of a call have tokens, and the call on some of them.
-#
 # Tokens are along the last dimension but one of the first floating tensor: [B, T, D], or [T, D]. Whatever is called
 # batch and token does not matter, as independence along this dimension is what is proven. Other tensors that begin with
 # the same sizes ([B, T]) are cut along with it; those that do not are handed on whole.
