@@ -107,8 +107,8 @@ def find_held_graph(outputs: Any, module: nn.Module) -> HeldGraph | None:
     roots = [node for tensor in tensors_in(outputs) for node in ends_of_graph(tensor)]
     if not roots:
         return None
-    seen = set(roots)
-    nodes = list(seen)
+    nodes = list(dict.fromkeys(roots))
+    seen = set(nodes)
     for node in nodes:  # grows while it is iterated
         following = {other for other, _ in node.next_functions if other is not None} - seen
         seen |= following
