@@ -17,8 +17,7 @@ from lightning_vram.core.operators import BALANCE
 from lightning_vram.memory.estimate.workspaces import measure_bus
 from lightning_vram.memory.units import format_bytes, parse_bytes
 from lightning_vram.private_names.dispatcher import FakeTensor, modules_in_compiled
-from lightning_vram.techniques.activation_checkpointing.budget import SharedPlan
-from lightning_vram.techniques.activation_checkpointing.compiled_budget import CompiledBudget, CompiledBudgetError
+from lightning_vram.techniques.activation_checkpointing import CompiledBudget, CompiledBudgetError, SharedPlan
 from lightning_vram.techniques.activation_offload import ActivationOffloading
 
 MIN_OFFLOAD_BYTES = 1 << 20

@@ -29,12 +29,14 @@ from lightning_vram.memory.tracking.ledger import iterate_tensors
 from lightning_vram.memory.units import format_bytes, parse_limit
 from lightning_vram.private_names.dispatcher import is_compiled
 from lightning_vram.techniques.activation_checkpointing import (
+    BudgetedCheckpointing,
     CheckpointingHandle,
     SavePolicy,
+    SharedPlan,
     apply_activation_checkpointing,
     parse_save,
+    share_largest,
 )
-from lightning_vram.techniques.activation_checkpointing.budget import BudgetedCheckpointing, SharedPlan, share_largest
 
 
 def check_segments(segments: object) -> None:

@@ -1,10 +1,18 @@
-"""Recompute chosen layers in the backward; what a forward counts is counted once.
-
-``apply.py`` swaps the classes of layers, ``recomputed_call.py`` is one call, ``two_runs.py`` compares its two runs,
-``selective.py`` keeps chosen results. May import: core, memory.
-"""
+"""Recompute chosen layers in the backward, or as much of them as a byte budget asks for. May import: core, memory."""
 
 from lightning_vram.techniques.activation_checkpointing.apply import CheckpointingHandle, apply_activation_checkpointing
+from lightning_vram.techniques.activation_checkpointing.budget import BudgetedCheckpointing, SharedPlan, share_largest
+from lightning_vram.techniques.activation_checkpointing.compiled_budget import CompiledBudget, CompiledBudgetError
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy, parse_save
 
-__all__ = ["CheckpointingHandle", "SavePolicy", "apply_activation_checkpointing", "parse_save"]
+__all__ = [
+    "BudgetedCheckpointing",
+    "CheckpointingHandle",
+    "CompiledBudget",
+    "CompiledBudgetError",
+    "SavePolicy",
+    "SharedPlan",
+    "apply_activation_checkpointing",
+    "parse_save",
+    "share_largest",
+]
