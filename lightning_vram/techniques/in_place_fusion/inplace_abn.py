@@ -1,4 +1,10 @@
-"""Batch norm and an invertible activation keep one map instead of three. May import: core, memory."""
+"""Link batch norms to the invertible activations behind them: a pair saves one map instead of three.
+
+The class of the norm is swapped for one that normalizes and activates, that of the activation for one that passes on
+what such a norm gave it. Names, ``state_dict``, copies, pickles and the bits of the forward stay (SyncBatchNorm: up to
+rounding). The gradient uses the recovered input: a pair is refused, or falls back during training, where gamma is too
+small for that. In compiled code it breaks the graph. Hooks that read the norm's output see it activated.
+"""
 
 import functools
 from collections.abc import Callable, Container, Iterable
@@ -42,16 +48,8 @@ class Link(Protocol):
         """LeakyReLU, ELU or Identity; several norms may share it, and it may be called on other tensors."""
 
 
-def check_pair(
-    index: int, link: Link, changed: Container[nn.Module], dtype: torch.dtype | None, max_error: float | None
-) -> None:
-    """Raise ``ValueError`` if a pair cannot be inverted; an activation among ``changed`` may serve another norm."""
-    name = f"link {index}, {_describe(link.producer)} followed by {link.consumer}"
-    _check_link(name, link, changed)
-    _check_error(name, link, dtype, max_error)
-
-
 def _check_link(name: str, link: Link, changed: Container[nn.Module]) -> None:
+    """Raise ``ValueError`` if a pair is of other kinds; an activation among ``changed`` may serve several norms."""
     is_shared = link.consumer in changed
     for module in (link.producer, link.consumer):
         if STATE in vars(module) and not (is_shared and module is link.consumer):
@@ -124,39 +122,24 @@ def _describe(module: nn.Module) -> str:
     return f"{type(module).__name__}({getattr(module, 'num_features', '')})"
 
 
-# Let batch norms take over the invertible activation behind them, so that the two keep one map instead of three.
-#
-# What is computed, and what it costs: ``function.py``. Here a pair of modules is made to compute it: the norm changes
-# its class to one that normalises and activates, the activation to one that hands on what such a norm gave it. Names,
-# ``state_dict``, copies and pickles are those of the plain model, and so is, to the bit, the forward (SyncBatchNorm: up
-# to rounding). The gradient is that of a recovered input, and gamma decides how well it is recovered: a pair is refused
-# where the predicted error is too large, and falls back to the plain modules if gamma moves there in training.
-#
-# It does not help where no gradient is recorded (the modules are then the plain ones) or in compiled code: the compiler
-# fuses the two itself, and our modules break its graph. Hooks that read the norm's output see it activated.
-
 CHECK_EVERY_N_FORWARDS = 100
 """How often a pair reads gamma and beta in training, from its first forward on: on a GPU it waits for them."""
 
 
 @dataclass
 class _Handover:
-    """Activated outputs on their way from norms to one activation. By storage: FSDP2 hands on an alias."""
+    """Activated outputs on their way from norms to one activation."""
 
-    _under_way: list[StorageWeakRef] = field(default_factory=list)
+    _under_way: list[StorageWeakRef] = field(default_factory=list)  # by storage: FSDP2 passes on an alias
     _lost: bool = False
 
     def give(self, output: Tensor) -> None:
-        """Note that ``output`` is activated."""
         self._forget_expired()
         self._under_way.append(_refer_to(output))
 
     def take(self, input: Tensor) -> bool:
         """Whether ``input`` was given, once."""
-        if not self._under_way:
-            return False
-        storage = _refer_to(input)
-        if storage in self._under_way:
+        if self._under_way and (storage := _refer_to(input)) in self._under_way:
             self._under_way.remove(storage)
             return True
         self._forget_expired()
@@ -170,7 +153,6 @@ class _Handover:
 
     @property
     def is_pending(self) -> bool:
-        """Whether an output is alive that never arrived."""
         return bool(self._under_way)
 
     def _forget_expired(self) -> None:
@@ -214,26 +196,16 @@ class InPlaceABNHandle(Swaps):
 def apply_inplace_abn(
     links: Iterable[Link], *, dtype: torch.dtype | None = None, max_error: float | None = None
 ) -> InPlaceABNHandle:
-    """Let each linked norm normalise and activate in one function that keeps only its output, in place.
+    """Let each linked norm normalize and activate in one function that saves only its output; return the undo.
 
-    Every 100th forward of a norm that records a gradient, the first included, predicts the error again, for the dtype
-    the norm really gets, which costs a GPU one wait; a pair beyond ``max_error`` falls back for good. Between two
-    checks the error grows as gamma shrinks. Processes that train the same weights decide alike.
+    That the activation is the norm's only reader is not checked. Raises ``ValueError`` if a pair is refused; then no
+    module is changed. Every 100th forward that records a gradient predicts the error again, for the dtype the norm
+    really gets; a pair beyond ``max_error`` falls back for good. Processes that train the same weights decide alike.
 
     Args:
-        links: Norms and the activations behind them. That the activation is the only reader is taken on trust.
-        dtype: What the activations are computed in, for the check made here. ``None``: the dtype of the norm's
-            weights; under autocast that is not what the first forward will find.
-        max_error: Largest predicted error, see
-            :func:`~lightning_vram.techniques.in_place_fusion.invertible_norm.predict_inversion_error`.
-            ``None``: 1e-3, and 2e-2 in 16 bits.
-
-    Returns:
-        The undo.
-
-    Raises:
-        ValueError: If a module is of another kind, cannot be inverted or is linked already, if the predicted error is
-            too large, or if ``max_error`` is not positive. The modules are then as they were.
+        links: Norms and the activations behind them.
+        dtype: What the activations are computed in, for the first check. ``None``: the dtype of the norm's weights.
+        max_error: Largest value of :func:`predict_inversion_error`. ``None``: 1e-3, and 2e-2 in 16 bits.
 
     Example:
         >>> from types import SimpleNamespace
@@ -249,7 +221,9 @@ def apply_inplace_abn(
     handle = InPlaceABNHandle()
     with handle.all_or_none():
         for index, link in enumerate(links):
-            check_pair(index, link, handle.modules, dtype, max_error)
+            name = f"link {index}, {_describe(link.producer)} followed by {link.consumer}"
+            _check_link(name, link, handle.modules)
+            _check_error(name, link, dtype, max_error)
             if link.consumer not in handle.modules:
                 handle.add(link.consumer, _Handover(), _run_consumer)
             state = _ProducerState(link.consumer, vars(link.consumer)[STATE], max_error)
@@ -259,11 +233,7 @@ def apply_inplace_abn(
 
 
 def apply_inplace_abn_where_safe(links: Iterable[Link]) -> tuple[InPlaceABNHandle, list[str]]:
-    """Do as :func:`apply_inplace_abn` for each link that is not refused.
-
-    Returns:
-        The undo of all, and why each of the others was refused.
-    """
+    """Apply :func:`apply_inplace_abn` where possible; return the undo, and why each other link was refused."""
     whole, refused = InPlaceABNHandle(), []
     handovers: dict[nn.Module, _Handover] = {}
     for link in links:

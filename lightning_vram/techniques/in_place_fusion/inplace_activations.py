@@ -1,14 +1,9 @@
 """Find the activations of a model that may overwrite their input, and let them.
 
-An activation that overwrites its input allocates no output. That is right only if nobody needs the input: no skip
-connection reads it again, no view, hook or caller holds it, and what made it has not saved it for its backward, as
-``sigmoid`` does. One observed step tells; a model that was safe in it is safe wherever control flow is the same.
-
-What it saves: after ``LeakyReLU`` one activation less is kept for the backward. ``ReLU`` keeps its output anyway, and
-saves the moment in which both exist. Where it does not help: autograd copies the input of ``ReLU6``, ``SiLU``,
-``Hardswish`` and their like before they overwrite it; ``ELU`` and its kin round differently in place; dropout on a GPU
-draws other numbers in place. These are refused. Beside
-:class:`~lightning_vram.techniques.in_place_fusion.recomputation.stage.Recomputation`, which drops more, it adds little.
+That is right only if nothing else needs the input: no skip connection reads it, no view, hook or caller holds it, and
+what made it has not saved it for its backward. One observed step shows that, for the same control flow. ``LeakyReLU``
+saves one activation less for backward; ``ReLU`` only the moment in which input and output both exist. With
+``recomputation``, which drops more, it adds little.
 """
 
 from collections import defaultdict
@@ -20,71 +15,43 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.private_names.torch import is_view
+from lightning_vram.private_names.torch import SEE_INPUT, have_all_modules_hooks, is_view
 from lightning_vram.techniques.in_place_fusion.observed_links import (
     Memory,
     StorageWatch,
     collect_cycles,
-    has_global_hooks,
     has_tensor_hooks,
     is_plain,
     watch_hooks,
 )
 
 _EXACT = {nn.ReLU.forward, nn.LeakyReLU.forward}
-_COPIED = "saves nothing: autograd copies its input first"
-_INEXACT = "its backward rounds differently in place"
-_DRAWN = "in place it draws its random numbers with another kernel"
-_NEVER: dict[Any, str] = {
-    **{
-        kind.forward: _COPIED
-        for kind in (nn.ReLU6, nn.Hardtanh, nn.Threshold, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.Mish)
-    },
-    **{kind.forward: _INEXACT for kind in (nn.ELU, nn.SELU, nn.CELU)},
-    **{
-        kind.forward: _DRAWN
-        for kind in (
-            *(nn.RReLU, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout),
-            nn.FeatureAlphaDropout,
-        )
-    },
+_REFUSED: dict[str, tuple[type[nn.Module], ...]] = {
+    "saves nothing: autograd copies its input first": (
+        *(nn.ReLU6, nn.Hardtanh, nn.Threshold, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.Mish),
+    ),
+    "its backward rounds differently in place": (nn.ELU, nn.SELU, nn.CELU),
+    "in place it draws its random numbers with another kernel": (
+        *(nn.RReLU, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
+    ),
 }
+_NEVER: dict[Any, str] = {kind.forward: reason for reason, kinds in _REFUSED.items() for kind in kinds}
 # Autograd nodes that do not save the first result of their operator. Any other may.
 _DO_NOT_KEEP_OUTPUT = {
-    "AddBackward0",
-    "AddmmBackward0",
-    "AvgPool2DBackward0",
-    "BaddbmmBackward0",
-    "BmmBackward0",
-    "CatBackward0",
-    "CloneBackward0",
-    "ConvolutionBackward0",
-    "CudnnBatchNormBackward0",
-    "DivBackward0",
-    "FusedRmsNormBackward0",
-    "MaxPool2DWithIndicesBackward0",
-    "MiopenBatchNormBackward0",
-    "MmBackward0",
-    "MulBackward0",
-    "NativeBatchNormBackward0",
-    "NativeGroupNormBackward0",
-    "NativeLayerNormBackward0",
-    "SubBackward0",
-    "ToCopyBackward0",
-    "UpsampleBilinear2DBackward0",
-    "UpsampleNearest2DBackward0",
+    f"{operator}Backward0"
+    for operator in (
+        *("Add", "Addmm", "Baddbmm", "Bmm", "Cat", "Clone", "Convolution", "Div", "Mm", "Mul", "Sub", "ToCopy"),
+        *("CudnnBatchNorm", "MiopenBatchNorm", "NativeBatchNorm"),
+        *("FusedRmsNorm", "NativeGroupNorm", "NativeLayerNorm"),
+        *("AvgPool2D", "MaxPool2DWithIndices", "UpsampleBilinear2D", "UpsampleNearest2D"),
+    )
 }
 
 _KEPT = "the module before keeps its output for backward"
 
 
 class InplaceObserver:
-    """Observes which activations inside a module may overwrite their input, while it is entered, once.
-
-    Run a training step in the block, backward included or not; the results are there after it.
-
-    Args:
-        module: Any module. It is left as it was.
+    """Observes in one training step which activations inside a module may overwrite their input.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.LeakyReLU(), nn.Sigmoid(), nn.ReLU())
@@ -138,7 +105,7 @@ class InplaceObserver:
         collect_cycles(memory for memories in self._given.values() for memory in memories)
         for member, name in self._candidates.items():
             reason = self.refused.get(name) or self._why_unsafe(member)
-            if reason is None and (error is not None or has_global_hooks()):
+            if reason is None and (error is not None or have_all_modules_hooks(SEE_INPUT)):
                 reason = "the step was not finished" if error is not None else "a hook sees its input"
             if reason is None:
                 self.safe.append(name)
@@ -216,17 +183,9 @@ class InplaceHandle:
 
 
 def set_inplace(module: nn.Module, names: Iterable[str]) -> InplaceHandle:
-    """Let activations overwrite their input.
+    """Let the named activations overwrite their input; return the undo.
 
-    Args:
-        module: The module that was observed.
-        names: Of modules inside it, such as :attr:`InplaceObserver.safe`. Those that do already are left alone.
-
-    Returns:
-        The undo.
-
-    Raises:
-        ValueError: If there is no such module or it has no such switch. All modules are then as they were.
+    Raises ``ValueError`` if there is no such module or it has no such switch. All modules are then as they were.
     """
     members: dict[str, Any] = dict(module.named_modules(remove_duplicate=False))
     handle = InplaceHandle()

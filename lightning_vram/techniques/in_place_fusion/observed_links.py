@@ -1,12 +1,9 @@
-"""Observe, in one real training step, which module feeds which, and prove that nobody else looks at what passes.
+"""Observe, in one real training step, which module feeds which, and prove that nothing else uses the tensor between.
 
-Folding a norm into its convolution, or an activation that overwrites its input, is right only if the tensor between
-two modules is theirs alone. No name or order of modules tells that; a step that is watched does. A dispatch mode sees
-every operator that reads or writes the memory in question; a weak reference tells whether anybody still holds it.
-
-What it costs: Python for every operator of that one step, no memory. What it proves, it proves for the control flow
-of that step. Code that reads memory past the operators of torch (numpy, DLPack, kernels launched by address) must
-hold the tensor to be noticed. Compiled code is not looked into.
+Folding a norm into its convolution, or overwriting an activation's input, is right only then. A dispatch mode sees
+every operator that reads or writes the memory; a weak reference shows whether anybody still holds it. The proof holds
+for the control flow of that step. Code that reads memory past the operators of torch (numpy, DLPack, kernels launched
+by address) must hold the tensor to be noticed; compiled code is not looked into.
 """
 
 import gc
@@ -37,15 +34,6 @@ from lightning_vram.private_names.torch import (
     tree_leaves,
 )
 from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
-
-# Watch every operator that reads or writes a piece of memory, and whether anybody still holds it.
-#
-# What is folded, fused or overwritten must belong to those who do it. A dispatch mode sees every operator on a storage;
-# a weak reference to the tensor that was handed over tells whether it outlives the module it was for. Who makes use of
-# it: ``links.py``, ``inplace_activations.py``.
-#
-# What it costs: Python for every operator while it is entered, no memory. What it does not see: numpy, DLPack and
-# kernels launched by address, unless they hold the tensor; the inside of compiled code.
 
 
 class Memory:
@@ -114,10 +102,9 @@ class StorageWatch(QuietMode):
         return self._memories.find(tensor)
 
     def hand_over(self, tensor: Tensor, memory: Memory) -> Tensor:
-        """Return an alias of ``tensor`` for the one module that may have it, so that ``tensor`` itself can die.
+        """Return an alias of ``tensor`` for the one module that may have it.
 
-        Autograd keeps what a module saves alive, Python object included. With an alias in the module, ``tensor`` lives
-        on only if somebody else has it.
+        Autograd keeps what a module saves alive, Python object included: ``tensor`` lives on only if others have it.
         """
         memory.give(tensor)
         with self.paused():
@@ -204,12 +191,7 @@ class Link:
 
 
 class LinkObserver:
-    """Observes which modules inside a module feed which, while it is entered, once; ask for :meth:`links` afterwards.
-
-    Args:
-        module: Any module. It is left as it was.
-        producers: Classes of the modules whose outputs are followed.
-        consumers: Classes of the modules that may take them.
+    """Observes, while it is entered, once, which modules feed which; :meth:`links` has the result.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
@@ -254,7 +236,7 @@ class LinkObserver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._exit.close()
-        if error is None and not has_global_hooks():
+        if error is None and not have_all_modules_hooks(SEE_INPUT):
             collect_cycles(self._taken)
             proven = list(self._prove())
             self._links = [link for link, is_exclusive in proven if is_exclusive]
@@ -263,11 +245,9 @@ class LinkObserver:
             records.clear()
 
     def links(self, *, allow_shared: bool = False) -> list[Link]:
-        """Return the proven links, in the order of the producers. There are none if the block raised.
+        """Return the proven links, in the order of the producers; none if the block raised.
 
-        Args:
-            allow_shared: Also those whose consumer took other tensors as well, of other producers or of none: an
-                activation that a block uses several times.
+        ``allow_shared``: also those whose consumer took other tensors too: an activation that is used several times.
         """
         return list(self._shared if allow_shared else self._links)
 
@@ -338,17 +318,12 @@ def watch_hooks(module: nn.Module, watch: StorageWatch, stack: ExitStack) -> Non
                     memory.is_seen_by_hook = True
 
     for member in module.modules():
-        sees_output = has_hooks(member, SEE_OUTPUT)
+        sees_output = has_hooks(member, SEE_OUTPUT)  # before ours is there
         if has_hooks(member, SEE_INPUT):
             before = member.register_forward_pre_hook(lambda _, args, kwargs: see((args, kwargs)), with_kwargs=True)
             stack.callback(before.remove)
         if sees_output:
             stack.callback(member.register_forward_hook(lambda _module, _args, output: see(output)).remove)
-
-
-def has_global_hooks() -> bool:
-    """Whether hooks are set on all modules there are: they see everything."""
-    return have_all_modules_hooks(SEE_INPUT)
 
 
 def has_tensor_hooks(tensor: Tensor) -> bool:

@@ -1,8 +1,8 @@
-"""All of in-place fusion on one module: what works in every step, and what one observed step has to prove first.
+"""All of in-place fusion on one module.
 
-Recomputation works from the first training step on. Folding frozen batch norms, inverting activations
-and writing in place need to know which module feeds which and who else looks. That is observed in the first step that
-records a gradient, and they apply from the next on: its backward must find the modules as its forward did.
+Recomputation works from the first training step on. Folding, inverting and writing in place need proof of which module
+alone reads which output: the first step that records a gradient is observed, and they apply from the next on, because
+its backward must find the modules as its forward did.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,12 +12,12 @@ from enum import Enum, auto
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.private_names.dispatcher import is_compiled
-from lightning_vram.private_names.torch import storage_key, tree_leaves
+from lightning_vram.private_names.torch import storage_key
 from lightning_vram.techniques.in_place_fusion.folding import (
     BATCH_NORMS,
     CONVOLUTIONS,
@@ -27,7 +27,7 @@ from lightning_vram.techniques.in_place_fusion.folding import (
 )
 from lightning_vram.techniques.in_place_fusion.inplace_abn import InPlaceABNHandle, apply_inplace_abn_where_safe
 from lightning_vram.techniques.in_place_fusion.inplace_activations import InplaceObserver, set_inplace
-from lightning_vram.techniques.in_place_fusion.observed_links import LinkObserver
+from lightning_vram.techniques.in_place_fusion.observed_links import LinkObserver, tensors_in
 from lightning_vram.techniques.in_place_fusion.recomputation import (
     Recomputation,
     apply_compiled_recomputation,
@@ -60,13 +60,7 @@ class FusionError(ValueError):
 
 
 class Fusion:
-    """Fusion at work on one module, until :meth:`remove`.
-
-    Args:
-        module: What is trained.
-        policy: What to do.
-        tell: Takes each sentence about what was done.
-    """
+    """Fusion at work on one module, until :meth:`remove`. ``tell`` takes each sentence about what was done."""
 
     def __init__(self, module: nn.Module, policy: FusionPolicy, tell: Callable[[str], None]) -> None:
         self._module = module
@@ -92,9 +86,8 @@ class Fusion:
     def step(self) -> Iterator[None]:
         """Run one training step inside.
 
-        Raises:
-            FusionError: At the start of the second, if what the policy asks for is impossible on this module; at the
-                end of any, if the model took another path than when it was observed.
+        Raises ``FusionError`` at the start of the second step if the policy is impossible on this module, at the end of
+        any step if the model took another path than when it was observed.
         """
         if self._stage is _Stage.OBSERVED:
             self._change()
@@ -223,17 +216,11 @@ class Fusion:
             self._tell(f"saves {count} results of {operator}: their recomputation is not exact.")
 
     def _name(self, module: nn.Module) -> str:
-        names: dict[nn.Module, str] = {member: name for name, member in self._module.named_modules()}
-        return names[module]
+        return next(name for name, member in self._module.named_modules() if member is module)
 
 
 class FrozenNormFolding:
-    """Folds batch norms into convolutions where a module is only evaluated, from the second batch on.
-
-    Args:
-        module: What is evaluated.
-        tell: Takes a sentence about what was done.
-    """
+    """Folds batch norms into convolutions where a module is only evaluated, from the second batch on."""
 
     def __init__(self, module: nn.Module, tell: Callable[[str], None]) -> None:
         self._module = module
@@ -268,23 +255,18 @@ class FrozenNormFolding:
 
 
 def count_hidden_bytes(outputs: Any) -> tuple[int, int]:
-    """Add up what custom functions in the graph of ``outputs`` hold past ``save_for_backward``: no hook sees it.
+    """Count custom autograd functions in the graph of ``outputs`` that hold tensors in attributes, and those bytes.
 
-    Args:
-        outputs: Any nest with tensors.
-
-    Returns:
-        The functions that hide tensors, and the bytes of these tensors, each memory once.
+    Saved-tensor hooks do not see them. Each memory counts once.
     """
-    tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    waiting: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
     seen: set[Any] = set(waiting)
     functions: set[str] = set()
     storages: dict[int, int] = {}
     while waiting:
         node = waiting.pop()
         if isinstance(node, BackwardCFunction):
-            tensors = [leaf for leaf in tree_leaves(list(vars(node).values())) if isinstance(leaf, Tensor)]
+            tensors = list(tensors_in(list(vars(node).values())))
             functions |= {type(node).__name__} if tensors else set()
             storages |= {storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in tensors}
         for following, _ in node.next_functions:

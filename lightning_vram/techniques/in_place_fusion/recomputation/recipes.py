@@ -1,7 +1,7 @@
-"""How a tensor was made.
+"""How to recompute a tensor.
 
-A :class:`Value` stands for what one tensor held at one moment. Its :class:`Recipe` names the operator and the values it
-was made of.
+A :class:`Value` stands for what one tensor held at one moment. Its :class:`Recipe` is the operator and the values that
+the tensor was computed from.
 """
 
 import math
@@ -37,10 +37,9 @@ from lightning_vram.private_names.torch import num_writes, outside_of_vmap
 
 
 class Kept:
-    """A tensor that is kept for backward: saved by autograd, or the end of somebody's recipe, or both.
+    """A tensor that is saved for backward: by autograd, as the end of a recipe, or both.
 
-    Autograd's own users see it through :meth:`restore`, with autograd's rule that it must not have been overwritten.
-    Recipes see what it held when it was kept: :meth:`make_private` copies it before it is overwritten.
+    :meth:`restore` serves autograd, and raises if it was overwritten; :meth:`read` gives recipes what it held then.
     """
 
     __slots__ = ("__weakref__", "_copy", "is_end", "is_overwritten", "num_bytes", "tensor", "version")
@@ -57,7 +56,7 @@ class Kept:
 
     @property
     def is_exact(self) -> bool:
-        """Whether it is read to the bit."""
+        """Whether reading it is bit-exact."""
         return True
 
     def restore(self) -> Tensor:
@@ -66,7 +65,7 @@ class Kept:
         return self.tensor
 
     def read(self) -> Tensor:
-        """Return what it held when it was kept."""
+        """Return what it held when it was saved."""
         if self._copy is not None:
             return self._copy
         if num_writes(self.tensor) != self.version:
@@ -79,14 +78,20 @@ class Kept:
 
     def before_write(self) -> None:
         """Copy it for the recipes that end on it: its memory is about to be overwritten."""
-        if not self.is_end or self._copy is not None:
-            self.is_overwritten = not self.is_end
-            return
-        self.copy()
+        if not self.is_end:
+            self.is_overwritten = True
+        elif self._copy is None:
+            self.copy()
 
     def copy(self) -> None:
-        """Let recipes read what it holds now, whatever becomes of it."""
-        self._copy = _copy(self.tensor)
+        """Let recipes read what it holds now: the span of memory it covers, so that overlaps stay overlaps."""
+        tensor = self.tensor
+        if tensor.is_neg() or tensor.is_conj() or tensor.numel() == 0:
+            self._copy = tensor.resolve_conj().resolve_neg().clone()
+            return
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        span = tensor.as_strided((extent,), (1,), tensor.storage_offset()).clone()
+        self._copy = span.as_strided(tensor.shape, tensor.stride(), 0)
 
 
 class KeptElsewhere(Kept):
@@ -117,7 +122,7 @@ class KeptElsewhere(Kept):
         if self.is_end or self._taken.is_snapshot:
             self._taken.before_write()
         else:
-            self.is_overwritten = True  # by the very operator that saves it, or by a later one
+            self.is_overwritten = True  # by the operator that saves it, or by a later one
 
     def copy(self) -> None:  # noqa: D102
         return
@@ -150,20 +155,11 @@ class KeptMask(Kept):
         return  # the bits are its own
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    """Copy values and strides: the span of memory it covers, so that overlaps stay overlaps."""
-    if tensor.is_neg() or tensor.is_conj() or tensor.numel() == 0:
-        return tensor.resolve_conj().resolve_neg().clone()
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    span = tensor.as_strided((extent,), (1,), tensor.storage_offset()).clone()
-    return span.as_strided(tensor.shape, tensor.stride(), 0)
-
-
 class Value(weakref.ref[Tensor]):
     """What a tensor held when it had ``version``; calling it gives the tensor while that lives.
 
-    A weak reference with fields, since one is made for every cheap operator: the two objects it saves are a
-    microsecond. Made by ``RecipeNotes``. Never compared: equality of weak references compares tensors.
+    A weak reference with fields: one is made for every cheap operator, and a separate object is a microsecond more.
+    Never compared: equality of weak references compares tensors.
     """
 
     __slots__ = ("__weakref__", "address", "dropped", "index", "kept", "recipe", "version")
@@ -224,8 +220,7 @@ class MaskValue(Value):
 class CopyValue(Value):
     """The result of ``clone``: autograd's own, if it is saved at once and nobody else has it.
 
-    A user's own is memory that something other than an operator may write to (NumPy, an extension); no recipe is
-    believed then.
+    A user's own may be written to by something other than an operator (NumPy, an extension): no recipe is used then.
     """
 
     __slots__ = ()
@@ -273,10 +268,9 @@ class Recipe:
 
 
 class WriteRecipe(Recipe):
-    """One call of an operator in place, with the functional form in its place.
+    """One call of an in-place operator, with its functional form.
 
-    The in-place form leaves the strides of its target, whatever they are, and kernels round by strides: a vectorised
-    loop not as the loop over what is left.
+    The in-place form leaves the strides of its target, and kernels round by strides: a vectorised loop not as its rest.
     """
 
     __slots__ = ("_strides",)
@@ -291,12 +285,9 @@ class WriteRecipe(Recipe):
         return stored_as(super().run(args), self._strides)
 
 
-# Make the result of a batch norm again: to the bit, and without moving its running statistics a second time.
-#
-# Two ways. The same kernel again, with other running statistics to move: the same bits by construction, one more
-# reduction. Or one elementwise pass from the statistics that are kept anyway: a third of the time, and the same bits
-# only where the kernel rounds as the formula does. That is tried once per process, dtype, device and layout on a
-# million random numbers, and taken only if all of them agree. A few at a time: it is tried in the middle of a backward.
+# A batch norm is recomputed bit-exactly, without updating its running statistics again: by the same kernel on other
+# running statistics, or by one elementwise pass from the saved statistics, a third of the time, where the kernel rounds
+# as the formula does. That is tried once per process on a million random numbers, a few at a time: a backward runs.
 
 aten = torch.ops.aten
 _TRAINING = 5  # position of ``training`` among the arguments of all batch norms, except ``no_stats``
@@ -331,19 +322,15 @@ class BatchNormRecipe(Recipe):
         if self.running is not None:
             shape, dtype, device = self.running
             args[3], args[4] = (torch.ones(shape, dtype=dtype, device=device) for _ in range(2))
-        return self.function(*args, **self.kwargs) if self.kwargs else self.function(*args)
+        return super().run(args)
 
 
-def second_run(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return operator and arguments of the second run: in training it must not move its buffers again."""
-    if function is not BATCH_NORM_WITHOUT_STATISTICS and args[_TRAINING]:
-        args = (*args[:3], None, None, *args[5:])
-    return (aten.native_batch_norm.default if function is BATCH_NORM else function), args
-
-
-def is_training(function: Any, args: tuple[Any, ...]) -> bool:
-    """Whether the call normalises by the statistics of its batch."""
-    return function is BATCH_NORM_WITHOUT_STATISTICS or bool(args[_TRAINING])
+def recomputation_call(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], bool]:
+    """Return operator and arguments that recompute a batch norm, and whether it normalizes by its batch."""
+    is_training = function is BATCH_NORM_WITHOUT_STATISTICS or bool(args[_TRAINING])
+    if is_training and function is not BATCH_NORM_WITHOUT_STATISTICS:
+        args = (*args[:3], None, None, *args[5:])  # running statistics must not be updated again
+    return (aten.native_batch_norm.default if function is BATCH_NORM else function), args, is_training
 
 
 def _normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, deviation: Tensor) -> Tensor:
@@ -401,11 +388,8 @@ def _is_exact_once(kernel: _Kernel, shape: list[int], generator: torch.Generator
     return ours.stride() == result.stride() and torch.equal(ours, result)
 
 
-# Make dropout again: from its mask kept as bits, or from the state its generator had.
-#
-# A mask as bits is a thirty-second of the bytes that dropout keeps on the host, an eighth on a GPU. The state of the
-# generator is a few bytes on a GPU and 5 KB on the host, whatever the size of the mask, and drawing it again costs more
-# time than reading bits.
+# Dropout is recomputed from its mask, saved as bits (1/32 of the bytes on the host, 1/8 on a GPU), or from the state
+# its generator had (a few bytes on a GPU, 5 KB on the host): drawing again takes more time than reading bits.
 
 
 class DropoutRecipe(Recipe):
@@ -419,8 +403,7 @@ class DropoutRecipe(Recipe):
     @override
     def run(self, args: list[Any]) -> Tensor:
         source, mask, probability = args
-        result: Tensor = source * mask * _scale(probability, source)
-        return result
+        return source * mask * _scale(probability, source)  # type: ignore[no-any-return]
 
 
 class DrawRecipe(Recipe):
@@ -440,29 +423,23 @@ class DrawRecipe(Recipe):
 
     @override
     def run(self, args: list[Any]) -> Any:
-        with outside_of_vmap():  # a batched backward draws what the forward drew
-            return self._draw()
-
-    def _draw(self) -> Any:
-        like = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._device)
         read, write = self._source
-        now = read()
-        write(self._state)
-        try:
-            if self.function is aten.bernoulli_.float:
-                return like.bernoulli_(self._probability, generator=self._generator)
-            return self.function(like, p=self._probability, train=True)
-        finally:
-            write(now)
+        with outside_of_vmap():  # a batched backward draws what the forward drew
+            like = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._device)
+            now = read()
+            write(self._state)
+            try:
+                if self.function is aten.bernoulli_.float:
+                    return like.bernoulli_(self._probability, generator=self._generator)
+                return self.function(like, p=self._probability, train=True)
+            finally:
+                write(now)
 
 
 def note_draw(
     function: Any, like: Tensor, probability: float, generator: torch.Generator | None = None
 ) -> DrawRecipe | None:
-    """Return how to draw again the mask, made like ``like``, that ``function`` is about to draw.
-
-    ``None`` where the device has no generator that can be set.
-    """
+    """Return how to draw again the mask that ``function`` is about to draw; ``None`` without a settable generator."""
     source = (generator.get_state, generator.set_state) if generator is not None else default_source(like.device)
     return DrawRecipe(function, like, probability, generator, source) if source is not None else None
 
@@ -509,7 +486,9 @@ class HoldingCosts:
                 return False
             if not self.is_free(source, origin):
                 cost += origin.numel() // 8 if source.is_mask else origin.nbytes
-        return cost < tensor.nbytes or cost == 0 or (cost == tensor.nbytes and _drops_on_tie(recipe.function))
+        if cost == tensor.nbytes:  # inputs of ``cat`` and of views are often saved later anyway
+            return cost == 0 or recipe.function is aten.cat.default or family_of(recipe.function) is Family.VIEW
+        return cost < tensor.nbytes or cost == 0
 
     def owns_memory(self, recipe: Recipe) -> bool:
         """Whether a result is more than a view of what is kept anyway or counts as dropped already."""
@@ -521,8 +500,3 @@ class HoldingCosts:
         origin = base()
         is_free = origin is not None and self.is_free(base, origin)
         return not is_free and base.find_kept() is None and base.find_dropped() is None
-
-
-def _drops_on_tie(function: Any) -> bool:
-    """Whether a result is dropped if its inputs are as large: those of ``cat`` and of views are often kept later."""
-    return family_of(function) is Family.VIEW or function is torch.ops.aten.cat.default

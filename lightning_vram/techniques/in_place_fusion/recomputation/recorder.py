@@ -1,7 +1,7 @@
-"""Note how every tensor is made, as the operators pass by.
+"""Record how every tensor is computed, in a dispatch mode that holds weak references only.
 
-What is noted are weak references: nothing is kept alive by it. The recorder also sees every write: a tensor that a
-recipe ends on is copied before it is overwritten, and a value that was overwritten is not taken for what it was.
+The recorder also sees every write: a tensor that a recipe ends on is copied before it is overwritten, and a value that
+was overwritten is no longer used.
 """
 
 import weakref
@@ -48,14 +48,9 @@ from lightning_vram.techniques.in_place_fusion.recomputation.recipes import (
     Recipe,
     Value,
     WriteRecipe,
-    is_training,
     note_draw,
-    second_run,
+    recomputation_call,
 )
-
-# What is noted of one run: the values of tensors, the recipes they came by, and which of these were of use.
-#
-# No value is taken for what it was before a write: writes pass here.
 
 COPIED_BYTES = 64 * 1024  # weights of norms and small buffers; what is larger is not copied to rebuild from it
 MAX_HELD = 4  # recipes whose inputs are held at a time
@@ -63,12 +58,7 @@ HoldInputs = Callable[[Value], list[Kept | Dropped] | None]
 
 
 class RecipeNotes(QuietMode):
-    """What ``handlers.py`` writes down for each operator.
-
-    Args:
-        dropout: How masks can be had again.
-        hold_inputs: Decides whether what a growing operator read has to outlive the caller's references to it.
-    """
+    """What the handlers record of one run. ``hold_inputs``: keeps what a growing operator read, if worth it."""
 
     def __init__(self, dropout: Literal["mask", "replay"], hold_inputs: "weakref.WeakMethod[HoldInputs]") -> None:
         super().__init__()
@@ -89,12 +79,9 @@ class RecipeNotes(QuietMode):
         self._useless: dict[int, Any] = {}  # position -> operator
 
     def clear(self, num_saved: int) -> bool:
-        """Forget this run, in which autograd saved ``num_saved`` tensors.
+        """Forget this run, in which autograd saved ``num_saved`` tensors; return whether it was another program.
 
-        What is still kept for a backward stays watched; what was of no use is not noted from the next run on.
-
-        Returns:
-            Whether it was another program than the one before.
+        What is still saved for a backward stays watched; what was never used is not recorded from the next run on.
         """
         for records in (self.held, self._copies, self._values, self._new, self._by_address):
             records.clear()
@@ -190,16 +177,10 @@ class RecipeNotes(QuietMode):
         value.kept = weakref.ref(kept)
         self._kept.setdefault(value.address, []).append(value.kept)
 
-    def is_known(self, tensor: Tensor) -> bool:
-        """Whether something on the memory of ``tensor`` is kept, or was, or its value is known."""
-        return storage_address(tensor) in self._kept or self.find(tensor) is not None
-
     def before_write(self, target: Tensor, *, is_told: bool = True) -> None:
         """Save what recipes end on, and forget what other tensors on the memory of ``target`` hold.
 
-        Args:
-            target: What is going to be written.
-            is_told: Whether its version will tell of it. If not, it is not taken for what it was, either.
+        ``is_told``: whether the version of ``target`` will count the write. If not, its value is forgotten too.
         """
         address = storage_address(target)
         num_known = 1  # the target itself
@@ -219,11 +200,9 @@ class RecipeNotes(QuietMode):
         if not is_told and (known := self._values.pop(id(target), None)) is not None:
             known.version = NO_VERSION
 
-    def before_unseen_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-        """Protect what is kept from writes in inference mode and by wrappers of tensors, of which nothing is noted."""
-        for target in iterate_written(func, args, kwargs):
-            if type(target) in PLAIN_TYPES:
-                self.before_write(target, is_told=False)
+    def is_watched(self, tensor: Tensor) -> bool:
+        """Whether something on the memory of ``tensor`` was saved, or its value is known."""
+        return storage_address(tensor) in self._kept or self.find(tensor) is not None
 
     def _copy_parameter(self, parameter: Tensor) -> Tensor:
         """Copy a parameter that will not be there when a second run asks: FSDP frees it after its layer's forward."""
@@ -240,12 +219,11 @@ def _is_small_weight(arg: Tensor, args: Iterable[Any]) -> bool:
 
 
 aten = torch.ops.aten
-
 _NUM_WITHOUT_STATISTICS = 6  # arguments of a batch norm that has no running statistics
 _SCALINGS = frozenset({aten.mul_.Tensor, aten.div_.Tensor, aten.mul_.Scalar, aten.div_.Scalar})
 
 
-# Handlers. Each runs the operator and returns what it returns.
+# Handlers: each runs the operator and returns its result.
 
 
 def _elementwise(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -322,14 +300,13 @@ def _norm(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _batch_norm(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    in_training = is_training(func, args)
+    function, again, in_training = recomputation_call(func, args)
     statistics = [arg for arg in args[3:5] if isinstance(arg, Tensor)] if len(args) > _NUM_WITHOUT_STATISTICS else []
     if in_training:  # the kernel moves the running statistics and does not tell
         for statistic in statistics:
-            if notes.is_known(statistic):
+            if notes.is_watched(statistic):
                 notes.before_write(statistic, is_told=False)
     inputs: list[Value] = []
-    function, again = second_run(func, args)
     if in_training or not statistics:
         filled = notes.with_values(again, inputs)
     else:  # copies: whoever moves them later does not tell
@@ -442,8 +419,10 @@ class RecipeRecorder(RecipeNotes):
             or torch.is_inference_mode_enabled()
             or (types and not PLAIN_TYPES.issuperset(types))
         ):
-            if handler in _WRITERS and not self._is_paused:
-                self.before_unseen_write(func, args, kwargs)
+            if handler in _WRITERS and not self._is_paused:  # in inference mode, or by wrappers of tensors
+                for target in iterate_written(func, args, kwargs):
+                    if type(target) in PLAIN_TYPES:
+                        self.before_write(target, is_told=False)
             return call_operator(func, args, kwargs)
         self.position += 1
         if self._useless.get(self.position) is func:
@@ -461,9 +440,9 @@ def _choose_handler(func: Any) -> _Handler | None:
 
 
 def _is_believed_copy(source: Tensor, copy: Tensor) -> bool:
-    """Whether a converted copy is made again: not one from another device, nor one that may be made to be written.
+    """Whether a converted copy is recomputed: one that needs a gradient, on the same device.
 
-    A batch is converted and then changed by NumPy or an extension, past all operators; what has a gradient is not.
+    A batch is converted and may then be changed by NumPy or an extension, past all operators.
     """
     return copy.device == source.device and (source.requires_grad or type(source) in PARAMETER_CLASSES)
 

@@ -1,15 +1,10 @@
-"""Drop every activation that is cheap to make again; make it again in the backward, to the bit.
+"""Drop every saved activation that is cheap to recompute; recompute it in the backward, bit-exactly.
 
-A dispatch mode sees every operator below autograd and autocast, in any eager model: ``F.relu``, ``+``, casts, code
-inside custom functions. For each result of a cheap operator it notes how it was made. When autograd saves a tensor,
-a hook looks whether it can be made again from tensors that are kept anyway, and drops it if that saves bytes. The
-backward of autograd stays what it is; it is handed the same numbers, so gradients are equal to the last bit, double
-backward included.
-
-What it costs: some Python per operator of the forward (see ``tests/benchmarks``), and the cheap operators a second
-time. Where it does not help: matrix products, convolutions and attention keep their inputs; what a
-``torch.autograd.Function`` hides in attributes, what a ``torch.func`` transform saves, and compiled code are left
-alone.
+A dispatch mode records how each result of a cheap operator is computed, in any eager model. When autograd saves a
+tensor, a hook drops it if it can be recomputed from tensors that are saved anyway and that saves bytes. Autograd's
+backward gets the same numbers, double backward included. Costs Python per operator of the forward, and the cheap
+operators a second time. Not reached: what a ``torch.autograd.Function`` holds in attributes, what a ``torch.func``
+transform saves, and compiled code.
 """
 
 import sys
@@ -57,11 +52,7 @@ _MAX_LEVELS = 100  # of recursion
 
 
 def find_sources(value: Value, max_depth: int) -> tuple[list[Value], int] | None:
-    """Find what ``value`` can be made again from: values that are kept or dropped, or that nobody made cheaply.
-
-    Returns:
-        The sources, and how many operators run one after the other; ``None`` if those are more than ``max_depth``.
-    """
+    """Return the ends of the recipe of ``value`` and its depth in operators; ``None`` if above ``max_depth``."""
     sources: list[Value] = []
     depth = _find(value, max_depth, sources, {}, 0)
     return (sources, depth) if depth <= max_depth else None
@@ -69,9 +60,8 @@ def find_sources(value: Value, max_depth: int) -> tuple[list[Value], int] | None
 
 def _find(value: Value, max_depth: int, sources: list[Value], depths: dict[int, int], level: int) -> int:
     key = id(value)
-    depth = depths.get(key)
-    if depth is not None:
-        return depth
+    if key in depths:
+        return depths[key]
     recipe = value.recipe
     if recipe is None or (value.kept is not None and value.find_kept() is not None) or _outlived_its_base(value):
         sources.append(value)
@@ -82,10 +72,8 @@ def _find(value: Value, max_depth: int, sources: list[Value], depths: dict[int, 
     elif level > _MAX_LEVELS or len(depths) > _MAX_STEPS:
         depth = max_depth + 1
     else:
-        depth = 0
-        for source in recipe.inputs:
-            depth = max(depth, _find(source, max_depth, sources, depths, level + 1))
-        depth += recipe.depth
+        found = [_find(source, max_depth, sources, depths, level + 1) for source in recipe.inputs]
+        depth = max(found, default=0) + recipe.depth
     depths[key] = depth
     return depth
 
@@ -101,7 +89,7 @@ def _outlived_its_base(value: Value) -> bool:
     return base.recipe is None and base() is None and base.find_kept() is None
 
 
-# What follows is to be called without gradients and outside of autocast.
+# What follows must be called without gradients and outside of autocast.
 
 
 def restore(dropped: Dropped) -> Tensor:
@@ -128,10 +116,7 @@ def gives_same_bits(value: Value, tensor: Tensor) -> bool:
 
 
 class _Rebuilding:
-    """One walk back to the ends; what it needs more than once it makes once and holds no longer than needed.
-
-    A trial leaves nothing behind for those that wait for the values on the way.
-    """
+    """One walk back to the ends; what it needs more than once is recomputed once. A trial leaves no caches behind."""
 
     def __init__(self, value: Value, *, is_trial: bool) -> None:
         self.is_exact = True
@@ -231,20 +216,19 @@ class _Fate(Enum):
 
 
 class Recomputation(SavedTensorStage):
-    """Drops, while it is entered, what autograd saves and what is cheap to make again.
+    """Drops, while it is entered, saved tensors that are cheap to recompute.
 
-    Enter it around a forward, or a whole training step; leave it before the backward, or not. It can be entered
-    again, once at a time, and remembers what it decided.
+    Enter it around a forward, or a whole training step; leave it before the backward, or not. It can be entered again,
+    once at a time, and remembers what it decided.
 
     Args:
-        module: Its parameters and buffers stay alive anyway: to end a recipe on them costs nothing.
-        min_bytes: Smaller tensors are kept: they are not worth the Python.
-        max_depth: Operators that are run again for one tensor at most. More saves more after the forward, and needs
-            more for a moment in the backward.
-        dropout: ``"mask"`` keeps masks as bits; ``"replay"`` keeps the state of the generator and draws again.
-        verify: ``"first-step"``: the first time a tensor is dropped at some place and in some shape, it is made again
-            at once and compared to the bit; if it differs, it is kept from then on. ``"always"``: each time.
-            ``"never"``.
+        module: Its parameters and buffers stay alive anyway: ending a recipe on them is free.
+        min_bytes: Smaller tensors are saved: they are not worth the Python.
+        max_depth: Most operators to recompute for one tensor. More saves more after the forward, but needs more memory
+            for a moment in the backward.
+        dropout: ``"mask"`` saves masks as bits; ``"replay"`` saves the state of the generator and draws again.
+        verify: ``"first-step"``: the first tensor dropped at some place and in some shape is recomputed at once and
+            compared bitwise; if it differs, it is saved from then on. ``"always"``: each time.
     """
 
     def __init__(
@@ -319,8 +303,7 @@ class Recomputation(SavedTensorStage):
         kept = value.find_kept()
         if kept is not None:
             return kept
-        dropped = value.find_dropped()
-        recipe = value.recipe
+        dropped, recipe = value.find_dropped(), value.recipe
         if dropped is None and recipe is not None and tensor.nbytes >= self._min_bytes:
             if recipe.depth == 0 and type(recipe.inputs[0]()) in PARAMETER_CLASSES:
                 return alias(tensor), num_writes(tensor)  # a weight transposed: no memory of its own
@@ -348,7 +331,9 @@ class Recomputation(SavedTensorStage):
         assert recipe is not None
         fates = self._fates.setdefault(recipe.identify(), {})
         shape = (tensor.shape, tensor.stride(), tensor.dtype)
-        fate = fates.get(shape) or _unanimous(fates)
+        fate = fates.get(shape)
+        if fate is None and len(fates) >= _MAX_SHAPES and len(set(fates.values())) == 1:
+            fate = next(iter(fates.values()))  # batches may have any length
         if fate is not None and fate is not _Fate.DROPPED:
             return None
         found = find_sources(value, self._max_depth)
@@ -377,9 +362,7 @@ class Recomputation(SavedTensorStage):
         """Return what keeps each source for recipes to end on; ``None`` if one is gone."""
         held: list[Kept | Dropped] = []
         for source in sources:
-            holder: Kept | Dropped | None = source.find_kept()
-            if holder is None:
-                holder = source.find_dropped()
+            holder: Kept | Dropped | None = source.find_kept() or source.find_dropped()
             if holder is None:
                 if not self._costs.can_hold(source):
                     return None
@@ -437,8 +420,3 @@ def _references_of_autograds_own() -> int:
     with torch.enable_grad(), counter, without_dispatch():  # once per process, seen by nobody
         nn.functional.hardswish(torch.ones(1).requires_grad_() * 1, inplace=True)
     return counter.num_references
-
-
-def _unanimous(fates: dict[Any, _Fate]) -> _Fate | None:
-    """Return what became of all shapes, if enough were tried: batches may have any length."""
-    return next(iter(fates.values())) if len(fates) >= _MAX_SHAPES and len(set(fates.values())) == 1 else None
