@@ -9,7 +9,7 @@ small for that. In compiled code it breaks the graph. Hooks that read the norm's
 import functools
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from lightning_vram.techniques.in_place_fusion.invertible_norm import (
     normalize_and_activate,
     predict_inversion_error,
 )
+from lightning_vram.techniques.in_place_fusion.observed_links import Link
 
 MAX_ERROR = 1e-3
 MAX_ERROR_16_BIT = 2e-2
@@ -34,18 +35,6 @@ MAX_ERROR_16_BIT = 2e-2
 
 STATE = "_invertible_norms"
 """Where a module that was changed keeps what its pair shares."""
-
-
-class Link(Protocol):
-    """A norm whose output goes to one activation, unchanged, and nowhere else."""
-
-    @property
-    def producer(self) -> nn.Module:
-        """BatchNorm1d, 2d, 3d or SyncBatchNorm."""
-
-    @property
-    def consumer(self) -> nn.Module:
-        """LeakyReLU, ELU or Identity; several norms may share it, and it may be called on other tensors."""
 
 
 def _check_link(name: str, link: Link, changed: Container[nn.Module]) -> None:
@@ -203,15 +192,14 @@ def apply_inplace_abn(
     really gets; a pair beyond ``max_error`` falls back for good. Processes that train the same weights decide alike.
 
     Args:
-        links: Norms and the activations behind them.
+        links: Norms and the activations behind them; several norms may share one, which may also get other tensors.
         dtype: What the activations are computed in, for the first check. ``None``: the dtype of the norm's weights.
         max_error: Largest value of :func:`predict_inversion_error`. ``None``: 1e-3, and 2e-2 in 16 bits.
 
     Example:
-        >>> from types import SimpleNamespace
-        >>> from torch import nn
+            >>> from torch import nn
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.LeakyReLU(), nn.Conv2d(8, 8, 3))
-        >>> handle = apply_inplace_abn([SimpleNamespace(producer=model[1], consumer=model[2])])
+        >>> handle = apply_inplace_abn([Link(model[1], model[2])])
         >>> handle.num_links, handle.num_fallen_back
         (1, 0)
         >>> handle.remove()

@@ -9,7 +9,6 @@ saves one activation less for backward; ``ReLU`` only the moment in which input 
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -47,8 +46,6 @@ _DO_NOT_KEEP_OUTPUT = {
     )
 }
 
-_KEPT = "the module before keeps its output for backward"
-
 
 class InplaceObserver:
     """Observes in one training step which activations inside a module may overwrite their input.
@@ -84,8 +81,7 @@ class InplaceObserver:
     def __enter__(self) -> Self:
         for name, member in self._module.named_modules():
             if getattr(member, "inplace", True) is False:
-                reason = _why_never(member)
-                if reason is None:
+                if (reason := _why_never(member)) is None:
                     self._candidates[member] = name
                 else:
                     self.refused[name] = reason
@@ -98,15 +94,13 @@ class InplaceObserver:
             self._exit = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._exit.close()
         collect_cycles(memory for memories in self._given.values() for memory in memories)
         for member, name in self._candidates.items():
             reason = self.refused.get(name) or self._why_unsafe(member)
-            if reason is None and (error is not None or have_all_modules_hooks(SEE_INPUT)):
-                reason = "the step was not finished" if error is not None else "a hook sees its input"
+            if reason is None and (kind is not None or have_all_modules_hooks(SEE_INPUT)):
+                reason = "the step was not finished" if kind is not None else "a hook sees its input"
             if reason is None:
                 self.safe.append(name)
             else:
@@ -164,7 +158,7 @@ class InplaceObserver:
         reasons = {
             "its input is a view": is_view(tensor),
             "a hook sees its input": memory.is_seen_by_hook or has_tensor_hooks(tensor),
-            _KEPT: _is_kept(tensor),
+            "the module before keeps its output for backward": _is_kept(tensor),
             "its input is read by another before": memory.is_given or memory.num_reads > 0,
         }
         return next((reason for reason, is_met in reasons.items() if is_met), None)
@@ -173,8 +167,8 @@ class InplaceObserver:
 class InplaceHandle:
     """Undoes :func:`set_inplace`."""
 
-    def __init__(self) -> None:
-        self._changed: list[Any] = []
+    def __init__(self, changed: list[Any]) -> None:
+        self._changed = changed
 
     def remove(self) -> None:
         """Switch the modules back. Calling it again does nothing."""
@@ -188,17 +182,15 @@ def set_inplace(module: nn.Module, names: Iterable[str]) -> InplaceHandle:
     Raises ``ValueError`` if there is no such module or it has no such switch. All modules are then as they were.
     """
     members: dict[str, Any] = dict(module.named_modules(remove_duplicate=False))
-    handle = InplaceHandle()
-    chosen = list(names)
-    for name in chosen:
+    chosen: list[Any] = []
+    for name in names:
         if not isinstance(getattr(members.get(name), "inplace", None), bool):
             raise ValueError(f"{name!r} is not a module with a switch `inplace`.")
-    for name in chosen:
-        member = members[name]
-        if not member.inplace:
-            member.inplace = True
-            handle._changed.append(member)
-    return handle
+        if not members[name].inplace:
+            chosen.append(members[name])
+    for member in chosen:
+        member.inplace = True
+    return InplaceHandle(chosen)
 
 
 def _why_never(member: nn.Module) -> str | None:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -232,11 +232,9 @@ class LinkObserver:
             self._exit = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._exit.close()
-        if error is None and not have_all_modules_hooks(SEE_INPUT):
+        if kind is None and not have_all_modules_hooks(SEE_INPUT):
             collect_cycles(self._taken)
             proven = list(self._prove())
             self._links = [link for link, is_exclusive in proven if is_exclusive]

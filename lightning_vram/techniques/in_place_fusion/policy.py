@@ -28,10 +28,7 @@ from lightning_vram.techniques.in_place_fusion.folding import (
 from lightning_vram.techniques.in_place_fusion.inplace_abn import InPlaceABNHandle, apply_inplace_abn_where_safe
 from lightning_vram.techniques.in_place_fusion.inplace_activations import InplaceObserver, set_inplace
 from lightning_vram.techniques.in_place_fusion.observed_links import LinkObserver, tensors_in
-from lightning_vram.techniques.in_place_fusion.recomputation import (
-    Recomputation,
-    apply_compiled_recomputation,
-)
+from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation, apply_compiled_recomputation
 
 _INVERTIBLE = (nn.LeakyReLU, nn.ELU, nn.Identity)
 _ACTIVATIONS = (*_INVERTIBLE, nn.ReLU, nn.ReLU6, nn.SiLU, nn.GELU, nn.Hardswish, nn.Mish)
@@ -65,6 +62,7 @@ class Fusion:
     def __init__(self, module: nn.Module, policy: FusionPolicy, tell: Callable[[str], None]) -> None:
         self._module = module
         self._policy = policy
+        self._needs_links = policy.abn is not None or policy.fold_frozen_bn
         self._tell = tell
         self._undos: list[Callable[[], None]] = []
         self._checked: list[FoldingHandle | InPlaceABNHandle] = []
@@ -79,8 +77,8 @@ class Fusion:
         if policy.mode != "general" and is_compiled(module):
             compiled = apply_compiled_recomputation(module)
             self._undos.append(compiled.remove)
-            self._num_compiled = compiled.num_modules
-            tell(f"lets the compiler recompute {compiled.num_modules} norms and activations.")
+            self._num_compiled = len(compiled.modules)
+            tell(f"lets the compiler recompute {self._num_compiled} norms and activations.")
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -107,17 +105,13 @@ class Fusion:
         if self._stage is _Stage.OBSERVING:
             self._summarise()
 
-    @property
-    def _needs_links(self) -> bool:
-        return self._policy.abn is not None or self._policy.fold_frozen_bn
-
     def _observe(self, stack: ExitStack) -> None:
         if self._needs_links:
             self._links = stack.enter_context(
                 LinkObserver(self._module, (*CONVOLUTIONS, *BATCH_NORMS), (*BATCH_NORMS, *_ACTIVATIONS))
             )
         if self._policy.abn is not None:
-            # One in place returns the memory it was given: whether others read that could not be told.
+            # An in-place activation returns the memory it was given: others that read it would not be noticed.
             activations: list[Any] = [m for m in self._module.modules() if isinstance(m, _INVERTIBLE)]
             for activation in activations:
                 if getattr(activation, "inplace", False):

@@ -25,31 +25,18 @@ _MODULES: tuple[type[nn.Module], ...] = (
 _FORWARDS = frozenset(vars(kind)["forward"] for kind in _MODULES)
 
 
-class CompiledRecomputationHandle(Swaps):
-    """Undoes :func:`apply_compiled_recomputation`."""
-
-    @property
-    def num_modules(self) -> int:
-        """Norms and activations that are recomputed where they are compiled."""
-        return len(self.modules)
-
-
-def apply_compiled_recomputation(model: nn.Module) -> CompiledRecomputationHandle:
+def apply_compiled_recomputation(model: nn.Module) -> Swaps:
     """Let the norms and activations of ``model`` be recomputed in backward where they run compiled; return the undo.
 
     Eager code runs unchanged. Parts of ``model`` may be compiled before or after. Inside a checkpointed layer all is
     marked already.
     """
-    handle = CompiledRecomputationHandle(_KEY)
+    handle = Swaps(_KEY)
     for module in model.modules():
-        if (
-            getattr(type(module), "forward", None) not in _FORWARDS
-            or "forward" in vars(module)
-            or getattr(module, "inplace", False)
-        ):
-            continue
-        with suppress(ValueError):  # scripted, or taken by another technique
-            handle.add(module, None, _run)
+        is_stock = getattr(type(module), "forward", None) in _FORWARDS and "forward" not in vars(module)
+        if is_stock and not getattr(module, "inplace", False):
+            with suppress(ValueError):  # scripted, or taken by another technique
+                handle.add(module, None, _run)
     return handle
 
 

@@ -7,6 +7,7 @@ was overwritten is no longer used.
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -226,13 +227,15 @@ _SCALINGS = frozenset({aten.mul_.Tensor, aten.div_.Tensor, aten.mul_.Scalar, ate
 # Handlers: each runs the operator and returns its result.
 
 
-def _elementwise(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def _elementwise(
+    notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, kind: type[Value] = Value
+) -> Any:
     are_tensors = len(args) > 1 and isinstance(args[1], Tensor) and isinstance(args[0], Tensor)  # not ``2 ** x``
     if are_tensors and args[0].dtype is not args[1].dtype:
         return _growing(notes, func, args, kwargs)  # a sum in float32 of what was made in 16 bits
     recipe = notes.recipe(func, args, kwargs)
     result = func(*args, **kwargs) if kwargs else func(*args)
-    notes.note(result, recipe)
+    notes.note(result, recipe, kind=kind)
     return result
 
 
@@ -273,12 +276,8 @@ def _growing(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 def _copy_of(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    if kwargs and args[0].requires_grad:  # ``contiguous`` and ``reshape`` name a memory format
-        return _elementwise(notes, func, args, kwargs)
-    recipe = notes.recipe(func, args, kwargs)
-    result = func(*args, **kwargs) if kwargs else func(*args)
-    notes.note(result, recipe, kind=CopyValue)
-    return result
+    is_layout = kwargs and args[0].requires_grad  # ``contiguous`` and ``reshape`` name a memory format
+    return _elementwise(notes, func, args, kwargs, Value if is_layout else CopyValue)
 
 
 def _several_results(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -399,8 +398,6 @@ _OF_FAMILY: dict[Family, _Handler] = {
     Family.BERNOULLI: _bernoulli,
 }
 _WRITERS = (_in_place, _writing, _bernoulli)
-_HANDLERS: dict[Any, _Handler | None] = {}  # None: nothing to note
-_UNKNOWN: Any = object()
 
 
 class RecipeRecorder(RecipeNotes):
@@ -410,9 +407,7 @@ class RecipeRecorder(RecipeNotes):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        handler = _HANDLERS.get(func, _UNKNOWN)
-        if handler is _UNKNOWN:
-            handler = _HANDLERS[func] = _choose_handler(func)
+        handler = _choose_handler(func)
         if (
             handler is None
             or self._is_paused
@@ -426,10 +421,11 @@ class RecipeRecorder(RecipeNotes):
             return call_operator(func, args, kwargs)
         self.position += 1
         if self._useless.get(self.position) is func:
-            return func(*args, **kwargs) if kwargs else func(*args)  # type: ignore[misc]  # mypy narrows it to None
+            return func(*args, **kwargs) if kwargs else func(*args)
         return handler(self, func, args, kwargs)
 
 
+@cache
 def _choose_handler(func: Any) -> _Handler | None:
     if func is aten.clone.default:
         return _copy_of

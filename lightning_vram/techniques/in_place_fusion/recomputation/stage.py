@@ -331,9 +331,7 @@ class Recomputation(SavedTensorStage):
         assert recipe is not None
         fates = self._fates.setdefault(recipe.identify(), {})
         shape = (tensor.shape, tensor.stride(), tensor.dtype)
-        fate = fates.get(shape)
-        if fate is None and len(fates) >= _MAX_SHAPES and len(set(fates.values())) == 1:
-            fate = next(iter(fates.values()))  # batches may have any length
+        fate = fates.get(shape) or _unanimous(fates)
         if fate is not None and fate is not _Fate.DROPPED:
             return None
         found = find_sources(value, self._max_depth)
@@ -420,3 +418,8 @@ def _references_of_autograds_own() -> int:
     with torch.enable_grad(), counter, without_dispatch():  # once per process, seen by nobody
         nn.functional.hardswish(torch.ones(1).requires_grad_() * 1, inplace=True)
     return counter.num_references
+
+
+def _unanimous(fates: dict[Any, _Fate]) -> _Fate | None:
+    """Return what became of all shapes, if enough were tried: batches may have any length."""
+    return next(iter(fates.values())) if len(fates) >= _MAX_SHAPES and len(set(fates.values())) == 1 else None
