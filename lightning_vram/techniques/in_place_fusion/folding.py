@@ -121,9 +121,9 @@ def why_not_folded(link: Link) -> str | None:
     convolution, norm = link.producer, link.consumer
     if _STATE in vars(convolution) or _STATE in vars(norm):
         return "one of them is folded already"
-    if not isinstance(convolution, CONVOLUTIONS) or not _is_stock_convolution(convolution):
+    if not isinstance(convolution, CONVOLUTIONS) or not _is_stock(convolution):
         return "the first is not a stock convolution"
-    if not isinstance(norm, BATCH_NORMS) or not _is_stock_norm(norm):
+    if not isinstance(norm, BATCH_NORMS) or not _is_stock(norm):
         return "the second is not a stock batch norm"
     if norm.running_mean is None or norm.running_var is None:
         return "the norm has no running statistics"
@@ -132,27 +132,24 @@ def why_not_folded(link: Link) -> str | None:
     return None
 
 
-def _is_stock_convolution(module: nn.Module) -> bool:
+def _is_stock(module: nn.Module) -> bool:
     if "forward" in vars(module) or is_parametrized(module):  # set on the instance: it may do anything
         return False
     kind, forward = type(module), plain_class_forward(module)
+    if isinstance(module, BATCH_NORMS):
+        return forward in _NORM_FORWARDS
     if forward in _TRANSPOSED_FORWARDS:
         return can_pad_output(kind)
     return (forward, class_conv_forward(kind)) in _CONV_METHODS
 
 
-def _is_stock_norm(module: nn.Module) -> bool:
-    is_changed = "forward" in vars(module) or is_parametrized(module)
-    return not is_changed and plain_class_forward(module) in _NORM_FORWARDS
-
-
 def _run_convolution(
     module: nn.Module, folding: _Folding, plain: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    if module is not folding.convolution:  # DataParallel's copy, with weights of its own
-        return plain(*args, **kwargs)
-    folding.output = None
-    if not folding.is_possible_now():
+    is_own = module is folding.convolution  # else DataParallel's copy, with weights of its own
+    if is_own:
+        folding.output = None
+    if not is_own or not folding.is_possible_now():
         return plain(*args, **kwargs)
     output = _convolve(folding.convolution, *_fold(folding.convolution, folding.norm), *args, **kwargs)
     if not torch.compiler.is_compiling() and not is_in_transform():
@@ -160,13 +157,9 @@ def _run_convolution(
     return output
 
 
-def _run_norm(module: nn.Module, folding: _Folding, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _run_norm(module: nn.Module, folding: _Folding, plain: Callable[..., Any], /, input: Tensor) -> Any:
     if module is not folding.norm or not folding.is_possible_now():
-        return plain(*args, **kwargs)
-    return _pass_through(folding, *args, **kwargs)
-
-
-def _pass_through(folding: _Folding, /, input: Tensor) -> Tensor:
+        return plain(input)
     if not torch.compiler.is_compiling() and folding.is_other(input):
         raise RuntimeError(
             "a batch norm that is folded into its convolution got another tensor than the convolution's output: the "
@@ -210,7 +203,6 @@ def _spread(scale: Tensor, convolution: _Convolution) -> Tensor:
 def _convolve(
     convolution: Any, weight: Tensor, bias: Tensor, /, input: Tensor, output_size: list[int] | None = None
 ) -> Tensor:
-    """Do what the stock forward does, with another weight and bias."""
     if not convolution.transposed:
         return convolve_with(convolution, input, weight, bias)
     stride, padding, dilation = convolution.stride, convolution.padding, convolution.dilation

@@ -86,9 +86,8 @@ def _check_error(name: str, link: Link, dtype: torch.dtype | None, max_error: fl
 
 def limit_error(max_error: float | None, dtype: torch.dtype) -> float:
     """Return the largest predicted error that is allowed."""
-    if max_error is not None:
-        return max_error
-    return MAX_ERROR_16_BIT if torch.finfo(dtype).bits == 16 else MAX_ERROR
+    default = MAX_ERROR_16_BIT if torch.finfo(dtype).bits == 16 else MAX_ERROR
+    return max_error if max_error is not None else default
 
 
 def read_error(norm: Any, dtype: torch.dtype, activation: InvertibleActivation) -> float:
@@ -119,35 +118,30 @@ CHECK_EVERY_N_FORWARDS = 100
 class _Handover:
     """Activated outputs on their way from norms to one activation."""
 
-    _under_way: list[StorageWeakRef] = field(default_factory=list)  # by storage: FSDP2 passes on an alias
+    under_way: list[StorageWeakRef] = field(default_factory=list)  # by storage: FSDP2 passes on an alias
     _lost: bool = False
 
     def give(self, output: Tensor) -> None:
         self._forget_expired()
-        self._under_way.append(_refer_to(output))
+        self.under_way.append(_refer_to(output))
 
     def take(self, input: Tensor) -> bool:
-        """Whether ``input`` was given, once."""
-        if self._under_way and (storage := _refer_to(input)) in self._under_way:
-            self._under_way.remove(storage)
+        if self.under_way and (storage := _refer_to(input)) in self.under_way:
+            self.under_way.remove(storage)
             return True
         self._forget_expired()
         return False
 
     def end_step(self) -> bool:
         """Forget what is under way. Returns whether an output was given and never taken."""
-        was_lost, self._under_way = self._lost or bool(self._under_way), []
-        self._lost = False
+        was_lost = self._lost or bool(self.under_way)
+        self.under_way, self._lost = [], False
         return was_lost
-
-    @property
-    def is_pending(self) -> bool:
-        return bool(self._under_way)
 
     def _forget_expired(self) -> None:
         """Forget outputs that never arrived, because a forward was interrupted."""
-        self._lost = self._lost or any(storage.expired() for storage in self._under_way)  # type: ignore[no-untyped-call]
-        self._under_way = [storage for storage in self._under_way if not storage.expired()]  # type: ignore[no-untyped-call]
+        self._lost = self._lost or any(storage.expired() for storage in self.under_way)  # type: ignore[no-untyped-call]
+        self.under_way = [storage for storage in self.under_way if not storage.expired()]  # type: ignore[no-untyped-call]
 
 
 @dataclass
@@ -260,8 +254,7 @@ def _run_producer(norm: Any, state: _ProducerState, plain: Callable[[Tensor], Te
     if not _is_recorded(norm, input) or not _is_safe(norm, state, input.dtype, activation):
         return plain(input)
     check_dimensions(norm, input)
-    normalization = _begin_forward(norm)
-    output = normalize_and_activate(input, norm.weight, norm.bias, normalization, activation)
+    output = normalize_and_activate(input, norm.weight, norm.bias, _begin_forward(norm), activation)
     state.handover.give(output)
     return output
 
@@ -272,7 +265,7 @@ def _run_consumer(
 ) -> Tensor:
     if handover.take(input):
         return input
-    if handover.is_pending and input.requires_grad and not is_in_backward():
+    if handover.under_way and input.requires_grad and not is_in_backward():
         raise RuntimeError(
             f"{activation} got a tensor that is not the output of the batch norm before it, which is activated "
             "already. Link only norms whose output goes to the activation, unchanged and first."
@@ -314,9 +307,8 @@ def _begin_forward(norm: Any) -> Normalization:
 
 def _process_group(norm: Any) -> dist.ProcessGroup | None:
     """The processes that share statistics, if there are several and the norm is in training."""
-    if not isinstance(norm, nn.SyncBatchNorm) or not norm.training:
-        return None
-    if not dist.is_available() or not dist.is_initialized():
+    is_synchronized = isinstance(norm, nn.SyncBatchNorm) and norm.training
+    if not (is_synchronized and dist.is_available() and dist.is_initialized()):
         return None
     group: dist.ProcessGroup | None = norm.process_group or dist.group.WORLD
     return group if dist.get_world_size(group) > 1 else None

@@ -41,14 +41,10 @@ class Memory:
 
     def __init__(self, number: int) -> None:
         self.number = number  # in the order of making
-        self.num_reads = 0
-        self.num_writes = 0
+        self.num_reads = self.num_writes = self._num_before = 0
+        self.is_given = self.is_seen_by_hook = self.is_read_by_others_backward = False
         self.is_open = False  # a module was given it and runs: it may do what it likes
-        self.is_seen_by_hook = False
-        self.is_read_by_others_backward = False
         self._tensor: weakref.ref[Tensor] | None = None
-        self.is_given = False
-        self._num_before = 0
 
     def expect(self, tensor: Tensor) -> None:
         """Forget how it was made; count from here."""
@@ -64,16 +60,6 @@ class Memory:
         self._tensor = weakref.ref(tensor)
         self._num_before = self.num_reads + self.num_writes
         self.is_given = self.is_open = True
-
-    def touch(self, *, is_write: bool) -> None:
-        """Note an operator of the forward."""
-        if not self.is_open:
-            self.num_writes += is_write
-            self.num_reads += not is_write
-
-    def touch_in_backward(self) -> None:
-        """Note an operator of the backward. The module's own reads what it saved: an alias. Others saved the tensor."""
-        self.is_read_by_others_backward |= self.is_given and self.is_held()
 
     def is_held(self) -> bool:
         """Whether the tensor that was given to the module still lives: another than the module holds it."""
@@ -133,13 +119,15 @@ class StorageWatch(QuietMode):
     def _touch(self, memories: dict[int, Memory], written: set[int]) -> None:
         if not is_in_backward():
             for address, memory in memories.items():
-                memory.touch(is_write=address in written)
+                if not memory.is_open:
+                    memory.num_writes += address in written
+                    memory.num_reads += address not in written
             return
         if not self._has_collected:  # the forward is over: what is held now is held on purpose, or by a cycle
             self._has_collected = True
             collect_cycles(self._memories.values())
-        for memory in memories.values():
-            memory.touch_in_backward()
+        for memory in memories.values():  # the module's own backward reads an alias; others saved the tensor itself
+            memory.is_read_by_others_backward |= memory.is_given and memory.is_held()
 
 
 class _Alias(torch.autograd.Function):
@@ -291,8 +279,7 @@ class LinkObserver:
     def _after_consumer(self, module: nn.Module, _: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not self._open[module]:
             return
-        memory = self._open[module].pop()
-        if memory is not None:
+        if (memory := self._open[module].pop()) is not None:
             memory.is_open = False
         self._graph += [tensor.grad_fn for tensor in tensors_in(output)]
 
@@ -311,8 +298,7 @@ def watch_hooks(module: nn.Module, watch: StorageWatch, stack: ExitStack) -> Non
     def see(value: Any) -> None:
         if not torch.compiler.is_compiling():
             for tensor in tensors_in(value):
-                memory = watch.find(tensor)
-                if memory is not None:
+                if (memory := watch.find(tensor)) is not None:
                     memory.is_seen_by_hook = True
 
     for member in module.modules():

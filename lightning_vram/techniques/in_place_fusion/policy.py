@@ -173,8 +173,8 @@ class Fusion:
 
     def _invert(self, folded: list[nn.Module]) -> None:
         assert self._links is not None
-        links = [link for link in self._links.links(allow_shared=True) if isinstance(link.producer, BATCH_NORMS)]
-        links = [link for link in links if link.producer not in folded]
+        found = self._links.links(allow_shared=True)
+        links = [link for link in found if isinstance(link.producer, BATCH_NORMS) and link.producer not in folded]
         chosen = [link for link in links if isinstance(link.consumer, _INVERTIBLE)]
         if not chosen:
             others = ", ".join(sorted({type(link.consumer).__name__ for link in links})) or "none"
@@ -228,9 +228,8 @@ class FrozenNormFolding:
             self._undo.end_step()
             yield
             if self._undo.end_step():
-                raise FusionError(
-                    "the output of a folded convolution did not go to its batch norm. Leave fold_frozen_bn out."
-                )
+                message = "the output of a folded convolution did not go to its batch norm. Leave fold_frozen_bn out."
+                raise FusionError(message)
             return
         observer = LinkObserver(self._module, CONVOLUTIONS, BATCH_NORMS)
         # Operators are seen one by one only outside of inference mode.
@@ -263,8 +262,7 @@ def count_hidden_bytes(outputs: Any) -> tuple[int, int]:
             tensors = list(tensors_in(list(vars(node).values())))
             functions |= {type(node).__name__} if tensors else set()
             storages |= {storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in tensors}
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
+        following = {function for function, _ in node.next_functions if function is not None} - seen
+        seen |= following
+        waiting += following
     return len(functions), sum(storages.values())

@@ -7,7 +7,7 @@ the tensor was computed from.
 import math
 import weakref
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -253,12 +253,11 @@ class Recipe:
             recipe = waiting[-1]
             sources = [source.recipe for source in recipe.inputs]
             unknown = [source for source in sources if source is not None and source.key is None]
-            if unknown:
-                waiting.extend(unknown)
-                continue
-            keys = [source.key if source is not None else 0 for source in sources]
-            recipe.key = hash((id(recipe.function), recipe.position, *keys))
-            waiting.pop()
+            if not unknown:
+                keys = [source.key if source is not None else 0 for source in sources]
+                recipe.key = hash((id(recipe.function), recipe.position, *keys))
+                waiting.pop()
+            waiting.extend(unknown)
         assert self.key is not None
         return self.key
 
@@ -409,7 +408,7 @@ class DropoutRecipe(Recipe):
 class DrawRecipe(Recipe):
     """A mask, drawn again from the state its generator had."""
 
-    __slots__ = ("_device", "_dtype", "_generator", "_probability", "_shape", "_source", "_state", "_strides")
+    __slots__ = ("_generator", "_new", "_probability", "_source", "_state")
 
     def __init__(
         self, function: Any, like: Tensor, probability: float, generator: torch.Generator | None, source: Source
@@ -418,20 +417,18 @@ class DrawRecipe(Recipe):
         self._generator, self._source = generator, source
         self._state = source[0]()
         self._probability = probability
-        self._shape, self._strides = like.shape, like.stride()
-        self._dtype, self._device = like.dtype, like.device
+        self._new = partial(torch.empty_strided, like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
     @override
     def run(self, args: list[Any]) -> Any:
         read, write = self._source
         with outside_of_vmap():  # a batched backward draws what the forward drew
-            like = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._device)
             now = read()
             write(self._state)
             try:
                 if self.function is aten.bernoulli_.float:
-                    return like.bernoulli_(self._probability, generator=self._generator)
-                return self.function(like, p=self._probability, train=True)
+                    return self._new().bernoulli_(self._probability, generator=self._generator)
+                return self.function(self._new(), p=self._probability, train=True)
             finally:
                 write(now)
 

@@ -421,7 +421,7 @@ class RecipeRecorder(RecipeNotes):
             return call_operator(func, args, kwargs)
         self.position += 1
         if self._useless.get(self.position) is func:
-            return func(*args, **kwargs) if kwargs else func(*args)
+            return func(*args, **kwargs) if kwargs else func(*args)  # type: ignore[misc]  # mypy narrows it to None
         return handler(self, func, args, kwargs)
 
 
