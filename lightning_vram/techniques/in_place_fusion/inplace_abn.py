@@ -30,11 +30,8 @@ from lightning_vram.techniques.in_place_fusion.invertible_norm import (
 from lightning_vram.techniques.in_place_fusion.observed_links import Link
 
 MAX_ERROR = 1e-3
-MAX_ERROR_16_BIT = 2e-2
-"""In 16 bits a fresh norm (gamma 1, beta 0) has a predicted error of 3.9e-3 (bfloat16) or 4.9e-4 (float16)."""
-
-STATE = "_invertible_norms"
-"""Where a module that was changed keeps what its pair shares."""
+MAX_ERROR_16_BIT = 2e-2  # a fresh norm (gamma 1, beta 0) has a predicted error of 3.9e-3 (bfloat16), 4.9e-4 (float16)
+STATE = "_invertible_norms"  # attribute of a changed module: what its pair shares
 
 
 def _check_link(name: str, link: Link, changed: Container[nn.Module]) -> None:
@@ -110,8 +107,7 @@ def _describe(module: nn.Module) -> str:
     return f"{type(module).__name__}({getattr(module, 'num_features', '')})"
 
 
-CHECK_EVERY_N_FORWARDS = 100
-"""How often a pair reads gamma and beta in training, from its first forward on: on a GPU it waits for them."""
+CHECK_EVERY_N_FORWARDS = 100  # how often a pair reads gamma and beta in training: a GPU has to wait for that
 
 
 @dataclass
@@ -191,7 +187,6 @@ def apply_inplace_abn(
         max_error: Largest value of :func:`predict_inversion_error`. ``None``: 1e-3, and 2e-2 in 16 bits.
 
     Example:
-            >>> from torch import nn
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.LeakyReLU(), nn.Conv2d(8, 8, 3))
         >>> handle = apply_inplace_abn([Link(model[1], model[2])])
         >>> handle.num_links, handle.num_fallen_back

@@ -63,12 +63,9 @@ class InplaceObserver:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.safe: list[str] = []
-        """Names of modules that may overwrite their input, in the order of the model."""
-        self.refused: dict[str, str] = {}
-        """Other modules that have the switch and have it off, and why they may not."""
-        self.saved_bytes: dict[str, int] = {}
-        """Bytes of output that each safe module needs not allocate in a call; of its largest call."""
+        self.safe: list[str] = []  # names, in the order of the model
+        self.refused: dict[str, str] = {}  # other modules whose ``inplace`` is off, and why they may not
+        self.saved_bytes: dict[str, int] = {}  # output that each safe module does not allocate, in its largest call
         self._module = module
         self._candidates: dict[nn.Module, str] = {}
         self._watch = StorageWatch()

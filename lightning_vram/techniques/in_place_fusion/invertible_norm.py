@@ -245,17 +245,10 @@ _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def _differentiate_frozen(gradient: Tensor, recovered: _Recovered) -> _Gradients:
+    scale = recovered.gamma * recovered.inverse_deviation
+    statistics = (recovered.beta, torch.ones_like(recovered.beta), None, None)  # running, of the batch
     of_input, of_weight, of_bias = _aten.native_batch_norm_backward(
-        gradient,
-        recovered.value,
-        recovered.gamma * recovered.inverse_deviation,
-        recovered.beta,
-        torch.ones_like(recovered.beta),
-        None,
-        None,
-        train=False,
-        eps=0.0,
-        output_mask=recovered.needs,
+        gradient, recovered.value, scale, *statistics, train=False, eps=0.0, output_mask=recovered.needs
     )
     return of_input, of_weight / recovered.gamma if recovered.needs[1] else None, of_bias
 
@@ -284,17 +277,9 @@ def _call_kernel(gradient: Tensor, recovered: _Recovered, scale: Tensor, needs: 
     if gradient.numel() == 0:
         nothing = torch.zeros_like(recovered.gamma)
         return torch.empty_like(gradient), nothing, nothing
+    statistics = (None, None, recovered.beta, recovered.gamma.reciprocal())  # running, of the batch
     of_input, of_weight, of_bias = _aten.native_batch_norm_backward(
-        gradient,
-        recovered.value,
-        scale,
-        None,
-        None,
-        recovered.beta,
-        recovered.gamma.reciprocal(),
-        train=True,
-        eps=0.0,
-        output_mask=needs,
+        gradient, recovered.value, scale, *statistics, train=True, eps=0.0, output_mask=needs
     )
     return of_input, of_weight, of_bias
 

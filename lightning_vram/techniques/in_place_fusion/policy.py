@@ -57,13 +57,13 @@ class FusionError(ValueError):
 
 
 class Fusion:
-    """Fusion at work on one module, until :meth:`remove`. ``tell`` takes each sentence about what was done."""
+    """Fusion at work on one module, until :meth:`remove`. ``log`` takes each sentence about what was done."""
 
-    def __init__(self, module: nn.Module, policy: FusionPolicy, tell: Callable[[str], None]) -> None:
+    def __init__(self, module: nn.Module, policy: FusionPolicy, log: Callable[[str], None]) -> None:
         self._module = module
         self._policy = policy
         self._needs_links = policy.abn is not None or policy.fold_frozen_bn
-        self._tell = tell
+        self._log = log
         self._undos: list[Callable[[], None]] = []
         self._checked: list[FoldingHandle | InPlaceABNHandle] = []
         self._safe_names: list[str] = []
@@ -72,13 +72,12 @@ class Fusion:
         self._stage = _Stage.OBSERVING
         self._num_compiled = 0
         self._recomputation = Recomputation(module, min_bytes=policy.min_bytes, dropout=policy.dropout)
-        self.is_useful = True
-        """False once a step has shown that there is nothing to save."""
+        self.is_useful = True  # False once a step has shown that there is nothing to save
         if policy.mode != "general" and is_compiled(module):
             compiled = apply_compiled_recomputation(module)
             self._undos.append(compiled.remove)
             self._num_compiled = len(compiled.modules)
-            tell(f"lets the compiler recompute {self._num_compiled} norms and activations.")
+            log(f"lets the compiler recompute {self._num_compiled} norms and activations.")
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -124,11 +123,11 @@ class Fusion:
         return sum(handle.end_step() for handle in self._checked) > 0  # all of them are asked
 
     def report_hidden(self, outputs: Any) -> None:
-        """Tell, in the first step, what cannot be reached: ``outputs`` is what the step returned."""
+        """Log, in the first step, what cannot be reached: ``outputs`` is what the step returned."""
         if self._stage is _Stage.OBSERVING:
             num_functions, hidden_bytes = count_hidden_bytes(outputs)
             if hidden_bytes:
-                self._tell(
+                self._log(
                     f"cannot drop {format_bytes(hidden_bytes)} that {num_functions} custom autograd functions hold in "
                     "attributes of ctx instead of ctx.save_for_backward()."
                 )
@@ -151,7 +150,7 @@ class Fusion:
             self._safe_names = self._places.safe
             if self._safe_names:
                 saved = format_bytes(sum(self._places.saved_bytes.values()))
-                self._tell(f"runs {len(self._safe_names)} activations in place, which allocates {saved} less.")
+                self._log(f"runs {len(self._safe_names)} activations in place, which allocates {saved} less.")
         self._links = self._places = None
 
     def _fold(self) -> list[nn.Module]:
@@ -168,7 +167,7 @@ class Fusion:
         handle = fold_frozen_batch_norm(frozen)
         self._undos.append(handle.remove)
         self._checked.append(handle)
-        self._tell(f"folds {len(frozen)} frozen batch norms into their convolutions.")
+        self._log(f"folds {len(frozen)} frozen batch norms into their convolutions.")
         return [link.consumer for link in frozen]
 
     def _invert(self, folded: list[nn.Module]) -> None:
@@ -190,7 +189,7 @@ class Fusion:
         self._undos.append(handle.remove)
         self._checked.append(handle)
         left = f"; {len(refused)} are skipped, the first because {refused[0]}" if refused else "."
-        self._tell(f"inverts {handle.num_links} activations behind batch norms{left}")
+        self._log(f"inverts {handle.num_links} activations behind batch norms{left}")
 
     def _summarise(self) -> None:
         report = self._recomputation.report
@@ -202,23 +201,24 @@ class Fusion:
         if not report.num_dropped:
             return
         whole = format_bytes(report.dropped_bytes + report.kept_bytes)
-        self._tell(
+        self._log(
             f"saves {format_bytes(report.kept_bytes)} instead of {whole} for backward: {report.num_dropped} tensors "
             "are recomputed."
         )
         for operator, count in report.differing.items():
-            self._tell(f"saves {count} results of {operator}: their recomputation is not exact.")
+            self._log(f"saves {count} results of {operator}: their recomputation is not exact.")
 
     def _name(self, module: nn.Module) -> str:
-        return next(name for name, member in self._module.named_modules() if member is module)
+        names: dict[nn.Module, str] = {member: name for name, member in self._module.named_modules()}
+        return names[module]
 
 
 class FrozenNormFolding:
     """Folds batch norms into convolutions where a module is only evaluated, from the second batch on."""
 
-    def __init__(self, module: nn.Module, tell: Callable[[str], None]) -> None:
+    def __init__(self, module: nn.Module, log: Callable[[str], None]) -> None:
         self._module = module
-        self._tell = tell
+        self._log = log
         self._undo: FoldingHandle | None = None
 
     @contextmanager
@@ -238,7 +238,7 @@ class FrozenNormFolding:
         links = [link for link in observer.links() if why_not_folded(link) is None and not link.consumer.training]
         self._undo = fold_frozen_batch_norm(links)
         if links:
-            self._tell(f"folds {len(links)} frozen batch norms into their convolutions.")
+            self._log(f"folds {len(links)} frozen batch norms into their convolutions.")
 
     def remove(self) -> None:
         """Make the module what it was. Calling it again does nothing."""

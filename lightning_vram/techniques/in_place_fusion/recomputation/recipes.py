@@ -36,7 +36,7 @@ from lightning_vram.private_names.dispatcher import (
 from lightning_vram.private_names.torch import num_writes, outside_of_vmap
 
 
-class Kept:
+class Saved:
     """A tensor that is saved for backward: by autograd, as the end of a recipe, or both.
 
     :meth:`restore` serves autograd, and raises if it was overwritten; :meth:`read` gives recipes what it held then.
@@ -94,7 +94,7 @@ class Kept:
         self._copy = span.as_strided(tensor.shape, tensor.stride(), 0)
 
 
-class KeptElsewhere(Kept):
+class SavedElsewhere(Saved):
     """A tensor that another stage took over: a snapshot, which no write reaches."""
 
     holds_memory = False
@@ -128,8 +128,8 @@ class KeptElsewhere(Kept):
         return
 
 
-class KeptMask(Kept):
-    """A mask that is kept as bits, by itself or by another stage."""
+class SavedMask(Saved):
+    """A mask that is saved as bits, by itself or by another stage."""
 
     holds_memory = False
 
@@ -162,7 +162,7 @@ class Value(weakref.ref[Tensor]):
     Never compared: equality of weak references compares tensors.
     """
 
-    __slots__ = ("__weakref__", "address", "dropped", "index", "kept", "recipe", "version")
+    __slots__ = ("__weakref__", "address", "dropped", "index", "recipe", "saved", "version")
 
     is_mask = False
     is_copy = False
@@ -170,28 +170,28 @@ class Value(weakref.ref[Tensor]):
     index: int  # among the results of its recipe
     version: int
     address: int  # of its storage
-    kept: weakref.ref[Kept] | None
+    saved: weakref.ref[Saved] | None
     dropped: "weakref.ref[Dropped] | None"
 
-    def find_kept(self) -> Kept | None:
-        """Return what keeps it alive for backward as it is, if something does."""
-        kept = self.kept() if self.kept is not None else None
-        return kept if kept is not None and not kept.is_overwritten else None
+    def find_saved(self) -> Saved | None:
+        """Return what saves it for backward, if something does."""
+        saved = self.saved() if self.saved is not None else None
+        return saved if saved is not None and not saved.is_overwritten else None
 
     def find_dropped(self) -> "Dropped | None":
-        """Return what will make it again, if it was dropped."""
+        """Return what will recompute it, if it was dropped."""
         return self.dropped() if self.dropped is not None else None
 
 
 class Dropped:
-    """A tensor that autograd saved and that is made again when its backward comes."""
+    """A tensor that autograd saved and that is recomputed in its backward."""
 
     __slots__ = (
         *("__weakref__", "cache", "counter", "depth", "num_saved", "num_waiting"),
         *("shape", "sources", "value", "version"),
     )
 
-    def __init__(self, value: Value, sources: "list[Kept | Dropped]", depth: int, tensor: Tensor) -> None:
+    def __init__(self, value: Value, sources: "list[Saved | Dropped]", depth: int, tensor: Tensor) -> None:
         self.value = value
         self.sources = sources  # keeps them alive
         self.depth = depth  # operators to run one after the other
@@ -210,7 +210,7 @@ class Dropped:
 
 
 class MaskValue(Value):
-    """A value of zeros and ones, or what a scale has made of the ones since: it is kept as bits."""
+    """A mask of zeros and ones, or of zeros and one scale: it is saved as bits."""
 
     __slots__ = ("is_scaled",)
     is_mask = True
@@ -243,7 +243,7 @@ class Recipe:
         self.position = 0  # among the cheap operators of one run
         self.key: int | None = None
         self.is_used = False  # to make a dropped tensor
-        self.held: list[Kept | Dropped] | None = None  # inputs that would be gone before the result is saved
+        self.held: list[Saved | Dropped] | None = None  # inputs that would be gone before the result is saved
         self.siblings: list[weakref.ref[Value]] | None = None
 
     def identify(self) -> int:
@@ -304,10 +304,9 @@ class BatchNormRecipe(Recipe):
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, inputs: list[Value]
     ) -> None:
         super().__init__(function, args, kwargs, inputs)
-        self.statistics: tuple[Tensor, Tensor] | None = None
-        """Mean and inverse deviation ``[C]``, as the kernel returned them: the backward keeps them as well."""
+        self.statistics: tuple[Tensor, Tensor] | None = None  # mean and inverse deviation [C]: the backward saves them
+        # of other running statistics to update: whether there are any, and their dtype, decides how the kernel rounds
         self.running: tuple[torch.Size, torch.dtype, torch.device] | None = None
-        """Of others to move: whether there are any, and of which dtype, decides how the kernel rounds."""
 
     @override
     def run(self, args: list[Any]) -> Any:
@@ -348,8 +347,7 @@ class _Kernel(NamedTuple):
     dim: int
     is_contiguous: bool
     is_channels_last: bool
-    dtypes: tuple[torch.dtype | None, ...]
-    """Of input, weight and bias."""
+    dtypes: tuple[torch.dtype | None, ...]  # of input, weight and bias
 
 
 def _kernel_of(function: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> _Kernel:
@@ -453,7 +451,7 @@ def _scale(probability: float, like: Tensor) -> float:
 
 
 class HoldingCosts:
-    """The costs in one run, given the storages of buffers, and whether parameters are freed between the forwards."""
+    """What it costs in one run to end a recipe on a value. ``parameters_move``: FSDP frees them between forwards."""
 
     def __init__(self, buffers: set[int], *, parameters_move: bool) -> None:
         self.buffers = buffers
@@ -464,8 +462,8 @@ class HoldingCosts:
         return type(tensor) in PARAMETER_CLASSES or value.address in self.buffers
 
     def can_hold(self, source: Value) -> bool:
-        """Whether a recipe can end here: it is kept or dropped already, or still there as it was."""
-        if source.find_kept() is not None or source.find_dropped() is not None:
+        """Whether a recipe can end here: it is saved or dropped already, or still there as it was."""
+        if source.find_saved() is not None or source.find_dropped() is not None:
             return True
         origin = source()
         if origin is None or source.version == NO_VERSION or source.version != version_of(origin):
@@ -473,11 +471,11 @@ class HoldingCosts:
         return is_strided(origin) and not (self._parameters_move and type(origin) in PARAMETER_CLASSES)
 
     def is_worth_it(self, sources: Iterable[Value], tensor: Tensor, recipe: Recipe) -> bool:
-        """Whether what would be kept for these sources alone is less than ``tensor``."""
+        """Whether what would be saved for these sources alone is less than ``tensor``."""
         cost = 0
         for source in sources:
             origin = source()
-            if source.find_kept() is not None or source.find_dropped() is not None:
+            if source.find_saved() is not None or source.find_dropped() is not None:
                 continue
             if origin is None or not self.can_hold(source):
                 return False
@@ -488,7 +486,7 @@ class HoldingCosts:
         return cost < tensor.nbytes or cost == 0
 
     def owns_memory(self, recipe: Recipe) -> bool:
-        """Whether a result is more than a view of what is kept anyway or counts as dropped already."""
+        """Whether a result is more than a view of what is saved anyway or counts as dropped already."""
         if recipe.depth > 0:
             return True
         base = recipe.inputs[0]
@@ -496,4 +494,4 @@ class HoldingCosts:
             base = base.recipe.inputs[0]
         origin = base()
         is_free = origin is not None and self.is_free(base, origin)
-        return not is_free and base.find_kept() is None and base.find_dropped() is None
+        return not is_free and base.find_saved() is None and base.find_dropped() is None

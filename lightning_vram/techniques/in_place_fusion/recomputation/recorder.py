@@ -44,9 +44,9 @@ from lightning_vram.techniques.in_place_fusion.recomputation.recipes import (
     CopyValue,
     DropoutRecipe,
     Dropped,
-    Kept,
     MaskValue,
     Recipe,
+    Saved,
     Value,
     WriteRecipe,
     note_draw,
@@ -55,7 +55,7 @@ from lightning_vram.techniques.in_place_fusion.recomputation.recipes import (
 
 COPIED_BYTES = 64 * 1024  # weights of norms and small buffers; what is larger is not copied to rebuild from it
 MAX_HELD = 4  # recipes whose inputs are held at a time
-HoldInputs = Callable[[Value], list[Kept | Dropped] | None]
+HoldInputs = Callable[[Value], list[Saved | Dropped] | None]
 
 
 class RecipeNotes(QuietMode):
@@ -65,16 +65,14 @@ class RecipeNotes(QuietMode):
         super().__init__()
         self.dropout = dropout
         self.hold_inputs = hold_inputs
-        self.parameters_move = False
-        """Whether parameters are freed between the layers' forwards: recipes then end on copies of the small ones."""
-        self.position = 0
-        """Number of the cheap or writing operator that ran last."""
+        self.parameters_move = False  # freed between the layers' forwards: recipes then end on copies of small ones
+        self.position = 0  # number of the cheap or writing operator that ran last
         self.held: deque[Recipe] = deque()  # what they read, until the result is saved
         self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._values: dict[int, Value] = {}  # by id of the tensor, which may be gone and its id be another's
         self._new: list[Value] = []  # not yet in the next
         self._by_address: dict[int, list[Value]] = {}
-        self._kept: dict[int, list[weakref.ref[Kept]]] = {}  # by address of the storage; outlive the run
+        self._saved: dict[int, list[weakref.ref[Saved]]] = {}  # by address of the storage; outlive the run
         self._program = 0, 0
         self._learned: list[Recipe] | None = []  # all recipes of this run
         self._useless: dict[int, Any] = {}  # position -> operator
@@ -86,8 +84,8 @@ class RecipeNotes(QuietMode):
         """
         for records in (self.held, self._copies, self._values, self._new, self._by_address):
             records.clear()
-        alive = {address: [ref for ref in refs if ref() is not None] for address, refs in self._kept.items()}
-        self._kept = {address: refs for address, refs in alive.items() if refs}
+        alive = {address: [ref for ref in refs if ref() is not None] for address, refs in self._saved.items()}
+        self._saved = {address: refs for address, refs in alive.items() if refs}
         is_another = (self.position, num_saved) != self._program
         if self._learned is not None:
             self._useless = {recipe.position: recipe.function for recipe in self._learned if not recipe.is_used}
@@ -100,10 +98,8 @@ class RecipeNotes(QuietMode):
         return is_another
 
     def mark_used(self, value: Value) -> None:
-        """Note that ``value`` will be made again, so that its recipe is noted in later runs too."""
-        if self._learned is None:
-            return
-        waiting = [value]
+        """Note that ``value`` will be recomputed, so that its recipe is recorded in later runs too."""
+        waiting = [value] if self._learned is not None else []
         while waiting:
             recipe = waiting.pop().recipe
             if recipe is not None and not recipe.is_used:
@@ -168,29 +164,28 @@ class RecipeNotes(QuietMode):
         value.index = index
         value.version = version_of(tensor) if version is None else version
         value.address = storage_address(tensor)
-        value.kept = value.dropped = None
+        value.saved = value.dropped = None
         self._values[id(tensor)] = value
         self._new.append(value)
         return value
 
-    def watch(self, value: Value, kept: Kept) -> None:
-        """Remember that ``kept`` holds ``value``, and protect it from writes once a recipe ends on it."""
-        value.kept = weakref.ref(kept)
-        self._kept.setdefault(value.address, []).append(value.kept)
+    def watch(self, value: Value, saved: Saved) -> None:
+        """Remember that ``saved`` holds ``value``, and protect it from writes once a recipe ends on it."""
+        value.saved = weakref.ref(saved)
+        self._saved.setdefault(value.address, []).append(value.saved)
 
-    def before_write(self, target: Tensor, *, is_told: bool = True) -> None:
+    def before_write(self, target: Tensor, *, is_counted: bool = True) -> None:
         """Save what recipes end on, and forget what other tensors on the memory of ``target`` hold.
 
-        ``is_told``: whether the version of ``target`` will count the write. If not, its value is forgotten too.
+        ``is_counted``: whether the version of ``target`` will count the write. If not, its value is forgotten too.
         """
         address = storage_address(target)
         num_known = 1  # the target itself
         with self.paused():
-            for reference in self._kept.get(address, ()):
-                kept = reference()
-                if kept is not None:
-                    num_known += kept.holds_memory and kept.tensor is not target
-                    kept.before_write()
+            for reference in self._saved.get(address, ()):
+                if (saved := reference()) is not None:
+                    num_known += saved.holds_memory and saved.tensor is not target
+                    saved.before_write()
         if address and count_storage_users(address) > num_known:
             for value in self._new:
                 self._by_address.setdefault(value.address, []).append(value)
@@ -198,12 +193,12 @@ class RecipeNotes(QuietMode):
             for value in self._by_address.pop(address, ()):
                 if value() is not target:
                     value.version = NO_VERSION
-        if not is_told and (known := self._values.pop(id(target), None)) is not None:
+        if not is_counted and (known := self._values.pop(id(target), None)) is not None:
             known.version = NO_VERSION
 
     def is_watched(self, tensor: Tensor) -> bool:
         """Whether something on the memory of ``tensor`` was saved, or its value is known."""
-        return storage_address(tensor) in self._kept or self.find(tensor) is not None
+        return storage_address(tensor) in self._saved or self.find(tensor) is not None
 
     def _copy_parameter(self, parameter: Tensor) -> Tensor:
         """Copy a parameter that will not be there when a second run asks: FSDP frees it after its layer's forward."""
@@ -304,7 +299,7 @@ def _batch_norm(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: di
     if in_training:  # the kernel moves the running statistics and does not tell
         for statistic in statistics:
             if notes.is_watched(statistic):
-                notes.before_write(statistic, is_told=False)
+                notes.before_write(statistic, is_counted=False)
     inputs: list[Value] = []
     if in_training or not statistics:
         filled = notes.with_values(again, inputs)
@@ -355,10 +350,10 @@ def _in_place(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict
     target = args[0]
     before = notes.find(target)
     if before is None:  # such as a counter of batches
-        notes.before_write(target, is_told=False)
+        notes.before_write(target, is_counted=False)
         return func(*args, **kwargs) if kwargs else func(*args)
     recipe = None
-    if (before.recipe is not None or before.find_kept() is not None or before.is_mask) and _keeps_dtype(args):
+    if (before.recipe is not None or before.find_saved() is not None or before.is_mask) and _keeps_dtype(args):
         inputs: list[Value] = []
         filled = notes.with_values(args, inputs)
         recipe = WriteRecipe(functional_form(func), filled, kwargs, inputs, target)
@@ -379,7 +374,7 @@ def _in_place(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict
 def _writing(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     targets = list(iterate_written(func, args, kwargs))
     for target in targets:
-        notes.before_write(target, is_told=False)  # fused optimizers count no version either
+        notes.before_write(target, is_counted=False)  # fused optimizers count no version either
     result = call_operator(func, args, kwargs)
     if is_foreach(func):
         count_writes(targets)
@@ -417,7 +412,7 @@ class RecipeRecorder(RecipeNotes):
             if handler in _WRITERS and not self._is_paused:  # in inference mode, or by wrappers of tensors
                 for target in iterate_written(func, args, kwargs):
                     if type(target) in PLAIN_TYPES:
-                        self.before_write(target, is_told=False)
+                        self.before_write(target, is_counted=False)
             return call_operator(func, args, kwargs)
         self.position += 1
         if self._useless.get(self.position) is func:
