@@ -30,7 +30,9 @@ EXCEPTIONS = {
     ("core.host.transfers", "ticket._is_done.wait(PATIENCE_SECONDS)"): "the loop around it would go round without it",
     ("core.ranks", "work.wait()"): "several ranks, by gloo: tests/core/processes",
     ("core.ranks", 'store.wait([f"ack/{rank}/{nonce}"], timeout)'): "several processes",
-    ("core.module_state", "self.value.copy_(self.tensor.detach(), non_blocking=self.value.is_pinned())"): (_ONE_STREAM),
+    ("core.module_state", "self.value.copy_(self.tensor.detach(), non_blocking=self.value.is_pinned())"): (
+        _ONE_STREAM
+    ),
     ("core.module_state", "self.tensor.copy_(self.value, non_blocking=self.value.is_pinned())"): _ONE_STREAM,
     (
         "memory.estimate.workspaces",

@@ -144,22 +144,22 @@ def _is_stock(module: nn.Module) -> bool:
 
 
 def _run_convolution(
-    module: nn.Module, folding: _Folding, plain: Callable[..., Any], /, *args: Any, **kwargs: Any
+    module: nn.Module, folding: _Folding, original: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     is_own = module is folding.convolution  # else DataParallel's copy, with weights of its own
     if is_own:
         folding.output = None
     if not is_own or not folding.is_possible_now():
-        return plain(*args, **kwargs)
+        return original(*args, **kwargs)
     output = _convolve(folding.convolution, *_fold(folding.convolution, folding.norm), *args, **kwargs)
     if not torch.compiler.is_compiling() and not is_in_transform():
         folding.output = weakref.ref(output.untyped_storage()), version_of(output)
     return output
 
 
-def _run_norm(module: nn.Module, folding: _Folding, plain: Callable[..., Any], /, input: Tensor) -> Any:
+def _run_norm(module: nn.Module, folding: _Folding, original: Callable[..., Any], /, input: Tensor) -> Any:
     if module is not folding.norm or not folding.is_possible_now():
-        return plain(input)
+        return original(input)
     if not torch.compiler.is_compiling() and folding.is_other(input):
         raise RuntimeError(
             "a batch norm that is folded into its convolution got another tensor than the convolution's output: the "

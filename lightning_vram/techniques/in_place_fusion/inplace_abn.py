@@ -163,7 +163,7 @@ class InPlaceABNHandle(Swaps):
 
     @property
     def num_fallen_back(self) -> int:
-        """Pairs that compute as the plain modules do, because gamma has become too small to recover the input."""
+        """Pairs that compute as the original modules do, because gamma has become too small to recover the input."""
         return sum(state.has_fallen_back for state in self._states)
 
     def end_step(self) -> bool:
@@ -244,10 +244,10 @@ def _never_compiled(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @_never_compiled
-def _run_producer(norm: Any, state: _ProducerState, plain: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+def _run_producer(norm: Any, state: _ProducerState, original: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
     activation = read_activation(state.consumer)
     if not _is_recorded(norm, input) or not _is_safe(norm, state, input.dtype, activation):
-        return plain(input)
+        return original(input)
     check_dimensions(norm, input)
     output = normalize_and_activate(input, norm.weight, norm.bias, _begin_forward(norm), activation)
     state.handover.give(output)
@@ -256,7 +256,7 @@ def _run_producer(norm: Any, state: _ProducerState, plain: Callable[[Tensor], Te
 
 @_never_compiled
 def _run_consumer(
-    activation: nn.Module, handover: _Handover, plain: Callable[[Tensor], Tensor], input: Tensor
+    activation: nn.Module, handover: _Handover, original: Callable[[Tensor], Tensor], input: Tensor
 ) -> Tensor:
     if handover.take(input):
         return input
@@ -265,11 +265,11 @@ def _run_consumer(
             f"{activation} got a tensor that is not the output of the batch norm before it, which is activated "
             "already. Link only norms whose output goes to the activation, unchanged and first."
         )
-    return plain(input)
+    return original(input)
 
 
 def _is_recorded(norm: Any, input: Tensor) -> bool:
-    """Whether a gradient is recorded by autograd alone, and the plain norm would not refuse the input."""
+    """Whether a gradient is recorded by autograd alone, and the original norm would not refuse the input."""
     if not torch.is_grad_enabled() or is_transformed() or input.dim() < 2 or is_in_forward_ad():
         return False
     if norm.training and _process_group(norm) is None and input.numel() <= input.shape[1]:

@@ -40,7 +40,7 @@ def apply_compiled_recomputation(model: nn.Module) -> Swaps:
     return handle
 
 
-def _run(module: nn.Module, state: None, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _run(module: nn.Module, state: None, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if not torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return plain(*args, **kwargs)
-    return checkpoint(plain, *args, use_reentrant=False, **kwargs)
+        return original(*args, **kwargs)
+    return checkpoint(original, *args, use_reentrant=False, **kwargs)

@@ -201,7 +201,7 @@ class RecipeNotes(QuietMode):
         return storage_address(tensor) in self._saved or self.find(tensor) is not None
 
     def _copy_parameter(self, parameter: Tensor) -> Tensor:
-        """Copy a parameter that will not be there when a second run asks: FSDP frees it after its layer's forward."""
+        """Copy a parameter that will not be there when recomputation asks: FSDP frees it after its layer's forward."""
         known = self._copies.get(id(parameter))
         if known is None or known[0] is not parameter or known[1] != num_writes(parameter):
             with self.paused(), torch.no_grad():

@@ -188,7 +188,7 @@ class _Rebuilding:
         return not is_shared and source.find_saved() is None
 
 
-_MAX_SHAPES = 16  # tried to the bit for one recipe, before all others are trusted
+_MAX_SHAPES = 16  # compared bitwise for one recipe, before all others are trusted
 
 
 @dataclass
