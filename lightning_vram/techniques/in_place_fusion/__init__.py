@@ -1,8 +1,4 @@
-"""What cheap layers need not save: which of the ways works in a step, and proof from one observed step.
-
-``policy.py`` directs; ``recomputation`` drops what can be made again, ``inplace_abn`` inverts, ``folding`` folds
-frozen norms; ``links`` and ``storage_watch`` prove. May import: core, memory.
-"""
+"""Save less for backward around cheap layers: recompute, invert, fold, or write in place. May import: core, memory."""
 
 from lightning_vram.techniques.in_place_fusion.policy import FrozenNormFolding, Fusion, FusionError, FusionPolicy
 

@@ -1,14 +1,9 @@
 """Fold batch norms with frozen statistics into the convolutions before them, on the fly and from the live parameters.
 
-A batch norm in evaluation mode, as in fine-tuning with frozen statistics, is a scale and a shift per channel. The
-convolution can have them in its weight: it then computes the norm's output at once, and its own output, which the
-norm would keep for backward, never exists. Autograd differentiates through the folding, so that both modules train on
-("Tune mode", https://arxiv.org/abs/2305.11624). Equal up to rounding, not to the bit. In reduced precision a channel
-of tiny variance makes large weights, which round more coarsely than its output would.
-
-What it costs: the folded weights, as large as the weights. Autograd keeps them unless they are recomputed
-(``recomputation/stage.py``): without that, small batches take more memory, not less. It does not
-help norms in training mode: for those calls both modules run as they always did.
+The convolution's own output, which the norm would save for backward, never exists. Autograd differentiates through the
+folding, so both modules train on ("Tune mode", https://arxiv.org/abs/2305.11624). Equal up to rounding. Autograd saves
+the folded weights unless they are recomputed: without recomputation, small batches use more memory, not less. Calls
+with the norm in training mode run unchanged.
 """
 
 import weakref
@@ -44,11 +39,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTran
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 _STATE = "_frozen_batch_norm_folding"
-_TRANSPOSED: dict[int, Callable[..., Tensor]] = {  # by number of dimensions
-    1: F.conv_transpose1d,
-    2: F.conv_transpose2d,
-    3: F.conv_transpose3d,
-}
+_TRANSPOSED: tuple[Callable[..., Tensor], ...] = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 _TRANSPOSED_FORWARDS = {kind.forward for kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)}
 _CONV_METHODS = {(kind.forward, class_conv_forward(kind)) for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
 _NORM_FORWARDS = {kind.forward for kind in BATCH_NORMS}
@@ -84,11 +75,7 @@ class _Folding:
 
 
 class FoldingHandle(Swaps):
-    """Undoes :func:`fold_frozen_batch_norm`.
-
-    Args:
-        num_folded: Norms that are folded.
-    """
+    """Undoes :func:`fold_frozen_batch_norm`."""
 
     def __init__(self, num_folded: int) -> None:
         super().__init__(_STATE)
@@ -101,20 +88,11 @@ class FoldingHandle(Swaps):
 
 
 def fold_frozen_batch_norm(links: Sequence[Link]) -> FoldingHandle:
-    """Let convolutions do the work of the frozen batch norms that follow them, in place.
+    """Let convolutions do the work of the frozen batch norms that follow them; return the undo.
 
-    A call folds if the norm is in evaluation mode then; ``state_dict`` keys, parameters, copies and pickles are those
-    of the plain modules.
-
-    Args:
-        links: Pairs of which it is proven that the norm alone reads the convolution's output, as
-            ``LinkObserver`` does. Filter them with :func:`why_not_folded`.
-
-    Returns:
-        The undo.
-
-    Raises:
-        ValueError: If a pair cannot be folded: see :func:`why_not_folded`. All modules are then as they were.
+    A call folds if the norm is in evaluation mode then; ``state_dict`` keys, parameters, copies and pickles stay those
+    of the original modules. Only the norm may read the convolution's output, which ``LinkObserver`` proves. Raises
+    ``ValueError`` if a pair cannot be folded (:func:`why_not_folded`); all modules are then as they were.
 
     Example:
         >>> conv, norm = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4).eval()
@@ -143,9 +121,9 @@ def why_not_folded(link: Link) -> str | None:
     convolution, norm = link.producer, link.consumer
     if _STATE in vars(convolution) or _STATE in vars(norm):
         return "one of them is folded already"
-    if not isinstance(convolution, CONVOLUTIONS) or not _is_stock_convolution(convolution):
+    if not isinstance(convolution, CONVOLUTIONS) or not _is_stock(convolution):
         return "the first is not a stock convolution"
-    if not isinstance(norm, BATCH_NORMS) or not _is_stock_norm(norm):
+    if not isinstance(norm, BATCH_NORMS) or not _is_stock(norm):
         return "the second is not a stock batch norm"
     if norm.running_mean is None or norm.running_var is None:
         return "the norm has no running statistics"
@@ -154,41 +132,34 @@ def why_not_folded(link: Link) -> str | None:
     return None
 
 
-def _is_stock_convolution(module: nn.Module) -> bool:
+def _is_stock(module: nn.Module) -> bool:
     if "forward" in vars(module) or is_parametrized(module):  # set on the instance: it may do anything
         return False
     kind, forward = type(module), plain_class_forward(module)
+    if isinstance(module, BATCH_NORMS):
+        return forward in _NORM_FORWARDS
     if forward in _TRANSPOSED_FORWARDS:
         return can_pad_output(kind)
     return (forward, class_conv_forward(kind)) in _CONV_METHODS
 
 
-def _is_stock_norm(module: nn.Module) -> bool:
-    is_changed = "forward" in vars(module) or is_parametrized(module)
-    return not is_changed and plain_class_forward(module) in _NORM_FORWARDS
-
-
 def _run_convolution(
-    module: nn.Module, folding: _Folding, plain: Callable[..., Any], /, *args: Any, **kwargs: Any
+    module: nn.Module, folding: _Folding, original: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    if module is not folding.convolution:  # DataParallel's copy, with weights of its own
-        return plain(*args, **kwargs)
-    folding.output = None
-    if not folding.is_possible_now():
-        return plain(*args, **kwargs)
+    is_own = module is folding.convolution  # else DataParallel's copy, with weights of its own
+    if is_own:
+        folding.output = None
+    if not is_own or not folding.is_possible_now():
+        return original(*args, **kwargs)
     output = _convolve(folding.convolution, *_fold(folding.convolution, folding.norm), *args, **kwargs)
     if not torch.compiler.is_compiling() and not is_in_transform():
         folding.output = weakref.ref(output.untyped_storage()), version_of(output)
     return output
 
 
-def _run_norm(module: nn.Module, folding: _Folding, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _run_norm(module: nn.Module, folding: _Folding, original: Callable[..., Any], /, input: Tensor) -> Any:
     if module is not folding.norm or not folding.is_possible_now():
-        return plain(*args, **kwargs)
-    return _pass_through(folding, *args, **kwargs)
-
-
-def _pass_through(folding: _Folding, /, input: Tensor) -> Tensor:
+        return original(input)
     if not torch.compiler.is_compiling() and folding.is_other(input):
         raise RuntimeError(
             "a batch norm that is folded into its convolution got another tensor than the convolution's output: the "
@@ -222,22 +193,20 @@ def _spread(scale: Tensor, convolution: _Convolution) -> Tensor:
     ones = (1,) * len(convolution.kernel_size)
     if not convolution.transposed:
         return scale.view(-1, 1, *ones)
-    # [in, out / groups, ...]: the rows of a group reach the channels of that group
-    groups = convolution.groups
-    if groups == 1:
+    if convolution.groups == 1:
         return scale.view(1, -1, *ones)
-    rows = convolution.in_channels // groups
-    return scale.view(groups, 1, -1).expand(-1, rows, -1).reshape(convolution.in_channels, -1, *ones)
+    # [in, out / groups, ...]: the rows of a group reach the channels of that group
+    rows = convolution.in_channels // convolution.groups
+    return scale.view(convolution.groups, 1, -1).expand(-1, rows, -1).reshape(convolution.in_channels, -1, *ones)
 
 
 def _convolve(
     convolution: Any, weight: Tensor, bias: Tensor, /, input: Tensor, output_size: list[int] | None = None
 ) -> Tensor:
-    """Do what the stock forward does, with another weight and bias."""
     if not convolution.transposed:
         return convolve_with(convolution, input, weight, bias)
     stride, padding, dilation = convolution.stride, convolution.padding, convolution.dilation
     sizes = (convolution.kernel_size, len(convolution.kernel_size), dilation)
     output_padding = find_output_padding(convolution, input, output_size, stride, padding, *sizes)
-    transposed = _TRANSPOSED[len(convolution.kernel_size)]
+    transposed = _TRANSPOSED[len(convolution.kernel_size) - 1]
     return transposed(input, weight, bias, stride, padding, output_padding, convolution.groups, dilation)

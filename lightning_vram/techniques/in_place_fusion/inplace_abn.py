@@ -1,9 +1,15 @@
-"""Batch norm and an invertible activation keep one map instead of three. May import: core, memory."""
+"""Link batch norms to the invertible activations behind them: a pair saves one map instead of three.
+
+The class of the norm is swapped for one that normalizes and activates, that of the activation for one that passes on
+what such a norm gave it. Names, ``state_dict``, copies, pickles and the bits of the forward stay (SyncBatchNorm: up to
+rounding). The gradient uses the recovered input: a pair is refused, or falls back during training, where gamma is too
+small for that. In compiled code it breaks the graph. Hooks that read the norm's output see it activated.
+"""
 
 import functools
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,37 +27,15 @@ from lightning_vram.techniques.in_place_fusion.invertible_norm import (
     normalize_and_activate,
     predict_inversion_error,
 )
+from lightning_vram.techniques.in_place_fusion.observed_links import Link
 
 MAX_ERROR = 1e-3
-MAX_ERROR_16_BIT = 2e-2
-"""In 16 bits a fresh norm (gamma 1, beta 0) has a predicted error of 3.9e-3 (bfloat16) or 4.9e-4 (float16)."""
-
-STATE = "_invertible_norms"
-"""Where a module that was changed keeps what its pair shares."""
-
-
-class Link(Protocol):
-    """A norm whose output goes to one activation, unchanged, and nowhere else."""
-
-    @property
-    def producer(self) -> nn.Module:
-        """BatchNorm1d, 2d, 3d or SyncBatchNorm."""
-
-    @property
-    def consumer(self) -> nn.Module:
-        """LeakyReLU, ELU or Identity; several norms may share it, and it may be called on other tensors."""
-
-
-def check_pair(
-    index: int, link: Link, changed: Container[nn.Module], dtype: torch.dtype | None, max_error: float | None
-) -> None:
-    """Raise ``ValueError`` if a pair cannot be inverted; an activation among ``changed`` may serve another norm."""
-    name = f"link {index}, {_describe(link.producer)} followed by {link.consumer}"
-    _check_link(name, link, changed)
-    _check_error(name, link, dtype, max_error)
+MAX_ERROR_16_BIT = 2e-2  # a fresh norm (gamma 1, beta 0) has a predicted error of 3.9e-3 (bfloat16), 4.9e-4 (float16)
+STATE = "_invertible_norms"  # attribute of a changed module: what its pair shares
 
 
 def _check_link(name: str, link: Link, changed: Container[nn.Module]) -> None:
+    """Raise ``ValueError`` if a pair is of other kinds; an activation among ``changed`` may serve several norms."""
     is_shared = link.consumer in changed
     for module in (link.producer, link.consumer):
         if STATE in vars(module) and not (is_shared and module is link.consumer):
@@ -99,9 +83,8 @@ def _check_error(name: str, link: Link, dtype: torch.dtype | None, max_error: fl
 
 def limit_error(max_error: float | None, dtype: torch.dtype) -> float:
     """Return the largest predicted error that is allowed."""
-    if max_error is not None:
-        return max_error
-    return MAX_ERROR_16_BIT if torch.finfo(dtype).bits == 16 else MAX_ERROR
+    default = MAX_ERROR_16_BIT if torch.finfo(dtype).bits == 16 else MAX_ERROR
+    return max_error if max_error is not None else default
 
 
 def read_error(norm: Any, dtype: torch.dtype, activation: InvertibleActivation) -> float:
@@ -124,59 +107,37 @@ def _describe(module: nn.Module) -> str:
     return f"{type(module).__name__}({getattr(module, 'num_features', '')})"
 
 
-# Let batch norms take over the invertible activation behind them, so that the two keep one map instead of three.
-#
-# What is computed, and what it costs: ``function.py``. Here a pair of modules is made to compute it: the norm changes
-# its class to one that normalises and activates, the activation to one that hands on what such a norm gave it. Names,
-# ``state_dict``, copies and pickles are those of the plain model, and so is, to the bit, the forward (SyncBatchNorm: up
-# to rounding). The gradient is that of a recovered input, and gamma decides how well it is recovered: a pair is refused
-# where the predicted error is too large, and falls back to the plain modules if gamma moves there in training.
-#
-# It does not help where no gradient is recorded (the modules are then the plain ones) or in compiled code: the compiler
-# fuses the two itself, and our modules break its graph. Hooks that read the norm's output see it activated.
-
-CHECK_EVERY_N_FORWARDS = 100
-"""How often a pair reads gamma and beta in training, from its first forward on: on a GPU it waits for them."""
+CHECK_EVERY_N_FORWARDS = 100  # how often a pair reads gamma and beta in training: a GPU has to wait for that
 
 
 @dataclass
 class _Handover:
-    """Activated outputs on their way from norms to one activation. By storage: FSDP2 hands on an alias."""
+    """Activated outputs on their way from norms to one activation."""
 
-    _under_way: list[StorageWeakRef] = field(default_factory=list)
+    under_way: list[StorageWeakRef] = field(default_factory=list)  # by storage: FSDP2 passes on an alias
     _lost: bool = False
 
     def give(self, output: Tensor) -> None:
-        """Note that ``output`` is activated."""
         self._forget_expired()
-        self._under_way.append(_refer_to(output))
+        self.under_way.append(_refer_to(output))
 
     def take(self, input: Tensor) -> bool:
-        """Whether ``input`` was given, once."""
-        if not self._under_way:
-            return False
-        storage = _refer_to(input)
-        if storage in self._under_way:
-            self._under_way.remove(storage)
+        if self.under_way and (storage := _refer_to(input)) in self.under_way:
+            self.under_way.remove(storage)
             return True
         self._forget_expired()
         return False
 
     def end_step(self) -> bool:
         """Forget what is under way. Returns whether an output was given and never taken."""
-        was_lost, self._under_way = self._lost or bool(self._under_way), []
-        self._lost = False
+        was_lost = self._lost or bool(self.under_way)
+        self.under_way, self._lost = [], False
         return was_lost
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether an output is alive that never arrived."""
-        return bool(self._under_way)
 
     def _forget_expired(self) -> None:
         """Forget outputs that never arrived, because a forward was interrupted."""
-        self._lost = self._lost or any(storage.expired() for storage in self._under_way)  # type: ignore[no-untyped-call]
-        self._under_way = [storage for storage in self._under_way if not storage.expired()]  # type: ignore[no-untyped-call]
+        self._lost = self._lost or any(storage.expired() for storage in self.under_way)  # type: ignore[no-untyped-call]
+        self.under_way = [storage for storage in self.under_way if not storage.expired()]  # type: ignore[no-untyped-call]
 
 
 @dataclass
@@ -202,7 +163,7 @@ class InPlaceABNHandle(Swaps):
 
     @property
     def num_fallen_back(self) -> int:
-        """Pairs that compute as the plain modules do, because gamma has become too small to recover the input."""
+        """Pairs that compute as the original modules do, because gamma has become too small to recover the input."""
         return sum(state.has_fallen_back for state in self._states)
 
     def end_step(self) -> bool:
@@ -214,32 +175,20 @@ class InPlaceABNHandle(Swaps):
 def apply_inplace_abn(
     links: Iterable[Link], *, dtype: torch.dtype | None = None, max_error: float | None = None
 ) -> InPlaceABNHandle:
-    """Let each linked norm normalise and activate in one function that keeps only its output, in place.
+    """Let each linked norm normalize and activate in one function that saves only its output; return the undo.
 
-    Every 100th forward of a norm that records a gradient, the first included, predicts the error again, for the dtype
-    the norm really gets, which costs a GPU one wait; a pair beyond ``max_error`` falls back for good. Between two
-    checks the error grows as gamma shrinks. Processes that train the same weights decide alike.
+    That the activation is the norm's only reader is not checked. Raises ``ValueError`` if a pair is refused; then no
+    module is changed. Every 100th forward that records a gradient predicts the error again, for the dtype the norm
+    really gets; a pair beyond ``max_error`` falls back for good. Processes that train the same weights decide alike.
 
     Args:
-        links: Norms and the activations behind them. That the activation is the only reader is taken on trust.
-        dtype: What the activations are computed in, for the check made here. ``None``: the dtype of the norm's
-            weights; under autocast that is not what the first forward will find.
-        max_error: Largest predicted error, see
-            :func:`~lightning_vram.techniques.in_place_fusion.invertible_norm.predict_inversion_error`.
-            ``None``: 1e-3, and 2e-2 in 16 bits.
-
-    Returns:
-        The undo.
-
-    Raises:
-        ValueError: If a module is of another kind, cannot be inverted or is linked already, if the predicted error is
-            too large, or if ``max_error`` is not positive. The modules are then as they were.
+        links: Norms and the activations behind them; several norms may share one, which may also get other tensors.
+        dtype: What the activations are computed in, for the first check. ``None``: the dtype of the norm's weights.
+        max_error: Largest value of :func:`predict_inversion_error`. ``None``: 1e-3, and 2e-2 in 16 bits.
 
     Example:
-        >>> from types import SimpleNamespace
-        >>> from torch import nn
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.LeakyReLU(), nn.Conv2d(8, 8, 3))
-        >>> handle = apply_inplace_abn([SimpleNamespace(producer=model[1], consumer=model[2])])
+        >>> handle = apply_inplace_abn([Link(model[1], model[2])])
         >>> handle.num_links, handle.num_fallen_back
         (1, 0)
         >>> handle.remove()
@@ -249,7 +198,9 @@ def apply_inplace_abn(
     handle = InPlaceABNHandle()
     with handle.all_or_none():
         for index, link in enumerate(links):
-            check_pair(index, link, handle.modules, dtype, max_error)
+            name = f"link {index}, {_describe(link.producer)} followed by {link.consumer}"
+            _check_link(name, link, handle.modules)
+            _check_error(name, link, dtype, max_error)
             if link.consumer not in handle.modules:
                 handle.add(link.consumer, _Handover(), _run_consumer)
             state = _ProducerState(link.consumer, vars(link.consumer)[STATE], max_error)
@@ -259,11 +210,7 @@ def apply_inplace_abn(
 
 
 def apply_inplace_abn_where_safe(links: Iterable[Link]) -> tuple[InPlaceABNHandle, list[str]]:
-    """Do as :func:`apply_inplace_abn` for each link that is not refused.
-
-    Returns:
-        The undo of all, and why each of the others was refused.
-    """
+    """Apply :func:`apply_inplace_abn` where possible; return the undo, and why each other link was refused."""
     whole, refused = InPlaceABNHandle(), []
     handovers: dict[nn.Module, _Handover] = {}
     for link in links:
@@ -297,33 +244,32 @@ def _never_compiled(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @_never_compiled
-def _run_producer(norm: Any, state: _ProducerState, plain: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+def _run_producer(norm: Any, state: _ProducerState, original: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
     activation = read_activation(state.consumer)
     if not _is_recorded(norm, input) or not _is_safe(norm, state, input.dtype, activation):
-        return plain(input)
+        return original(input)
     check_dimensions(norm, input)
-    normalization = _begin_forward(norm)
-    output = normalize_and_activate(input, norm.weight, norm.bias, normalization, activation)
+    output = normalize_and_activate(input, norm.weight, norm.bias, _begin_forward(norm), activation)
     state.handover.give(output)
     return output
 
 
 @_never_compiled
 def _run_consumer(
-    activation: nn.Module, handover: _Handover, plain: Callable[[Tensor], Tensor], input: Tensor
+    activation: nn.Module, handover: _Handover, original: Callable[[Tensor], Tensor], input: Tensor
 ) -> Tensor:
     if handover.take(input):
         return input
-    if handover.is_pending and input.requires_grad and not is_in_backward():
+    if handover.under_way and input.requires_grad and not is_in_backward():
         raise RuntimeError(
             f"{activation} got a tensor that is not the output of the batch norm before it, which is activated "
             "already. Link only norms whose output goes to the activation, unchanged and first."
         )
-    return plain(input)
+    return original(input)
 
 
 def _is_recorded(norm: Any, input: Tensor) -> bool:
-    """Whether a gradient is recorded by autograd alone, and the plain norm would not refuse the input."""
+    """Whether a gradient is recorded by autograd alone, and the original norm would not refuse the input."""
     if not torch.is_grad_enabled() or is_transformed() or input.dim() < 2 or is_in_forward_ad():
         return False
     if norm.training and _process_group(norm) is None and input.numel() <= input.shape[1]:
@@ -356,9 +302,8 @@ def _begin_forward(norm: Any) -> Normalization:
 
 def _process_group(norm: Any) -> dist.ProcessGroup | None:
     """The processes that share statistics, if there are several and the norm is in training."""
-    if not isinstance(norm, nn.SyncBatchNorm) or not norm.training:
-        return None
-    if not dist.is_available() or not dist.is_initialized():
+    is_synchronized = isinstance(norm, nn.SyncBatchNorm) and norm.training
+    if not (is_synchronized and dist.is_available() and dist.is_initialized()):
         return None
     group: dist.ProcessGroup | None = norm.process_group or dist.group.WORLD
     return group if dist.get_world_size(group) > 1 else None

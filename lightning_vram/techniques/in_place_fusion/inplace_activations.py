@@ -1,90 +1,54 @@
 """Find the activations of a model that may overwrite their input, and let them.
 
-An activation that overwrites its input allocates no output. That is right only if nobody needs the input: no skip
-connection reads it again, no view, hook or caller holds it, and what made it has not saved it for its backward, as
-``sigmoid`` does. One observed step tells; a model that was safe in it is safe wherever control flow is the same.
-
-What it saves: after ``LeakyReLU`` one activation less is kept for the backward. ``ReLU`` keeps its output anyway, and
-saves the moment in which both exist. Where it does not help: autograd copies the input of ``ReLU6``, ``SiLU``,
-``Hardswish`` and their like before they overwrite it; ``ELU`` and its kin round differently in place; dropout on a GPU
-draws other numbers in place. These are refused. Beside
-:class:`~lightning_vram.techniques.in_place_fusion.recomputation.stage.Recomputation`, which drops more, it adds little.
+That is right only if nothing else needs the input: no skip connection reads it, no view, hook or caller holds it, and
+what made it has not saved it for its backward. One observed step shows that, for the same control flow. ``LeakyReLU``
+saves one activation less for backward; ``ReLU`` only the moment in which input and output both exist. With
+``recomputation``, which drops more, it adds little.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.private_names.torch import is_view
+from lightning_vram.private_names.torch import SEE_INPUT, have_all_modules_hooks, is_view
 from lightning_vram.techniques.in_place_fusion.observed_links import (
     Memory,
     StorageWatch,
     collect_cycles,
-    has_global_hooks,
     has_tensor_hooks,
     is_plain,
     watch_hooks,
 )
 
 _EXACT = {nn.ReLU.forward, nn.LeakyReLU.forward}
-_COPIED = "saves nothing: autograd copies its input first"
-_INEXACT = "its backward rounds differently in place"
-_DRAWN = "in place it draws its random numbers with another kernel"
-_NEVER: dict[Any, str] = {
-    **{
-        kind.forward: _COPIED
-        for kind in (nn.ReLU6, nn.Hardtanh, nn.Threshold, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.Mish)
-    },
-    **{kind.forward: _INEXACT for kind in (nn.ELU, nn.SELU, nn.CELU)},
-    **{
-        kind.forward: _DRAWN
-        for kind in (
-            *(nn.RReLU, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout),
-            nn.FeatureAlphaDropout,
-        )
-    },
+_REFUSED: dict[str, tuple[type[nn.Module], ...]] = {
+    "saves nothing: autograd copies its input first": (
+        *(nn.ReLU6, nn.Hardtanh, nn.Threshold, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.Mish),
+    ),
+    "its backward rounds differently in place": (nn.ELU, nn.SELU, nn.CELU),
+    "in place it draws its random numbers with another kernel": (
+        *(nn.RReLU, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
+    ),
 }
+_NEVER: dict[Any, str] = {kind.forward: reason for reason, kinds in _REFUSED.items() for kind in kinds}
 # Autograd nodes that do not save the first result of their operator. Any other may.
 _DO_NOT_KEEP_OUTPUT = {
-    "AddBackward0",
-    "AddmmBackward0",
-    "AvgPool2DBackward0",
-    "BaddbmmBackward0",
-    "BmmBackward0",
-    "CatBackward0",
-    "CloneBackward0",
-    "ConvolutionBackward0",
-    "CudnnBatchNormBackward0",
-    "DivBackward0",
-    "FusedRmsNormBackward0",
-    "MaxPool2DWithIndicesBackward0",
-    "MiopenBatchNormBackward0",
-    "MmBackward0",
-    "MulBackward0",
-    "NativeBatchNormBackward0",
-    "NativeGroupNormBackward0",
-    "NativeLayerNormBackward0",
-    "SubBackward0",
-    "ToCopyBackward0",
-    "UpsampleBilinear2DBackward0",
-    "UpsampleNearest2DBackward0",
+    f"{operator}Backward0"
+    for operator in (
+        *("Add", "Addmm", "Baddbmm", "Bmm", "Cat", "Clone", "Convolution", "Div", "Mm", "Mul", "Sub", "ToCopy"),
+        *("CudnnBatchNorm", "MiopenBatchNorm", "NativeBatchNorm"),
+        *("FusedRmsNorm", "NativeGroupNorm", "NativeLayerNorm"),
+        *("AvgPool2D", "MaxPool2DWithIndices", "UpsampleBilinear2D", "UpsampleNearest2D"),
+    )
 }
-
-_KEPT = "the module before keeps its output for backward"
 
 
 class InplaceObserver:
-    """Observes which activations inside a module may overwrite their input, while it is entered, once.
-
-    Run a training step in the block, backward included or not; the results are there after it.
-
-    Args:
-        module: Any module. It is left as it was.
+    """Observes in one training step which activations inside a module may overwrite their input.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.LeakyReLU(), nn.Sigmoid(), nn.ReLU())
@@ -99,12 +63,9 @@ class InplaceObserver:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.safe: list[str] = []
-        """Names of modules that may overwrite their input, in the order of the model."""
-        self.refused: dict[str, str] = {}
-        """Other modules that have the switch and have it off, and why they may not."""
-        self.saved_bytes: dict[str, int] = {}
-        """Bytes of output that each safe module needs not allocate in a call; of its largest call."""
+        self.safe: list[str] = []  # names, in the order of the model
+        self.refused: dict[str, str] = {}  # other modules whose ``inplace`` is off, and why they may not
+        self.saved_bytes: dict[str, int] = {}  # output that each safe module does not allocate, in its largest call
         self._module = module
         self._candidates: dict[nn.Module, str] = {}
         self._watch = StorageWatch()
@@ -117,8 +78,7 @@ class InplaceObserver:
     def __enter__(self) -> Self:
         for name, member in self._module.named_modules():
             if getattr(member, "inplace", True) is False:
-                reason = _why_never(member)
-                if reason is None:
+                if (reason := _why_never(member)) is None:
                     self._candidates[member] = name
                 else:
                     self.refused[name] = reason
@@ -131,15 +91,13 @@ class InplaceObserver:
             self._exit = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._exit.close()
         collect_cycles(memory for memories in self._given.values() for memory in memories)
         for member, name in self._candidates.items():
             reason = self.refused.get(name) or self._why_unsafe(member)
-            if reason is None and (error is not None or has_global_hooks()):
-                reason = "the step was not finished" if error is not None else "a hook sees its input"
+            if reason is None and (kind is not None or have_all_modules_hooks(SEE_INPUT)):
+                reason = "the step was not finished" if kind is not None else "a hook sees its input"
             if reason is None:
                 self.safe.append(name)
             else:
@@ -197,7 +155,7 @@ class InplaceObserver:
         reasons = {
             "its input is a view": is_view(tensor),
             "a hook sees its input": memory.is_seen_by_hook or has_tensor_hooks(tensor),
-            _KEPT: _is_kept(tensor),
+            "the module before keeps its output for backward": _is_kept(tensor),
             "its input is read by another before": memory.is_given or memory.num_reads > 0,
         }
         return next((reason for reason, is_met in reasons.items() if is_met), None)
@@ -206,8 +164,8 @@ class InplaceObserver:
 class InplaceHandle:
     """Undoes :func:`set_inplace`."""
 
-    def __init__(self) -> None:
-        self._changed: list[Any] = []
+    def __init__(self, changed: list[Any]) -> None:
+        self._changed = changed
 
     def remove(self) -> None:
         """Switch the modules back. Calling it again does nothing."""
@@ -216,30 +174,20 @@ class InplaceHandle:
 
 
 def set_inplace(module: nn.Module, names: Iterable[str]) -> InplaceHandle:
-    """Let activations overwrite their input.
+    """Let the named activations overwrite their input; return the undo.
 
-    Args:
-        module: The module that was observed.
-        names: Of modules inside it, such as :attr:`InplaceObserver.safe`. Those that do already are left alone.
-
-    Returns:
-        The undo.
-
-    Raises:
-        ValueError: If there is no such module or it has no such switch. All modules are then as they were.
+    Raises ``ValueError`` if there is no such module or it has no such switch. All modules are then as they were.
     """
     members: dict[str, Any] = dict(module.named_modules(remove_duplicate=False))
-    handle = InplaceHandle()
-    chosen = list(names)
-    for name in chosen:
+    chosen: list[Any] = []
+    for name in names:
         if not isinstance(getattr(members.get(name), "inplace", None), bool):
             raise ValueError(f"{name!r} is not a module with a switch `inplace`.")
-    for name in chosen:
-        member = members[name]
-        if not member.inplace:
-            member.inplace = True
-            handle._changed.append(member)
-    return handle
+        if not members[name].inplace:
+            chosen.append(members[name])
+    for member in chosen:
+        member.inplace = True
+    return InplaceHandle(chosen)
 
 
 def _why_never(member: nn.Module) -> str | None:

@@ -1,18 +1,11 @@
-"""Batch norm and an invertible activation as one function that keeps nothing but its output.
+"""Batch norm and an invertible activation as one function that saves only its output (InPlace-ABN).
 
-The output of the activation is kept anyway: the next layer needs it. From it the backward gets back what the two
-layers would otherwise keep, the input of the norm and the input of the activation: ``y = act^-1(output)`` and
-``xhat = (y - beta) / gamma``. Of the three maps of a convolution stage (two if the activation is in place) one is
-left. The idea is InPlace-ABN (Rota Bulo et al. 2018, https://arxiv.org/abs/1712.02616). Theirs trains with
-``|gamma| + eps``, which is another model; here gamma is used as it is, so weights of any batch norm keep their
-meaning, and the output is that of the plain layers, by the same kernels.
-
-What it costs: the inverse of the activation in the backward, and accuracy. Rounding of the output is divided by gamma
-on the way back: ``inversion.py`` says by how much, per channel. It does not help where
-nothing else keeps the output, under ``no_grad``, or after ReLU and others that cannot be inverted.
+The next layer saves the output anyway; the backward recovers ``y = act^-1(output)`` and ``xhat = (y - beta) / gamma``.
+From https://arxiv.org/abs/1712.02616, which trains with ``|gamma| + eps``: here gamma is used as it is, and the output
+is that of the original layers, by the same kernels. Costs the inverse in the backward, and accuracy: the rounding of
+the output is divided by gamma.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,28 +18,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_vram.private_names.dispatcher import batch_norm_and_statistics
-
-# Invert the activation behind a batch norm, and predict how well the norm's input is recovered by it.
-#
-# ``function.py`` keeps the output alone, and goes back from it through the activation and gamma. The output is rounded,
-# and the way back enlarges the rounding: the more, the smaller gamma is beside beta. What is predicted here, before
-# anything is trained, costs a few operators on ``[C]`` values and does not know the data: ``xhat`` is taken to be
-# normal.
+from lightning_vram.private_names.torch import without_autocast
 
 _aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class InvertibleActivation:
-    """LeakyReLU, ELU, or neither.
+    """LeakyReLU, ELU, or neither."""
 
-    Args:
-        negative_slope: Factor of what is below zero; 1 leaves it as it is.
-        alpha: Of an ELU, which then takes the place of the slope. ``None``: no ELU.
-    """
-
-    negative_slope: float = 1.0
-    alpha: float | None = None
+    negative_slope: float = 1.0  # factor of what is below zero
+    alpha: float | None = None  # of an ELU, which then takes the place of the slope
 
     def apply_(self, value: Tensor) -> Tensor:
         """Activate in place."""
@@ -76,25 +58,12 @@ class InvertibleActivation:
 def predict_inversion_error(
     weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, activation: InvertibleActivation
 ) -> Tensor:
-    """Predict the error of the recovered ``xhat``, relative to its standard deviation of 1, per channel.
+    """Predict the error of the recovered ``xhat``, relative to its standard deviation of 1: ``[C]``, or ``[1]``.
 
-    It is what the gradient of gamma gets as relative error where the incoming gradient is noise, and more than that
-    where it is not. For ``y`` of mean beta and deviation gamma, rounded to ``dtype`` of unit roundoff u:
-    ``u * sqrt(1 + (beta/gamma)^2)``, what the slope pushes below the smallest number of ``dtype``, and for an ELU
-    ``u / gamma`` times the root mean square of ``exp(-y) - 1`` below zero. Measured errors of ``xhat`` are between a
-    fifth of it and all of it. What any norm's gradient loses to rounding comes on top.
-
-    Args:
-        weight: Gamma, ``[C]``. ``None``: one.
-        bias: Beta, ``[C]``. ``None``: zero.
-        dtype: Of the output.
-        activation: What was applied to the norm's result.
-
-    Returns:
-        ``[C]`` in float32 (``[1]`` if there is neither weight nor bias); not finite where gamma is zero.
-
-    Raises:
-        TypeError: If ``dtype`` is not a floating point type.
+    It is the relative error of gamma's gradient where the incoming gradient is noise. For ``y`` of mean beta and
+    deviation gamma, rounded to ``dtype`` of unit roundoff u: ``u * sqrt(1 + (beta/gamma)^2)``, what the slope pushes
+    below the smallest number of ``dtype``, and for an ELU ``u / gamma`` times the root mean square of ``exp(-y) - 1``
+    below zero, for normal ``xhat``. Measured errors are a fifth of it to all of it. Not finite where gamma is zero.
     """
     weight, bias = (value.detach().float() if value is not None else value for value in (weight, bias))
     gamma = weight.abs() if weight is not None else torch.ones_like(bias if bias is not None else torch.ones(1))
@@ -119,23 +88,14 @@ def _mean_exponential_below_zero(power: int, gamma: Tensor, beta: Tensor) -> Ten
 
 @dataclass(frozen=True)
 class Normalization:
-    """How a batch norm gets and moves its statistics.
+    """How a batch norm gets and updates its statistics."""
 
-    Args:
-        running_mean: ``[C]``, moved in place if ``is_batch``. ``None``: not tracked.
-        running_var: ``[C]``, as ``running_mean``.
-        is_batch: Whether to normalise by the statistics of the batch; else by the running ones.
-        momentum: Weight of the batch in the running statistics.
-        eps: Added to the variance.
-        group: Processes that share their statistics, this one among them. ``None``: this process alone.
-    """
-
-    running_mean: Tensor | None
+    running_mean: Tensor | None  # [C], updated in place if is_batch; None: not tracked
     running_var: Tensor | None
-    is_batch: bool
-    momentum: float
+    is_batch: bool  # normalize by the statistics of the batch; else by the running ones
+    momentum: float  # weight of the batch in the running statistics
     eps: float
-    group: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None  # processes that share statistics; None: this process alone
 
 
 def normalize_and_activate(
@@ -145,24 +105,11 @@ def normalize_and_activate(
     normalization: Normalization,
     activation: InvertibleActivation,
 ) -> Tensor:
-    """Compute ``activation(batch_norm(input))``, keeping the output alone for the backward.
+    """Compute ``activation(batch_norm(input))``, saving only the output for backward.
 
-    ``input`` is neither changed nor kept. The output must not be changed in place before the backward: autograd
-    raises if it was. The gradient cannot be differentiated again.
-
-    Args:
-        input: ``[N, C, ...]``, with more than one value per channel over all processes.
-        weight: Gamma, ``[C]``, nowhere zero. ``None``: one.
-        bias: Beta, ``[C]``. ``None``: zero.
-        normalization: Where the statistics come from. With a group, every process of it must call this, and run the
-            backward, in the same order.
-        activation: What to apply to the result.
-
-    Returns:
-        The output, of the shape, memory format and dtype of ``input``.
-
-    Raises:
-        RuntimeError: From the backward, if the output was changed in place or the gradient is differentiated.
+    The output must not be changed in place before the backward, nor the gradient be differentiated: autograd raises.
+    ``input``: ``[N, C, ...]`` with more than one value per channel over all processes; ``weight``: nowhere zero.
+    With a group, every process of it must call this, and run the backward, in the same order.
 
     Example:
         >>> import torch
@@ -203,7 +150,7 @@ class _NormalizeAndActivate(torch.autograd.Function):
         if gradient is None:
             return (None,) * 5
         weight, bias, output, inverse_deviation, count = ctx.saved_tensors
-        with _no_autocast(output.device.type):
+        with without_autocast():
             value = ctx.activation.invert(output)
             gradient = ctx.activation.differentiate(gradient, output)
             gamma = inverse_deviation.new_ones(output.shape[1]) if weight is None else weight.to(inverse_deviation)
@@ -212,7 +159,9 @@ class _NormalizeAndActivate(torch.autograd.Function):
             if count is not None:
                 gradients = _differentiate_shared(gradient, recovered, count, ctx.normalization.group)
             elif ctx.normalization.is_batch:
-                gradients = _differentiate_batch(gradient, recovered)
+                # The kernel computes xhat = (input - mean) * inverse_deviation, and scales by weight *
+                # inverse_deviation: given y, beta and 1/gamma, it gets xhat from y itself, without a copy.
+                gradients = _call_kernel(gradient, recovered, gamma.square() * inverse_deviation, recovered.needs)
             else:
                 gradients = _differentiate_frozen(gradient, recovered)
         of_input, of_weight, of_bias = gradients
@@ -229,11 +178,9 @@ def _normalize_batch(
 ) -> tuple[Tensor, Tensor, None]:
     running = (how.running_mean, how.running_var)
     # What F.batch_norm is made of: it chooses cuDNN as F.batch_norm does, and returns the statistics too.
-    implementation = batch_norm_and_statistics
-    if implementation is None:
-        implementation = torch.native_batch_norm
-    else:
-        implementation = functools.partial(implementation, cudnn_enabled=torch.backends.cudnn.enabled)
+    implementation = torch.native_batch_norm
+    if batch_norm_and_statistics is not None:
+        implementation = functools.partial(batch_norm_and_statistics, cudnn_enabled=torch.backends.cudnn.enabled)
     output, _, inverse_deviation, *_ = implementation(
         input, weight, bias, *running, training=True, momentum=how.momentum, eps=how.eps
     )
@@ -297,25 +244,11 @@ class _Recovered:
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def _differentiate_batch(gradient: Tensor, recovered: _Recovered) -> _Gradients:
-    # The kernel computes xhat = (input - mean) * inverse_deviation, and scales by weight * inverse_deviation: given y,
-    # beta and 1/gamma, it gets xhat from y itself, without a copy, and accumulates in float32.
-    scale = recovered.gamma.square() * recovered.inverse_deviation
-    return _call_kernel(gradient, recovered, scale, recovered.needs)
-
-
 def _differentiate_frozen(gradient: Tensor, recovered: _Recovered) -> _Gradients:
+    scale = recovered.gamma * recovered.inverse_deviation
+    statistics = (recovered.beta, torch.ones_like(recovered.beta), None, None)  # running, of the batch
     of_input, of_weight, of_bias = _aten.native_batch_norm_backward(
-        gradient,
-        recovered.value,
-        recovered.gamma * recovered.inverse_deviation,
-        recovered.beta,
-        torch.ones_like(recovered.beta),
-        None,
-        None,
-        train=False,
-        eps=0.0,
-        output_mask=recovered.needs,
+        gradient, recovered.value, scale, *statistics, train=False, eps=0.0, output_mask=recovered.needs
     )
     return of_input, of_weight / recovered.gamma if recovered.needs[1] else None, of_bias
 
@@ -344,26 +277,12 @@ def _call_kernel(gradient: Tensor, recovered: _Recovered, scale: Tensor, needs: 
     if gradient.numel() == 0:
         nothing = torch.zeros_like(recovered.gamma)
         return torch.empty_like(gradient), nothing, nothing
+    statistics = (None, None, recovered.beta, recovered.gamma.reciprocal())  # running, of the batch
     of_input, of_weight, of_bias = _aten.native_batch_norm_backward(
-        gradient,
-        recovered.value,
-        scale,
-        None,
-        None,
-        recovered.beta,
-        recovered.gamma.reciprocal(),
-        train=True,
-        eps=0.0,
-        output_mask=needs,
+        gradient, recovered.value, scale, *statistics, train=True, eps=0.0, output_mask=needs
     )
     return of_input, of_weight, of_bias
 
 
 def _accumulation_dtype(input: Tensor) -> torch.dtype:
     return torch.promote_types(input.dtype, torch.float32)
-
-
-def _no_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    """What ``custom_bwd`` does, without the cast of the inputs that comes with ``custom_fwd``."""
-    is_available = torch.amp.is_autocast_available(device_type)
-    return torch.autocast(device_type, enabled=False) if is_available else contextlib.nullcontext()

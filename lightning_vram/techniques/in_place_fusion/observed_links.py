@@ -1,12 +1,9 @@
-"""Observe, in one real training step, which module feeds which, and prove that nobody else looks at what passes.
+"""Observe, in one real training step, which module feeds which, and prove that nothing else uses the tensor between.
 
-Folding a norm into its convolution, or an activation that overwrites its input, is right only if the tensor between
-two modules is theirs alone. No name or order of modules tells that; a step that is watched does. A dispatch mode sees
-every operator that reads or writes the memory in question; a weak reference tells whether anybody still holds it.
-
-What it costs: Python for every operator of that one step, no memory. What it proves, it proves for the control flow
-of that step. Code that reads memory past the operators of torch (numpy, DLPack, kernels launched by address) must
-hold the tensor to be noticed. Compiled code is not looked into.
+Folding a norm into its convolution, or overwriting an activation's input, is right only then. A dispatch mode sees
+every operator that reads or writes the memory; a weak reference shows whether anybody still holds it. The proof holds
+for the control flow of that step. Code that reads memory past the operators of torch (numpy, DLPack, kernels launched
+by address) must hold the tensor to be noticed; compiled code is not looked into.
 """
 
 import gc
@@ -16,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -38,29 +35,16 @@ from lightning_vram.private_names.torch import (
 )
 from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
 
-# Watch every operator that reads or writes a piece of memory, and whether anybody still holds it.
-#
-# What is folded, fused or overwritten must belong to those who do it. A dispatch mode sees every operator on a storage;
-# a weak reference to the tensor that was handed over tells whether it outlives the module it was for. Who makes use of
-# it: ``links.py``, ``inplace_activations.py``.
-#
-# What it costs: Python for every operator while it is entered, no memory. What it does not see: numpy, DLPack and
-# kernels launched by address, unless they hold the tensor; the inside of compiled code.
-
 
 class Memory:
     """What was seen of one storage: by whom it was made, read, written, and whether anybody could read it later."""
 
     def __init__(self, number: int) -> None:
         self.number = number  # in the order of making
-        self.num_reads = 0
-        self.num_writes = 0
+        self.num_reads = self.num_writes = self._num_before = 0
+        self.is_given = self.is_seen_by_hook = self.is_read_by_others_backward = False
         self.is_open = False  # a module was given it and runs: it may do what it likes
-        self.is_seen_by_hook = False
-        self.is_read_by_others_backward = False
         self._tensor: weakref.ref[Tensor] | None = None
-        self.is_given = False
-        self._num_before = 0
 
     def expect(self, tensor: Tensor) -> None:
         """Forget how it was made; count from here."""
@@ -76,16 +60,6 @@ class Memory:
         self._tensor = weakref.ref(tensor)
         self._num_before = self.num_reads + self.num_writes
         self.is_given = self.is_open = True
-
-    def touch(self, *, is_write: bool) -> None:
-        """Note an operator of the forward."""
-        if not self.is_open:
-            self.num_writes += is_write
-            self.num_reads += not is_write
-
-    def touch_in_backward(self) -> None:
-        """Note an operator of the backward. The module's own reads what it saved: an alias. Others saved the tensor."""
-        self.is_read_by_others_backward |= self.is_given and self.is_held()
 
     def is_held(self) -> bool:
         """Whether the tensor that was given to the module still lives: another than the module holds it."""
@@ -114,10 +88,9 @@ class StorageWatch(QuietMode):
         return self._memories.find(tensor)
 
     def hand_over(self, tensor: Tensor, memory: Memory) -> Tensor:
-        """Return an alias of ``tensor`` for the one module that may have it, so that ``tensor`` itself can die.
+        """Return an alias of ``tensor`` for the one module that may have it.
 
-        Autograd keeps what a module saves alive, Python object included. With an alias in the module, ``tensor`` lives
-        on only if somebody else has it.
+        Autograd keeps what a module saves alive, Python object included: ``tensor`` lives on only if others have it.
         """
         memory.give(tensor)
         with self.paused():
@@ -146,13 +119,15 @@ class StorageWatch(QuietMode):
     def _touch(self, memories: dict[int, Memory], written: set[int]) -> None:
         if not is_in_backward():
             for address, memory in memories.items():
-                memory.touch(is_write=address in written)
+                if not memory.is_open:
+                    memory.num_writes += address in written
+                    memory.num_reads += address not in written
             return
         if not self._has_collected:  # the forward is over: what is held now is held on purpose, or by a cycle
             self._has_collected = True
             collect_cycles(self._memories.values())
-        for memory in memories.values():
-            memory.touch_in_backward()
+        for memory in memories.values():  # the module's own backward reads an alias; others saved the tensor itself
+            memory.is_read_by_others_backward |= memory.is_given and memory.is_held()
 
 
 class _Alias(torch.autograd.Function):
@@ -204,12 +179,7 @@ class Link:
 
 
 class LinkObserver:
-    """Observes which modules inside a module feed which, while it is entered, once; ask for :meth:`links` afterwards.
-
-    Args:
-        module: Any module. It is left as it was.
-        producers: Classes of the modules whose outputs are followed.
-        consumers: Classes of the modules that may take them.
+    """Observes, while it is entered, once, which modules feed which; :meth:`links` has the result.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
@@ -250,11 +220,9 @@ class LinkObserver:
             self._exit = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._exit.close()
-        if error is None and not has_global_hooks():
+        if kind is None and not have_all_modules_hooks(SEE_INPUT):
             collect_cycles(self._taken)
             proven = list(self._prove())
             self._links = [link for link, is_exclusive in proven if is_exclusive]
@@ -263,11 +231,9 @@ class LinkObserver:
             records.clear()
 
     def links(self, *, allow_shared: bool = False) -> list[Link]:
-        """Return the proven links, in the order of the producers. There are none if the block raised.
+        """Return the proven links, in the order of the producers; none if the block raised.
 
-        Args:
-            allow_shared: Also those whose consumer took other tensors as well, of other producers or of none: an
-                activation that a block uses several times.
+        ``allow_shared``: also those whose consumer took other tensors too: an activation that is used several times.
         """
         return list(self._shared if allow_shared else self._links)
 
@@ -313,8 +279,7 @@ class LinkObserver:
     def _after_consumer(self, module: nn.Module, _: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not self._open[module]:
             return
-        memory = self._open[module].pop()
-        if memory is not None:
+        if (memory := self._open[module].pop()) is not None:
             memory.is_open = False
         self._graph += [tensor.grad_fn for tensor in tensors_in(output)]
 
@@ -333,22 +298,16 @@ def watch_hooks(module: nn.Module, watch: StorageWatch, stack: ExitStack) -> Non
     def see(value: Any) -> None:
         if not torch.compiler.is_compiling():
             for tensor in tensors_in(value):
-                memory = watch.find(tensor)
-                if memory is not None:
+                if (memory := watch.find(tensor)) is not None:
                     memory.is_seen_by_hook = True
 
     for member in module.modules():
-        sees_output = has_hooks(member, SEE_OUTPUT)
+        sees_output = has_hooks(member, SEE_OUTPUT)  # before ours is there
         if has_hooks(member, SEE_INPUT):
             before = member.register_forward_pre_hook(lambda _, args, kwargs: see((args, kwargs)), with_kwargs=True)
             stack.callback(before.remove)
         if sees_output:
             stack.callback(member.register_forward_hook(lambda _module, _args, output: see(output)).remove)
-
-
-def has_global_hooks() -> bool:
-    """Whether hooks are set on all modules there are: they see everything."""
-    return have_all_modules_hooks(SEE_INPUT)
 
 
 def has_tensor_hooks(tensor: Tensor) -> bool:

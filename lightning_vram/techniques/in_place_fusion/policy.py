@@ -1,8 +1,8 @@
-"""All of in-place fusion on one module: what works in every step, and what one observed step has to prove first.
+"""All of in-place fusion on one module.
 
-Recomputation works from the first training step on. Folding frozen batch norms, inverting activations
-and writing in place need to know which module feeds which and who else looks. That is observed in the first step that
-records a gradient, and they apply from the next on: its backward must find the modules as its forward did.
+Recomputation works from the first training step on. Folding, inverting and writing in place need proof of which module
+alone reads which output: the first step that records a gradient is observed, and they apply from the next on, because
+its backward must find the modules as its forward did.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,12 +12,12 @@ from enum import Enum, auto
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.private_names.dispatcher import is_compiled
-from lightning_vram.private_names.torch import storage_key, tree_leaves
+from lightning_vram.private_names.torch import storage_key
 from lightning_vram.techniques.in_place_fusion.folding import (
     BATCH_NORMS,
     CONVOLUTIONS,
@@ -27,11 +27,8 @@ from lightning_vram.techniques.in_place_fusion.folding import (
 )
 from lightning_vram.techniques.in_place_fusion.inplace_abn import InPlaceABNHandle, apply_inplace_abn_where_safe
 from lightning_vram.techniques.in_place_fusion.inplace_activations import InplaceObserver, set_inplace
-from lightning_vram.techniques.in_place_fusion.observed_links import LinkObserver
-from lightning_vram.techniques.in_place_fusion.recomputation import (
-    Recomputation,
-    apply_compiled_recomputation,
-)
+from lightning_vram.techniques.in_place_fusion.observed_links import LinkObserver, tensors_in
+from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation, apply_compiled_recomputation
 
 _INVERTIBLE = (nn.LeakyReLU, nn.ELU, nn.Identity)
 _ACTIVATIONS = (*_INVERTIBLE, nn.ReLU, nn.ReLU6, nn.SiLU, nn.GELU, nn.Hardswish, nn.Mish)
@@ -60,18 +57,13 @@ class FusionError(ValueError):
 
 
 class Fusion:
-    """Fusion at work on one module, until :meth:`remove`.
+    """Fusion at work on one module, until :meth:`remove`. ``log`` takes each sentence about what was done."""
 
-    Args:
-        module: What is trained.
-        policy: What to do.
-        tell: Takes each sentence about what was done.
-    """
-
-    def __init__(self, module: nn.Module, policy: FusionPolicy, tell: Callable[[str], None]) -> None:
+    def __init__(self, module: nn.Module, policy: FusionPolicy, log: Callable[[str], None]) -> None:
         self._module = module
         self._policy = policy
-        self._tell = tell
+        self._needs_links = policy.abn is not None or policy.fold_frozen_bn
+        self._log = log
         self._undos: list[Callable[[], None]] = []
         self._checked: list[FoldingHandle | InPlaceABNHandle] = []
         self._safe_names: list[str] = []
@@ -80,21 +72,19 @@ class Fusion:
         self._stage = _Stage.OBSERVING
         self._num_compiled = 0
         self._recomputation = Recomputation(module, min_bytes=policy.min_bytes, dropout=policy.dropout)
-        self.is_useful = True
-        """False once a step has shown that there is nothing to save."""
+        self.is_useful = True  # False once a step has shown that there is nothing to save
         if policy.mode != "general" and is_compiled(module):
             compiled = apply_compiled_recomputation(module)
             self._undos.append(compiled.remove)
-            self._num_compiled = compiled.num_modules
-            tell(f"lets the compiler recompute {compiled.num_modules} norms and activations.")
+            self._num_compiled = len(compiled.modules)
+            log(f"lets the compiler recompute {self._num_compiled} norms and activations.")
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Run one training step inside.
 
-        Raises:
-            FusionError: At the start of the second, if what the policy asks for is impossible on this module; at the
-                end of any, if the model took another path than when it was observed.
+        Raises ``FusionError`` at the start of the second step if the policy is impossible on this module, at the end of
+        any step if the model took another path than when it was observed.
         """
         if self._stage is _Stage.OBSERVED:
             self._change()
@@ -114,17 +104,13 @@ class Fusion:
         if self._stage is _Stage.OBSERVING:
             self._summarise()
 
-    @property
-    def _needs_links(self) -> bool:
-        return self._policy.abn is not None or self._policy.fold_frozen_bn
-
     def _observe(self, stack: ExitStack) -> None:
         if self._needs_links:
             self._links = stack.enter_context(
                 LinkObserver(self._module, (*CONVOLUTIONS, *BATCH_NORMS), (*BATCH_NORMS, *_ACTIVATIONS))
             )
         if self._policy.abn is not None:
-            # One in place returns the memory it was given: whether others read that could not be told.
+            # An in-place activation returns the memory it was given: others that read it would not be noticed.
             activations: list[Any] = [m for m in self._module.modules() if isinstance(m, _INVERTIBLE)]
             for activation in activations:
                 if getattr(activation, "inplace", False):
@@ -137,11 +123,11 @@ class Fusion:
         return sum(handle.end_step() for handle in self._checked) > 0  # all of them are asked
 
     def report_hidden(self, outputs: Any) -> None:
-        """Tell, in the first step, what cannot be reached: ``outputs`` is what the step returned."""
+        """Log, in the first step, what cannot be reached: ``outputs`` is what the step returned."""
         if self._stage is _Stage.OBSERVING:
             num_functions, hidden_bytes = count_hidden_bytes(outputs)
             if hidden_bytes:
-                self._tell(
+                self._log(
                     f"cannot drop {format_bytes(hidden_bytes)} that {num_functions} custom autograd functions hold in "
                     "attributes of ctx instead of ctx.save_for_backward()."
                 )
@@ -164,7 +150,7 @@ class Fusion:
             self._safe_names = self._places.safe
             if self._safe_names:
                 saved = format_bytes(sum(self._places.saved_bytes.values()))
-                self._tell(f"runs {len(self._safe_names)} activations in place, which allocates {saved} less.")
+                self._log(f"runs {len(self._safe_names)} activations in place, which allocates {saved} less.")
         self._links = self._places = None
 
     def _fold(self) -> list[nn.Module]:
@@ -181,13 +167,13 @@ class Fusion:
         handle = fold_frozen_batch_norm(frozen)
         self._undos.append(handle.remove)
         self._checked.append(handle)
-        self._tell(f"folds {len(frozen)} frozen batch norms into their convolutions.")
+        self._log(f"folds {len(frozen)} frozen batch norms into their convolutions.")
         return [link.consumer for link in frozen]
 
     def _invert(self, folded: list[nn.Module]) -> None:
         assert self._links is not None
-        links = [link for link in self._links.links(allow_shared=True) if isinstance(link.producer, BATCH_NORMS)]
-        links = [link for link in links if link.producer not in folded]
+        found = self._links.links(allow_shared=True)
+        links = [link for link in found if isinstance(link.producer, BATCH_NORMS) and link.producer not in folded]
         chosen = [link for link in links if isinstance(link.consumer, _INVERTIBLE)]
         if not chosen:
             others = ", ".join(sorted({type(link.consumer).__name__ for link in links})) or "none"
@@ -203,7 +189,7 @@ class Fusion:
         self._undos.append(handle.remove)
         self._checked.append(handle)
         left = f"; {len(refused)} are skipped, the first because {refused[0]}" if refused else "."
-        self._tell(f"inverts {handle.num_links} activations behind batch norms{left}")
+        self._log(f"inverts {handle.num_links} activations behind batch norms{left}")
 
     def _summarise(self) -> None:
         report = self._recomputation.report
@@ -215,12 +201,12 @@ class Fusion:
         if not report.num_dropped:
             return
         whole = format_bytes(report.dropped_bytes + report.kept_bytes)
-        self._tell(
+        self._log(
             f"saves {format_bytes(report.kept_bytes)} instead of {whole} for backward: {report.num_dropped} tensors "
             "are recomputed."
         )
         for operator, count in report.differing.items():
-            self._tell(f"saves {count} results of {operator}: their recomputation is not exact.")
+            self._log(f"saves {count} results of {operator}: their recomputation is not exact.")
 
     def _name(self, module: nn.Module) -> str:
         names: dict[nn.Module, str] = {member: name for name, member in self._module.named_modules()}
@@ -228,16 +214,11 @@ class Fusion:
 
 
 class FrozenNormFolding:
-    """Folds batch norms into convolutions where a module is only evaluated, from the second batch on.
+    """Folds batch norms into convolutions where a module is only evaluated, from the second batch on."""
 
-    Args:
-        module: What is evaluated.
-        tell: Takes a sentence about what was done.
-    """
-
-    def __init__(self, module: nn.Module, tell: Callable[[str], None]) -> None:
+    def __init__(self, module: nn.Module, log: Callable[[str], None]) -> None:
         self._module = module
-        self._tell = tell
+        self._log = log
         self._undo: FoldingHandle | None = None
 
     @contextmanager
@@ -247,9 +228,8 @@ class FrozenNormFolding:
             self._undo.end_step()
             yield
             if self._undo.end_step():
-                raise FusionError(
-                    "the output of a folded convolution did not go to its batch norm. Leave fold_frozen_bn out."
-                )
+                message = "the output of a folded convolution did not go to its batch norm. Leave fold_frozen_bn out."
+                raise FusionError(message)
             return
         observer = LinkObserver(self._module, CONVOLUTIONS, BATCH_NORMS)
         # Operators are seen one by one only outside of inference mode.
@@ -258,7 +238,7 @@ class FrozenNormFolding:
         links = [link for link in observer.links() if why_not_folded(link) is None and not link.consumer.training]
         self._undo = fold_frozen_batch_norm(links)
         if links:
-            self._tell(f"folds {len(links)} frozen batch norms into their convolutions.")
+            self._log(f"folds {len(links)} frozen batch norms into their convolutions.")
 
     def remove(self) -> None:
         """Make the module what it was. Calling it again does nothing."""
@@ -268,27 +248,21 @@ class FrozenNormFolding:
 
 
 def count_hidden_bytes(outputs: Any) -> tuple[int, int]:
-    """Add up what custom functions in the graph of ``outputs`` hold past ``save_for_backward``: no hook sees it.
+    """Count custom autograd functions in the graph of ``outputs`` that hold tensors in attributes, and those bytes.
 
-    Args:
-        outputs: Any nest with tensors.
-
-    Returns:
-        The functions that hide tensors, and the bytes of these tensors, each memory once.
+    Saved-tensor hooks do not see them. Each memory counts once.
     """
-    tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    waiting: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
     seen: set[Any] = set(waiting)
     functions: set[str] = set()
     storages: dict[int, int] = {}
     while waiting:
         node = waiting.pop()
         if isinstance(node, BackwardCFunction):
-            tensors = [leaf for leaf in tree_leaves(list(vars(node).values())) if isinstance(leaf, Tensor)]
+            tensors = list(tensors_in(list(vars(node).values())))
             functions |= {type(node).__name__} if tensors else set()
             storages |= {storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in tensors}
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
+        following = {function for function, _ in node.next_functions if function is not None} - seen
+        seen |= following
+        waiting += following
     return len(functions), sum(storages.values())

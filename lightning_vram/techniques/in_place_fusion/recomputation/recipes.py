@@ -1,13 +1,13 @@
-"""How a tensor was made.
+"""How to recompute a tensor.
 
-A :class:`Value` stands for what one tensor held at one moment. Its :class:`Recipe` names the operator and the values it
-was made of.
+A :class:`Value` stands for what one tensor held at one moment. Its :class:`Recipe` is the operator and the values that
+the tensor was computed from.
 """
 
 import math
 import weakref
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,11 +36,10 @@ from lightning_vram.private_names.dispatcher import (
 from lightning_vram.private_names.torch import num_writes, outside_of_vmap
 
 
-class Kept:
-    """A tensor that is kept for backward: saved by autograd, or the end of somebody's recipe, or both.
+class Saved:
+    """A tensor that is saved for backward: by autograd, as the end of a recipe, or both.
 
-    Autograd's own users see it through :meth:`restore`, with autograd's rule that it must not have been overwritten.
-    Recipes see what it held when it was kept: :meth:`make_private` copies it before it is overwritten.
+    :meth:`restore` serves autograd, and raises if it was overwritten; :meth:`read` gives recipes what it held then.
     """
 
     __slots__ = ("__weakref__", "_copy", "is_end", "is_overwritten", "num_bytes", "tensor", "version")
@@ -57,7 +56,7 @@ class Kept:
 
     @property
     def is_exact(self) -> bool:
-        """Whether it is read to the bit."""
+        """Whether reading it is bit-exact."""
         return True
 
     def restore(self) -> Tensor:
@@ -66,7 +65,7 @@ class Kept:
         return self.tensor
 
     def read(self) -> Tensor:
-        """Return what it held when it was kept."""
+        """Return what it held when it was saved."""
         if self._copy is not None:
             return self._copy
         if num_writes(self.tensor) != self.version:
@@ -79,17 +78,23 @@ class Kept:
 
     def before_write(self) -> None:
         """Copy it for the recipes that end on it: its memory is about to be overwritten."""
-        if not self.is_end or self._copy is not None:
-            self.is_overwritten = not self.is_end
-            return
-        self.copy()
+        if not self.is_end:
+            self.is_overwritten = True
+        elif self._copy is None:
+            self.copy()
 
     def copy(self) -> None:
-        """Let recipes read what it holds now, whatever becomes of it."""
-        self._copy = _copy(self.tensor)
+        """Let recipes read what it holds now: the span of memory it covers, so that overlaps stay overlaps."""
+        tensor = self.tensor
+        if tensor.is_neg() or tensor.is_conj() or tensor.numel() == 0:
+            self._copy = tensor.resolve_conj().resolve_neg().clone()
+            return
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        span = tensor.as_strided((extent,), (1,), tensor.storage_offset()).clone()
+        self._copy = span.as_strided(tensor.shape, tensor.stride(), 0)
 
 
-class KeptElsewhere(Kept):
+class SavedElsewhere(Saved):
     """A tensor that another stage took over: a snapshot, which no write reaches."""
 
     holds_memory = False
@@ -117,14 +122,14 @@ class KeptElsewhere(Kept):
         if self.is_end or self._taken.is_snapshot:
             self._taken.before_write()
         else:
-            self.is_overwritten = True  # by the very operator that saves it, or by a later one
+            self.is_overwritten = True  # by the operator that saves it, or by a later one
 
     def copy(self) -> None:  # noqa: D102
         return
 
 
-class KeptMask(Kept):
-    """A mask that is kept as bits, by itself or by another stage."""
+class SavedMask(Saved):
+    """A mask that is saved as bits, by itself or by another stage."""
 
     holds_memory = False
 
@@ -150,23 +155,14 @@ class KeptMask(Kept):
         return  # the bits are its own
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    """Copy values and strides: the span of memory it covers, so that overlaps stay overlaps."""
-    if tensor.is_neg() or tensor.is_conj() or tensor.numel() == 0:
-        return tensor.resolve_conj().resolve_neg().clone()
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    span = tensor.as_strided((extent,), (1,), tensor.storage_offset()).clone()
-    return span.as_strided(tensor.shape, tensor.stride(), 0)
-
-
 class Value(weakref.ref[Tensor]):
     """What a tensor held when it had ``version``; calling it gives the tensor while that lives.
 
-    A weak reference with fields, since one is made for every cheap operator: the two objects it saves are a
-    microsecond. Made by ``RecipeNotes``. Never compared: equality of weak references compares tensors.
+    A weak reference with fields: one is made for every cheap operator, and a separate object is a microsecond more.
+    Never compared: equality of weak references compares tensors.
     """
 
-    __slots__ = ("__weakref__", "address", "dropped", "index", "kept", "recipe", "version")
+    __slots__ = ("__weakref__", "address", "dropped", "index", "recipe", "saved", "version")
 
     is_mask = False
     is_copy = False
@@ -174,28 +170,28 @@ class Value(weakref.ref[Tensor]):
     index: int  # among the results of its recipe
     version: int
     address: int  # of its storage
-    kept: weakref.ref[Kept] | None
+    saved: weakref.ref[Saved] | None
     dropped: "weakref.ref[Dropped] | None"
 
-    def find_kept(self) -> Kept | None:
-        """Return what keeps it alive for backward as it is, if something does."""
-        kept = self.kept() if self.kept is not None else None
-        return kept if kept is not None and not kept.is_overwritten else None
+    def find_saved(self) -> Saved | None:
+        """Return what saves it for backward, if something does."""
+        saved = self.saved() if self.saved is not None else None
+        return saved if saved is not None and not saved.is_overwritten else None
 
     def find_dropped(self) -> "Dropped | None":
-        """Return what will make it again, if it was dropped."""
+        """Return what will recompute it, if it was dropped."""
         return self.dropped() if self.dropped is not None else None
 
 
 class Dropped:
-    """A tensor that autograd saved and that is made again when its backward comes."""
+    """A tensor that autograd saved and that is recomputed in its backward."""
 
     __slots__ = (
         *("__weakref__", "cache", "counter", "depth", "num_saved", "num_waiting"),
         *("shape", "sources", "value", "version"),
     )
 
-    def __init__(self, value: Value, sources: "list[Kept | Dropped]", depth: int, tensor: Tensor) -> None:
+    def __init__(self, value: Value, sources: "list[Saved | Dropped]", depth: int, tensor: Tensor) -> None:
         self.value = value
         self.sources = sources  # keeps them alive
         self.depth = depth  # operators to run one after the other
@@ -214,7 +210,7 @@ class Dropped:
 
 
 class MaskValue(Value):
-    """A value of zeros and ones, or what a scale has made of the ones since: it is kept as bits."""
+    """A mask of zeros and ones, or of zeros and one scale: it is saved as bits."""
 
     __slots__ = ("is_scaled",)
     is_mask = True
@@ -224,8 +220,7 @@ class MaskValue(Value):
 class CopyValue(Value):
     """The result of ``clone``: autograd's own, if it is saved at once and nobody else has it.
 
-    A user's own is memory that something other than an operator may write to (NumPy, an extension); no recipe is
-    believed then.
+    A user's own may be written to by something other than an operator (NumPy, an extension): no recipe is used then.
     """
 
     __slots__ = ()
@@ -248,7 +243,7 @@ class Recipe:
         self.position = 0  # among the cheap operators of one run
         self.key: int | None = None
         self.is_used = False  # to make a dropped tensor
-        self.held: list[Kept | Dropped] | None = None  # inputs that would be gone before the result is saved
+        self.held: list[Saved | Dropped] | None = None  # inputs that would be gone before the result is saved
         self.siblings: list[weakref.ref[Value]] | None = None
 
     def identify(self) -> int:
@@ -258,12 +253,11 @@ class Recipe:
             recipe = waiting[-1]
             sources = [source.recipe for source in recipe.inputs]
             unknown = [source for source in sources if source is not None and source.key is None]
-            if unknown:
-                waiting.extend(unknown)
-                continue
-            keys = [source.key if source is not None else 0 for source in sources]
-            recipe.key = hash((id(recipe.function), recipe.position, *keys))
-            waiting.pop()
+            if not unknown:
+                keys = [source.key if source is not None else 0 for source in sources]
+                recipe.key = hash((id(recipe.function), recipe.position, *keys))
+                waiting.pop()
+            waiting.extend(unknown)
         assert self.key is not None
         return self.key
 
@@ -273,10 +267,9 @@ class Recipe:
 
 
 class WriteRecipe(Recipe):
-    """One call of an operator in place, with the functional form in its place.
+    """One call of an in-place operator, with its functional form.
 
-    The in-place form leaves the strides of its target, whatever they are, and kernels round by strides: a vectorised
-    loop not as the loop over what is left.
+    The in-place form leaves the strides of its target, and kernels round by strides: a vectorised loop not as its rest.
     """
 
     __slots__ = ("_strides",)
@@ -291,12 +284,9 @@ class WriteRecipe(Recipe):
         return stored_as(super().run(args), self._strides)
 
 
-# Make the result of a batch norm again: to the bit, and without moving its running statistics a second time.
-#
-# Two ways. The same kernel again, with other running statistics to move: the same bits by construction, one more
-# reduction. Or one elementwise pass from the statistics that are kept anyway: a third of the time, and the same bits
-# only where the kernel rounds as the formula does. That is tried once per process, dtype, device and layout on a
-# million random numbers, and taken only if all of them agree. A few at a time: it is tried in the middle of a backward.
+# A batch norm is recomputed bit-exactly, without updating its running statistics again: by the same kernel on other
+# running statistics, or by one elementwise pass from the saved statistics, a third of the time, where the kernel rounds
+# as the formula does. That is tried once per process on a million random numbers, a few at a time: a backward runs.
 
 aten = torch.ops.aten
 _TRAINING = 5  # position of ``training`` among the arguments of all batch norms, except ``no_stats``
@@ -314,10 +304,9 @@ class BatchNormRecipe(Recipe):
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, inputs: list[Value]
     ) -> None:
         super().__init__(function, args, kwargs, inputs)
-        self.statistics: tuple[Tensor, Tensor] | None = None
-        """Mean and inverse deviation ``[C]``, as the kernel returned them: the backward keeps them as well."""
+        self.statistics: tuple[Tensor, Tensor] | None = None  # mean and inverse deviation [C]: the backward saves them
+        # of other running statistics to update: whether there are any, and their dtype, decides how the kernel rounds
         self.running: tuple[torch.Size, torch.dtype, torch.device] | None = None
-        """Of others to move: whether there are any, and of which dtype, decides how the kernel rounds."""
 
     @override
     def run(self, args: list[Any]) -> Any:
@@ -331,19 +320,15 @@ class BatchNormRecipe(Recipe):
         if self.running is not None:
             shape, dtype, device = self.running
             args[3], args[4] = (torch.ones(shape, dtype=dtype, device=device) for _ in range(2))
-        return self.function(*args, **self.kwargs) if self.kwargs else self.function(*args)
+        return super().run(args)
 
 
-def second_run(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return operator and arguments of the second run: in training it must not move its buffers again."""
-    if function is not BATCH_NORM_WITHOUT_STATISTICS and args[_TRAINING]:
-        args = (*args[:3], None, None, *args[5:])
-    return (aten.native_batch_norm.default if function is BATCH_NORM else function), args
-
-
-def is_training(function: Any, args: tuple[Any, ...]) -> bool:
-    """Whether the call normalises by the statistics of its batch."""
-    return function is BATCH_NORM_WITHOUT_STATISTICS or bool(args[_TRAINING])
+def recomputation_call(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], bool]:
+    """Return operator and arguments that recompute a batch norm, and whether it normalizes by its batch."""
+    is_training = function is BATCH_NORM_WITHOUT_STATISTICS or bool(args[_TRAINING])
+    if is_training and function is not BATCH_NORM_WITHOUT_STATISTICS:
+        args = (*args[:3], None, None, *args[5:])  # running statistics must not be updated again
+    return (aten.native_batch_norm.default if function is BATCH_NORM else function), args, is_training
 
 
 def _normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, deviation: Tensor) -> Tensor:
@@ -362,8 +347,7 @@ class _Kernel(NamedTuple):
     dim: int
     is_contiguous: bool
     is_channels_last: bool
-    dtypes: tuple[torch.dtype | None, ...]
-    """Of input, weight and bias."""
+    dtypes: tuple[torch.dtype | None, ...]  # of input, weight and bias
 
 
 def _kernel_of(function: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> _Kernel:
@@ -401,11 +385,8 @@ def _is_exact_once(kernel: _Kernel, shape: list[int], generator: torch.Generator
     return ours.stride() == result.stride() and torch.equal(ours, result)
 
 
-# Make dropout again: from its mask kept as bits, or from the state its generator had.
-#
-# A mask as bits is a thirty-second of the bytes that dropout keeps on the host, an eighth on a GPU. The state of the
-# generator is a few bytes on a GPU and 5 KB on the host, whatever the size of the mask, and drawing it again costs more
-# time than reading bits.
+# Dropout is recomputed from its mask, saved as bits (1/32 of the bytes on the host, 1/8 on a GPU), or from the state
+# its generator had (a few bytes on a GPU, 5 KB on the host): drawing again takes more time than reading bits.
 
 
 class DropoutRecipe(Recipe):
@@ -419,14 +400,13 @@ class DropoutRecipe(Recipe):
     @override
     def run(self, args: list[Any]) -> Tensor:
         source, mask, probability = args
-        result: Tensor = source * mask * _scale(probability, source)
-        return result
+        return source * mask * _scale(probability, source)  # type: ignore[no-any-return]
 
 
 class DrawRecipe(Recipe):
     """A mask, drawn again from the state its generator had."""
 
-    __slots__ = ("_device", "_dtype", "_generator", "_probability", "_shape", "_source", "_state", "_strides")
+    __slots__ = ("_generator", "_new", "_probability", "_source", "_state")
 
     def __init__(
         self, function: Any, like: Tensor, probability: float, generator: torch.Generator | None, source: Source
@@ -435,34 +415,26 @@ class DrawRecipe(Recipe):
         self._generator, self._source = generator, source
         self._state = source[0]()
         self._probability = probability
-        self._shape, self._strides = like.shape, like.stride()
-        self._dtype, self._device = like.dtype, like.device
+        self._new = partial(torch.empty_strided, like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
     @override
     def run(self, args: list[Any]) -> Any:
-        with outside_of_vmap():  # a batched backward draws what the forward drew
-            return self._draw()
-
-    def _draw(self) -> Any:
-        like = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._device)
         read, write = self._source
-        now = read()
-        write(self._state)
-        try:
-            if self.function is aten.bernoulli_.float:
-                return like.bernoulli_(self._probability, generator=self._generator)
-            return self.function(like, p=self._probability, train=True)
-        finally:
-            write(now)
+        with outside_of_vmap():  # a batched backward draws what the forward drew
+            now = read()
+            write(self._state)
+            try:
+                if self.function is aten.bernoulli_.float:
+                    return self._new().bernoulli_(self._probability, generator=self._generator)
+                return self.function(self._new(), p=self._probability, train=True)
+            finally:
+                write(now)
 
 
 def note_draw(
     function: Any, like: Tensor, probability: float, generator: torch.Generator | None = None
 ) -> DrawRecipe | None:
-    """Return how to draw again the mask, made like ``like``, that ``function`` is about to draw.
-
-    ``None`` where the device has no generator that can be set.
-    """
+    """Return how to draw again the mask that ``function`` is about to draw; ``None`` without a settable generator."""
     source = (generator.get_state, generator.set_state) if generator is not None else default_source(like.device)
     return DrawRecipe(function, like, probability, generator, source) if source is not None else None
 
@@ -479,7 +451,7 @@ def _scale(probability: float, like: Tensor) -> float:
 
 
 class HoldingCosts:
-    """The costs in one run, given the storages of buffers, and whether parameters are freed between the forwards."""
+    """What it costs in one run to end a recipe on a value. ``parameters_move``: FSDP frees them between forwards."""
 
     def __init__(self, buffers: set[int], *, parameters_move: bool) -> None:
         self.buffers = buffers
@@ -490,8 +462,8 @@ class HoldingCosts:
         return type(tensor) in PARAMETER_CLASSES or value.address in self.buffers
 
     def can_hold(self, source: Value) -> bool:
-        """Whether a recipe can end here: it is kept or dropped already, or still there as it was."""
-        if source.find_kept() is not None or source.find_dropped() is not None:
+        """Whether a recipe can end here: it is saved or dropped already, or still there as it was."""
+        if source.find_saved() is not None or source.find_dropped() is not None:
             return True
         origin = source()
         if origin is None or source.version == NO_VERSION or source.version != version_of(origin):
@@ -499,20 +471,22 @@ class HoldingCosts:
         return is_strided(origin) and not (self._parameters_move and type(origin) in PARAMETER_CLASSES)
 
     def is_worth_it(self, sources: Iterable[Value], tensor: Tensor, recipe: Recipe) -> bool:
-        """Whether what would be kept for these sources alone is less than ``tensor``."""
+        """Whether what would be saved for these sources alone is less than ``tensor``."""
         cost = 0
         for source in sources:
             origin = source()
-            if source.find_kept() is not None or source.find_dropped() is not None:
+            if source.find_saved() is not None or source.find_dropped() is not None:
                 continue
             if origin is None or not self.can_hold(source):
                 return False
             if not self.is_free(source, origin):
                 cost += origin.numel() // 8 if source.is_mask else origin.nbytes
-        return cost < tensor.nbytes or cost == 0 or (cost == tensor.nbytes and _drops_on_tie(recipe.function))
+        if cost == tensor.nbytes:  # inputs of ``cat`` and of views are often saved later anyway
+            return cost == 0 or recipe.function is aten.cat.default or family_of(recipe.function) is Family.VIEW
+        return cost < tensor.nbytes or cost == 0
 
     def owns_memory(self, recipe: Recipe) -> bool:
-        """Whether a result is more than a view of what is kept anyway or counts as dropped already."""
+        """Whether a result is more than a view of what is saved anyway or counts as dropped already."""
         if recipe.depth > 0:
             return True
         base = recipe.inputs[0]
@@ -520,9 +494,4 @@ class HoldingCosts:
             base = base.recipe.inputs[0]
         origin = base()
         is_free = origin is not None and self.is_free(base, origin)
-        return not is_free and base.find_kept() is None and base.find_dropped() is None
-
-
-def _drops_on_tie(function: Any) -> bool:
-    """Whether a result is dropped if its inputs are as large: those of ``cat`` and of views are often kept later."""
-    return family_of(function) is Family.VIEW or function is torch.ops.aten.cat.default
+        return not is_free and base.find_saved() is None and base.find_dropped() is None

@@ -1,12 +1,13 @@
-"""Note how every tensor is made, as the operators pass by.
+"""Record how every tensor is computed, in a dispatch mode that holds weak references only.
 
-What is noted are weak references: nothing is kept alive by it. The recorder also sees every write: a tensor that a
-recipe ends on is copied before it is overwritten, and a value that was overwritten is not taken for what it was.
+The recorder also sees every write: a tensor that a recipe ends on is copied before it is overwritten, and a value that
+was overwritten is no longer used.
 """
 
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -43,63 +44,48 @@ from lightning_vram.techniques.in_place_fusion.recomputation.recipes import (
     CopyValue,
     DropoutRecipe,
     Dropped,
-    Kept,
     MaskValue,
     Recipe,
+    Saved,
     Value,
     WriteRecipe,
-    is_training,
     note_draw,
-    second_run,
+    recomputation_call,
 )
-
-# What is noted of one run: the values of tensors, the recipes they came by, and which of these were of use.
-#
-# No value is taken for what it was before a write: writes pass here.
 
 COPIED_BYTES = 64 * 1024  # weights of norms and small buffers; what is larger is not copied to rebuild from it
 MAX_HELD = 4  # recipes whose inputs are held at a time
-HoldInputs = Callable[[Value], list[Kept | Dropped] | None]
+HoldInputs = Callable[[Value], list[Saved | Dropped] | None]
 
 
 class RecipeNotes(QuietMode):
-    """What ``handlers.py`` writes down for each operator.
-
-    Args:
-        dropout: How masks can be had again.
-        hold_inputs: Decides whether what a growing operator read has to outlive the caller's references to it.
-    """
+    """What the handlers record of one run. ``hold_inputs``: keeps what a growing operator read, if worth it."""
 
     def __init__(self, dropout: Literal["mask", "replay"], hold_inputs: "weakref.WeakMethod[HoldInputs]") -> None:
         super().__init__()
         self.dropout = dropout
         self.hold_inputs = hold_inputs
-        self.parameters_move = False
-        """Whether parameters are freed between the layers' forwards: recipes then end on copies of the small ones."""
-        self.position = 0
-        """Number of the cheap or writing operator that ran last."""
+        self.parameters_move = False  # freed between the layers' forwards: recipes then end on copies of small ones
+        self.position = 0  # number of the cheap or writing operator that ran last
         self.held: deque[Recipe] = deque()  # what they read, until the result is saved
         self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._values: dict[int, Value] = {}  # by id of the tensor, which may be gone and its id be another's
         self._new: list[Value] = []  # not yet in the next
         self._by_address: dict[int, list[Value]] = {}
-        self._kept: dict[int, list[weakref.ref[Kept]]] = {}  # by address of the storage; outlive the run
+        self._saved: dict[int, list[weakref.ref[Saved]]] = {}  # by address of the storage; outlive the run
         self._program = 0, 0
         self._learned: list[Recipe] | None = []  # all recipes of this run
         self._useless: dict[int, Any] = {}  # position -> operator
 
     def clear(self, num_saved: int) -> bool:
-        """Forget this run, in which autograd saved ``num_saved`` tensors.
+        """Forget this run, in which autograd saved ``num_saved`` tensors; return whether it was another program.
 
-        What is still kept for a backward stays watched; what was of no use is not noted from the next run on.
-
-        Returns:
-            Whether it was another program than the one before.
+        What is still saved for a backward stays watched; what was never used is not recorded from the next run on.
         """
         for records in (self.held, self._copies, self._values, self._new, self._by_address):
             records.clear()
-        alive = {address: [ref for ref in refs if ref() is not None] for address, refs in self._kept.items()}
-        self._kept = {address: refs for address, refs in alive.items() if refs}
+        alive = {address: [ref for ref in refs if ref() is not None] for address, refs in self._saved.items()}
+        self._saved = {address: refs for address, refs in alive.items() if refs}
         is_another = (self.position, num_saved) != self._program
         if self._learned is not None:
             self._useless = {recipe.position: recipe.function for recipe in self._learned if not recipe.is_used}
@@ -112,10 +98,8 @@ class RecipeNotes(QuietMode):
         return is_another
 
     def mark_used(self, value: Value) -> None:
-        """Note that ``value`` will be made again, so that its recipe is noted in later runs too."""
-        if self._learned is None:
-            return
-        waiting = [value]
+        """Note that ``value`` will be recomputed, so that its recipe is recorded in later runs too."""
+        waiting = [value] if self._learned is not None else []
         while waiting:
             recipe = waiting.pop().recipe
             if recipe is not None and not recipe.is_used:
@@ -180,35 +164,28 @@ class RecipeNotes(QuietMode):
         value.index = index
         value.version = version_of(tensor) if version is None else version
         value.address = storage_address(tensor)
-        value.kept = value.dropped = None
+        value.saved = value.dropped = None
         self._values[id(tensor)] = value
         self._new.append(value)
         return value
 
-    def watch(self, value: Value, kept: Kept) -> None:
-        """Remember that ``kept`` holds ``value``, and protect it from writes once a recipe ends on it."""
-        value.kept = weakref.ref(kept)
-        self._kept.setdefault(value.address, []).append(value.kept)
+    def watch(self, value: Value, saved: Saved) -> None:
+        """Remember that ``saved`` holds ``value``, and protect it from writes once a recipe ends on it."""
+        value.saved = weakref.ref(saved)
+        self._saved.setdefault(value.address, []).append(value.saved)
 
-    def is_known(self, tensor: Tensor) -> bool:
-        """Whether something on the memory of ``tensor`` is kept, or was, or its value is known."""
-        return storage_address(tensor) in self._kept or self.find(tensor) is not None
-
-    def before_write(self, target: Tensor, *, is_told: bool = True) -> None:
+    def before_write(self, target: Tensor, *, is_counted: bool = True) -> None:
         """Save what recipes end on, and forget what other tensors on the memory of ``target`` hold.
 
-        Args:
-            target: What is going to be written.
-            is_told: Whether its version will tell of it. If not, it is not taken for what it was, either.
+        ``is_counted``: whether the version of ``target`` will count the write. If not, its value is forgotten too.
         """
         address = storage_address(target)
         num_known = 1  # the target itself
         with self.paused():
-            for reference in self._kept.get(address, ()):
-                kept = reference()
-                if kept is not None:
-                    num_known += kept.holds_memory and kept.tensor is not target
-                    kept.before_write()
+            for reference in self._saved.get(address, ()):
+                if (saved := reference()) is not None:
+                    num_known += saved.holds_memory and saved.tensor is not target
+                    saved.before_write()
         if address and count_storage_users(address) > num_known:
             for value in self._new:
                 self._by_address.setdefault(value.address, []).append(value)
@@ -216,17 +193,15 @@ class RecipeNotes(QuietMode):
             for value in self._by_address.pop(address, ()):
                 if value() is not target:
                     value.version = NO_VERSION
-        if not is_told and (known := self._values.pop(id(target), None)) is not None:
+        if not is_counted and (known := self._values.pop(id(target), None)) is not None:
             known.version = NO_VERSION
 
-    def before_unseen_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-        """Protect what is kept from writes in inference mode and by wrappers of tensors, of which nothing is noted."""
-        for target in iterate_written(func, args, kwargs):
-            if type(target) in PLAIN_TYPES:
-                self.before_write(target, is_told=False)
+    def is_watched(self, tensor: Tensor) -> bool:
+        """Whether something on the memory of ``tensor`` was saved, or its value is known."""
+        return storage_address(tensor) in self._saved or self.find(tensor) is not None
 
     def _copy_parameter(self, parameter: Tensor) -> Tensor:
-        """Copy a parameter that will not be there when a second run asks: FSDP frees it after its layer's forward."""
+        """Copy a parameter that will not be there when recomputation asks: FSDP frees it after its layer's forward."""
         known = self._copies.get(id(parameter))
         if known is None or known[0] is not parameter or known[1] != num_writes(parameter):
             with self.paused(), torch.no_grad():
@@ -240,21 +215,22 @@ def _is_small_weight(arg: Tensor, args: Iterable[Any]) -> bool:
 
 
 aten = torch.ops.aten
-
 _NUM_WITHOUT_STATISTICS = 6  # arguments of a batch norm that has no running statistics
 _SCALINGS = frozenset({aten.mul_.Tensor, aten.div_.Tensor, aten.mul_.Scalar, aten.div_.Scalar})
 
 
-# Handlers. Each runs the operator and returns what it returns.
+# Handlers: each runs the operator and returns its result.
 
 
-def _elementwise(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def _elementwise(
+    notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, kind: type[Value] = Value
+) -> Any:
     are_tensors = len(args) > 1 and isinstance(args[1], Tensor) and isinstance(args[0], Tensor)  # not ``2 ** x``
     if are_tensors and args[0].dtype is not args[1].dtype:
         return _growing(notes, func, args, kwargs)  # a sum in float32 of what was made in 16 bits
     recipe = notes.recipe(func, args, kwargs)
     result = func(*args, **kwargs) if kwargs else func(*args)
-    notes.note(result, recipe)
+    notes.note(result, recipe, kind=kind)
     return result
 
 
@@ -295,12 +271,8 @@ def _growing(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 def _copy_of(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    if kwargs and args[0].requires_grad:  # ``contiguous`` and ``reshape`` name a memory format
-        return _elementwise(notes, func, args, kwargs)
-    recipe = notes.recipe(func, args, kwargs)
-    result = func(*args, **kwargs) if kwargs else func(*args)
-    notes.note(result, recipe, kind=CopyValue)
-    return result
+    is_layout = kwargs and args[0].requires_grad  # ``contiguous`` and ``reshape`` name a memory format
+    return _elementwise(notes, func, args, kwargs, Value if is_layout else CopyValue)
 
 
 def _several_results(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -322,14 +294,13 @@ def _norm(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _batch_norm(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    in_training = is_training(func, args)
+    function, again, in_training = recomputation_call(func, args)
     statistics = [arg for arg in args[3:5] if isinstance(arg, Tensor)] if len(args) > _NUM_WITHOUT_STATISTICS else []
     if in_training:  # the kernel moves the running statistics and does not tell
         for statistic in statistics:
-            if notes.is_known(statistic):
-                notes.before_write(statistic, is_told=False)
+            if notes.is_watched(statistic):
+                notes.before_write(statistic, is_counted=False)
     inputs: list[Value] = []
-    function, again = second_run(func, args)
     if in_training or not statistics:
         filled = notes.with_values(again, inputs)
     else:  # copies: whoever moves them later does not tell
@@ -379,10 +350,10 @@ def _in_place(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict
     target = args[0]
     before = notes.find(target)
     if before is None:  # such as a counter of batches
-        notes.before_write(target, is_told=False)
+        notes.before_write(target, is_counted=False)
         return func(*args, **kwargs) if kwargs else func(*args)
     recipe = None
-    if (before.recipe is not None or before.find_kept() is not None or before.is_mask) and _keeps_dtype(args):
+    if (before.recipe is not None or before.find_saved() is not None or before.is_mask) and _keeps_dtype(args):
         inputs: list[Value] = []
         filled = notes.with_values(args, inputs)
         recipe = WriteRecipe(functional_form(func), filled, kwargs, inputs, target)
@@ -403,7 +374,7 @@ def _in_place(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict
 def _writing(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     targets = list(iterate_written(func, args, kwargs))
     for target in targets:
-        notes.before_write(target, is_told=False)  # fused optimizers count no version either
+        notes.before_write(target, is_counted=False)  # fused optimizers count no version either
     result = call_operator(func, args, kwargs)
     if is_foreach(func):
         count_writes(targets)
@@ -422,8 +393,6 @@ _OF_FAMILY: dict[Family, _Handler] = {
     Family.BERNOULLI: _bernoulli,
 }
 _WRITERS = (_in_place, _writing, _bernoulli)
-_HANDLERS: dict[Any, _Handler | None] = {}  # None: nothing to note
-_UNKNOWN: Any = object()
 
 
 class RecipeRecorder(RecipeNotes):
@@ -433,17 +402,17 @@ class RecipeRecorder(RecipeNotes):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        handler = _HANDLERS.get(func, _UNKNOWN)
-        if handler is _UNKNOWN:
-            handler = _HANDLERS[func] = _choose_handler(func)
+        handler = _choose_handler(func)
         if (
             handler is None
             or self._is_paused
             or torch.is_inference_mode_enabled()
             or (types and not PLAIN_TYPES.issuperset(types))
         ):
-            if handler in _WRITERS and not self._is_paused:
-                self.before_unseen_write(func, args, kwargs)
+            if handler in _WRITERS and not self._is_paused:  # in inference mode, or by wrappers of tensors
+                for target in iterate_written(func, args, kwargs):
+                    if type(target) in PLAIN_TYPES:
+                        self.before_write(target, is_counted=False)
             return call_operator(func, args, kwargs)
         self.position += 1
         if self._useless.get(self.position) is func:
@@ -451,6 +420,7 @@ class RecipeRecorder(RecipeNotes):
         return handler(self, func, args, kwargs)
 
 
+@cache
 def _choose_handler(func: Any) -> _Handler | None:
     if func is aten.clone.default:
         return _copy_of
@@ -461,9 +431,9 @@ def _choose_handler(func: Any) -> _Handler | None:
 
 
 def _is_believed_copy(source: Tensor, copy: Tensor) -> bool:
-    """Whether a converted copy is made again: not one from another device, nor one that may be made to be written.
+    """Whether a converted copy is recomputed: one that needs a gradient, on the same device.
 
-    A batch is converted and then changed by NumPy or an extension, past all operators; what has a gradient is not.
+    A batch is converted and may then be changed by NumPy or an extension, past all operators.
     """
     return copy.device == source.device and (source.requires_grad or type(source) in PARAMETER_CLASSES)
 

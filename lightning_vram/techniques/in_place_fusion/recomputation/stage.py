@@ -1,15 +1,10 @@
-"""Drop every activation that is cheap to make again; make it again in the backward, to the bit.
+"""Drop every saved activation that is cheap to recompute; recompute it in the backward, bit-exactly.
 
-A dispatch mode sees every operator below autograd and autocast, in any eager model: ``F.relu``, ``+``, casts, code
-inside custom functions. For each result of a cheap operator it notes how it was made. When autograd saves a tensor,
-a hook looks whether it can be made again from tensors that are kept anyway, and drops it if that saves bytes. The
-backward of autograd stays what it is; it is handed the same numbers, so gradients are equal to the last bit, double
-backward included.
-
-What it costs: some Python per operator of the forward (see ``tests/benchmarks``), and the cheap operators a second
-time. Where it does not help: matrix products, convolutions and attention keep their inputs; what a
-``torch.autograd.Function`` hides in attributes, what a ``torch.func`` transform saves, and compiled code are left
-alone.
+A dispatch mode records how each result of a cheap operator is computed, in any eager model. When autograd saves a
+tensor, a hook drops it if it can be recomputed from tensors that are saved anyway and that saves bytes. Autograd's
+backward gets the same numbers, double backward included. Costs Python per operator of the forward, and the cheap
+operators a second time. Not reached: what a ``torch.autograd.Function`` holds in attributes, what a ``torch.func``
+transform saves, and compiled code.
 """
 
 import sys
@@ -42,11 +37,11 @@ from lightning_vram.private_names.torch import base_of, is_view, num_writes, wit
 from lightning_vram.techniques.in_place_fusion.recomputation.recipes import (
     Dropped,
     HoldingCosts,
-    Kept,
-    KeptElsewhere,
-    KeptMask,
     MaskValue,
     Recipe,
+    Saved,
+    SavedElsewhere,
+    SavedMask,
     Value,
     WriteRecipe,
 )
@@ -57,11 +52,7 @@ _MAX_LEVELS = 100  # of recursion
 
 
 def find_sources(value: Value, max_depth: int) -> tuple[list[Value], int] | None:
-    """Find what ``value`` can be made again from: values that are kept or dropped, or that nobody made cheaply.
-
-    Returns:
-        The sources, and how many operators run one after the other; ``None`` if those are more than ``max_depth``.
-    """
+    """Return the ends of the recipe of ``value`` and its depth in operators; ``None`` if above ``max_depth``."""
     sources: list[Value] = []
     depth = _find(value, max_depth, sources, {}, 0)
     return (sources, depth) if depth <= max_depth else None
@@ -69,11 +60,10 @@ def find_sources(value: Value, max_depth: int) -> tuple[list[Value], int] | None
 
 def _find(value: Value, max_depth: int, sources: list[Value], depths: dict[int, int], level: int) -> int:
     key = id(value)
-    depth = depths.get(key)
-    if depth is not None:
-        return depth
+    if key in depths:
+        return depths[key]
     recipe = value.recipe
-    if recipe is None or (value.kept is not None and value.find_kept() is not None) or _outlived_its_base(value):
+    if recipe is None or (value.saved is not None and value.find_saved() is not None) or _outlived_its_base(value):
         sources.append(value)
         depth = 0
     elif value.dropped is not None and (dropped := value.dropped()) is not None:
@@ -82,10 +72,8 @@ def _find(value: Value, max_depth: int, sources: list[Value], depths: dict[int, 
     elif level > _MAX_LEVELS or len(depths) > _MAX_STEPS:
         depth = max_depth + 1
     else:
-        depth = 0
-        for source in recipe.inputs:
-            depth = max(depth, _find(source, max_depth, sources, depths, level + 1))
-        depth += recipe.depth
+        found = [_find(source, max_depth, sources, depths, level + 1) for source in recipe.inputs]
+        depth = max(found, default=0) + recipe.depth
     depths[key] = depth
     return depth
 
@@ -96,16 +84,16 @@ def _outlived_its_base(value: Value) -> bool:
     if recipe is None or recipe.depth > 0 or value() is None:
         return False
     base = recipe.inputs[0]
-    while base.recipe is not None and base.recipe.depth == 0 and base.find_kept() is None:
+    while base.recipe is not None and base.recipe.depth == 0 and base.find_saved() is None:
         base = base.recipe.inputs[0]
-    return base.recipe is None and base() is None and base.find_kept() is None
+    return base.recipe is None and base() is None and base.find_saved() is None
 
 
-# What follows is to be called without gradients and outside of autocast.
+# What follows must be called without gradients and outside of autocast.
 
 
 def restore(dropped: Dropped) -> Tensor:
-    """Make a tensor again, once for all that wait. Raises ``RuntimeError`` as autograd does if it was overwritten."""
+    """Recompute a tensor, once for all that wait. Raises ``RuntimeError`` as autograd does if it was overwritten."""
     check_version(dropped.counter, dropped.version, dropped.shape)
     if dropped.num_waiting == 0:
         dropped.num_waiting = dropped.num_saved  # a retained graph asks again
@@ -117,7 +105,7 @@ def restore(dropped: Dropped) -> Tensor:
 
 
 def gives_same_bits(value: Value, tensor: Tensor) -> bool:
-    """Whether ``value``, made again, is ``tensor`` to the bit, in the same strides."""
+    """Whether ``value``, recomputed, is bitwise identical to ``tensor``, in the same strides."""
     rebuilding = _Rebuilding(value, is_trial=True)
     again = rebuilding.make(value)
     if (again.shape, again.stride(), again.dtype) != (tensor.shape, tensor.stride(), tensor.dtype):
@@ -128,14 +116,10 @@ def gives_same_bits(value: Value, tensor: Tensor) -> bool:
 
 
 class _Rebuilding:
-    """One walk back to the ends; what it needs more than once it makes once and holds no longer than needed.
-
-    A trial leaves nothing behind for those that wait for the values on the way.
-    """
+    """One walk back to the ends; what it needs more than once is recomputed once. A trial leaves no caches behind."""
 
     def __init__(self, value: Value, *, is_trial: bool) -> None:
-        self.is_exact = True
-        """Whether nothing was read that lost something where it was kept."""
+        self.is_exact = True  # nothing was read that was saved with a loss
         self._is_trial = is_trial
         self._num_uses: Counter[int] = Counter()
         self._made: dict[int, Tensor] = {}
@@ -146,10 +130,9 @@ class _Rebuilding:
         """Return the tensor of ``value``."""
         key = id(value)
         self._num_uses[key] -= 1
-        kept = value.find_kept()
-        if kept is not None:
-            self.is_exact &= kept.is_exact
-            return kept.read()
+        if (saved := value.find_saved()) is not None:
+            self.is_exact &= saved.is_exact
+            return saved.read()
         dropped = value.find_dropped()
         tensor = dropped.cache if dropped is not None and dropped.cache is not None else self._made.get(key)
         if tensor is None:
@@ -164,7 +147,7 @@ class _Rebuilding:
 
     def _count(self, value: Value) -> None:
         self._num_uses[id(value)] += 1
-        if self._num_uses[id(value)] > 1 or value.recipe is None or value.find_kept() is not None:
+        if self._num_uses[id(value)] > 1 or value.recipe is None or value.find_saved() is not None:
             return
         dropped = value.find_dropped()
         if dropped is None or dropped.cache is None:
@@ -195,56 +178,51 @@ class _Rebuilding:
         return [self._fill(item) for item in arg] if type(arg) is list else arg
 
     def _is_made_for(self, recipe: Recipe) -> bool:
-        """Whether the first input is made again for this recipe alone."""
+        """Whether the first input is recomputed for this recipe alone."""
         source = recipe.args[0] if recipe.args else None
         if not isinstance(source, Value) or source.recipe is None or source.recipe.depth == 0:
             return False
         if isinstance(source.recipe, WriteRecipe) or isinstance(recipe, WriteRecipe):
             return False  # strides of their own
         is_shared = id(source) in self._is_shared or source.find_dropped() is not None
-        return not is_shared and source.find_kept() is None
+        return not is_shared and source.find_saved() is None
 
 
-_MAX_SHAPES = 16  # tried to the bit for one recipe, before all others are trusted
+_MAX_SHAPES = 16  # compared bitwise for one recipe, before all others are trusted
 
 
 @dataclass
 class RecomputationReport:
     """What one run saved for its backward."""
 
-    dropped_bytes: int = 0
-    """Bytes that plain autograd would have kept and that will be made again. Each tensor counts once."""
-    kept_bytes: int = 0
-    """Bytes kept, those that recipes end on included; parameters and buffers are not."""
-    num_saved: int = 0
-    """Tensors that autograd asked to keep, parameters excepted."""
+    dropped_bytes: int = 0  # saved by baseline autograd, recomputed here; each tensor counts once
+    kept_bytes: int = 0  # saved, ends of recipes included; without parameters and buffers
+    num_saved: int = 0  # tensors that autograd asked to save, without parameters
     num_dropped: int = 0
     num_verified: int = 0
-    differing: Counter[str] = field(default_factory=Counter)
-    """Operators whose second run gave other bits than the first: their results are kept."""
+    differing: Counter[str] = field(default_factory=Counter)  # operators whose recomputation is not exact
 
 
 class _Fate(Enum):
-    DIFFERENT = auto()  # a second run gave other bits
-    TOO_DEAR = auto()  # to keep what it is made of
+    DIFFERENT = auto()  # recomputation is not exact
+    TOO_DEAR = auto()  # saving its sources costs more
     DROPPED = auto()
 
 
 class Recomputation(SavedTensorStage):
-    """Drops, while it is entered, what autograd saves and what is cheap to make again.
+    """Drops, while it is entered, saved tensors that are cheap to recompute.
 
-    Enter it around a forward, or a whole training step; leave it before the backward, or not. It can be entered
-    again, once at a time, and remembers what it decided.
+    Enter it around a forward, or a whole training step; leave it before the backward, or not. It can be entered again,
+    once at a time, and remembers what it decided.
 
     Args:
-        module: Its parameters and buffers stay alive anyway: to end a recipe on them costs nothing.
-        min_bytes: Smaller tensors are kept: they are not worth the Python.
-        max_depth: Operators that are run again for one tensor at most. More saves more after the forward, and needs
-            more for a moment in the backward.
-        dropout: ``"mask"`` keeps masks as bits; ``"replay"`` keeps the state of the generator and draws again.
-        verify: ``"first-step"``: the first time a tensor is dropped at some place and in some shape, it is made again
-            at once and compared to the bit; if it differs, it is kept from then on. ``"always"``: each time.
-            ``"never"``.
+        module: Its parameters and buffers stay alive anyway: ending a recipe on them is free.
+        min_bytes: Smaller tensors are saved: they are not worth the Python.
+        max_depth: Most operators to recompute for one tensor. More saves more after the forward, but needs more memory
+            for a moment in the backward.
+        dropout: ``"mask"`` saves masks as bits; ``"replay"`` saves the state of the generator and draws again.
+        verify: ``"first-step"``: the first tensor dropped at some place and in some shape is recomputed at once and
+            compared bitwise; if it differs, it is saved from then on. ``"always"``: each time.
     """
 
     def __init__(
@@ -281,7 +259,7 @@ class Recomputation(SavedTensorStage):
         return self.hand_on(tensor)
 
     def _clear(self) -> None:
-        if self._recorder.clear(self.report.num_saved):  # another program: what is kept in it may pay for other things
+        if self._recorder.clear(self.report.num_saved):  # another program: what is saved in it may pay for other things
             for place, fates in self._fates.items():
                 self._fates[place] = {shape: fate for shape, fate in fates.items() if fate is not _Fate.TOO_DEAR}
 
@@ -308,7 +286,7 @@ class Recomputation(SavedTensorStage):
     @override
     @hide_from_dynamo
     def _unpack(self, packed: Any) -> Tensor:
-        if type(packed) is Kept:
+        if type(packed) is Saved:
             return packed.restore()
         if type(packed) is tuple or isinstance(packed, Tensor):
             return unpack(packed)
@@ -316,32 +294,30 @@ class Recomputation(SavedTensorStage):
             return restore(packed) if isinstance(packed, Dropped) else packed.restore()
 
     def _decide(self, value: Value, tensor: Tensor) -> Any:
-        kept = value.find_kept()
-        if kept is not None:
-            return kept
-        dropped = value.find_dropped()
-        recipe = value.recipe
+        if (saved := value.find_saved()) is not None:
+            return saved
+        dropped, recipe = value.find_dropped(), value.recipe
         if dropped is None and recipe is not None and tensor.nbytes >= self._min_bytes:
             if recipe.depth == 0 and type(recipe.inputs[0]()) in PARAMETER_CLASSES:
                 return alias(tensor), num_writes(tensor)  # a weight transposed: no memory of its own
             dropped = self._drop(value, tensor)
         return dropped.save() if dropped is not None else self._keep(value, tensor)
 
-    def _keep(self, value: Value, tensor: Tensor) -> Kept:
+    def _keep(self, value: Value, tensor: Tensor) -> Saved:
         if value.recipe is not None:
             value.recipe.held = None
         base = base_of(tensor) if is_view(tensor) else None
         is_lasting = self._costs.is_free(value, base if base is not None else tensor)
         with self._recorder.paused(), torch.no_grad(), without_autocast(), saving(tensor):
             if isinstance(value, MaskValue) and (value.is_scaled or tensor.nbytes >= self._min_bytes):
-                kept: Kept = KeptMask(tensor, self.hand_on)
+                saved: Saved = SavedMask(tensor, self.hand_on)
             else:
                 taken = self.hand_on(tensor) if not is_lasting else None
-                kept = KeptElsewhere(tensor, taken) if taken is not None else Kept(alias(tensor), num_writes(tensor))
-        self._recorder.watch(value, kept)
+                saved = SavedElsewhere(tensor, taken) if taken is not None else Saved(alias(tensor), num_writes(tensor))
+        self._recorder.watch(value, saved)
         if not is_lasting:
-            self.report.kept_bytes += kept.num_bytes
-        return kept
+            self.report.kept_bytes += saved.num_bytes
+        return saved
 
     def _drop(self, value: Value, tensor: Tensor) -> Dropped | None:
         recipe = value.recipe
@@ -373,13 +349,11 @@ class Recomputation(SavedTensorStage):
             self.report.num_dropped += 1
         return dropped
 
-    def _hold_all(self, sources: Iterable[Value]) -> list[Kept | Dropped] | None:
+    def _hold_all(self, sources: Iterable[Value]) -> list[Saved | Dropped] | None:
         """Return what keeps each source for recipes to end on; ``None`` if one is gone."""
-        held: list[Kept | Dropped] = []
+        held: list[Saved | Dropped] = []
         for source in sources:
-            holder: Kept | Dropped | None = source.find_kept()
-            if holder is None:
-                holder = source.find_dropped()
+            holder: Saved | Dropped | None = source.find_saved() or source.find_dropped()
             if holder is None:
                 if not self._costs.can_hold(source):
                     return None
@@ -389,16 +363,16 @@ class Recomputation(SavedTensorStage):
             held.append(holder)
         return held
 
-    def _hold(self, source: Value) -> Kept:
+    def _hold(self, source: Value) -> Saved:
         origin = source()
         assert origin is not None
-        kept = self._keep(source, origin)
+        saved = self._keep(source, origin)
         if source.address in self._costs.buffers and origin.nbytes <= COPIED_BYTES:
             with self._recorder.paused(), torch.no_grad():
-                kept.copy()  # a buffer may be moved between the step and its backward
-        return kept
+                saved.copy()  # a buffer may be moved between the step and its backward
+        return saved
 
-    def _hold_inputs(self, value: Value) -> list[Kept | Dropped] | None:
+    def _hold_inputs(self, value: Value) -> list[Saved | Dropped] | None:
         """Keep what a growing operator read until its result is saved, if the result would be dropped then."""
         tensor, recipe = value(), value.recipe
         found = find_sources(value, self._max_depth)
