@@ -130,7 +130,7 @@ def quantize_frozen_weights(  # noqa: PLR0913 - by name
         model: Any module.
         bits: Bits per number.
         block_size: Neighbours that share a float32 scale; a power of two.
-        layers: ``"auto"``: all that are frozen and have 4096 numbers or more.
+        layers: ``"auto"``: all frozen ones of 4096 numbers or more. Else these, and what is frozen inside them.
         library: Whose kernels dequantize; ``"auto"``: bitsandbytes where it is installed and faster.
         give_memory: Called with a layer on the meta device, to load it; else it must be loaded later.
         device: Quantizes weights in parts; the bytes go to the device of the weight. ``None``: that one quantizes.
@@ -217,7 +217,7 @@ class QuantizedLayers:
         return list({id(weight.held): weight for weight in weights}.values())
 
     def remove(self, *, to_host: bool = True) -> None:
-        """Dequantize the weights of the layers, one after the other, except sharded ones."""
+        """Dequantize the weights, except sharded ones, one by one; to the host, or on the device of the layer."""
         done: dict[int, nn.Parameter] = {}
         with torch.no_grad():
             while self.layers:
