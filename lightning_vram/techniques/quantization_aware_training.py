@@ -1,6 +1,12 @@
-"""Layers that compute with rounded weights and inputs, in training and from a file. May import: core, memory."""
+"""Fake quantization of weights and inputs of layers in training; files of quantized models.
+
+Weights have one scale per output channel, inputs 256 levels of a range that follows those of training. By PyTorch's
+operators for fake quantization, whose gradient passes straight through what is not clipped (Jacob et al. 2018,
+https://arxiv.org/abs/1712.05877). May import: core, memory.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -14,43 +20,38 @@ from lightning_vram.core.layers import LayerPattern, match_layers, name_layers, 
 from lightning_vram.core.patching import plain_class_forward, restore_class, swap_class
 from lightning_vram.private_names.torch import convolve_with, own_buffers, own_parameters
 
-# Round weights to whole levels, one scale per output channel, and inputs to 256 levels of a range.
-#
-# By PyTorch's own operators for fake quantization, whose gradient passes straight through what is not cut off (Jacob et
-# al. 2018, https://arxiv.org/abs/1712.05877).
-
 _SMALLEST = 1e-20  # a scale: its inverse is finite
 _MAX_LEVEL = 255  # of inputs
 _MOMENTUM = 0.01  # of ranges, as PyTorch's moving averages have it
 
 
 def weight_scale(weight: Tensor, bits: int) -> Tensor:
-    """Return the float32 scale [out] of each output channel of ``weight`` [out, ...]: its largest number is a level."""
+    """Return the float32 scale [out] of each output channel of ``weight`` [out, ...]."""
     return (weight.detach().flatten(1).abs().amax(1).float() / _limit(bits)).clamp_min(_SMALLEST)
 
 
 def round_weight(weight: Tensor, bits: int) -> Tensor:
-    """Return ``weight`` [out, ...] rounded to levels of ``bits`` bits, zero among them."""
+    """Return ``weight`` [out, ...] rounded to levels of ``bits`` bits."""
     scale, limit = weight_scale(weight, bits), _limit(bits)
     zero = torch.zeros_like(scale, dtype=torch.int32)
     return torch.fake_quantize_per_channel_affine(weight, scale, zero, 0, -limit, limit)
 
 
 def range_of(input: Tensor) -> Tensor:
-    """Return the smallest and largest number [2] of ``input`` in float32, and zero between them."""
+    """Return the float32 range [2] of ``input``, extended to zero."""
     low, high = torch.aminmax(input.detach())
     return torch.stack([low.clamp(max=0), high.clamp(min=0)]).float()
 
 
 @torch.no_grad()
 def widen(known: Tensor, input: Tensor) -> None:
-    """Let the range ``known`` [2], infinite at first, follow those of inputs as a moving average."""
+    """Update the range ``known`` [2], infinite at first, by the moving average."""
     seen = range_of(input)
     known.copy_(torch.where(known.isfinite(), known.lerp(seen, _MOMENTUM), seen))
 
 
 def round_input(input: Tensor, known: Tensor) -> Tensor:
-    """Return ``input`` rounded to 256 levels of the range ``known`` [2], and cut off at its ends."""
+    """Return ``input`` rounded to 256 levels of the range ``known`` [2], and clipped to it."""
     low, high = known.unbind()
     scale = ((high - low) / _MAX_LEVEL).clamp_min(_SMALLEST)
     zero = (-low / scale).round().to(torch.int32)
@@ -58,7 +59,7 @@ def round_input(input: Tensor, known: Tensor) -> Tensor:
 
 
 def pack(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return the levels of ``weight`` [out, ...] as bytes, two in one with 4 bits, and their scale [out]."""
+    """Return the levels of ``weight`` [out, ...] as bytes, two per byte with 4 bits, and their scale [out]."""
     scale = weight_scale(weight, bits)
     levels = (round_weight(weight.detach(), bits).float() / _along_rows(scale, weight)).round().to(torch.int8)
     if bits == 4:
@@ -88,44 +89,36 @@ Scheme = Literal["int8", "int4"]
 """Bits of a weight; inputs of layers have 8."""
 KEY = "_lightning_vram_fake_quantization"
 RANGE = "quantized_input_range"
-"""A buffer, so that it moves with the layer, and DDP hands on that of rank 0; as bits, which ``to(bfloat16)`` keeps."""
+"""A buffer: it moves with the layer, and DDP broadcasts that of rank 0. As int32, which ``to(bfloat16)`` keeps."""
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _FORWARDS = {kind.forward for kind in (nn.Linear, *_CONVOLUTIONS)}
 
 
 class FakeQuantization:
-    """Layers that round, between :func:`apply_fake_quantization` and :meth:`remove`.
-
-    Attributes:
-        is_on: Whether they do. Else they compute as they did.
-        observes: Whether ranges follow inputs also outside of training.
-        is_dynamic: Whether inputs are rounded to the range of their own, not to that of the layer.
-        layers: By name.
-        hooks: On modules of PyTorch's that would read weights of their layers.
-    """
+    """Layers that round weights and inputs, from :func:`apply_fake_quantization` to :meth:`remove`."""
 
     def __init__(self, bits: int) -> None:
         self.bits = bits
         self.is_on = False
-        self.observes = False
-        self.is_dynamic = False
-        self.layers: dict[str, nn.Module] = {}
+        self.observes = False  # whether ranges follow inputs outside of training, too
+        self.is_dynamic = False  # whether inputs are rounded to their own range, not that of the layer
+        self.layers: dict[str, nn.Module] = {}  # by name
         self.hooks: list[RemovableHandle] = []
 
     def ranges(self) -> dict[str, Tensor]:
         """Return, on the host, the ranges [2] of the inputs of all layers that have seen one."""
         known = {name: _range(layer) for name, layer in self.layers.items()}
-        return {name: value.cpu().clone() for name, value in known.items() if _is_known(value)}
+        return {name: value.cpu().clone() for name, value in known.items() if value.isfinite().all()}
 
     def load_ranges(self, ranges: Mapping[str, Tensor]) -> None:
-        """Take ranges over, of layers that are known by name."""
+        """Load the ranges of layers of these names."""
         for name in self.layers.keys() & ranges.keys():
             layer = self.layers[name]
             _range(layer).copy_(ranges[name])
             vars(layer)[KEY].is_known = True
 
     def add(self, name: str, layer: nn.Module) -> None:
-        """Let one more layer round."""
+        """Apply to one more layer."""
         unknown = torch.tensor(
             [torch.inf, -torch.inf], dtype=torch.float32, device=layer.get_parameter("weight").device
         )
@@ -134,7 +127,7 @@ class FakeQuantization:
         self.layers[name] = layer
 
     def remove(self) -> None:
-        """Let all compute as they did. Twice does nothing."""
+        """Undo the changes. Twice does nothing."""
         while self.hooks:
             self.hooks.pop().remove()
         while self.layers:
@@ -144,11 +137,11 @@ class FakeQuantization:
 
 
 class _State:
-    """Of one layer."""
+    """What a layer carries."""
 
     def __init__(self, shared: FakeQuantization) -> None:
         self.shared = shared
-        self.is_known = False  # whether the layer has a range; that is on the device
+        self.is_known = False  # whether the layer has a range; the range itself is on the device
 
 
 def apply_fake_quantization(
@@ -156,18 +149,8 @@ def apply_fake_quantization(
 ) -> FakeQuantization:
     """Let linear layers and convolutions round weights and inputs, as soon as ``is_on`` is set.
 
-    Weights are rounded per output channel, inputs to 256 levels of a range that follows those of training. Parameters
-    and ``state_dict`` stay what they are. Gradients pass through what is not cut off.
-
-    Args:
-        model: Any module.
-        scheme: Bits of weights.
-        layers: ``"auto"``: all whose weight is that of no other module. Else names, globs, class names or classes:
-            these, and layers inside of them.
-
-    Raises:
-        ValueError: If a pattern matches nothing, or nothing that can be rounded, or a layer that shares its weight with
-            a module that is not rounded: what is saved would hold it twice, rounded and not.
+    Parameters and ``state_dict`` do not change. ``layers="auto"`` leaves out those that share their weight with a
+    module that does not round: a saved file would hold it twice, rounded and not.
 
     Example:
         >>> import torch
@@ -205,10 +188,8 @@ def apply_fake_quantization(
 
 
 def is_able(layer: nn.Module) -> bool:
-    """Whether a layer is linear or a convolution, whose weight nobody else reads and no code computes."""
-    if not isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) or isinstance(
-        layer, torch.jit.ScriptModule
-    ):
+    """Whether a layer is a stock linear layer or convolution with a weight that only it reads."""
+    if not isinstance(layer, (nn.Linear, *_CONVOLUTIONS)) or isinstance(layer, torch.jit.ScriptModule):
         return False
     is_read = isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear)  # by nn.MultiheadAttention
     weight = own_parameters(layer).get("weight")
@@ -216,19 +197,19 @@ def is_able(layer: nn.Module) -> bool:
 
 
 def call_with(layer: nn.Module, input: Tensor, weight: Tensor) -> Tensor:
-    """Return what a linear layer or a convolution makes of ``input`` with another weight."""
+    """Return the output of a linear layer or convolution for another weight."""
     bias: Any = layer.bias
     return F.linear(input, weight, bias) if isinstance(layer, nn.Linear) else convolve_with(layer, input, weight, bias)
 
 
 def avoid_fast_paths(model: nn.Module) -> list[RemovableHandle]:
-    """Let each ``nn.TransformerEncoderLayer`` call its layers in evaluation, too, as it does where it has a hook."""
+    """Let each ``nn.TransformerEncoderLayer`` call its layers in evaluation, too, as it does if it has a hook."""
     found = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
-    return [module.register_forward_pre_hook(_look_on) for module in found]
+    return [module.register_forward_pre_hook(_do_nothing) for module in found]
 
 
-def _look_on(module: nn.Module, arguments: Any) -> None:
-    """Change nothing."""
+def _do_nothing(module: nn.Module, arguments: Any) -> None:
+    pass
 
 
 def _run(layer: nn.Module, state: _State, plain: Callable[..., Tensor], /, input: Tensor) -> Tensor:
@@ -270,24 +251,17 @@ def _range(layer: nn.Module) -> Tensor:
     return layer.get_buffer(RANGE).view(torch.float32)
 
 
-def _is_known(value: Tensor) -> bool:
-    return bool(value.isfinite().all())
-
-
 _FORMAT = "lightning_vram quantized 1"
 _KEY = "_lightning_vram_quantized"
 _NAMES = _LEVELS, _SCALE, _INPUT = "weight_levels", "weight_scale", "input_range"
 
 
 def save_quantized(module: nn.Module, quantization: FakeQuantization, path: str | PathLike[str]) -> None:
-    """Write the state of a module, with its rounded layers as whole numbers and scales, for :func:`load_quantized`.
+    """Write the state of ``module``, with quantized weights, for :func:`load_quantized`.
 
-    Args:
-        module: That ``quantization`` was applied to. Nothing of it is changed.
-        quantization: Inputs of layers that have seen none are not rounded, unless it is dynamic.
-        path: Of the file.
+    Inputs of layers that have seen none are not rounded, unless ``quantization`` is dynamic.
     """
-    state = dict(nn.Module.state_dict(module))  # all of it: a module may leave out of its own what is frozen
+    state = dict(nn.Module.state_dict(module))  # complete: a module's own ``state_dict`` may leave out frozen weights
     ranges = {} if quantization.is_dynamic else quantization.ranges()
     shared = {id(layer): name for name, layer in quantization.layers.items()}
     layers = {name: shared[id(layer)] for name, layer in name_layers(module).items() if id(layer) in shared}
@@ -333,9 +307,12 @@ def load_quantized(module: nn.Module, path: str | PathLike[str], *, as_float: bo
             )
     if as_float:
         for name in saved["layers"]:
-            _decode(state, name, names[name].get_parameter("weight"))
+            weight = names[name].get_parameter("weight")
+            levels, scale, _ = (state.pop(f"{name}.{key}", None) for key in _NAMES)
+            state[f"{name}.weight"] = unpack(levels, scale, weight.shape, weight.dtype)
     else:
-        _view_as_bits(state, saved["layers"])
+        in_float = {f"{name}.{key}" for name in saved["layers"] for key in (_SCALE, _INPUT)} & state.keys()
+        state |= {key: state[key].view(torch.int32) for key in in_float}  # which ``to(bfloat16)`` keeps
         for layer, name in {names[name]: name for name in saved["layers"]}.items():
             _quantize(layer, *(state.get(f"{name}.{key}") for key in _NAMES), is_dynamic=saved["is_dynamic"])
         avoid_fast_paths(module)
@@ -343,26 +320,13 @@ def load_quantized(module: nn.Module, path: str | PathLike[str], *, as_float: bo
     return module.eval()
 
 
-def _view_as_bits(state: dict[str, Tensor], layers: list[str]) -> None:
-    """Make int32 of the float32 scales and ranges of layers, which ``to(bfloat16)`` keeps."""
-    for key in (f"{name}.{key}" for name in layers for key in (_SCALE, _INPUT)):
-        if key in state:
-            state[key] = state[key].view(torch.int32)
-
-
-def _decode(state: dict[str, Tensor], name: str, weight: Tensor) -> None:
-    levels, scale, _ = (state.pop(f"{name}.{key}", None) for key in _NAMES)
-    assert levels is not None and scale is not None  # noqa: PT018 - of one layer
-    state[f"{name}.weight"] = unpack(levels, scale, weight.shape, weight.dtype)
-
-
+@dataclass(eq=False)
 class _Stored:
-    """State of a layer with whole numbers for a weight."""
+    """State of a layer with a quantized weight, of ``shape``."""
 
-    def __init__(self, shape: torch.Size, *, has_range: bool, is_dynamic: bool) -> None:
-        self.shape = shape
-        self.has_range = has_range
-        self.is_dynamic = is_dynamic
+    shape: torch.Size
+    has_range: bool
+    is_dynamic: bool
 
 
 def _quantize(layer: nn.Module, levels: Tensor, scale: Tensor, known: Tensor | None, *, is_dynamic: bool) -> None:

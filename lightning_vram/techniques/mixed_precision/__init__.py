@@ -1,4 +1,4 @@
-"""Loss scale, layers that stay in float32, norms in 16 bits, casts of weights. May import: core, memory."""
+"""Loss scaling, float32 islands, 16-bit norms, shared casts of weights. May import: core, memory."""
 
 from lightning_vram.techniques.mixed_precision.loss_scaling import (
     LossScaling,

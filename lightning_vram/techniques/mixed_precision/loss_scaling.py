@@ -1,14 +1,9 @@
-"""Scale the loss for float16, for any number of optimizers, so that every one steps with the right gradients.
+"""Loss scaling for float16, for any number of optimizers, by a ``torch.amp.GradScaler``.
 
-float16 rounds small gradients to zero; a loss that is multiplied before backward keeps them. ``torch.amp.GradScaler``
-is right for optimizers that all step once between two updates of the scale. Here they may be clipped first, share
-parameters, step several times, or go on collecting gradients while the scale changes.
-
-The rule: after :meth:`LossScaling.scale` all gradients are scaled, by the scale as it is, and until the next call each
-is unscaled at most once. It costs one read of the device per step, another if there are gradients on the host, and a
-pass over those gradients that were unscaled and not zeroed before the next backward, or that wait for their step when
-the scale changes. A scale that is a power of two, as is usual, rounds nothing. bfloat16 has the range of float32 and
-needs none of this.
+Unlike with ``GradScaler`` alone, optimizers may share parameters, step several times between two updates of the scale,
+or go on accumulating gradients while it changes. Invariant: after :meth:`LossScaling.scale` all gradients are scaled,
+by the present scale, and until the next call each is unscaled at most once. A step costs one read of the device, and
+another if there are gradients on the host.
 """
 
 from collections import defaultdict
@@ -37,17 +32,17 @@ from lightning_vram.private_names.torch import (
 )
 
 InfChecks = dict[int, Tensor]
-"""What ``GradScaler`` found in some gradients, one per device and each > 0 where there is an inf or nan; by id."""
+"""By id: found_inf tensors of ``GradScaler``, one per device, > 0 where there is an inf or nan."""
 
 
 def unscale_part(scaler: GradScaler, optimizer: Optimizer, parameters: list[Tensor]) -> InfChecks:
-    """Unscale the gradients of some ``parameters`` only; as if it were all of ``optimizer``."""
+    """Unscale the gradients of some ``parameters`` of ``optimizer`` only."""
     checks: InfChecks = {}
     for alike in _by_layout(parameters):
         part = cast(Optimizer, SimpleNamespace(param_groups=[{"params": alike}]))
         try:
             with _scale_on(alike[0].device, scaler):
-                type(scaler).unscale_(scaler, part)  # past what stands in for it
+                type(scaler).unscale_(scaler, part)  # past a MethodPatch
         except ValueError as error:
             if not any(p.grad is not None and p.grad.dtype is torch.float16 for p in alike):
                 raise
@@ -63,12 +58,9 @@ def unscale_part(scaler: GradScaler, optimizer: Optimizer, parameters: list[Tens
 
 @contextmanager
 def _scale_on(device: torch.device, scaler: GradScaler) -> Iterator[None]:
-    """Let ``scaler`` work where gradients are.
-
-    By itself it copies what it needs to the host without waiting, and uses at once what may not have arrived.
-    """
+    """Move the scale to the gradients: GradScaler copies it to the host without waiting, and uses it at once."""
     scale = scale_of(scaler)
-    set_scale(scaler, None if scale is None else scale.to(device))  # waits, where it goes to the host
+    set_scale(scaler, None if scale is None else scale.to(device))  # a D2H copy that waits
     try:
         yield
     finally:
@@ -76,7 +68,7 @@ def _scale_on(device: torch.device, scaler: GradScaler) -> Iterator[None]:
 
 
 def _by_layout(parameters: list[Tensor]) -> Iterable[list[Tensor]]:
-    """Part those on different devices, and those that are sharded in different ways: GradScaler goes by the first."""
+    """Group by device and by sharding: GradScaler goes by the first."""
     parts: dict[Any, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
@@ -85,17 +77,17 @@ def _by_layout(parameters: list[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def note_unscaled(scaler: GradScaler, optimizer: Optimizer, checks: Iterable[Tensor]) -> None:
-    """Let ``scaler`` know that all gradients of ``optimizer`` were unscaled, and what was found in them."""
+    """Set the state of ``optimizer`` in ``scaler`` to unscaled, with what was found."""
     found_inf: dict[torch.device, Tensor] = {}
     for check in checks:
         so_far = found_inf.get(check.device)
-        # One at most, not a sum: fused kernels count back their steps by it.
+        # The maximum, not a sum: fused kernels subtract it from their step count.
         found_inf[check.device] = check if so_far is None else torch.maximum(so_far, check)
     optimizer_states(scaler)[id(optimizer)].update(stage=OptState.UNSCALED, found_inf_per_device=found_inf)
 
 
 def update_scale(scaler: GradScaler, *, overflowed: bool) -> None:
-    """Update the scale by what all optimizers found; those with a step to come are still unscaled afterwards."""
+    """Update the scale; the states of optimizers that have not stepped yet stay."""
     found_inf = torch.full((), float(overflowed), dtype=torch.float32, device=device_of(scaler))
     states, alone = optimizer_states(scaler), no_optimizer_states()
     set_optimizer_states(scaler, alone)
@@ -107,7 +99,7 @@ def update_scale(scaler: GradScaler, *, overflowed: bool) -> None:
 
 
 def without_optimizers(scaler: GradScaler) -> GradScaler:
-    """Return one with the same scale that can be pickled: ``scaler`` itself, if that is so."""
+    """Return ``scaler``, or a copy with the same scale if it has state that cannot be pickled."""
     own = {name: value for name, value in vars(scaler).items() if not isinstance(value, MethodPatch)}
     if not scaler.is_enabled() or (not optimizer_states(scaler) and len(own) == len(vars(scaler))):
         return scaler
@@ -119,27 +111,18 @@ def without_optimizers(scaler: GradScaler) -> GradScaler:
 
 @dataclass(frozen=True)
 class StepResult:
-    """How a step went.
+    """How a step went."""
 
-    Args:
-        overflowed: Whether it was skipped, as a gradient was inf or nan, on this rank or on another.
-        output: What ``optimizer.step`` returned; ``None`` where it was skipped.
-    """
-
-    overflowed: bool
-    output: Any
+    overflowed: bool  # skipped, as a gradient was inf or nan on this rank or another
+    output: Any  # of ``optimizer.step``; ``None`` if skipped
 
 
 class LossScaling:
     """Use a ``GradScaler`` for one optimizer or several.
 
     Call :meth:`scale` before each backward, :meth:`unscale` where gradients are read before the step, :meth:`step` in
-    place of ``optimizer.step``, and :meth:`update` once after all steps that belong together. A disabled scaler is
-    passed through. A copy or pickle, at any time, has the scale and none of what belongs to the running step.
-
-    Args:
-        scaler: Holds the scale. Gradients that ``scaler.unscale_(optimizer)`` unscaled are not unscaled again.
-        optimizers: Those whose gradients to keep right: see :meth:`watch`.
+    place of ``optimizer.step``, and :meth:`update` once after all steps that belong together. A disabled scaler does
+    nothing. A copy or pickle has the scale and nothing of the running step.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -164,38 +147,27 @@ class LossScaling:
 
     @property
     def scale_value(self) -> float:
-        """The factor on the loss, 1 if the scaler is disabled. Reads the device."""
+        """The factor on the loss, 1 if disabled. Reads the device."""
         return self.scaler.get_scale()
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
-        """Keep the gradients of these optimizers right from now on, and forget others and steps without an update.
-
-        An optimizer that was not given here is watched from its first :meth:`unscale` or :meth:`step` on.
-
-        Args:
-            optimizers: Held weakly.
-        """
+        """Track only these optimizers, held weakly; others from their first :meth:`unscale` or :meth:`step` on."""
         self._checks = WeakKeyDictionary({optimizer: {} for optimizer in optimizers})
         self._overflows = []
         if self.scaler.is_enabled():
             optimizer_states(self.scaler).clear()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Multiply ``loss`` by the scale. Gradients that exist and are not scaled are scaled again: more will be added.
-
-        Args:
-            loss: What backward is called on next, of any shape.
-
-        Returns:
-            A tensor of the same shape.
-        """
+        """Multiply ``loss``, of any shape, by the scale, and unscaled gradients too: backward adds to them."""
         if not self.scaler.is_enabled():
             return loss
         self._note_unscaled_elsewhere()
-        self._forget_checks_of_nothing()
+        for optimizer, checks in self._checks.items():
+            if checks and all(parameter.grad is None for parameter in _parameters_of(optimizer)):
+                checks.clear()  # gradients that were unscaled and dropped without a step
         scaled = set(map(id, self._scaled(self._parameters())))
         unscaled = [parameter for parameter in self._parameters() if id(parameter) not in scaled]
-        scaled_loss: Tensor = type(self.scaler).scale(self.scaler, loss)  # past what stands in for it
+        scaled_loss: Tensor = type(self.scaler).scale(self.scaler, loss)  # past a MethodPatch
         if self._scale is not None:
             scale_gradients(unscaled, self._scale)
         self._unscaled.clear()
@@ -203,14 +175,7 @@ class LossScaling:
         return scaled_loss
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the gradients of ``optimizer`` by the scale, where they are scaled, and look for inf and nan.
-
-        Args:
-            optimizer: Calling it again before the next :meth:`scale` changes nothing.
-
-        Raises:
-            ValueError: If a gradient is float16.
-        """
+        """Unscale the gradients of ``optimizer`` that are scaled, and look for inf and nan."""
         self._checks.setdefault(optimizer, {})
         if self._scale is None:
             return
@@ -223,27 +188,16 @@ class LossScaling:
         several = {id(checks): checks for checks in (self._unscaled[id(parameter)] for parameter in parameters)}
         for checks in several.values():  # more than one if it shares parameters
             self._checks[optimizer].update(checks)
-        # To scaler.unscale_(optimizer) it is done, too: it raises rather than do it again.
+        # A call of scaler.unscale_(optimizer) raises rather than unscale again.
         optimizer_states(self.scaler)[id(optimizer)]["stage"] = OptState.UNSCALED
 
     def step(
         self, optimizer: Optimizer, found_inf_over_ranks: Callable[[Tensor], Tensor] | None = None, **kwargs: Any
     ) -> StepResult:
-        """Unscale the gradients if that was not done, and call ``optimizer.step`` unless one of them is inf or nan.
+        """Unscale gradients that are scaled, and call ``optimizer.step`` unless one of them is inf or nan.
 
-        Args:
-            optimizer: One without any gradient steps as well. Fused ones are not called either where the step is
-                skipped, so that their state stays as it is.
-            found_inf_over_ranks: Takes a float32 tensor without dimensions, > 0 where there is an inf or nan, and
-                returns the sum or the largest over all ranks, which then step or skip together. All ranks must make
-                the same steps. ``None`` decides alone.
-            kwargs: For ``optimizer.step``.
-
-        Returns:
-            How it went, read from the device.
-
-        Raises:
-            ValueError: If a gradient is float16, or ``closure`` is given.
+        ``found_inf_over_ranks`` reduces a float32 scalar, > 0 where there is an inf or nan, over all ranks, which then
+        step or skip together; ``None``: this rank decides alone.
         """
         if kwargs.pop("closure", None) is not None:
             raise ValueError(
@@ -263,12 +217,9 @@ class LossScaling:
         return StepResult(overflowed, output=None if overflowed else optimizer.step(**kwargs))
 
     def update(self) -> bool:
-        """Let the scale shrink if a step since the last update overflowed, or grow after ``growth_interval`` updates.
+        """Update the scale if there was a step since the last update; return whether one overflowed.
 
-        Gradients that wait for a later step change with it. Without a step nothing happens.
-
-        Returns:
-            Whether one of the steps overflowed.
+        Gradients that wait for a later step are rescaled.
         """
         if not self._overflows:
             return False
@@ -282,7 +233,7 @@ class LossScaling:
         return overflowed
 
     def end(self) -> None:
-        """Unscale all gradients that wait for a step: the run goes on without a scale. What overflowed is dropped."""
+        """Unscale all gradients: the run goes on without a scale. Gradients that overflowed are dropped."""
         for optimizer in list(self._checks):
             self.unscale(optimizer)
             if self._found_inf(optimizer).item() > 0:
@@ -290,49 +241,35 @@ class LossScaling:
         self.watch([])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the scaler: as ``GradScaler.state_dict``."""
+        """Return the state of the scaler."""
         return self.scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` or ``GradScaler.state_dict`` returned.
-
-        Args:
-            state_dict: Of an enabled scaler. A disabled one loads nothing.
-
-        Raises:
-            RuntimeError: If it is of a disabled scaler.
-        """
+        """Load the state of an enabled scaler. A disabled one loads nothing."""
         with self._rescaling():
             self.scaler.load_state_dict(state_dict)
 
     @property
     def _scale(self) -> Tensor | None:
-        """The scale on its device; ``None`` before the first loss, and if the scaler is disabled."""
+        """On its device; ``None`` before the first loss, and if disabled."""
         return scale_of(self.scaler)
 
     def _parameters(self) -> Iterator[Tensor]:
         return (parameter for optimizer in self._checks for parameter in _parameters_of(optimizer))
 
     def _scaled(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Those whose gradients are scaled, where they have one."""
         if self._scale is None:
             return []
         return [parameter for parameter in parameters if id(parameter) not in self._unscaled]
 
     def _note_unscaled_elsewhere(self) -> None:
-        """Take notice of ``scaler.unscale_``, which users call where their plugin does not."""
+        """Note gradients that the user's ``scaler.unscale_`` unscaled."""
         for optimizer in self._checks:
             state = optimizer_states(self.scaler).get(id(optimizer))
             if state is not None and state["found_inf_per_device"]:  # there are none in what unscale() leaves there
                 checks = {id(check): check for check in state["found_inf_per_device"].values()}
                 for parameter in _parameters_of(optimizer):
                     self._unscaled.setdefault(id(parameter), checks)
-
-    def _forget_checks_of_nothing(self) -> None:
-        """Gradients that were unscaled and thrown away without a step have no say in the next one."""
-        for optimizer, checks in self._checks.items():
-            if checks and all(parameter.grad is None for parameter in _parameters_of(optimizer)):
-                checks.clear()
 
     def _found_inf(self, optimizer: Optimizer) -> Tensor:
         device = torch.device(device_of(self.scaler)) if self._scale is None else self._scale.device
@@ -343,7 +280,7 @@ class LossScaling:
 
     @contextmanager
     def _rescaling(self) -> Iterator[None]:
-        """Multiply the gradients that are scaled by what happens to the scale inside the block."""
+        """Rescale the scaled gradients by the change of the scale inside the block."""
         scaled = [parameter for parameter in self._scaled(self._parameters()) if parameter.grad is not None]
         before = self._scale.clone() if self._scale is not None else None
         yield

@@ -1,13 +1,8 @@
-"""Run some modules in float32 while the rest of the model runs under autocast.
+"""Modules with a precision of their own under autocast: float32 islands, and norms with 16-bit outputs.
 
-For what 16 bits break: a router's softmax, a physics term, a head whose logits overflow in float16. What comes in is
-cast to float32, autocast is off inside, what goes out is cast back. It costs the 16-bit speed and the memory of those
-modules: their activations take twice the bytes. What autocast runs in float32 anyway (losses, softmax and norms on
-CUDA) needs no island. What ``forward`` writes into a list, dict or dataclass that holds 16-bit tensors, or into such a
-tensor, its caller does not see.
-
-In compiled code the backward runs under autocast like the forward around it, islands included: so torch has it
-unless ``torch._functorch.config.backward_pass_autocast`` is ``"off"``.
+The precision goes along into copies and pickles, unlike what other techniques do: weight averages and loaded modules
+compute as the module did. Loading such a pickle takes this package. In compiled code the backward of an island runs
+under autocast, unless ``torch._functorch.config.backward_pass_autocast`` is ``"off"``.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -24,22 +19,10 @@ from lightning_vram.core.patching import Run, has_own_forward, plain_class_forwa
 from lightning_vram.core.tensors.properties import cast_where, iterate_leaves
 from lightning_vram.private_names.torch import LossBase, is_in_transform
 
-# Let modules compute in another precision, by their class, in copies too, and for several who ask for it.
-#
-# In which precision a module computes goes along with it, unlike what other techniques do: the copy that an average of
-# the weights runs, and the file that is loaded to predict, compute as the module did. Loading such a pickle takes this
-# package.
-
 
 @dataclass(frozen=True)
 class PrecisionSwap:
-    """A way to compute.
-
-    Args:
-        key: Its name: see :func:`~lightning_vram.core.patching.swap_class`.
-        run: What runs in the place of ``forward``; gets a :class:`PrecisionState`.
-        is_lowest: Whether it runs below what other techniques do with the module.
-    """
+    """Arguments of :func:`~lightning_vram.core.patching.swap_class`."""
 
     key: str
     run: Run
@@ -48,28 +31,14 @@ class PrecisionSwap:
 
 @dataclass(eq=False)
 class PrecisionState:
-    """What a module carries, in its ``__dict__``.
+    """What a module carries, in its ``__dict__``."""
 
-    Args:
-        device_types: Whose autocast is meant, one for each who asked for it. The last one counts. In copies nobody
-            takes back those that were there.
-        has_run: Whether the module ran in eager mode since somebody asked last.
-    """
-
-    device_types: tuple[str, ...] = ()
-    has_run: bool = False
+    device_types: tuple[str, ...] = ()  # of autocast, one per PrecisionSwaps that has the module; the last one counts
+    has_run: bool = False  # in eager mode, since the last PrecisionSwaps
 
 
 class PrecisionSwaps:
-    """Changes modules, all or none, until :meth:`remove`.
-
-    Args:
-        swaps: What each module is to do.
-        device_type: Whose autocast is meant, ``"cuda"`` or ``"cpu"``.
-
-    Raises:
-        ValueError: If the class of a module cannot be changed.
-    """
+    """Changes modules, all or none, until :meth:`remove`."""
 
     def __init__(self, swaps: Mapping[nn.Module, PrecisionSwap], device_type: str) -> None:
         with ExitStack() as undo:
@@ -78,10 +47,9 @@ class PrecisionSwaps:
                 undo.callback(_release, module, swap.key, device_type)
             self._undo = undo.pop_all()
         self.num_modules = len(swaps)
-        """Modules that were changed."""
 
     def remove(self) -> None:
-        """Give every module its ``forward`` back; copies made meanwhile keep theirs. Twice does nothing."""
+        """Undo the changes, but not those of copies made meanwhile. Twice does nothing."""
         self._undo.close()
 
 
@@ -95,41 +63,34 @@ def _hold(module: nn.Module, swap: PrecisionSwap, device_type: str) -> None:
 
 def _release(module: nn.Module, key: str, device_type: str) -> None:
     state: PrecisionState | None = vars(module).get(key)
-    if state is None:  # somebody has restored the class
+    if state is None:  # other code has restored the class
         return
-    others = list(state.device_types)
-    others.remove(device_type)
-    state.device_types = tuple(others)
-    if not others:
+    index = state.device_types.index(device_type)
+    state.device_types = state.device_types[:index] + state.device_types[index + 1 :]
+    if not state.device_types:
         restore_class(module, key)
 
 
 _KEY = "_fp32_island"
 _LOW = (torch.float16, torch.bfloat16)
 
-_compiled: set[type[nn.Module]] = set()  # classes with an island in compiled code, which does not say whose
+_compiled: set[type[nn.Module]] = set()  # classes with an island in compiled code, which does not report which module
 
 
 class Float32Islands:
-    """Undoes :func:`run_in_fp32`, and knows which modules it was of no use for.
-
-    Args:
-        swaps: Of all islands.
-        islands: For each module that was given, those that compute for it: itself, or its members.
-    """
+    """Undoes :func:`run_in_fp32`; knows which modules it had no effect on."""
 
     def __init__(self, swaps: PrecisionSwaps, islands: Mapping[nn.Module, Iterable[nn.Module]]) -> None:
         self._swaps = swaps
+        # for each given module the states of those that compute for it: itself, or its members
         self._islands = {module: {member: vars(member)[_KEY] for member in found} for module, found in islands.items()}
         self.num_modules = swaps.num_modules
-        """Modules that were changed."""
 
     @property
     def idle(self) -> list[nn.Module]:
-        """Modules that were given, and of which nothing was called so far, alone or within another island.
+        """Given modules of which nothing was called so far: ``nn.MultiheadAttention.out_proj``, a ``ParameterList``.
 
-        Nobody calls the ``forward`` of ``nn.MultiheadAttention.out_proj``, of a ``ParameterList``, or of a head that
-        has other methods: there, nothing is in float32. Islands of a class that was compiled somewhere count as called.
+        Islands of a class that was compiled somewhere count as called.
         """
         states = {member: state for members in self._islands.values() for member, state in members.items()}
         called = [member for member, state in states.items() if state.has_run or type(member) in _compiled]
@@ -137,29 +98,16 @@ class Float32Islands:
         return [module for module, members in self._islands.items() if inside.isdisjoint((module, *members))]
 
     def remove(self) -> None:
-        """Give every module its ``forward`` back; copies made meanwhile keep theirs. Twice does nothing."""
+        """Undo the changes, but not those of copies made meanwhile. Twice does nothing."""
         self._swaps.remove()
 
 
 def run_in_fp32(modules: Iterable[nn.Module], device_type: str) -> Float32Islands:
-    """Let each of ``modules`` run in float32 wherever autocast is enabled when it is called.
+    """Run each of ``modules``, and all inside them, in float32 where it is called under autocast.
 
-    16-bit tensors among the arguments, in any pytree or dataclass, are cast to float32; float64 and integers stay. If
-    there was one, float32 tensors of the result are cast to its dtype. Losses stay float32, be they without dimensions
-    or those of ``nn.MSELoss(reduction="none")`` and its like: float16 would overflow once they are scaled. Results and
-    gradients are those of the module called by hand with float32 inputs outside of autocast.
-
-    Args:
-        modules: Whatever is inside of them is in float32 as well. Of one without a ``forward`` of its own, such as a
-            ``ModuleList``, each member. Parameters have to be float32 (they stay what they are).
-        device_type: Whose autocast is meant, ``"cuda"`` or ``"cpu"``.
-
-    Returns:
-        The undo. Its ``idle`` tells, after a first step, which modules nobody has called.
-
-    Raises:
-        ValueError: If a module is scripted, traced or lazy, or its class cannot be changed. All are then what they
-            were.
+    16-bit tensors among the arguments, in any pytree or dataclass, are cast to float32. If there was one, float32
+    tensors of the result are cast to its dtype, but not losses (scalars, or of ``nn.MSELoss`` and the like): float16
+    would overflow once they are scaled. The caller does not see what ``forward`` writes into a 16-bit argument.
 
     Example:
         >>> layer = nn.Linear(2, 2)
@@ -179,12 +127,11 @@ def run_in_fp32(modules: Iterable[nn.Module], device_type: str) -> Float32Island
 
 
 def list_islands(module: nn.Module) -> set[nn.Module]:
-    """Return the modules in ``module`` that run in float32 now, and all inside of them."""
+    """Return the modules in ``module`` that run in float32, and all inside of them."""
     return {inner for part in module.modules() if _KEY in vars(part) for inner in part.modules()}
 
 
 def _run(module: nn.Module, state: PrecisionState, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for ``module.forward``, which is ``plain``."""
     if torch.compiler.is_compiling():
         _note_compiled(type(module))
     else:
@@ -199,12 +146,12 @@ def _run(module: nn.Module, state: PrecisionState, plain: Callable[..., Any], /,
     with torch.autocast(device_type, enabled=False):
         output = plain(*args, **kwargs)
     is_cast_back = given and not isinstance(module, LossBase)
-    return cast_where(_is_wide, given[0], output) if is_cast_back else output
+    return cast_where(_is_float32, given[0], output) if is_cast_back else output
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _note_compiled(kind: type[nn.Module]) -> bool:
-    """Called when code is compiled, not when it runs: a flag that compiled code sets is refused within checkpoints."""
+    """Runs at compile time: a flag that compiled code sets is refused within checkpoints."""
     _compiled.add(kind)
     return True
 
@@ -213,12 +160,13 @@ def _is_low(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.dtype in _LOW
 
 
-def _is_wide(leaf: object) -> bool:
+def _is_float32(leaf: object) -> bool:
+    """Whether to cast ``leaf`` back. Scalar losses stay: float16 would overflow once they are scaled."""
     return isinstance(leaf, Tensor) and leaf.dtype == torch.float32 and leaf.dim() > 0
 
 
 def _find_callable(module: nn.Module) -> list[nn.Module]:
-    """The module, or in the place of one that is never called itself, its members."""
+    """The module, or the members of a container that is never called itself."""
     if plain_class_forward(module) is not nn.Module.forward or has_own_forward(module):
         return [module]
     return [member for child in module.children() for member in _find_callable(child)]
@@ -237,43 +185,25 @@ def _refuse_unchangeable(module: nn.Module) -> None:
         )
 
 
-# Keep the outputs of LayerNorm and RMSNorm in 16 bit under autocast.
+# Norms with 16-bit outputs (MosaicML Composer's "Low Precision LayerNorm"). Autocast saves their float32 input, and
+# each reader of the output casts it to 16 bit, a copy each. Here both are 16 bit, and kernels still sum in float32: a
+# pre-norm transformer block saves 4 bytes per element of [B, T, D], and 2 more for each further reader.
 #
-# Autocast runs them in float32: the float32 input of each stays alive until backward, and what follows casts the output
-# to 16 bit, each reader its own copy. Here input and output are 16 bit, while the kernels still sum in float32
-# (MosaicML Composer's "Low Precision LayerNorm"). A pre-norm transformer block saves 4 bytes per element of B*T*D, 2
-# for each norm, and 2 more for each further layer that reads a norm's output.
-#
-# The input is rounded before the statistics are taken: outputs differ by about the rounding of the dtype. Where norms
-# come last (BERT), their output is the residual stream, which then is 16 bit as well. In float16 an input above 65504
-# becomes infinite and the output NaN: run such a norm in float32.
-#
-# Measured on a CPU, whose RMSNorm is composed of several operators, and computes in float32 copies that it saves. A
-# CPU's LayerNorm of a 16-bit input stays 16 bit under plain autocast, too; on CUDA it becomes float32.
+# The input is rounded before the statistics are taken. Where norms come last (BERT), the residual stream is 16 bit too.
+# In float16 an input above 65504 becomes infinite and the output NaN: run such a norm in float32. Measured on a CPU,
+# whose RMSNorm saves float32 copies. Its LayerNorm of a 16-bit input stays 16 bit under autocast alone, unlike CUDA's.
 
 _NAMES = ("LayerNorm", "RMSNorm")
 _CASTABLE = (torch.float32, torch.float16, torch.bfloat16)
 _STOCK = (nn.LayerNorm.forward, nn.RMSNorm.forward)
-_EPS = torch.finfo(torch.float32).eps  # of RMSNorm(eps=None) under plain autocast; as documented by the input's dtype
+_EPS = torch.finfo(torch.float32).eps  # of RMSNorm(eps=None) under autocast; documented: that of the input's dtype
 
 
 def keep_norms_low(model: nn.Module, device_type: str, skip: Collection[nn.Module] = ()) -> PrecisionSwaps:
-    """Let the norms of ``model`` return 16 bit wherever autocast is enabled when they are called.
+    """Let the norms of ``model`` return 16 bit under autocast, except those inside ``skip``.
 
-    ``nn.LayerNorm`` and ``nn.RMSNorm`` read 16 bit as well. Other classes whose name ends alike (transformers') run
-    as they are: those named ``...RMSNorm`` on a 16-bit input, which they cast up themselves, the others on the
-    input they get, and only the output is cast. Gains stay float32 parameters with float32 gradients.
-
-    Args:
-        model: May be a norm itself.
-        device_type: Whose autocast is meant, ``"cuda"`` or ``"cpu"``. Tensors of other devices are left alone.
-        skip: These, and what is inside of them, stay as they are.
-
-    Returns:
-        The undo, and in ``num_modules`` how many norms were found.
-
-    Raises:
-        ValueError: If there is no norm, or the class of one cannot be changed. All modules are then as they were.
+    ``nn.LayerNorm`` and ``nn.RMSNorm`` read 16 bit as well. Of other classes whose name ends alike (transformers') only
+    the output is cast, and the input of ``...RMSNorm``, which they upcast themselves. Gains stay float32 parameters.
 
     Example:
         >>> norm = nn.LayerNorm(2)
@@ -294,7 +224,6 @@ def keep_norms_low(model: nn.Module, device_type: str, skip: Collection[nn.Modul
 
 
 def _choose(module: nn.Module) -> PrecisionSwap | None:
-    """What to do with ``module``; ``None`` if it is no norm."""
     if plain_class_forward(module) in _STOCK and not has_own_forward(module):
         return _LOW_KERNEL
     return _LOW_RESULT if type(module).__name__.endswith(_NAMES) else None
@@ -303,12 +232,12 @@ def _choose(module: nn.Module) -> PrecisionSwap | None:
 def _run_low_kernel(
     norm: nn.Module, state: PrecisionState, plain: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Stands in for the ``forward`` of a stock norm: calls its kernel with everything in 16 bit."""
+    """Call the kernel of a stock norm with everything in 16 bit."""
     device_type = state.device_types[-1]
     if not _is_castable(device_type, args, kwargs):
         return plain(*args, **kwargs)
     if not torch.compiler.is_compiling() and getattr(plain, "__func__", None) not in _STOCK:
-        # The class of somebody else keeps us from being the lowest: what another technique does below it goes on.
+        # Not the lowest, because of another class swap: keep what another technique does below.
         return _run_low_result(norm, state, plain, *args, **kwargs)
     dtype = torch.get_autocast_dtype(device_type)
     with torch.autocast(device_type, enabled=False):
@@ -319,17 +248,17 @@ def _run_low_kernel(
 def _run_low_result(
     norm: nn.Module, state: PrecisionState, plain: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Stands in for a ``forward`` that is not known: calls it, and casts its output.
+    """Call an unknown ``forward``, and cast its output.
 
-    Autocast stays on inside: with it off, kernels on CUDA refuse a 16-bit input beside float32 gains.
+    Autocast stays on: without it, CUDA kernels refuse a 16-bit input with float32 gains.
     """
     device_type = state.device_types[-1]
     if not _is_castable(device_type, args, kwargs):
         return plain(*args, **kwargs)
     dtype = torch.get_autocast_dtype(device_type)
     if type(norm).__name__.endswith("RMSNorm"):
-        # They normalize in float32 and go on in the dtype of their input. T5LayerNorm goes on in float32 and would
-        # save the 16-bit input as well.
+        # They normalize in float32 and go on in the dtype of their input. T5LayerNorm, which does not match, goes on
+        # in float32 and would save the 16-bit input as well.
         if args:
             args = (args[0].to(dtype), *args[1:])
         else:
@@ -343,13 +272,11 @@ _LOW_RESULT = PrecisionSwap("_low_norm_result", _run_low_result, is_lowest=True)
 
 
 def _normalize(norm: nn.Module, dtype: torch.dtype, input: Tensor) -> Tensor:
-    """As ``norm.forward``, with everything in ``dtype``."""
     if isinstance(norm, nn.RMSNorm):
         eps = _EPS if norm.eps is None else norm.eps
         return F.rms_norm(input.to(dtype), norm.normalized_shape, _cast(norm.weight, dtype), eps)
     assert isinstance(norm, nn.LayerNorm)
-    # The CPU's kernel takes float32 gains as well, and then keeps float32 statistics, as CUDA's does in any case. What
-    # torch.func makes of it does not.
+    # The CPU's kernel takes float32 gains, and then has float32 statistics, as CUDA's always has; not under torch.func.
     gains_dtype = torch.float32 if input.device.type == "cpu" and not _is_transformed() else dtype
     weight, bias = _cast(norm.weight, gains_dtype), _cast(norm.bias, gains_dtype)
     return F.layer_norm(input.to(dtype), norm.normalized_shape, weight, bias, norm.eps)
@@ -360,7 +287,7 @@ def _cast(gain: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _is_castable(device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether autocast would touch a call: it leaves float64 and other devices alone."""
+    """Whether autocast applies to a call: not to float64 and other devices."""
     input = next(iter((*args, *kwargs.values())), None)
     return (
         torch.is_autocast_enabled(device_type)
@@ -372,10 +299,4 @@ def _is_castable(device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # it compiles once for each stack
 def _is_transformed() -> bool:
-    """Whether ``torch.func`` is at work."""
     return is_in_transform()
-
-
-def _is_float32(leaf: object) -> bool:
-    """Whether to cast ``leaf``. Losses stay: float16 would overflow once they are scaled."""
-    return isinstance(leaf, Tensor) and leaf.dtype == torch.float32 and leaf.dim() > 0

@@ -1,4 +1,4 @@
-"""Weights of frozen layers in 8 or 4 bits, decoded where they are used. May import: core, memory."""
+"""Quantized (8- or 4-bit) weights of frozen layers, dequantized in each call. May import: core, memory."""
 
 from lightning_vram.techniques.quantize_frozen_weights.apply import (
     QuantizedLayers,

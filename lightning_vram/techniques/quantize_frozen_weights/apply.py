@@ -1,4 +1,4 @@
-"""Put weights of frozen layers into 8 or 4 bits, layer by layer, and back."""
+"""Quantize weights of frozen layers to 8 or 4 bits, layer by layer, and dequantize them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -36,11 +36,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def find_able(model: nn.Module, names: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Layers that can be quantized, if whoever shares the weight can be, too.
-
-    Raises:
-        ValueError: If FSDP2 has sharded one before.
-    """
+    """Return the layers that can be quantized, as can all that share their weight."""
     for name, layer in names.items():
         if why_not(layer) == _LATE:
             raise ValueError(f"{name!r} cannot be quantized: {_LATE}.")
@@ -52,11 +48,7 @@ def find_able(model: nn.Module, names: dict[str, nn.Module]) -> dict[str, nn.Mod
 def find_named(
     model: nn.Module, names: dict[str, nn.Module], layers: LayerPattern | Sequence[LayerPattern]
 ) -> dict[str, nn.Module]:
-    """Return what ``layers`` names, or what can be quantized inside of it.
-
-    Raises:
-        ValueError: If a pattern matches nothing, or what cannot be quantized.
-    """
+    """Return the layers that ``layers`` names, or those inside that can be quantized."""
     found: dict[str, nn.Module] = {}
     for pattern in [layers] if isinstance(layers, str | type) else layers:
         before = len(found)
@@ -73,7 +65,6 @@ def find_named(
 
 
 def _able_inside(name: str, names: dict[str, nn.Module], argument: str) -> dict[str, nn.Module]:
-    """Return the layer of this name, or what can be quantized inside of a module that is none."""
     reason = why_not(names[name])
     if reason is None:
         return {name: names[name]}
@@ -89,7 +80,7 @@ def _by_first_name(layers: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def why_not(layer: nn.Module) -> str | None:
-    """Return why the weight of ``layer`` cannot be kept in few bits, or ``None`` if it can, or is already."""
+    """Return why the weight of ``layer`` cannot be quantized; ``None`` if it can, or is already."""
     if quantized_weight(layer) is not None:
         return None
     is_known = isinstance(layer, _KINDS) or any(
@@ -100,7 +91,12 @@ def why_not(layer: nn.Module) -> str | None:
     weight = own_parameters(layer).get("weight")
     if weight is None:
         return "its weight is parametrized, so it is computed from others"
-    return _why_not_weight(weight) or _why_read_elsewhere(layer)
+    if (reason := _why_not_weight(weight)) is not None:
+        return reason
+    if isinstance(layer, _READ_FROM_OUTSIDE):
+        return "nn.MultiheadAttention reads its weight without calling it"
+    has_max_norm = isinstance(layer, nn.Embedding) and layer.max_norm is not None
+    return "its max_norm writes to its weight" if has_max_norm else None
 
 
 def _why_not_weight(weight: Tensor) -> str | None:
@@ -111,14 +107,6 @@ def _why_not_weight(weight: Tensor) -> str | None:
     if type(weight) not in PARAMETER_CLASSES or weight.dtype not in _DTYPES or weight.layout is not torch.strided:
         return f"its weight is a {type(weight).__name__} of {weight.dtype}"
     return f"its weight has fewer than {MIN_NUMBERS} numbers" if weight.numel() < MIN_NUMBERS else None
-
-
-def _why_read_elsewhere(layer: nn.Module) -> str | None:
-    if isinstance(layer, _READ_FROM_OUTSIDE):
-        return "nn.MultiheadAttention reads its weight without calling it"
-    if isinstance(layer, nn.Embedding) and layer.max_norm is not None:
-        return "its max_norm writes to its weight"
-    return None
 
 
 def quantize_frozen_weights(  # noqa: PLR0913 - by name
@@ -132,28 +120,21 @@ def quantize_frozen_weights(  # noqa: PLR0913 - by name
     device: torch.device | None = None,
     follow: Callable[[Sequence[str]], Iterable[str]] = iter,
 ) -> "QuantizedLayers":
-    """Keep weights of frozen layers of ``model`` in few bits, until :meth:`QuantizedLayers.remove`.
+    """Quantize weights of frozen layers of ``model``, until :meth:`QuantizedLayers.remove`.
 
-    Linear layers, convolutions, embeddings and the ``Conv1D`` of transformers, and classes derived from them. The
-    parameter keeps its name, and reads as its decoded values; it holds bytes (``uint8``), as checkpoints do, which may
-    have plain weights as well. Copies and pickles of a layer are quantized.
+    Linear layers, convolutions, embeddings and transformers' ``Conv1D``, and classes derived from them. The parameter
+    keeps its name, and reads as its dequantized values; it and checkpoints hold bytes (``uint8``). Checkpoints with
+    ordinary weights load as well. Layers of ``model`` that are quantized already are included.
 
     Args:
-        model: Any module. Layers of it that are quantized already stay so, and are taken over.
-        bits: Of a number.
+        model: Any module.
+        bits: Bits per number.
         block_size: Neighbours that share a float32 scale; a power of two.
-        layers: ``"auto"``: all that are frozen and have 4096 numbers or more. Else what
-            :func:`~lightning_vram.core.layers.select_layers` knows: these, and what is frozen inside them.
-        library: Whose kernels decode: ``"own"``, ``"bitsandbytes"``, or ``"auto"``: that one where it is installed
-            and faster.
-        give_memory: Called with a layer whose weight is on the meta device: gives it memory and values, or the layers
-            have to be loaded later.
-        device: Quantizes the weights, some numbers at a time; the bytes go to where the weight was. ``None``: each
-            weight is quantized where it is.
+        layers: ``"auto"``: all frozen ones of 4096 numbers or more. Else these, and what is frozen inside them.
+        library: Whose kernels dequantize; ``"auto"``: bitsandbytes where it is installed and faster.
+        give_memory: Called with a layer on the meta device, to load it; else it must be loaded later.
+        device: Quantizes weights in parts; the bytes go to the device of the weight. ``None``: that one quantizes.
         follow: Iterates over the names of the layers, for example with a progress bar.
-
-    Raises:
-        ValueError: If a pattern matches nothing, or a layer that cannot be quantized.
 
     Example:
         >>> import torch
@@ -220,29 +201,23 @@ def dequantize_frozen_weights(model: nn.Module) -> list[str]:
 
 
 class QuantizedLayers:
-    """Layers whose weights are kept in few bits."""
+    """Layers with quantized weights."""
 
     def __init__(self) -> None:
         self.layers: dict[str, nn.Module] = {}
 
     @property
     def names(self) -> list[str]:
-        """Of the layers."""
+        """Names of the layers."""
         return list(self.layers)
 
     def weights(self) -> list[QuantizedWeight]:
-        """Return the weights, one that several layers have once."""
+        """Return the weights, shared ones once."""
         weights = [weight for layer in self.layers.values() if (weight := quantized_weight(layer)) is not None]
         return list({id(weight.held): weight for weight in weights}.values())
 
     def remove(self, *, to_host: bool = True) -> None:
-        """Give the layers plain weights again, one after the other: what was decoded all the time.
-
-        What is sharded stays as it is.
-
-        Args:
-            to_host: Else they stay on the device of the layer.
-        """
+        """Dequantize the weights, except sharded ones, one by one; to the host, or on the device of the layer."""
         done: dict[int, nn.Parameter] = {}
         with torch.no_grad():
             while self.layers:
@@ -254,10 +229,10 @@ class QuantizedLayers:
                 if held not in done:
                     dtype, packed = weight.form.own_dtype, weight.packed
                     if to_host and isinstance(packed, FakeTensor):  # an estimate leaves the module on its device
-                        plain: Tensor = packed.new_empty(weight.form.shape, dtype=dtype, device="cpu")
+                        value: Tensor = packed.new_empty(weight.form.shape, dtype=dtype, device="cpu")
                     else:
-                        plain = weight.dequantize(dtype)
-                    done[held] = nn.Parameter(plain.cpu() if to_host else plain, requires_grad=False)
+                        value = weight.dequantize(dtype)
+                    done[held] = nn.Parameter(value.cpu() if to_host else value, requires_grad=False)
                 vars(layer).pop(LOADING).remove()
                 vars(layer).pop("weight", None)
                 delattr(layer, DTYPE)
@@ -273,7 +248,7 @@ def _quantize(
     done: dict[int, nn.Parameter],
     give_memory: Callable[[nn.Module], object] | None,
 ) -> QuantizedWeight:
-    """Put the bytes of a weight in its place, the same for all layers that share it."""
+    """Replace a weight by its bytes, the same for all layers in ``done`` that share it."""
     parameters, buffers = own_parameters(layer), own_buffers(layer)
     weight = parameters["weight"]
     assert weight is not None
@@ -302,11 +277,7 @@ def _pack(weight: Tensor, packing: Packing, device: torch.device | None) -> Tens
 def _load_packed(
     layer: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: Any, *lists: list[str]
 ) -> None:
-    """Before a layer is loaded: encode a weight that is a plain one into its bytes.
-
-    Raises:
-        ValueError: If it is packed in another way.
-    """
+    """Before a layer is loaded: quantize an ordinary weight into the layer's bytes."""
     weight, given = quantized_weight(layer), state_dict.get(f"{prefix}weight")
     if weight is None or not isinstance(given, Tensor):
         return
@@ -326,7 +297,7 @@ def _load_packed(
         )
     else:
         packed.copy_(given)
-    state_dict[f"{prefix}weight"] = weight.held  # which is copied to itself, or stays
+    state_dict[f"{prefix}weight"] = weight.held  # loading copies it to itself
 
 
 def _describe(packing: Packing) -> str:

@@ -1,10 +1,9 @@
-"""Weights in 8 or 4 bits: a block of numbers in each row, behind the scale of these.
+"""Weights in 8 or 4 bits: rows of a float32 scale and the levels of a block of numbers.
 
-A number is a level times the scale. Levels of 8 bits are -127 to 127 by 127, levels of 4 bits those of NF4, at equal
-shares of a normal distribution (QLoRA, Dettmers et al. 2023, https://arxiv.org/abs/2305.14314). The scale of 8 bits is
-the largest magnitude of the block; of 4 bits it is that of 0.85 to 1.1 times as much whose squared error is least
-(Choukroun et al. 2019, https://arxiv.org/abs/1902.06822), as those of the largest number are not all that counts. The
-largest number has the last level with all of these, so what was decoded is encoded to the same bytes again.
+8-bit levels are -127 to 127 by 127, 4-bit ones those of NF4 (QLoRA, https://arxiv.org/abs/2305.14314). The 8-bit scale
+is the block's largest magnitude; the 4-bit one is 0.85 to 1.1 times that, by the least squared error (Choukroun et al.
+2019, https://arxiv.org/abs/1902.06822). The largest number gets the last level with each of these scales, so
+dequantized numbers are quantized to the same bytes again.
 """
 
 import math
@@ -21,28 +20,15 @@ from torch.nn import functional as F
 from lightning_vram.core.operators import parts_of
 from lightning_vram.private_names.dispatcher import FakeTensor
 
-# Kernels of bitsandbytes that decode weights: the bytes stay ours, and so do the numbers.
-#
-# One kernel there takes the place of five passes over memory here. Codes lie apart from scales for it, so half a byte
-# or a byte for each number is copied first, some at a time.
-
 Library = Literal["auto", "own", "bitsandbytes"]
 MIN_BLOCK_SIZE = 32
-"""Of the library."""
-_MAX_ON_HOST = 1024  # it has no fast kernel for larger ones there
+"""Of bitsandbytes."""
+_MAX_ON_HOST = 1024  # block size: bitsandbytes has no fast kernel for larger ones on the host
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def decodes_by_library(library: Library, bits: int, block_size: int, packed: Tensor, dtype: torch.dtype) -> bool:
-    """Whether bitsandbytes decodes.
-
-    Args:
-        library: ``"auto"``: where it is installed and faster, which is on CUDA, and with 4 bits on the host.
-        bits: Of a number.
-        block_size: Neighbours that share a scale.
-        packed: What is decoded. An estimate's has no memory that kernels could read.
-        dtype: Of the result.
-    """
+    """Whether bitsandbytes decodes ``packed``, not if fake; ``"auto"``: where it is installed and faster."""
     if library == "own" or dtype not in _DTYPES or isinstance(packed, FakeTensor):
         return False
     if library == "bitsandbytes":
@@ -53,15 +39,12 @@ def decodes_by_library(library: Library, bits: int, block_size: int, packed: Ten
 
 
 def decode_by_library(numbers: Tensor, scales: Tensor, codes: Tensor) -> None:
-    """Write the numbers of blocks into memory, [num_blocks, block_size].
+    """Write into ``numbers`` [num_blocks, block_size]: one kernel, in place of five passes of ours.
 
-    Args:
-        numbers: The memory, float32, bfloat16 or float16.
-        scales: Float32, [num_blocks, 1].
-        codes: Those of our own, uint8: [num_blocks, block_size], or half as wide, where two numbers share a byte.
+    ``scales`` are float32 [num_blocks, 1], ``codes`` uint8 of the width of ``numbers``, or half of it with 4 bits.
     """
     operators, block_size = _operators(), numbers.shape[1]
-    settings: tuple[Any, ...] = (codes.contiguous(), scales.view(-1))
+    settings: tuple[Any, ...] = (codes.contiguous(), scales.view(-1))  # a copy of codes: rows have scales in between
     if codes.shape[1] < block_size:
         decode = operators.dequantize_4bit
         settings += (block_size, "nf4", numbers.shape, numbers.dtype)
@@ -75,7 +58,7 @@ def decode_by_library(numbers: Tensor, scales: Tensor, codes: Tensor) -> None:
 
 
 def why_not_installed(library: Library) -> str | None:
-    """Say what to install for it; ``None`` where nothing is needed."""
+    """Return what to install, if anything."""
     if library != "bitsandbytes" or find_spec(library) is not None:
         return None
     return "QuantizeFrozenWeights(library='bitsandbytes') needs bitsandbytes: pip install bitsandbytes."
@@ -102,7 +85,7 @@ Bits = Literal[8, 4]
 SCALE_BYTES = 4
 _STEPS = 127
 _PART = 1 << 18  # numbers that are worked on at a time, in float32, on the host
-_PART_OF_DEVICES = 1 << 23  # whose kernels take a time to start
+_PART_OF_DEVICES = 1 << 23  # more, as launching a kernel takes time
 _NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
@@ -112,27 +95,22 @@ _NF4 = (
 _MIDDLES = [(low + high) / 2 for low, high in pairwise(_NF4)]
 _PAIRS = [(high, low) for high in _NF4 for low in _NF4]  # the two numbers of each byte
 _SHARES = (1.0, 0.85, 0.9, 0.95, 1.05, 1.1)  # below 1.16: beyond that the largest number has another level
-_ERROR_CELLS = 1 << 9  # from 0 to 1: near enough to compare errors by
-_LEVEL_CELLS = 1 << 13  # at the border of two levels either is as near, up to the width of a cell
+_ERROR_CELLS = 1 << 9  # of a table, from 0 to 1: enough to compare errors by
+_LEVEL_CELLS = 1 << 13  # of a table, from 0 to 1: a number at the border of two levels is off by one cell at most
 _LARGEST_FIT = 2.0**15  # more than that is not in float16
 
 _tables: dict[torch.device, Tensor] = {}
 
 
 class Packing(NamedTuple):
-    """How weights are kept.
-
-    Args:
-        bits: Of a number.
-        block_size: Neighbours that share a scale; a power of two.
-    """
+    """Layout of quantized weights: uint8, [num_blocks, row_bytes]."""
 
     bits: Bits
-    block_size: int
+    block_size: int  # neighbours that share a scale; a power of two
 
     @property
     def row_bytes(self) -> int:
-        """What a block takes."""
+        """Bytes of a block with its scale."""
         return self.block_size * self.bits // 8 + SCALE_BYTES
 
     def num_blocks(self, size: int) -> int:
@@ -144,46 +122,39 @@ class Packing(NamedTuple):
         return torch.empty(self.num_blocks(size), self.row_bytes, dtype=torch.uint8, device=device)
 
     def encode(self, numbers: Tensor, into: Tensor, device: torch.device | None = None) -> None:
-        """Write numbers of any shape and floating-point dtype, some at a time, ``into`` memory on any device.
-
-        Args:
-            numbers: On any device.
-            into: The memory.
-            device: Does the work; ``None``: that of the numbers.
-        """
+        """Write numbers of any shape and dtype ``into`` memory; ``device`` (``None``: theirs) computes."""
         flat, device = numbers.detach().reshape(-1), device or numbers.device
         tables = _make_tables(device) if self.bits == 4 else None
         for part in parts_of(len(into), self._rows_at_a_time(device), numbers):
             some = slice(part.start * self.block_size, part.stop * self.block_size)
-            self._encode_into(into[part], flat[some].to(device), tables)
+            self._encode_into(into[part], flat[some].to(device), tables)  # a call, so that it frees its tensors
 
     def decode(self, packed: Tensor, size: int, dtype: torch.dtype, library: Library = "own") -> Tensor:
-        """Return the numbers, [size]: no more than a part of them is ever there in another dtype."""
+        """Return the numbers, [size], decoded in parts."""
         if torch.compiler.is_compiling():
             return self._decode_blocks(packed).to(dtype).view(-1)[:size]  # in one kernel
         numbers = torch.empty(len(packed) * self.block_size, dtype=dtype, device=packed.device)
         blocks, rows = numbers.view(-1, self.block_size), self._rows_at_a_time(packed.device)
-        is_theirs = decodes_by_library(library, *self, packed, dtype)
-        decode = decode_by_library if is_theirs else self._decode_into
+        by_library = decodes_by_library(library, *self, packed, dtype)
+        decode = decode_by_library if by_library else self._decode_into
         for part in parts_of(len(packed), rows, packed):
             decode(blocks[part], *self._split(packed[part]))
         return numbers[:size]
 
     @classmethod
     def of(cls, shape: torch.Size, size: int) -> Self | None:
-        """Return how ``size`` numbers are kept in memory of this shape; ``None`` if it is none of ours."""
+        """Return the layout of ``size`` numbers in memory of this shape; ``None`` if it is none of ours."""
         if len(shape) != 2:
             return None
-        ways = [cls(bits, (shape[1] - SCALE_BYTES) * 8 // bits) for bits in (8, 4)]
-        fitting = (way for way in ways if way.block_size > 0 and way.num_blocks(size) == shape[0])
-        return next(fitting, None)
+        layouts = [cls(bits, (shape[1] - SCALE_BYTES) * 8 // bits) for bits in (8, 4)]
+        return next((one for one in layouts if one.block_size > 0 and one.num_blocks(size) == shape[0]), None)
 
     def _rows_at_a_time(self, device: torch.device) -> int:
         return (_PART if device.type == "cpu" else _PART_OF_DEVICES) // self.block_size
 
     def _encode_into(self, into: Tensor, numbers: Tensor, tables: tuple[Tensor, Tensor] | None) -> None:
         numbers, missing = numbers.float(), into.shape[0] * self.block_size - numbers.numel()
-        numbers = F.pad(numbers, (0, missing)) if missing else numbers  # which would copy them
+        numbers = F.pad(numbers, (0, missing)) if missing else numbers  # F.pad always copies
         into.copy_(self._encode_blocks(numbers.view(-1, self.block_size), tables))
 
     def _encode_blocks(self, blocks: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -200,7 +171,7 @@ class Packing(NamedTuple):
         return torch.cat([scales.view(torch.uint8), codes], 1)
 
     def _decode_blocks(self, rows: Tensor) -> Tensor:
-        """Return the numbers of blocks in float32, [num_blocks, block_size]."""
+        """Return float32 [num_blocks, block_size]."""
         scales, codes = self._split(rows)
         if self.bits == 8:
             levels = codes.view(torch.int8).float().div_(_STEPS)
@@ -209,7 +180,7 @@ class Packing(NamedTuple):
         return levels.mul_(scales)
 
     def _decode_into(self, numbers: Tensor, scales: Tensor, codes: Tensor) -> None:
-        """Write the same numbers, rounded, into memory of blocks, [num_blocks, block_size]: in it, if it is float32."""
+        """Write into ``numbers`` [num_blocks, block_size], of any dtype."""
         levels = numbers if numbers.dtype is torch.float32 else torch.empty_like(numbers, dtype=torch.float32)
         if self.bits == 8:
             levels.copy_(codes.view(torch.int8)).div_(_STEPS)
@@ -226,7 +197,7 @@ class Packing(NamedTuple):
 
 
 def _make_tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the squared error of each share of the largest number by each scale, and the code of each level."""
+    """Return squared errors [1 + 2 * cells, num_scales] by the ratio to the largest number, and codes by level."""
     as_tensor = partial(torch.tensor, dtype=torch.float32, device=device)
     nf4, middles, shares = map(as_tensor, (_NF4, _MIDDLES, _SHARES))
     parts, levels = (
@@ -238,24 +209,24 @@ def _make_tables(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _to_cells(numbers: Tensor, num: int) -> Tensor:
-    """Return where numbers from -1 to 1 are in a table of ``2 * num + 1`` rows, and write to them."""
+    """Return the rows of numbers from -1 to 1, which are overwritten, in a table of ``2 * num + 1`` rows."""
     return numbers.nan_to_num_(0.0).clamp_(-1, 1).mul_(num).add_(num + 0.5).int()
 
 
 def _fit_scales(blocks: Tensor, largest: Tensor, errors: Tensor) -> Tensor:
-    """Return the scales of the least squared errors, [num_blocks, 1]; a share of a magnitude is rounded to bf16."""
+    """Return the scales of the least squared errors, [num_blocks, 1]."""
     of_blocks = F.embedding_bag(_to_cells(blocks / largest, _ERROR_CELLS), errors, mode="sum")
     best = of_blocks.argmin(1, keepdim=True)
     scales = largest * torch.tensor(_SHARES, dtype=torch.float32, device=blocks.device)[best]
-    scales = scales.bfloat16().float()  # of each dtype that weights have: the largest number decodes to the scale
+    scales = scales.bfloat16().float()  # exact in each dtype of weights: the largest number decodes to the scale
     return scales.where((best > 0) & (largest < _LARGEST_FIT), largest)
 
 
 def _pairs_for(codes: Tensor) -> Tensor:
-    """Return the numbers of each byte, [256, 2], where ``codes`` are."""
+    """Return the two numbers of each byte, [256, 2], on the device of ``codes``."""
     device = codes.device
     if device.type == "cpu" or torch.compiler.is_compiling():
         return torch.tensor(_PAIRS, dtype=torch.float32, device=device)
-    if device not in _tables:  # else each use would wait for the device
+    if device not in _tables:  # an H2D copy in each call would block
         _tables[device] = torch.tensor(_PAIRS, dtype=torch.float32, device=device)
     return _tables[device]

@@ -1,9 +1,8 @@
-"""What a layer, and ``parameters()`` of its model, have for a weight while it is kept in 8 or 4 bits.
+"""Tensor subclasses (``__torch_function__``) for weights that are stored in 8 or 4 bits.
 
-Torch asks a tensor of this class what to do with it (``__torch_function__``). A call of a layer's ``forward`` decodes
-the weight, and its backward decodes it again: the same numbers, so gradients are those of a plain layer that has them.
-Other reads get a decoded copy; writes are errors. PyTorch's code for modules, compilers and several devices sees the
-bytes, as ours does: it moves, saves, loads and shards them.
+A layer's ``forward`` dequantizes the weight, and its backward again: gradients are those of a layer with these numbers.
+Other reads get a dequantized copy; writes are errors. Code of PyTorch for modules, compilers and distributed training
+sees the bytes, as ours does: it moves, saves, loads and shards them.
 """
 
 import sys
@@ -35,9 +34,8 @@ from lightning_vram.techniques.quantize_frozen_weights.packing import Library, P
 
 DTYPE = "_quantized_weight_dtype"
 """Name of an empty buffer, which follows the module to devices and dtypes."""
-
 LOADING = "_quantized_weight_loading"
-"""Name of an attribute: the handle of the hook that encodes what the layer is given."""
+"""Name of the attribute with the handle of the hook that quantizes weights which the layer loads."""
 
 NO_MEMORY = torch.empty(0, dtype=torch.uint8)
 
@@ -68,47 +66,38 @@ _ITSELF = {"data", "detach"}  # of a copy, writes would be lost in silence
 
 @dataclass(eq=False)
 class Form:
-    """What is known of a quantized weight but its bytes.
+    """What is known of a quantized weight apart from its bytes."""
 
-    Args:
-        name: Of the layer, for messages.
-        packing: Of the bytes.
-        shape: Of the weight.
-        buffers: Of the layer; one of them has the dtype.
-        library: Whose kernels decode.
-        read_as: Set for the time in which somebody keeps plain weights in another dtype.
-    """
-
-    name: str
+    name: str  # of the layer, for messages
     packing: Packing
     shape: torch.Size
-    buffers: dict[str, Tensor | None]
+    buffers: dict[str, Tensor | None]  # of the layer; DTYPE is one of them
     library: Library = "own"
-    read_as: torch.dtype | None = None
+    read_as: torch.dtype | None = None  # set while ordinary weights are cast to another dtype
 
     @property
     def own_dtype(self) -> torch.dtype:
-        """What the weight had, or ``module.to(dtype)`` would have given it."""
+        """That of the original weight, or of a later ``module.to(dtype)``."""
         carrier = self.buffers[DTYPE]
         assert carrier is not None
         return carrier.dtype
 
     @property
     def dtype(self) -> torch.dtype:
-        """What a plain weight would have."""
+        """That of an ordinary weight in its place."""
         return self.read_as or self.own_dtype
 
 
 class QuantizedWeight(nn.Parameter):
-    """The attribute ``weight`` of a layer, without memory: the bytes are its parameter of that name."""
+    """The attribute ``weight`` of a layer, without memory: the layer's parameter of that name has the bytes."""
 
     form: Form
-    parameters: dict[str, Tensor | None]  # not the layer, which would hold itself; they follow it in copies
+    parameters: dict[str, Tensor | None]  # not the layer: a reference cycle; copies of the layer copy them
     as_bytes_for: tuple[str, ...] = (_COMPILERS,)
 
     @property
     def held(self) -> Tensor:
-        """The parameter that has the bytes: FSDP2 puts others in its place."""
+        """The parameter that has the bytes: FSDP2 replaces it."""
         held = self.parameters["weight"]
         assert held is not None
         return held
@@ -120,15 +109,15 @@ class QuantizedWeight(nn.Parameter):
         if not isinstance(held, QuantizedWeight):
             return held
         with without_torch_function():
-            return Tensor.detach(held)  # not what a class of ours makes of it
+            return Tensor.detach(held)  # not that of a subclass
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this rank has a part of the bytes, as FSDP2 leaves them while the layer does not compute."""
+        """Whether this rank has a part of the bytes, as with FSDP2 while the layer does not compute."""
         return isinstance(self.held, DTensor)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the weight, in memory of its own. A collective where it is sharded, and its layer is not computing."""
+        """Return the weight as a new tensor. A collective while it is sharded."""
         packed, form = self.packed, self.form
         if isinstance(packed, DTensor):
             packed = packed.full_tensor()
@@ -137,7 +126,7 @@ class QuantizedWeight(nn.Parameter):
         return form.packing.decode(packed, form.shape.numel(), dtype or form.dtype, form.library).view(form.shape)
 
     def look_up(self, indices: Tensor) -> Tensor:
-        """Return rows, of a weight of two dimensions, [*indices.shape, shape[1]]; only they are decoded."""
+        """Return rows of a weight of two dimensions, [*indices.shape, shape[1]]; only they are dequantized."""
         form, packed = self.form, self.packed
         num_rows, width = form.shape
         if width % form.packing.block_size or packed.is_floating_point():
@@ -154,7 +143,7 @@ class QuantizedWeight(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Be the weight where a layer computes with it; be a copy of it, or of what is known of it, elsewhere."""
+        """Dequantize where a layer computes; elsewhere see :func:`_read`."""
         kwargs = kwargs or {}
         place, name = _INPUTS.get(func, (len(args), ""))
         input = args[place] if len(args) > place else kwargs.get(name)
@@ -165,22 +154,21 @@ class QuantizedWeight(nn.Parameter):
         return weight.look_up(input) if func is F.embedding else weight._compute(func, input, args, kwargs)
 
     def read(self) -> Tensor:
-        """Return what a plain weight would be in its place."""
+        """Return the ordinary weight in its place."""
         return self.dequantize()
 
     def hides(self, parameter: Any) -> None:
-        """Let what FSDP2 puts in the place of the parameter, a shard or what it gathers, read as the weight, too."""
+        """Let a shard or all-gathered parameter of FSDP2 read as the weight, too."""
         kind = _KINDS.get(type(parameter))
         if kind is not None:
             parameter.__class__ = kind
             vars(parameter)["form"] = self.form
 
     def refuse(self, writer: str) -> NoReturn:
-        """Raise the error of a weight that ``writer`` changes."""
+        """Raise: ``writer`` would change the weight."""
         raise RuntimeError(
             f"the weight of {self.form.name!r} is quantized to {self.form.packing.bits} bits, and {writer!r} would "
-            "change "
-            "it: call dequantize_frozen_weights(model) first, or exclude the layer with layers=."
+            "change it: call dequantize_frozen_weights(model) first, or exclude the layer with layers=."
         )
 
     def _compute(self, func: Callable[..., Any], input: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -189,7 +177,7 @@ class QuantizedWeight(nn.Parameter):
         def call() -> Any:
             return _call_with(lambda weight: weight.dequantize(dtype), func, args, kwargs)
 
-        if torch.compiler.is_compiling():  # the compiler makes again what is marked so
+        if torch.compiler.is_compiling():  # the compiler recomputes what is checkpointed
             return torch.utils.checkpoint.checkpoint(call, use_reentrant=False, preserve_rng_state=False)
         if not (torch.is_grad_enabled() and input.requires_grad) or is_transformed() or not may_set_hooks():
             return call()
@@ -205,13 +193,12 @@ class QuantizedWeight(nn.Parameter):
         return make_weight, (type(self), self._memory(), vars(self))
 
     def _memory(self) -> Tensor:
-        """Return its own, of none for an attribute."""
         with without_torch_function():
             return self.detach()
 
 
 class QuantizedParameter(QuantizedWeight):
-    """The parameter ``weight`` of a layer, whose memory are the bytes. It knows no layer, to be freed with it."""
+    """The parameter ``weight`` of a layer, whose memory is the bytes. It has no reference to the layer."""
 
     as_bytes_for = (_COMPILERS, *_SEE_BYTES)
 
@@ -222,13 +209,13 @@ class QuantizedParameter(QuantizedWeight):
 
 
 class QuantizedShard(QuantizedParameter, DTensor):
-    """That parameter while FSDP2 shards it: values are those of the plain weight, sharded in the same way."""
+    """The parameter while FSDP2 shards it: reads as the dequantized weight, sharded in the same way."""
 
     @override
     def read(self) -> Tensor:
         return shard_like(self.dequantize(), self)
 
-    # What reads or moves the local part past any function.
+    # Methods that read or move the local shard without __torch_function__.
     def full_tensor(self, *args: Any, **kwargs: Any) -> Any:
         """As that of any shard."""
         return _read(DTensor.full_tensor, (self, *args), kwargs)
@@ -243,18 +230,18 @@ class QuantizedShard(QuantizedParameter, DTensor):
 
     @override
     def detach(self) -> Any:
-        """As of any shard. ``nn.Parameter``, by which ``module.to()`` makes another, wants one of the same class."""
+        """As that of any shard; ``nn.Parameter``, called by ``module.to()``, requires one of the same class."""
         alias = _read(Tensor.detach, (self,), {})
         if sys._getframe(1).f_globals.get("__name__") == nn.Parameter.__module__:
             self.hides(alias)
         return alias
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Return what is known without values, which one rank alone has not."""
+        """Return a text without values, which one rank alone does not have."""
         form = self.form
         return f"{type(self).__name__}({form.name!r}, {tuple(form.shape)}, {form.dtype}, {form.packing.bits} bits)"
 
-    # Copies and files are plain ones.
+    # Copies and files hold ordinary DTensors.
     def __deepcopy__(self, memo: Any) -> Any:
         return while_plain(self, DTensor, lambda: self.__deepcopy__(memo))
 
@@ -267,26 +254,20 @@ _KINDS: dict[type, type[QuantizedParameter]] = {DTensor: QuantizedShard, nn.Para
 
 
 def make_weight(kind: type[QuantizedWeight], memory: Tensor, known: dict[str, Any]) -> Any:
-    """Return a weight of this class that has ``memory`` and knows its form."""
+    """Return a weight of class ``kind`` with ``memory`` and attributes ``known``."""
     weight = kind(memory, requires_grad=False)  # of a fake tensor: what an estimate has for any parameter
     vars(weight).update(known)
     return weight
 
 
 def quantized_weight(layer: nn.Module) -> QuantizedWeight | None:
-    """Return the weight of a layer if it is kept in few bits."""
+    """Return the weight of a layer if it is quantized."""
     weight = vars(layer).get("weight", own_parameters(layer).get("weight"))
     return weight if isinstance(weight, QuantizedWeight) else None
 
 
 def read_weights_as(model: nn.Module, dtype: torch.dtype, skip: Container[nn.Module] = ()) -> Callable[[], None]:
-    """Let quantized weights of ``model`` be such of ``dtype``, as plain ones are meanwhile. Returns what undoes it.
-
-    Args:
-        model: Any module.
-        dtype: That plain weights are kept in.
-        skip: Modules that are left alone.
-    """
+    """Let quantized weights of ``model`` read as ``dtype``, except those of modules in ``skip``; return the undo."""
     weights = [quantized_weight(module) for module in model.modules() if module not in skip]
     forms = [weight.form for weight in weights if weight is not None]
 
@@ -299,7 +280,7 @@ def read_weights_as(model: nn.Module, dtype: torch.dtype, skip: Container[nn.Mod
 
 
 def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function that no layer computes with, on what it asks of the weight."""
+    """Call a function other than a layer's on what it needs of the weight: bytes, shape, memory or values."""
     weight = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, QuantizedWeight))
     name, is_set = _name_of(func)
     if name == "requires_grad_" or (name == "requires_grad" and is_set):
@@ -315,7 +296,9 @@ def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
     if (is_set and name != "grad") or _writes(name, args, kwargs):
         weight.refuse(name)
     if name in _OF_SHAPE:
-        return _call_with(_without_values, func, args, kwargs)
+        return _call_with(
+            lambda weight: torch.empty(weight.form.shape, dtype=weight.form.dtype, device="meta"), func, args, kwargs
+        )
     if name in _OF_MEMORY:
         with without_torch_function():
             return _call_with(lambda weight: weight.held, func, args, kwargs)
@@ -331,7 +314,7 @@ def _name_of(func: Callable[..., Any]) -> tuple[str, bool]:
 
 
 def _asker() -> str:
-    """Return the name of the module whose code reads a weight."""
+    """Return the name of the Python module whose code reads a weight."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
         frame = frame.f_back
@@ -339,15 +322,10 @@ def _asker() -> str:
 
 
 def _writes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function writes to a weight, which is its first argument, or in it, or ``out``."""
+    """Whether a function writes to a weight in its first argument, or in ``out``."""
     is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace")
     target = (args[:1] or list(kwargs.values())) if is_in_place else kwargs.get("out")
     return any(isinstance(leaf, QuantizedWeight) for leaf in tree_leaves(target))
-
-
-def _without_values(weight: QuantizedWeight) -> Tensor:
-    form = weight.form
-    return torch.empty(form.shape, dtype=form.dtype, device="meta")
 
 
 def _call_with(
@@ -358,7 +336,7 @@ def _call_with(
 
 
 def _computing_dtype(input: Tensor) -> torch.dtype:
-    """What a plain weight would be, or be cast to: what the input is."""
+    """Return the dtype in which a layer uses its weight for ``input``."""
     kind = input.device.type
     if torch.is_autocast_enabled(kind) and input.dtype is not torch.float64:
         return torch.get_autocast_dtype(kind)
