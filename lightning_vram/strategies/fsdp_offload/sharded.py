@@ -28,7 +28,7 @@ from lightning_vram.strategies.fsdp_offload.patches import (
     log_numbers,
     may_clip_late,
 )
-from lightning_vram.techniques.mixed_precision import find_narrow_weights, list_islands
+from lightning_vram.techniques.mixed_precision import find_autocast_weights, list_islands
 from lightning_vram.techniques.sharding import (
     FirstStepMemory,
     FullSharding,
@@ -66,7 +66,7 @@ class ShardedStrategy(CheckpointedStrategy):
         if arguments.narrow_transfers and isinstance(self.precision_plugin, MixedPrecision):
             low_precision_dtype = _LOW_PRECISION.get(self.precision_plugin.precision)
         check_master(arguments.master, low_precision_dtype, self.precision_plugin.precision, type(self).__name__)
-        cast = find_narrow_weights(module, list_islands(module)) if low_precision_dtype is not None else set()
+        cast = find_autocast_weights(module, list_islands(module)) if low_precision_dtype is not None else set()
         names = {name for name, parameter in module.named_parameters() if parameter in cast}
         plan = plan_sharding_groups(module, arguments.wrap, min_params=arguments.min_params)
         strided = [name for name, parameter in module.named_parameters() if not parameter.is_contiguous()]

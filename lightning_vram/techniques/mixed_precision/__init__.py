@@ -12,13 +12,13 @@ from lightning_vram.techniques.mixed_precision.module_precision import (
     list_islands,
     run_in_fp32,
 )
-from lightning_vram.techniques.mixed_precision.weight_casts import WeightCasts, find_narrow_weights
+from lightning_vram.techniques.mixed_precision.weight_casts import WeightCasts, find_autocast_weights
 
 __all__ = [
     "Float32Islands",
     "LossScaling",
     "WeightCasts",
-    "find_narrow_weights",
+    "find_autocast_weights",
     "keep_norms_low",
     "list_islands",
     "note_unscaled",

@@ -90,7 +90,7 @@ def with_weights(module: nn.Module, weights: dict[Place, Tensor]) -> nn.Module:
     return twin
 
 
-def find_narrow_weights(module: nn.Module, leave_out: Collection[nn.Module] = ()) -> set[nn.Parameter]:
+def find_autocast_weights(module: nn.Module, leave_out: Collection[nn.Module] = ()) -> set[nn.Parameter]:
     """Return the float32 weights and biases that only stock layers of ``module`` read, under autocast.
 
     Weights with several owners are left out: a tied embedding is read in float32. Reads past the layer, by name, are

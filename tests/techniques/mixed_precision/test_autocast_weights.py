@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_vram.techniques.mixed_precision.weight_casts import find_narrow_weights
+from lightning_vram.techniques.mixed_precision.weight_casts import find_autocast_weights
 
 
 class Scaled(nn.Linear):
@@ -35,7 +35,7 @@ def names(net: nn.Module, found: set[nn.Parameter]) -> set[str]:
 
 def test_weights_and_biases_of_layers_that_autocast_casts_are_found():
     net = Net()
-    assert names(net, find_narrow_weights(net)) == {
+    assert names(net, find_autocast_weights(net)) == {
         "linear.weight",
         "linear.bias",
         "conv.weight",
@@ -51,20 +51,20 @@ def test_weights_and_biases_of_layers_that_autocast_casts_are_found():
 def test_a_weight_with_two_owners_is_not_among_them_and_its_layers_bias_is():
     net = nn.ModuleDict({"embed": nn.Embedding(7, 4), "head": nn.Linear(4, 7)})
     net["head"].weight = net["embed"].weight
-    assert names(net, find_narrow_weights(net)) == {"head.bias"}
+    assert names(net, find_autocast_weights(net)) == {"head.bias"}
 
 
 def test_modules_that_compute_in_float32_are_left_out():
     net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.MultiheadAttention(4, 2))
-    assert names(net, find_narrow_weights(net, [net[0], net[1][0]])) == {
+    assert names(net, find_autocast_weights(net, [net[0], net[1][0]])) == {
         "2.in_proj_weight",
         "2.in_proj_bias",
         "2.out_proj.weight",
         "2.out_proj.bias",
     }
-    assert not names(nn.Sequential(net[2]), find_narrow_weights(net[2], [net[2], net[2].out_proj]))
+    assert not names(nn.Sequential(net[2]), find_autocast_weights(net[2], [net[2], net[2].out_proj]))
 
 
 def test_the_module_itself_may_be_the_layer():
     linear = nn.Linear(2, 2)
-    assert find_narrow_weights(linear) == {linear.weight, linear.bias}
+    assert find_autocast_weights(linear) == {linear.weight, linear.bias}

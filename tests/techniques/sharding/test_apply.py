@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
-from lightning_vram.techniques.mixed_precision.weight_casts import find_narrow_weights
+from lightning_vram.techniques.mixed_precision.weight_casts import find_autocast_weights
 from lightning_vram.techniques.sharding import apply
 from lightning_vram.techniques.sharding import group as sharded_group
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
@@ -43,7 +43,7 @@ narrow_autocast = partial(torch.autocast, "cpu", torch.bfloat16)
 
 
 def narrow_options(net: nn.Module) -> dict[str, Any]:
-    found = find_narrow_weights(net)
+    found = find_autocast_weights(net)
     names = {name for name, parameter in net.named_parameters() if parameter in found}
     return {"low_precision_dtype": torch.bfloat16, "low_precision": names}
 

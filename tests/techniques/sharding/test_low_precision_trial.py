@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_vram.techniques.mixed_precision.weight_casts import find_narrow_weights
+from lightning_vram.techniques.mixed_precision.weight_casts import find_autocast_weights
 from lightning_vram.techniques.sharding import FullSharding, ShardingOptions
 from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
 
@@ -20,7 +20,7 @@ autocast = partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)
 
 
 def narrow(net):
-    found = find_narrow_weights(net)
+    found = find_autocast_weights(net)
     return {
         "low_precision_dtype": torch.bfloat16,
         "low_precision": {n for n, p in net.named_parameters() if p in found},
