@@ -212,10 +212,10 @@ def _do_nothing(module: nn.Module, arguments: Any) -> None:
     pass
 
 
-def _run(layer: nn.Module, state: _State, plain: Callable[..., Tensor], /, input: Tensor) -> Tensor:
+def _run(layer: nn.Module, state: _State, original: Callable[..., Tensor], /, input: Tensor) -> Tensor:
     shared = state.shared
     if not shared.is_on:
-        return plain(input)
+        return original(input)
     if shared.is_dynamic:
         input = round_input(input, range_of(input)) if input.numel() else input
     else:
@@ -339,7 +339,7 @@ def _quantize(layer: nn.Module, levels: Tensor, scale: Tensor, known: Tensor | N
     swap_class(layer, _KEY, stored, _run_stored, in_copies=True)
 
 
-def _run_stored(layer: Any, stored: _Stored, plain: Callable[..., Tensor], /, input: Tensor) -> Tensor:
+def _run_stored(layer: Any, stored: _Stored, original: Callable[..., Tensor], /, input: Tensor) -> Tensor:
     if input.numel() and (stored.has_range or stored.is_dynamic):
         input = round_input(input, layer.input_range.view(torch.float32) if stored.has_range else range_of(input))
     weight = unpack(layer.weight_levels, layer.weight_scale.view(torch.float32), stored.shape, input.dtype)

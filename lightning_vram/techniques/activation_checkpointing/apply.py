@@ -166,30 +166,30 @@ def apply_activation_checkpointing(  # noqa: PLR0913 - the words of the callback
     return handle
 
 
-def _run(module: nn.Module, state: _State, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for ``module.forward``, which is ``plain``."""
+def _run(module: nn.Module, state: _State, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for ``module.forward``, which is ``original``."""
     if not torch.is_grad_enabled() or is_transformed():
-        return plain(*args, **kwargs)
+        return original(*args, **kwargs)
     if torch.compiler.is_compiling():
-        return _run_compiled(state, module, plain, args, kwargs)
+        return _run_compiled(state, module, original, args, kwargs)
     if state.spans:
         return _run_spans(module, state, *args, **kwargs)  # type: ignore[arg-type]
     recomputing = state.choose(None, (args, kwargs))
     if recomputing is None:
-        return plain(*args, **kwargs)
+        return original(*args, **kwargs)
     arguments = drop_empty_caches(module, (args, kwargs))
-    return call_recomputed((module,), plain, arguments, state.observation(None), recomputing)
+    return call_recomputed((module,), original, arguments, state.observation(None), recomputing)
 
 
 def _run_compiled(
-    state: _State, layer: nn.Module, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    state: _State, layer: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Let the compiler's partitioner recompute: it functionalises what a layer writes, and keeps random numbers."""
     if not state.is_compilable or not state.recomputing:
-        return plain(*args, **kwargs)
+        return original(*args, **kwargs)
     args, kwargs = drop_empty_caches(layer, (args, kwargs))
     if not state.spans:
-        return compiled_checkpoint(state.recomputing[None].save, plain, *args, **kwargs)
+        return compiled_checkpoint(state.recomputing[None].save, original, *args, **kwargs)
     (value,) = (*args, *kwargs.values())
     for run, span in _iterate_runs(layer, state.spans):  # type: ignore[arg-type]
         whole = functools.partial(_run_in_turn, run)

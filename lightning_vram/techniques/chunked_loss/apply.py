@@ -157,10 +157,10 @@ def settle(values: Any, why: str) -> None:
     tree_map_only(LazyLogits, lambda one: one.settle(why), values)
 
 
-def _run(module: nn.Module, state: _State, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _run(module: nn.Module, state: _State, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     hidden = args[0] if len(args) == 1 and not kwargs else None
     if torch.compiler.is_compiling() or is_transformed() or not (state.is_active() and isinstance(hidden, Tensor)):
-        return plain(*args, **kwargs)
+        return original(*args, **kwargs)
     linear: Any = module
     kind = hidden.device.type
     is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
@@ -171,9 +171,9 @@ def _run(module: nn.Module, state: _State, plain: Callable[..., Any], /, *args: 
     if not (is_strided(hidden) and {type(hidden), type(weight)} <= PLAIN_TYPES):
         if not isinstance(hidden, LazyLogits):
             state.settings.tell("a tensor subclass (tensor parallelism, torchao, nested tensors)")
-        return plain(*args, **kwargs)
+        return original(*args, **kwargs)
     if is_sharded(module):  # its weights go when its forward ends
         weight, bias = weight.clone(), None if bias is None else bias.clone()
     if hidden.dim() < 2 or not hidden.numel() or not hidden.is_floating_point():
-        return plain(hidden)
+        return original(hidden)
     return make_logits(Head(hidden, weight, bias, dtype), state.settings)

@@ -131,20 +131,20 @@ def list_islands(module: nn.Module) -> set[nn.Module]:
     return {inner for part in module.modules() if _KEY in vars(part) for inner in part.modules()}
 
 
-def _run(module: nn.Module, state: PrecisionState, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _run(module: nn.Module, state: PrecisionState, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         _note_compiled(type(module))
     else:
         state.has_run = True
     device_type = state.device_types[-1]
     if not torch.is_autocast_enabled(device_type):
-        return plain(*args, **kwargs)
+        return original(*args, **kwargs)
     given = [leaf.dtype for value in (*args, *kwargs.values()) for leaf in iterate_leaves(value) if _is_low(leaf)]
     if given:
         args = tuple(cast_where(_is_low, torch.float32, value) for value in args)
         kwargs = {name: cast_where(_is_low, torch.float32, value) for name, value in kwargs.items()}
     with torch.autocast(device_type, enabled=False):
-        output = plain(*args, **kwargs)
+        output = original(*args, **kwargs)
     is_cast_back = given and not isinstance(module, LossBase)
     return cast_where(_is_float32, given[0], output) if is_cast_back else output
 
@@ -230,15 +230,15 @@ def _choose(module: nn.Module) -> PrecisionSwap | None:
 
 
 def _run_low_kernel(
-    norm: nn.Module, state: PrecisionState, plain: Callable[..., Any], /, *args: Any, **kwargs: Any
+    norm: nn.Module, state: PrecisionState, original: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Call the kernel of a stock norm with everything in 16 bit."""
     device_type = state.device_types[-1]
     if not _is_castable(device_type, args, kwargs):
-        return plain(*args, **kwargs)
-    if not torch.compiler.is_compiling() and getattr(plain, "__func__", None) not in _STOCK:
+        return original(*args, **kwargs)
+    if not torch.compiler.is_compiling() and getattr(original, "__func__", None) not in _STOCK:
         # Not the lowest, because of another class swap: keep what another technique does below.
-        return _run_low_result(norm, state, plain, *args, **kwargs)
+        return _run_low_result(norm, state, original, *args, **kwargs)
     dtype = torch.get_autocast_dtype(device_type)
     with torch.autocast(device_type, enabled=False):
         (input,) = (*args, *kwargs.values())  # each class has another name for it
@@ -246,7 +246,7 @@ def _run_low_kernel(
 
 
 def _run_low_result(
-    norm: nn.Module, state: PrecisionState, plain: Callable[..., Any], /, *args: Any, **kwargs: Any
+    norm: nn.Module, state: PrecisionState, original: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Call an unknown ``forward``, and cast its output.
 
@@ -254,7 +254,7 @@ def _run_low_result(
     """
     device_type = state.device_types[-1]
     if not _is_castable(device_type, args, kwargs):
-        return plain(*args, **kwargs)
+        return original(*args, **kwargs)
     dtype = torch.get_autocast_dtype(device_type)
     if type(norm).__name__.endswith("RMSNorm"):
         # They normalize in float32 and go on in the dtype of their input. T5LayerNorm, which does not match, goes on
@@ -264,7 +264,7 @@ def _run_low_result(
         else:
             name, input = next(iter(kwargs.items()))
             kwargs = {**kwargs, name: input.to(dtype)}
-    return cast_where(_is_float32, dtype, plain(*args, **kwargs))
+    return cast_where(_is_float32, dtype, original(*args, **kwargs))
 
 
 _LOW_KERNEL = PrecisionSwap("_low_norm_kernel", _run_low_kernel, is_lowest=True)

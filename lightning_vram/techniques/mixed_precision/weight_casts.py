@@ -309,27 +309,27 @@ class _State:
     sharing: Sharing | None  # ``None``: the backward casts again
 
 
-def _run(module: nn.Module, state: _State, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _run(module: nn.Module, state: _State, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     is_autocast = torch.is_grad_enabled() and torch.is_autocast_enabled(state.device_type)
     if torch.compiler.is_compiling() or not is_autocast:
-        return plain(*args, **kwargs)
+        return original(*args, **kwargs)
     sharing = state.sharing
     if sharing is not None:
         sharing.has_run = True
         # A saved result keeps a cast alive, which recomputation would find where the forward had made it.
         if is_in_selective_checkpoint():
-            return plain(*args, **kwargs)
+            return original(*args, **kwargs)
     dtype = torch.get_autocast_dtype(state.device_type)
     # A technique below ours (a checkpoint, a folded norm) reads the weights of the module itself.
-    is_stock = getattr(plain, "__func__", None) is state.forward and not is_transformed()
+    is_stock = getattr(original, "__func__", None) is state.forward and not is_transformed()
     weights = read_weights(module, state.places, state.device_type) if dtype in _LOW_PRECISION and is_stock else {}
     if not weights or not _is_recorded(weights, args, kwargs):
-        return plain(*args, **kwargs)
+        return original(*args, **kwargs)
     if sharing is not None:
         casts = {place: sharing.cast(weight, dtype) for place, weight in weights.items()}
         return state.forward(with_weights(module, casts), *args, **kwargs)
     if not may_set_hooks():
-        return plain(*args, **kwargs)
+        return original(*args, **kwargs)
     saves = RecomputableTensors()
     # FSDP2 refills the weight itself, which is alive anyway. The backward casts by the same kernel: bit-exact.
     casts = {

@@ -103,20 +103,20 @@ def _is_candidate(module: nn.Module) -> bool:
     return is_composite and has_weights and not has_no_forward(module) and not is_scripted
 
 
-def _run(module: nn.Module, state: _State, plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _run(module: nn.Module, state: _State, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling() or is_inside() or is_transformed() or is_in_selective_checkpoint():
-        return plain(*args, **kwargs)
+        return original(*args, **kwargs)
     found = cut_call((args, kwargs))
     if isinstance(found, str):
-        return _leave(state, found, plain, args, kwargs)
+        return _leave(state, found, original, args, kwargs)
     call, tensors = found
     tile = call.tile(state.tile)
     if tile >= call.num_tokens:
-        return plain(*args, **kwargs)
-    body = Body(module, plain)
+        return original(*args, **kwargs)
+    body = Body(module, original)
     is_alone, reason = _ask(module, state, body, call, tensors)
     if not is_alone:
-        return _leave(state, reason, plain, args, kwargs)
+        return _leave(state, reason, original, args, kwargs)
     recomputation = None  # without a gradient there is none
     if torch.is_grad_enabled():
         state.num_calls[is_in_backward()] += 1
@@ -148,10 +148,10 @@ def _settings(module: nn.Module) -> tuple[Any, ...]:
     )
 
 
-def _leave(state: _State, reason: str, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _leave(state: _State, reason: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if state.refuse is not None:
         state.refuse(state.name, reason)
-    return plain(*args, **kwargs)
+    return original(*args, **kwargs)
 
 
 def _structural_reason(module: nn.Module) -> str:

@@ -102,12 +102,12 @@ def is_inside() -> bool:
 
 
 class Body(nn.Module):
-    """Runs a module's plain forward with other parameters in the places of its own, past its hooks."""
+    """Runs a module's original forward with other parameters in the places of its own, past its hooks."""
 
-    def __init__(self, module: nn.Module, plain: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, original: Callable[..., Any]) -> None:
         super().__init__()
         self.module = module
-        self.plain = plain
+        self.original = original
         self.parameters_by_name = {f"module.{name}": one for name, one in module.named_parameters()}
 
     def forward(self, work: Callable[[], _T]) -> _T:
@@ -125,7 +125,7 @@ class Body(nn.Module):
     def run(self, arguments: Any) -> tuple[list[Any], Rebuild]:
         """Return the leaves of what the module returns."""
         args, kwargs = arguments
-        return flatten_output(self.plain(*args, **kwargs))
+        return flatten_output(self.original(*args, **kwargs))
 
 
 @dataclass(frozen=True)
