@@ -1,4 +1,4 @@
-"""Tell an out-of-memory error from any other, whichever library ran out."""
+"""Recognize out-of-memory errors of any library, and read what they say about the failed request."""
 
 import errno
 import pickle

@@ -1,4 +1,7 @@
-"""Attention as CUDA runs it: the first kernel that can, by the rules of ``sdp_utils.cpp`` without nested tensors."""
+"""Kernels as CUDA runs them: attention, norms, recurrent networks, and the scratch memory of reductions.
+
+Attention takes the first kernel that can run, by the rules of ``sdp_utils.cpp`` without nested tensors.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What was observed in a step, and the plain data that a plan is made from."""
+"""Observe a step: what each layer saves, allocates and computes, as plain data for a plan."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager

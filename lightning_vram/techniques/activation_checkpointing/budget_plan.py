@@ -1,8 +1,8 @@
-"""What a training step was seen to keep and to cost, and the plan that a byte budget makes of it.
+"""What a training step saves and costs, and the plan that meets a byte budget.
 
-Everything is told of one round: a forward and the backward after it. Layers are called in some order; a call has a
-position in it. Bytes that stay whatever is chosen (inputs of layers, what is saved outside of all layers, the loss
-head) are base bytes. All here is plain data; ``budget_solver`` makes the plan.
+All of it describes one round: a forward and its backward. Each call of a layer has a position in the round. Base bytes
+are those that no choice changes: inputs of layers, what is saved outside of all layers, the loss head. Everything here
+is plain data; ``budget_solver`` makes the plan.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Which results of operators a checkpointed layer keeps, so that its second run need not compute them again."""
+"""Which operators' results a checkpointed layer saves, so that recomputation skips them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,9 +1,9 @@
-"""What is saved of a layer's arguments until it is recomputed.
+"""Save the arguments of a layer until it is recomputed.
 
 Tensors count as inputs wherever they are passed, and are saved as autograd saves them, under the hooks that are set.
 Objects of the caller (graphs, dot dicts, configurations) are copied with the containers and objects in them, so that
-only the first run writes to them; tensors above 64 KiB in them are shared, and an error if they are overwritten before
-the backward, as inputs are. Objects without a ``__dict__``, and beyond a thousand objects, are shared.
+only the first run writes to them. Tensors above 64 KiB in them are shared; overwriting one before the backward is an
+error, as for inputs. Objects without a ``__dict__``, and objects after the first thousand, are shared.
 """
 
 import copy

@@ -1,7 +1,7 @@
-"""What is kept in place of the memory of saved tensors: one encoding, however many views of it were saved.
+"""Encode the memory behind saved tensors once, however many views of it were saved.
 
-Autograd keeps the whole memory of a tensor, also for a view of a part. So that is what is encoded: query, key and
-value, three views of one result, share one encoding, and any strides come back.
+Autograd keeps the whole memory of a tensor, also for a view of a part. So the memory is encoded: query, key and value,
+three views of one result, share one encoding, and any strides can be restored.
 """
 
 import weakref

@@ -1,4 +1,4 @@
-"""Which saved tensors may be stored with an error."""
+"""Choose an encoding for each saved tensor, and decide which may be stored with an error."""
 
 import weakref
 from collections.abc import Callable, Sequence

@@ -1,17 +1,17 @@
-"""Keep what autograd saves in fewer bytes: without any loss where that is possible, with a bounded one where asked.
+"""Save activations in fewer bytes: lossless where possible, with a bounded error where asked.
 
-Without loss: bool masks and the float masks of dropout as bits, indices of pools, sorts and maxima in the narrowest
-integer, the results of ReLU as bits where only ReLU saved them, one copy of what was saved several times. Gradients
-are equal to the last bit. With a bounded loss, for chosen layers: activations in bf16, fp8 or int8.
+Lossless: bool masks and dropout's float masks as bits, indices of pools, sorts and maxima in the smallest integer type,
+results of ReLU as bits if only ReLU saved them, one copy of what was saved several times. Gradients are bit-exact. With
+a bounded error, for chosen layers: activations in bf16, fp8 or int8.
 
-What it costs: a Python call per operator and per saved tensor, and a pass over what is encoded and decoded. Where it
-does not help: a ReLU in front of a convolution, which keeps the values anyway; what a ``torch.autograd.Function``
-hides in attributes, what a ``torch.func`` transform saves, and what compiled code keeps between its own operators.
-Memory that somebody keeps alive anyway, such as a mask the model holds, is not freed: there the bits come on top. What
-is saved inside of saved-tensor hooks of the user's own, entered after the stage, is not offered to it. A write that
-PyTorch does not see (NumPy, a kernel of one's own) after a save does not reach the backward, as it does in plain, and
-neither does one to ``.data`` after the stage was left; between two saves of one tensor it is seen on the CPU only.
-``grad_fn._saved_result`` of a ReLU shows ones and zeros.
+Cost: a Python call per operator and per saved tensor, and one pass over what is encoded and decoded. No gain: a ReLU in
+front of a convolution, which saves the values anyway; what a ``torch.autograd.Function`` holds in attributes, what a
+``torch.func`` transform saves, and what compiled code saves between its own operators. Memory that the model itself
+keeps alive, such as a mask, is not freed: the bits are stored in addition. Tensors saved inside the user's own
+saved-tensor hooks, entered after the stage, never reach it. A write that PyTorch does not see (NumPy, a custom kernel)
+after a save does not reach the backward, as without the stage, and neither does a write to ``.data`` after the stage
+was left; between two saves of one tensor it is noticed on the CPU only. ``grad_fn._saved_result`` of a ReLU shows ones
+and zeros.
 """
 
 import math

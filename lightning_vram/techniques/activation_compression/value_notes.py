@@ -1,12 +1,12 @@
-"""Note what is special about the results of few operators, as the operators pass by: what they hold is known.
+"""Record facts about the values of a few operators' results while the operators run.
 
-Indices have a bound, masks have two values, and statistics and copies of weights are nothing to be careless with. A
-note belongs to the memory of a tensor, is weak, and is believed only as long as nothing was written there: neither by
-the version that autograd counts nor by an operator seen here, which sees also what counts no version (foreach and
-fused operators, writes to ``.data``). NumPy and kernels that go past PyTorch are seen by neither: whoever reads a
-note on the CPU, where NumPy can write, checks the values.
+Indices have a bound, masks have two values, and statistics and copies of weights must stay exact. A note belongs to the
+memory of a tensor, is weak, and holds as long as nothing was written there: neither by the version that autograd counts
+nor by an operator seen here, which includes writes that count no version (foreach and fused operators, writes to
+``.data``). NumPy and kernels that bypass PyTorch are seen by neither: on the CPU, where NumPy can write, readers of a
+note check the values.
 
-What it costs: a Python call and one look into a dictionary per operator.
+Cost: a Python call and one dictionary lookup per operator.
 """
 
 import weakref

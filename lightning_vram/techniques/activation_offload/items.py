@@ -1,4 +1,4 @@
-"""What was offloaded, one item per storage: where its bytes are, and who may still ask for them."""
+"""Offloaded storages, one item each: where the bytes are, and which saved tensors still need them."""
 
 import weakref
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Where the bytes of each device go, host memory or a file, and the copies that bring them there and back."""
+"""Where each device offloads to, host memory or a file, and the copies in both directions."""
 
 import os
 from collections.abc import Callable

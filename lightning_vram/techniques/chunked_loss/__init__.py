@@ -1,4 +1,4 @@
-"""Logits that are never whole."""
+"""Losses of language models without full logits in memory. May import: core, memory."""
 
 from lightning_vram.techniques.chunked_loss.apply import ChunkedLossHandle, apply_chunked_loss, settle
 

@@ -1,10 +1,10 @@
-"""Losses on logits of language models, chunk by chunk: the logits are never whole.
+"""Losses on logits of language models in chunks of tokens: full logits are never in memory.
 
-Of a language model they are the largest activation: 16,384 tokens of 248,320 classes take 16 GiB in float32, and their
-loss and its gradient as much again. Here the head returns a tensor without values; a loss on it computes some tokens'
-logits at a time, with their gradients (Hsu et al. 2024, "Liger Kernel", https://arxiv.org/abs/2410.10989, from which
-the size of chunks is; Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models",
-https://arxiv.org/abs/2411.09009, has the same in one kernel). It does not help where the vocabulary is small.
+Logits are the largest activation of a language model: 16,384 tokens of 248,320 classes take 16 GiB in float32, and
+their loss and its gradient as much again. Here the head returns a tensor without values; a loss on it computes some
+tokens' logits at a time, with their gradients (Hsu et al. 2024, "Liger Kernel", https://arxiv.org/abs/2410.10989, the
+source of the chunk size; Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models",
+https://arxiv.org/abs/2411.09009, has the same in one kernel). It does not help with a small vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What logits that are not there can do, by the names of torch's functions."""
+"""What can be computed from logits that are not in memory, by the names of torch's functions."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,9 +1,9 @@
-"""Logits that are not computed before somebody says what for.
+"""Logits that are computed only once it is known what for.
 
-Shape, dtype and device are those of the tensor that the head would return. What treats each token alone is noted
-(``log_softmax``, a temperature, the cut of the last position); what leaves a value or some for each token (a loss,
-``gather``, ``logsumexp``) is computed for some tokens at a time. Anything else gets the whole tensor, which is then
-kept.
+Shape, dtype and device are those of the tensor that the head would return. Functions that treat each token alone
+(``log_softmax``, a temperature, cutting the last position) are recorded; functions that leave a few values per token
+(a loss, ``gather``, ``logsumexp``) are computed for some tokens at a time. Any other function gets the whole tensor,
+which is then stored.
 """
 
 import math

@@ -1,9 +1,9 @@
 """Run modules that treat tokens alone (MLPs, norms) some tokens at a time, forward and backward.
 
-Of a long sequence what an MLP makes inside is several times its input, and all of it is there in the backward. In tiles
-only its input and its result are whole: each tile runs in the forward without a gradient, and again in the backward
-(Bekman et al. 2025, "Arctic Long Sequence Training", https://arxiv.org/abs/2506.13996, "TiledMLP"; Unsloth, too). It
-costs one more forward of these modules. It does not help where sequences are short.
+For a long sequence, the intermediates of an MLP are several times its input, and all of them live until the backward.
+In tiles only its input and result are whole: each tile runs in the forward without gradients, and again in the backward
+(Bekman et al. 2025, "Arctic Long Sequence Training", https://arxiv.org/abs/2506.13996, "TiledMLP"; also in Unsloth). It
+costs one more forward of these modules. It does not help with short sequences.
 """
 
 from collections import Counter

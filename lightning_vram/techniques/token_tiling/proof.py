@@ -1,19 +1,19 @@
-"""Does a module treat tokens alone? It is asked by running it on some tokens of its first input.
+"""Prove that a module treats tokens alone, by running it on some tokens of its first input.
 
-* In another order, and fewer of them: what comes out must be the same for each token, to the bit or to rounding. This
-  finds positions, and what depends on how many tokens there are.
-* With one token that is no number (NaN): only what comes of this token may be none. This finds what mixes tokens,
-  however little: behind weights that are zero yet, or a scale of 1e-6.
-* Random numbers must be drawn for each token: a mask for all tokens would become one for each tile. They are replaced
-  by ones, so that runs can be compared.
-* Buffers and attributes must stay as they are, with what lists and dicts among them hold, and so must the inputs.
-* Where there are gradients, it must compute with none but those of its inputs and parameters, and no graph may stay
-  somewhere (a loss in a list of others). The gradient of each token must be the same for fewer of them.
+* In another order, and fewer of them: the output must be the same for each token, exactly or up to rounding. This
+  finds positions, and anything that depends on the number of tokens.
+* With one token that is NaN: only the output of this token may be NaN. This finds whatever mixes tokens, however
+  little: behind weights that are still zero, or a scale of 1e-6.
+* Random numbers must be drawn for each token: one mask for all tokens would become one per tile. They are replaced by
+  ones, so that runs can be compared.
+* Buffers and attributes must stay unchanged, with the contents of lists and dicts among them, and so must the inputs.
+* With gradients: it must compute with no gradients but those of its inputs and parameters, and no graph may be stored
+  elsewhere (a loss in another module's list). The gradient of each token must be the same for fewer tokens.
 
-Tensors without values, as in estimates, are proven by their operators instead.
+Fake tensors, as in estimates, are proven by their operators instead.
 
-Parameters that are zero are replaced by random numbers, lest a table of positions that is not learned yet looks like
-none. Nothing stays of it: random numbers go on from where they were.
+Parameters that are zero are replaced by random numbers, so that a table of positions that is not trained yet is found.
+The proof leaves no trace: random generators continue from where they were.
 """
 
 import gc

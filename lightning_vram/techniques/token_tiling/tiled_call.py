@@ -1,4 +1,4 @@
-"""One call of a module tile by tile, and its backward: each tile runs again, and its gradients are added up."""
+"""One call of a module tile by tile, and its backward: each tile runs again, and gradients are summed."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
