@@ -114,7 +114,10 @@ def find_held_graph(outputs: Any, module: nn.Module) -> HeldGraph | None:
         seen |= following
         nodes += following
     stays = storage_sizes((*module.parameters(), *module.buffers()))
-    sizes = storage_sizes(tensor for node in nodes for tensor in saved_tensors_of(node))
+    sizes: dict[int, int] = {}
+    for node in nodes:
+        for tensor in saved_tensors_of(node):  # hooks may make it anew: one at a time
+            sizes |= storage_sizes([tensor])
     num_bytes = sum(size for key, size in sizes.items() if key not in stays)
     return HeldGraph(num_bytes, _first_layer(nodes, module)) if num_bytes else None
 

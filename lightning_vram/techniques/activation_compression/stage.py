@@ -328,13 +328,17 @@ def gradient_cosine(stage: CompressionStage, loss: Tensor, parameters: Iterable[
         sums = torch.zeros(3, dtype=_widest(loss.device), device=loss.device)
         for one, other in zip(exact, stored, strict=True):
             if one is not None:  # an unused parameter has neither
-                a, b = _numbers_of(one), _numbers_of(other)
-                sums += torch.stack([a @ b, a @ a, b @ b]).to(sums.device)
+                sums += _products(one, other).to(sums.device)
         product, exact_square, stored_square = sums.tolist()  # one wait for the device
     if exact_square == 0.0 or stored_square == 0.0:
         return math.nan if exact_square == stored_square else 0.0
     cosine = product / (exact_square**0.5 * stored_square**0.5)
     return cosine if cosine != cosine else max(-1.0, min(1.0, float(cosine)))
+
+
+def _products(one: Tensor, other: Tensor) -> Tensor:
+    a, b = _numbers_of(one), _numbers_of(other)  # gone before those of the next parameter are made
+    return torch.stack([a @ b, a @ a, b @ b])
 
 
 def _numbers_of(gradient: Tensor) -> Tensor:
