@@ -152,7 +152,7 @@ class DryRunCommand(Protocol):
         """Return what is printed; text is printed unchanged."""
 
 
-class DryRunCLI(QuietlySeeded):
+class DryRunCLI(QuietlySeeded, LightningCLI):
     """Ask instead of fit."""
 
     def __init__(self, command: DryRunCommand, args: Sequence[str]) -> None:

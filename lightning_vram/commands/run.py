@@ -38,7 +38,7 @@ _PART_ARGUMENTS = ("callbacks", "plugins")  # of the Trainer
 _SAVES_NO_MEMORY = (VRAMMonitor.__name__, SlurmRequeue.__name__)
 
 
-class VRAMCLI(QuietlySeeded):
+class VRAMCLI(QuietlySeeded, LightningCLI):
     """Fit, validate, test or predict with any LightningModule and LightningDataModule, named by class path.
 
     ``${...}`` works in and across ``--config`` files and follows overrides on the command line. ``fit`` takes

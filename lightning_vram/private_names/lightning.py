@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter, methodcaller
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -17,7 +17,6 @@ from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder, ModelCheckpoint, WeightAveraging
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
 from lightning.pytorch.loops.loop import _Loop
@@ -39,6 +38,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
+
+if TYPE_CHECKING:
+    from lightning.pytorch.cli import LightningCLI  # which every run would load, for the command alone
 
 RUN = "_run"  # of the trainer's class
 SIGTERM_HANDLER = "_sigterm_notifier_fn"  # of the connector of signals
@@ -328,18 +330,18 @@ def load_on_host(location: str, *, weights_only: bool | None) -> Any:
     return _load(location, "cpu", weights_only)
 
 
-def read_argument(cli: LightningCLI, name: str) -> Any:
+def read_argument(cli: "LightningCLI", name: str) -> Any:
     """Return a configured argument of the subcommand."""
     return cli._get(cli.config, name)
 
 
-def method_arguments(cli: LightningCLI, subcommand: str) -> dict[str, Any]:
+def method_arguments(cli: "LightningCLI", subcommand: str) -> dict[str, Any]:
     """Return the arguments of the trainer's method of this name."""
     return cli._prepare_subcommand_kwargs(subcommand)
 
 
-class QuietlySeeded(LightningCLI):
-    """A LightningCLI that does not print the seed above each error in a configuration."""
+class QuietlySeeded:
+    """In front of ``LightningCLI``: does not print the seed above each error in a configuration."""
 
     def _set_seed(self) -> None:
         log = logging.getLogger(seed_everything.__module__)
@@ -347,6 +349,6 @@ class QuietlySeeded(LightningCLI):
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="No seed found")
-                super()._set_seed()
+                super()._set_seed()  # type: ignore[misc] # of LightningCLI
         finally:
             log.disabled = was_disabled
