@@ -115,8 +115,9 @@ def iterate_computing(module: nn.Module) -> Iterator[nn.Module]:
 def refuse_lost_updates(optimizers: Iterable[Optimizer]) -> None:
     """Refuse optimizers of ``torch.optim`` that would step 16-bit weights; others are trusted."""
     for optimizer in optimizers:
-        has_remedy = getattr(optimizer, "bf16_stochastic_round", False) or optimizer.defaults.get("kahan_sum")
-        if has_remedy or not steps_like(type(optimizer), _KINDS):
+        if not steps_like(type(optimizer), _KINDS):  # may have no defaults
+            continue
+        if getattr(optimizer, "bf16_stochastic_round", False) or optimizer.defaults.get("kahan_sum"):
             continue
         rounded = [p for p in iterate_parameters(optimizer) if p.requires_grad and p.dtype in _LOW_PRECISION]
         if rounded:

@@ -213,7 +213,9 @@ class StepRound:
         is_on_host: bool | None = None,
     ) -> None:
         """Step local parameters of some groups, with states that change in place."""
-        seen = {index: {**self.settings_of(index, is_on_host=is_on_host), "params": []} for index in groups}
+        seen = {
+            index: {**self.settings_of(index, is_on_host=is_on_host), "params": []} for index in dict.fromkeys(groups)
+        }
         for index, proxy in zip(groups, proxies, strict=True):
             seen[index]["params"].append(proxy)
         all_states: defaultdict[Tensor, State] = defaultdict(dict, zip(proxies, states, strict=True))

@@ -223,6 +223,13 @@ class WholeSteps:
             group["params"] = [others.get(parameter, parameter) for parameter in group["params"]]
 
 
+def _is_of_sharded_tensors(error: Exception) -> bool:
+    """Whether code of sharded tensors raised ``error``. Its frames are not kept: they hold tensors."""
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    # An error raised in C++ has no such frame, but names the class.
+    return "DTensor" in str(error) or any(module.startswith(DTensor.__module__) for module in modules)
+
+
 def explain_failures(inner: Callable[..., Any], optimizer: Optimizer, *, is_split: bool) -> Callable[..., Any]:
     """Return a step for ``inner`` that explains errors of sharded tensors."""
     advice = "such as AdamW, or a single device" if is_split else "such as AdamW"
@@ -245,10 +252,7 @@ def explain_failures(inner: Callable[..., Any], optimizer: Optimizer, *, is_spli
         try:
             return inner(*args, **kwargs) if closure is None else inner(call_closure, *args, **kwargs)
         except Exception as error:
-            modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
-            # An error raised in C++ has no such frame, but names the class.
-            is_sharding = "DTensor" in str(error) or any(name.startswith(DTensor.__module__) for name in modules)
-            if error in of_model or not is_sharding:
+            if error in of_model or not _is_of_sharded_tensors(error):
                 raise
             raise ValueError(message) from error
 
