@@ -313,7 +313,8 @@ def _parameters(ddp: DistributedDataParallel) -> Iterator[nn.Parameter]:
 
 def _agreed_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> list[Tensor]:
     """Average sparse gradients, and return the dense ones: of the same parameters on all ranks."""
-    gradients = [parameter.grad for parameter in parameters]
+    # As a generator: a list would hold sparse gradients while their dense form is made.
+    gradients = (parameter.grad for parameter in parameters)
     kinds = [
         (grad is not None and not grad.is_sparse, grad.sparse_dim() if grad is not None and grad.is_sparse else 0)
         for grad in gradients

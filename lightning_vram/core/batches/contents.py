@@ -326,7 +326,7 @@ def iterate(value: object, path: BatchPath, shared: SharedKeys) -> Iterator[tupl
     parts = take_apart(value)
     if parts is None:
         return
-    holds_containers = any(take_apart(inner) is not None for inner in parts.values)
-    if holds_containers or not (parts.is_list and is_plain(parts.values)):
+    is_plain_list = parts.is_list and is_plain(parts.values)
+    if not is_plain_list or any(take_apart(inner) is not None for inner in parts.values):
         for inner, child in zip(parts.values, path.children(parts), strict=True):
             yield from iterate(inner, child, shared)
