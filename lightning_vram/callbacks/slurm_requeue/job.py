@@ -249,7 +249,7 @@ class JobStopped(SystemExit):
     """Ends the program on all ranks after the checkpoint has been saved. Its code is 0 if the job is requeued."""
 
 
-@dataclass
+@dataclass(eq=False)
 class StopPoints:
     """Where a run may stop: it then saves, is requeued and ends, on all ranks."""
 

@@ -77,7 +77,7 @@ def replay(
     )
 
 
-@dataclass
+@dataclass(eq=False)
 class _Player:
     """Knows which block each allocation has."""
 

@@ -248,7 +248,7 @@ class Pool:
                 block.next.previous = block
 
 
-@dataclass
+@dataclass(eq=False)
 class _Segments:
     _device_memory: DeviceMemory
     _settings: AllocatorSettings
