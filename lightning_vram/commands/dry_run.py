@@ -21,7 +21,7 @@ from rich.console import RenderableType
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_vram.commands.errors import says_all, where
+from lightning_vram.commands.errors import is_complete_message, where
 from lightning_vram.commands.options import DOES_NOT_FIT, ESTIMATE, PLAN, PROGRAM, fail, options_of
 from lightning_vram.commands.parser import PARSER_MODE, CommandParser
 from lightning_vram.estimation.estimate import spec_of
@@ -232,7 +232,7 @@ class DryRunCLI(QuietlySeeded, LightningCLI):
                     on_progress=on_progress,
                 )
         except Exception as error:
-            if self._batch is None or says_all(error):
+            if self._batch is None or is_complete_message(error):
                 raise
             raise MisconfigurationException(
                 f"the step fails on the batch of --batch.shape: {type(error).__name__}: {error}. Check --batch.shape, "

@@ -184,7 +184,7 @@ _ARGUMENTS = f"{_LIGHTNING}pytorch/trainer/connectors/"  # which check the argum
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
-def says_all(error: Exception) -> bool:
+def is_complete_message(error: Exception) -> bool:
     """Whether this package or Lightning wrote the message for the user."""
     if isinstance(error, _CONFIGURATION):
         return True
@@ -196,7 +196,7 @@ def says_all(error: Exception) -> bool:
 
 def is_mistake_of_user(error: Exception, *, is_running: bool) -> bool:
     """Whether one line is enough for an error; ``is_running``: the user's code ran, in which bugs may be."""
-    if says_all(error):
+    if is_complete_message(error):
         return True
     if is_running:  # a checkpoint that is missing
         return _raised_in(error).startswith(_LIGHTNING) and isinstance(error, FileNotFoundError)
@@ -209,7 +209,7 @@ def one_line(error: Exception) -> str:
         return "the configuration is nested too deeply."
     if isinstance(error, UnicodeDecodeError):
         return "a file of the configuration is not text."
-    is_of_user = not (says_all(error) or _raised_in(error).startswith(_LIGHTNING))
+    is_of_user = not (is_complete_message(error) or _raised_in(error).startswith(_LIGHTNING))
     line = explain(str(error)) + (where(error) if is_of_user else "")
     return re.sub(r"\b(?:estimate_memory|plan_memory)\((\w+)\)|\b(plot)\(path\)", r"--\1\2", line)
 

@@ -356,7 +356,7 @@ def check_same_modules(module: nn.Module, group: "dist.ProcessGroup | None" = No
     if len(set(gather_objects(hashlib.sha256(repr(entries).encode()).hexdigest(), group))) == 1:
         return
     raise ValueError(
-        f"The model differs between ranks: {_tell_difference(gather_objects(entries, group))}. "
+        f"The model differs between ranks: {_describe_difference(gather_objects(entries, group))}. "
         "Build it from the same arguments in the same order on every rank."
     )
 
@@ -395,7 +395,7 @@ def _describe_module(module: nn.Module) -> list[Entry]:
     return entries
 
 
-def _tell_difference(described: Sequence[list[Entry]]) -> str:
+def _describe_difference(described: Sequence[list[Entry]]) -> str:
     by_name = [dict(entries) for entries in described]
     at_once = next(row for row in zip_longest(*described) if len(set(row)) > 1)
     for entry in filter(None, at_once):

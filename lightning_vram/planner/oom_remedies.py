@@ -31,7 +31,7 @@ def measure_singles(steps: TracedSteps, exact: Remedies, every: Remedies, budget
     for scheme in singles[:1]:
         measure(scheme)
     if budget_bytes is not None:
-        search(measure, Workload(budget_bytes, steps.batch_size, steps.travel_bytes), exact)
+        search(measure, Workload(budget_bytes, steps.batch_size, steps.transfer_bytes), exact)
     for scheme in singles[1:]:
         measure(scheme)
 

@@ -78,7 +78,7 @@ class TracedSteps:
         """Whether a strategy may offload weights and states: on a GPU, with the default strategy."""
         return self._run.card is not None and has_plain_strategy(self.own)
 
-    def travel_bytes(self, seconds: float) -> int:
+    def transfer_bytes(self, seconds: float) -> int:
         """Return the D2H bytes during the forward of a step of so many seconds."""
         return 0 if self._run.card is None else int(bus_bytes_per_s(self._run.card) * seconds * _FORWARD_SHARE)
 
@@ -282,7 +282,7 @@ def plan_memory(  # noqa: PLR0913 - by name
     batch = first_batch(module, datamodule) if batch is None else batch
     steps = TracedSteps(module, batch, run, on_progress, num_local_ranks=devices)
     remedies = remedies_for(own, level, on_card=run.card is not None, module=module, knows_host=host_bytes is not None)
-    workload = Workload(budget_bytes, steps.batch_size, steps.travel_bytes, host_bytes)
+    workload = Workload(budget_bytes, steps.batch_size, steps.transfer_bytes, host_bytes)
     found = search(steps, workload, remedies)
     if found.best is None:
         here = workload if host_bytes is not None else replace(workload, host_bytes=available_host_bytes())

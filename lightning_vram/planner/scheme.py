@@ -171,7 +171,7 @@ class Workload:
     budget_bytes: int  # device memory
     batch_size: int = 0  # N of the batch; 0: unknown
     # D2H bytes during the forward of a step of so many seconds
-    travel_bytes: Callable[[float], int] = field(default=lambda seconds: 0)
+    transfer_bytes: Callable[[float], int] = field(default=lambda seconds: 0)
     host_bytes: int | None = None  # host memory of a node; ``None``: unknown
 
     def fits(self, measured: Measured) -> bool:

@@ -148,9 +148,9 @@ class _Search:
             return lean
         if not self._fits(lean):
             self._run(lean.scheme + OFFLOAD)
-        travel_bytes = self._workload.travel_bytes(whole.seconds)
-        if travel_bytes >= MIB:
-            arguments = {"remedies": ["recompute", "offload"], "offload_bytes": format_argument(travel_bytes)}
+        transfer_bytes = self._workload.transfer_bytes(whole.seconds)
+        if transfer_bytes >= MIB:
+            arguments = {"remedies": ["recompute", "offload"], "offload_bytes": format_argument(transfer_bytes)}
             self._fit_budget(whole, lean, arguments)
         return lean
 

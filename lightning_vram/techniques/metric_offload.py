@@ -93,11 +93,11 @@ def keep_on_host(items: list[Any], *, looks_at_all: bool = False) -> None:
     Tensors leave their graphs. Each copy waits for the device.
     """
     for place in reversed(range(len(items))):
-        if all(map(_is_kept, iterate_leaves(items[place]))):
+        if all(map(_is_saved, iterate_leaves(items[place]))):
             if not looks_at_all:
                 return  # so are all before it
         else:
-            items[place] = tree_map(lambda leaf: leaf if _is_kept(leaf) else leaf.detach().to(_HOST), items[place])
+            items[place] = tree_map(lambda leaf: leaf if _is_saved(leaf) else leaf.detach().to(_HOST), items[place])
 
 
 def copy_to(device: torch.device, tree: Any) -> Any:
@@ -105,5 +105,5 @@ def copy_to(device: torch.device, tree: Any) -> Any:
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
 
 
-def _is_kept(leaf: object) -> bool:
+def _is_saved(leaf: object) -> bool:
     return not isinstance(leaf, Tensor) or (leaf.device == _HOST and not leaf.requires_grad)

@@ -12,10 +12,10 @@ _TRANSFERS, _SHARDING = "core.host.transfers", "techniques.sharding"
 
 EXCEPTIONS = {
     (_TRANSFERS, "piece.copy_(source.narrow(0, start, piece.numel()), non_blocking=is_async)"): (
-        _WAITED_FOR + "by Departure.wait, Departure.precede and _let_go"
+        _WAITED_FOR + "by D2HCopy.wait, D2HCopy.precede and _let_go"
     ),
     (_TRANSFERS, "target.narrow(0, start, piece.numel()).copy_(piece, non_blocking=is_async)"): (
-        _WAITED_FOR + "by _StreamArrival.wait, finish and let_go"
+        _WAITED_FOR + "by _StreamH2DCopy.wait, finish and let_go"
     ),
     (_TRANSFERS, "while self._departures and self._departures[0].event.query():"): (
         "says when memory is let go of: _let_go asks again, and waits"
@@ -52,7 +52,7 @@ EXCEPTIONS = {
     ("strategies.fsdp_offload.checkpointed", "self._store.wait()"): _FILES,
     ("strategies.fsdp_offload.checkpointed", "store.wait()"): _FILES,
     ("strategies.fsdp_offload.strategy", "self._store.wait()"): _FILES,
-    ("techniques.activation_offload.items", "self.parcel.fetch(sent, self._place.copies.mark()).wait(sent)"): (
+    ("techniques.activation_offload.items", "self.host_copy.fetch(sent, self._place.copies.mark()).wait(sent)"): (
         "on the host only; bytes that are not there yet look as if they were written, and are sent again"
     ),
     (f"{_SHARDING}.group", "torch.accelerator.synchronize()"): (

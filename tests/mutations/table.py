@@ -4,17 +4,17 @@ from mutations import averaging, by_hand, offloading, scaling, sharding
 from mutations.mutation import Mutation
 
 _STREAM_COPIES = "core.host.transfers:StreamCopies"
-_ARRIVAL = "core.host.transfers:_StreamArrival"
+_ARRIVAL = "core.host.transfers:_StreamH2DCopy"
 
 TRANSFERS = [
     Mutation(
-        "core.host.transfers:Departure.wait",
+        "core.host.transfers:D2HCopy.wait",
         "self.event.synchronize()",
         "pass",
         by_hand.read_on_the_host,
     ),
     Mutation(
-        "core.host.transfers:Departure.precede",
+        "core.host.transfers:D2HCopy.precede",
         "if self.event is not None and not self.event.query():\n    self.stream.wait_event(self.event)",
         "pass",
         by_hand.written_in_place,
@@ -41,8 +41,8 @@ TRANSFERS = [
     Mutation(
         f"{_STREAM_COPIES}.fetch",
         "gather(pieces, target)\n"
-        "arrival = _StreamArrival(target, self._side.record_event(), stream, self._module, self.times)",
-        "arrival = _StreamArrival(target, self._side.record_event(), stream, self._module, self.times)\n"
+        "arrival = _StreamH2DCopy(target, self._side.record_event(), stream, self._module, self.times)",
+        "arrival = _StreamH2DCopy(target, self._side.record_event(), stream, self._module, self.times)\n"
         "gather(pieces, target)",
         by_hand.there_and_back,
     ),
@@ -96,9 +96,9 @@ OFFLOAD = [
         offloading.by_disk,
     ),
     Mutation("core.host.disk:DiskBlock.read", "copied[0].finish()", "pass", offloading.by_disk),
-    Mutation("core.host.disk:_DiskArrival.wait", "self._ticket.wait()", "pass", offloading.by_disk),
+    Mutation("core.host.disk:_DiskH2DCopy.wait", "self._ticket.wait()", "pass", offloading.by_disk),
     Mutation(
-        "core.host.disk:_DiskArrival.wait",
+        "core.host.disk:_DiskH2DCopy.wait",
         "part.wait(target)",
         "pass",
         offloading.from_disk_for_another_stream,
@@ -111,7 +111,7 @@ OFFLOAD = [
     ),
     Mutation(
         "techniques.activation_offload.items:OffloadHandle.before_write",
-        "self.item.parcel.departure.precede()",
+        "self.item.host_copy.departure.precede()",
         "pass",
         offloading.written_beside_its_copy,
     ),

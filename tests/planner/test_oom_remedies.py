@@ -23,7 +23,7 @@ class Steps:
     def __init__(self, states_bytes):
         self.tried, self._states_bytes = [], states_bytes
 
-    def travel_bytes(self, seconds):
+    def transfer_bytes(self, seconds):
         return 0
 
     def __call__(self, scheme):

@@ -183,9 +183,9 @@ class ActivationCheckpointing(FitTechnique):
             if self._offload is not None:
                 self._offload.apply(self._plan)
             self._plan = None
-        if self._is_policy_unproven and self._handle is not None and self._handle.num_kept_results() is not None:
+        if self._is_policy_unproven and self._handle is not None and self._handle.num_saved_results() is not None:
             self._is_policy_unproven = False
-            if self._handle.num_kept_results():
+            if self._handle.num_saved_results():
                 return
             rank_zero_warn(
                 f"ActivationCheckpointing(save={self.save!r}) saved nothing: no layer ran one of these operators. "

@@ -153,7 +153,7 @@ def _search(
     own, on_card, begun = fit.trainer_arguments, fit.card is not None, monotonic()
     remedies = remedies_for(own, asked.level, on_card=on_card, module=run.module, has_strategies=False)
     steps = TracedSteps(run.module, run.batch, fit, asked.on_progress, num_local_ranks=num_devices)
-    workload = Workload(budget_bytes, steps.batch_size, steps.travel_bytes)
+    workload = Workload(budget_bytes, steps.batch_size, steps.transfer_bytes)
     plain = steps(Scheme())
     assert plain is not None  # the user's own run is never refused
     step_seconds = monotonic() - begun
@@ -170,7 +170,7 @@ def _search(
     steps = TracedSteps(
         run.module, run.batch, fit, asked.on_progress, num_local_ranks=num_devices, guards=guards, is_late=is_late
     )
-    workload = replace(workload, travel_bytes=steps.travel_bytes)
+    workload = replace(workload, transfer_bytes=steps.transfer_bytes)
     return search(steps, workload, remedies), steps, workload, most_seconds
 
 

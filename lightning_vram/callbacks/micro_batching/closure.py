@@ -41,13 +41,13 @@ from lightning_vram.private_names.torch import own_parameters
 
 
 @contextmanager
-def quiet_hooks(trainer: pl.Trainer, names: Collection[str], heard_by: Callable[[Callback], bool]) -> Iterator[None]:
-    """Within the context, call hooks ``names`` only on callbacks for which ``heard_by`` is true, not on the module."""
+def quiet_hooks(trainer: pl.Trainer, names: Collection[str], notifying: Callable[[Callback], bool]) -> Iterator[None]:
+    """Within the context, call hooks ``names`` only on callbacks for which ``notifying`` is true, not on the module."""
     module = trainer.lightning_module
     quiet: list[tuple[Any, str]] = [(module, name) for name in names if _overrides(module, name, pl.LightningModule)]
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         heard = [name for name in names if _overrides(callback, name, Callback)]
-        if heard and not heard_by(callback):
+        if heard and not notifying(callback):
             quiet += [(callback, name) for name in heard]
     with ExitStack() as stack:
         for owner, name in quiet:

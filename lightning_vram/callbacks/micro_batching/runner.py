@@ -161,7 +161,7 @@ class StepUndo:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-        self._make_room()  # outside of the handler: the error holds on to the copies made so far
+        self._release_memory()  # outside of the handler: the error holds on to the copies made so far
         return self._take(batch)
 
     def remember_gradients(self) -> None:
@@ -183,11 +183,11 @@ class StepUndo:
             if self._gradients is not None:
                 self._gradients.restore()
             state.restore()
-            self._make_room()
+            self._release_memory()
 
         return undo
 
-    def _make_room(self) -> None:
+    def _release_memory(self) -> None:
         gc.collect()
         if has_cache(self._device):
             empty_cache(self._device)
@@ -382,7 +382,7 @@ class MicroBatchRunner:
             raise error from silence
 
     def _free_memory(self, error: Exception | None) -> bool:
-        if self._relief is None or not self._relief.make_room():
+        if self._relief is None or not self._relief.release_memory():
             return False
         if error is not None:
             release_frames(error)  # they hold the graph

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_vram.core.host.memory import Block, ChunkedSpace, OffloadError, hidden_from_modes, make_host_bytes
-from lightning_vram.core.host.transfers import PATIENCE_SECONDS, Arrival, Copies, HostWorker, Ticket
+from lightning_vram.core.host.transfers import PATIENCE_SECONDS, Copies, H2DCopy, HostWorker, Ticket
 from lightning_vram.memory.units import MIB, format_bytes
 from lightning_vram.private_names.dispatcher import without_dispatch
 
@@ -280,14 +280,14 @@ class DiskRing:
             loan.give_back()
             raise
 
-    def _borrow_buffer(self) -> "_Loan":
+    def _borrow_buffer(self) -> "_BorrowedMemory":
         if self._buffers.empty() and self._num_buffers < NUM_STAGING_BUFFERS:
-            loan = _Loan(make_staging(self._staging_bytes, pin_memory=self._pin_memory), self._buffers)
+            loan = _BorrowedMemory(make_staging(self._staging_bytes, pin_memory=self._pin_memory), self._buffers)
             self._num_buffers += 1
             return loan
         while True:
             try:
-                loan = _Loan(self._buffers.get(timeout=PATIENCE_SECONDS), self._buffers)
+                loan = _BorrowedMemory(self._buffers.get(timeout=PATIENCE_SECONDS), self._buffers)
             except queue.Empty:
                 self._worker.check_alive()
             else:
@@ -309,11 +309,11 @@ class DiskBlock:
     _block: Block[int]
     _extents: list[tuple[int, int]]
 
-    def read(self, target: Tensor, make_copies: Callable[[], Copies], moment: Any) -> Arrival:
+    def read(self, target: Tensor, make_copies: Callable[[], Copies], moment: Any) -> H2DCopy:
         """Begin to read into ``target``, which was made before ``moment``; ``OffloadError`` after an error."""
         worker, extents = self._ring._worker, self._extents  # the job must hold neither the ring nor this object
         size, pin_memory = self._ring._staging_bytes, self._ring._pin_memory
-        copied: list[Arrival] = []
+        copied: list[H2DCopy] = []
 
         def read() -> None:
             copies, buffer = worker.copies(make_copies), worker.buffer(size, pin_memory=pin_memory)
@@ -325,10 +325,10 @@ class DiskBlock:
                 start += length
             copies.settle()  # else they would hold the target until they are asked for the next
 
-        return _DiskArrival(worker.submit(read), copied)
+        return _DiskH2DCopy(worker.submit(read), copied)
 
 
-class _Loan:
+class _BorrowedMemory:
     """A staging buffer that is returned once: when it is written, or never will be."""
 
     def __init__(self, buffer: Tensor, buffers: "queue.SimpleQueue[Tensor]") -> None:
@@ -345,9 +345,9 @@ class _Loan:
 
 
 @dataclass(eq=False)
-class _DiskArrival(Arrival):
+class _DiskH2DCopy(H2DCopy):
     _ticket: Ticket
-    _copied: list[Arrival]  # the last part, once that is on its way
+    _copied: list[H2DCopy]  # the last part, once that is on its way
 
     def wait(self, target: Tensor) -> None:
         self._ticket.wait()

@@ -105,7 +105,7 @@ def timed(times: CopyTimes | None, what: str, num_bytes: int = 0, stream: Any = 
 
 
 @dataclass(slots=True, eq=False)
-class Departure:
+class D2HCopy:
     """A copy to the host; ``source`` is held as long as the copy is in flight, then ``None``."""
 
     source: Tensor | None = None
@@ -124,7 +124,7 @@ class Departure:
             self.stream.wait_event(self.event)
 
 
-class Arrival:
+class H2DCopy:
     """A copy to the device, finished or in flight."""
 
     def wait(self, target: Tensor) -> None:
@@ -143,24 +143,24 @@ class Copies:
         """Return a clock for both the computation and its copies; ``None`` if the device has none."""
         return HostClock()
 
-    def send(self, source: Tensor, pieces: Sequence[Tensor], window_bytes: int) -> Departure:
+    def send(self, source: Tensor, pieces: Sequence[Tensor], window_bytes: int) -> D2HCopy:
         """Copy ``source`` to the host; at most ``window_bytes`` of the device are held for copies in flight."""
         with hidden_from_modes(source), timed(self.times, TO_HOST, source.nbytes):
             scatter(source, pieces, is_blocking=True)
-        return Departure()
+        return D2HCopy()
 
     def mark(self) -> Any:
         """Return the present moment of the computation: memory that was made before it may be written after it."""
 
-    def fetch(self, pieces: Sequence[Tensor], target: Tensor, moment: Any) -> Arrival:
+    def fetch(self, pieces: Sequence[Tensor], target: Tensor, moment: Any) -> H2DCopy:
         """Copy from the host into ``target``, which was made before ``moment``."""
         with hidden_from_modes(target), timed(self.times, TO_DEVICE, target.nbytes):
             gather(pieces, target, is_blocking=True)
-        return Arrival()
+        return H2DCopy()
 
-    def note_made(self, target: Tensor) -> Arrival:
+    def note_made(self, target: Tensor) -> H2DCopy:
         """Return a handle by which other streams wait for what the current one makes in ``target``."""
-        return Arrival()
+        return H2DCopy()
 
     def settle(self, window_bytes: int | None = None) -> None:
         """Release what finished copies hold, and all but ``window_bytes`` of copies to the host in flight."""
@@ -176,21 +176,21 @@ class StreamCopies(Copies):
         self._device = device
         self._module: Any = torch.get_device_module(device.type)
         self._side = self._module.Stream(device)
-        self._departures: deque[Departure] = deque()
+        self._departures: deque[D2HCopy] = deque()
         self._departing_bytes = 0
-        self._arrivals: deque[_StreamArrival] = deque()
+        self._arrivals: deque[_StreamH2DCopy] = deque()
         weakref.finalize(self, _let_go_of_all, self._departures, self._arrivals).atexit = False
 
     def make_clock(self) -> Clock | None:  # noqa: D102
         return StreamClock(self._module) if hasattr(self._module, "Event") else None
 
-    def send(self, source: Tensor, pieces: Sequence[Tensor], window_bytes: int) -> Departure:  # noqa: D102
+    def send(self, source: Tensor, pieces: Sequence[Tensor], window_bytes: int) -> D2HCopy:  # noqa: D102
         compute = self._module.current_stream(self._device)
         self._side.wait_stream(compute)
         with self._module.stream(self._side), hidden_from_modes(source), timed(self.times, TO_HOST, source.nbytes):
             scatter(source, pieces)
             event = self._side.record_event()
-        departure = Departure(source, event, compute, self.times)
+        departure = D2HCopy(source, event, compute, self.times)
         self._departures.append(departure)
         self._departing_bytes += source.nbytes
         self.settle(window_bytes)
@@ -200,19 +200,19 @@ class StreamCopies(Copies):
         stream = self._module.current_stream(self._device)
         return stream, stream.record_event()
 
-    def fetch(self, pieces: Sequence[Tensor], target: Tensor, moment: Any) -> "_StreamArrival":  # noqa: D102
+    def fetch(self, pieces: Sequence[Tensor], target: Tensor, moment: Any) -> "_StreamH2DCopy":  # noqa: D102
         stream, event = moment
         self._side.wait_event(event)  # kernels that are queued may still use that memory for what it was before
         with self._module.stream(self._side), hidden_from_modes(target), timed(self.times, TO_DEVICE, target.nbytes):
             gather(pieces, target)
-            arrival = _StreamArrival(target, self._side.record_event(), stream, self._module, self.times)
+            arrival = _StreamH2DCopy(target, self._side.record_event(), stream, self._module, self.times)
         self._arrivals.append(arrival)
         self.settle()
         return arrival
 
-    def note_made(self, target: Tensor) -> "_StreamArrival":  # noqa: D102
+    def note_made(self, target: Tensor) -> "_StreamH2DCopy":  # noqa: D102
         stream, event = self.mark()
-        return _StreamArrival(None, event, stream, self._module)
+        return _StreamH2DCopy(None, event, stream, self._module)
 
     def settle(self, window_bytes: int | None = None) -> None:  # noqa: D102
         is_capturing = getattr(self._module, "is_current_stream_capturing", None)
@@ -235,7 +235,7 @@ class StreamCopies(Copies):
         _let_go(oldest)
 
 
-class _StreamArrival(Arrival):
+class _StreamH2DCopy(H2DCopy):
     """Holds its target until the copy has finished or is waited for: its memory must not be given out before."""
 
     __slots__ = ("_event", "_module", "_stream", "_times", "target")
@@ -270,7 +270,7 @@ class _StreamArrival(Arrival):
         self.target = None
 
 
-def _let_go(departure: Departure) -> None:
+def _let_go(departure: D2HCopy) -> None:
     with timed(departure.times, WAIT_FOR_SENDING, stream=departure.stream):
         if not departure.event.query():
             departure.stream.wait_event(departure.event)  # whoever gets the memory next is queued behind the copy
@@ -280,7 +280,7 @@ def _let_go(departure: Departure) -> None:
     departure.source = None
 
 
-def _let_go_of_all(departures: deque[Departure], arrivals: "deque[_StreamArrival]") -> None:
+def _let_go_of_all(departures: deque[D2HCopy], arrivals: "deque[_StreamH2DCopy]") -> None:
     while departures:
         _let_go(departures.popleft())
     while arrivals:

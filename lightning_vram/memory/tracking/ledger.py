@@ -208,7 +208,7 @@ class Ledger:
         if storage_key(storage) in self._open:
             self.update_storage(storage)
         else:
-            self._birth(storage, device, op, self.module)
+            self._allocation(storage, device, op, self.module)
 
     def update(self, tensor: Tensor) -> None:
         """Note the present size of what is known of ``tensor``."""
@@ -225,7 +225,7 @@ class Ledger:
         """Say what the storages of ``tensor`` are for; the first word counts. Unknown ones were held before."""
         for storage, device in iterate_storages(tensor):
             if storage_key(storage) not in self._open:
-                self._birth(storage, device, HELD, module)
+                self._allocation(storage, device, HELD, module)
             account = self._open.get(storage_key(storage))
             if account is not None and self._entries[account[1]].category is None:
                 entry = self._entries[account[1]]
@@ -271,7 +271,7 @@ class Ledger:
             device=device or next(iter(devices), HOST),
         )
 
-    def _birth(self, storage: torch.UntypedStorage, device: torch.device, op: str, module: str) -> None:
+    def _allocation(self, storage: torch.UntypedStorage, device: torch.device, op: str, module: str) -> None:
         key, number = storage_key(storage), self._enter(device, op, module)  # an empty one may grow
         self._entries[number].category = Category.GRADIENTS if self.is_in_reducer else None
         self._change(number, int(storage.nbytes()))

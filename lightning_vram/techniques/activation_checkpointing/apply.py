@@ -88,7 +88,7 @@ class CheckpointingHandle(Swaps):
             else:
                 entries[layer.span] = entry  # type: ignore[assignment]
 
-    def num_kept_results(self) -> int | None:
+    def num_saved_results(self) -> int | None:
         """Results of operators that layers kept in their last calls; ``None`` if no call was seen yet."""
         observations = [o for module in self.modules for o in vars(module)[_STATE].observations.values()]
         numbers = [observation.num_kept for observation in observations if observation.num_kept is not None]
@@ -192,7 +192,7 @@ def _run_compiled(
         return compiled_checkpoint(state.recomputing[None].save, original, *args, **kwargs)
     (value,) = (*args, *kwargs.values())
     for run, span in _iterate_runs(layer, state.spans):  # type: ignore[arg-type]
-        whole = functools.partial(_run_in_turn, run)
+        whole = functools.partial(_run_in_order, run)
         is_plain = span is None or span not in state.recomputing
         value = whole(value) if is_plain else compiled_checkpoint(state.recomputing[span].save, whole, value)
     return value
@@ -202,7 +202,7 @@ def _run_spans(body: nn.Sequential, state: _State, /, input: Any) -> Any:
     """Run a Sequential as its own forward would, each span as one checkpointed layer."""
     value = input
     for run, span in _iterate_runs(body, state.spans):
-        whole = functools.partial(_run_in_turn, run)
+        whole = functools.partial(_run_in_order, run)
         recomputing = state.choose(span, ((value,), {})) if span is not None else None
         if recomputing is None:
             value = whole(value)
@@ -224,7 +224,7 @@ def _iterate_runs(
     return [*runs, (children[done:], None)]
 
 
-def _run_in_turn(modules: Sequence[nn.Module], value: Any) -> Any:
+def _run_in_order(modules: Sequence[nn.Module], value: Any) -> Any:
     for module in modules:
         value = module(value)
     return value

@@ -219,7 +219,7 @@ class StepObserver:
         base = base_of(tensor) if type(tensor) is Tensor and is_view(tensor) else tensor
         if type(base) in PARAMETER_CLASSES:
             return
-        if self._min_offload_bytes and not self._may_travel(tensor):
+        if self._min_offload_bytes and not self._can_offload(tensor):
             now = (self._call.position if self._call is not None and self._is_inside else None, len(self._rounds))
             self._small.update(number for number, _ in self._storages.number(tensor, now))
         if self._call is None:
@@ -236,7 +236,7 @@ class StepObserver:
                 elif number not in self._lasting:
                     self._call.saved[number] = num_bytes
 
-    def _may_travel(self, tensor: Tensor) -> bool:
+    def _can_offload(self, tensor: Tensor) -> bool:
         """Whether offloading sends what is saved here: most of a storage, or a large part of one."""
         if not is_strided(tensor):
             return False

@@ -154,7 +154,7 @@ class CompressionStage(SavedTensorStage):
         if self._permission is not None:
             stack.enter_context(self._permission.watching())
         self._notes.exact_values.lasting = frozenset(self._buffers)
-        stack.enter_context(self._notes.heard_by(self))
+        stack.enter_context(self._notes.notifying(self))
         stack.enter_context(self._notes)
         return self._notes
 

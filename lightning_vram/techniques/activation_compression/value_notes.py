@@ -153,7 +153,7 @@ class ValueNotes(QuietMode):
         """What must not get an error; followed if ``notes_exact``."""
 
     @contextmanager
-    def heard_by(self, listener: Listener) -> Iterator[None]:
+    def notifying(self, listener: Listener) -> Iterator[None]:
         """Tell ``listener`` inside the block."""
         self._listener = listener
         try:

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from lightning_vram.core.hooks import StoredTensor
 from lightning_vram.core.host.memory import OffloadError, hidden_from_modes
-from lightning_vram.core.host.transfers import Arrival
+from lightning_vram.core.host.transfers import H2DCopy
 from lightning_vram.core.tensors.properties import alias, version_counter
 from lightning_vram.private_names.dispatcher import FakeTensor, neg_view
 from lightning_vram.private_names.torch import current_graph_task_id, num_writes
-from lightning_vram.techniques.activation_offload.places import Parcel, Place
+from lightning_vram.techniques.activation_offload.places import HostCopy, Place
 
 ALIGNED_BYTES = 256
 """Kernels choose by the alignment of addresses. Those of copies are the originals', modulo this."""
@@ -151,7 +151,7 @@ class ForwardHistory:
 _LOOK_AHEAD = 64  # items that are looked at for one that may be fetched
 
 
-class _Loan(NamedTuple):
+class _BorrowedMemory(NamedTuple):
     """What a copy was when it was first handed over."""
 
     counter: Tensor
@@ -174,20 +174,20 @@ class OffloadedItem:
 
     __slots__ = (
         *("__weakref__", "_arrival", "_counted_bytes", "_device", "_lent", "_load", "_loan", "_num_handles"),
-        *("_num_waiting", "_packed_dtype", "_place", "_snapshot", "num_bytes", "number", "parcel", "run"),
+        *("_num_waiting", "_packed_dtype", "_place", "_snapshot", "num_bytes", "number", "host_copy", "run"),
     )
 
     def __init__(self, run: Run, place: Place, num_bytes: int, packed_dtype: torch.dtype | None) -> None:
         self.run = run
         self.number = 0
         self.num_bytes = num_bytes
-        self.parcel: Parcel | None = None
+        self.host_copy: HostCopy | None = None
         self._place = place
         self._packed_dtype = packed_dtype  # of a tensor that travels in bfloat16
-        self._arrival: Arrival | None = None
+        self._arrival: H2DCopy | None = None
         self._device: Tensor | None = None
         self._lent: weakref.ref[torch.UntypedStorage] | None = None
-        self._loan: _Loan | None = None
+        self._loan: _BorrowedMemory | None = None
         self._snapshot: tuple[Tensor, int] | None = None
         self._load = self._num_handles = self._num_waiting = self._counted_bytes = 0
         run.append(self)
@@ -209,8 +209,8 @@ class OffloadedItem:
 
     def send(self, flat: Tensor, tensor: Tensor, window_bytes: int) -> None:
         """Send the bytes of ``tensor`` away."""
-        self.parcel = self._place.put(flat, window_bytes)
-        if self.parcel.departure.source is not None:
+        self.host_copy = self._place.put(flat, window_bytes)
+        if self.host_copy.departure.source is not None:
             self._snapshot = version_counter(tensor), num_writes(tensor)
 
     def still_holds(self, tensor: Tensor, start_bytes: int) -> bool:
@@ -218,22 +218,22 @@ class OffloadedItem:
 
         There are writes that no version tells of: by way of ``.data``, by NumPy. On the host they are looked for.
         """
-        if self.parcel is None or type(tensor) is FakeTensor or tensor.device.type != "cpu":
+        if self.host_copy is None or type(tensor) is FakeTensor or tensor.device.type != "cpu":
             return True
         with hidden_from_modes(tensor):
             flat = self._place.wrap(tensor.untyped_storage()).narrow(0, start_bytes, self.num_bytes)
             if self._packed_dtype is not None:
                 flat = flat.view(self._packed_dtype).to(torch.bfloat16).view(torch.uint8)
             sent = torch.empty_like(flat)
-            self.parcel.fetch(sent, self._place.copies.mark()).wait(sent)
+            self.host_copy.fetch(sent, self._place.copies.mark()).wait(sent)
             return torch.equal(sent, flat)
 
     def fetch(self) -> Tensor:
         """Begin to bring the bytes back; returns them, see :meth:`hand_over`."""
-        assert self.parcel is not None
+        assert self.host_copy is not None
         packed = self._packed_dtype
         target = self._place.make(self.num_bytes if packed is None else self.num_bytes // packed.itemsize * 2)
-        self._hold(target, self.parcel.fetch(target, self._place.copies.mark()))
+        self._hold(target, self.host_copy.fetch(target, self._place.copies.mark()))
         return target
 
     def find(self) -> Tensor | None:
@@ -255,7 +255,7 @@ class OffloadedItem:
                 self._device = flat
             self._arrival = self._place.copies.note_made(flat)
         if self._loan is None:
-            self._loan = _Loan(version_counter(flat), num_writes(flat), current_graph_task_id())
+            self._loan = _BorrowedMemory(version_counter(flat), num_writes(flat), current_graph_task_id())
         return flat
 
     def note_handle(self) -> int:
@@ -295,7 +295,7 @@ class OffloadedItem:
                 return
             room -= earlier.num_bytes
 
-    def make_room(self, window_bytes: int) -> None:
+    def release_memory(self, window_bytes: int) -> None:
         """Pass over what was saved after this and nobody asked for, if it fills the window.
 
         The backward took another way: of two losses of one forward only the first, say.
@@ -309,7 +309,7 @@ class OffloadedItem:
 
     def _pass_over(self) -> None:
         """Drop a copy nobody asked for, or at least do not count it."""
-        if self.parcel is not None and self._num_waiting == self._num_handles:
+        if self.host_copy is not None and self._num_waiting == self._num_handles:
             self._device = self._arrival = self._loan = None
         self._uncount()
 
@@ -318,7 +318,7 @@ class OffloadedItem:
         self.run.resident_bytes -= self._counted_bytes
         self._counted_bytes = 0
 
-    def _hold(self, flat: Tensor, arrival: Arrival | None) -> None:
+    def _hold(self, flat: Tensor, arrival: H2DCopy | None) -> None:
         self._uncount()  # what it holds already, if that was written to
         self._device, self._arrival, self._loan, self._lent = flat, arrival, None, None
         self._load += 1
@@ -329,7 +329,7 @@ class OffloadedItem:
     def _let_go(self) -> None:
         self._uncount()
         flat = self._device
-        if self.parcel is None or flat is None:
+        if self.host_copy is None or flat is None:
             return
         self._lent = weakref.ref(flat.untyped_storage())
         self._device = None
@@ -351,9 +351,9 @@ class OffloadedItem:
 
     def _in_flight(self) -> Tensor | None:
         """Return the very memory it was copied from, as long as a copy in flight holds it and nobody wrote to it."""
-        if self._snapshot is None or self.parcel is None or self._packed_dtype is not None:
+        if self._snapshot is None or self.host_copy is None or self._packed_dtype is not None:
             return None
-        source = self.parcel.departure.source
+        source = self.host_copy.departure.source
         counter, version = self._snapshot
         return source if num_writes(counter) == version else None
 
@@ -379,11 +379,11 @@ class OffloadHandle(StoredTensor):
 
     @property
     def num_bytes(self) -> int:  # noqa: D102
-        return 0 if self.item.parcel is not None else self.item.num_bytes
+        return 0 if self.item.host_copy is not None else self.item.num_bytes
 
     def before_write(self) -> None:  # noqa: D102
-        if self.item.parcel is not None:
-            self.item.parcel.departure.precede()
+        if self.item.host_copy is not None:
+            self.item.host_copy.departure.precede()
 
     def give(self) -> Tensor:  # noqa: D102
         flat, self._load = self._bring(self.item, self._load)

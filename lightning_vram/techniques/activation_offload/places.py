@@ -15,10 +15,10 @@ from lightning_vram.core.host.transfers import (
     TO_HOST,
     WAIT_FOR_FETCHING,
     WAIT_FOR_SENDING,
-    Arrival,
     Copies,
     CopyTimes,
-    Departure,
+    D2HCopy,
+    H2DCopy,
     StreamCopies,
     make_copies,
 )
@@ -26,11 +26,11 @@ from lightning_vram.memory.estimate.fake_tensors import fake_bytes
 from lightning_vram.private_names.dispatcher import FakeTensor
 
 
-class Parcel(NamedTuple):
+class HostCopy(NamedTuple):
     """Bytes that were sent away; they are gone with this object."""
 
-    departure: Departure
-    fetch: Callable[[Tensor, Any], Arrival]
+    departure: D2HCopy
+    fetch: Callable[[Tensor, Any], H2DCopy]
     """Begins to copy them into a tensor that was made before some moment."""
 
 
@@ -46,17 +46,17 @@ class Place:
         with hidden_from_modes(like):
             self._like = like.new_empty(0, dtype=torch.uint8)
 
-    def put(self, source: Tensor, window_bytes: int) -> Parcel:
+    def put(self, source: Tensor, window_bytes: int) -> HostCopy:
         """Send bytes away; at most ``window_bytes`` of the device are held for copies in flight."""
         copies, like = self.copies, self._like
         if self.arena is not None:
             block = self.arena.take(source.numel())
             departure = copies.send(source, block.pieces, window_bytes)
-            return Parcel(departure, lambda target, moment: copies.fetch(block.pieces, target, moment))
+            return HostCopy(departure, lambda target, moment: copies.fetch(block.pieces, target, moment))
         if self._ring is None:
-            return Parcel(Departure(), lambda target, moment: Arrival())
+            return HostCopy(D2HCopy(), lambda target, moment: H2DCopy())
         written = self._ring.write(source, copies, window_bytes)  # in parts: no departure stands for all
-        return Parcel(Departure(), lambda target, moment: written.read(target, lambda: make_copies(like), moment))
+        return HostCopy(D2HCopy(), lambda target, moment: written.read(target, lambda: make_copies(like), moment))
 
     def make(self, num_bytes: int) -> Tensor:
         """Return memory on the device, which whoever counts memory may see."""

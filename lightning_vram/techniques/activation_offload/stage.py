@@ -87,7 +87,7 @@ class OffloadCandidates:
         """Let the memory of ``tensor`` stay as long as it lives."""
         self._in_place.note(tensor, True)  # noqa: FBT003
 
-    def may_travel(self, tensor: Tensor) -> bool:
+    def can_offload(self, tensor: Tensor) -> bool:
         """Whether ``tensor``, or a part of its memory, may be sent away."""
         address = storage_address(tensor)
         if address in self._parameters or tensor.untyped_storage().nbytes() < self._min_bytes:
@@ -262,7 +262,7 @@ class ActivationOffloading(SavedTensorStage):
     def take(self, tensor: Tensor) -> StoredTensor | None:
         if num_nodes() != self._late_operator:
             self._finish_late()
-        if not self._candidates.may_travel(tensor):
+        if not self._candidates.can_offload(tensor):
             return self.hand_on(tensor)
         if is_unfinished(tensor):
             late = LateHandle(tensor, self._send)
@@ -291,7 +291,7 @@ class ActivationOffloading(SavedTensorStage):
             window_bytes = self._find_window(item.run) + self._find_excess(item.run) // _EXCESS_SHARE
             flat = item.find()
             if flat is None:
-                item.make_room(window_bytes)
+                item.release_memory(window_bytes)
                 flat = item.fetch()
             item.fetch_ahead(window_bytes)
             flat = item.hand_over(flat)
@@ -318,7 +318,7 @@ class ActivationOffloading(SavedTensorStage):
                     self._memo.note(tensor, item, key)
                 return item, int(tensor.storage_offset()) - start
         # What is kept is no snapshot. Autograd's own users ask for none, a stage inside may: it keeps what it has.
-        may_share = item.parcel is not None or innermost_stage() is self
+        may_share = item.host_copy is not None or innermost_stage() is self
         return (item if may_share else None), int(tensor.storage_offset()) - start
 
     def _find_known(self, tensor: Tensor, key: Hashable, start: int) -> OffloadedItem | None:

@@ -155,7 +155,7 @@ class InplaceObserver:
         reasons = {
             "its input is a view": is_view(tensor),
             "a hook sees its input": memory.is_seen_by_hook or has_tensor_hooks(tensor),
-            "the module before keeps its output for backward": _is_kept(tensor),
+            "the module before keeps its output for backward": _is_saved(tensor),
             "its input is read by another before": memory.is_given or memory.num_reads > 0,
         }
         return next((reason for reason, is_met in reasons.items() if is_met), None)
@@ -201,7 +201,7 @@ def _why_never(member: nn.Module) -> str | None:
     return None
 
 
-def _is_kept(tensor: Tensor) -> bool:
+def _is_saved(tensor: Tensor) -> bool:
     """Whether what made ``tensor`` may need it in its backward."""
     if tensor.grad_fn is None:
         return torch.is_grad_enabled()  # what made it is frozen as yet, and may not stay so

@@ -27,7 +27,7 @@ from lightning_vram.techniques.sharding.parameter import ShardedParameter
 if TYPE_CHECKING:
     from lightning_vram.techniques.sharding.apply import FullSharding
 
-Arrival = tuple[ShardedParameter, Tensor]
+H2DCopy = tuple[ShardedParameter, Tensor]
 
 
 class ShardedGroup(GroupBase):
@@ -47,7 +47,7 @@ class ShardedGroup(GroupBase):
     landing: HostWorker | None  # where its gradients come from another device
     steps: ShardSteps
     present: set[ShardedParameter]  # that had a gradient here, in this backward
-    doubtful: list[Arrival]  # of those that had none
+    doubtful: list[H2DCopy]  # of those that had none
     _fetched: torch.Event | None = None
     _landing: Ticket | None = None
     _num_calls: int = 0
@@ -181,7 +181,7 @@ class ShardedGroup(GroupBase):
                 absent.add(parameter)
         return absent
 
-    def _reduce(self) -> list[Arrival]:
+    def _reduce(self) -> list[H2DCopy]:
         for parameter, buffer in self._buffers():
             parameter.begin_reduction(buffer)
         try:
@@ -203,7 +203,7 @@ class ShardedGroup(GroupBase):
                 buffer = self.owner.buffers.take(sum(sizes), flat.transfer_dtype)
                 yield from zip(flat.parameters, torch.split(buffer, sizes), strict=True)
 
-    def _land(self, arrivals: Sequence[Arrival], event: torch.Event | None) -> None:
+    def _land(self, arrivals: Sequence[H2DCopy], event: torch.Event | None) -> None:
         if event is not None:
             event.synchronize()
         for parameter, gradient in arrivals:

@@ -223,12 +223,12 @@ def test_a_size_is_planned_where_the_device_tells_its_room_and_ranks_must_keep_s
         def room_bytes(self) -> int:
             return (self.limit.limit_bytes or 2**40) - self.limit.live_bytes
 
-    def make_room(device: torch.device) -> Room:
+    def release_memory(device: torch.device) -> Room:
         (limit,) = (mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, MemoryLimit))
         limits.append(limit)
         return Room(limit)
 
-    monkeypatch.setattr("lightning_vram.callbacks.micro_batching.callback.free_memory_of", make_room)
+    monkeypatch.setattr("lightning_vram.callbacks.micro_batching.callback.free_memory_of", release_memory)
     options = {"heavy": "forward", "is_sharded": True, "norm": True}  # a norm that refuses single samples
     expected = fit([MicroBatching(4)], **options)
     room_for_four = int(5.1 * MIB)

@@ -204,9 +204,9 @@ def test_the_simulation_finds_what_would_go_wrong(make_machine, monkeypatch, bro
     if broken == "departures":  # memory is let go without waiting for the copy
         monkeypatch.setattr(StreamCopies, "_let_go_of_oldest", let_go)
     elif broken == "arrivals":  # a copy that nobody waits for is not held
-        monkeypatch.setattr(transfers._StreamArrival, "is_over", lambda self: True)
+        monkeypatch.setattr(transfers._StreamH2DCopy, "is_over", lambda self: True)
     elif broken == "consumer":  # the computation does not wait for the copy
-        monkeypatch.setattr(transfers._StreamArrival, "wait", lambda self, target: None)
+        monkeypatch.setattr(transfers._StreamH2DCopy, "wait", lambda self, target: None)
     else:  # copies do not wait for the computation
         monkeypatch.setattr(Stream, "wait_event", lambda self, event: None)
     assert sum(count_wrong_bytes(make_machine(seed)) for seed in range(60)) > 0

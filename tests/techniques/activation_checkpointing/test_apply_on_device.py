@@ -47,7 +47,7 @@ def test_fused_attention_with_dropout_trains_the_same(save, is_offloaded):
     offloading = ActivationOffloading(twin, min_offload_bytes=1024) if is_offloaded else None
     assert all(map(torch.equal, train(twin, hidden, offloading), train(model, hidden)))
     if save is not None:
-        assert handle.num_kept_results() > 0
+        assert handle.num_saved_results() > 0
 
 
 def test_a_budget_holds_in_the_allocator():

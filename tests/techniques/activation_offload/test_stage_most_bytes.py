@@ -54,7 +54,7 @@ def test_nothing_that_is_saved_later_takes_the_place_of_what_was_too_large() -> 
     with offloading:
         sizes = (2 * SIDE, 2 * SIDE, SIDE)
         handles = [offloading.take(torch.randn(size, SIDE)) for size in sizes]
-    assert [handle.item.parcel is not None for handle in handles] == [True, False, False]
+    assert [handle.item.host_copy is not None for handle in handles] == [True, False, False]
 
 
 def test_the_window_comes_out_of_what_may_travel() -> None:
