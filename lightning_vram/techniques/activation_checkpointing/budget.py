@@ -25,7 +25,6 @@ from lightning_vram.techniques.activation_checkpointing.budget_plan import (
     format_table,
     predict_peak,
 )
-from lightning_vram.techniques.activation_checkpointing.budget_solver import solve
 from lightning_vram.techniques.activation_checkpointing.recomputed_call import DeterminismCheck, Recomputing
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 from lightning_vram.techniques.activation_checkpointing.saved_arguments import Arguments
@@ -94,6 +93,8 @@ class BudgetedCheckpointing:
         # A step with several backwards has several forwards, and batches have several shapes: the plan has to fit all,
         # and is made for the largest, or else for another.
         self._profiles = [*self._profiles, *observed][-_MAX_PROFILES:]
+        from lightning_vram.techniques.activation_checkpointing.budget_solver import solve  # NumPy, to plan only
+
         plans = [solve(profile, self._budget_bytes, offload_bytes) for profile in self._profiles]
         plans.sort(key=lambda plan: plan.plain_peak_bytes, reverse=True)
         fitting = (plan for plan in plans if all(self._fits(plan, profile) for profile in self._profiles))
