@@ -148,7 +148,7 @@ class _Active(threading.local):
 
 
 _active = _Active()
-# Bound for good: whoever imports one of ours by name inside a step keeps it.
+# Bound permanently: code that imports one of ours by name inside a step holds on to it.
 _disable: Callable[[str], AbstractContextManager[None]] = graph.disable_saved_tensors_hooks
 _backward: RunBackward | None = engine_run_backward()
 

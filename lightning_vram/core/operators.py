@@ -278,7 +278,7 @@ class Family(Enum):
     ELEMENTWISE = auto()
     VIEW = auto()
     GROWING = auto()  # cheap, and its result may be larger than what it reads
-    SEVERAL_RESULTS = auto()  # cheap; each result can be made again
+    SEVERAL_RESULTS = auto()  # cheap; each result can be recomputed
     NORM = auto()  # cheap; the first result is the value, the others are small statistics
     BATCH_NORM = auto()  # a norm that moves running statistics
     DROPOUT = auto()

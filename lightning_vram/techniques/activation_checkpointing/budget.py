@@ -48,7 +48,7 @@ class BudgetedCheckpointing:
         min_offload_bytes: int = 0,
     ) -> None:
         self._model = model
-        self._handle = handle  # its layers, all of them checkpointed; whoever made it removes it
+        self._handle = handle  # its layers, all of them checkpointed; the caller removes it
         self._budget_bytes = budget_bytes
         self._check: DeterminismCheck = determinism_check
         self._min_offload_bytes = min_offload_bytes

@@ -67,7 +67,7 @@ class Call:
     num_saves: int = 0
 
     def profile(self, base: dict[int, tuple[float, int]], staying: Collection[int]) -> CallProfile:
-        """Say what it keeps beside the storages in ``base``, and costs. Those in ``staying`` are never offloaded."""
+        """Return what it saves in addition to the storages in ``base``, and costs. ``staying`` are never offloaded."""
         kept: set[int] = set()
         operators = []
         reached = [operator for operator in self.operators if operator.num_saves < self.num_saves]  # by a second run

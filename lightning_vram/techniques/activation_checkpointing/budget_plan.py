@@ -225,20 +225,20 @@ WINDOW_SHARE = 16
 
 
 class Traffic:
-    """What an offloaded round holds on the device of that which may travel.
+    """Device memory of the tensors that an offloaded round may offload.
 
-    What is saved first, up to some bytes, is away. A window serves copies under way, and what is saved last; half of
-    what stays in excess is used, as soon as it is free, for what is fetched ahead.
+    The first ones, up to ``offloaded_bytes``, are on the host. A window serves copies in flight and the last tensors;
+    half of the excess that stays on the device is used, once it is free, for prefetching.
     """
 
     def __init__(self, total_bytes: int, offloaded_bytes: int, largest_bytes: int) -> None:
-        self.total_bytes = total_bytes  # saved in the round, and large enough to travel
+        self.total_bytes = total_bytes  # saved in the round, and large enough to offload
         self.offloaded_bytes = offloaded_bytes
         self.window_bytes = max(largest_bytes, -(-total_bytes // WINDOW_SHARE))
         self.excess_bytes = max(0, total_bytes - offloaded_bytes)
 
     def live_bytes(self, before_bytes: int, staying_bytes: int, call: CallProfile) -> int:
-        """Bytes beside the working bytes of ``call``, of ``before_bytes`` that were kept until then."""
+        """Return the bytes alive during ``call`` besides its working bytes, of ``before_bytes`` saved until then."""
         ahead_bytes = -(-self.excess_bytes // 2) + call.new_input_bytes
         left_bytes = max(before_bytes - staying_bytes - self.offloaded_bytes, ahead_bytes)
         return staying_bytes + call.old_input_bytes + self.window_bytes + left_bytes

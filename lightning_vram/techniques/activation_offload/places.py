@@ -59,7 +59,7 @@ class Place:
         return HostCopy(D2HCopy(), lambda target, moment: written.read(target, lambda: make_copies(like), moment))
 
     def make(self, num_bytes: int) -> Tensor:
-        """Return memory on the device, which whoever counts memory may see."""
+        """Return memory on the device, visible to trackers of memory."""
         return self._like.new_empty(num_bytes)
 
     def wrap(self, storage: torch.UntypedStorage) -> Tensor:

@@ -263,7 +263,7 @@ def make_logits(head: Head, settings: Settings) -> LazyLogits:
 
 
 class _Unmade(torch.autograd.Function):
-    """Logits that are not there, with a graph behind them for whoever computes with them past Python's functions."""
+    """Logits that are not computed, with a graph behind them for code that bypasses Python's functions."""
 
     @staticmethod
     def forward(

@@ -290,7 +290,7 @@ def _numbers(like: Tensor, num_tokens: int, dim: int, order: Tensor) -> Tensor:
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal to the bit, with what is no number in the same places."""
+    """Whether two tensors are bitwise identical, with NaN in the same places."""
     is_float = one.is_floating_point()
     return torch.equal(one, other) or (is_float and one.shape == other.shape and one.allclose(other, 0, 0, True))  # noqa: FBT003
 
