@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.utils.checkpoint
@@ -30,12 +30,10 @@ from lightning_vram.core.tensors.properties import (
     version_counter,
     version_of,
 )
+from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber, current_subscribers
 from lightning_vram.private_names.dispatcher import (
-    TorchDispatchMode,
-    UnwrappedMode,
-    current_dispatch_mode,
     current_dispatch_modes,
-    skip_code,
+    hide_from_dynamo,
 )
 from lightning_vram.private_names.torch import (
     RunBackward,
@@ -55,53 +53,14 @@ from lightning_vram.private_names.torch import (
     without_autocast,
 )
 
-_Function = TypeVar("_Function", bound=Callable[..., object])
-
-
-def hide_from_dynamo(function: _Function) -> _Function:
-    """Return ``function``, which Dynamo will run as it is, with all that it calls."""
-    # torch.compiler.disable wraps every call, a tenth of the cost of a dispatch mode. Marking the code costs nothing.
-    if skip_code(function):
-        return function
-    return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class QuietMode(UnwrappedMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that Dynamo does not see and that lets operators pass while it is paused."""
-
-    supports_higher_order_operators = True
-    _is_paused = False
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
-        if "__torch_dispatch__" in vars(cls):
-            cls.__torch_dispatch__ = hide_from_dynamo(cls.__torch_dispatch__)  # type: ignore[method-assign]
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled callables run compiled: else Dynamo silently runs them eagerly."""
-        return True
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Mark operators inside the block as our own. Other modes see them."""
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
-
 
 def count_writes(targets: Iterable[Tensor]) -> None:
     """Count the writes of an operator on lists: under a dispatch mode autograd does not count them on the host."""
     increment_version([target for target in targets if not target.is_inference()])
 
 
-class SelectiveCheckpointMode:
-    """Base of our dispatch modes that save results for the recomputation, or return them in it."""
+class SelectiveCheckpointMode(OperatorSubscriber):
+    """Base of those that save results for the recomputation, or return them in it."""
 
 
 def is_in_backward() -> bool:
@@ -116,7 +75,8 @@ def is_transformed() -> bool:
 
 def is_in_selective_checkpoint() -> bool:
     """Whether results of operators are saved for, or read in, a recomputation, which must repeat the forward."""
-    kinds = [kind for mode in current_dispatch_modes() for kind in type(mode).__mro__]
+    observers = (*current_dispatch_modes(), *current_subscribers())
+    kinds = [kind for observer in observers for kind in type(observer).__mro__]
     # Ours, or one of PyTorch's own.
     return any(kind is SelectiveCheckpointMode or kind.__module__ == torch.utils.checkpoint.__name__ for kind in kinds)
 
@@ -144,7 +104,7 @@ Hooks = graph.saved_tensors_hooks | OwnHooks
 
 class _Active(threading.local):
     def __init__(self) -> None:
-        self.entered: list[tuple[Hooks, TorchDispatchMode | None]] = []  # in this thread, innermost last
+        self.entered: list[tuple[Hooks, OperatorSubscriber | None]] = []  # in this thread, innermost last
 
 
 _active = _Active()
@@ -154,10 +114,10 @@ _backward: RunBackward | None = engine_run_backward()
 
 
 class stepping_aside:  # noqa: N801 - a context, quicker than one made by a generator
-    """Take ``hooks`` off for each ``torch.func`` transform inside, ``mode`` for each backward. Enter it right after."""
+    """Take ``hooks`` off for each ``torch.func`` transform inside, ``subscriber`` for each backward. Enter it after."""
 
-    def __init__(self, hooks: Hooks, mode: TorchDispatchMode | None = None) -> None:
-        self._entry = (hooks, mode)
+    def __init__(self, hooks: Hooks, subscriber: OperatorSubscriber | None = None) -> None:
+        self._entry = (hooks, subscriber)
 
     def __enter__(self) -> None:
         _active.entered.append(self._entry)
@@ -185,13 +145,13 @@ def _disable_without_ours(message: str) -> Iterator[None]:
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
     assert _backward is not None
     with ExitStack() as stack:
-        for _, mode in reversed(_active.entered):
-            if mode is None:
+        for _, subscriber in reversed(_active.entered):
+            if subscriber is None:
                 continue
-            if current_dispatch_mode() is not mode:
+            if not subscriber.is_innermost:
                 break
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            stack.callback(mode.__enter__)
+            subscriber.__exit__()
+            stack.callback(subscriber.__enter__)
         return _backward(*args, **kwargs)
 
 
@@ -317,8 +277,8 @@ class SavedTensorStage(ABC):
         """Offer ``tensor`` to the next stage outside of this one; ``None`` if none takes it."""
         return self._next.take(tensor) if self._next is not None else None
 
-    def begin(self, stack: ExitStack) -> TorchDispatchMode | None:
-        """Enter, on ``stack``, what else is needed; return the dispatch mode in it, if any, to be off in backwards."""
+    def begin(self, stack: ExitStack) -> OperatorSubscriber | None:
+        """Enter, on ``stack``, what else is needed; return what observes operators, if any: it is off in backwards."""
         return None
 
     def __enter__(self) -> Self:
@@ -333,8 +293,7 @@ class SavedTensorStage(ABC):
             stack.enter_context(hooks)
             _chain.stages.append(self)
             stack.callback(_chain.stages.remove, self)
-            mode = self.begin(stack)
-            stack.enter_context(stepping_aside(hooks, mode))
+            stack.enter_context(stepping_aside(hooks, self.begin(stack)))
             self._exit = stack.pop_all()
         return self
 

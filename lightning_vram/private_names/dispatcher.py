@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
 from operator import attrgetter
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -204,6 +204,13 @@ def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | Non
         for device_type, dtype in _autocast_of_caller(args, kwargs).items():
             stack.enter_context(torch.autocast(device_type, dtype))
         return func(*args, **(kwargs or {}))
+
+
+def run_operator(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """:func:`call_operator`, with the arguments of ``__torch_dispatch__``."""
+    if not _may_cast_inside(func):
+        return func(*args, **kwargs) if kwargs else func(*args)
+    return call_operator(func, args, kwargs)
 
 
 @cache
@@ -472,16 +479,20 @@ def is_left_to_python(function: Any) -> bool:
     return bool(getattr(function, "_torchdynamo_disable", False))
 
 
-def skip_code(function: Callable[..., object]) -> bool:
-    """Make Dynamo skip ``function`` and all that it calls; ``False`` if this torch cannot."""
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+def hide_from_dynamo(function: _Function) -> _Function:
+    """Return ``function``, which Dynamo will run as it is, with all that it calls."""
     frames = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     names = ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
     if frames is None or not all(hasattr(frames, name) for name in names):
-        return False
+        return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
+    # torch.compiler.disable wraps every call, a tenth of the cost of a dispatch mode. Marking the code costs nothing.
     code: CodeType = function.__code__
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
-    return True
+    return function
 
 
 LEAST_SHARE = 1e-6  # at 0 the partitioner saves its inputs, and ignores what must be saved

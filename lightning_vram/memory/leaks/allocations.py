@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from lightning_vram.memory.tracking.ledger import Ledger, ResultRecorder, Results, follow_modules, iterate_storages
+from lightning_vram.memory.tracking.ledger import Ledger, follow_modules, iterate_storages
+from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber, Results, results_of
 from lightning_vram.private_names.torch import num_nodes, storage_key, tensors_in
 
 _LIBRARIES = sys.stdlib_module_names | {
@@ -107,16 +109,9 @@ class StepWatch:
             return
         place = Ledger()  # of which only the name of the module is used
         outer = set(_frames(sys._getframe(1)))  # which were there before the step, and made nothing of it
-
-        def note(result: Any, results: Results, func: Any) -> None:
-            if results is Results.NEW:
-                site = Site(place.module, line_of_user(outer))
-                for storage in storages_of(tensors_in(result)):
-                    self.births.add(storage, site)
-
         with ExitStack() as stack:
             follow_modules(stack, place, self._module, lambda: None)
-            stack.enter_context(ResultRecorder(note))
+            stack.enter_context(_NewStorages(self.births, lambda: Site(place.module, line_of_user(outer))))
             yield
 
     def finish(self, held: Callable[[], Iterable[Tensor]]) -> None:
@@ -129,6 +124,20 @@ class StepWatch:
         self.births.forget({storage_key(storage) for storage in storages_of(held())})
         self._old_keys.clear()
         self.is_finished = True
+
+
+class _NewStorages(OperatorSubscriber):
+    takes_apart = True
+
+    def __init__(self, births: AllocationTracker, find_site: Callable[[], Site]) -> None:
+        self._births, self._find_site = births, find_site
+
+    @override
+    def after(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
+        if results_of(func) is Results.NEW:
+            site = self._find_site()
+            for storage in storages_of(tensors_in(result)):
+                self._births.add(storage, site)
 
 
 def live_tensors() -> list[Tensor]:

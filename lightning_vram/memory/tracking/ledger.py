@@ -5,8 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from enum import Enum, auto
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,22 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_vram.memory.device.accelerators import stream_id
 from lightning_vram.memory.tracking.timeline import HOST, Allocation, Category, MemoryEvent, MemoryTimeline, Phase
-from lightning_vram.private_names.dispatcher import (
-    ASK_DEVICE,
-    DispatchKey,
-    OpOverload,
-    TorchDispatchMode,
-    call_operator,
-    is_composite_operator,
-    is_traceable_wrapper_subclass,
-    is_traceable_wrapper_subclass_type,
-    run_composite_kernel,
-    schema_of,
-)
+from lightning_vram.private_names.dispatcher import is_traceable_wrapper_subclass
 from lightning_vram.private_names.torch import observe_forwards, sparse_indices, sparse_values, storage_key, tree_leaves
 
 _COMPRESSED_ROWS = (torch.sparse_csr, torch.sparse_bsr)
@@ -77,62 +63,6 @@ def iterate_tensors(nest: Any) -> Iterator[Tensor]:
             yield from iterate_tensors(list(leaf.values()))
         elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | torch.nn.Module) and not callable(leaf):
             yield from iterate_tensors(list(vars(leaf).values()))
-
-
-class Results(Enum):
-    """What an operator returns."""
-
-    NEW = auto()
-    CHANGED = auto()  # an argument, perhaps with another size: ``aten.resize_``
-    VIEWS = auto()  # of an argument: an unknown storage is older than the block
-    COMPOSED = auto()  # what other operators return: without autograd those are not seen unless it is taken apart
-
-
-@cache
-def results_of(func: Any) -> Results:
-    """Return what ``func``, an overload or a higher-order operator, returns."""
-    if not isinstance(func, OpOverload):
-        return Results.NEW  # a higher-order operator
-    if func.namespace == "prim":
-        return Results.VIEWS  # questions about a tensor; the dispatcher does not know them
-    keys = DispatchKey
-    has_own_kernel = func.has_kernel_for_dispatch_key(keys.CPU) or func.has_kernel_for_dispatch_key(keys.CUDA)
-    if is_composite_operator(func) and not has_own_kernel:
-        return Results.COMPOSED
-    schema = schema_of(func)
-    if not any(result.alias_info for result in schema.returns):
-        return Results.NEW
-    if func is torch.ops.aten.lift_fresh.default:  # the first that is seen of torch.tensor([...])
-        return Results.NEW
-    return Results.CHANGED if schema.is_mutable else Results.VIEWS
-
-
-class ResultRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Calls ``before(operator)``, runs the operator, and calls ``note(result, what it is, operator)``."""
-
-    supports_higher_order_operators = True
-
-    def __init__(
-        self, note: Callable[[Any, Results, Any], None], before: Callable[[Any], None] = lambda func: None
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._note = note
-        self._before = before
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(is_traceable_wrapper_subclass_type, types)):
-            return NotImplemented  # the wrapper unwraps itself; what it runs inside comes here again
-        if func is ASK_DEVICE:
-            return args[0].device
-        results = results_of(func)
-        if results is Results.COMPOSED:
-            with self:
-                return run_composite_kernel(func, *args, **(kwargs or {}))
-        self._before(func)
-        result = call_operator(func, args, kwargs)
-        self._note(result, results, func)
-        return result
 
 
 _kept: WeakKeyDictionary[Optimizer, Callable[[], Iterable[Tensor]]] = WeakKeyDictionary()

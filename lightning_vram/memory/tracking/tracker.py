@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from typing_extensions import override
 
 from lightning_vram.memory.device.accelerators import PhasePeaks
 from lightning_vram.memory.device.measurement import Measurement
@@ -26,14 +27,13 @@ from lightning_vram.memory.tracking.ledger import (
     RECOMPUTATION,
     Ledger,
     Moment,
-    ResultRecorder,
-    Results,
     follow_modules,
     follow_resizes,
     iterate_tensors,
     label_all,
     optimizer_tensors,
 )
+from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber, Results, results_of
 from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline, Phase
 from lightning_vram.private_names.dispatcher import FakeTensor, detect_fake_mode
 from lightning_vram.private_names.torch import current_graph_task_id, tensors_in
@@ -123,7 +123,7 @@ class MemoryTracker:
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             held = [*(self._module.parameters() if self._module is not None else ()), *iterate_tensors(self._inputs)]
             self._is_fake = detect_fake_mode(held) is not None
-            stack.enter_context(ResultRecorder(self._note, self._before_operator))
+            stack.enter_context(_TrackedOperators(self))
             self._inputs = None  # the tracked program decides how long its batch lives
             self._exit = stack.pop_all()
         return self
@@ -136,11 +136,14 @@ class MemoryTracker:
             self.ledger.start_backward()
         self.ledger.close()
 
-    def _before_operator(self, func: Any) -> None:
+    def before_operator(self, func: Any) -> None:
+        """Note the phase that an operator belongs to."""
         if func is not torch.ops.aten.detach.default:
             self._observe()  # but hooks on saved tensors detach without gradients, in the middle of a recomputation
 
-    def _note(self, result: Any, results: Results, func: Any) -> None:
+    def after_operator(self, func: Any, result: Any) -> None:
+        """Note the storages that an operator returned."""
+        results = results_of(func)
         if results is Results.NEW:
             for tensor in tensors_in(result):
                 # DTensor works shapes out on fake tensors of its own, once per operator.
@@ -218,6 +221,21 @@ class MemoryTracker:
 
         run.__wrapped__ = closure  # type: ignore[attr-defined]  # who asks whose it is
         return run
+
+
+class _TrackedOperators(OperatorSubscriber):
+    takes_apart = True
+
+    def __init__(self, tracker: MemoryTracker) -> None:
+        self._tracker = tracker
+
+    @override
+    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        self._tracker.before_operator(func)
+
+    @override
+    def after(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
+        self._tracker.after_operator(func, result)
 
 
 class MemoryProbe:

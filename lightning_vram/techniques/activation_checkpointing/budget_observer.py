@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_vram.core.hooks import QuietMode, SaveWatch, stepping_aside
+from lightning_vram.core.hooks import SaveWatch, stepping_aside
 from lightning_vram.core.operators import operator_work
 from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, ByStorage, is_strided, version_counter, version_of
 from lightning_vram.memory.tracking.ledger import iterate_storages, iterate_tensors
-from lightning_vram.private_names.dispatcher import call_operator
+from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
 from lightning_vram.private_names.torch import base_of, is_view, tree_leaves
 from lightning_vram.techniques.activation_checkpointing.budget_plan import (
     CallProfile,
@@ -294,16 +294,10 @@ class _StorageNumbers:
         return found
 
 
-class _Operators(QuietMode):
+class _Operators(OperatorSubscriber):
     def __init__(self, observer: StepObserver) -> None:
-        super().__init__()
         self._observer = observer
 
     @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        output = call_operator(func, args, kwargs)
-        self._observer.on_operator(func, args, kwargs, output)
-        return output
+    def after(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
+        self._observer.on_operator(func, args, kwargs or {}, result)

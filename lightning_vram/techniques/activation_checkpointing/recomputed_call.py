@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from typing_extensions import override
 
-from lightning_vram.core.hooks import OwnHooks, QuietMode, exact_only, hide_from_dynamo, is_in_backward, stepping_aside
+from lightning_vram.core.hooks import OwnHooks, exact_only, is_in_backward, stepping_aside
 from lightning_vram.core.recomputed_saves import (
     Placeholder,
     RecomputationError,
@@ -35,7 +35,8 @@ from lightning_vram.core.recomputed_saves import (
 from lightning_vram.core.rollback import ForwardFacts, ForwardState
 from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, PLAIN_TYPES, flatten_arguments, storage_address
 from lightning_vram.memory.tracking.ledger import module_scope
-from lightning_vram.private_names.dispatcher import TO_COPY, OpOverload, call_operator, schema_of, without_dispatch
+from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
+from lightning_vram.private_names.dispatcher import TO_COPY, OpOverload, hide_from_dynamo, schema_of, without_dispatch
 from lightning_vram.private_names.torch import current_graph_task_id, may_stop_early, tree_leaves, tree_map
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 from lightning_vram.techniques.activation_checkpointing.saved_arguments import Arguments, SavedArguments
@@ -48,14 +49,13 @@ _Record = tuple[Any, tuple[str, ...], Tensor | None]
 """Of an operator: itself, the shapes that it returned, and a sample of its values."""
 
 
-class OperatorTrace(QuietMode):
+class OperatorTrace(OperatorSubscriber):
     """Writes down every operator of a first run; :meth:`comparing` gives the mode for a second.
 
     It costs some ten kernels and a synchronisation per operator.
     """
 
     def __init__(self, buffers: Iterable[Tensor] = (), records: list[_Record] | None = None) -> None:
-        super().__init__()
         # Statistics in buffers are updated in both runs: what is read from them is not compared.
         self._buffers = {storage_address(buffer) for buffer in buffers} - {0}
         self._expected = records  # of the first run; ``None`` in the first run
@@ -67,10 +67,8 @@ class OperatorTrace(QuietMode):
         return OperatorTrace(records=self._records)
 
     @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        output = call_operator(func, args, kwargs)
+    def on_operator(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        output = self.run(func, types, args, kwargs)
         is_inner = current_graph_task_id() != self._backward  # a backward inside of the layer
         if is_inner or _is_passed_over(func, types, args):
             return output

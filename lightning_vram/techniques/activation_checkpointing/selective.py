@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_vram.core.hooks import QuietMode, SavedOutput, SelectiveCheckpointMode
+from lightning_vram.core.hooks import SavedOutput, SelectiveCheckpointMode
 from lightning_vram.core.operators import iterate_written, written_arguments
 from lightning_vram.core.random_state import differs, find_sources
 from lightning_vram.core.recomputed_saves import RecomputationError
@@ -26,7 +26,7 @@ from lightning_vram.core.tensors.properties import (
     storage_address,
     version_of,
 )
-from lightning_vram.private_names.dispatcher import UNSAFE_VIEW, TorchDispatchMode, call_operator
+from lightning_vram.private_names.dispatcher import UNSAFE_VIEW
 from lightning_vram.private_names.torch import base_of, current_graph_task_id, is_view, retains_graph
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 
@@ -127,30 +127,25 @@ class SavedOutputs:
         self.is_complete = True
         return sum(result.settle(len(self.saves)) for result in self.results)
 
-    def replaying(self) -> TorchDispatchMode:
+    def replaying(self) -> "_Replaying":
         """Return a context for one more forward."""
         return _Replaying(self)
 
 
-class _Mode(SelectiveCheckpointMode, QuietMode):
+class _Mode(SelectiveCheckpointMode):
     def __init__(self, kept: SavedOutputs) -> None:
-        super().__init__()
         self._kept = kept
+        self._operators = kept.choice.resolved
+        # Not counted are those of a backward inside of the layer, which may recompute the layer itself.
         self._backward = current_graph_task_id()
-
-    def _concerns(self, func: Any) -> bool:
-        """Whether ``func`` is counted: not in a backward inside of the layer, which may recompute the layer itself."""
-        return self._kept.choice.concerns(func) and current_graph_task_id() == self._backward
 
 
 class _Recording(_Mode):
     @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if self._concerns(func):
+    def on_operator(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        if func in self._operators and current_graph_task_id() == self._backward:
             return self._keep(func, args, kwargs or {})
-        output = call_operator(func, args, kwargs)
+        output = self.run(func, (), args, kwargs)
         if self._kept.by_address:
             self._follow(func, args, kwargs, output)
         return output
@@ -162,10 +157,10 @@ class _Recording(_Mode):
         result = SavedResult(func, sign(leaves), len(kept.saves))
         kept.results.append(result)
         if not kept.choice.keeps(number):
-            return call_operator(func, args, kwargs)
+            return self.run(func, (), args, kwargs)
         sources = find_sources(func, args, kwargs)
         before = [read() for read, _ in sources]
-        output = call_operator(func, args, kwargs)
+        output = self.run(func, (), args, kwargs)
         after = [read() for read, _ in sources]
         result.keep(
             output,
@@ -194,10 +189,8 @@ class _Replaying(_Mode):
         self._number = 0
 
     @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if self._concerns(func):
+    def on_operator(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        if func in self._operators and current_graph_task_id() == self._backward:
             leaves = flatten_arguments((args, kwargs or {}))[0]
             result = self._next(func, leaves)
             output = result.give() if result is not None else None
@@ -205,7 +198,7 @@ class _Replaying(_Mode):
                 if not retains_graph():
                     result.forget()
                 return output[0]
-        return call_operator(func, args, kwargs)
+        return self.run(func, (), args, kwargs)
 
     def _next(self, func: Any, leaves: list[Any]) -> SavedResult | None:
         if not self._kept.is_complete:

@@ -27,12 +27,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_vram.core.hooks import SavedTensorStage, StoredTensor, hide_from_dynamo
+from lightning_vram.core.hooks import SavedTensorStage, StoredTensor
 from lightning_vram.core.layers import LayerSelection
 from lightning_vram.core.tensors.codecs import LossyFormat
 from lightning_vram.core.tensors.properties import ByStorage, StorageMemo, alias, storage_address
 from lightning_vram.memory.device.accelerators import stream_id
-from lightning_vram.private_names.dispatcher import TorchDispatchMode
+from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
+from lightning_vram.private_names.dispatcher import hide_from_dynamo
 from lightning_vram.private_names.torch import without_autocast
 from lightning_vram.techniques.activation_compression.encoded_storage import (
     Encoded,
@@ -147,7 +148,7 @@ class CompressionStage(SavedTensorStage):
             self._which.is_exact = False
 
     @override
-    def begin(self, stack: ExitStack) -> TorchDispatchMode | None:
+    def begin(self, stack: ExitStack) -> OperatorSubscriber | None:
         self.report = CompressionReport()
         self.has_exact = self._keeps_exact
         stack.callback(self._clear)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_vram.core.hooks import QuietMode, count_writes
+from lightning_vram.core.hooks import count_writes
 from lightning_vram.core.operators import (
     LARGEST_INDEX,
     exact_arguments,
@@ -32,7 +32,8 @@ from lightning_vram.core.operators import (
     written_arguments,
 )
 from lightning_vram.core.tensors.properties import PLAIN_TYPES, ByStorage, storage_address, version_of
-from lightning_vram.private_names.dispatcher import OpOverload, call_operator, is_foreach, schema_of
+from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
+from lightning_vram.private_names.dispatcher import OpOverload, is_foreach, schema_of
 from lightning_vram.private_names.torch import base_of, is_view
 
 
@@ -138,11 +139,10 @@ class Listener(Protocol):
         """An activation that saves its own result has made it, and saves it next."""
 
 
-class ValueNotes(QuietMode):
+class ValueNotes(OperatorSubscriber):
     """Notes what is known about results of operators while it is entered."""
 
     def __init__(self, *, notes_exact: bool) -> None:
-        super().__init__()
         self._handlers = _HANDLERS[notes_exact]
         self._notes_exact = notes_exact  # whether to note, too, what must not be stored with an error
         self._notes: ByStorage[_Note] = ByStorage()
@@ -186,14 +186,12 @@ class ValueNotes(QuietMode):
         return self._num_writes.get(storage_address(tensor))
 
     @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def on_operator(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         handler = self._handlers.get(func, _UNKNOWN)
         if handler is _UNKNOWN:
             handler = self._handlers[func] = _choose_handler(func, notes_exact=self._notes_exact)
         if handler is None:
-            return call_operator(func, args, kwargs)
+            return self.run(func, (), args, kwargs)
         return handler(self, func, args, kwargs)
 
     def _find(self, tensor: Tensor) -> _Note | None:
@@ -217,13 +215,13 @@ class ValueNotes(QuietMode):
     # Handlers. Each runs the operator and returns what it returns.
 
     def _indexed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        results = func(*args, **kwargs) if kwargs else func(*args)
+        results = self.run(func, (), args, kwargs)
         indices = results if isinstance(results, Tensor) else results[-1]
         self._note(indices, version_of(indices), LARGEST_INDEX[func](args, kwargs))
         return results
 
     def _mask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        result = func(*args, **kwargs) if kwargs else func(*args)
+        result = self.run(func, (), args, kwargs)
         self._note(result, version_of(result))
         return result
 
@@ -234,7 +232,7 @@ class ValueNotes(QuietMode):
             self.may_be_two_valued(target) and (not isinstance(args[1], Tensor) or args[1].dim() == 0)
         )
         self._note_write((target,))
-        result = func(*args, **kwargs) if kwargs else func(*args)
+        result = self.run(func, (), args, kwargs)
         if is_mask and target.nbytes == target.untyped_storage().nbytes():
             self._note(target, version_of(target) + 1)  # autograd counts the write after this returns
         return result
@@ -242,7 +240,7 @@ class ValueNotes(QuietMode):
     def _writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         targets = list(iterate_written(func, args, kwargs))
         self._note_write(targets)
-        results = func(*args, **kwargs) if kwargs else func(*args)
+        results = self.run(func, (), args, kwargs)
         if is_foreach(func):
             count_writes(targets)
         return results
@@ -259,7 +257,7 @@ class ValueNotes(QuietMode):
         tensors = list(iterate_tensors((*args, *(kwargs or {}).values())))
         self._note_write(tensors, is_certain=False)
         self.exact_values.drop(tensors)
-        return call_operator(func, args, kwargs)
+        return self.run(func, (), args, kwargs)
 
     def _followed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Any operator, where what is exact is noted."""
@@ -268,7 +266,7 @@ class ValueNotes(QuietMode):
             self._ask_for(wanted(args, kwargs), args[0] if written_arguments(func) else None)
         origin = self.exact_values.origin_of_results(func, args, kwargs)
         handler = _LOSSLESS[func]
-        results = handler(self, func, args, kwargs) if handler is not None else call_operator(func, args, kwargs)
+        results = handler(self, func, args, kwargs) if handler is not None else self.run(func, (), args, kwargs)
         self.exact_values.note_results(func, results, origin)
         if func is aten.clone.default:
             self._last_clone = weakref.ref(results)

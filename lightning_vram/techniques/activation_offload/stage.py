@@ -27,7 +27,8 @@ from lightning_vram.core.hooks import SavedTensorStage, StoredTensor, innermost_
 from lightning_vram.core.tensors.properties import ByStorage, StorageMemo, alias, storage_address
 from lightning_vram.memory.device.accelerators import is_capturing
 from lightning_vram.memory.tracking.ledger import iterate_storages, iterate_tensors
-from lightning_vram.private_names.dispatcher import FakeTensor, TorchDispatchMode
+from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
+from lightning_vram.private_names.dispatcher import FakeTensor
 from lightning_vram.private_names.torch import current_graph_task_id, num_nodes, without_autocast
 from lightning_vram.techniques.activation_offload.items import (
     ForwardHistory,
@@ -246,7 +247,7 @@ class ActivationOffloading(SavedTensorStage):
             self._places.close()
 
     @override
-    def begin(self, stack: ExitStack) -> TorchDispatchMode | None:
+    def begin(self, stack: ExitStack) -> OperatorSubscriber | None:
         self._candidates.begin(self._module)
         self._places.open()
         self.most_bytes = self._pace.begin(self._places, self.most_bytes)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_vram.core.hooks import hide_from_dynamo, is_in_backward
+from lightning_vram.core.hooks import is_in_backward
 from lightning_vram.core.tensors.properties import REAL_TYPES, version_of
 from lightning_vram.memory.device.accelerators import FreeMemory, free_memory_of
+from lightning_vram.private_names.dispatcher import hide_from_dynamo
 from lightning_vram.private_names.fsdp2 import waits_for_backward
 from lightning_vram.private_names.torch import VIEW_PROPERTIES, make_wrapper, tree_map_only, without_torch_function
 from lightning_vram.techniques.chunked_loss.row_program import (

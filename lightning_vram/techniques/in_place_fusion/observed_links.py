@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from typing_extensions import override
 
-from lightning_vram.core.hooks import QuietMode, is_in_backward, is_transformed
+from lightning_vram.core.hooks import is_in_backward, is_transformed
 from lightning_vram.core.operators import iterate_written
 from lightning_vram.core.tensors.properties import ByStorage, storage_address
-from lightning_vram.private_names.dispatcher import FakeTensor, call_operator
+from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
+from lightning_vram.private_names.dispatcher import FakeTensor
 from lightning_vram.private_names.torch import (
     SEE_INPUT,
     SEE_OUTPUT,
@@ -74,11 +75,10 @@ class Memory:
         return self.is_given and not (self.is_touched_again() or self.is_seen_by_hook or self.is_held())
 
 
-class StorageWatch(QuietMode):
+class StorageWatch(OperatorSubscriber):
     """Keeps a :class:`Memory` of every storage that an operator makes while it is entered."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._memories: ByStorage[Memory] = ByStorage()
         self._has_collected = False
         self.num_made = 0
@@ -98,18 +98,15 @@ class StorageWatch(QuietMode):
         return alias
 
     @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def on_operator(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if self._is_paused:
-            return call_operator(func, args, kwargs)
+            return self.run(func, types, args, kwargs)
         written = {storage_address(tensor) for tensor in iterate_written(func, args, kwargs)}
         read = {storage_address(tensor): tensor for tensor in tensors_in((args, kwargs))}
         known = {address: memory for address, tensor in read.items() if (memory := self.find(tensor)) is not None}
         if known and not _is_recomputing():
             self._touch(known, written)
-        result = call_operator(func, args, kwargs)
+        result = self.run(func, types, args, kwargs)
         for tensor in tensors_in(result):
             if storage_address(tensor) not in read:
                 self.num_made += 1

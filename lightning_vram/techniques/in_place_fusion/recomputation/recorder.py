@@ -1,4 +1,4 @@
-"""Record how every tensor is computed, in a dispatch mode that holds weak references only.
+"""Record how every tensor is computed, with weak references only.
 
 The recorder also sees every write: a tensor that a recipe ends on is copied before it is overwritten, and a value that
 was overwritten is no longer used.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_vram.core.hooks import QuietMode, count_writes
+from lightning_vram.core.hooks import count_writes
 from lightning_vram.core.operators import (
     Family,
     family_of,
@@ -31,13 +31,8 @@ from lightning_vram.core.tensors.properties import (
     storage_address,
     version_of,
 )
-from lightning_vram.private_names.dispatcher import (
-    BATCH_NORM_WITHOUT_STATISTICS,
-    TO_COPY,
-    FakeTensor,
-    call_operator,
-    is_foreach,
-)
+from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
+from lightning_vram.private_names.dispatcher import BATCH_NORM_WITHOUT_STATISTICS, TO_COPY, FakeTensor, is_foreach
 from lightning_vram.private_names.torch import count_storage_users, num_writes, storage_identity
 from lightning_vram.techniques.in_place_fusion.recomputation.recipes import (
     BatchNormRecipe,
@@ -58,11 +53,10 @@ MAX_HELD = 4  # recipes whose inputs are held at a time
 HoldInputs = Callable[[Value], list[Saved | Dropped] | None]
 
 
-class RecipeNotes(QuietMode):
+class RecipeNotes(OperatorSubscriber):
     """What the handlers record of one run. ``hold_inputs``: keeps what a growing operator read, if worth it."""
 
     def __init__(self, dropout: Literal["mask", "replay"], hold_inputs: "weakref.WeakMethod[HoldInputs]") -> None:
-        super().__init__()
         self.dropout = dropout
         self.hold_inputs = hold_inputs
         self.parameters_move = False  # freed between the layers' forwards: recipes then end on copies of small ones
@@ -229,14 +223,14 @@ def _elementwise(
     if are_tensors and args[0].dtype is not args[1].dtype:
         return _growing(notes, func, args, kwargs)  # a sum in float32 of what was made in 16 bits
     recipe = notes.recipe(func, args, kwargs)
-    result = func(*args, **kwargs) if kwargs else func(*args)
+    result = notes.run(func, (), args, kwargs)
     notes.note(result, recipe, kind=kind)
     return result
 
 
 def _view(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     recipe = notes.recipe(func, args, kwargs, 0)
-    results = func(*args, **kwargs) if kwargs else func(*args)
+    results = notes.run(func, (), args, kwargs)
     is_one = isinstance(results, Tensor)
     values = []
     for index, result in enumerate((results,) if is_one else results):
@@ -250,7 +244,7 @@ def _view(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 def _growing(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     recipe = notes.recipe(func, args, kwargs)
-    result = func(*args, **kwargs) if kwargs else func(*args)
+    result = notes.run(func, (), args, kwargs)
     if not is_strided(result) or (func is TO_COPY and not _is_believed_copy(args[0], result)):
         return result
     if not torch.is_grad_enabled():
@@ -277,7 +271,7 @@ def _copy_of(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[
 
 def _several_results(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     recipe = notes.recipe(func, args, kwargs)
-    results = func(*args, **kwargs) if kwargs else func(*args)
+    results = notes.run(func, (), args, kwargs)
     if isinstance(results, Tensor):  # ``max`` has a form with one
         notes.note(results, recipe)
     else:
@@ -288,7 +282,7 @@ def _several_results(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwarg
 
 def _norm(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     recipe = notes.recipe(func, args, kwargs)
-    results = func(*args, **kwargs) if kwargs else func(*args)
+    results = notes.run(func, (), args, kwargs)
     notes.note(results if isinstance(results, Tensor) else results[0], recipe)
     return results
 
@@ -309,7 +303,7 @@ def _batch_norm(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: di
         filled = (*notes.with_values(args[:3], inputs), *copies, *args[5:])
     recipe = BatchNormRecipe(function, filled, kwargs, inputs)
     recipe.position = notes.position
-    results = func(*args, **kwargs) if kwargs else func(*args)
+    results = notes.run(func, (), args, kwargs)
     if in_training and func is not BATCH_NORM_WITHOUT_STATISTICS and args[3] is not None:
         recipe.running = args[3].shape, args[3].dtype, args[3].device
     if in_training and func is aten.native_batch_norm.default:
@@ -324,7 +318,7 @@ def _native_dropout(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs
         return _several_results(notes, func, args, kwargs)
     draw = note_draw(func, source, probability) if notes.dropout == "replay" else None
     of_source = notes.value_of(source)
-    result, mask = func(*args, **kwargs) if kwargs else func(*args)
+    result, mask = notes.run(func, (), args, kwargs)
     of_mask = notes.note(mask, draw, num_writes(mask), 1, kind=MaskValue)
     of_mask.is_scaled = False  # type: ignore[attr-defined]
     notes.position += 1
@@ -340,7 +334,7 @@ def _bernoulli(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dic
     probability = args[1] if len(args) > 1 else (kwargs or {}).get("p", 0.5)
     notes.before_write(mask)
     draw = note_draw(func, mask, probability, generator) if notes.dropout == "replay" else None
-    result = func(*args, **kwargs) if kwargs else func(*args)
+    result = notes.run(func, (), args, kwargs)
     value = notes.note(mask, draw, num_writes(mask) + 1, kind=MaskValue)
     value.is_scaled = False  # type: ignore[attr-defined]
     return result
@@ -351,7 +345,7 @@ def _in_place(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict
     before = notes.find(target)
     if before is None:  # such as a counter of batches
         notes.before_write(target, is_counted=False)
-        return func(*args, **kwargs) if kwargs else func(*args)
+        return notes.run(func, (), args, kwargs)
     recipe = None
     if (before.recipe is not None or before.find_saved() is not None or before.is_mask) and _keeps_dtype(args):
         inputs: list[Value] = []
@@ -359,7 +353,7 @@ def _in_place(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict
         recipe = WriteRecipe(functional_form(func), filled, kwargs, inputs, target)
         recipe.position = notes.position
     notes.before_write(target)
-    result = func(*args, **kwargs) if kwargs else func(*args)
+    result = notes.run(func, (), args, kwargs)
     version = num_writes(target) + 1  # autograd counts the write after this returns
     if recipe is not None and isinstance(before, MaskValue) and before.recipe is None:
         if func in _SCALINGS and _is_scale(args[1], target.dtype):
@@ -375,7 +369,7 @@ def _writing(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[
     targets = list(iterate_written(func, args, kwargs))
     for target in targets:
         notes.before_write(target, is_counted=False)  # fused optimizers count no version either
-    result = call_operator(func, args, kwargs)
+    result = notes.run(func, (), args, kwargs)
     if is_foreach(func):
         count_writes(targets)
     return result
@@ -399,9 +393,7 @@ class RecipeRecorder(RecipeNotes):
     """Notes a ``Value`` for each result of a cheap operator while it is entered."""
 
     @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def on_operator(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         handler = _choose_handler(func)
         if (
             handler is None
@@ -413,10 +405,10 @@ class RecipeRecorder(RecipeNotes):
                 for target in iterate_written(func, args, kwargs):
                     if type(target) in PLAIN_TYPES:
                         self.before_write(target, is_counted=False)
-            return call_operator(func, args, kwargs)
+            return self.run(func, types, args, kwargs)
         self.position += 1
         if self._useless.get(self.position) is func:
-            return func(*args, **kwargs) if kwargs else func(*args)  # type: ignore[misc]  # mypy narrows it to None
+            return self.run(func, types, args, kwargs)
         return handler(self, func, args, kwargs)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_vram.core.hooks import SavedTensorStage, StoredTensor, hide_from_dynamo, pack_in_place, saving, unpack
+from lightning_vram.core.hooks import SavedTensorStage, StoredTensor, pack_in_place, saving, unpack
 from lightning_vram.core.operators import in_place_form
 from lightning_vram.core.tensors.properties import (
     PARAMETER_CLASSES,
@@ -32,7 +32,8 @@ from lightning_vram.core.tensors.properties import (
     is_strided,
     storage_address,
 )
-from lightning_vram.private_names.dispatcher import FakeTensor, TorchDispatchMode, without_dispatch
+from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
+from lightning_vram.private_names.dispatcher import FakeTensor, hide_from_dynamo, without_dispatch
 from lightning_vram.private_names.torch import base_of, is_view, num_writes, without_autocast
 from lightning_vram.techniques.in_place_fusion.recomputation.recipes import (
     Dropped,
@@ -245,7 +246,7 @@ class Recomputation(SavedTensorStage):
         self.report = RecomputationReport()
 
     @override
-    def begin(self, stack: ExitStack) -> TorchDispatchMode | None:
+    def begin(self, stack: ExitStack) -> OperatorSubscriber | None:
         self.report = RecomputationReport()
         parameters_move = self._module is not None and is_sharded(self._module)
         self._recorder.parameters_move = parameters_move

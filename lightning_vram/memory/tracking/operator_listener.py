@@ -1,0 +1,166 @@
+"""One dispatch mode for all that observe operators: the tracker, the recorder of recipes, notes of values, profilers.
+
+A mode costs each operator several microseconds before it does anything, so features that observe at the same time
+share one. An :class:`OperatorSubscriber` gets each operator below autograd, innermost first.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum, auto
+from functools import cache
+from typing import Any, Self
+
+import torch
+from typing_extensions import override
+
+from lightning_vram.private_names.dispatcher import (
+    ASK_DEVICE,
+    DispatchKey,
+    OpOverload,
+    UnwrappedMode,
+    current_dispatch_mode,
+    current_dispatch_modes,
+    hide_from_dynamo,
+    is_composite_operator,
+    is_traceable_wrapper_subclass_type,
+    run_composite_kernel,
+    run_operator,
+    schema_of,
+)
+
+RunOperator = Callable[[Any, Any, tuple[Any, ...], dict[str, Any] | None], Any]
+
+
+class Results(Enum):
+    """What an operator returns."""
+
+    NEW = auto()
+    CHANGED = auto()  # an argument, perhaps with another size: ``aten.resize_``
+    VIEWS = auto()  # of an argument: an unknown storage is older than the block
+    COMPOSED = auto()  # what other operators return: without autograd those are not seen unless it is taken apart
+
+
+@cache
+def results_of(func: Any) -> Results:
+    """Return what ``func``, an overload or a higher-order operator, returns."""
+    if not isinstance(func, OpOverload):
+        return Results.NEW  # a higher-order operator
+    if func.namespace == "prim":
+        return Results.VIEWS  # questions about a tensor; the dispatcher does not know them
+    keys = DispatchKey
+    has_own_kernel = func.has_kernel_for_dispatch_key(keys.CPU) or func.has_kernel_for_dispatch_key(keys.CUDA)
+    if is_composite_operator(func) and not has_own_kernel:
+        return Results.COMPOSED
+    schema = schema_of(func)
+    if not any(result.alias_info for result in schema.returns):
+        return Results.NEW
+    if func is torch.ops.aten.lift_fresh.default:  # the first that is seen of torch.tensor([...])
+        return Results.NEW
+    return Results.CHANGED if schema.is_mutable else Results.VIEWS
+
+
+class OperatorSubscriber:
+    """Observes operators while it is entered. Override :meth:`before` and :meth:`after`, or :meth:`on_operator`.
+
+    Subscribers share a dispatch mode unless another one was entered between them. What a subscriber computes while it
+    handles an operator is seen by none that shares its mode.
+    """
+
+    takes_apart = False
+    """Whether to see what wrapper subclasses (DTensor) and composite operators consist of, and run compiled code
+    uncompiled: the tracker must see each allocation."""
+
+    run: RunOperator  # runs an operator: the next subscriber outside of this one, or PyTorch
+    _is_paused = False
+    _mode: "_OperatorListener"
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "on_operator" in vars(cls):
+            cls.on_operator = hide_from_dynamo(cls.on_operator)  # type: ignore[method-assign]
+
+    def __enter__(self) -> Self:
+        mode = current_dispatch_mode()
+        if not isinstance(mode, _OperatorListener) or mode.takes_apart is not self.takes_apart:
+            mode = _OperatorListener(takes_apart=self.takes_apart)
+            mode.__enter__()  # type: ignore[no-untyped-call]
+        self._mode = mode
+        mode.change([*mode.subscribers, self])
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        mode = self._mode
+        mode.change([other for other in mode.subscribers if other is not self])
+        if not mode.subscribers:
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    @property
+    def is_innermost(self) -> bool:
+        """Whether it gets operators of this thread first."""
+        mode = current_dispatch_mode()
+        return isinstance(mode, _OperatorListener) and mode.subscribers[-1] is self
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let operators inside the block pass: they are our own. Other subscribers see them."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    @hide_from_dynamo
+    def on_operator(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Run an operator by :attr:`run` and return its result. ``types``: tensor subclasses among the arguments."""
+        if self._is_paused:
+            return self.run(func, types, args, kwargs)
+        self.before(func, args, kwargs)
+        result = self.run(func, types, args, kwargs)
+        self.after(func, args, kwargs, result)
+        return result
+
+    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        """Called before an operator runs."""
+
+    def after(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
+        """Called after an operator ran."""
+
+
+class _OperatorListener(UnwrappedMode):
+    supports_higher_order_operators = True
+
+    def __init__(self, *, takes_apart: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.takes_apart = takes_apart
+        self.subscribers: list[OperatorSubscriber] = []  # innermost last
+        self._first: RunOperator = run_operator
+
+    @override
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
+        """Let compiled callables run compiled, unless a subscriber takes all apart: else they silently run eagerly."""
+        return not self.takes_apart
+
+    def change(self, subscribers: list[OperatorSubscriber]) -> None:
+        """Let these get operators, the last one first."""
+        self.subscribers, self._first = subscribers, run_operator
+        for subscriber in subscribers:
+            subscriber.run, self._first = self._first, subscriber.on_operator
+
+    @override
+    @hide_from_dynamo
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.takes_apart:
+            if any(map(is_traceable_wrapper_subclass_type, types)):
+                return NotImplemented  # the wrapper unwraps itself; what it runs inside comes here again
+            if func is ASK_DEVICE:
+                return args[0].device
+            if results_of(func) is Results.COMPOSED:
+                with self:
+                    return run_composite_kernel(func, *args, **(kwargs or {}))
+        return self._first(func, types, args, kwargs)
+
+
+def current_subscribers() -> list[OperatorSubscriber]:
+    """Return those that get operators of this thread, innermost last."""
+    listeners = (mode for mode in current_dispatch_modes() if isinstance(mode, _OperatorListener))
+    return [subscriber for listener in listeners for subscriber in listener.subscribers]

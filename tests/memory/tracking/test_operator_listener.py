@@ -1,0 +1,126 @@
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from typing_extensions import override
+
+from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber, current_subscribers
+from lightning_vram.memory.tracking.tracker import track_memory
+from lightning_vram.techniques.activation_compression.stage import CompressionStage
+from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
+
+aten = torch.ops.aten
+
+
+class Names(OperatorSubscriber):
+    def __init__(self, log: list[str] | None = None, name: str = "") -> None:
+        self.log, self.name = [] if log is None else log, name
+
+    @override
+    def before(self, func, args, kwargs):
+        self.log.append(f"{self.name}before {func.overloadpacket.__name__}")
+
+    @override
+    def after(self, func, args, kwargs, result):
+        assert isinstance(result, Tensor)
+        self.log.append(f"{self.name}after {func.overloadpacket.__name__}")
+
+
+class Passing(TorchDispatchMode):
+    @override
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_subscriber_sees_operators_while_it_is_entered():
+    names = Names()
+    with names:
+        torch.ones(2).neg()
+    torch.ones(2).exp()
+    assert names.log == ["before ones", "after ones", "before neg", "after neg"]
+    assert _get_current_dispatch_mode_stack() == []
+
+
+def test_subscribers_share_one_mode_and_the_innermost_gets_an_operator_first():
+    log: list[str] = []
+    with Names(log, "outer "), Names(log, "inner "):
+        assert len(_get_current_dispatch_mode_stack()) == 1
+        torch.ones(2)
+    assert log == ["inner before ones", "outer before ones", "outer after ones", "inner after ones"]
+
+
+def test_one_that_leaves_does_not_end_the_others():
+    outer, inner = Names(), Names()
+    with outer:
+        with inner:
+            torch.ones(2)
+        torch.ones(2)
+    assert len(outer.log) == 4
+    assert len(inner.log) == 2
+
+
+def test_a_mode_in_between_stays_in_its_place():
+    outer, inner = Names(), Names()
+    with outer, Passing(), inner:
+        assert [type(mode) for mode in _get_current_dispatch_mode_stack()][1] is Passing
+        assert current_subscribers() == [outer, inner]
+        torch.ones(2)
+    assert outer.log == inner.log == ["before ones", "after ones"]
+
+
+def test_a_paused_subscriber_lets_operators_pass_that_others_see():
+    outer, inner = Names(), Names()
+    with outer, inner, inner.paused():
+        torch.ones(2)
+    assert (len(outer.log), inner.log) == (2, [])
+
+
+def test_what_a_subscriber_computes_is_its_own():
+    class Computing(Names):
+        @override
+        def after(self, func, args, kwargs, result):
+            result.exp()
+
+    outer = Names()
+    with outer, Computing():
+        torch.ones(2)
+    assert outer.log == ["before ones", "after ones"]
+
+
+def test_a_subscriber_may_run_an_operator_differently():
+    class Ones(OperatorSubscriber):
+        @override
+        def on_operator(self, func, types, args, kwargs):
+            return self.run(aten.abs.default if func is aten.neg.default else func, types, args, kwargs)
+
+    outer = Names()
+    with outer, Ones():
+        result = torch.ones(2).neg()
+    assert result.tolist() == [1.0, 1.0]
+    assert outer.log[-1] == "after abs"
+
+
+def test_an_error_of_an_operator_leaves_no_mode_behind():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), Names(), Names():
+        torch.ones(2, 3) @ torch.ones(2, 3)
+    assert _get_current_dispatch_mode_stack() == []
+
+
+def test_techniques_share_a_mode_and_the_tracker_which_takes_operators_apart_has_its_own():
+    layer = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Dropout(), nn.Linear(64, 8))
+    with track_memory(layer), CompressionStage(layer), Recomputation(layer):
+        assert [mode.takes_apart for mode in _get_current_dispatch_mode_stack()] == [True, False]
+        layer(torch.randn(16, 8)).sum().backward()
+        assert len(current_subscribers()) == 3  # as before the backward, in which only the tracker observed
+    assert _get_current_dispatch_mode_stack() == []
+
+
+def test_techniques_do_not_observe_a_backward_and_observe_again_after_it():
+    layer = nn.Linear(8, 8)
+    seen = []
+    with CompressionStage(layer), Recomputation(layer):
+        output = layer(torch.randn(4, 8))
+        output.register_hook(lambda _: seen.append(len(_get_current_dispatch_mode_stack())))
+        output.sum().backward()
+        seen.append(len(current_subscribers()))
+    assert seen == [0, 2]
