@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
-from lightning_vram.memory.tracking.ledger import iterate_storages, iterate_tensors
+from lightning_vram.memory.storages import iterate_storages, iterate_tensors
 
 
 class MemoryLimit(TorchDispatchMode):

@@ -2,7 +2,6 @@
 
 import gc
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_vram.memory.tracking.ledger import Ledger, follow_modules, iterate_storages
+from lightning_vram.memory.storages import ByStorage, iterate_storages
+from lightning_vram.memory.tracking.ledger import Ledger, follow_modules
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber, Results, results_of
 from lightning_vram.private_names.torch import num_nodes, storage_key, tensors_in
 
@@ -38,31 +38,22 @@ class AllocationTracker:
     """The storages that one step allocated, by weak references."""
 
     def __init__(self) -> None:
-        self._noted: dict[int, tuple[weakref.ref[torch.UntypedStorage], Site]] = {}
+        self._sites: ByStorage[Site] = ByStorage()
         self.nodes = range(0)  # of the graph, by number
 
     def add(self, storage: torch.UntypedStorage, site: Site) -> None:
         """Note a storage, unless it is known."""
-        key = storage_key(storage)
-        known = self._noted.get(key)
-        if known is None or known[0]() is None:  # else its address is used again
-            self._noted[key] = (weakref.ref(storage), site)
+        if self._sites.find_storage(storage) is None:
+            self._sites.note_storage(storage, site)
 
     def alive(self) -> dict[int, tuple[int, Site]]:
-        """Return bytes and site of those that are alive, by the key of the storage, and forget the others."""
-        found = {}
-        for key, (reference, site) in list(self._noted.items()):
-            storage = reference()
-            if storage is None:
-                del self._noted[key]
-            else:
-                found[key] = (int(storage.nbytes()), site)
-        return found
+        """Return bytes and site of those that are alive, by the key of the storage."""
+        return {storage_key(storage): (int(storage.nbytes()), site) for storage, site in self._sites.items()}
 
-    def forget(self, keys: set[int]) -> None:
+    def forget(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Take storages out."""
-        for key in keys & self._noted.keys():
-            del self._noted[key]
+        for storage in storages:
+            self._sites.drop_storage(storage)
 
 
 def storages_of(tensors: Any) -> Iterator[torch.UntypedStorage]:
@@ -110,6 +101,7 @@ class StepWatch:
         place = Ledger()  # of which only the name of the module is used
         outer = set(_frames(sys._getframe(1)))  # which were there before the step, and made nothing of it
         with ExitStack() as stack:
+            stack.callback(place.close)
             follow_modules(stack, place, self._module, lambda: None)
             stack.enter_context(_NewStorages(self.births, lambda: Site(place.module, line_of_user(outer))))
             yield
@@ -117,11 +109,10 @@ class StepWatch:
     def finish(self, held: Callable[[], Iterable[Tensor]]) -> None:
         """End with the step; ``held`` returns what may be new and stay: parameters, gradients, optimizer states."""
         self.births.nodes = range(self._first_node, num_nodes())
-        self.births.alive()  # forgets the dead, whose addresses may be used again
         for storage in _visible_storages():
             if storage_key(storage) not in self._old_keys:
                 self.births.add(storage, Site())
-        self.births.forget({storage_key(storage) for storage in storages_of(held())})
+        self.births.forget(storages_of(held()))
         self._old_keys.clear()
         self.is_finished = True
 

@@ -1,8 +1,7 @@
 """The tracker's ledger: which storages are alive, when each was allocated, resized and freed, and what it is for."""
 
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,59 +10,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_vram.memory.device.accelerators import stream_id
+from lightning_vram.memory.storages import ByStorage
+from lightning_vram.memory.storages import iterate_storages as iterate_storages
+from lightning_vram.memory.storages import iterate_tensors as iterate_tensors
 from lightning_vram.memory.tracking.timeline import HOST, Allocation, Category, MemoryEvent, MemoryTimeline, Phase
-from lightning_vram.private_names.dispatcher import is_traceable_wrapper_subclass
-from lightning_vram.private_names.torch import observe_forwards, sparse_indices, sparse_values, storage_key, tree_leaves
-
-_COMPRESSED_ROWS = (torch.sparse_csr, torch.sparse_bsr)
-_COMPRESSED_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
-
-
-def iterate_storages(tensor: Tensor) -> Iterator[tuple[torch.UntypedStorage, torch.device]]:
-    """Yield each storage of ``tensor`` (opaque layouts have none), and the tensor's device: a fake's is on ``meta``."""
-    if is_lazy(tensor):
-        return  # no storage yet
-    wrapper: Any = tensor
-    if is_traceable_wrapper_subclass(wrapper):
-        names, _ = wrapper.__tensor_flatten__()
-        for part in (getattr(wrapper, name) for name in names):
-            if isinstance(part, Tensor):  # a DTensor names its device mesh as well
-                yield from iterate_storages(part)
-    elif tensor.layout is torch.strided:
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
-            return
-        yield storage, tensor.device
-    else:
-        for part in _sparse_parts(tensor):
-            yield from iterate_storages(part)
-
-
-def _sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    if tensor.layout is torch.sparse_coo:
-        return sparse_indices(tensor), sparse_values(tensor)
-    if tensor.layout in _COMPRESSED_ROWS:
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in _COMPRESSED_COLUMNS:
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return ()
-
-
-def iterate_tensors(nest: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a batch: any nest of containers, mappings, dataclasses and other objects with attributes."""
-    for leaf in tree_leaves(nest):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif isinstance(leaf, Mapping):  # not every mapping is a dict: transformers' BatchEncoding
-            yield from iterate_tensors(list(leaf.values()))
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | torch.nn.Module) and not callable(leaf):
-            yield from iterate_tensors(list(vars(leaf).values()))
-
+from lightning_vram.private_names.torch import observe_forwards
 
 _kept: WeakKeyDictionary[Optimizer, Callable[[], Iterable[Tensor]]] = WeakKeyDictionary()
 
@@ -115,7 +69,7 @@ class _Entry:
 
 
 class Ledger:
-    """Open accounts by address of the storage; closed ones, whose weak reference has died, stay as events."""
+    """Entries of storages that are alive; what happened to those and others stays as events."""
 
     def __init__(self) -> None:
         self.moment = FORWARD
@@ -126,7 +80,7 @@ class Ledger:
         self.backward_starts: list[int] = []  # indices into them
         self.live_bytes: Counter[str] = Counter()  # by device
         self._streams: dict[tuple[torch.device, int], int] = {}
-        self._open: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._open: ByStorage[int] = ByStorage(self._free)  # numbers of entries; closed ones stay as events
 
     def add(self, tensor: Tensor, op: str) -> None:
         """Note what an operator returned: a new storage is born, a known one may have changed its size."""
@@ -135,7 +89,7 @@ class Ledger:
 
     def add_storage(self, storage: torch.UntypedStorage, device: torch.device, op: str) -> None:
         """Note the present size of a storage, which is born now if it is unknown."""
-        if storage_key(storage) in self._open:
+        if self._open.find_storage(storage) is not None:
             self.update_storage(storage)
         else:
             self._allocation(storage, device, op, self.module)
@@ -147,26 +101,24 @@ class Ledger:
 
     def update_storage(self, storage: torch.UntypedStorage) -> None:
         """Note the present size of a known storage; unknown ones are left alone."""
-        _, number = self._open.get(storage_key(storage), (None, None))
+        number = self._open.find_storage(storage)
         if number is not None:
             self._change(number, int(storage.nbytes()) - self._entries[number].num_bytes)
 
     def label(self, tensor: Tensor, category: Category, module: str) -> None:
         """Say what the storages of ``tensor`` are for; the first word counts. Unknown ones were held before."""
         for storage, device in iterate_storages(tensor):
-            if storage_key(storage) not in self._open:
-                self._allocation(storage, device, HELD, module)
-            account = self._open.get(storage_key(storage))
-            if account is not None and self._entries[account[1]].category is None:
-                entry = self._entries[account[1]]
+            number = self._open.find_storage(storage)
+            entry = self._entries[self._allocation(storage, device, HELD, module) if number is None else number]
+            if entry.category is None:
                 entry.category, entry.module = category, module
 
     def note_pinned(self, tensor: Tensor) -> None:
         """Note that a known host tensor is page-locked."""
         for storage, _ in iterate_storages(tensor):
-            account = self._open.get(storage_key(storage))
-            if account is not None:
-                self._entries[account[1]].is_pinned = True
+            number = self._open.find_storage(storage)
+            if number is not None:
+                self._entries[number].is_pinned = True
 
     def note_scratch(self, op: str, device: torch.device, sizes: Iterable[int]) -> None:
         """Note what a kernel took in addition to its result, and gave back: blocks of ``sizes`` bytes."""
@@ -178,7 +130,7 @@ class Ledger:
 
     def label_activations(self) -> None:
         """Say that what was made for a backward and is alive now is kept for it."""
-        for _, number in self._open.values():
+        for number in self._open.values():
             entry = self._entries[number]
             if entry.category is None and entry.born.is_building_graph:
                 entry.category = Category.ACTIVATIONS
@@ -189,7 +141,8 @@ class Ledger:
 
     def close(self) -> None:
         """Stop noting deaths."""
-        self._open.clear()  # with their references go the callbacks
+        self._open.clear()
+        self._open = ByStorage()  # the other one knows this ledger: a cycle
 
     def timeline(self, device: str | None) -> MemoryTimeline:
         """Freeze what is written so far; ``None`` sums over the first device that is not the host, or the host."""
@@ -201,18 +154,15 @@ class Ledger:
             device=device or next(iter(devices), HOST),
         )
 
-    def _allocation(self, storage: torch.UntypedStorage, device: torch.device, op: str, module: str) -> None:
-        key, number = storage_key(storage), self._enter(device, op, module)  # an empty one may grow
+    def _allocation(self, storage: torch.UntypedStorage, device: torch.device, op: str, module: str) -> int:
+        number = self._enter(device, op, module)
         self._entries[number].category = Category.GRADIENTS if self.is_in_reducer else None
         self._change(number, int(storage.nbytes()))
+        self._open.note_storage(storage, number)  # an empty one too: it may grow
+        return number
 
-        def bury(reference: weakref.ref[torch.UntypedStorage]) -> None:
-            account = self._open.get(key)
-            if account is not None and account[0] is reference:
-                del self._open[key]
-                self._change(number, -self._entries[number].num_bytes)
-
-        self._open[key] = (weakref.ref(storage, bury), number)
+    def _free(self, number: int) -> None:
+        self._change(number, -self._entries[number].num_bytes)
 
     def _enter(self, device: torch.device, op: str, module: str) -> int:
         stream = stream_id(device)

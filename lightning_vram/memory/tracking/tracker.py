@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_vram.memory.device.accelerators import PhasePeaks
 from lightning_vram.memory.device.measurement import Measurement
+from lightning_vram.memory.storages import iterate_tensors
 from lightning_vram.memory.tracking.ledger import (
     BACKWARD,
     FORWARD,
@@ -29,7 +30,6 @@ from lightning_vram.memory.tracking.ledger import (
     Moment,
     follow_modules,
     follow_resizes,
-    iterate_tensors,
     label_all,
     optimizer_tensors,
 )
