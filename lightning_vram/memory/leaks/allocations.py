@@ -81,8 +81,10 @@ def line_of_user(outer: set[FrameType]) -> str:
     return ""
 
 
-class StepWatch:
+class StepWatch(OperatorSubscriber):
     """From before one step to before the next: :meth:`finish` ends it. Followed steps run uncompiled."""
+
+    takes_apart = True
 
     def __init__(self, module: nn.Module, *, follows_operators: bool) -> None:
         self._module = module
@@ -91,6 +93,8 @@ class StepWatch:
         self._first_node = num_nodes()
         self.births = AllocationTracker()
         self.is_finished = False
+        self._place = Ledger()  # of which only the name of the module is used
+        self._outer: set[FrameType] = set()  # frames that were there before the step, and made nothing of it
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
@@ -98,13 +102,20 @@ class StepWatch:
         if not self._follows_operators or self.is_finished:
             yield
             return
-        place = Ledger()  # of which only the name of the module is used
-        outer = set(_frames(sys._getframe(1)))  # which were there before the step, and made nothing of it
+        self._outer.update(_frames(sys._getframe(1)))
         with ExitStack() as stack:
-            stack.callback(place.close)
-            follow_modules(stack, place, self._module, lambda: None)
-            stack.enter_context(_NewStorages(self.births, lambda: Site(place.module, line_of_user(outer))))
+            stack.callback(self._outer.clear)
+            stack.callback(self._place.close)
+            follow_modules(stack, self._place, self._module, lambda: None)
+            stack.enter_context(self)
             yield
+
+    @override
+    def after(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
+        if results_of(func) is Results.NEW:
+            site = Site(self._place.module, line_of_user(self._outer))
+            for storage in storages_of(tensors_in(result)):
+                self.births.add(storage, site)
 
     def finish(self, held: Callable[[], Iterable[Tensor]]) -> None:
         """End with the step; ``held`` returns what may be new and stay: parameters, gradients, optimizer states."""
@@ -115,20 +126,6 @@ class StepWatch:
         self.births.forget(storages_of(held()))
         self._old_keys.clear()
         self.is_finished = True
-
-
-class _NewStorages(OperatorSubscriber):
-    takes_apart = True
-
-    def __init__(self, births: AllocationTracker, find_site: Callable[[], Site]) -> None:
-        self._births, self._find_site = births, find_site
-
-    @override
-    def after(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
-        if results_of(func) is Results.NEW:
-            site = self._find_site()
-            for storage in storages_of(tensors_in(result)):
-                self._births.add(storage, site)
 
 
 def live_tensors() -> list[Tensor]:

@@ -53,17 +53,6 @@ class MemoryEvent:
 
 
 @dataclass(frozen=True)
-class _Totals:
-    peak_bytes: int
-    peak_event: int
-    peak_by_category: dict[Category, int]
-    peak_by_module: dict[str, int]
-    peak_by_phase: dict[Phase, int]
-    saved_for_backward_bytes: int
-    live_bytes: int
-
-
-@dataclass(frozen=True)
 class MemoryTimeline:
     """Live bytes over a piece of a program: frozen, comparable with ``==``, the same at each run of the same program.
 
@@ -112,61 +101,74 @@ class MemoryTimeline:
     @property
     def peak_bytes(self) -> int:
         """Most bytes alive at once."""
-        return self._totals.peak_bytes
+        return max(self._live, default=0)
 
     @property
     def peak_op(self) -> str:
         """Operator whose result made the peak; empty if nothing was ever alive."""
-        peak = self._totals.peak_event
-        return self.allocations[self.events[peak].allocation].op if peak >= 0 else ""
+        return self.allocations[self.events[self._peak_event].allocation].op if self._peak_event >= 0 else ""
 
     @property
     def peak_phase(self) -> Phase | None:
         """Phase in which the peak was reached; ``None`` if nothing was ever alive."""
-        peak = self._totals.peak_event
-        return self.events[peak].phase if peak >= 0 else None
+        return self.events[self._peak_event].phase if self._peak_event >= 0 else None
 
-    @property
+    @cached_property
     def peak_by_category(self) -> Mapping[Category, int]:
         """Bytes of each category at the peak; they add up to :attr:`peak_bytes`."""
-        return self._totals.peak_by_category
+        found = dict.fromkeys(Category, 0)
+        for number, num_bytes in self.peak_allocations.items():
+            found[self.allocations[number].category] += num_bytes
+        return found
 
-    @property
+    @cached_property
     def peak_by_module(self) -> Mapping[str, int]:
         """Bytes of each module at the peak, largest first; they add up to :attr:`peak_bytes`.
 
         Made in its forward, or its parameters, buffers, gradients and optimizer state. The empty name holds what the
         root or no module made, temporaries of the backward among it.
         """
-        return self._totals.peak_by_module
+        found: Counter[str] = Counter()
+        for number, num_bytes in self.peak_allocations.items():
+            found[self.allocations[number].module] += num_bytes
+        return dict(found.most_common())
 
-    @property
+    @cached_property
     def peak_allocations(self) -> Mapping[int, int]:
         """Bytes at the peak, by index into :attr:`allocations`."""
-        return self._live_at(self._totals.peak_event)
+        live: Counter[int] = Counter()
+        for event in self.events[: self._peak_event + 1]:
+            if self.allocations[event.allocation].device == self.device:
+                live[event.allocation] += event.change_bytes
+        return {number: num_bytes for number, num_bytes in live.items() if num_bytes}
 
-    @property
+    @cached_property
     def peak_by_phase(self) -> Mapping[Phase, int]:
         """Most bytes alive at once during each phase; phases in which nothing changed are left out."""
-        return self._totals.peak_by_phase
+        found: dict[Phase, int] = {}
+        for event, before, after in zip(self.events, [0, *self._live], self._live, strict=False):
+            if self.allocations[event.allocation].device == self.device:
+                found[event.phase] = max(found.get(event.phase, 0), before, after)
+        return {phase: found[phase] for phase in Phase if phase in found}
 
     def peak_of(self, category: Category) -> int:
         """Most bytes of one category alive at once, which may be at another moment than the peak of all."""
-        return self._peak_where(lambda one: one.device == self.device and one.category is category)
+        return max(self._sums(lambda one: one.device == self.device and one.category is category), default=0)
 
-    @property
+    @cached_property
     def saved_for_backward_bytes(self) -> int:
         """Bytes made in the forward and still alive when a backward began: the most over all backwards.
 
         Counted is what is alive, whether autograd keeps it or a Python variable does. No saved-tensor hook is
         installed for this, since hooks switch autograd's check for overwritten tensors off.
         """
-        return self._totals.saved_for_backward_bytes
+        sums = self._sums(lambda one: one.device == self.device and one.category is Category.ACTIVATIONS)
+        return max((sums[start - 1] for start in self.backward_starts if start), default=0)
 
     @property
     def live_bytes(self) -> int:
         """Bytes alive at the end."""
-        return self._totals.live_bytes
+        return self._live[-1] if self._live else 0
 
     @property
     def host_peak_bytes(self) -> int:
@@ -176,52 +178,17 @@ class MemoryTimeline:
     @property
     def pinned_peak_bytes(self) -> int:
         """Most bytes of page-locked host memory at once, as far as it was reported."""
-        return self._peak_where(lambda one: one.is_pinned)
+        return max(self._sums(lambda one: one.is_pinned), default=0)
 
-    def _peak_where(self, counts: Callable[[Allocation], bool]) -> int:
-        changes = (event.change_bytes for event in self.events if counts(self.allocations[event.allocation]))
-        return max(accumulate(changes, initial=0))
+    def _sums(self, counts: Callable[[Allocation], bool]) -> list[int]:
+        """Return the live bytes of some allocations after each event."""
+        counted = [counts(one) for one in self.allocations]
+        return list(accumulate(event.change_bytes if counted[event.allocation] else 0 for event in self.events))
 
     @cached_property
-    def _totals(self) -> _Totals:
-        live_bytes, peak_bytes, peak_event, saved_bytes = 0, 0, -1, 0
-        by_phase: dict[Phase, int] = {}
-        starts = set(self.backward_starts)
-        activations = 0
-        for index, event in enumerate(self.events):
-            if index in starts:
-                saved_bytes = max(saved_bytes, activations)
-            allocation = self.allocations[event.allocation]
-            if allocation.device != self.device:
-                continue
-            before, live_bytes = live_bytes, live_bytes + event.change_bytes
-            if allocation.category is Category.ACTIVATIONS:
-                activations += event.change_bytes
-            by_phase[event.phase] = max(by_phase.get(event.phase, 0), before, live_bytes)
-            if live_bytes > peak_bytes:
-                peak_bytes, peak_event = live_bytes, index
-        if len(self.events) in starts:
-            saved_bytes = max(saved_bytes, activations)
-        at_peak = self._live_at(peak_event)
-        by_category: Counter[Category] = Counter(dict.fromkeys(Category, 0))
-        by_module: Counter[str] = Counter()
-        for number, num_bytes in at_peak.items():
-            by_category[self.allocations[number].category] += num_bytes
-            by_module[self.allocations[number].module] += num_bytes
-        return _Totals(
-            peak_bytes=peak_bytes,
-            peak_event=peak_event,
-            peak_by_category=dict(by_category),
-            peak_by_module=dict(by_module.most_common()),
-            peak_by_phase={phase: by_phase[phase] for phase in Phase if phase in by_phase},
-            saved_for_backward_bytes=saved_bytes,
-            live_bytes=live_bytes,
-        )
+    def _live(self) -> list[int]:
+        return self._sums(lambda one: one.device == self.device)
 
-    def _live_at(self, last_event: int) -> dict[int, int]:
-        """Bytes of each allocation of this device that is alive right after ``last_event``."""
-        live: Counter[int] = Counter()
-        for event in self.events[: last_event + 1]:
-            if self.allocations[event.allocation].device == self.device:
-                live[event.allocation] += event.change_bytes
-        return {number: num_bytes for number, num_bytes in live.items() if num_bytes}
+    @cached_property
+    def _peak_event(self) -> int:
+        return self._live.index(self.peak_bytes) if self.peak_bytes else -1

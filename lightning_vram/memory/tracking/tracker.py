@@ -77,8 +77,10 @@ def track_memory(
     return MemoryTracker(module, tuple(optimizers), inputs)
 
 
-class MemoryTracker:
+class MemoryTracker(OperatorSubscriber):
     """A running or finished measurement: see :func:`track_memory`."""
+
+    takes_apart = True
 
     def __init__(self, module: nn.Module | None, optimizers: tuple[Optimizer, ...], inputs: Any) -> None:
         self._module = module
@@ -123,7 +125,8 @@ class MemoryTracker:
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             held = [*(self._module.parameters() if self._module is not None else ()), *iterate_tensors(self._inputs)]
             self._is_fake = detect_fake_mode(held) is not None
-            stack.enter_context(_TrackedOperators(self))
+            super().__enter__()
+            stack.push(super().__exit__)
             self._inputs = None  # the tracked program decides how long its batch lives
             self._exit = stack.pop_all()
         return self
@@ -136,13 +139,13 @@ class MemoryTracker:
             self.ledger.start_backward()
         self.ledger.close()
 
-    def before_operator(self, func: Any) -> None:
-        """Note the phase that an operator belongs to."""
+    @override
+    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         if func is not torch.ops.aten.detach.default:
             self._observe()  # but hooks on saved tensors detach without gradients, in the middle of a recomputation
 
-    def after_operator(self, func: Any, result: Any) -> None:
-        """Note the storages that an operator returned."""
+    @override
+    def after(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
         results = results_of(func)
         if results is Results.NEW:
             for tensor in tensors_in(result):
@@ -221,21 +224,6 @@ class MemoryTracker:
 
         run.__wrapped__ = closure  # type: ignore[attr-defined]  # who asks whose it is
         return run
-
-
-class _TrackedOperators(OperatorSubscriber):
-    takes_apart = True
-
-    def __init__(self, tracker: MemoryTracker) -> None:
-        self._tracker = tracker
-
-    @override
-    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-        self._tracker.before_operator(func)
-
-    @override
-    def after(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
-        self._tracker.after_operator(func, result)
 
 
 class MemoryProbe:
