@@ -102,12 +102,15 @@ class OwnHooks(ABC):
 Hooks = graph.saved_tensors_hooks | OwnHooks
 
 
-class _Active(threading.local):
+class _OfThread(threading.local):
     def __init__(self) -> None:
-        self.entered: list[tuple[Hooks, OperatorSubscriber | None]] = []  # in this thread, innermost last
+        self.entered: list[tuple[Hooks, OperatorSubscriber | None]] = []  # innermost last
+        self.stages: list[SavedTensorStage] = []  # innermost last
+        self.exactness = 0
+        self.saving: Tensor | None = None  # what autograd saves at this moment, if it may be unfinished
 
 
-_active = _Active()
+_here = _OfThread()
 # Bound permanently: code that imports one of ours by name inside a step holds on to it.
 _disable: Callable[[str], AbstractContextManager[None]] = graph.disable_saved_tensors_hooks
 _backward: RunBackward | None = engine_run_backward()
@@ -120,19 +123,19 @@ class stepping_aside:  # noqa: N801 - a context, quicker than one made by a gene
         self._entry = (hooks, subscriber)
 
     def __enter__(self) -> None:
-        _active.entered.append(self._entry)
+        _here.entered.append(self._entry)
         _functions.acquire()
 
     def __exit__(self, *args: object) -> None:
         _functions.release()
-        _active.entered.pop()
+        _here.entered.pop()
 
 
 @contextmanager
 def _disable_without_ours(message: str) -> Iterator[None]:
     # Hooks of the user's own on top of ours stay: the transform refuses them, as it would without us.
     with ExitStack() as stack:
-        for hooks, _ in reversed(_active.entered):
+        for hooks, _ in reversed(_here.entered):
             innermost = innermost_hooks()
             if innermost is None or innermost[0] != hooks.pack_hook:
                 break
@@ -145,7 +148,7 @@ def _disable_without_ours(message: str) -> Iterator[None]:
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
     assert _backward is not None
     with ExitStack() as stack:
-        for _, subscriber in reversed(_active.entered):
+        for _, subscriber in reversed(_here.entered):
             if subscriber is None:
                 continue
             if not subscriber.is_innermost:
@@ -165,26 +168,19 @@ _ours: tuple[Any, Any] = (_disable_without_ours, _run_backward)
 _functions = HeldSetting(lambda: (_disable, _backward), _replace_functions, _ours)
 
 
-class _Saving(threading.local):
-    tensor: Tensor | None = None
-
-
-_saving = _Saving()
-
-
 @contextmanager
 def saving(tensor: Tensor) -> Iterator[None]:
     """Let stages know inside the block that autograd is saving ``tensor``: see :func:`is_unfinished`."""
-    _saving.tensor = tensor if may_be_unfinished(tensor) else None
+    _here.saving = tensor if may_be_unfinished(tensor) else None
     try:
         yield
     finally:
-        _saving.tensor = None
+        _here.saving = None
 
 
 def is_unfinished(tensor: Tensor) -> bool:
     """Whether autograd is saving ``tensor`` at this moment, for an operator that may not have written it yet."""
-    return _saving.tensor is tensor
+    return _here.saving is tensor
 
 
 def may_be_unfinished(tensor: Tensor) -> bool:
@@ -224,26 +220,17 @@ class StoredTensor(ABC):
         """Return the tensor with its shape, strides, dtype and device, as often as it is called. Without gradients."""
 
 
-class _Chain(threading.local):
-    def __init__(self) -> None:
-        self.stages: list[SavedTensorStage] = []  # entered in this thread, innermost last
-        self.exactness = 0
-
-
-_chain = _Chain()
-
-
 def innermost_stage() -> "SavedTensorStage | None":
     """Return the stage that autograd calls; a stage that is entered now would pass tensors to it."""
-    return _chain.stages[-1] if _chain.stages else None
+    return _here.stages[-1] if _here.stages else None
 
 
 class _ExactOnly:
     def __enter__(self) -> None:
-        _chain.exactness += 1
+        _here.exactness += 1
 
     def __exit__(self, *args: object) -> None:
-        _chain.exactness -= 1
+        _here.exactness -= 1
 
 
 exact_only = _ExactOnly()
@@ -252,7 +239,7 @@ exact_only = _ExactOnly()
 
 def is_exact_only() -> bool:
     """Whether tensors that are saved now must come back bit-exactly."""
-    return _chain.exactness > 0
+    return _here.exactness > 0
 
 
 class SavedTensorStage(ABC):
@@ -291,8 +278,8 @@ class SavedTensorStage(ABC):
         with ExitStack() as stack:
             hooks = saved_tensors_hooks(self._pack, self._unpack)
             stack.enter_context(hooks)
-            _chain.stages.append(self)
-            stack.callback(_chain.stages.remove, self)
+            _here.stages.append(self)
+            stack.callback(_here.stages.remove, self)
             stack.enter_context(stepping_aside(hooks, self.begin(stack)))
             self._exit = stack.pop_all()
         return self

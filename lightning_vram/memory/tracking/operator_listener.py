@@ -91,6 +91,7 @@ class OperatorSubscriber:
     def __exit__(self, *error: object) -> None:
         mode = self._mode
         mode.change([other for other in mode.subscribers if other is not self])
+        del self._mode, self.run  # so that nothing here holds those outside
         if not mode.subscribers:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 

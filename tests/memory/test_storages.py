@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_vram.core.tensors.properties import ByStorage
+from lightning_vram.memory.storages import ByStorage
 
 
 def test_notes_by_storage_are_of_one_life_of_an_address() -> None:
@@ -33,3 +33,33 @@ def test_the_dead_are_forgotten_as_their_number_grows() -> None:
         del x, gone
     assert len(notes) <= 2 * (len(held) + 50)
     assert [notes.find(x) for x in held] == list(range(40)) == [notes.find_storage(x.untyped_storage()) for x in held]
+
+
+def test_a_death_is_reported_once_with_the_fact_and_not_after_it_was_dropped() -> None:
+    dead: list[str] = []
+    notes = ByStorage(dead.append)
+    x, y, z = torch.ones(4), torch.ones(4), torch.ones(4)
+    for tensor, fact in ((x, "x"), (y, "y"), (z, "z")):
+        notes.note(tensor, fact)
+    view = x[1:]
+    del x
+    assert dead == []
+    del view
+    assert dead == ["x"]
+    notes.drop_storage(y.untyped_storage())
+    del y
+    assert [(len(storage), fact) for storage, fact in notes.items()] == [(16, "z")]
+    notes.clear()
+    del z
+    assert dead == ["x"]
+
+
+def test_a_fact_that_is_set_again_dies_once() -> None:
+    dead: list[int] = []
+    notes = ByStorage(dead.append)
+    x = torch.ones(4)
+    notes.note(x, 1)
+    notes.note(x, 2)
+    del x
+    assert dead == [2]
+    assert len(notes) == 0
