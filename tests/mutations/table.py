@@ -41,8 +41,8 @@ TRANSFERS = [
     Mutation(
         f"{_STREAM_COPIES}.fetch",
         "gather(pieces, target)\n"
-        "arrival = _StreamH2DCopy(target, self._side.record_event(), stream, self._module, self.times)",
-        "arrival = _StreamH2DCopy(target, self._side.record_event(), stream, self._module, self.times)\n"
+        "arrival = _StreamH2DCopy(target, self._side.record_event(), stream, self._module)",
+        "arrival = _StreamH2DCopy(target, self._side.record_event(), stream, self._module)\n"
         "gather(pieces, target)",
         by_hand.there_and_back,
     ),

@@ -39,7 +39,7 @@ from lightning_vram.techniques.activation_offload.items import (
     find_span,
     to_flat,
 )
-from lightning_vram.techniques.activation_offload.places import OffloadMeasures, OffloadPace, OffloadPlaces
+from lightning_vram.techniques.activation_offload.places import OffloadPlaces
 
 
 def check_bytes(name: str, value: object, allowed: str = "bytes as an int") -> None:
@@ -48,18 +48,6 @@ def check_bytes(name: str, value: object, allowed: str = "bytes as an int") -> N
         raise TypeError(f"{name} must be {allowed}, got {value!r} of type {type(value).__name__}.")
     if value < 0:
         raise ValueError(f"{name} must not be negative, got {value}.")
-
-
-def check_max_slowdown(name: str, value: object, disk_path: object) -> None:
-    """Refuse an invalid slowdown, and one with a disk, whose own waits are not measured."""
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number or None, got {value!r} of type {type(value).__name__}.")
-    if not value >= 1:
-        raise ValueError(f"{name} must be at least 1, got {value}.")
-    if disk_path is not None:
-        raise ValueError(f"{name} is for host memory: with disk_path, set most_bytes.")
 
 
 class OffloadCandidates:
@@ -146,8 +134,6 @@ class ActivationOffloading(SavedTensorStage):
             from the second forward of a kind on.
         most_bytes: At most so many bytes of one forward travel, those that are saved first; what is saved after them
             stays. ``None``: no limit. It may be set between two steps.
-        max_slowdown: How many times what it takes without waiting for copies a step may take. The first steps are
-            measured, and ``most_bytes`` is lowered to what can travel. ``None``: nothing is measured.
         compress: ``"bf16"``: float32 and float64 travel, and wait, in bfloat16: half of the host memory and of the
             traffic. Gradients are then approximate: eight bits of what is saved survive. ``"none"``: they are exact.
         disk_path: Folder for a file that takes the place of host memory; ``None`` for host memory.
@@ -177,7 +163,6 @@ class ActivationOffloading(SavedTensorStage):
         min_offload_bytes: int = 1 << 20,
         window_bytes: int | Literal["auto"] = "auto",
         most_bytes: int | None = None,
-        max_slowdown: float | None = None,
         compress: Literal["none", "bf16"] = "none",
         disk_path: str | os.PathLike[str] | None = None,
         pin_memory: bool = True,
@@ -188,7 +173,6 @@ class ActivationOffloading(SavedTensorStage):
             check_bytes("window_bytes", window_bytes, 'bytes as an int or "auto"')
         if most_bytes is not None:
             check_bytes("most_bytes", most_bytes, "bytes as an int or None")
-        check_max_slowdown("max_slowdown", max_slowdown, disk_path)
         if compress not in ("none", "bf16"):
             raise ValueError(f'compress must be "none" or "bf16", got {compress!r}.')
         if disk_path is not None and not isinstance(disk_path, str | os.PathLike):
@@ -197,7 +181,6 @@ class ActivationOffloading(SavedTensorStage):
         self._min_bytes = min_offload_bytes
         self._window_bytes = window_bytes
         self.most_bytes = most_bytes
-        self._pace = OffloadPace(max_slowdown)
         self._compress = compress
         self._lock = threading.RLock()  # autograd has a thread for each device
         self._memo: StorageMemo[OffloadedItem] = StorageMemo()
@@ -218,11 +201,6 @@ class ActivationOffloading(SavedTensorStage):
             host_bytes=self._places.host_bytes,
             disk_bytes=self._places.disk_bytes,
         )
-
-    @property
-    def measures(self) -> OffloadMeasures | None:
-        """What steps were measured to take last; ``None`` before, and without ``max_slowdown``."""
-        return self._pace.measures
 
     @property
     def num_away(self) -> int:
@@ -249,12 +227,10 @@ class ActivationOffloading(SavedTensorStage):
     def begin(self, stack: ExitStack) -> TorchDispatchMode | None:
         self._candidates.begin(self._module)
         self._places.open()
-        self.most_bytes = self._pace.begin(self._places, self.most_bytes)
         self._offloaded_bytes = self._kept_bytes = self._num_offloaded = 0
         self._history.start()
         self.settle()
         stack.callback(self.settle)
-        stack.callback(self._end_forward)
         stack.callback(self._finish_late)
         return None
 
@@ -287,7 +263,6 @@ class ActivationOffloading(SavedTensorStage):
         with self._lock:
             if current_graph_task_id() != -1:  # a stage inside may look at what it saved in a forward, too
                 self._history.end_forward()
-                self._end_forward()
             window_bytes = self._find_window(item.run) + self._find_excess(item.run) // _EXCESS_SHARE
             flat = item.find()
             if flat is None:
@@ -295,11 +270,7 @@ class ActivationOffloading(SavedTensorStage):
                 flat = item.fetch()
             item.fetch_ahead(window_bytes)
             flat = item.hand_over(flat)
-            self._pace.note_asked()
             return flat, item.note_given(load)
-
-    def _end_forward(self) -> None:
-        self._pace.end_forward(self._offloaded_bytes, self._kept_bytes)
 
     def _find_item(self, tensor: Tensor) -> tuple[OffloadedItem | None, int]:
         """Return the item with the memory of ``tensor``, and where in it the tensor begins; ``None`` if it is small."""
