@@ -50,7 +50,7 @@ class ActivationOffload(FitTechnique):
         >>> trainer = pl.Trainer(callbacks=[ActivationOffload(min_offload_bytes="4MiB")], logger=False)
     """
 
-    def __init__(  # noqa: PLR0913 - set by name in configuration files
+    def __init__(
         self,
         min_offload_bytes: int | str = "1MiB",
         window_bytes: int | str = "auto",
