@@ -117,6 +117,9 @@ class OffloadedItem:
         run.items[self.number] = weakref.ref(self)
         self.num_bytes = flat.numel()
         self.host_copy: HostCopy | None = None
+        self._device: Tensor | None = None
+        self._arrival: H2DCopy | None = None
+        self._version: int | None = None  # of a copy on the device, when it was first given
         self._place = place
         self._packed_dtype = packed_dtype  # of a tensor that travels in bfloat16
         self._handles: set[int] = set()
@@ -238,8 +241,7 @@ class OffloadedItem:
 
     def _hold(self, flat: Tensor, arrival: H2DCopy | None) -> None:
         self._uncount()  # what it holds already, if that was written to
-        self._device: Tensor | None = flat
-        self._arrival, self._version = arrival, None
+        self._device, self._arrival, self._version = flat, arrival, None
         self._waiting = set(self._handles)
         self._counted_bytes = self.num_bytes
         self.run.resident_bytes += self.num_bytes

@@ -9,13 +9,7 @@ from torch import Tensor
 
 from lightning_vram.core.host.disk import DiskRing
 from lightning_vram.core.host.memory import HostArena, hidden_from_modes
-from lightning_vram.core.host.transfers import (
-    Copies,
-    D2HCopy,
-    H2DCopy,
-    make_copies,
-)
-from lightning_vram.memory.estimate.fake_tensors import fake_bytes
+from lightning_vram.core.host.transfers import Copies, D2HCopy, H2DCopy, make_copies
 from lightning_vram.private_names.dispatcher import FakeTensor
 
 
@@ -55,14 +49,6 @@ class Place:
         """Return memory on the device, visible to trackers of memory."""
         return self._like.new_empty(num_bytes)
 
-    def wrap(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return the bytes of ``storage`` as a flat tensor."""
-        like = self._like
-        if isinstance(like, FakeTensor):
-            return fake_bytes(storage, like.fake_mode, like.device)
-        with hidden_from_modes(like):
-            return like.new_empty(0).set_(storage)
-
 
 class OffloadPlaces:
     """Makes a place for each device as its tensors ask for one, and owns the memory and the file."""
@@ -77,16 +63,9 @@ class OffloadPlaces:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory taken; fake memory if no other was."""
-        real_bytes = self._ring.staging_bytes if self._ring is not None else 0
-        fake_bytes = 0
-        for (_, fake_mode), place in self._places.items():
-            num_bytes = place.arena.total_bytes if place.arena is not None else 0
-            if fake_mode is None:
-                real_bytes += num_bytes
-            else:
-                fake_bytes += num_bytes
-        return real_bytes or fake_bytes
+        """Host memory taken."""
+        staging_bytes = self._ring.staging_bytes if self._ring is not None else 0
+        return staging_bytes + sum(arena.total_bytes for arena in self._arenas)
 
     @property
     def disk_bytes(self) -> int:
@@ -97,7 +76,11 @@ class OffloadPlaces:
     def num_away(self) -> int:
         """Storages that are away."""
         on_disk = self._ring.num_blocks if self._ring is not None else 0
-        return on_disk + sum(place.arena.num_blocks for place in self._places.values() if place.arena is not None)
+        return on_disk + sum(arena.num_blocks for arena in self._arenas)
+
+    @property
+    def _arenas(self) -> list[HostArena]:
+        return [place.arena for place in self._places.values() if place.arena is not None]
 
     def open(self) -> None:
         """Make the file, if there is to be one and it was closed."""
@@ -108,8 +91,8 @@ class OffloadPlaces:
         """Give host memory and file back."""
         for place in self._places.values():
             place.copies.close()
-            if place.arena is not None:
-                place.arena.close()
+        for arena in self._arenas:
+            arena.close()
         self._places.clear()
         if self._ring is not None:
             self._ring.close()
