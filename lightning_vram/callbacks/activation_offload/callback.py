@@ -34,7 +34,8 @@ class ActivationOffload(FitTechnique):
             to the host in flight, and prefetched tensors. ``"auto"``: 1/16 of the bytes that a step saves, at least
             its largest tensor.
         most_bytes: Most bytes to offload per forward, those saved first: an ``int``, or text such as ``"3GiB"``. The
-            rest stays on the device. ``None``: no limit; 0: nothing is offloaded.
+            rest stays on the device. If steps wait for copies: half of the bytes that the second step logs, or less.
+            ``None``: no limit; 0: nothing is offloaded.
         compress: ``"bf16"``: float32 is copied and stored in bfloat16; gradients are then approximate. ``"none"``: off.
         disk_path: Folder on a fast local disk, used instead of host memory. The file is unnamed and vanishes with the
             process. ``None``: host memory.

@@ -49,10 +49,11 @@ class Run:
     __slots__ = ("expected_bytes", "is_open", "items", "largest_bytes", "num_items", "resident_bytes", "saved_bytes")
 
     def __init__(self, last: "Run | None") -> None:
-        self.expected_bytes = last.saved_bytes if last is not None else 0
-        self.largest_bytes = last.largest_bytes if last is not None else 0
+        self.num_items = 0
+        self.saved_bytes: int = 0
+        self.expected_bytes: int = last.saved_bytes if last is not None else 0
+        self.largest_bytes: int = last.largest_bytes if last is not None else 0
         self.is_open = True
-        self.saved_bytes = self.num_items = 0
         self.resident_bytes = 0  # on the device and not given back to autograd yet
         self.items: dict[int, weakref.ref[OffloadedItem]] = {}  # those alive, by number
 
@@ -135,14 +136,15 @@ class OffloadedItem:
     @property
     def is_here(self) -> bool:
         """Whether its bytes are on the device, or on their way."""
-        return self._device is not None and self._version in (None, num_writes(self._device))
+        flat = self._device
+        return flat is not None and self._version in (None, num_writes(flat))
 
     def send(self, window_bytes: int) -> None:
         """Send the bytes away."""
         assert self._device is not None
-        flat, self._device = self._device, None
+        self.host_copy = self._place.put(self._pack(self._device), window_bytes)
+        self._device = None
         self._uncount()
-        self.host_copy = self._place.put(self._pack(flat), window_bytes)
 
     def still_holds(self, tensor: Tensor, start: int) -> bool:
         """Whether what was sent is what the memory of ``tensor`` holds from its element ``start`` on.

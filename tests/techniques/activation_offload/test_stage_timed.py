@@ -4,6 +4,8 @@ import pytest
 import torch
 from support.timed_machine import TimedMachine
 
+from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
+
 SIDE = 32
 MATRIX = SIDE * SIDE * 4
 NUM_LAYERS = 32  # each takes a second, and two in the backward, and saves a matrix
@@ -24,7 +26,7 @@ def fit(matrices_per_second: float, most_bytes: int | None) -> tuple[float, int]
 
     with machine.installed():
         (plain,) = torch.autograd.grad(run(), weight)
-        offloading = machine.make_offloading(most_bytes=most_bytes)
+        offloading = ActivationOffloading(min_offload_bytes=1, most_bytes=most_bytes)
         for _ in range(5):
             start = machine.compute.seconds
             with offloading:
