@@ -480,6 +480,18 @@ def test_at_most_the_window_is_fetched_ahead(window: int, most: int) -> None:
     assert max(num_here) == most
 
 
+def test_a_node_that_asks_for_its_first_tensor_first_has_each_fetched_once(monkeypatch) -> None:
+    """The backward of a norm asks for its input, then for the mean and the deviation that were saved after it."""
+    fetched, fetch = [], OffloadedItem.fetch
+    monkeypatch.setattr(OffloadedItem, "fetch", lambda item: fetched.append(item.number) or fetch(item))
+    module, x = nn.Sequential(*(nn.LayerNorm(SIDE) for _ in range(4))), weight()
+    offloading = ActivationOffloading(module, min_offload_bytes=1, window_bytes=3 * MATRIX)
+    for _ in range(2):
+        fetched.clear()
+        gradients(module, lambda: module(x).square().sum(), offloading)
+        assert len(fetched) == len(set(fetched)) == offloading.report.num_offloaded > 3
+
+
 def test_a_backward_that_takes_another_way_does_not_leave_the_window_full() -> None:
     offloading = ActivationOffloading(min_offload_bytes=1, window_bytes=2 * MATRIX)
     with offloading:
