@@ -25,7 +25,6 @@ EXCEPTIONS = {
         "callbacks.auto_vram.applied_plan",
         "torch.get_device_module(self._device).synchronize(self._device)",
     ): _STEP_TIMED,
-    ("core.host.transfers", "end.synchronize()"): _TIMED,
     ("core.host.transfers", "started.wait()"): "sets the number of threads; nothing is on the device",
     ("core.host.transfers", "ticket._is_done.wait(PATIENCE_SECONDS)"): "the loop around it would go round without it",
     ("core.ranks", "work.wait()"): "several ranks, by gloo: tests/core/processes",

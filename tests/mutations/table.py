@@ -40,10 +40,8 @@ TRANSFERS = [
     ),
     Mutation(
         f"{_STREAM_COPIES}.fetch",
-        "gather(pieces, target)\n"
-        "arrival = _StreamH2DCopy(target, self._side.record_event(), stream, self._module, self.times)",
-        "arrival = _StreamH2DCopy(target, self._side.record_event(), stream, self._module, self.times)\n"
-        "gather(pieces, target)",
+        "gather(pieces, target)\narrival = _StreamH2DCopy(target, self._side.record_event(), stream, self._module)",
+        "arrival = _StreamH2DCopy(target, self._side.record_event(), stream, self._module)\ngather(pieces, target)",
         by_hand.there_and_back,
     ),
     Mutation(
@@ -104,14 +102,14 @@ OFFLOAD = [
         offloading.from_disk_for_another_stream,
     ),
     Mutation(
-        "techniques.activation_offload.items:OffloadedItem.hand_over",
+        "techniques.activation_offload.items:OffloadedItem._hand_over",
         "self._arrival.wait(flat)",
         "pass",
         offloading.steps_offloaded,
     ),
     Mutation(
-        "techniques.activation_offload.items:OffloadHandle.before_write",
-        "self.item.host_copy.departure.precede()",
+        "techniques.activation_offload.stage:OffloadHandle.before_write",
+        "self._stage.send(self.item).departure.precede()",
         "pass",
         offloading.written_beside_its_copy,
     ),

@@ -11,7 +11,6 @@ from torch import Tensor
 from lightning_vram.core.host import memory, transfers
 from lightning_vram.core.host.transfers import TO_HOST, StreamCopies, copies_noted
 from lightning_vram.techniques.activation_offload import places
-from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
 
 
 class TimedStream:
@@ -47,9 +46,6 @@ class TimedEvent:
     def synchronize(self) -> None:
         self.machine.num_synchronized += 1
 
-    def elapsed_time(self, other: "TimedEvent") -> float:
-        return 1e3 * (other.seconds - self.seconds)
-
 
 class TimedMachine:
     """What ``torch.cuda`` has, for one device.
@@ -67,9 +63,6 @@ class TimedMachine:
     def is_available(self) -> bool:  # torch.accelerator asks, where it was built for one
         return False
 
-    def Event(self, enable_timing: bool = False) -> TimedEvent:  # noqa: N802
-        return TimedEvent(self)
-
     def Stream(self, device: Any) -> TimedStream:  # noqa: N802
         return TimedStream(self)
 
@@ -84,11 +77,6 @@ class TimedMachine:
 
     def note_copy(self, way: str, num_bytes: int) -> None:
         self.current.seconds += num_bytes / (self.to_host if way == TO_HOST else self.to_device)
-
-    def make_offloading(self, **arguments: Any) -> ActivationOffloading:
-        offloading = ActivationOffloading(min_offload_bytes=1, **arguments)
-        offloading._places._pin_memory = True  # copies run beside the computation
-        return offloading
 
     @contextmanager
     def installed(self) -> Iterator[None]:

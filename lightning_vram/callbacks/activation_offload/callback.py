@@ -14,12 +14,7 @@ from lightning_vram.argument_checks import check_bool
 from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique, refuse_moved_parameters
 from lightning_vram.core.host.memory import OffloadError
 from lightning_vram.memory.units import format_bytes, parse_bytes
-from lightning_vram.techniques.activation_offload import (
-    ActivationOffloading,
-    OffloadMeasures,
-    OffloadReport,
-    check_max_slowdown,
-)
+from lightning_vram.techniques.activation_offload import ActivationOffloading, OffloadReport
 
 _REPORTED_STEP = 2  # the first in which it is known what stays on the device
 
@@ -39,10 +34,8 @@ class ActivationOffload(FitTechnique):
             to the host in flight, and prefetched tensors. ``"auto"``: 1/16 of the bytes that a step saves, at least
             its largest tensor.
         most_bytes: Most bytes to offload per forward, those saved first: an ``int``, or text such as ``"3GiB"``. The
-            rest stays on the device. ``None``: no limit; 0: nothing is offloaded.
-        max_slowdown: Longest step time, relative to a step that never waits for copies, such as 1.05. The second and
-            third batch are measured; then ``most_bytes`` is set to what fits and logged. Each rank decides for
-            itself. ``None``: nothing is measured. Not with ``disk_path``.
+            rest stays on the device. If steps wait for copies: half of the bytes that the second step logs, or less.
+            ``None``: no limit; 0: nothing is offloaded.
         compress: ``"bf16"``: float32 is copied and stored in bfloat16; gradients are then approximate. ``"none"``: off.
         disk_path: Folder on a fast local disk, used instead of host memory. The file is unnamed and vanishes with the
             process. ``None``: host memory.
@@ -58,7 +51,7 @@ class ActivationOffload(FitTechnique):
         >>> trainer = pl.Trainer(callbacks=[ActivationOffload(min_offload_bytes="4MiB")], logger=False)
     """
 
-    def __init__(  # noqa: PLR0913 - set by name in configuration files
+    def __init__(
         self,
         min_offload_bytes: int | str = "1MiB",
         window_bytes: int | str = "auto",
@@ -66,7 +59,6 @@ class ActivationOffload(FitTechnique):
         disk_path: str | os.PathLike[str] | None = None,
         pin_memory: bool = True,  # noqa: FBT001, FBT002
         most_bytes: int | str | None = None,
-        max_slowdown: float | None = None,
     ) -> None:
         self.min_offload_bytes = parse_bytes(min_offload_bytes, "ActivationOffload(min_offload_bytes)")
         self.window_bytes = (
@@ -81,15 +73,12 @@ class ActivationOffload(FitTechnique):
                 f"got {disk_path!r} of type {type(disk_path).__name__}."
             )
         check_bool("ActivationOffload(pin_memory)", pin_memory)
-        check_max_slowdown("ActivationOffload(max_slowdown)", max_slowdown, disk_path)
         self.compress = compress
-        self.max_slowdown = max_slowdown
         self.disk_path = disk_path
         self.pin_memory = pin_memory
         self._offloading: ActivationOffloading | None = None
         self._context: AroundStep | None = None
         self._num_steps = 0
-        self._logged_limit: list[int | None] = []
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
@@ -106,7 +95,7 @@ class ActivationOffload(FitTechnique):
         return vars(self) | self._between_runs()  # a copy is not part of any run
 
     def _between_runs(self) -> dict[str, object]:
-        return {"_offloading": None, "_context": None, "_num_steps": 0, "_logged_limit": []}
+        return {"_offloading": None, "_context": None, "_num_steps": 0}
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
@@ -116,7 +105,6 @@ class ActivationOffload(FitTechnique):
                 min_offload_bytes=self.min_offload_bytes,
                 window_bytes=self.window_bytes,  # type: ignore[arg-type]
                 most_bytes=self.most_bytes,
-                max_slowdown=self.max_slowdown,
                 compress=self.compress,
                 disk_path=self.disk_path,
                 pin_memory=self.pin_memory,
@@ -141,10 +129,6 @@ class ActivationOffload(FitTechnique):
         self._num_steps += 1
         if self._num_steps == _REPORTED_STEP:
             rank_zero_info(f"ActivationOffload {_describe(self._offloading.report)}")
-        measures, limit = self._offloading.measures, self._offloading.most_bytes
-        if measures is not None and self._logged_limit != [limit]:
-            self._logged_limit = [limit]
-            rank_zero_info(f"ActivationOffload: {_describe_measures(measures, limit)}")
 
     @override
     def _undo(self) -> None:
@@ -164,13 +148,4 @@ def _describe(report: OffloadReport) -> str:
     return (
         f"offloads {format_bytes(report.offloaded_bytes)} per step in {report.num_offloaded} tensors, "
         f"leaves {format_bytes(report.kept_bytes)} on the device, and uses {place}."
-    )
-
-
-def _describe_measures(measures: OffloadMeasures, limit: int | None) -> str:
-    transferable = round(measures.to_host_bytes_per_second * measures.forward_seconds / measures.travelling_share)
-    offloaded = measures.saved_bytes if limit is None else min(limit, measures.saved_bytes)
-    return (
-        f"PCIe transfers {format_bytes(transferable)} in the forward's {1e3 * measures.forward_seconds:.3g} ms: "
-        f"{format_bytes(offloaded)} of {format_bytes(measures.saved_bytes)} are offloaded."
     )

@@ -8,11 +8,10 @@ runs in a thread of autograd's own.
 
 import queue
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,67 +42,6 @@ def note_copy(way: str, num_bytes: int) -> None:
         listener(way, num_bytes)
 
 
-WAIT_FOR_SENDING, WAIT_FOR_FETCHING = "wait for sending", "wait for fetching"
-
-
-class HostClock:
-    """The clock of the host, for devices whose copies block."""
-
-    def mark(self, stream: Any = None) -> float:  # noqa: D102
-        return time.perf_counter()
-
-    def seconds(self, start: float, end: float) -> float:  # noqa: D102
-        return end - start
-
-
-class StreamClock:
-    """Events on the streams of a device, such as ``module=torch.cuda``; they cost nothing until they are read."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def mark(self, stream: Any = None) -> Any:  # noqa: D102
-        event = self._module.Event(enable_timing=True)
-        event.record(stream if stream is not None else self._module.current_stream())
-        return event
-
-    def seconds(self, start: Any, end: Any) -> float:  # noqa: D102
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
-
-
-Clock = HostClock | StreamClock
-"""Makes marks of the present moment of a stream, or of the current one; blocks to compute the time between two."""
-
-
-class CopyTimes:
-    """Records spans of time between marks of a clock."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self._spans: list[tuple[str, int, Any, Any]] = []
-
-    @contextmanager
-    def span(self, what: str, num_bytes: int, stream: Any) -> Iterator[None]:
-        """Record how long ``stream``, or the current one, takes for what is queued in the block."""
-        start = self.clock.mark(stream)
-        yield
-        self._spans.append((what, num_bytes, start, self.clock.mark(stream)))
-
-    def num_bytes(self, what: str) -> int:
-        """Return the bytes of all spans of this name."""
-        return sum(span[1] for span in self._spans if span[0] == what)
-
-    def seconds(self, what: str) -> float:
-        """Return the seconds of all spans of this name; blocks until they have ended."""
-        return sum(self.clock.seconds(start, end) for kind, _, start, end in self._spans if kind == what)
-
-
-def timed(times: CopyTimes | None, what: str, num_bytes: int = 0, stream: Any = None) -> AbstractContextManager[None]:
-    """Return a context whose span is recorded in ``times``, if that is given."""
-    return times.span(what, num_bytes, stream) if times is not None else nullcontext()
-
-
 @dataclass(slots=True, eq=False)
 class D2HCopy:
     """A copy to the host; ``source`` is held as long as the copy is in flight, then ``None``."""
@@ -111,7 +49,6 @@ class D2HCopy:
     source: Tensor | None = None
     event: Any = None
     stream: Any = None
-    times: CopyTimes | None = None
 
     def wait(self) -> None:
         """Block until the bytes are on the host."""
@@ -137,15 +74,9 @@ class H2DCopy:
 class Copies:
     """Copies flat tensors of bytes between one device and host memory in pieces; blocking, on the current stream."""
 
-    times: CopyTimes | None = None  # where it is noted how long copies take from now on
-
-    def make_clock(self) -> Clock | None:
-        """Return a clock for both the computation and its copies; ``None`` if the device has none."""
-        return HostClock()
-
     def send(self, source: Tensor, pieces: Sequence[Tensor], window_bytes: int) -> D2HCopy:
         """Copy ``source`` to the host; at most ``window_bytes`` of the device are held for copies in flight."""
-        with hidden_from_modes(source), timed(self.times, TO_HOST, source.nbytes):
+        with hidden_from_modes(source):
             scatter(source, pieces, is_blocking=True)
         return D2HCopy()
 
@@ -154,7 +85,7 @@ class Copies:
 
     def fetch(self, pieces: Sequence[Tensor], target: Tensor, moment: Any) -> H2DCopy:
         """Copy from the host into ``target``, which was made before ``moment``."""
-        with hidden_from_modes(target), timed(self.times, TO_DEVICE, target.nbytes):
+        with hidden_from_modes(target):
             gather(pieces, target, is_blocking=True)
         return H2DCopy()
 
@@ -181,16 +112,13 @@ class StreamCopies(Copies):
         self._arrivals: deque[_StreamH2DCopy] = deque()
         weakref.finalize(self, _let_go_of_all, self._departures, self._arrivals).atexit = False
 
-    def make_clock(self) -> Clock | None:  # noqa: D102
-        return StreamClock(self._module) if hasattr(self._module, "Event") else None
-
     def send(self, source: Tensor, pieces: Sequence[Tensor], window_bytes: int) -> D2HCopy:  # noqa: D102
         compute = self._module.current_stream(self._device)
         self._side.wait_stream(compute)
-        with self._module.stream(self._side), hidden_from_modes(source), timed(self.times, TO_HOST, source.nbytes):
+        with self._module.stream(self._side), hidden_from_modes(source):
             scatter(source, pieces)
             event = self._side.record_event()
-        departure = D2HCopy(source, event, compute, self.times)
+        departure = D2HCopy(source, event, compute)
         self._departures.append(departure)
         self._departing_bytes += source.nbytes
         self.settle(window_bytes)
@@ -203,9 +131,9 @@ class StreamCopies(Copies):
     def fetch(self, pieces: Sequence[Tensor], target: Tensor, moment: Any) -> "_StreamH2DCopy":  # noqa: D102
         stream, event = moment
         self._side.wait_event(event)  # kernels that are queued may still use that memory for what it was before
-        with self._module.stream(self._side), hidden_from_modes(target), timed(self.times, TO_DEVICE, target.nbytes):
+        with self._module.stream(self._side), hidden_from_modes(target):
             gather(pieces, target)
-            arrival = _StreamH2DCopy(target, self._side.record_event(), stream, self._module, self.times)
+            arrival = _StreamH2DCopy(target, self._side.record_event(), stream, self._module)
         self._arrivals.append(arrival)
         self.settle()
         return arrival
@@ -238,12 +166,9 @@ class StreamCopies(Copies):
 class _StreamH2DCopy(H2DCopy):
     """Holds its target until the copy has finished or is waited for: its memory must not be given out before."""
 
-    __slots__ = ("_event", "_module", "_stream", "_times", "target")
+    __slots__ = ("_event", "_module", "_stream", "target")
 
-    def __init__(
-        self, target: Tensor | None, event: Any, stream: Any, module: Any, times: CopyTimes | None = None
-    ) -> None:
-        self._times = times
+    def __init__(self, target: Tensor | None, event: Any, stream: Any, module: Any) -> None:
         self.target = target
         self._event = event
         self._stream = stream
@@ -251,8 +176,7 @@ class _StreamH2DCopy(H2DCopy):
 
     def wait(self, target: Tensor) -> None:
         current = self._module.current_stream(target.device)
-        with timed(self._times, WAIT_FOR_FETCHING, stream=current):
-            current.wait_event(self._event)
+        current.wait_event(self._event)
         if current != self._stream:
             note_use(target, current)
         else:
@@ -271,9 +195,8 @@ class _StreamH2DCopy(H2DCopy):
 
 
 def _let_go(departure: D2HCopy) -> None:
-    with timed(departure.times, WAIT_FOR_SENDING, stream=departure.stream):
-        if not departure.event.query():
-            departure.stream.wait_event(departure.event)  # whoever gets the memory next is queued behind the copy
+    if not departure.event.query():
+        departure.stream.wait_event(departure.event)  # whoever gets the memory next is queued behind the copy
     if departure.source is not None:
         # Autograd would have held it until the backward; perhaps it was made for another stream, which goes on.
         note_use(departure.source, departure.stream)

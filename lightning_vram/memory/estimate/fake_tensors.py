@@ -167,13 +167,6 @@ def fake_of(
     return fake.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
 
-def fake_bytes(storage: torch.UntypedStorage, mode: FakeTensorMode, device: torch.device) -> Tensor:
-    """Return the bytes of the storage of a fake as a flat fake; under a mode, ``set_`` would keep it for good."""
-    with without_dispatch():
-        elements = torch.empty(0, dtype=torch.uint8, device="meta").set_(storage)
-    return FakeTensor(mode, elements, device)
-
-
 class FakeParameter(FakeTensor):
     """A fake tensor that is a parameter."""
 

@@ -24,23 +24,21 @@ from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool
 from lightning_vram.core.hooks import SavedTensorStage, StoredTensor, innermost_stage, is_unfinished
+from lightning_vram.core.host.memory import hidden_from_modes
 from lightning_vram.core.tensors.properties import ByStorage, StorageMemo, alias, storage_address
 from lightning_vram.memory.device.accelerators import is_capturing
 from lightning_vram.memory.tracking.ledger import iterate_storages, iterate_tensors
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
-from lightning_vram.private_names.dispatcher import FakeTensor
-from lightning_vram.private_names.torch import current_graph_task_id, num_nodes, without_autocast
+from lightning_vram.private_names.dispatcher import FakeTensor, neg_view
+from lightning_vram.private_names.torch import current_graph_task_id, num_nodes
 from lightning_vram.techniques.activation_offload.items import (
     ForwardHistory,
-    LateHandle,
     OffloadedItem,
-    OffloadHandle,
     Run,
-    as_bytes,
     find_span,
-    to_flat,
+    to_bytes,
 )
-from lightning_vram.techniques.activation_offload.places import OffloadMeasures, OffloadPace, OffloadPlaces
+from lightning_vram.techniques.activation_offload.places import HostCopy, OffloadPlaces
 
 
 def check_bytes(name: str, value: object, allowed: str = "bytes as an int") -> None:
@@ -49,64 +47,6 @@ def check_bytes(name: str, value: object, allowed: str = "bytes as an int") -> N
         raise TypeError(f"{name} must be {allowed}, got {value!r} of type {type(value).__name__}.")
     if value < 0:
         raise ValueError(f"{name} must not be negative, got {value}.")
-
-
-def check_max_slowdown(name: str, value: object, disk_path: object) -> None:
-    """Refuse an invalid slowdown, and one with a disk, whose own waits are not measured."""
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number or None, got {value!r} of type {type(value).__name__}.")
-    if not value >= 1:
-        raise ValueError(f"{name} must be at least 1, got {value}.")
-    if disk_path is not None:
-        raise ValueError(f"{name} is for host memory: with disk_path, set most_bytes.")
-
-
-class OffloadCandidates:
-    """Chooses tensors on the device with at least ``min_bytes`` of memory that is not held there anyway."""
-
-    def __init__(self, min_bytes: int) -> None:
-        self._min_bytes = max(1, min_bytes)
-        self._in_place: ByStorage[bool] = ByStorage()
-        self._parameters: set[int] = set()  # addresses of their storages
-        self._may_be_host = True  # whether the host is the device
-
-    def begin(self, module: nn.Module | None) -> None:
-        """Learn what the parameters and buffers of ``module`` are now, and where."""
-        tensors = [] if module is None else [*module.parameters(), *module.buffers()]
-        self._parameters = {storage_address(tensor) for tensor in tensors} | {0}
-        self._may_be_host = all(tensor.device.type == "cpu" for tensor in tensors)
-
-    def keep_in_place(self, nest: Any) -> None:
-        """Let the memory of all tensors in ``nest`` stay as long as it lives."""
-        for tensor in iterate_tensors(nest):
-            for storage, _ in iterate_storages(tensor):
-                self._in_place.note_storage(storage, True)  # noqa: FBT003
-
-    def keep_memory(self, tensor: Tensor) -> None:
-        """Let the memory of ``tensor`` stay as long as it lives."""
-        self._in_place.note(tensor, True)  # noqa: FBT003
-
-    def can_offload(self, tensor: Tensor) -> bool:
-        """Whether ``tensor``, or a part of its memory, may be sent away."""
-        address = storage_address(tensor)
-        if address in self._parameters or tensor.untyped_storage().nbytes() < self._min_bytes:
-            return False
-        if self._in_place.find(tensor):
-            return False
-        if current_graph_task_id() != -1:  # in a backward: needed again at once, or by the next backward
-            return False
-        return tensor.numel() > 0 and self._is_on_device(tensor) and not tensor.is_quantized
-
-    def _is_on_device(self, tensor: Tensor) -> bool:
-        kind = tensor.device.type
-        if kind == "cpu":
-            return self._may_be_host
-        if type(tensor) is not FakeTensor and (kind == "meta" or is_capturing(tensor.device)):
-            return False
-        self._may_be_host = False  # a module on the host that computes elsewhere: FSDP2 with offload
-        return True
 
 
 @dataclass(frozen=True)
@@ -123,6 +63,43 @@ class OffloadReport:
 _WINDOW_SHARE = 16  # "auto": this part of what a forward saves
 _EXCESS_SHARE = 2  # of what stays in excess: used up by then, its room serves what is fetched ahead
 _PACKED_DTYPES = (torch.float32, torch.float64)
+
+
+class OffloadHandle(StoredTensor):
+    """A tensor that was offloaded: how it lies in the bytes of its item, which it may share with others."""
+
+    __slots__ = ("_dtype", "_geometry", "_is_conj", "_is_neg", "_stage", "item")
+
+    def __init__(self, stage: "ActivationOffloading", item: OffloadedItem, tensor: Tensor, offset: int) -> None:
+        self.item = item
+        item.note_handle(id(self))
+        self._stage = stage
+        self._dtype, self._is_conj, self._is_neg = tensor.dtype, tensor.is_conj(), tensor.is_neg()
+        self._geometry = tensor.shape, tensor.stride(), offset  # in elements, from the first byte of the item
+
+    def __del__(self) -> None:
+        self.item.forget_handle(id(self))
+
+    @property
+    def num_bytes(self) -> int:  # noqa: D102
+        return 0 if self.item.host_copy is not None else self.item.num_bytes
+
+    @property
+    def is_snapshot(self) -> bool:  # noqa: D102
+        return self.item.host_copy is not None
+
+    def before_write(self) -> None:  # noqa: D102
+        self._stage.send(self.item).departure.precede()
+
+    def give(self) -> Tensor:  # noqa: D102
+        flat, (shape, strides, offset) = self._stage.bring(self), self._geometry
+        with hidden_from_modes(flat):
+            remainder = flat.numel() % self._dtype.itemsize
+            typed = (flat.narrow(0, 0, flat.numel() - remainder) if remainder else flat).view(self._dtype)
+            view = typed.as_strided(shape, strides, typed.storage_offset() + offset)
+            if self._is_conj:
+                view = view.conj()
+            return neg_view(view) if self._is_neg else view
 
 
 class ActivationOffloading(SavedTensorStage):
@@ -147,8 +124,6 @@ class ActivationOffloading(SavedTensorStage):
             from the second forward of a kind on.
         most_bytes: At most so many bytes of one forward travel, those that are saved first; what is saved after them
             stays. ``None``: no limit. It may be set between two steps.
-        max_slowdown: How many times what it takes without waiting for copies a step may take. The first steps are
-            measured, and ``most_bytes`` is lowered to what can travel. ``None``: nothing is measured.
         compress: ``"bf16"``: float32 and float64 travel, and wait, in bfloat16: half of the host memory and of the
             traffic. Gradients are then approximate: eight bits of what is saved survive. ``"none"``: they are exact.
         disk_path: Folder for a file that takes the place of host memory; ``None`` for host memory.
@@ -178,7 +153,6 @@ class ActivationOffloading(SavedTensorStage):
         min_offload_bytes: int = 1 << 20,
         window_bytes: int | Literal["auto"] = "auto",
         most_bytes: int | None = None,
-        max_slowdown: float | None = None,
         compress: Literal["none", "bf16"] = "none",
         disk_path: str | os.PathLike[str] | None = None,
         pin_memory: bool = True,
@@ -189,7 +163,6 @@ class ActivationOffloading(SavedTensorStage):
             check_bytes("window_bytes", window_bytes, 'bytes as an int or "auto"')
         if most_bytes is not None:
             check_bytes("most_bytes", most_bytes, "bytes as an int or None")
-        check_max_slowdown("max_slowdown", max_slowdown, disk_path)
         if compress not in ("none", "bf16"):
             raise ValueError(f'compress must be "none" or "bf16", got {compress!r}.')
         if disk_path is not None and not isinstance(disk_path, str | os.PathLike):
@@ -198,14 +171,15 @@ class ActivationOffloading(SavedTensorStage):
         self._min_bytes = min_offload_bytes
         self._window_bytes = window_bytes
         self.most_bytes = most_bytes
-        self._pace = OffloadPace(max_slowdown)
         self._compress = compress
         self._lock = threading.RLock()  # autograd has a thread for each device
         self._memo: StorageMemo[OffloadedItem] = StorageMemo()
-        self._candidates = OffloadCandidates(min_offload_bytes)
+        self._in_place: ByStorage[bool] = ByStorage()
+        self._lasting: set[int] = set()  # addresses of the storages of parameters and buffers
+        self._may_be_host = True  # whether the host is the device
         self._history = ForwardHistory()
         self._places = OffloadPlaces(disk_path, pin_memory=pin_memory)
-        self._late: list[weakref.ref[LateHandle]] = []  # saved by the last operator that saved any
+        self._late: list[weakref.ref[OffloadedItem]] = []  # saved by the last operator, which may not have written them
         self._late_operator = -1
         self._offloaded_bytes = self._kept_bytes = self._num_offloaded = 0
 
@@ -221,11 +195,6 @@ class ActivationOffloading(SavedTensorStage):
         )
 
     @property
-    def measures(self) -> OffloadMeasures | None:
-        """What steps were measured to take last; ``None`` before, and without ``max_slowdown``."""
-        return self._pace.measures
-
-    @property
     def num_away(self) -> int:
         """Storages that are away now, of all steps."""
         return self._places.num_away
@@ -233,7 +202,9 @@ class ActivationOffloading(SavedTensorStage):
     def keep_in_place(self, nest: Any) -> None:
         """Name tensors that are held anyway, such as the batch: their memory does not travel as long as it lives."""
         with self._lock:
-            self._candidates.keep_in_place(nest)
+            for tensor in iterate_tensors(nest):
+                for storage, _ in iterate_storages(tensor):
+                    self._in_place.note_storage(storage, True)  # noqa: FBT003
 
     def settle(self) -> None:
         """Let go of device memory that copies held which are finished by now."""
@@ -248,59 +219,67 @@ class ActivationOffloading(SavedTensorStage):
 
     @override
     def begin(self, stack: ExitStack) -> OperatorSubscriber | None:
-        self._candidates.begin(self._module)
+        tensors = [] if self._module is None else [*self._module.parameters(), *self._module.buffers()]
+        self._lasting = {storage_address(tensor) for tensor in tensors} | {0}
+        self._may_be_host = all(tensor.device.type == "cpu" for tensor in tensors)
         self._places.open()
-        self.most_bytes = self._pace.begin(self._places, self.most_bytes)
         self._offloaded_bytes = self._kept_bytes = self._num_offloaded = 0
         self._history.start()
         self.settle()
-        stack.callback(self.settle)
-        stack.callback(self._end_forward)
-        stack.callback(self._finish_late)
+        for end in (self.settle, self._history.end_forward, self._send_late):
+            stack.callback(end)
         return None
 
     @override
     def take(self, tensor: Tensor) -> StoredTensor | None:
-        if num_nodes() != self._late_operator:
-            self._finish_late()
-        if not self._candidates.can_offload(tensor):
+        if self._late and num_nodes() != self._late_operator:
+            self._send_late()
+        if not self._can_offload(tensor):
             return self.hand_on(tensor)
-        if is_unfinished(tensor):
-            late = LateHandle(tensor, self._send)
-            self._late.append(weakref.ref(late))
-            self._late_operator = num_nodes()
-            return late
-        return self._send(tensor)
-
-    def _send(self, tensor: Tensor) -> StoredTensor | None:
         with self._lock:
             item, offset = self._find_item(tensor)
-            return OffloadHandle(self._bring, item, tensor, offset) if item is not None else self.hand_on(tensor)
+            return OffloadHandle(self, item, tensor, offset) if item is not None else self.hand_on(tensor)
 
-    def _finish_late(self) -> None:
-        handles = [handle for reference in self._late if (handle := reference()) is not None]
-        self._late.clear()
-        with torch.no_grad(), without_autocast():
-            for handle in handles:
-                handle.finish()
-
-    def _bring(self, item: OffloadedItem, load: int) -> tuple[Tensor, int]:
+    def bring(self, handle: OffloadHandle) -> Tensor:
+        """Return the bytes of an item, for one of its handles."""
         with self._lock:
             if current_graph_task_id() != -1:  # a stage inside may look at what it saved in a forward, too
                 self._history.end_forward()
-                self._end_forward()
-            window_bytes = self._find_window(item.run) + self._find_excess(item.run) // _EXCESS_SHARE
-            flat = item.find()
-            if flat is None:
-                item.release_memory(window_bytes)
-                flat = item.fetch()
-            item.fetch_ahead(window_bytes)
-            flat = item.hand_over(flat)
-            self._pace.note_asked()
-            return flat, item.note_given(load)
+            run = handle.item.run
+            return handle.item.give(id(handle), self._find_window(run) + self._find_excess(run) // _EXCESS_SHARE)
 
-    def _end_forward(self) -> None:
-        self._pace.end_forward(self._offloaded_bytes, self._kept_bytes)
+    def send(self, item: OffloadedItem) -> HostCopy:
+        """Send an item away, if it was not."""
+        with self._lock:
+            if item.host_copy is None:
+                item.send(self._find_window(item.run) + self._find_excess(item.run))
+                self._offloaded_bytes += item.num_bytes
+                self._num_offloaded += 1
+        assert item.host_copy is not None
+        return item.host_copy
+
+    def _send_late(self) -> None:
+        late = [item for reference in self._late if (item := reference()) is not None]
+        self._late.clear()
+        for item in late:
+            self.send(item)
+
+    def _can_offload(self, tensor: Tensor) -> bool:
+        """Whether ``tensor``, or a part of its memory, may be sent away."""
+        if storage_address(tensor) in self._lasting or tensor.untyped_storage().nbytes() < max(1, self._min_bytes):
+            return False
+        if self._in_place.find(tensor) or current_graph_task_id() != -1:
+            return False  # what a backward saves is needed again at once, or by the next backward
+        return tensor.numel() > 0 and self._is_on_device(tensor) and not tensor.is_quantized
+
+    def _is_on_device(self, tensor: Tensor) -> bool:
+        kind = tensor.device.type
+        if kind == "cpu":
+            return self._may_be_host
+        if type(tensor) is not FakeTensor and (kind == "meta" or is_capturing(tensor.device)):
+            return False
+        self._may_be_host = False  # a module on the host that computes elsewhere: FSDP2 with offload
+        return True
 
     def _find_item(self, tensor: Tensor) -> tuple[OffloadedItem | None, int]:
         """Return the item with the memory of ``tensor``, and where in it the tensor begins; ``None`` if it is small."""
@@ -324,7 +303,7 @@ class ActivationOffloading(SavedTensorStage):
 
     def _find_known(self, tensor: Tensor, key: Hashable, start: int) -> OffloadedItem | None:
         item = self._memo.find(tensor, key)
-        return item if item is not None and item.still_holds(tensor, start * tensor.dtype.itemsize) else None
+        return item if item is not None and item.still_holds(tensor, start) else None
 
     def _make_item(self, tensor: Tensor, start: int, length: int, packed: torch.dtype | None) -> OffloadedItem | None:
         num_bytes = length * tensor.dtype.itemsize
@@ -332,20 +311,21 @@ class ActivationOffloading(SavedTensorStage):
         window_bytes = self._find_window(run)
         is_last = run.expected_bytes - window_bytes <= position and position + num_bytes <= run.expected_bytes
         is_excess = self.most_bytes is not None and position + num_bytes > self.most_bytes
-        window_bytes += self._find_excess(run)
-        flat = to_flat(alias(tensor), start, length)
-        if is_last or is_excess:
+        stays = is_last or is_excess
+        if stays:
             self._kept_bytes += num_bytes
             if innermost_stage() is not self:
-                self._candidates.keep_memory(tensor)
+                self._in_place.note(tensor, True)  # noqa: FBT003
                 return None
-            item = OffloadedItem(run, self._places.find(tensor), num_bytes, None)
-            item.keep(as_bytes(flat), window_bytes)
-            return item
-        item = OffloadedItem(run, self._places.find(tensor), num_bytes, packed)
-        item.send(as_bytes(flat if packed is None else flat.to(torch.bfloat16)), tensor, window_bytes)
-        self._offloaded_bytes += num_bytes
-        self._num_offloaded += 1
+        place = self._places.find(tensor)
+        item = OffloadedItem(run, place, to_bytes(alias(tensor), start, length), None if stays else packed)
+        if stays:  # copies in flight and what is kept share the window
+            place.copies.settle(window_bytes + self._find_excess(run) - run.resident_bytes)
+        elif is_unfinished(tensor):
+            self._late.append(weakref.ref(item))
+            self._late_operator = num_nodes()
+        else:
+            self.send(item)
         return item
 
     def _find_window(self, run: Run) -> int:

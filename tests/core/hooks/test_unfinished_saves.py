@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lightning_vram.core.hooks import saving
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
-from lightning_vram.techniques.activation_offload.items import LateHandle
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
 from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
 
@@ -140,13 +140,18 @@ def test_what_has_no_gradient_travels_a_moment_later():
     assert torch.equal(weight.grad, mask + weight.detach().exp())
 
 
-def test_a_tensor_that_nobody_takes_stays():
-    tensor = torch.arange(4.0)
-    late = LateHandle(tensor, lambda tensor: None)
-    assert (late.is_snapshot, late.num_bytes) == (False, 16)
-    late.finish()
-    assert (late.is_snapshot, late.num_bytes) == (False, 16)
-    assert late.give().data_ptr() == tensor.data_ptr()
+def test_until_then_it_stays():
+    tensor, stage = torch.arange(4.0), offloading()
+    with stage:
+        with saving(tensor):
+            handle = stage.take(tensor)
+        assert (handle.is_snapshot, handle.num_bytes) == (False, 16)
+        assert handle.give().data_ptr() == tensor.data_ptr()
+        handle.before_write()
+        assert (handle.is_snapshot, handle.num_bytes) == (True, 0)
+        tensor.zero_()
+    assert handle.give().tolist() == [0, 1, 2, 3]
+    assert stage.report.num_offloaded == 1
 
 
 def test_recipes_that_end_on_data_read_what_it_was_before_a_write():

@@ -473,12 +473,23 @@ def test_at_most_the_window_is_fetched_ahead(window: int, most: int) -> None:
         handles = [offloading.take(torch.randn(SIDE, SIDE)) for _ in range(6)]
     items = [handle.item for handle in handles]
     while handles:
-        given = handles.pop().give()
-        num_here.append(sum(item.is_here for item in items))
+        handles.pop().give()
         items.pop()
-        del given
+        num_here.append(1 + sum(item.is_here for item in items))
     assert num_here[0] == most
     assert max(num_here) == most
+
+
+def test_a_node_that_asks_for_its_first_tensor_first_has_each_fetched_once(monkeypatch) -> None:
+    """The backward of a norm asks for its input, then for the mean and the deviation that were saved after it."""
+    fetched, fetch = [], OffloadedItem.fetch
+    monkeypatch.setattr(OffloadedItem, "fetch", lambda item: fetched.append(item.number) or fetch(item))
+    module, x = nn.Sequential(*(nn.LayerNorm(SIDE) for _ in range(4))), weight()
+    offloading = ActivationOffloading(module, min_offload_bytes=1, window_bytes=3 * MATRIX)
+    for _ in range(2):
+        fetched.clear()
+        gradients(module, lambda: module(x).square().sum(), offloading)
+        assert len(fetched) == len(set(fetched)) == offloading.report.num_offloaded > 3
 
 
 def test_a_backward_that_takes_another_way_does_not_leave_the_window_full() -> None:

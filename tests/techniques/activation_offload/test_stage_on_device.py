@@ -113,21 +113,15 @@ def test_tensors_of_the_host_stay() -> None:
         assert offloading.take(torch.randn(1000, device=DEVICE)) is not None
 
 
-@pytest.mark.parametrize("arguments", [{"most_bytes": 40_000}, {"max_slowdown": 1.0}, {"max_slowdown": float("inf")}])
-def test_whatever_travels_gradients_are_equal_to_the_bit(arguments: dict[str, Any]) -> None:
+def test_with_a_limit_gradients_are_equal_to_the_bit() -> None:
     torch.manual_seed(0)
     network = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.GELU()))).to(DEVICE)
     ours = copy.deepcopy(network)
     x = torch.randn(at_size(1 << 14, 64), 64, device=DEVICE)
-    offloading = ActivationOffloading(ours, min_offload_bytes=1, **arguments)
+    offloading = ActivationOffloading(ours, min_offload_bytes=1, most_bytes=40_000)
     for _ in range(8):
         for module, context in ((network, nullcontext()), (ours, offloading)):
             step(module, x, context)
         assert_equal_gradients(ours, network)
-    if "most_bytes" in arguments:
-        assert offloading.report.offloaded_bytes <= arguments["most_bytes"] < offloading.report.kept_bytes
-    else:
-        assert offloading.measures is not None
-        assert offloading.measures.copies_run_beside
-        assert offloading.measures.to_host_bytes_per_second > 0
+    assert offloading.report.offloaded_bytes <= 40_000 < offloading.report.kept_bytes
     offloading.close()
