@@ -5,22 +5,21 @@ results of ReLU as bits if only ReLU saved them, one copy of what was saved seve
 a bounded error, for chosen layers: activations in bf16, fp8 or int8.
 
 Cost: a Python call per operator and per saved tensor, and one pass over what is encoded and decoded. No gain: a ReLU in
-front of a convolution, which saves the values anyway; what a ``torch.autograd.Function`` holds in attributes, what a
-``torch.func`` transform saves, and what compiled code saves between its own operators. Memory that the model itself
-keeps alive, such as a mask, is not freed: the bits are stored in addition. Tensors saved inside the user's own
-saved-tensor hooks, entered after the stage, never reach it. A write that PyTorch does not see (NumPy, a custom kernel)
-after a save does not reach the backward, as without the stage, and neither does a write to ``.data`` after the stage
-was left; between two saves of one tensor it is noticed on the CPU only. ``grad_fn._saved_result`` of a ReLU shows ones
-and zeros.
+place, or in front of a convolution, which saves the values anyway; what a ``torch.autograd.Function`` holds in
+attributes, what a ``torch.func`` transform saves, and what compiled code saves between its own operators. Memory that
+the model itself keeps alive, such as a mask, is not freed: the bits are stored in addition. Tensors saved inside the
+user's own saved-tensor hooks, entered after the stage, never reach it. A write that PyTorch does not see (NumPy, a
+custom kernel) after a save does not reach the backward, and neither does a write to ``.data`` after the stage was left;
+between two saves of one tensor it is noticed on the CPU only. ``grad_fn._saved_result`` of a ReLU shows ones and zeros.
 """
 
 import math
-import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,23 +29,30 @@ from typing_extensions import override
 from lightning_vram.core.hooks import SavedTensorStage, StoredTensor, hide_from_dynamo
 from lightning_vram.core.layers import LayerSelection
 from lightning_vram.core.tensors.codecs import LossyFormat
-from lightning_vram.core.tensors.properties import ByStorage, StorageMemo, alias, storage_address
+from lightning_vram.core.tensors.properties import (
+    ByStorage,
+    alias,
+    flat_as_stored,
+    is_dense,
+    storage_address,
+    version_of,
+)
 from lightning_vram.memory.device.accelerators import stream_id
 from lightning_vram.private_names.dispatcher import TorchDispatchMode
-from lightning_vram.private_names.torch import without_autocast
+from lightning_vram.private_names.torch import has_own_result, innermost_hooks, without_autocast
 from lightning_vram.techniques.activation_compression.encoded_storage import (
+    Encode,
     Encoded,
     EncodedStorage,
-    ExactSwitch,
+    PendingSigns,
     elements_of,
-    source_of_elements,
+    encode_lossy,
+    pack_mask,
+    pack_signs,
+    pack_two_values,
+    shrink_indices,
 )
-from lightning_vram.techniques.activation_compression.encoding_choice import (
-    EncodingChoice,
-    LossyPermission,
-    check_compression,
-    is_checkpoint,
-)
+from lightning_vram.techniques.activation_compression.lossy_permission import LossyPermission, check_compression
 from lightning_vram.techniques.activation_compression.value_notes import ValueNotes
 
 _MAX_SHARE = 16  # a view of less than that part of its memory is left alone: it is a part of something else's buffer
@@ -59,10 +65,27 @@ class CompressionReport:
     saved_bytes: int = 0
     """Bytes that plain autograd would have kept, parameters and buffers not counted."""
     kept_bytes: int = 0
-    num_saved: int = 0
-    """Tensors that autograd asked to keep."""
     kinds: Counter[str] = field(default_factory=Counter)
     """Encodings by kind: ``"mask"``, ``"two values"``, ``"indices"``, ``"signs"``, and those with a loss."""
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What is known of a storage of which something was saved."""
+
+    num_writes: int = 0  # that were seen since, also those that autograd does not count
+    made: list[weakref.ref[EncodedStorage]] = field(default_factory=list)  # of it, in any state
+    whole_state: Any = None  # in which it was left as it is
+    is_whole: bool = False  # counted in full
+
+    def state(self, tensor: Tensor) -> tuple[int, int, int]:
+        """Return what changes with the numbers in this memory, which ``tensor`` lies in, and with who can read them."""
+        return version_of(tensor), self.num_writes, stream_id(tensor.device)
+
+    def encodings(self) -> list[EncodedStorage]:
+        """Return those in use, the newest first."""
+        found = [reference() for reference in reversed(self.made)]
+        return [made for made in found if made is not None and not made.is_given_up]
 
 
 class CompressionStage(SavedTensorStage):
@@ -111,183 +134,200 @@ class CompressionStage(SavedTensorStage):
     ) -> None:
         super().__init__(module)
         check_compression(lossy, layers, block_size, min_bytes)
-        self._lossy = lossy
+        self._lossless, self._lossy, self._block_size = lossless, lossy, block_size
         self._permission = LossyPermission(lossy, layers, min_bytes) if lossy is not None else None
         self._min_bytes = min_bytes
         self._notes = ValueNotes(notes_exact=lossy is not None)
-        self._choice = EncodingChoice(self._notes, lossless=lossless, lossy=lossy, block_size=block_size)
-        self._memo: StorageMemo[EncodedStorage] = StorageMemo()
-        self._made_of: ByStorage[weakref.WeakSet[EncodedStorage]] = ByStorage()  # at any version of it
-        self._counted: ByStorage[bool] = ByStorage()
-        self._counted_whole: ByStorage[bool] = ByStorage()
-        self._which = ExactSwitch()
-        self._being_saved: Tensor | None = None  # by autograd, and not offered by another stage
-        self._is_checkpointed = False
-        self._keeps_exact = False
+        self._memories: ByStorage[_Memory] = ByStorage()
+        self._pending: tuple[_Memory, int, weakref.ref[PendingSigns]] | None = None  # with stream
+        self.keeps_exact = False
+        """Whether runs keep the exact numbers beside those with a loss, for :func:`gradient_cosine`."""
         self.has_exact = False
-        """Whether the last run kept the exact numbers, too."""
+        """Whether the last run did."""
+        self.gives_exact = False
+        """Whether backwards compute with the exact numbers, of runs that kept them."""
         self.report = CompressionReport()
-
-    @contextmanager
-    def keeping_exact_too(self) -> Iterator[None]:
-        """Let runs inside the block keep the exact numbers beside those with a loss: to compare gradients."""
-        self._keeps_exact = True
-        try:
-            yield
-        finally:
-            self._keeps_exact = False
-
-    @contextmanager
-    def giving_exact(self) -> Iterator[None]:
-        """Let backwards inside the block compute with the exact numbers, of runs that kept them."""
-        self._which.is_exact = True
-        try:
-            yield
-        finally:
-            self._which.is_exact = False
 
     @override
     def begin(self, stack: ExitStack) -> TorchDispatchMode | None:
         self.report = CompressionReport()
-        self.has_exact = self._keeps_exact
+        self.has_exact = self.keeps_exact
         stack.callback(self._clear)
+        stack.callback(self._shrink_pending)
         if self._permission is not None:
             stack.enter_context(self._permission.watching())
         self._notes.exact_values.lasting = frozenset(self._buffers)
-        stack.enter_context(self._notes.notifying(self))
+        self._notes.listener = self
         stack.enter_context(self._notes)
         return self._notes
 
-    @override
-    @hide_from_dynamo
-    def _pack(self, tensor: Tensor) -> Any:
-        self._being_saved = tensor
-        self._is_checkpointed = self._lossy is not None and is_checkpoint(sys._getframe(1))
-        try:
-            return super()._pack(tensor)
-        finally:
-            self._being_saved = None
-            self._is_checkpointed = False
+    def _clear(self) -> None:
+        self._notes.listener = None
+        self._notes.clear()
+        self._memories.clear()
 
     # What ValueNotes tells, from below autograd.
-
-    def on_activation(self, result: Tensor) -> None:
-        """Expect it to be saved next, if autograd would ask this stage for that."""
-        self._choice.activation.note(result, self._pack)
 
     @hide_from_dynamo
     def on_exact_argument(self, tensor: Tensor) -> None:
         """Give up what was made of ``tensor`` with a loss."""
-        num_writes = self._notes.num_writes(tensor)
-        made = self._memo.find(tensor, ("lossy", num_writes, stream_id(tensor.device)))
-        if made is not None and not made.is_given_up:
+        memory = self._memories.find(tensor)
+        state = memory.state(tensor) if memory is not None else None
+        if memory is not None and any(m.state == state and m.kind == self._lossy for m in memory.encodings()):
             with torch.no_grad(), without_autocast():
-                self._leave(elements_of(alias(tensor)), num_writes)
+                self._leave(elements_of(alias(tensor)), memory)
 
     @hide_from_dynamo
-    def on_write(self, target: Tensor) -> None:
+    def on_write(self, target: Tensor, *, is_certain: bool) -> None:
         """Give up what was made of ``target``: plain autograd finds what is written there, or refuses it."""
-        for made in self._made_of.find(target) or ():
-            if not made.is_given_up:
-                elements = torch.empty(0, dtype=made.dtype, device=target.device).set_(target.untyped_storage())
-                self._give_up(made, lambda elements=elements: elements)  # type: ignore[misc]
-                self._count_whole(target, target.untyped_storage().nbytes())
+        memory = self._memories.find(target)
+        if memory is None:
+            return
+        self._keep_pending(memory, target, None)
+        for made in memory.encodings() if is_certain else ():
+            elements = torch.empty(0, dtype=made.dtype, device=target.device).set_(target.untyped_storage())
+            self._give_up(made, lambda elements=elements: elements)  # type: ignore[misc]
+            self._count_whole(memory, target.untyped_storage().nbytes())
+        memory.num_writes += 1
 
     @override
     def take(self, tensor: Tensor) -> StoredTensor | None:
         if not storage_address(tensor) or not tensor.numel():
             return self.hand_on(tensor)
-        self.report.num_saved += 1
-        if not self._counted.find(tensor):
-            self._counted.note(tensor, True)  # noqa: FBT003
+        memory = self._memories.find(tensor)
+        if memory is None:
+            self._memories.note(tensor, memory := _Memory())
             self.report.saved_bytes += tensor.untyped_storage().nbytes()
-        num_writes = self._notes.num_writes(tensor)
-        is_lossy = self._may_be_lossy(tensor)
-        if not is_lossy:
-            self._choice.signs.note_values(tensor)
-        if num_writes is not None:
-            made = self._find_shared(tensor, num_writes, is_lossy=is_lossy)
-            if made is not None:
-                return Encoded(tensor, made)
-        if tensor.nbytes >= self._min_bytes and self._is_whole_memory(tensor):
-            made = self._encode(tensor, is_lossy=is_lossy)
-            if made is not None:
-                return Encoded(tensor, made)
-        return self._leave(tensor, num_writes)
-
-    def _clear(self) -> None:
-        self._notes.clear()
-        self._memo.clear()
-        self._choice.end_run()
-        self._made_of.clear()
-        self._counted.clear()
-        self._counted_whole.clear()
+        if self._pending is not None and self._pending[0] is not memory:
+            self._shrink_pending()
+        is_lossy = (
+            self._permission is not None
+            and self._permission.allows(tensor)
+            and tensor not in self._notes.exact_values
+        )
+        made = self._find_shared(tensor, memory, is_lossy=is_lossy) if memory.made else None
+        if made is None and tensor.nbytes >= self._min_bytes and self._is_whole_memory(tensor):
+            if self._lossless and self._saves_signs(tensor):
+                signs = PendingSigns(tensor)
+                self._pending = memory, stream_id(tensor.device), weakref.ref(signs)
+                return signs
+            encode, kind = self._choose(tensor, memory, is_lossy=is_lossy)
+            made = self._encode(tensor, memory, encode, kind) if encode is not None else None
+        return Encoded(tensor, made) if made is not None else self._leave(tensor, memory)
 
     def _is_whole_memory(self, tensor: Tensor) -> bool:
         is_plain = not tensor.is_conj() and not tensor.is_neg()
         return is_plain and tensor.untyped_storage().nbytes() <= _MAX_SHARE * tensor.nbytes
 
-    def _may_be_lossy(self, tensor: Tensor) -> bool:
-        if self._permission is None or self._is_checkpointed or not self._permission.allows(tensor):
-            return False
-        return tensor not in self._notes.exact_values
-
-    def _find_shared(self, tensor: Tensor, num_writes: int, *, is_lossy: bool) -> EncodedStorage | None:
-        for kind in ("lossless", "lossy") if is_lossy else ("lossless",):
-            made = self._memo.find(tensor, (kind, num_writes, stream_id(tensor.device)))
-            if made is not None and made.still_holds(tensor):
-                return made
+    def _find_shared(self, tensor: Tensor, memory: _Memory, *, is_lossy: bool) -> EncodedStorage | None:
+        state = memory.state(tensor)
+        for made in memory.encodings():
+            if made.state == state and made.kind != "signs" and (is_lossy or made.kind != self._lossy):
+                return made if made.still_holds(tensor) else None
         return None
 
-    def _encode(self, tensor: Tensor, *, is_lossy: bool) -> EncodedStorage | None:
-        encode, kind = self._choice.choose(tensor, is_lossy=is_lossy, is_autograds=tensor is self._being_saved)
-        if encode is None:
-            return None
+    def _choose(self, tensor: Tensor, memory: _Memory, *, is_lossy: bool) -> tuple[Encode | None, str]:
+        if self._lossless:
+            if tensor.dtype is torch.bool:
+                return pack_mask, "mask"
+            largest = self._notes.largest_index(tensor)
+            if largest is not None:
+                return partial(shrink_indices, largest=largest), "indices"
+            if tensor.device.type == "cpu" and self._notes.may_be_two_valued(tensor):
+                return pack_two_values, "two values"
+        if is_lossy and self._lossy is not None and memory.whole_state != memory.state(tensor):
+            return partial(encode_lossy, to=self._lossy, block_size=self._block_size), self._lossy
+        return None, ""
+
+    def _saves_signs(self, tensor: Tensor) -> bool:
+        """Whether a ReLU is saving its own result, of which its backward asks the signs only.
+
+        Its node has not got that result yet: that lasts to the end of this save, and nobody else has the tensor before,
+        as it is not made in place. Other hooks, which may read the values, are not between autograd and this stage. If
+        somebody saves the values as well, the signs are given up for those.
+        """
+        node = tensor.grad_fn
+        if node is None or node.name() != "ReluBackward0" or version_of(tensor) != 0:
+            return False
+        hooks = innermost_hooks()
+        return hooks is not None and hooks[0] == self._pack and not has_own_result(node)
+
+    def _encode(self, tensor: Tensor, memory: _Memory, encode: Encode, kind: str) -> EncodedStorage | None:
         try:
             encoding = encode(elements_of(tensor))
         except torch.OutOfMemoryError:  # the tensor as it is needs no more
             return None
         if encoding is None or sum(piece.nbytes for piece in encoding.pieces) >= tensor.untyped_storage().nbytes():
             return None
-        made = EncodedStorage(tensor, encode, encoding, self.hand_on, is_exact=kind != self._lossy)
-        self._note_made(tensor, made, kind)
-        if kind == self._lossy and self._keeps_exact:
-            made.keep_exact_too(alias(tensor), self._which)
+        encoding = encoding._replace(pieces=[self.hand_on(piece) or piece for piece in encoding.pieces])
+        made = EncodedStorage(tensor, kind, memory.state(tensor), encode, encoding)
+        memory.made.append(weakref.ref(made))
+        if kind == self._lossy and self.keeps_exact:
+            elements = elements_of(alias(tensor))
+            made.exact = lambda: elements if self.gives_exact else None
         self.report.kinds[kind] += 1
         self.report.kept_bytes += made.num_bytes
         return made
 
-    def _note_made(self, tensor: Tensor, made: EncodedStorage, kind: str) -> None:
-        of_lossless = kind if kind == "signs" else "lossless"
-        key = "lossy" if kind == self._lossy else of_lossless, self._notes.watch(tensor), stream_id(tensor.device)
-        self._memo.note(tensor, made, key)
-        of_memory = self._made_of.find(tensor)
-        if of_memory is None:
-            of_memory = weakref.WeakSet()
-            self._made_of.note(tensor, of_memory)
-        of_memory.add(made)
+    def _shrink_pending(self) -> None:
+        """Keep of ReLU's result the signs only: what is saved next is not its values."""
+        if self._pending is None:
+            return
+        (memory, stream, reference), self._pending = self._pending, None
+        signs = reference()
+        if signs is not None and isinstance(signs.given, Tensor):
+            tensor, made = signs.given, None
+            if stream == stream_id(tensor.device):  # in another, it may not have been computed yet
+                with torch.no_grad(), without_autocast():
+                    made = self._encode(tensor, memory, pack_signs, "signs")
+            if made is not None:
+                signs.given = Encoded(tensor, made)
+            else:
+                self._count_whole(memory, tensor.untyped_storage().nbytes())
 
-    def _leave(self, tensor: Tensor, num_writes: int | None) -> StoredTensor | None:
+    def _keep_pending(self, memory: _Memory, tensor: Tensor, handed: StoredTensor | None) -> None:
+        """Let ReLU's result be ``tensor``, which is on this memory: it stays, or was taken."""
+        if self._pending is None or self._pending[0] is not memory:
+            return
+        signs = self._pending[-1]()
+        given = signs.given if signs is not None else None
+        if handed is None:
+            self._count_whole(memory, tensor.untyped_storage().nbytes())
+        elif isinstance(given, Tensor) and (given.shape, given.stride()) != (tensor.shape, tensor.stride()):
+            self._shrink_pending()
+        elif signs is not None:
+            signs.given = handed
+        self._pending = None
+
+    def _leave(self, tensor: Tensor, memory: _Memory) -> StoredTensor | None:
         """Leave a tensor as it is; what was made of its memory before is given up for it."""
-        handed = self.hand_on(tensor)
-        for kind in ("signs", "lossless", "lossy") if num_writes is not None else ():
-            made = self._memo.find(tensor, (kind, num_writes, stream_id(tensor.device)))
-            source = source_of_elements(tensor, handed) if made is not None else None
-            if made is not None and source is not None and made.dtype is tensor.dtype:
+        handed, state = self.hand_on(tensor), memory.state(tensor)
+        self._keep_pending(memory, tensor, handed)
+        for made in memory.encodings():
+            source = _source_of_elements(tensor, handed) if made.state == state else None
+            if source is not None and made.dtype is tensor.dtype:
                 self._give_up(made, source)
-        if self._lossy is not None:
-            self._choice.wholes.note(tensor, tensor.untyped_storage(), self._notes.watch(tensor))
-        self._count_whole(tensor, handed.num_bytes if handed is not None else tensor.untyped_storage().nbytes())
+        memory.whole_state = state
+        self._count_whole(memory, handed.num_bytes if handed is not None else tensor.untyped_storage().nbytes())
         return handed
 
     def _give_up(self, made: EncodedStorage, source: Callable[[], Tensor]) -> None:
         self.report.kept_bytes -= made.num_bytes
-        made.replace(source)
+        made.give_up(source)
 
-    def _count_whole(self, tensor: Tensor, num_bytes: int) -> None:
-        if not self._counted_whole.find(tensor):
-            self._counted_whole.note(tensor, True)  # noqa: FBT003
+    def _count_whole(self, memory: _Memory, num_bytes: int) -> None:
+        if not memory.is_whole:
+            memory.is_whole = True
             self.report.kept_bytes += num_bytes
+
+
+def _source_of_elements(tensor: Tensor, handed: StoredTensor | None) -> Callable[[], Tensor] | None:
+    """Return a function that returns all elements of the memory of ``tensor``, which stays, or was taken."""
+    if handed is None:
+        kept = alias(tensor)
+        return lambda: elements_of(kept)
+    is_all = is_dense(tensor) and tensor.nbytes == tensor.untyped_storage().nbytes()
+    return (lambda: flat_as_stored(handed.give())) if is_all else None  # else a part is left
 
 
 def gradient_cosine(stage: CompressionStage, loss: Tensor, parameters: Iterable[Tensor]) -> float:
@@ -300,8 +340,7 @@ def gradient_cosine(stage: CompressionStage, loss: Tensor, parameters: Iterable[
     ``static_graph=True``, which counts the backwards.
 
     Args:
-        stage: What compressed the graph of ``loss``, entered within
-            :meth:`~lightning_vram.techniques.activation_compression.stage.CompressionStage.keeping_exact_too`.
+        stage: What compressed the graph of ``loss``, entered with ``stage.keeps_exact = True``.
         loss: A scalar, scaled as for the backward: gradients in float16 vanish otherwise.
         parameters: The gradient is that with respect to all of them together; those without one are left out.
 
@@ -315,15 +354,18 @@ def gradient_cosine(stage: CompressionStage, loss: Tensor, parameters: Iterable[
     """
     if not stage.has_exact:
         raise RuntimeError(
-            "gradient_cosine(stage) has no exact gradient to compare with: enter the stage inside "
-            "stage.keeping_exact_too()."
+            "gradient_cosine(stage) has no exact gradient to compare with: set stage.keeps_exact = True before the "
+            "stage is entered."
         )
     wanted = [parameter for parameter in parameters if parameter.requires_grad]
     if not wanted:
         raise ValueError("gradient_cosine(parameters) must hold one that requires a gradient, got none.")
     stored = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
-    with stage.giving_exact():
+    stage.gives_exact = True
+    try:
         exact = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
+    finally:
+        stage.gives_exact = False
     with torch.no_grad():
         sums = torch.zeros(3, dtype=_widest(loss.device), device=loss.device)
         for one, other in zip(exact, stored, strict=True):

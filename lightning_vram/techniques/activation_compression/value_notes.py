@@ -10,10 +10,8 @@ Cost: a Python call and one dictionary lookup per operator.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any, Protocol
 
 import torch
@@ -36,77 +34,65 @@ from lightning_vram.private_names.dispatcher import OpOverload, call_operator, i
 from lightning_vram.private_names.torch import base_of, is_view
 
 
-class Origin(Enum):
-    """What an exact tensor was made of."""
-
-    WEIGHTS = auto()
-    STATISTICS = auto()
-
-
 class ExactValues:
-    """The exact tensors of a run, followed through operators.
+    """The exact tensors of a run, followed through operators: statistics, and what is made of weights alone.
 
-    What is made of weights alone counts as a weight, what is made of statistics element by element
-    (``std.clamp(min=eps)``) as a statistic. A product of a statistic with a weight matrix is an ordinary activation.
+    What is made of statistics element by element (``std.clamp(min=eps)``) is exact, too. A product of a statistic with
+    a weight matrix is an ordinary activation.
     """
 
     def __init__(self) -> None:
-        self._origins: ByStorage[Origin] = ByStorage()
+        self._is_weight: ByStorage[bool] = ByStorage()  # or a statistic
         self.lasting: frozenset[int] = frozenset()
         """Addresses of the storages of further weights: buffers."""
 
     def clear(self) -> None:
         """Forget everything."""
-        self._origins.clear()
+        self._is_weight.clear()
 
     def __contains__(self, tensor: Tensor) -> bool:
-        return self._origins.find(tensor) is not None
+        return self._is_weight.find(tensor) is not None
 
     def drop(self, tensors: Iterable[Tensor]) -> None:
         """Note that somebody may have written anything to ``tensors``."""
         for tensor in tensors:
-            self._origins.drop(tensor)
+            self._is_weight.drop(tensor)
 
-    def origin_of_results(self, function: Any, args: Any, kwargs: dict[str, Any] | None) -> Origin | None:
-        """Return what the results of a call are made of, if of nothing else. To be asked before the call."""
-        origins: set[Origin] = set()
-        has_tensors = False
+    def are_results_weights(self, function: Any, args: Any, kwargs: dict[str, Any] | None) -> bool | None:
+        """Return whether results are weights, or statistics; ``None``: neither. To be asked before the call."""
+        kinds = set()
         for tensor in iterate_tensors((*args, *(kwargs or {}).values()) if kwargs else args):
-            has_tensors = True
-            origin = self._origin_of(tensor)
-            if origin is not None:
-                origins.add(origin)
-            elif tensor.numel() != 1 and tensor.dtype is not torch.bool:  # which neither adds nor takes anything
+            kind = self._is_weight_itself(tensor)
+            if kind is None and tensor.numel() != 1 and tensor.dtype is not torch.bool:
                 return None
-        if not has_tensors:
-            return Origin.WEIGHTS if is_constant(function) else None
-        if Origin.STATISTICS in origins:
-            return Origin.STATISTICS if is_pointwise(function) or gives_exact_result(function) else None
-        return Origin.WEIGHTS if origins else None
+            kinds.add(kind)
+        if False in kinds:
+            return False if is_pointwise(function) or gives_exact_result(function) else None
+        return True if True in kinds or (not kinds and is_constant(function)) else None
 
-    def note_results(self, function: Any, results: Any, origin: Origin | None) -> None:
+    def note_results(self, function: Any, results: Any, is_weight: bool | None) -> None:  # noqa: FBT001
         """Note what ``function`` returned."""
-        if origin is not None:
-            self._note(iterate_tensors((results,)), origin)
+        if is_weight is not None:
+            self._note(iterate_tensors((results,)), is_weight)
             return
         is_exact = gives_exact_result(function)
         if isinstance(results, Tensor | list) and is_exact:
-            self._note(iterate_tensors((results,)), Origin.STATISTICS)
+            self._note(iterate_tensors((results,)), False)  # noqa: FBT003
         elif written_arguments(function):
             self.drop(iterate_tensors((results,)))  # in place: it was exact before
         if isinstance(results, tuple | list) and has_statistics(function):
-            self._note(results[0 if is_exact else 1 :], Origin.STATISTICS)
+            self._note(results[0 if is_exact else 1 :], False)  # noqa: FBT003
 
-    def _origin_of(self, tensor: Tensor) -> Origin | None:
+    def _is_weight_itself(self, tensor: Tensor) -> bool | None:
         base = base_of(tensor) if is_view(tensor) else tensor
         if isinstance(base, nn.Parameter) or storage_address(tensor) in self.lasting:
-            return Origin.WEIGHTS
-        return self._origins.find(tensor)
+            return True
+        return self._is_weight.find(tensor)
 
-    def _note(self, tensors: Iterable[Any], origin: Origin) -> None:
+    def _note(self, tensors: Iterable[Any], is_weight: bool) -> None:  # noqa: FBT001
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                self._origins.note(tensor, origin)
+                self._is_weight.note(tensor, is_weight)
 
 
 def has_statistics(function: Any) -> bool:
@@ -128,14 +114,11 @@ class _Note:
 class Listener(Protocol):
     """Gets events of operators."""
 
-    def on_write(self, target: Tensor) -> None:
-        """``target``, which is watched, is about to be written to."""
+    def on_write(self, target: Tensor, *, is_certain: bool) -> None:
+        """``target`` is about to be written to, or may be."""
 
     def on_exact_argument(self, tensor: Tensor) -> None:
         """``tensor`` was saved, if it was, for an operator whose backward needs it exactly."""
-
-    def on_activation(self, result: Tensor) -> None:
-        """An activation that saves its own result has made it, and saves it next."""
 
 
 class ValueNotes(QuietMode):
@@ -146,26 +129,15 @@ class ValueNotes(QuietMode):
         self._handlers = _HANDLERS[notes_exact]
         self._notes_exact = notes_exact  # whether to note, too, what must not be stored with an error
         self._notes: ByStorage[_Note] = ByStorage()
-        self._num_writes: dict[int, int] = {}  # by address of the storage
         self._last_clone: weakref.ref[Tensor] | None = None
-        self._listener: Listener | None = None
+        self.listener: Listener | None = None
         self.exact_values = ExactValues()
         """What must not get an error; followed if ``notes_exact``."""
-
-    @contextmanager
-    def notifying(self, listener: Listener) -> Iterator[None]:
-        """Tell ``listener`` inside the block."""
-        self._listener = listener
-        try:
-            yield
-        finally:
-            self._listener = None
 
     def clear(self) -> None:
         """Forget everything."""
         self._notes.clear()
         self.exact_values.clear()
-        self._num_writes.clear()
 
     def largest_index(self, tensor: Tensor) -> int | None:
         """Return the largest value that the memory of ``tensor`` can hold, if it holds indices as they were made."""
@@ -176,14 +148,6 @@ class ValueNotes(QuietMode):
         """Whether the memory of ``tensor`` was made as a mask, and scaled at most."""
         note = self._find(tensor)
         return note is not None and note.largest is None
-
-    def watch(self, tensor: Tensor) -> int:
-        """Count the writes to the memory of ``tensor`` from now on, or go on; return how many there were."""
-        return self._num_writes.setdefault(storage_address(tensor), 0)
-
-    def num_writes(self, tensor: Tensor) -> int | None:
-        """Return how many writes to the memory of ``tensor`` were seen since it is watched; ``None`` if it is not."""
-        return self._num_writes.get(storage_address(tensor))
 
     @override
     def __torch_dispatch__(
@@ -208,11 +172,8 @@ class ValueNotes(QuietMode):
     def _note_write(self, targets: Iterable[Tensor], *, is_certain: bool = True) -> None:
         for target in targets:
             self._notes.drop(target)
-            address = storage_address(target)
-            if address in self._num_writes:
-                if is_certain and self._listener is not None:
-                    self._listener.on_write(target)
-                self._num_writes[address] += 1
+            if self.listener is not None:
+                self.listener.on_write(target, is_certain=is_certain)
 
     # Handlers. Each runs the operator and returns what it returns.
 
@@ -247,12 +208,6 @@ class ValueNotes(QuietMode):
             count_writes(targets)
         return results
 
-    def _activation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        result = self._writing(func, args, kwargs)
-        if self._listener is not None:
-            self._listener.on_activation(result)
-        return result
-
     def _foreign(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Operators of extensions, which may write without saying so."""
         self._note_write(iterate_written(func, args, kwargs))
@@ -264,22 +219,22 @@ class ValueNotes(QuietMode):
     def _followed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Any operator, where what is exact is noted."""
         wanted = exact_arguments(func)
-        if wanted is not None and self._listener is not None and torch.is_grad_enabled():
+        if wanted is not None and self.listener is not None and torch.is_grad_enabled():
             self._ask_for(wanted(args, kwargs), args[0] if written_arguments(func) else None)
-        origin = self.exact_values.origin_of_results(func, args, kwargs)
+        is_weight = self.exact_values.are_results_weights(func, args, kwargs)
         handler = _LOSSLESS[func]
         results = handler(self, func, args, kwargs) if handler is not None else call_operator(func, args, kwargs)
-        self.exact_values.note_results(func, results, origin)
+        self.exact_values.note_results(func, results, is_weight)
         if func is aten.clone.default:
             self._last_clone = weakref.ref(results)
         return results
 
     def _ask_for(self, tensors: Iterable[Tensor], target: Any) -> None:
-        assert self._listener is not None
+        assert self.listener is not None
         for tensor in tensors:
             clone = self._last_clone() if tensor is target and self._last_clone is not None else tensor
             if clone is not None and clone.shape == tensor.shape:  # in place: autograd has saved a copy
-                self._listener.on_exact_argument(clone)
+                self.listener.on_exact_argument(clone)
 
 
 _Handler = Callable[[ValueNotes, Any, tuple[Any, ...], dict[str, Any] | None], Any]
@@ -292,7 +247,6 @@ _HANDLER_OF: dict[Any, _Handler] = {
     **dict.fromkeys(LARGEST_INDEX, ValueNotes._indexed),
     **dict.fromkeys([aten.bernoulli.default, aten.bernoulli.p], ValueNotes._mask),
     **dict.fromkeys(_DRAWING, ValueNotes._mask_in_place),
-    **dict.fromkeys([aten.relu.default, aten.relu_.default, aten.leaky_relu_.default], ValueNotes._activation),
     **dict.fromkeys([overload for f in _IN_PLACE for overload in (f.Tensor, f.Scalar)], ValueNotes._mask_in_place),
 }
 
