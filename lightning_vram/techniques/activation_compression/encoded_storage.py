@@ -5,7 +5,7 @@ three views of one result, share one encoding, and any strides can be restored.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_vram.core.hooks import StoredTensor
 from lightning_vram.core.tensors.codecs import LOSSY_FORMATS, LossyFormat, decode, encode, pack_bits, unpack_bits
-from lightning_vram.core.tensors.properties import NO_VERSION, alias, version_of
+from lightning_vram.core.tensors.properties import NO_VERSION, version_of
 from lightning_vram.memory.device.accelerators import stream_id
 from lightning_vram.private_names.dispatcher import FakeTensor
 
@@ -24,9 +24,22 @@ _SMALL_INTEGERS = (torch.uint8, torch.int16, torch.int32)
 class Encoding(NamedTuple):
     """What was made of the elements of a storage, and how to get them back."""
 
-    pieces: list[Tensor]
+    pieces: Sequence[Tensor | StoredTensor]
     decode: Callable[[list[Tensor]], Tensor]
     """Takes the pieces, returns the elements [n] in memory of their own."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes it keeps on the device."""
+        return sum(p.num_bytes if isinstance(p, StoredTensor) else p.nbytes for p in self.pieces)
+
+    def read(self) -> list[Tensor]:
+        """Return the pieces."""
+        return [piece.give() if isinstance(piece, StoredTensor) else piece for piece in self.pieces]
+
+    def hand_on(self, hand_on: Callable[[Tensor], StoredTensor | None]) -> "Encoding":
+        """Let the next stage have the pieces."""
+        return self._replace(pieces=[hand_on(piece) or piece for piece in self.read()])
 
 
 Encode = Callable[[Tensor], Encoding | None]
@@ -96,13 +109,11 @@ def elements_of(tensor: Tensor) -> Tensor:
 class EncodedStorage:
     """The encoding of the memory of a tensor, which was in this ``state``."""
 
-    __slots__ = ("__weakref__", "_decode", "_encode", "_last", "_pieces", "dtype", "exact", "kind", "state")
+    __slots__ = ("__weakref__", "_encode", "_encoding", "_last", "dtype", "exact", "kind", "state")
 
     def __init__(self, tensor: Tensor, kind: str, state: Any, encode: Encode, encoding: Encoding) -> None:
         self.dtype, self.kind, self.state = tensor.dtype, kind, state
-        self._encode = encode  # would make the same encoding again
-        self._pieces: list[Tensor | StoredTensor] = [*encoding.pieces]
-        self._decode = encoding.decode
+        self._encode, self._encoding = encode, encoding  # which that makes, again and again
         self._last: tuple[weakref.ref[Tensor], int, int] | None = None  # a view of what was decoded, version and stream
         self.exact: Callable[[], Tensor | None] | None = None
         """Returns the elements as they were, if they are wanted now."""
@@ -110,26 +121,24 @@ class EncodedStorage:
     @property
     def num_bytes(self) -> int:
         """Bytes it keeps on the device."""
-        return sum(p.num_bytes if isinstance(p, StoredTensor) else p.nbytes for p in self._pieces)
-
-    def give_up(self, source: Callable[[], Tensor]) -> None:
-        """Leave it to somebody else to keep the elements: ``source`` returns a tensor on all of them."""
-        self._pieces, self._decode = [], lambda _: source()
-        self._last = self.exact = None
+        return self._encoding.num_bytes
 
     @property
     def is_given_up(self) -> bool:
         """Whether somebody else keeps what it encoded."""
-        return not self._pieces
+        return not self._encoding.pieces
+
+    def give_up(self, source: Callable[[], Tensor]) -> None:
+        """Leave it to somebody else to keep the elements: ``source`` returns a tensor on all of them."""
+        self._encoding = Encoding([], lambda _: source())
+        self._last = self.exact = None
 
     def still_holds(self, tensor: Tensor) -> bool:
         """Whether it encodes what ``tensor`` holds now. On the host it is encoded again: NumPy may have written."""
-        if tensor.dtype is not self.dtype or self.is_given_up:
-            return False
-        if not can_be_read(tensor):
-            return True
-        encoding = self._encode(elements_of(tensor))
-        return encoding is not None and all(map(_are_same, self._read(), encoding.pieces))
+        if tensor.dtype is not self.dtype or not can_be_read(tensor):
+            return tensor.dtype is self.dtype
+        again = self._encode(elements_of(tensor))
+        return again is not None and all(map(_are_same, self._encoding.read(), again.read()))
 
     def give(self, shape: torch.Size, strides: tuple[int, ...], offset: int) -> Tensor:
         """Return a view of the elements."""
@@ -138,11 +147,11 @@ class EncodedStorage:
             return elements.as_strided(shape, strides, offset)
         elements = self._find_decoded()
         if elements is None:
-            elements = self._decode(self._read())
+            elements = self._encoding.decode(self._encoding.read())
             start = int(elements.storage_offset())
         view = elements.as_strided(shape, strides, start + offset)
         version = version_of(view)  # none in inference mode: a write to it would go unseen
-        if self._pieces and version != NO_VERSION:
+        if not self.is_given_up and version != NO_VERSION:
             self._last = weakref.ref(view), version, stream_id(view.device)
         return view
 
@@ -153,9 +162,6 @@ class EncodedStorage:
         is_usable = decoded is not None and version_of(decoded) == version and stream_id(decoded.device) == stream
         return decoded if is_usable else None
 
-    def _read(self) -> list[Tensor]:
-        return [piece.give() if isinstance(piece, StoredTensor) else piece for piece in self._pieces]
-
 
 def _are_same(kept: Tensor, made: Tensor) -> bool:
     # NaN is equal to itself.
@@ -163,37 +169,22 @@ def _are_same(kept: Tensor, made: Tensor) -> bool:
 
 
 class Encoded(StoredTensor):
-    """A saved tensor: where it lies in an encoded memory."""
+    """A saved tensor: where it lies in an encoded memory; or, as long as it is not encoded, itself."""
 
-    __slots__ = ("_place", "storage")
+    __slots__ = ("_place", "source")
 
-    def __init__(self, tensor: Tensor, storage: EncodedStorage) -> None:
-        self.storage = storage
+    def __init__(self, tensor: Tensor, source: EncodedStorage | Tensor) -> None:
+        self.source = source
         self._place = tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
     @property
     def num_bytes(self) -> int:  # noqa: D102
-        return self.storage.num_bytes
+        return self.source.nbytes if isinstance(self.source, Tensor) else self.source.num_bytes
 
     @property
     def is_exact(self) -> bool:  # noqa: D102
-        return self.storage.is_given_up or self.storage.kind not in LOSSY_FORMATS
+        source = self.source
+        return isinstance(source, Tensor) or source.is_given_up or source.kind not in LOSSY_FORMATS
 
     def give(self) -> Tensor:  # noqa: D102
-        return self.storage.give(*self._place)
-
-
-class PendingSigns(StoredTensor):
-    """The result of a ReLU as it is, until it is known whether somebody saves its values, too."""
-
-    __slots__ = ("given",)
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.given: Tensor | StoredTensor = alias(tensor)
-
-    @property
-    def num_bytes(self) -> int:  # noqa: D102
-        return self.given.num_bytes if isinstance(self.given, StoredTensor) else self.given.nbytes
-
-    def give(self) -> Tensor:  # noqa: D102
-        return self.given.give() if isinstance(self.given, StoredTensor) else self.given
+        return self.source if isinstance(self.source, Tensor) else self.source.give(*self._place)

@@ -5,15 +5,17 @@ results of ReLU as bits if only ReLU saved them, one copy of what was saved seve
 a bounded error, for chosen layers: activations in bf16, fp8 or int8.
 
 Cost: a Python call per operator and per saved tensor, and one pass over what is encoded and decoded. No gain: a ReLU in
-place, or in front of a convolution, which saves the values anyway; what a ``torch.autograd.Function`` holds in
-attributes, what a ``torch.func`` transform saves, and what compiled code saves between its own operators. Memory that
-the model itself keeps alive, such as a mask, is not freed: the bits are stored in addition. Tensors saved inside the
-user's own saved-tensor hooks, entered after the stage, never reach it. A write that PyTorch does not see (NumPy, a
-custom kernel) after a save does not reach the backward, and neither does a write to ``.data`` after the stage was left;
-between two saves of one tensor it is noticed on the CPU only. ``grad_fn._saved_result`` of a ReLU shows ones and zeros.
+place, in front of a convolution, which saves the values anyway, or inside another stage; what a
+``torch.autograd.Function`` holds in attributes, what a ``torch.func`` transform saves, and what compiled code saves
+between its own operators. Memory that the model itself keeps alive, such as a mask, is not freed: the bits are stored
+in addition. Tensors saved inside the user's own saved-tensor hooks, entered after the stage, never reach it. A write
+that PyTorch does not see (NumPy, a custom kernel) after a save does not reach the backward, and neither does a write to
+``.data`` after the stage was left; between two saves of one tensor it is noticed on the CPU only.
+``grad_fn._saved_result`` of a ReLU shows ones and zeros.
 """
 
 import math
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -26,9 +28,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_vram.core.hooks import SavedTensorStage, StoredTensor, hide_from_dynamo
-from lightning_vram.core.layers import LayerSelection
-from lightning_vram.core.tensors.codecs import LossyFormat
+from lightning_vram.argument_checks import check_positive_int
+from lightning_vram.core.hooks import SavedTensorStage, StoredTensor, hide_from_dynamo, is_exact_only
+from lightning_vram.core.layers import LayerSelection, RunningLayers
+from lightning_vram.core.tensors.codecs import LOSSY_FORMATS, LossyFormat, encoded_itemsize
 from lightning_vram.core.tensors.properties import (
     ByStorage,
     alias,
@@ -39,12 +42,11 @@ from lightning_vram.core.tensors.properties import (
 )
 from lightning_vram.memory.device.accelerators import stream_id
 from lightning_vram.private_names.dispatcher import TorchDispatchMode
-from lightning_vram.private_names.torch import has_own_result, innermost_hooks, without_autocast
+from lightning_vram.private_names.torch import base_of, has_own_result, innermost_hooks, is_view, without_autocast
 from lightning_vram.techniques.activation_compression.encoded_storage import (
     Encode,
     Encoded,
     EncodedStorage,
-    PendingSigns,
     elements_of,
     encode_lossy,
     pack_mask,
@@ -52,10 +54,11 @@ from lightning_vram.techniques.activation_compression.encoded_storage import (
     pack_two_values,
     shrink_indices,
 )
-from lightning_vram.techniques.activation_compression.lossy_permission import LossyPermission, check_compression
 from lightning_vram.techniques.activation_compression.value_notes import ValueNotes
 
 _MAX_SHARE = 16  # a view of less than that part of its memory is left alone: it is a part of something else's buffer
+_DTYPES = frozenset([torch.float64, torch.float32, torch.float16, torch.bfloat16])
+_SAVING = ("lightning_vram.", "torch.autograd.function")  # modules between autograd and who has it save something
 
 
 @dataclass
@@ -73,19 +76,19 @@ class CompressionReport:
 class _Memory:
     """What is known of a storage of which something was saved."""
 
-    num_writes: int = 0  # that were seen since, also those that autograd does not count
+    num_writes: int = 0  # seen since, also those that autograd does not count
     made: list[weakref.ref[EncodedStorage]] = field(default_factory=list)  # of it, in any state
     whole_state: Any = None  # in which it was left as it is
     is_whole: bool = False  # counted in full
 
     def state(self, tensor: Tensor) -> tuple[int, int, int]:
-        """Return what changes with the numbers in this memory, which ``tensor`` lies in, and with who can read them."""
+        """Return what changes as somebody writes to ``tensor``, on this memory, or uses it on another stream."""
         return version_of(tensor), self.num_writes, stream_id(tensor.device)
 
-    def encodings(self) -> list[EncodedStorage]:
-        """Return those in use, the newest first."""
-        found = [reference() for reference in reversed(self.made)]
-        return [made for made in found if made is not None and not made.is_given_up]
+    def encodings(self, state: tuple[int, int, int] | None = None) -> list[EncodedStorage]:
+        """Return those in use, made in this ``state`` or, if it is ``None``, in any; the newest first."""
+        found = [made for reference in reversed(self.made) if (made := reference()) is not None]
+        return [made for made in found if not made.is_given_up and state in (None, made.state)]
 
 
 class CompressionStage(SavedTensorStage):
@@ -94,10 +97,9 @@ class CompressionStage(SavedTensorStage):
     It keeps what it makes, or hands it on to the next stage; so it does with tensors it leaves as they are. With a
     loss it stores results and inputs of operators that have a gradient; never what has none (data, constants, what
     custom functions put aside), leaves, second results and statistics of operators, what is made of those or of weights
-    only, what the backward of an operator magnifies an error of (see
-    :mod:`~lightning_vram.core.operators`), inputs of checkpoints, and tensors whose last size is 1.
-    Differences of nearly equal terms, as in a softmax made of ``exp`` and ``sum``, magnify an error that no operator
-    shows.
+    only, what the backward of an operator magnifies an error of (see :mod:`~lightning_vram.core.operators`), inputs of
+    checkpoints, and tensors whose last size is 1. Differences of nearly equal terms, as in a softmax made of ``exp``
+    and ``sum``, magnify an error that no operator shows.
 
     Args:
         module: Its parameters and buffers stay alive anyway.
@@ -133,19 +135,14 @@ class CompressionStage(SavedTensorStage):
         min_bytes: int = 1024,
     ) -> None:
         super().__init__(module)
-        check_compression(lossy, layers, block_size, min_bytes)
-        self._lossless, self._lossy, self._block_size = lossless, lossy, block_size
-        self._permission = LossyPermission(lossy, layers, min_bytes) if lossy is not None else None
-        self._min_bytes = min_bytes
+        _check_compression(lossy, layers, block_size, min_bytes)
+        self._lossless, self._lossy, self._block_size, self._min_bytes = lossless, lossy, block_size, min_bytes
+        self._layers = RunningLayers(_modules_of(layers)) if layers is not None else None
         self._notes = ValueNotes(notes_exact=lossy is not None)
         self._memories: ByStorage[_Memory] = ByStorage()
-        self._pending: tuple[_Memory, int, weakref.ref[PendingSigns]] | None = None  # with stream
-        self.keeps_exact = False
-        """Whether runs keep the exact numbers beside those with a loss, for :func:`gradient_cosine`."""
-        self.has_exact = False
-        """Whether the last run did."""
-        self.gives_exact = False
-        """Whether backwards compute with the exact numbers, of runs that kept them."""
+        self._pending: tuple[_Memory, int, weakref.ref[Encoded]] | None = None  # ReLU's result, and its stream
+        self.keeps_exact = self.has_exact = self.gives_exact = False
+        """Whether runs keep the exact numbers, too; whether the last one did; whether backwards compute with them."""
         self.report = CompressionReport()
 
     @override
@@ -154,26 +151,21 @@ class CompressionStage(SavedTensorStage):
         self.has_exact = self.keeps_exact
         stack.callback(self._clear)
         stack.callback(self._shrink_pending)
-        if self._permission is not None:
-            stack.enter_context(self._permission.watching())
-        self._notes.exact_values.lasting = frozenset(self._buffers)
-        self._notes.listener = self
+        if self._layers is not None:
+            stack.enter_context(self._layers.watching())
+        self._notes.buffers, self._notes.listener = frozenset(self._buffers), self
         stack.enter_context(self._notes)
         return self._notes
 
     def _clear(self) -> None:
-        self._notes.listener = None
         self._notes.clear()
         self._memories.clear()
-
-    # What ValueNotes tells, from below autograd.
 
     @hide_from_dynamo
     def on_exact_argument(self, tensor: Tensor) -> None:
         """Give up what was made of ``tensor`` with a loss."""
         memory = self._memories.find(tensor)
-        state = memory.state(tensor) if memory is not None else None
-        if memory is not None and any(m.state == state and m.kind == self._lossy for m in memory.encodings()):
+        if memory is not None and any(made.kind == self._lossy for made in memory.encodings(memory.state(tensor))):
             with torch.no_grad(), without_autocast():
                 self._leave(elements_of(alias(tensor)), memory)
 
@@ -183,12 +175,13 @@ class CompressionStage(SavedTensorStage):
         memory = self._memories.find(target)
         if memory is None:
             return
-        self._keep_pending(memory, target, None)
-        for made in memory.encodings() if is_certain else ():
+        memory.num_writes += 1
+        encodings = memory.encodings() if is_certain else []
+        if encodings or self._is_pending(memory):
+            self._keep_whole(memory, target.untyped_storage().nbytes())
+        for made in encodings:
             elements = torch.empty(0, dtype=made.dtype, device=target.device).set_(target.untyped_storage())
             self._give_up(made, lambda elements=elements: elements)  # type: ignore[misc]
-            self._count_whole(memory, target.untyped_storage().nbytes())
-        memory.num_writes += 1
 
     @override
     def take(self, tensor: Tensor) -> StoredTensor | None:
@@ -198,31 +191,29 @@ class CompressionStage(SavedTensorStage):
         if memory is None:
             self._memories.note(tensor, memory := _Memory())
             self.report.saved_bytes += tensor.untyped_storage().nbytes()
-        if self._pending is not None and self._pending[0] is not memory:
+        if self._pending is not None and not self._is_pending(memory):
             self._shrink_pending()
-        is_lossy = (
-            self._permission is not None
-            and self._permission.allows(tensor)
-            and tensor not in self._notes.exact_values
-        )
+        is_lossy = self._lossy is not None and self._may_be_lossy(tensor, self._lossy)
         made = self._find_shared(tensor, memory, is_lossy=is_lossy) if memory.made else None
-        if made is None and tensor.nbytes >= self._min_bytes and self._is_whole_memory(tensor):
+        if made is None and tensor.nbytes >= self._min_bytes and _is_whole_memory(tensor):
             if self._lossless and self._saves_signs(tensor):
-                signs = PendingSigns(tensor)
-                self._pending = memory, stream_id(tensor.device), weakref.ref(signs)
-                return signs
-            encode, kind = self._choose(tensor, memory, is_lossy=is_lossy)
-            made = self._encode(tensor, memory, encode, kind) if encode is not None else None
+                return self._wait_for_values(tensor, memory)
+            made = self._encode(tensor, memory, *self._choose(tensor, memory, is_lossy=is_lossy))
         return Encoded(tensor, made) if made is not None else self._leave(tensor, memory)
 
-    def _is_whole_memory(self, tensor: Tensor) -> bool:
-        is_plain = not tensor.is_conj() and not tensor.is_neg()
-        return is_plain and tensor.untyped_storage().nbytes() <= _MAX_SHARE * tensor.nbytes
+    def _may_be_lossy(self, tensor: Tensor, lossy: LossyFormat) -> bool:
+        if is_exact_only() or not tensor.requires_grad or not (self._layers is None or self._layers.is_inside):
+            return False
+        base = base_of(tensor) if is_view(tensor) else None
+        if (tensor if base is None else base).is_leaf:
+            return False  # somebody else keeps its memory alive
+        is_number = tensor.dtype in _DTYPES and tensor.dtype.itemsize > encoded_itemsize(lossy)
+        is_large = tensor.nbytes >= self._min_bytes and tensor.shape[-1:] != (1,)
+        return is_number and is_large and not self._notes.is_exact(tensor) and not _is_input_of_checkpoint()
 
     def _find_shared(self, tensor: Tensor, memory: _Memory, *, is_lossy: bool) -> EncodedStorage | None:
-        state = memory.state(tensor)
-        for made in memory.encodings():
-            if made.state == state and made.kind != "signs" and (is_lossy or made.kind != self._lossy):
+        for made in memory.encodings(memory.state(tensor)):
+            if made.kind != "signs" and (is_lossy or made.kind != self._lossy):
                 return made if made.still_holds(tensor) else None
         return None
 
@@ -239,28 +230,14 @@ class CompressionStage(SavedTensorStage):
             return partial(encode_lossy, to=self._lossy, block_size=self._block_size), self._lossy
         return None, ""
 
-    def _saves_signs(self, tensor: Tensor) -> bool:
-        """Whether a ReLU is saving its own result, of which its backward asks the signs only.
-
-        Its node has not got that result yet: that lasts to the end of this save, and nobody else has the tensor before,
-        as it is not made in place. Other hooks, which may read the values, are not between autograd and this stage. If
-        somebody saves the values as well, the signs are given up for those.
-        """
-        node = tensor.grad_fn
-        if node is None or node.name() != "ReluBackward0" or version_of(tensor) != 0:
-            return False
-        hooks = innermost_hooks()
-        return hooks is not None and hooks[0] == self._pack and not has_own_result(node)
-
-    def _encode(self, tensor: Tensor, memory: _Memory, encode: Encode, kind: str) -> EncodedStorage | None:
+    def _encode(self, tensor: Tensor, memory: _Memory, encode: Encode | None, kind: str) -> EncodedStorage | None:
         try:
-            encoding = encode(elements_of(tensor))
+            encoding = encode(elements_of(tensor)) if encode is not None else None
         except torch.OutOfMemoryError:  # the tensor as it is needs no more
             return None
-        if encoding is None or sum(piece.nbytes for piece in encoding.pieces) >= tensor.untyped_storage().nbytes():
+        if encode is None or encoding is None or encoding.num_bytes >= tensor.untyped_storage().nbytes():
             return None
-        encoding = encoding._replace(pieces=[self.hand_on(piece) or piece for piece in encoding.pieces])
-        made = EncodedStorage(tensor, kind, memory.state(tensor), encode, encoding)
+        made = EncodedStorage(tensor, kind, memory.state(tensor), encode, encoding.hand_on(self.hand_on))
         memory.made.append(weakref.ref(made))
         if kind == self._lossy and self.keeps_exact:
             elements = elements_of(alias(tensor))
@@ -269,56 +246,113 @@ class CompressionStage(SavedTensorStage):
         self.report.kept_bytes += made.num_bytes
         return made
 
+    # Of ReLU's own result its backward needs the signs only, but a convolution behind it saves the same tensor for its
+    # values, and mostly does so next. So the result is kept as it is until something else is saved.
+
+    def _saves_signs(self, tensor: Tensor) -> bool:
+        """Whether a ReLU is saving its own result, and no other stage or hooks may want the values.
+
+        Its node has not got the result yet: that lasts to the end of this save, and as the result was not made in
+        place, nobody else has it before. If somebody saves the values later, the signs are given up for those.
+        """
+        node = tensor.grad_fn
+        if node is None or node.name() != "ReluBackward0" or version_of(tensor) != 0 or self._next is not None:
+            return False
+        hooks = innermost_hooks()
+        return hooks is not None and hooks[0] == self._pack and not has_own_result(node)
+
+    def _wait_for_values(self, tensor: Tensor, memory: _Memory) -> StoredTensor:
+        saved = Encoded(tensor, alias(tensor))
+        self._pending = memory, stream_id(tensor.device), weakref.ref(saved)
+        return saved
+
+    def _is_pending(self, memory: _Memory) -> bool:
+        return self._pending is not None and self._pending[0] is memory
+
     def _shrink_pending(self) -> None:
-        """Keep of ReLU's result the signs only: what is saved next is not its values."""
         if self._pending is None:
             return
         (memory, stream, reference), self._pending = self._pending, None
-        signs = reference()
-        if signs is not None and isinstance(signs.given, Tensor):
-            tensor, made = signs.given, None
-            if stream == stream_id(tensor.device):  # in another, it may not have been computed yet
-                with torch.no_grad(), without_autocast():
-                    made = self._encode(tensor, memory, pack_signs, "signs")
-            if made is not None:
-                signs.given = Encoded(tensor, made)
-            else:
-                self._count_whole(memory, tensor.untyped_storage().nbytes())
-
-    def _keep_pending(self, memory: _Memory, tensor: Tensor, handed: StoredTensor | None) -> None:
-        """Let ReLU's result be ``tensor``, which is on this memory: it stays, or was taken."""
-        if self._pending is None or self._pending[0] is not memory:
+        saved = reference()
+        tensor = saved.source if saved is not None else None
+        if saved is None or not isinstance(tensor, Tensor):
             return
-        signs = self._pending[-1]()
-        given = signs.given if signs is not None else None
-        if handed is None:
-            self._count_whole(memory, tensor.untyped_storage().nbytes())
-        elif isinstance(given, Tensor) and (given.shape, given.stride()) != (tensor.shape, tensor.stride()):
-            self._shrink_pending()
-        elif signs is not None:
-            signs.given = handed
-        self._pending = None
+        made = None
+        if stream == stream_id(tensor.device):  # in another, it may not have been computed yet
+            with torch.no_grad(), without_autocast():
+                made = self._encode(tensor, memory, pack_signs, "signs")
+        if made is not None:
+            saved.source = made
+        else:
+            self._keep_whole(memory, tensor.untyped_storage().nbytes())
 
     def _leave(self, tensor: Tensor, memory: _Memory) -> StoredTensor | None:
         """Leave a tensor as it is; what was made of its memory before is given up for it."""
-        handed, state = self.hand_on(tensor), memory.state(tensor)
-        self._keep_pending(memory, tensor, handed)
-        for made in memory.encodings():
-            source = _source_of_elements(tensor, handed) if made.state == state else None
+        handed = self.hand_on(tensor)
+        memory.whole_state = memory.state(tensor)
+        for made in memory.encodings(memory.whole_state):
+            source = _source_of_elements(tensor, handed)
             if source is not None and made.dtype is tensor.dtype:
                 self._give_up(made, source)
-        memory.whole_state = state
-        self._count_whole(memory, handed.num_bytes if handed is not None else tensor.untyped_storage().nbytes())
+        self._keep_whole(memory, handed.num_bytes if handed is not None else tensor.untyped_storage().nbytes())
         return handed
 
     def _give_up(self, made: EncodedStorage, source: Callable[[], Tensor]) -> None:
         self.report.kept_bytes -= made.num_bytes
         made.give_up(source)
 
-    def _count_whole(self, memory: _Memory, num_bytes: int) -> None:
+    def _keep_whole(self, memory: _Memory, num_bytes: int) -> None:
+        if self._is_pending(memory):
+            self._pending = None
         if not memory.is_whole:
             memory.is_whole = True
             self.report.kept_bytes += num_bytes
+
+
+def _check_compression(lossy: object, layers: object, block_size: object, min_bytes: object) -> None:
+    if lossy is not None and lossy not in LOSSY_FORMATS:
+        raise ValueError(f"CompressionStage(lossy) must be 'bf16', 'fp8', 'int8' or None, got {lossy!r}.")
+    if layers is not None and lossy is None:
+        raise ValueError(
+            "CompressionStage(layers) needs a lossy format, got lossy=None. "
+            "Set lossy to 'bf16', 'fp8' or 'int8', or leave layers out."
+        )
+    is_list = isinstance(layers, Sequence)
+    for layer in () if layers is None or isinstance(layers, LayerSelection) else layers if is_list else [layers]:
+        if not isinstance(layer, nn.Module):
+            raise TypeError(
+                "CompressionStage(layers) must be modules, such as select_layers() finds them by name, "
+                f"got {layer!r} of type {type(layer).__name__}."
+            )
+    check_positive_int("CompressionStage(block_size)", block_size)
+    if not isinstance(min_bytes, int) or isinstance(min_bytes, bool):
+        raise TypeError(
+            f"CompressionStage(min_bytes) must be an int, got {min_bytes!r} of type {type(min_bytes).__name__}."
+        )
+    if min_bytes < 0:
+        raise ValueError(f"CompressionStage(min_bytes) must not be negative, got {min_bytes}.")
+
+
+def _modules_of(layers: LayerSelection | Sequence[nn.Module]) -> list[nn.Module]:
+    if not isinstance(layers, LayerSelection):
+        return list(layers)
+    modules: list[nn.Module] = []
+    for layer in layers.layers:
+        modules += list(layer.module.children())[slice(*layer.span)] if layer.span is not None else [layer.module]
+    return modules
+
+
+def _is_whole_memory(tensor: Tensor) -> bool:
+    is_plain = not tensor.is_conj() and not tensor.is_neg()
+    return is_plain and tensor.untyped_storage().nbytes() <= _MAX_SHARE * tensor.nbytes
+
+
+def _is_input_of_checkpoint() -> bool:
+    """Whether a checkpoint of PyTorch, which runs its layer again on its input, saves that."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_SAVING):
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") == "torch.utils.checkpoint"
 
 
 def _source_of_elements(tensor: Tensor, handed: StoredTensor | None) -> Callable[[], Tensor] | None:
@@ -333,11 +367,10 @@ def _source_of_elements(tensor: Tensor, handed: StoredTensor | None) -> Callable
 def gradient_cosine(stage: CompressionStage, loss: Tensor, parameters: Iterable[Tensor]) -> float:
     """Return the cosine between the exact gradient and the one that ``stage`` gives.
 
-    The same graph is run backward twice, with the exact numbers and with the stored ones: it costs two backwards and,
-    for that batch, the memory of the exact numbers. The graph stays usable, no ``.grad`` is touched, no random number
-    is drawn. Hooks on tensors run, those on the accumulation of gradients (as of DDP) do not. Not for sharded
-    parameters (FSDP), whose hooks move them, nor with reentrant checkpointing, and not for DDP with
-    ``static_graph=True``, which counts the backwards.
+    It costs two backwards of the same graph and, for that batch, the memory of the exact numbers. The graph stays
+    usable, no ``.grad`` is touched, no random number is drawn. Hooks on tensors run, those on the accumulation of
+    gradients (as of DDP) do not. Not for sharded parameters (FSDP), whose hooks move them, nor with reentrant
+    checkpointing, and not for DDP with ``static_graph=True``, which counts the backwards.
 
     Args:
         stage: What compressed the graph of ``loss``, entered with ``stage.keeps_exact = True``.
@@ -367,11 +400,9 @@ def gradient_cosine(stage: CompressionStage, loss: Tensor, parameters: Iterable[
     finally:
         stage.gives_exact = False
     with torch.no_grad():
-        sums = torch.zeros(3, dtype=_widest(loss.device), device=loss.device)
-        for one, other in zip(exact, stored, strict=True):
-            if one is not None:  # an unused parameter has neither
-                sums += _products(one, other).to(sums.device)
-        product, exact_square, stored_square = sums.tolist()  # one wait for the device
+        # An unused parameter has neither. One wait for the device.
+        products = [_products(*pair).to(loss.device) for pair in zip(exact, stored, strict=True) if pair[0] is not None]
+        product, exact_square, stored_square = sum(products, torch.zeros(3, device=loss.device)).tolist()
     if exact_square == 0.0 or stored_square == 0.0:
         return math.nan if exact_square == stored_square else 0.0
     cosine = product / (exact_square**0.5 * stored_square**0.5)
@@ -386,8 +417,4 @@ def _products(one: Tensor, other: Tensor) -> Tensor:
 def _numbers_of(gradient: Tensor) -> Tensor:
     dense = gradient.to_dense().resolve_conj()
     real = torch.view_as_real(dense) if dense.is_complex() else dense
-    return real.reshape(-1).to(_widest(gradient.device))
-
-
-def _widest(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64  # which has no float64
+    return real.reshape(-1).to(torch.float32 if gradient.device.type == "mps" else torch.float64)  # which has none

@@ -34,67 +34,6 @@ from lightning_vram.private_names.dispatcher import OpOverload, call_operator, i
 from lightning_vram.private_names.torch import base_of, is_view
 
 
-class ExactValues:
-    """The exact tensors of a run, followed through operators: statistics, and what is made of weights alone.
-
-    What is made of statistics element by element (``std.clamp(min=eps)``) is exact, too. A product of a statistic with
-    a weight matrix is an ordinary activation.
-    """
-
-    def __init__(self) -> None:
-        self._is_weight: ByStorage[bool] = ByStorage()  # or a statistic
-        self.lasting: frozenset[int] = frozenset()
-        """Addresses of the storages of further weights: buffers."""
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._is_weight.clear()
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        return self._is_weight.find(tensor) is not None
-
-    def drop(self, tensors: Iterable[Tensor]) -> None:
-        """Note that somebody may have written anything to ``tensors``."""
-        for tensor in tensors:
-            self._is_weight.drop(tensor)
-
-    def are_results_weights(self, function: Any, args: Any, kwargs: dict[str, Any] | None) -> bool | None:
-        """Return whether results are weights, or statistics; ``None``: neither. To be asked before the call."""
-        kinds = set()
-        for tensor in iterate_tensors((*args, *(kwargs or {}).values()) if kwargs else args):
-            kind = self._is_weight_itself(tensor)
-            if kind is None and tensor.numel() != 1 and tensor.dtype is not torch.bool:
-                return None
-            kinds.add(kind)
-        if False in kinds:
-            return False if is_pointwise(function) or gives_exact_result(function) else None
-        return True if True in kinds or (not kinds and is_constant(function)) else None
-
-    def note_results(self, function: Any, results: Any, is_weight: bool | None) -> None:  # noqa: FBT001
-        """Note what ``function`` returned."""
-        if is_weight is not None:
-            self._note(iterate_tensors((results,)), is_weight)
-            return
-        is_exact = gives_exact_result(function)
-        if isinstance(results, Tensor | list) and is_exact:
-            self._note(iterate_tensors((results,)), False)  # noqa: FBT003
-        elif written_arguments(function):
-            self.drop(iterate_tensors((results,)))  # in place: it was exact before
-        if isinstance(results, tuple | list) and has_statistics(function):
-            self._note(results[0 if is_exact else 1 :], False)  # noqa: FBT003
-
-    def _is_weight_itself(self, tensor: Tensor) -> bool | None:
-        base = base_of(tensor) if is_view(tensor) else tensor
-        if isinstance(base, nn.Parameter) or storage_address(tensor) in self.lasting:
-            return True
-        return self._is_weight.find(tensor)
-
-    def _note(self, tensors: Iterable[Any], is_weight: bool) -> None:  # noqa: FBT001
-        for tensor in tensors:
-            if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                self._is_weight.note(tensor, is_weight)
-
-
 def has_statistics(function: Any) -> bool:
     """Whether it gives several tensors that are no views: what comes after the first is for its backward."""
     returns = schema_of(function).returns
@@ -131,13 +70,17 @@ class ValueNotes(QuietMode):
         self._notes: ByStorage[_Note] = ByStorage()
         self._last_clone: weakref.ref[Tensor] | None = None
         self.listener: Listener | None = None
-        self.exact_values = ExactValues()
-        """What must not get an error; followed if ``notes_exact``."""
+        self.buffers: frozenset[int] = frozenset()
+        """Addresses of the storages of weights that are no parameters."""
+        # What must not get an error. What is made of statistics element by element (``std.clamp(min=eps)``) is one,
+        # too; a product of a statistic with a weight matrix is an ordinary activation.
+        self._is_weight: ByStorage[bool] = ByStorage()  # made of weights alone; or a statistic
 
     def clear(self) -> None:
         """Forget everything."""
+        self.listener = None
         self._notes.clear()
-        self.exact_values.clear()
+        self._is_weight.clear()
 
     def largest_index(self, tensor: Tensor) -> int | None:
         """Return the largest value that the memory of ``tensor`` can hold, if it holds indices as they were made."""
@@ -148,6 +91,10 @@ class ValueNotes(QuietMode):
         """Whether the memory of ``tensor`` was made as a mask, and scaled at most."""
         note = self._find(tensor)
         return note is not None and note.largest is None
+
+    def is_exact(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` must not get an error, if that was followed."""
+        return self._is_weight.find(tensor) is not None
 
     @override
     def __torch_dispatch__(
@@ -213,7 +160,8 @@ class ValueNotes(QuietMode):
         self._note_write(iterate_written(func, args, kwargs))
         tensors = list(iterate_tensors((*args, *(kwargs or {}).values())))
         self._note_write(tensors, is_certain=False)
-        self.exact_values.drop(tensors)
+        for tensor in tensors:
+            self._is_weight.drop(tensor)
         return call_operator(func, args, kwargs)
 
     def _followed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -221,13 +169,40 @@ class ValueNotes(QuietMode):
         wanted = exact_arguments(func)
         if wanted is not None and self.listener is not None and torch.is_grad_enabled():
             self._ask_for(wanted(args, kwargs), args[0] if written_arguments(func) else None)
-        is_weight = self.exact_values.are_results_weights(func, args, kwargs)
+        is_weight = self._are_results_weights(func, args, kwargs)
         handler = _LOSSLESS[func]
         results = handler(self, func, args, kwargs) if handler is not None else call_operator(func, args, kwargs)
-        self.exact_values.note_results(func, results, is_weight)
+        self._note_exact(func, results, is_weight)
         if func is aten.clone.default:
             self._last_clone = weakref.ref(results)
         return results
+
+    def _are_results_weights(self, func: Any, args: Any, kwargs: dict[str, Any] | None) -> bool | None:
+        """Return whether results are weights, or statistics; ``None``: neither. To be asked before the call."""
+        kinds = set()
+        for tensor in iterate_tensors((*args, *(kwargs or {}).values()) if kwargs else args):
+            base = base_of(tensor) if is_view(tensor) else tensor
+            is_weight = isinstance(base, nn.Parameter) or storage_address(tensor) in self.buffers
+            kind = is_weight or self._is_weight.find(tensor)
+            if kind is None and tensor.numel() != 1 and tensor.dtype is not torch.bool:
+                return None
+            kinds.add(kind)
+        if False in kinds:
+            return False if is_pointwise(func) or gives_exact_result(func) else None
+        return True if True in kinds or (not kinds and is_constant(func)) else None
+
+    def _note_exact(self, func: Any, results: Any, is_weight: bool | None) -> None:  # noqa: FBT001
+        exact: Any = ()
+        if is_weight is not None or (gives_exact_result(func) and isinstance(results, Tensor | list)):
+            exact = (results,)
+        elif isinstance(results, tuple | list) and has_statistics(func):
+            exact = results[0 if gives_exact_result(func) else 1 :]
+        elif written_arguments(func):
+            for tensor in iterate_tensors((results,)):
+                self._is_weight.drop(tensor)  # in place: it was exact before
+        for tensor in iterate_tensors(exact):
+            if tensor.is_floating_point():
+                self._is_weight.note(tensor, bool(is_weight))
 
     def _ask_for(self, tensors: Iterable[Tensor], target: Any) -> None:
         assert self.listener is not None
