@@ -6,9 +6,8 @@ a bounded error, for chosen layers: activations in bf16, fp8 or int8.
 
 Cost: a Python call per operator and per saved tensor, and one pass over what is encoded and decoded. No gain: a ReLU in
 place, in front of a convolution, which saves the values anyway, or inside another stage; what a
-``torch.autograd.Function`` holds in attributes, what a ``torch.func`` transform saves, and what compiled code saves
-between its own operators. Memory that the model itself keeps alive, such as a mask, is not freed: the bits are stored
-in addition. Tensors saved inside the user's own saved-tensor hooks, entered after the stage, never reach it. A write
+``torch.autograd.Function`` holds in attributes, what ``torch.func`` transforms, compiled code and the user's own
+saved-tensor hooks save. Memory that the model itself keeps alive is not freed: the bits are stored in addition. A write
 that PyTorch does not see (NumPy, a custom kernel) after a save does not reach the backward, and neither does a write to
 ``.data`` after the stage was left; between two saves of one tensor it is noticed on the CPU only.
 ``grad_fn._saved_result`` of a ReLU shows ones and zeros.
@@ -41,6 +40,7 @@ from lightning_vram.core.tensors.properties import (
     version_of,
 )
 from lightning_vram.memory.device.accelerators import stream_id
+from lightning_vram.memory.units import parse_bytes
 from lightning_vram.private_names.dispatcher import TorchDispatchMode
 from lightning_vram.private_names.torch import base_of, has_own_result, innermost_hooks, is_view, without_autocast
 from lightning_vram.techniques.activation_compression.encoded_storage import (
@@ -94,25 +94,23 @@ class _Memory:
 class CompressionStage(SavedTensorStage):
     """Keeps saved tensors in fewer bytes while it is entered.
 
-    It keeps what it makes, or hands it on to the next stage; so it does with tensors it leaves as they are. With a
-    loss it stores results and inputs of operators that have a gradient; never what has none (data, constants, what
-    custom functions put aside), leaves, second results and statistics of operators, what is made of those or of weights
-    only, what the backward of an operator magnifies an error of (see :mod:`~lightning_vram.core.operators`), inputs of
+    With a loss it stores results and inputs of operators that have a gradient; never what has none (data, constants,
+    what custom functions put aside), leaves, second results and statistics of operators, what is made of those or of
+    weights only, what a backward magnifies an error of (see :mod:`~lightning_vram.core.operators`), inputs of
     checkpoints, and tensors whose last size is 1. Differences of nearly equal terms, as in a softmax made of ``exp``
     and ``sum``, magnify an error that no operator shows.
 
     Args:
         module: Its parameters and buffers stay alive anyway.
         lossless: Whether to do what changes no gradient.
-        lossy: How to store the other activations of ``layers``: ``"bf16"``, ``"fp8"`` (e4m3) or ``"int8"``; ``None``:
-            as they are. See ``encode`` for the error.
-        layers: Modules, or a selection; what is saved in their forwards is stored as ``lossy`` says. ``None``: all
-            that is saved.
+        lossy: Format of what else ``layers`` save: ``"bf16"``, ``"fp8"`` (e4m3) or ``"int8"``; ``None``: as it is. See
+            ``encode`` for the error.
+        layers: Modules, or a selection. ``None``: all that is saved.
         block_size: Neighbours in memory that share a scale, for ``"fp8"`` and ``"int8"``.
-        min_bytes: Smaller tensors are left as they are.
+        min_bytes: Smaller tensors are left as they are; bytes, or text such as ``"4KiB"``.
 
     Raises:
-        TypeError: If ``block_size`` or ``min_bytes`` is not an ``int``, or ``layers`` holds what is no module.
+        TypeError: If an argument has the wrong type.
         ValueError: If a number is too small, ``lossy`` is unknown, or ``layers`` are given without ``lossy``.
 
     Example:
@@ -132,11 +130,12 @@ class CompressionStage(SavedTensorStage):
         lossy: LossyFormat | None = None,
         layers: LayerSelection | Sequence[nn.Module] | None = None,
         block_size: int = 128,
-        min_bytes: int = 1024,
+        min_bytes: int | str = 1024,
     ) -> None:
         super().__init__(module)
-        _check_compression(lossy, layers, block_size, min_bytes)
-        self._lossless, self._lossy, self._block_size, self._min_bytes = lossless, lossy, block_size, min_bytes
+        _check_compression(lossy, layers, block_size)
+        self._lossless, self._lossy, self._block_size = lossless, lossy, block_size
+        self._min_bytes = parse_bytes(min_bytes, "CompressionStage(min_bytes)")
         self._layers = RunningLayers(_modules_of(layers)) if layers is not None else None
         self._notes = ValueNotes(notes_exact=lossy is not None)
         self._memories: ByStorage[_Memory] = ByStorage()
@@ -197,7 +196,9 @@ class CompressionStage(SavedTensorStage):
         made = self._find_shared(tensor, memory, is_lossy=is_lossy) if memory.made else None
         if made is None and tensor.nbytes >= self._min_bytes and _is_whole_memory(tensor):
             if self._lossless and self._saves_signs(tensor):
-                return self._wait_for_values(tensor, memory)
+                saved = Encoded(tensor, alias(tensor))
+                self._pending = memory, stream_id(tensor.device), weakref.ref(saved)
+                return saved
             made = self._encode(tensor, memory, *self._choose(tensor, memory, is_lossy=is_lossy))
         return Encoded(tensor, made) if made is not None else self._leave(tensor, memory)
 
@@ -261,26 +262,17 @@ class CompressionStage(SavedTensorStage):
         hooks = innermost_hooks()
         return hooks is not None and hooks[0] == self._pack and not has_own_result(node)
 
-    def _wait_for_values(self, tensor: Tensor, memory: _Memory) -> StoredTensor:
-        saved = Encoded(tensor, alias(tensor))
-        self._pending = memory, stream_id(tensor.device), weakref.ref(saved)
-        return saved
-
     def _is_pending(self, memory: _Memory) -> bool:
         return self._pending is not None and self._pending[0] is memory
 
     def _shrink_pending(self) -> None:
-        if self._pending is None:
-            return
-        (memory, stream, reference), self._pending = self._pending, None
+        (memory, stream, reference), self._pending = self._pending or (None, 0, lambda: None), None
         saved = reference()
-        tensor = saved.source if saved is not None else None
-        if saved is None or not isinstance(tensor, Tensor):
+        if memory is None or saved is None or not isinstance(tensor := saved.source, Tensor):
             return
-        made = None
-        if stream == stream_id(tensor.device):  # in another, it may not have been computed yet
-            with torch.no_grad(), without_autocast():
-                made = self._encode(tensor, memory, pack_signs, "signs")
+        with torch.no_grad(), without_autocast():
+            is_computed = stream == stream_id(tensor.device)  # in another, it may not be yet
+            made = self._encode(tensor, memory, pack_signs if is_computed else None, "signs")
         if made is not None:
             saved.source = made
         else:
@@ -309,7 +301,7 @@ class CompressionStage(SavedTensorStage):
             self.report.kept_bytes += num_bytes
 
 
-def _check_compression(lossy: object, layers: object, block_size: object, min_bytes: object) -> None:
+def _check_compression(lossy: object, layers: Any, block_size: object) -> None:
     if lossy is not None and lossy not in LOSSY_FORMATS:
         raise ValueError(f"CompressionStage(lossy) must be 'bf16', 'fp8', 'int8' or None, got {lossy!r}.")
     if layers is not None and lossy is None:
@@ -317,20 +309,15 @@ def _check_compression(lossy: object, layers: object, block_size: object, min_by
             "CompressionStage(layers) needs a lossy format, got lossy=None. "
             "Set lossy to 'bf16', 'fp8' or 'int8', or leave layers out."
         )
-    is_list = isinstance(layers, Sequence)
-    for layer in () if layers is None or isinstance(layers, LayerSelection) else layers if is_list else [layers]:
+    if layers is None or isinstance(layers, LayerSelection):
+        layers = []
+    for layer in layers if isinstance(layers, Sequence) else [layers]:
         if not isinstance(layer, nn.Module):
             raise TypeError(
                 "CompressionStage(layers) must be modules, such as select_layers() finds them by name, "
                 f"got {layer!r} of type {type(layer).__name__}."
             )
     check_positive_int("CompressionStage(block_size)", block_size)
-    if not isinstance(min_bytes, int) or isinstance(min_bytes, bool):
-        raise TypeError(
-            f"CompressionStage(min_bytes) must be an int, got {min_bytes!r} of type {type(min_bytes).__name__}."
-        )
-    if min_bytes < 0:
-        raise ValueError(f"CompressionStage(min_bytes) must not be negative, got {min_bytes}.")
 
 
 def _modules_of(layers: LayerSelection | Sequence[nn.Module]) -> list[nn.Module]:
@@ -367,10 +354,9 @@ def _source_of_elements(tensor: Tensor, handed: StoredTensor | None) -> Callable
 def gradient_cosine(stage: CompressionStage, loss: Tensor, parameters: Iterable[Tensor]) -> float:
     """Return the cosine between the exact gradient and the one that ``stage`` gives.
 
-    It costs two backwards of the same graph and, for that batch, the memory of the exact numbers. The graph stays
-    usable, no ``.grad`` is touched, no random number is drawn. Hooks on tensors run, those on the accumulation of
-    gradients (as of DDP) do not. Not for sharded parameters (FSDP), whose hooks move them, nor with reentrant
-    checkpointing, and not for DDP with ``static_graph=True``, which counts the backwards.
+    Runs two backwards of the same graph. It stays usable, no ``.grad`` is touched, no random number is drawn. Hooks on
+    tensors run, those on the accumulation of gradients (as of DDP) do not. Not for sharded parameters (FSDP), whose
+    hooks move them, nor with reentrant checkpointing, and not for DDP with ``static_graph=True``.
 
     Args:
         stage: What compressed the graph of ``loss``, entered with ``stage.keeps_exact = True``.
@@ -378,8 +364,7 @@ def gradient_cosine(stage: CompressionStage, loss: Tensor, parameters: Iterable[
         parameters: The gradient is that with respect to all of them together; those without one are left out.
 
     Returns:
-        A number from -1 to 1. 0.0 if one gradient is zero, NaN if both are, or one is not finite. The parts of complex
-        numbers count as numbers.
+        A number from -1 to 1. 0.0 if one gradient is zero, NaN if both are, or one is not finite.
 
     Raises:
         RuntimeError: If the run did not keep the exact numbers.
@@ -400,13 +385,15 @@ def gradient_cosine(stage: CompressionStage, loss: Tensor, parameters: Iterable[
     finally:
         stage.gives_exact = False
     with torch.no_grad():
-        # An unused parameter has neither. One wait for the device.
-        products = [_products(*pair).to(loss.device) for pair in zip(exact, stored, strict=True) if pair[0] is not None]
-        product, exact_square, stored_square = sum(products, torch.zeros(3, device=loss.device)).tolist()
+        sums = torch.zeros(3, device=loss.device)
+        for one, other in zip(exact, stored, strict=True):
+            if one is not None:  # an unused parameter has neither
+                sums = sums + _products(one, other).to(sums.device)
+        product, exact_square, stored_square = sums.tolist()  # one wait for the device
     if exact_square == 0.0 or stored_square == 0.0:
         return math.nan if exact_square == stored_square else 0.0
-    cosine = product / (exact_square**0.5 * stored_square**0.5)
-    return cosine if cosine != cosine else max(-1.0, min(1.0, float(cosine)))
+    cosine: float = product / (exact_square**0.5 * stored_square**0.5)
+    return cosine if cosine != cosine else max(-1.0, min(1.0, cosine))
 
 
 def _products(one: Tensor, other: Tensor) -> Tensor:

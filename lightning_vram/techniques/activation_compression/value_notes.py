@@ -34,12 +34,6 @@ from lightning_vram.private_names.dispatcher import OpOverload, call_operator, i
 from lightning_vram.private_names.torch import base_of, is_view
 
 
-def has_statistics(function: Any) -> bool:
-    """Whether it gives several tensors that are no views: what comes after the first is for its backward."""
-    returns = schema_of(function).returns
-    return len(returns) > 1 and all(str(r.type) == "Tensor" and r.alias_info is None for r in returns[:2])
-
-
 aten = torch.ops.aten
 
 
@@ -49,15 +43,15 @@ class _Note:
     version: int
     largest: int | None  # index; None: two values
 
+    def is_true_of(self, tensor: Tensor) -> bool:
+        return self.version == version_of(tensor) and self.dtype is tensor.dtype
+
 
 class Listener(Protocol):
-    """Gets events of operators."""
+    """Hears of tensors that are about to be written to, and that a backward will need exactly, if they were saved."""
 
-    def on_write(self, target: Tensor, *, is_certain: bool) -> None:
-        """``target`` is about to be written to, or may be."""
-
-    def on_exact_argument(self, tensor: Tensor) -> None:
-        """``tensor`` was saved, if it was, for an operator whose backward needs it exactly."""
+    def on_write(self, target: Tensor, *, is_certain: bool) -> None: ...  # noqa: D102
+    def on_exact_argument(self, tensor: Tensor) -> None: ...  # noqa: D102
 
 
 class ValueNotes(QuietMode):
@@ -84,13 +78,13 @@ class ValueNotes(QuietMode):
 
     def largest_index(self, tensor: Tensor) -> int | None:
         """Return the largest value that the memory of ``tensor`` can hold, if it holds indices as they were made."""
-        note = self._find(tensor)
-        return note.largest if note is not None else None
+        note = self._notes.find(tensor)
+        return note.largest if note is not None and note.is_true_of(tensor) else None
 
     def may_be_two_valued(self, tensor: Tensor) -> bool:
         """Whether the memory of ``tensor`` was made as a mask, and scaled at most."""
-        note = self._find(tensor)
-        return note is not None and note.largest is None
+        note = self._notes.find(tensor)
+        return note is not None and note.largest is None and note.is_true_of(tensor)
 
     def is_exact(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` must not get an error, if that was followed."""
@@ -107,11 +101,6 @@ class ValueNotes(QuietMode):
             return call_operator(func, args, kwargs)
         return handler(self, func, args, kwargs)
 
-    def _find(self, tensor: Tensor) -> _Note | None:
-        note = self._notes.find(tensor)
-        is_true = note is not None and note.version == version_of(tensor) and note.dtype is tensor.dtype
-        return note if is_true else None
-
     def _note(self, tensor: Tensor, version: int, largest: int | None = None) -> None:
         if type(tensor) in PLAIN_TYPES:
             self._notes.note(tensor, _Note(tensor.dtype, version, largest))
@@ -124,16 +113,13 @@ class ValueNotes(QuietMode):
 
     # Handlers. Each runs the operator and returns what it returns.
 
-    def _indexed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    def _noted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Drawing a mask, or giving indices as its last result."""
         results = func(*args, **kwargs) if kwargs else func(*args)
-        indices = results if isinstance(results, Tensor) else results[-1]
-        self._note(indices, version_of(indices), LARGEST_INDEX[func](args, kwargs))
+        result = results if isinstance(results, Tensor) else results[-1]
+        largest = LARGEST_INDEX.get(func)
+        self._note(result, version_of(result), largest(args, kwargs) if largest is not None else None)
         return results
-
-    def _mask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        result = func(*args, **kwargs) if kwargs else func(*args)
-        self._note(result, version_of(result))
-        return result
 
     def _mask_in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Drawing a mask, or adding to one or scaling it."""
@@ -195,7 +181,7 @@ class ValueNotes(QuietMode):
         exact: Any = ()
         if is_weight is not None or (gives_exact_result(func) and isinstance(results, Tensor | list)):
             exact = (results,)
-        elif isinstance(results, tuple | list) and has_statistics(func):
+        elif isinstance(results, tuple | list) and _has_statistics(func):
             exact = results[0 if gives_exact_result(func) else 1 :]
         elif written_arguments(func):
             for tensor in iterate_tensors((results,)):
@@ -219,8 +205,7 @@ _HANDLERS: dict[bool, dict[Any, _Handler | None]] = {False: _LOSSLESS, True: {}}
 _DRAWING = frozenset([aten.bernoulli_.float, aten.bernoulli_.Tensor])
 _IN_PLACE = [getattr(aten, name) for name in ("add_", "sub_", "mul_", "div_")]
 _HANDLER_OF: dict[Any, _Handler] = {
-    **dict.fromkeys(LARGEST_INDEX, ValueNotes._indexed),
-    **dict.fromkeys([aten.bernoulli.default, aten.bernoulli.p], ValueNotes._mask),
+    **dict.fromkeys([*LARGEST_INDEX, aten.bernoulli.default, aten.bernoulli.p], ValueNotes._noted),
     **dict.fromkeys(_DRAWING, ValueNotes._mask_in_place),
     **dict.fromkeys([overload for f in _IN_PLACE for overload in (f.Tensor, f.Scalar)], ValueNotes._mask_in_place),
 }
@@ -241,3 +226,9 @@ def _is_view(func: Any) -> bool:
     """Whether it returns a view: of the same memory, for which the same is noted."""
     returns = schema_of(func).returns
     return not written_arguments(func) and any(r.alias_info is not None for r in returns)
+
+
+def _has_statistics(func: Any) -> bool:
+    """Whether it gives several tensors that are no views: what comes after the first is for its backward."""
+    returns = schema_of(func).returns
+    return len(returns) > 1 and all(str(r.type) == "Tensor" and r.alias_info is None for r in returns[:2])

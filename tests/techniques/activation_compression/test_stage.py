@@ -1154,7 +1154,11 @@ def test_signs_given_up_for_a_tensor_that_was_taken_come_from_there() -> None:
         ({"block_size": 0}, ValueError, "CompressionStage(block_size) must be at least 1, got 0."),
         ({"block_size": 1.5}, TypeError, "CompressionStage(block_size) must be an int, got 1.5 of type float."),
         ({"min_bytes": -1}, ValueError, "CompressionStage(min_bytes) must not be negative, got -1."),
-        ({"min_bytes": "1KiB"}, TypeError, "CompressionStage(min_bytes) must be an int, got '1KiB' of type str."),
+        (
+            {"min_bytes": 1.5},
+            TypeError,
+            "CompressionStage(min_bytes) must be bytes as an int or text such as '24GiB', got 1.5 of type float.",
+        ),
     ],
 )
 def test_bad_arguments_are_refused(options: dict, kind: type[Exception], message: str) -> None:
