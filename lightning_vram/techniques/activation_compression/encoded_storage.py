@@ -50,17 +50,11 @@ def can_be_read(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
 
 
-def pack_mask(mask: Tensor) -> Encoding:
-    """Keep ``mask``, bool [n], as bits."""
-    size = mask.numel()
-    return Encoding([pack_bits(mask)], lambda pieces: _unpack(pieces[0], size, torch.bool))
-
-
-def pack_signs(numbers: Tensor) -> Encoding:
-    """Keep where ReLU's backward lets gradients pass, NaN included: 1 comes back there, and 0 elsewhere."""
+def pack_mask(numbers: Tensor) -> Encoding:
+    """Keep a mask, bool [n], as bits; of other ``numbers``, where ReLU's backward lets gradients pass, NaN included."""
     dtype, size = numbers.dtype, numbers.numel()
-    is_passing = (numbers <= 0).logical_not_()
-    return Encoding([pack_bits(is_passing)], lambda pieces: _unpack(pieces[0], size, dtype))
+    mask = numbers if dtype is torch.bool else (numbers <= 0).logical_not_()
+    return Encoding([pack_bits(mask)], lambda pieces: _unpack(pieces[0], size, dtype))
 
 
 def pack_two_values(numbers: Tensor) -> Encoding | None:
@@ -82,8 +76,10 @@ def pack_two_values(numbers: Tensor) -> Encoding | None:
 def shrink_indices(indices: Tensor, largest: int) -> Encoding | None:
     """Keep ``indices``, [n], in the smallest integers that hold ``largest``; ``None`` if that is no smaller."""
     dtype = indices.dtype
-    if can_be_read(indices) and (int(indices.min()) < 0 or int(indices.max()) > largest):
-        return None  # somebody wrote there past PyTorch
+    if can_be_read(indices):
+        low, high = map(int, indices.aminmax())
+        if low < 0 or high > largest:
+            return None  # somebody wrote there past PyTorch
     narrow = next((narrow for narrow in _SMALL_INTEGERS if largest <= torch.iinfo(narrow).max), dtype)
     if narrow.itemsize >= dtype.itemsize:
         return None
@@ -109,28 +105,23 @@ def elements_of(tensor: Tensor) -> Tensor:
 class EncodedStorage:
     """The encoding of the memory of a tensor, which was in this ``state``."""
 
-    __slots__ = ("__weakref__", "_encode", "_encoding", "_last", "dtype", "exact", "kind", "state")
+    __slots__ = ("__weakref__", "_encode", "_last", "dtype", "encoding", "exact", "kind", "state")
 
     def __init__(self, tensor: Tensor, kind: str, state: Any, encode: Encode, encoding: Encoding) -> None:
         self.dtype, self.kind, self.state = tensor.dtype, kind, state
-        self._encode, self._encoding = encode, encoding  # which that makes, again and again
+        self._encode, self.encoding = encode, encoding  # which that makes, again and again
         self._last: tuple[weakref.ref[Tensor], int, int] | None = None  # a view of what was decoded, version and stream
         self.exact: Callable[[], Tensor | None] | None = None
         """Returns the elements as they were, if they are wanted now."""
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes it keeps on the device."""
-        return self._encoding.num_bytes
-
-    @property
     def is_given_up(self) -> bool:
         """Whether somebody else keeps what it encoded."""
-        return not self._encoding.pieces
+        return not self.encoding.pieces
 
     def give_up(self, source: Callable[[], Tensor]) -> None:
         """Leave it to somebody else to keep the elements: ``source`` returns a tensor on all of them."""
-        self._encoding = Encoding([], lambda _: source())
+        self.encoding = Encoding([], lambda _: source())
         self._last = self.exact = None
 
     def still_holds(self, tensor: Tensor) -> bool:
@@ -138,7 +129,7 @@ class EncodedStorage:
         if tensor.dtype is not self.dtype or not can_be_read(tensor):
             return tensor.dtype is self.dtype
         again = self._encode(elements_of(tensor))
-        return again is not None and all(map(_are_same, self._encoding.read(), again.read()))
+        return again is not None and all(map(_are_same, self.encoding.read(), again.read()))
 
     def give(self, shape: torch.Size, strides: tuple[int, ...], offset: int) -> Tensor:
         """Return a view of the elements."""
@@ -147,7 +138,7 @@ class EncodedStorage:
             return elements.as_strided(shape, strides, offset)
         elements = self._find_decoded()
         if elements is None:
-            elements = self._encoding.decode(self._encoding.read())
+            elements = self.encoding.decode(self.encoding.read())
             start = int(elements.storage_offset())
         view = elements.as_strided(shape, strides, start + offset)
         version = version_of(view)  # none in inference mode: a write to it would go unseen
@@ -179,7 +170,7 @@ class Encoded(StoredTensor):
 
     @property
     def num_bytes(self) -> int:  # noqa: D102
-        return self.source.nbytes if isinstance(self.source, Tensor) else self.source.num_bytes
+        return self.source.nbytes if isinstance(self.source, Tensor) else self.source.encoding.num_bytes
 
     @property
     def is_exact(self) -> bool:  # noqa: D102

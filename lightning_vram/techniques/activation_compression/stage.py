@@ -50,7 +50,6 @@ from lightning_vram.techniques.activation_compression.encoded_storage import (
     elements_of,
     encode_lossy,
     pack_mask,
-    pack_signs,
     pack_two_values,
     shrink_indices,
 )
@@ -148,17 +147,14 @@ class CompressionStage(SavedTensorStage):
     def begin(self, stack: ExitStack) -> TorchDispatchMode | None:
         self.report = CompressionReport()
         self.has_exact = self.keeps_exact
-        stack.callback(self._clear)
+        stack.callback(self._notes.clear)
+        stack.callback(self._memories.clear)
         stack.callback(self._shrink_pending)
         if self._layers is not None:
             stack.enter_context(self._layers.watching())
         self._notes.buffers, self._notes.listener = frozenset(self._buffers), self
         stack.enter_context(self._notes)
         return self._notes
-
-    def _clear(self) -> None:
-        self._notes.clear()
-        self._memories.clear()
 
     @hide_from_dynamo
     def on_exact_argument(self, tensor: Tensor) -> None:
@@ -244,7 +240,7 @@ class CompressionStage(SavedTensorStage):
             elements = elements_of(alias(tensor))
             made.exact = lambda: elements if self.gives_exact else None
         self.report.kinds[kind] += 1
-        self.report.kept_bytes += made.num_bytes
+        self.report.kept_bytes += made.encoding.num_bytes
         return made
 
     # Of ReLU's own result its backward needs the signs only, but a convolution behind it saves the same tensor for its
@@ -272,7 +268,7 @@ class CompressionStage(SavedTensorStage):
             return
         with torch.no_grad(), without_autocast():
             is_computed = stream == stream_id(tensor.device)  # in another, it may not be yet
-            made = self._encode(tensor, memory, pack_signs if is_computed else None, "signs")
+            made = self._encode(tensor, memory, pack_mask if is_computed else None, "signs")
         if made is not None:
             saved.source = made
         else:
@@ -290,7 +286,7 @@ class CompressionStage(SavedTensorStage):
         return handed
 
     def _give_up(self, made: EncodedStorage, source: Callable[[], Tensor]) -> None:
-        self.report.kept_bytes -= made.num_bytes
+        self.report.kept_bytes -= made.encoding.num_bytes
         made.give_up(source)
 
     def _keep_whole(self, memory: _Memory, num_bytes: int) -> None:
@@ -301,7 +297,7 @@ class CompressionStage(SavedTensorStage):
             self.report.kept_bytes += num_bytes
 
 
-def _check_compression(lossy: object, layers: Any, block_size: object) -> None:
+def _check_compression(lossy: object, layers: object, block_size: object) -> None:
     if lossy is not None and lossy not in LOSSY_FORMATS:
         raise ValueError(f"CompressionStage(lossy) must be 'bf16', 'fp8', 'int8' or None, got {lossy!r}.")
     if layers is not None and lossy is None:
@@ -309,23 +305,22 @@ def _check_compression(lossy: object, layers: Any, block_size: object) -> None:
             "CompressionStage(layers) needs a lossy format, got lossy=None. "
             "Set lossy to 'bf16', 'fp8' or 'int8', or leave layers out."
         )
-    if layers is None or isinstance(layers, LayerSelection):
-        layers = []
-    for layer in layers if isinstance(layers, Sequence) else [layers]:
-        if not isinstance(layer, nn.Module):
-            raise TypeError(
-                "CompressionStage(layers) must be modules, such as select_layers() finds them by name, "
-                f"got {layer!r} of type {type(layer).__name__}."
-            )
     check_positive_int("CompressionStage(block_size)", block_size)
 
 
-def _modules_of(layers: LayerSelection | Sequence[nn.Module]) -> list[nn.Module]:
-    if not isinstance(layers, LayerSelection):
-        return list(layers)
+def _modules_of(layers: Any) -> list[nn.Module]:
     modules: list[nn.Module] = []
-    for layer in layers.layers:
-        modules += list(layer.module.children())[slice(*layer.span)] if layer.span is not None else [layer.module]
+    if isinstance(layers, LayerSelection):
+        for layer in layers.layers:
+            modules += list(layer.module.children())[slice(*layer.span)] if layer.span is not None else [layer.module]
+        return modules
+    for module in layers if isinstance(layers, Sequence) else [layers]:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                "CompressionStage(layers) must be modules, such as select_layers() finds them by name, "
+                f"got {module!r} of type {type(module).__name__}."
+            )
+        modules.append(module)
     return modules
 
 

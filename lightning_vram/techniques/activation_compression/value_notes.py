@@ -33,7 +33,6 @@ from lightning_vram.core.tensors.properties import PLAIN_TYPES, ByStorage, stora
 from lightning_vram.private_names.dispatcher import OpOverload, call_operator, is_foreach, schema_of
 from lightning_vram.private_names.torch import base_of, is_view
 
-
 aten = torch.ops.aten
 
 
@@ -154,7 +153,11 @@ class ValueNotes(QuietMode):
         """Any operator, where what is exact is noted."""
         wanted = exact_arguments(func)
         if wanted is not None and self.listener is not None and torch.is_grad_enabled():
-            self._ask_for(wanted(args, kwargs), args[0] if written_arguments(func) else None)
+            target = args[0] if written_arguments(func) else None
+            for tensor in wanted(args, kwargs):
+                clone = self._last_clone() if tensor is target and self._last_clone is not None else tensor
+                if clone is not None and clone.shape == tensor.shape:  # in place: autograd has saved a copy
+                    self.listener.on_exact_argument(clone)
         is_weight = self._are_results_weights(func, args, kwargs)
         handler = _LOSSLESS[func]
         results = handler(self, func, args, kwargs) if handler is not None else call_operator(func, args, kwargs)
@@ -189,13 +192,6 @@ class ValueNotes(QuietMode):
         for tensor in iterate_tensors(exact):
             if tensor.is_floating_point():
                 self._is_weight.note(tensor, bool(is_weight))
-
-    def _ask_for(self, tensors: Iterable[Tensor], target: Any) -> None:
-        assert self.listener is not None
-        for tensor in tensors:
-            clone = self._last_clone() if tensor is target and self._last_clone is not None else tensor
-            if clone is not None and clone.shape == tensor.shape:  # in place: autograd has saved a copy
-                self.listener.on_exact_argument(clone)
 
 
 _Handler = Callable[[ValueNotes, Any, tuple[Any, ...], dict[str, Any] | None], Any]
