@@ -119,10 +119,12 @@ class EncodedStorage:
         """Whether somebody else keeps what it encoded."""
         return not self.encoding.pieces
 
-    def give_up(self, source: Callable[[], Tensor]) -> None:
-        """Leave it to somebody else to keep the elements: ``source`` returns a tensor on all of them."""
+    def give_up(self, source: Callable[[], Tensor]) -> int:
+        """Leave it to ``source`` to return a tensor on all elements; return the bytes that are not kept any more."""
+        num_bytes = self.encoding.num_bytes
         self.encoding = Encoding([], lambda _: source())
         self._last = self.exact = None
+        return num_bytes
 
     def still_holds(self, tensor: Tensor) -> bool:
         """Whether it encodes what ``tensor`` holds now. On the host it is encoded again: NumPy may have written."""

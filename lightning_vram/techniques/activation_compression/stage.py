@@ -132,7 +132,14 @@ class CompressionStage(SavedTensorStage):
         min_bytes: int | str = 1024,
     ) -> None:
         super().__init__(module)
-        _check_compression(lossy, layers, block_size)
+        if lossy is not None and lossy not in LOSSY_FORMATS:
+            raise ValueError(f"CompressionStage(lossy) must be 'bf16', 'fp8', 'int8' or None, got {lossy!r}.")
+        if layers is not None and lossy is None:
+            raise ValueError(
+                "CompressionStage(layers) needs a lossy format, got lossy=None. "
+                "Set lossy to 'bf16', 'fp8' or 'int8', or leave layers out."
+            )
+        check_positive_int("CompressionStage(block_size)", block_size)
         self._lossless, self._lossy, self._block_size = lossless, lossy, block_size
         self._min_bytes = parse_bytes(min_bytes, "CompressionStage(min_bytes)")
         self._layers = RunningLayers(_modules_of(layers)) if layers is not None else None
@@ -176,7 +183,7 @@ class CompressionStage(SavedTensorStage):
             self._keep_whole(memory, target.untyped_storage().nbytes())
         for made in encodings:
             elements = torch.empty(0, dtype=made.dtype, device=target.device).set_(target.untyped_storage())
-            self._give_up(made, lambda elements=elements: elements)  # type: ignore[misc]
+            self.report.kept_bytes -= made.give_up(partial(elements_of, elements))
 
     @override
     def take(self, tensor: Tensor) -> StoredTensor | None:
@@ -281,13 +288,9 @@ class CompressionStage(SavedTensorStage):
         for made in memory.encodings(memory.whole_state):
             source = _source_of_elements(tensor, handed)
             if source is not None and made.dtype is tensor.dtype:
-                self._give_up(made, source)
+                self.report.kept_bytes -= made.give_up(source)
         self._keep_whole(memory, handed.num_bytes if handed is not None else tensor.untyped_storage().nbytes())
         return handed
-
-    def _give_up(self, made: EncodedStorage, source: Callable[[], Tensor]) -> None:
-        self.report.kept_bytes -= made.encoding.num_bytes
-        made.give_up(source)
 
     def _keep_whole(self, memory: _Memory, num_bytes: int) -> None:
         if self._is_pending(memory):
@@ -295,17 +298,6 @@ class CompressionStage(SavedTensorStage):
         if not memory.is_whole:
             memory.is_whole = True
             self.report.kept_bytes += num_bytes
-
-
-def _check_compression(lossy: object, layers: object, block_size: object) -> None:
-    if lossy is not None and lossy not in LOSSY_FORMATS:
-        raise ValueError(f"CompressionStage(lossy) must be 'bf16', 'fp8', 'int8' or None, got {lossy!r}.")
-    if layers is not None and lossy is None:
-        raise ValueError(
-            "CompressionStage(layers) needs a lossy format, got lossy=None. "
-            "Set lossy to 'bf16', 'fp8' or 'int8', or leave layers out."
-        )
-    check_positive_int("CompressionStage(block_size)", block_size)
 
 
 def _modules_of(layers: Any) -> list[nn.Module]:
@@ -340,8 +332,7 @@ def _is_input_of_checkpoint() -> bool:
 def _source_of_elements(tensor: Tensor, handed: StoredTensor | None) -> Callable[[], Tensor] | None:
     """Return a function that returns all elements of the memory of ``tensor``, which stays, or was taken."""
     if handed is None:
-        kept = alias(tensor)
-        return lambda: elements_of(kept)
+        return partial(elements_of, alias(tensor))
     is_all = is_dense(tensor) and tensor.nbytes == tensor.untyped_storage().nbytes()
     return (lambda: flat_as_stored(handed.give())) if is_all else None  # else a part is left
 

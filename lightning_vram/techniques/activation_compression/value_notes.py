@@ -12,7 +12,7 @@ Cost: a Python call and one dictionary lookup per operator.
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,13 +46,6 @@ class _Note:
         return self.version == version_of(tensor) and self.dtype is tensor.dtype
 
 
-class Listener(Protocol):
-    """Hears of tensors that are about to be written to, and that a backward will need exactly, if they were saved."""
-
-    def on_write(self, target: Tensor, *, is_certain: bool) -> None: ...  # noqa: D102
-    def on_exact_argument(self, tensor: Tensor) -> None: ...  # noqa: D102
-
-
 class ValueNotes(QuietMode):
     """Notes what is known about results of operators while it is entered."""
 
@@ -62,7 +55,8 @@ class ValueNotes(QuietMode):
         self._notes_exact = notes_exact  # whether to note, too, what must not be stored with an error
         self._notes: ByStorage[_Note] = ByStorage()
         self._last_clone: weakref.ref[Tensor] | None = None
-        self.listener: Listener | None = None
+        self.listener: Any = None
+        """Hears of tensors that are about to be written to, and that a backward will need exactly, if it saved them."""
         self.buffers: frozenset[int] = frozenset()
         """Addresses of the storages of weights that are no parameters."""
         # What must not get an error. What is made of statistics element by element (``std.clamp(min=eps)``) is one,

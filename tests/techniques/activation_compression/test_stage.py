@@ -24,6 +24,7 @@ from lightning_vram.core.hooks import SavedTensorStage, StoredTensor
 from lightning_vram.core.layers import select_layers
 from lightning_vram.demos import ByteGPT, DigitsResNet
 from lightning_vram.techniques.activation_compression import encoded_storage
+from lightning_vram.techniques.activation_compression import stage as compression_stage
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
 from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
 
@@ -423,6 +424,36 @@ def test_relu_is_kept_as_bits_or_as_its_values_whatever_the_run_before_did() -> 
             torch.autograd.grad(loss, x)[0],
             torch.autograd.grad((F.relu(x) @ w if has_product else F.relu(x) + 1).sum(), x)[0],
         )
+
+
+def test_relu_written_to_before_it_is_packed_reaches_the_backward_as_in_plain() -> None:
+    results = []
+    for context in (nullcontext(), CompressionStage(min_bytes=0)):
+        x = matrix()
+        with context:
+            y = F.relu(x)
+            y.data.mul_(-1)
+            loss = (y + 1).sum() + x.exp().sum()
+        results.append(torch.autograd.grad(loss, x)[0])
+    assert torch.equal(*results)
+
+
+def test_relu_of_another_stream_is_kept_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, streams = matrix(), [1]
+    monkeypatch.setattr(compression_stage, "stream_id", lambda device: streams[-1])
+    with CompressionStage() as stage:
+        y = F.relu(x)
+        streams.append(2)
+        loss = (y + 1).sum() + x.exp().sum()
+    assert stage.report.kept_bytes == stage.report.saved_bytes == 2 * SIDE * SIDE * NUMBER_BYTES
+    assert torch.equal(torch.autograd.grad(loss, x)[0], (x > 0) + x.exp())
+
+
+def test_relu_is_freed_with_its_graph_before_it_is_packed() -> None:
+    x = matrix()
+    with LiveBytes() as live, CompressionStage():
+        F.relu(x)
+        assert live.count() <= 64
 
 
 def test_relu_in_a_released_graph_is_not_taken_for_a_new_one() -> None:
