@@ -135,25 +135,22 @@ class EncodedStorage:
 
     def give(self, shape: torch.Size, strides: tuple[int, ...], offset: int) -> Tensor:
         """Return a view of the elements."""
-        elements, start = self.exact() if self.exact is not None else None, 0
-        if elements is not None:
+        elements, start = None, 0
+        if self.exact is not None and (elements := self.exact()) is not None:
             return elements.as_strided(shape, strides, offset)
-        elements = self._find_decoded()
+        if self._last is not None:  # somebody who uses the same memory may have it decoded
+            reference, version, stream = self._last
+            elements = reference()
+            if elements is not None and (version_of(elements) != version or stream_id(elements.device) != stream):
+                elements = None  # and have written to it, or in another queue
         if elements is None:
             elements = self.encoding.decode(self.encoding.read())
             start = int(elements.storage_offset())
         view = elements.as_strided(shape, strides, start + offset)
         version = version_of(view)  # none in inference mode: a write to it would go unseen
-        if not self.is_given_up and version != NO_VERSION:
+        if self.encoding.pieces and version != NO_VERSION:
             self._last = weakref.ref(view), version, stream_id(view.device)
         return view
-
-    def _find_decoded(self) -> Tensor | None:
-        """Return what somebody else who uses the same memory has decoded, unless it was written to."""
-        reference, version, stream = self._last or (lambda: None, 0, 0)
-        decoded = reference()
-        is_usable = decoded is not None and version_of(decoded) == version and stream_id(decoded.device) == stream
-        return decoded if is_usable else None
 
 
 def _are_same(kept: Tensor, made: Tensor) -> bool:
