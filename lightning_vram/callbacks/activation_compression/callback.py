@@ -1,7 +1,7 @@
 """Save activations in fewer bytes: lossless, or with a measured loss in chosen layers."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -144,10 +144,8 @@ class ActivationCompression(FitTechnique):
     @contextmanager
     def _step(self) -> Iterator[None]:
         assert self._stage is not None
-        with ExitStack() as stack:
-            if self._is_measured:
-                stack.enter_context(self._stage.keeping_exact_too())
-            stack.enter_context(self._stage)
+        self._stage.keeps_exact = self._is_measured
+        with self._stage:
             yield
 
     @contextmanager

@@ -5,52 +5,60 @@ results of ReLU as bits if only ReLU saved them, one copy of what was saved seve
 a bounded error, for chosen layers: activations in bf16, fp8 or int8.
 
 Cost: a Python call per operator and per saved tensor, and one pass over what is encoded and decoded. No gain: a ReLU in
-front of a convolution, which saves the values anyway; what a ``torch.autograd.Function`` holds in attributes, what a
-``torch.func`` transform saves, and what compiled code saves between its own operators. Memory that the model itself
-keeps alive, such as a mask, is not freed: the bits are stored in addition. Tensors saved inside the user's own
-saved-tensor hooks, entered after the stage, never reach it. A write that PyTorch does not see (NumPy, a custom kernel)
-after a save does not reach the backward, as without the stage, and neither does a write to ``.data`` after the stage
-was left; between two saves of one tensor it is noticed on the CPU only. ``grad_fn._saved_result`` of a ReLU shows ones
-and zeros.
+place, in front of a convolution, which saves the values anyway, or inside another stage; what a
+``torch.autograd.Function`` holds in attributes, what ``torch.func`` transforms, compiled code and the user's own
+saved-tensor hooks save. Memory that the model itself keeps alive is not freed: the bits are stored in addition. A write
+that PyTorch does not see (NumPy, a custom kernel) after a save does not reach the backward, and neither does a write to
+``.data`` after the stage was left; between two saves of one tensor it is noticed on the CPU only.
+``grad_fn._saved_result`` of a ReLU shows ones and zeros.
 """
 
 import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_vram.core.hooks import SavedTensorStage, StoredTensor
-from lightning_vram.core.layers import LayerSelection
-from lightning_vram.core.tensors.codecs import LossyFormat
-from lightning_vram.core.tensors.properties import ByStorage, StorageMemo, alias, storage_address
+from lightning_vram.argument_checks import check_positive_int
+from lightning_vram.core.hooks import SavedTensorStage, StoredTensor, is_exact_only
+from lightning_vram.core.layers import LayerSelection, RunningLayers
+from lightning_vram.core.tensors.codecs import LOSSY_FORMATS, LossyFormat, encoded_itemsize
+from lightning_vram.core.tensors.properties import (
+    ByStorage,
+    alias,
+    flat_as_stored,
+    is_dense,
+    storage_address,
+    version_of,
+)
 from lightning_vram.memory.device.accelerators import stream_id
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
+from lightning_vram.memory.units import parse_bytes
 from lightning_vram.private_names.dispatcher import hide_from_dynamo
-from lightning_vram.private_names.torch import without_autocast
+from lightning_vram.private_names.torch import base_of, has_own_result, innermost_hooks, is_view, without_autocast
 from lightning_vram.techniques.activation_compression.encoded_storage import (
+    Encode,
     Encoded,
     EncodedStorage,
-    ExactSwitch,
     elements_of,
-    source_of_elements,
-)
-from lightning_vram.techniques.activation_compression.encoding_choice import (
-    EncodingChoice,
-    LossyPermission,
-    check_compression,
-    is_checkpoint,
+    encode_lossy,
+    pack_mask,
+    pack_two_values,
+    shrink_indices,
 )
 from lightning_vram.techniques.activation_compression.value_notes import ValueNotes
 
 _MAX_SHARE = 16  # a view of less than that part of its memory is left alone: it is a part of something else's buffer
+_DTYPES = frozenset([torch.float64, torch.float32, torch.float16, torch.bfloat16])
+_SAVING = ("lightning_vram.", "torch.autograd.function")  # modules between autograd and who has it save something
 
 
 @dataclass
@@ -60,35 +68,49 @@ class CompressionReport:
     saved_bytes: int = 0
     """Bytes that plain autograd would have kept, parameters and buffers not counted."""
     kept_bytes: int = 0
-    num_saved: int = 0
-    """Tensors that autograd asked to keep."""
     kinds: Counter[str] = field(default_factory=Counter)
     """Encodings by kind: ``"mask"``, ``"two values"``, ``"indices"``, ``"signs"``, and those with a loss."""
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What is known of a storage of which something was saved."""
+
+    num_writes: int = 0  # seen since, also those that autograd does not count
+    made: list[weakref.ref[EncodedStorage]] = field(default_factory=list)  # of it, in any state
+    whole_state: Any = None  # in which it was left as it is
+    is_whole: bool = False  # counted in full
+
+    def state(self, tensor: Tensor) -> tuple[int, int, int]:
+        """Return what changes as somebody writes to ``tensor``, on this memory, or uses it on another stream."""
+        return version_of(tensor), self.num_writes, stream_id(tensor.device)
+
+    def encodings(self, state: tuple[int, int, int] | None = None) -> list[EncodedStorage]:
+        """Return those in use, made in this ``state`` or, if it is ``None``, in any; the newest first."""
+        found = [made for reference in reversed(self.made) if (made := reference()) is not None]
+        return [made for made in found if not made.is_given_up and state in (None, made.state)]
 
 
 class CompressionStage(SavedTensorStage):
     """Keeps saved tensors in fewer bytes while it is entered.
 
-    It keeps what it makes, or hands it on to the next stage; so it does with tensors it leaves as they are. With a
-    loss it stores results and inputs of operators that have a gradient; never what has none (data, constants, what
-    custom functions put aside), leaves, second results and statistics of operators, what is made of those or of weights
-    only, what the backward of an operator magnifies an error of (see
-    :mod:`~lightning_vram.core.operators`), inputs of checkpoints, and tensors whose last size is 1.
-    Differences of nearly equal terms, as in a softmax made of ``exp`` and ``sum``, magnify an error that no operator
-    shows.
+    With a loss it stores results and inputs of operators that have a gradient; never what has none (data, constants,
+    what custom functions put aside), leaves, second results and statistics of operators, what is made of those or of
+    weights only, what a backward magnifies an error of (see :mod:`~lightning_vram.core.operators`), inputs of
+    checkpoints, and tensors whose last size is 1. Differences of nearly equal terms, as in a softmax made of ``exp``
+    and ``sum``, magnify an error that no operator shows.
 
     Args:
         module: Its parameters and buffers stay alive anyway.
         lossless: Whether to do what changes no gradient.
-        lossy: How to store the other activations of ``layers``: ``"bf16"``, ``"fp8"`` (e4m3) or ``"int8"``; ``None``:
-            as they are. See ``encode`` for the error.
-        layers: Modules, or a selection; what is saved in their forwards is stored as ``lossy`` says. ``None``: all
-            that is saved.
+        lossy: Format of what else ``layers`` save: ``"bf16"``, ``"fp8"`` (e4m3) or ``"int8"``; ``None``: as it is. See
+            ``encode`` for the error.
+        layers: Modules, or a selection. ``None``: all that is saved.
         block_size: Neighbours in memory that share a scale, for ``"fp8"`` and ``"int8"``.
-        min_bytes: Smaller tensors are left as they are.
+        min_bytes: Smaller tensors are left as they are; bytes, or text such as ``"4KiB"``.
 
     Raises:
-        TypeError: If ``block_size`` or ``min_bytes`` is not an ``int``, or ``layers`` holds what is no module.
+        TypeError: If an argument has the wrong type.
         ValueError: If a number is too small, ``lossy`` is unknown, or ``layers`` are given without ``lossy``.
 
     Example:
@@ -108,207 +130,228 @@ class CompressionStage(SavedTensorStage):
         lossy: LossyFormat | None = None,
         layers: LayerSelection | Sequence[nn.Module] | None = None,
         block_size: int = 128,
-        min_bytes: int = 1024,
+        min_bytes: int | str = 1024,
     ) -> None:
         super().__init__(module)
-        check_compression(lossy, layers, block_size, min_bytes)
-        self._lossy = lossy
-        self._permission = LossyPermission(lossy, layers, min_bytes) if lossy is not None else None
-        self._min_bytes = min_bytes
+        if lossy is not None and lossy not in LOSSY_FORMATS:
+            raise ValueError(f"CompressionStage(lossy) must be 'bf16', 'fp8', 'int8' or None, got {lossy!r}.")
+        if layers is not None and lossy is None:
+            raise ValueError(
+                "CompressionStage(layers) needs a lossy format, got lossy=None. "
+                "Set lossy to 'bf16', 'fp8' or 'int8', or leave layers out."
+            )
+        check_positive_int("CompressionStage(block_size)", block_size)
+        self._lossless, self._lossy, self._block_size = lossless, lossy, block_size
+        self._min_bytes = parse_bytes(min_bytes, "CompressionStage(min_bytes)")
+        self._layers = RunningLayers(_modules_of(layers)) if layers is not None else None
         self._notes = ValueNotes(notes_exact=lossy is not None)
-        self._choice = EncodingChoice(self._notes, lossless=lossless, lossy=lossy, block_size=block_size)
-        self._memo: StorageMemo[EncodedStorage] = StorageMemo()
-        self._made_of: ByStorage[weakref.WeakSet[EncodedStorage]] = ByStorage()  # at any version of it
-        self._counted: ByStorage[bool] = ByStorage()
-        self._counted_whole: ByStorage[bool] = ByStorage()
-        self._which = ExactSwitch()
-        self._being_saved: Tensor | None = None  # by autograd, and not offered by another stage
-        self._is_checkpointed = False
-        self._keeps_exact = False
-        self.has_exact = False
-        """Whether the last run kept the exact numbers, too."""
+        self._memories: ByStorage[_Memory] = ByStorage()
+        self._pending: tuple[_Memory, int, weakref.ref[Encoded]] | None = None  # ReLU's result, and its stream
+        self.keeps_exact = self.has_exact = self.gives_exact = False
+        """Whether runs keep the exact numbers, too; whether the last one did; whether backwards compute with them."""
         self.report = CompressionReport()
-
-    @contextmanager
-    def keeping_exact_too(self) -> Iterator[None]:
-        """Let runs inside the block keep the exact numbers beside those with a loss: to compare gradients."""
-        self._keeps_exact = True
-        try:
-            yield
-        finally:
-            self._keeps_exact = False
-
-    @contextmanager
-    def giving_exact(self) -> Iterator[None]:
-        """Let backwards inside the block compute with the exact numbers, of runs that kept them."""
-        self._which.is_exact = True
-        try:
-            yield
-        finally:
-            self._which.is_exact = False
 
     @override
     def begin(self, stack: ExitStack) -> OperatorSubscriber | None:
         self.report = CompressionReport()
-        self.has_exact = self._keeps_exact
-        stack.callback(self._clear)
-        if self._permission is not None:
-            stack.enter_context(self._permission.watching())
-        self._notes.exact_values.lasting = frozenset(self._buffers)
-        stack.enter_context(self._notes.notifying(self))
+        self.has_exact = self.keeps_exact
+        stack.callback(self._notes.clear)
+        stack.callback(self._memories.clear)
+        stack.callback(self._shrink_pending)
+        if self._layers is not None:
+            stack.enter_context(self._layers.watching())
+        self._notes.buffers, self._notes.listener = frozenset(self._buffers), self
         stack.enter_context(self._notes)
         return self._notes
-
-    @override
-    @hide_from_dynamo
-    def _pack(self, tensor: Tensor) -> Any:
-        self._being_saved = tensor
-        self._is_checkpointed = self._lossy is not None and is_checkpoint(sys._getframe(1))
-        try:
-            return super()._pack(tensor)
-        finally:
-            self._being_saved = None
-            self._is_checkpointed = False
-
-    # What ValueNotes tells, from below autograd.
-
-    def on_activation(self, result: Tensor) -> None:
-        """Expect it to be saved next, if autograd would ask this stage for that."""
-        self._choice.activation.note(result, self._pack)
 
     @hide_from_dynamo
     def on_exact_argument(self, tensor: Tensor) -> None:
         """Give up what was made of ``tensor`` with a loss."""
-        num_writes = self._notes.num_writes(tensor)
-        made = self._memo.find(tensor, ("lossy", num_writes, stream_id(tensor.device)))
-        if made is not None and not made.is_given_up:
+        memory = self._memories.find(tensor)
+        if memory is not None and any(made.kind == self._lossy for made in memory.encodings(memory.state(tensor))):
             with torch.no_grad(), without_autocast():
-                self._leave(elements_of(alias(tensor)), num_writes)
+                self._leave(elements_of(alias(tensor)), memory)
 
     @hide_from_dynamo
-    def on_write(self, target: Tensor) -> None:
+    def on_write(self, target: Tensor, *, is_certain: bool) -> None:
         """Give up what was made of ``target``: plain autograd finds what is written there, or refuses it."""
-        for made in self._made_of.find(target) or ():
-            if not made.is_given_up:
-                elements = torch.empty(0, dtype=made.dtype, device=target.device).set_(target.untyped_storage())
-                self._give_up(made, lambda elements=elements: elements)  # type: ignore[misc]
-                self._count_whole(target, target.untyped_storage().nbytes())
+        memory = self._memories.find(target)
+        if memory is None:
+            return
+        memory.num_writes += 1
+        encodings = memory.encodings() if is_certain else []
+        if encodings or self._is_pending(memory):
+            self._keep_whole(memory, target.untyped_storage().nbytes())
+        for made in encodings:
+            elements = torch.empty(0, dtype=made.dtype, device=target.device).set_(target.untyped_storage())
+            self.report.kept_bytes -= made.give_up(partial(elements_of, elements))
 
     @override
     def take(self, tensor: Tensor) -> StoredTensor | None:
         if not storage_address(tensor) or not tensor.numel():
             return self.hand_on(tensor)
-        self.report.num_saved += 1
-        if not self._counted.find(tensor):
-            self._counted.note(tensor, True)  # noqa: FBT003
+        memory = self._memories.find(tensor)
+        if memory is None:
+            self._memories.note(tensor, memory := _Memory())
             self.report.saved_bytes += tensor.untyped_storage().nbytes()
-        num_writes = self._notes.num_writes(tensor)
-        is_lossy = self._may_be_lossy(tensor)
-        if not is_lossy:
-            self._choice.signs.note_values(tensor)
-        if num_writes is not None:
-            made = self._find_shared(tensor, num_writes, is_lossy=is_lossy)
-            if made is not None:
-                return Encoded(tensor, made)
-        if tensor.nbytes >= self._min_bytes and self._is_whole_memory(tensor):
-            made = self._encode(tensor, is_lossy=is_lossy)
-            if made is not None:
-                return Encoded(tensor, made)
-        return self._leave(tensor, num_writes)
+        if self._pending is not None and not self._is_pending(memory):
+            self._shrink_pending()
+        is_lossy = self._lossy is not None and self._may_be_lossy(tensor, self._lossy)
+        made = self._find_shared(tensor, memory, is_lossy=is_lossy) if memory.made else None
+        if made is None and tensor.nbytes >= self._min_bytes and _is_whole_memory(tensor):
+            if self._lossless and self._saves_signs(tensor):
+                saved = Encoded(tensor, alias(tensor))
+                self._pending = memory, stream_id(tensor.device), weakref.ref(saved)
+                return saved
+            made = self._encode(tensor, memory, *self._choose(tensor, memory, is_lossy=is_lossy))
+        return Encoded(tensor, made) if made is not None else self._leave(tensor, memory)
 
-    def _clear(self) -> None:
-        self._notes.clear()
-        self._memo.clear()
-        self._choice.end_run()
-        self._made_of.clear()
-        self._counted.clear()
-        self._counted_whole.clear()
-
-    def _is_whole_memory(self, tensor: Tensor) -> bool:
-        is_plain = not tensor.is_conj() and not tensor.is_neg()
-        return is_plain and tensor.untyped_storage().nbytes() <= _MAX_SHARE * tensor.nbytes
-
-    def _may_be_lossy(self, tensor: Tensor) -> bool:
-        if self._permission is None or self._is_checkpointed or not self._permission.allows(tensor):
+    def _may_be_lossy(self, tensor: Tensor, lossy: LossyFormat) -> bool:
+        if is_exact_only() or not tensor.requires_grad or not (self._layers is None or self._layers.is_inside):
             return False
-        return tensor not in self._notes.exact_values
+        base = base_of(tensor) if is_view(tensor) else None
+        if (tensor if base is None else base).is_leaf:
+            return False  # somebody else keeps its memory alive
+        is_number = tensor.dtype in _DTYPES and tensor.dtype.itemsize > encoded_itemsize(lossy)
+        is_large = tensor.nbytes >= self._min_bytes and tensor.shape[-1:] != (1,)
+        return is_number and is_large and not self._notes.is_exact(tensor) and not _is_input_of_checkpoint()
 
-    def _find_shared(self, tensor: Tensor, num_writes: int, *, is_lossy: bool) -> EncodedStorage | None:
-        for kind in ("lossless", "lossy") if is_lossy else ("lossless",):
-            made = self._memo.find(tensor, (kind, num_writes, stream_id(tensor.device)))
-            if made is not None and made.still_holds(tensor):
-                return made
+    def _find_shared(self, tensor: Tensor, memory: _Memory, *, is_lossy: bool) -> EncodedStorage | None:
+        for made in memory.encodings(memory.state(tensor)):
+            if made.kind != "signs" and (is_lossy or made.kind != self._lossy):
+                return made if made.still_holds(tensor) else None
         return None
 
-    def _encode(self, tensor: Tensor, *, is_lossy: bool) -> EncodedStorage | None:
-        encode, kind = self._choice.choose(tensor, is_lossy=is_lossy, is_autograds=tensor is self._being_saved)
-        if encode is None:
-            return None
+    def _choose(self, tensor: Tensor, memory: _Memory, *, is_lossy: bool) -> tuple[Encode | None, str]:
+        if self._lossless:
+            if tensor.dtype is torch.bool:
+                return pack_mask, "mask"
+            largest = self._notes.largest_index(tensor)
+            if largest is not None:
+                return partial(shrink_indices, largest=largest), "indices"
+            if tensor.device.type == "cpu" and self._notes.may_be_two_valued(tensor):
+                return pack_two_values, "two values"
+        if is_lossy and self._lossy is not None and memory.whole_state != memory.state(tensor):
+            return partial(encode_lossy, to=self._lossy, block_size=self._block_size), self._lossy
+        return None, ""
+
+    def _encode(self, tensor: Tensor, memory: _Memory, encode: Encode | None, kind: str) -> EncodedStorage | None:
         try:
-            encoding = encode(elements_of(tensor))
+            encoding = encode(elements_of(tensor)) if encode is not None else None
         except torch.OutOfMemoryError:  # the tensor as it is needs no more
             return None
-        if encoding is None or sum(piece.nbytes for piece in encoding.pieces) >= tensor.untyped_storage().nbytes():
+        if encode is None or encoding is None or encoding.num_bytes >= tensor.untyped_storage().nbytes():
             return None
-        made = EncodedStorage(tensor, encode, encoding, self.hand_on, is_exact=kind != self._lossy)
-        self._note_made(tensor, made, kind)
-        if kind == self._lossy and self._keeps_exact:
-            made.keep_exact_too(alias(tensor), self._which)
+        made = EncodedStorage(tensor, kind, memory.state(tensor), encode, encoding.hand_on(self.hand_on))
+        memory.made.append(weakref.ref(made))
+        if kind == self._lossy and self.keeps_exact:
+            elements = elements_of(alias(tensor))
+            made.exact = lambda: elements if self.gives_exact else None
         self.report.kinds[kind] += 1
-        self.report.kept_bytes += made.num_bytes
+        self.report.kept_bytes += made.encoding.num_bytes
         return made
 
-    def _note_made(self, tensor: Tensor, made: EncodedStorage, kind: str) -> None:
-        of_lossless = kind if kind == "signs" else "lossless"
-        key = "lossy" if kind == self._lossy else of_lossless, self._notes.watch(tensor), stream_id(tensor.device)
-        self._memo.note(tensor, made, key)
-        of_memory = self._made_of.find(tensor)
-        if of_memory is None:
-            of_memory = weakref.WeakSet()
-            self._made_of.note(tensor, of_memory)
-        of_memory.add(made)
+    # Of ReLU's own result its backward needs the signs only, but a convolution behind it saves the same tensor for its
+    # values, and mostly does so next. So the result is kept as it is until something else is saved.
 
-    def _leave(self, tensor: Tensor, num_writes: int | None) -> StoredTensor | None:
+    def _saves_signs(self, tensor: Tensor) -> bool:
+        """Whether a ReLU is saving its own result, and no other stage or hooks may want the values.
+
+        Its node has not got the result yet: that lasts to the end of this save, and as the result was not made in
+        place, nobody else has it before. If somebody saves the values later, the signs are given up for those.
+        """
+        node = tensor.grad_fn
+        if node is None or node.name() != "ReluBackward0" or version_of(tensor) != 0 or self._next is not None:
+            return False
+        hooks = innermost_hooks()
+        return hooks is not None and hooks[0] == self._pack and not has_own_result(node)
+
+    def _is_pending(self, memory: _Memory) -> bool:
+        return self._pending is not None and self._pending[0] is memory
+
+    def _shrink_pending(self) -> None:
+        (memory, stream, reference), self._pending = self._pending or (None, 0, lambda: None), None
+        saved = reference()
+        if memory is None or saved is None or not isinstance(tensor := saved.source, Tensor):
+            return
+        with torch.no_grad(), without_autocast():
+            is_computed = stream == stream_id(tensor.device)  # in another, it may not be yet
+            made = self._encode(tensor, memory, pack_mask if is_computed else None, "signs")
+        if made is not None:
+            saved.source = made
+        else:
+            self._keep_whole(memory, tensor.untyped_storage().nbytes())
+
+    def _leave(self, tensor: Tensor, memory: _Memory) -> StoredTensor | None:
         """Leave a tensor as it is; what was made of its memory before is given up for it."""
         handed = self.hand_on(tensor)
-        for kind in ("signs", "lossless", "lossy") if num_writes is not None else ():
-            made = self._memo.find(tensor, (kind, num_writes, stream_id(tensor.device)))
-            source = source_of_elements(tensor, handed) if made is not None else None
-            if made is not None and source is not None and made.dtype is tensor.dtype:
-                self._give_up(made, source)
-        if self._lossy is not None:
-            self._choice.wholes.note(tensor, tensor.untyped_storage(), self._notes.watch(tensor))
-        self._count_whole(tensor, handed.num_bytes if handed is not None else tensor.untyped_storage().nbytes())
+        memory.whole_state = memory.state(tensor)
+        for made in memory.encodings(memory.whole_state):
+            source = _source_of_elements(tensor, handed)
+            if source is not None and made.dtype is tensor.dtype:
+                self.report.kept_bytes -= made.give_up(source)
+        self._keep_whole(memory, handed.num_bytes if handed is not None else tensor.untyped_storage().nbytes())
         return handed
 
-    def _give_up(self, made: EncodedStorage, source: Callable[[], Tensor]) -> None:
-        self.report.kept_bytes -= made.num_bytes
-        made.replace(source)
-
-    def _count_whole(self, tensor: Tensor, num_bytes: int) -> None:
-        if not self._counted_whole.find(tensor):
-            self._counted_whole.note(tensor, True)  # noqa: FBT003
+    def _keep_whole(self, memory: _Memory, num_bytes: int) -> None:
+        if self._is_pending(memory):
+            self._pending = None
+        if not memory.is_whole:
+            memory.is_whole = True
             self.report.kept_bytes += num_bytes
+
+
+def _modules_of(layers: Any) -> list[nn.Module]:
+    modules: list[nn.Module] = []
+    if isinstance(layers, LayerSelection):
+        for layer in layers.layers:
+            modules += list(layer.module.children())[slice(*layer.span)] if layer.span is not None else [layer.module]
+        return modules
+    for module in layers if isinstance(layers, Sequence) else [layers]:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                "CompressionStage(layers) must be modules, such as select_layers() finds them by name, "
+                f"got {module!r} of type {type(module).__name__}."
+            )
+        modules.append(module)
+    return modules
+
+
+def _is_whole_memory(tensor: Tensor) -> bool:
+    is_plain = not tensor.is_conj() and not tensor.is_neg()
+    return is_plain and tensor.untyped_storage().nbytes() <= _MAX_SHARE * tensor.nbytes
+
+
+def _is_input_of_checkpoint() -> bool:
+    """Whether a checkpoint of PyTorch, which runs its layer again on its input, saves that."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_SAVING):
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") == "torch.utils.checkpoint"
+
+
+def _source_of_elements(tensor: Tensor, handed: StoredTensor | None) -> Callable[[], Tensor] | None:
+    """Return a function that returns all elements of the memory of ``tensor``, which stays, or was taken."""
+    if handed is None:
+        return partial(elements_of, alias(tensor))
+    is_all = is_dense(tensor) and tensor.nbytes == tensor.untyped_storage().nbytes()
+    return (lambda: flat_as_stored(handed.give())) if is_all else None  # else a part is left
 
 
 def gradient_cosine(stage: CompressionStage, loss: Tensor, parameters: Iterable[Tensor]) -> float:
     """Return the cosine between the exact gradient and the one that ``stage`` gives.
 
-    The same graph is run backward twice, with the exact numbers and with the stored ones: it costs two backwards and,
-    for that batch, the memory of the exact numbers. The graph stays usable, no ``.grad`` is touched, no random number
-    is drawn. Hooks on tensors run, those on the accumulation of gradients (as of DDP) do not. Not for sharded
-    parameters (FSDP), whose hooks move them, nor with reentrant checkpointing, and not for DDP with
-    ``static_graph=True``, which counts the backwards.
+    Runs two backwards of the same graph. It stays usable, no ``.grad`` is touched, no random number is drawn. Hooks on
+    tensors run, those on the accumulation of gradients (as of DDP) do not. Not for sharded parameters (FSDP), whose
+    hooks move them, nor with reentrant checkpointing, and not for DDP with ``static_graph=True``.
 
     Args:
-        stage: What compressed the graph of ``loss``, entered within
-            :meth:`~lightning_vram.techniques.activation_compression.stage.CompressionStage.keeping_exact_too`.
+        stage: What compressed the graph of ``loss``, entered with ``stage.keeps_exact = True``.
         loss: A scalar, scaled as for the backward: gradients in float16 vanish otherwise.
         parameters: The gradient is that with respect to all of them together; those without one are left out.
 
     Returns:
-        A number from -1 to 1. 0.0 if one gradient is zero, NaN if both are, or one is not finite. The parts of complex
-        numbers count as numbers.
+        A number from -1 to 1. 0.0 if one gradient is zero, NaN if both are, or one is not finite.
 
     Raises:
         RuntimeError: If the run did not keep the exact numbers.
@@ -316,25 +359,28 @@ def gradient_cosine(stage: CompressionStage, loss: Tensor, parameters: Iterable[
     """
     if not stage.has_exact:
         raise RuntimeError(
-            "gradient_cosine(stage) has no exact gradient to compare with: enter the stage inside "
-            "stage.keeping_exact_too()."
+            "gradient_cosine(stage) has no exact gradient to compare with: set stage.keeps_exact = True before the "
+            "stage is entered."
         )
     wanted = [parameter for parameter in parameters if parameter.requires_grad]
     if not wanted:
         raise ValueError("gradient_cosine(parameters) must hold one that requires a gradient, got none.")
     stored = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
-    with stage.giving_exact():
+    stage.gives_exact = True
+    try:
         exact = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
+    finally:
+        stage.gives_exact = False
     with torch.no_grad():
-        sums = torch.zeros(3, dtype=_widest(loss.device), device=loss.device)
+        sums = torch.zeros(3, device=loss.device)
         for one, other in zip(exact, stored, strict=True):
             if one is not None:  # an unused parameter has neither
-                sums += _products(one, other).to(sums.device)
+                sums = sums + _products(one, other).to(sums.device)
         product, exact_square, stored_square = sums.tolist()  # one wait for the device
     if exact_square == 0.0 or stored_square == 0.0:
         return math.nan if exact_square == stored_square else 0.0
-    cosine = product / (exact_square**0.5 * stored_square**0.5)
-    return cosine if cosine != cosine else max(-1.0, min(1.0, float(cosine)))
+    cosine: float = product / (exact_square**0.5 * stored_square**0.5)
+    return cosine if cosine != cosine else max(-1.0, min(1.0, cosine))
 
 
 def _products(one: Tensor, other: Tensor) -> Tensor:
@@ -345,8 +391,4 @@ def _products(one: Tensor, other: Tensor) -> Tensor:
 def _numbers_of(gradient: Tensor) -> Tensor:
     dense = gradient.to_dense().resolve_conj()
     real = torch.view_as_real(dense) if dense.is_complex() else dense
-    return real.reshape(-1).to(_widest(gradient.device))
-
-
-def _widest(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64  # which has no float64
+    return real.reshape(-1).to(torch.float32 if gradient.device.type == "mps" else torch.float64)  # which has none

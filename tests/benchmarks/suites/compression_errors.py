@@ -55,7 +55,8 @@ def measure_model(name: str, lossy: str | None) -> tuple[float, float]:
     share = stage.report.kept_bytes / stage.report.saved_bytes
     if lossy is None:
         return share, 1.0
-    with stage.keeping_exact_too(), stage:
+    stage.keeps_exact = True
+    with stage:
         loss = compute_loss()
     return share, gradient_cosine(stage, loss, model.parameters())
 

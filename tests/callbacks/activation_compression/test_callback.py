@@ -94,7 +94,7 @@ def test_measures_under_ddp(make_trainer):
     fit(make_trainer, [callback], strategy="ddp_fork", devices=2, max_epochs=1)
 
 
-def test_learns_from_step_to_step_in_one_stage(make_trainer, monkeypatch):
+def test_all_steps_have_one_stage(make_trainer, monkeypatch):
     stages = []
     enter = CompressionStage.__enter__
     monkeypatch.setattr(CompressionStage, "__enter__", lambda stage: stages.append(stage) or enter(stage))

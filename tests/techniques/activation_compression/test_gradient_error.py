@@ -48,7 +48,8 @@ def test_the_cosine_is_that_of_the_gradients_and_above_what_is_documented(name: 
     torch.set_rng_state(state)
     for key, value in net.named_buffers():
         value.copy_(buffers[key])
-    with stage.keeping_exact_too(), stage:
+    stage.keeps_exact = True
+    with stage:
         loss = compute_loss()
     state = torch.get_rng_state()
     cosine = gradient_cosine(stage, loss, net.parameters())
@@ -67,7 +68,8 @@ def test_the_cosine_is_that_of_the_gradients_and_above_what_is_documented(name: 
 def test_without_a_loss_the_cosine_is_one() -> None:
     net, compute_loss = digits_resnet()
     stage = CompressionStage(net)
-    with stage.keeping_exact_too(), stage:
+    stage.keeps_exact = True
+    with stage:
         loss = compute_loss()
     assert gradient_cosine(stage, loss, net.parameters()) == pytest.approx(1.0, abs=1e-12)
 
@@ -75,12 +77,14 @@ def test_without_a_loss_the_cosine_is_one() -> None:
 def test_exact_gradients_are_exact_to_the_bit_and_only_while_asked_for() -> None:
     x, w = torch.randn(SIDE, SIDE, requires_grad=True), torch.randn(SIDE, SIDE, requires_grad=True)
     stage = CompressionStage(lossy="int8")
-    with stage.keeping_exact_too(), stage:
+    stage.keeps_exact = True
+    with stage:
         loss = ((x * 1) @ w).exp().sum()
     expected = torch.autograd.grad(((x * 1) @ w).exp().sum(), [x, w])
     stored = torch.autograd.grad(loss, [x, w], retain_graph=True)
-    with stage.giving_exact():
-        exact = torch.autograd.grad(loss, [x, w], retain_graph=True)
+    stage.gives_exact = True
+    exact = torch.autograd.grad(loss, [x, w], retain_graph=True)
+    stage.gives_exact = False
     again = torch.autograd.grad(loss, [x, w])
     assert all(map(torch.equal, exact, expected))
     assert not any(map(torch.equal, stored, expected))
@@ -91,7 +95,8 @@ def test_checkpointed_layers_draw_their_numbers_again_and_others_are_left_in_pea
     net = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh(), nn.Dropout())
     stage = CompressionStage(net, lossy="bf16")
     x = torch.randn(SIDE, SIDE, requires_grad=True)
-    with stage.keeping_exact_too(), stage:
+    stage.keeps_exact = True
+    with stage:
         loss = net(checkpoint(net, net(x), use_reentrant=False)).sum()
     state = torch.get_rng_state()
     assert 0.9999 < gradient_cosine(stage, loss, net.parameters()) <= 1.0
@@ -102,13 +107,15 @@ def test_checkpointed_layers_draw_their_numbers_again_and_others_are_left_in_pea
 def test_exact_numbers_are_kept_for_no_longer_than_asked() -> None:
     x = torch.randn(SIDE, SIDE, requires_grad=True)
     stage = CompressionStage(lossy="int8")
-    with stage.keeping_exact_too(), stage:
+    stage.keeps_exact = True
+    with stage:
         pass
+    stage.keeps_exact = False
     with stage:
         loss = (x * 1).exp().sum()
     message = (
-        "gradient_cosine(stage) has no exact gradient to compare with: enter the stage inside "
-        "stage.keeping_exact_too()."
+        "gradient_cosine(stage) has no exact gradient to compare with: set stage.keeps_exact = True before the stage "
+        "is entered."
     )
     with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
         gradient_cosine(stage, loss, [x])
@@ -117,7 +124,8 @@ def test_exact_numbers_are_kept_for_no_longer_than_asked() -> None:
 def test_zero_missing_and_broken_gradients() -> None:
     x, unused = torch.randn(SIDE, SIDE, requires_grad=True), torch.ones(2, requires_grad=True)
     stage = CompressionStage(lossy="int8")
-    with stage.keeping_exact_too(), stage:
+    stage.keeps_exact = True
+    with stage:
         loss = (x * 1).exp().sum()
         zero = loss * 0.0
         broken = loss * torch.nan
@@ -133,7 +141,8 @@ def test_complex_parameters_count_as_two_numbers_each() -> None:
     w = torch.randn(SIDE, SIDE, dtype=torch.complex64, requires_grad=True)
     x = torch.randn(SIDE, SIDE, dtype=torch.complex64)
     stage = CompressionStage(lossy="int8")
-    with stage.keeping_exact_too(), stage:
+    stage.keeps_exact = True
+    with stage:
         loss = (w @ x * 1j).imag.tanh().sum()
     cosine = gradient_cosine(stage, loss, [w])
     stored = torch.view_as_real(torch.autograd.grad(loss, w)[0]).flatten().double()

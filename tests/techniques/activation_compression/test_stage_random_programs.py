@@ -145,7 +145,7 @@ def test_random_programs_give_the_same_bits_or_the_same_refusal(num_cases) -> No
     def check(program, seed) -> None:
         expected = run(program, nullcontext(), seed)
         stage = CompressionStage(min_bytes=0)
-        for _ in range(2):  # the second time it has learned which signs are not worth keeping
+        for _ in range(2):  # nothing is left of the first run
             got = run(program, stage, seed)
             if isinstance(expected, str) or isinstance(got, str):
                 assert got == expected
