@@ -22,8 +22,9 @@ from lightning_vram.core.patching import Swaps, has_own_forward, plain_class_for
 from lightning_vram.core.tensors.properties import PLAIN_TYPES, is_strided
 from lightning_vram.private_names.fsdp2 import is_sharded
 from lightning_vram.private_names.torch import tree_map_only
+from lightning_vram.techniques.chunked_loss.functions import FUNCTIONS
 from lightning_vram.techniques.chunked_loss.lazy_logits import ChunkRows, LazyLogits, Settings, make_logits
-from lightning_vram.techniques.chunked_loss.row_program import Head
+from lightning_vram.techniques.chunked_loss.row_program import make_head
 
 WAY_OUT = "Name it: ChunkedLoss(heads='net.head'), as in named_modules()"
 
@@ -106,7 +107,7 @@ class ChunkedLossHandle:
         find_rows = ChunkRows(chunk)
         with self._swaps.all_or_none():
             for name, head in heads.items():
-                settings = Settings(name, find_rows, partial(tell, name))
+                settings = Settings(name, find_rows, FUNCTIONS, partial(tell, name))
                 self._swaps.add(head, _State(self, settings), _run)
 
     @contextmanager
@@ -154,7 +155,7 @@ def apply_chunked_loss(
 
 def settle(values: Any, why: str) -> None:
     """Compute all logits in a nest of values now, for those who read them when the weights are others."""
-    tree_map_only(LazyLogits, lambda one: one.settle(why), values)
+    tree_map_only(LazyLogits, lambda one: one.make_whole(why, with_graph=False), values)
 
 
 def _run(module: nn.Module, state: _State, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -174,6 +175,6 @@ def _run(module: nn.Module, state: _State, original: Callable[..., Any], /, *arg
         return original(*args, **kwargs)
     if is_sharded(module):  # its weights go when its forward ends
         weight, bias = weight.clone(), None if bias is None else bias.clone()
-    if hidden.dim() < 2 or not hidden.numel() or not hidden.is_floating_point():
+    if hidden.dim() < 2 or not hidden.numel() or hidden.dtype != weight.dtype and dtype is None:
         return original(hidden)
-    return make_logits(Head(hidden, weight, bias, dtype), state.settings)
+    return make_logits(make_head(hidden, weight, bias, dtype), state.settings)
