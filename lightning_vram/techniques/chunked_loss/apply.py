@@ -23,7 +23,7 @@ from lightning_vram.core.tensors.properties import PLAIN_TYPES, is_strided
 from lightning_vram.private_names.fsdp2 import is_sharded
 from lightning_vram.private_names.torch import tree_map_only
 from lightning_vram.techniques.chunked_loss.functions import FUNCTIONS
-from lightning_vram.techniques.chunked_loss.lazy_logits import ChunkRows, LazyLogits, Settings, make_logits
+from lightning_vram.techniques.chunked_loss.lazy_logits import LazyLogits, Settings, make_logits
 from lightning_vram.techniques.chunked_loss.row_program import make_head
 
 WAY_OUT = "Name it: ChunkedLoss(heads='net.head'), as in named_modules()"
@@ -36,31 +36,29 @@ def find_heads(model: nn.Module, heads: LayerPattern | Sequence[LayerPattern] = 
     the largest embedding for which there are some has entries.
     """
     if heads == "auto":
-        found = _declared(model) or _as_large_as_embeddings(model)
+        found: dict[str, nn.Module] = {**(_declared(model) or _as_large_as_embeddings(model))}
         if not found:
             reason = "no nn.Linear has as many outputs as an nn.Embedding has entries"
             raise ValueError(f"No head found: {reason}. {WAY_OUT}.")
-        return _only_linear(found)
-    try:
-        chosen = {layer.name: layer.module for layer in select_layers(model, heads).layers}
-    except ValueError as error:
-        raise ValueError(str(error).replace("layers=", "heads=", 1)) from None
-    others = {name: module for name, module in chosen.items() if not isinstance(module, nn.Linear)}
-    if others:
-        name, module = next(iter(others.items()))
-        raise ValueError(f"{name} ({type(module).__name__}) cannot be a head: only nn.Linear can. {WAY_OUT}.")
-    return _only_linear({name: module for name, module in chosen.items() if isinstance(module, nn.Linear)})
+    else:
+        try:
+            found = {layer.name: layer.module for layer in select_layers(model, heads).layers}
+        except ValueError as error:
+            raise ValueError(str(error).replace("layers=", "heads=", 1)) from None
+    return {name: _check_linear(name, module) for name, module in found.items()}
 
 
-def _only_linear(heads: dict[str, nn.Linear]) -> dict[str, nn.Linear]:
+def _check_linear(name: str, module: nn.Module) -> nn.Linear:
     """Refuse what derives from ``nn.Linear`` and computes something else: normalised, with adapters, in few bits."""
-    for name, module in heads.items():
-        if has_own_forward(module) or plain_class_forward(module) is not nn.Linear.forward:
-            raise ValueError(
-                f"{name} ({type(module).__name__}) cannot be a head: it has its own forward, and chunks are computed "
-                "as in nn.Linear. Leave out ChunkedLoss, or name other heads."
-            )
-    return heads
+    refusal = f"{name} ({type(module).__name__}) cannot be a head: "
+    if not isinstance(module, nn.Linear):
+        raise ValueError(f"{refusal}only nn.Linear can. {WAY_OUT}.")
+    if has_own_forward(module) or plain_class_forward(module) is not nn.Linear.forward:
+        raise ValueError(
+            f"{refusal}it has its own forward, and chunks are computed as in nn.Linear. Leave out ChunkedLoss, or name "
+            "other heads."
+        )
+    return module
 
 
 def _declared(model: nn.Module) -> dict[str, nn.Linear]:
@@ -104,10 +102,9 @@ class ChunkedLossHandle:
         self.heads = list(heads)
         self.is_active = False  # whether heads return logits that are not computed yet
         self._swaps = Swaps(_KEY)
-        find_rows = ChunkRows(chunk)
         with self._swaps.all_or_none():
             for name, head in heads.items():
-                settings = Settings(name, find_rows, FUNCTIONS, partial(tell, name))
+                settings = Settings(name, chunk, FUNCTIONS, partial(tell, name))
                 self._swaps.add(head, _State(self, settings), _run)
 
     @contextmanager
@@ -146,8 +143,8 @@ def apply_chunked_loss(
 ) -> ChunkedLossHandle:
     """Let the heads of ``model`` return logits that are computed when a loss asks for them.
 
-    Of ``chunk`` tokens logits are there at a time; ``"auto"``: as many as make logits of the size of the hidden states,
-    or fewer where the device has too little memory. ``tell`` gets the names of a head and of a function that needs
+    Of ``chunk`` tokens logits are there at a time; ``"auto"``: as many as make logits of the size of the hidden states.
+    ``tell`` gets the names of a head and of a function that needs
     whole logits.
     """
     return ChunkedLossHandle(find_heads(model, heads), chunk, tell)

@@ -15,15 +15,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_vram.core.hooks import hide_from_dynamo, is_in_backward
-from lightning_vram.core.tensors.properties import REAL_TYPES, version_of
-from lightning_vram.memory.device.accelerators import FreeMemory, free_memory_of
+from lightning_vram.core.hooks import hide_from_dynamo
+from lightning_vram.core.tensors.properties import version_of
 from lightning_vram.private_names.fsdp2 import waits_for_backward
 from lightning_vram.private_names.torch import VIEW_PROPERTIES, make_wrapper, tree_map_only, without_torch_function
 from lightning_vram.techniques.chunked_loss.row_program import (
     Call,
-    Lazy,
     RowProgram,
+    compute_later,
     compute_rows,
     compute_sum,
     detach,
@@ -33,9 +32,6 @@ from lightning_vram.techniques.chunked_loss.row_program import (
 )
 
 _FEWEST_ROWS = {"cpu": 128}  # fewer leave products of matrices slow; elsewhere 256
-_FEWEST_WHERE_FULL = 16
-_MATRICES = 5  # of a chunk, in float32: logits, their logarithms, the gradients of both, one more for soft caps
-_MARGIN = 10  # the part of the room that is left free: cached blocks may not fit
 
 
 def find_chunk_rows(chunk: int | Literal["auto"], hidden: Tensor, num_rows: int, num_classes: int) -> int:
@@ -44,43 +40,6 @@ def find_chunk_rows(chunk: int | Literal["auto"], hidden: Tensor, num_rows: int,
         return chunk
     fewest = _FEWEST_ROWS.get(hidden.device.type, 256)
     return max(fewest, 1 << max(0, (num_rows * hidden.shape[-1] // num_classes - 1).bit_length()))
-
-
-class ChunkRows:
-    """:func:`find_chunk_rows`, and fewer from then on where the device has no room for as many.
-
-    Room is asked for in each forward, which waits for nothing: moments of the optimizer come after the first. What a
-    checkpoint runs again has the chunks of its first run. Tensors without values, as in estimates, have no room.
-    """
-
-    def __init__(self, chunk: int | Literal["auto"]) -> None:
-        self._chunk = chunk
-        self._rooms: dict[torch.device, FreeMemory | None] = {}
-        self._fewer: dict[tuple[torch.device, int, int, int], int] = {}
-
-    def __call__(self, hidden: Tensor, num_rows: int, num_classes: int) -> int:
-        """Return how many tokens are computed at a time."""
-        rows = find_chunk_rows(self._chunk, hidden, num_rows, num_classes)
-        device, width = hidden.device, hidden.shape[-1]
-        if self._chunk != "auto" or type(hidden) not in REAL_TYPES:
-            return rows
-        key = (device, num_rows, width, num_classes)
-        rows = self._fewer.get(key, rows)
-        if is_in_backward():
-            return rows
-        if device not in self._rooms:
-            self._rooms[device] = free_memory_of(device)
-        room = self._rooms[device]
-        if room is None:
-            return rows
-        num_bytes = max(4, hidden.element_size())
-        # The gradient of the weights in float32, and a cast of them or of it; that of the hidden states.
-        lasting_bytes = num_bytes * (2 * num_classes + num_rows) * width
-        allowed_bytes = room.room_bytes() * (_MARGIN - 1) // _MARGIN - lasting_bytes
-        fitting = max(_FEWEST_WHERE_FULL, allowed_bytes // (_MATRICES * num_bytes * num_classes))
-        if fitting < rows:
-            rows = self._fewer[key] = 1 << (fitting.bit_length() - 1)
-        return rows
 
 
 PROPERTIES = VIEW_PROPERTIES | {
@@ -106,7 +65,7 @@ class Settings:
     """What logits of one head share; ``tell`` gets the name of each function that got whole logits."""
 
     name: str
-    find_chunk_rows: ChunkRows
+    chunk: int | Literal["auto"]
     functions: Mapping[str, Function]  # those computed by chunks, by the names of torch's functions
     tell: Callable[[str], None]
 
@@ -147,7 +106,7 @@ class LazyLogits(Tensor):
     def chunk_rows(self) -> int:
         """How many tokens are computed at a time."""
         hidden, weight = heads_of(self.node)[0].args[:2]
-        return self.settings.find_chunk_rows(hidden.values, math.prod(self.lead), weight.values.shape[0])
+        return find_chunk_rows(self.settings.chunk, hidden.values, math.prod(self.lead), weight.values.shape[0])
 
     def make_whole(self, why: str, *, with_graph: bool = True) -> Tensor:
         """Return the tensor; it is made once, for the function named ``why``."""
@@ -163,7 +122,7 @@ class LazyLogits(Tensor):
         self.check()
         self.settings.tell(why)
         with torch.no_grad():
-            (rows,) = RowProgram(self.node, None).run(inputs_of(self.node))
+            (rows,) = RowProgram(self.node).run(inputs_of(self.node))
         # Not as a view: it may be written to in place.
         return rows.view(*self.lead, rows.shape[-1]).movedim(-1, self.class_dim).data
 
@@ -260,9 +219,8 @@ def _make(
     shape, class_dim = list(layout[0]), layout[1]
     shape.insert(class_dim, sample.shape[-1])
     make = partial(make_wrapper, LazyLogits, shape, dtype=sample.dtype, device=sample.device)
-    inputs = inputs_of(node)
-    made: LazyLogits = Lazy.apply(RowProgram(node, None), make, class_dim, *inputs)  # type: ignore[no-untyped-call]
+    made: LazyLogits = compute_later(node, class_dim, make)
     made.node, made.sample, made.class_dim, made.settings, made.memory = node, sample, class_dim, settings, memory
     made.whole, made.has_graph = None, made.requires_grad
-    made.versions = [(one, version_of(one)) for one in inputs]
+    made.versions = [(one, version_of(one)) for one in inputs_of(node)]
     return made

@@ -6,6 +6,7 @@ A row is a token: its hidden state, its logits, its target. Everything in such a
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,33 +33,26 @@ class Call:
     function: Callable[..., Any]
     args: Sequence[Any]  # nodes, or what is no tensor
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # the same
-    autocast: tuple[bool, torch.dtype] | None = None  # whether the call was made under autocast, and to which dtype
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which the call was made
     hooks: list[Callable[[Tensor], Any]] = field(default_factory=list)  # of a head: called when a backward reaches it
-
-    def context(self, device_type: str) -> AbstractContextManager[Any]:
-        """Return the autocast of the call."""
-        if self.autocast is None:
-            return nullcontext()
-        is_enabled, dtype = self.autocast
-        return torch.autocast(device_type, dtype=dtype, enabled=is_enabled, cache_enabled=False)
 
 
 Node = Leaf | Call
 
 
-def read_autocast(device_type: str) -> tuple[bool, torch.dtype] | None:
-    """Return whether autocast is on, and its dtype; ``None`` for a device without autocast."""
+def read_autocast(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what enters the autocast of now again."""
     if not torch.amp.is_autocast_available(device_type):
-        return None
-    return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        return nullcontext
+    dtype, is_enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
+    return partial(torch.autocast, device_type, dtype=dtype, enabled=is_enabled, cache_enabled=False)
 
 
 def make_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Call:
     """Return the logits of a linear layer; ``dtype``: of autocast, ``None`` outside of it."""
     parts = [Leaf(hidden, has_rows=True), Leaf(weight, has_rows=False)]
     parts += [] if bias is None else [Leaf(bias, has_rows=False)]
-    autocast = read_autocast(hidden.device.type)
-    return Call(_linear, parts, {"dtype": dtype or weight.dtype}, autocast and (False, autocast[1]))
+    return Call(_linear, parts, {"dtype": dtype or weight.dtype}, read_autocast(hidden.device.type))
 
 
 def _linear(*parts: Tensor, dtype: torch.dtype) -> Tensor:
@@ -149,22 +143,23 @@ class RowProgram:
     It holds no tensor of the graph: autograd keeps them, and frees them after its backward.
     """
 
-    def __init__(self, root: Call, chunk_rows: int | None) -> None:
+    def __init__(self, root: Call, chunk_rows: int | None = None, class_dim: int | None = None) -> None:
         self._root = _map_leaves(root, lambda leaf: leaf.values.new_empty(0))
         self._chunk_rows = chunk_rows  # None: all rows at once
+        self._class_dim = class_dim  # of gradients that are not flat
         self._nodes = list(walk(self._root))
         self._leaves = [node for node in self._nodes if isinstance(node, Leaf)]
         self._heads = heads_of(self._root)
         parts = {id(part) for head in self._heads for part in head.args}
         self._others = [leaf for leaf in self._leaves if id(leaf) not in parts]
 
-    def announce_backward(self, inputs: Sequence[Tensor]) -> None:
+    def announce_backward(self) -> None:
         """Call the hooks of the logits, or refuse gradients of gradients."""
         if torch.is_grad_enabled():
             raise RuntimeError("ChunkedLoss does not support gradients of gradients (create_graph=True). Leave it out.")
         for head in self._heads:
             for hook in head.hooks:
-                hook(inputs[0].detach())
+                hook(self._leaves[0].values)  # any tensor
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return all rows of the results."""
@@ -188,6 +183,8 @@ class RowProgram:
         With ``gradients`` of the results: the gradients for these, and no sum.
         """
         total: Any = 0
+        if gradients and self._class_dim is not None:
+            gradients = [one if one is None else one.movedim(self._class_dim, -1).flatten(0, -2) for one in gradients]
         tensors = self._flatten(inputs)
         pairs = zip(self._leaves, wanted, strict=True)
         sums = {id(leaf): _GradientSum(tensors[id(leaf)]) for leaf, is_wanted in pairs if is_wanted}
@@ -235,7 +232,7 @@ class RowProgram:
                 if head is self._root and sums:  # only the shape is needed for a gradient
                     values[id(head)] = hidden.new_empty(()).expand(len(hidden), len(weight))
                 else:
-                    with head.context(hidden.device.type):
+                    with head.autocast():
                         values[id(head)] = F.linear(*(values[id(part)] for part in head.args))
                 values[id(head)].requires_grad_(any(id(part) in sums for part in head.args))
             for leaf in self._others:
@@ -245,10 +242,9 @@ class RowProgram:
 
     def _evaluate(self, known: Mapping[int, Tensor]) -> list[Tensor]:
         values: dict[int, Any] = dict(known)
-        device_type = values[id(self._heads[0].args[0])].device.type
         for node in self._nodes:
             if isinstance(node, Call) and id(node) not in values:
-                with node.context(device_type):
+                with node.autocast():
                     kwargs = {name: values.get(id(part), part) for name, part in node.kwargs.items()}
                     values[id(node)] = node.function(*(values.get(id(part), part) for part in node.args), **kwargs)
         result = values[id(self._root)]
@@ -285,42 +281,24 @@ class RowProgram:
                 sums[bias].add(gradient.sum(0, dtype=sums[bias].dtype))
 
 
-class Lazy(Function):
-    """A tensor of class ``kind`` in place of rows that are not computed, with a graph for code that wants one."""
-
-    @staticmethod
-    def forward(ctx: Any, program: RowProgram, make: Callable[[], Tensor], class_dim: int, *inputs: Tensor) -> Tensor:
-        """Return a tensor without values."""
-        ctx.program, ctx.class_dim = program, class_dim
-        ctx.save_for_backward(*inputs)
-        return make()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Return what a gradient of the logits means for what they are made of."""
-        ctx.program.announce_backward(ctx.saved_tensors)
-        rows = gradient.movedim(ctx.class_dim, -1).flatten(0, -2)
-        return (None, None, None, *ctx.program.differentiate(ctx.saved_tensors, ctx.needs_input_grad[3:], [rows])[1])
-
-
 class _Rows(Function):
-    """Rows of the results of a program."""
+    """Rows of the results of a program, or a tensor without values in their place."""
 
     @staticmethod
-    def forward(ctx: Any, program: RowProgram, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Compute them."""
+    def forward(ctx: Any, program: RowProgram, make: Callable[[], Sequence[Tensor]], *inputs: Tensor) -> Any:
+        """Make them."""
         ctx.program = program
         ctx.save_for_backward(*inputs)
-        results = program.run(inputs)
+        results = make()
         ctx.mark_non_differentiable(*(result for result in results if not result.is_floating_point()))
         ctx.set_materialize_grads(False)
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         """Compute them again, and their gradients."""
-        ctx.program.announce_backward(ctx.saved_tensors)
-        return (None, *ctx.program.differentiate(ctx.saved_tensors, ctx.needs_input_grad[1:], gradients)[1])
+        ctx.program.announce_backward()
+        return (None, None, *ctx.program.differentiate(ctx.saved_tensors, ctx.needs_input_grad[2:], gradients)[1])
 
 
 class _Sum(Function):
@@ -345,7 +323,7 @@ class _Sum(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return what there is, or compute it again where the graph was retained for a second backward."""
-        ctx.program.announce_backward(ctx.saved_tensors)
+        ctx.program.announce_backward()
         made, ctx.made = ctx.made, None
         if made is None:
             _, made = ctx.program.differentiate(ctx.saved_tensors, ctx.needs_input_grad[1:])
@@ -359,7 +337,8 @@ def inputs_of(root: Call) -> list[Tensor]:
 
 def compute_rows(root: Call, chunk_rows: int) -> list[Tensor]:
     """Return the results of the last call of a graph, all rows of each: [N, ...]."""
-    found: Any = _Rows.apply(RowProgram(root, chunk_rows), *inputs_of(root))  # type: ignore[no-untyped-call]
+    program, inputs = RowProgram(root, chunk_rows), inputs_of(root)
+    found: Any = _Rows.apply(program, partial(program.run, inputs), *inputs)  # type: ignore[no-untyped-call]
     return list(found)
 
 
@@ -367,3 +346,10 @@ def compute_sum(root: Call, chunk_rows: int) -> Tensor:
     """Return the sum of the rows of the last call of a graph, which has one number in each."""
     total: Tensor = _Sum.apply(RowProgram(root, chunk_rows), *inputs_of(root))  # type: ignore[no-untyped-call]
     return total
+
+
+def compute_later(root: Call, class_dim: int, make: Callable[[], Tensor]) -> Any:
+    """Return a tensor without values in place of the rows of a graph, which autograd connects with its inputs."""
+    program = RowProgram(root, None, class_dim)
+    (made,) = _Rows.apply(program, lambda: [make()], *inputs_of(root))  # type: ignore[no-untyped-call]
+    return made
