@@ -22,7 +22,6 @@ from lightning_vram.core.patching import Swaps, has_own_forward, plain_class_for
 from lightning_vram.core.tensors.properties import PLAIN_TYPES, is_strided
 from lightning_vram.private_names.fsdp2 import is_sharded
 from lightning_vram.private_names.torch import tree_map_only
-from lightning_vram.techniques.chunked_loss.functions import FUNCTIONS
 from lightning_vram.techniques.chunked_loss.lazy_logits import LazyLogits, Settings, make_logits
 from lightning_vram.techniques.chunked_loss.row_program import make_head
 
@@ -104,7 +103,7 @@ class ChunkedLossHandle:
         self._swaps = Swaps(_KEY)
         with self._swaps.all_or_none():
             for name, head in heads.items():
-                settings = Settings(name, chunk, FUNCTIONS, partial(tell, name))
+                settings = Settings(name, chunk, partial(tell, name))
                 self._swaps.add(head, _State(self, settings), _run)
 
     @contextmanager
@@ -172,6 +171,6 @@ def _run(module: nn.Module, state: _State, original: Callable[..., Any], /, *arg
         return original(*args, **kwargs)
     if is_sharded(module):  # its weights go when its forward ends
         weight, bias = weight.clone(), None if bias is None else bias.clone()
-    if hidden.dim() < 2 or not hidden.numel() or hidden.dtype != weight.dtype and dtype is None:
+    if hidden.dim() < 2 or not hidden.numel() or (hidden.dtype != weight.dtype and dtype is None):
         return original(hidden)
     return make_logits(make_head(hidden, weight, bias, dtype), state.settings)

@@ -10,17 +10,22 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from types import EllipsisType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_vram.core.hooks import hide_from_dynamo
 from lightning_vram.core.tensors.properties import version_of
+from lightning_vram.private_names.dispatcher import FakeTensor
 from lightning_vram.private_names.fsdp2 import waits_for_backward
 from lightning_vram.private_names.torch import VIEW_PROPERTIES, make_wrapper, tree_map_only, without_torch_function
 from lightning_vram.techniques.chunked_loss.row_program import (
     Call,
+    Leaf,
     RowProgram,
     compute_later,
     compute_rows,
@@ -28,6 +33,7 @@ from lightning_vram.techniques.chunked_loss.row_program import (
     detach,
     heads_of,
     inputs_of,
+    map_rows,
     read_autocast,
 )
 
@@ -56,17 +62,12 @@ class NeedsWholeError(Exception):
     """A function cannot be computed by chunks as it was called."""
 
 
-Function = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
-"""Gets a function of torch and its arguments; returns what that returns, or raises :class:`NeedsWholeError`."""
-
-
 @dataclass(frozen=True)
 class Settings:
     """What logits of one head share; ``tell`` gets the name of each function that got whole logits."""
 
     name: str
     chunk: int | Literal["auto"]
-    functions: Mapping[str, Function]  # those computed by chunks, by the names of torch's functions
     tell: Callable[[str], None]
 
 
@@ -159,9 +160,9 @@ class LazyLogits(Tensor):
             for head in heads_of(ours[0].node):
                 head.hooks.append(args[1])
             return None
-        if ours and name in ours[0].settings.functions and not options.keys() & {"out", "inplace"}:
+        if ours and name in FUNCTIONS and not options.keys() & {"out", "inplace"}:
             try:
-                return ours[0].settings.functions[name](func, args, options)
+                return FUNCTIONS[name](func, args, options)
             except NeedsWholeError:
                 pass
         args, options = tree_map_only(LazyLogits, lambda one: one.make_whole(name), (args, options))
@@ -224,3 +225,306 @@ def _make(
     made.whole, made.has_graph = None, made.requires_grad
     made.versions = [(one, version_of(one)) for one in inputs_of(node)]
     return made
+
+
+def _require(condition: object) -> None:
+    if not condition:
+        raise NeedsWholeError
+
+
+def _bind(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments by name, without those that are ``None``."""
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _is_last(logits: object) -> bool:
+    """Whether these are logits whose last dimension has the classes."""
+    return isinstance(logits, LazyLogits) and logits.class_dim == logits.ndim - 1
+
+
+def view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Functions that return views: strides of a tensor without values tell which tokens and classes they take."""
+    logits = args[0]
+    _require(isinstance(logits, LazyLogits) and (_is_last(logits) or func.__name__ in _TURNS))
+    _require(func.__name__ != "view_as" or args[1] is not logits)  # asked by autograd, for hooks of modules' gradients
+    _require(not any(isinstance(one, torch.dtype) for one in chain(args, kwargs.values())))
+    base = torch.empty(*logits.lead, logits.shape[logits.class_dim], device="meta").movedim(-1, logits.class_dim)
+    others = [torch.empty(one.shape, device="meta") if isinstance(one, Tensor) else one for one in args[1:]]
+    found = func(base, *others, **kwargs)
+    return _view(logits, found) if isinstance(found, Tensor) else tuple(_view(logits, one) for one in found)
+
+
+def _view(logits: LazyLogits, found: Tensor) -> LazyLogits:
+    num_classes, lead = logits.sample.shape[-1], logits.lead
+    places = [dim for dim, size in enumerate(found.shape) if size > 1 and found.stride(dim) == 1]
+    tokens = [dim for dim in range(found.ndim) if dim not in places]
+    is_of_tokens = all(found.stride(dim) % num_classes == 0 or found.shape[dim] == 1 for dim in tokens)
+    _require(len(places) == 1 and tokens and is_of_tokens and found.numel())
+    place, (offset, first) = places[0], divmod(found.storage_offset(), num_classes)
+    _require(first + found.shape[place] <= num_classes)
+    shape, strides = [found.shape[dim] for dim in tokens], [found.stride(dim) // num_classes for dim in tokens]
+    order = torch.empty(lead.numel(), device="meta").as_strided(shape, strides, offset)
+
+    def move(rows: Tensor) -> Tensor:
+        if order.numel() == lead.numel() and order.is_contiguous():
+            return rows.reshape(*shape, rows.shape[-1])
+        flat = rows.reshape(-1, rows.shape[-1])
+        step, step_within = flat.stride()
+        sizes, steps = [*shape, flat.shape[-1]], [*(stride * step for stride in strides), step_within]
+        return flat.as_strided(sizes, steps, flat.storage_offset() + offset * step)
+
+    node, sample = map_rows(logits.node, move), logits.sample
+    if found.shape[place] < num_classes:
+        some = slice(first, first + found.shape[place])
+        node, sample = Call(lambda rows: rows[:, some], (node,)), sample[:, some]
+    return logits.like(node, sample, shape, place, is_view=True)
+
+
+def take_items(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``logits[...]``: some tokens, some neighbouring classes, or a class of each token."""
+    logits, index = args
+    parts = list(index) if isinstance(index, tuple) else [index]
+    _require(all(isinstance(one, int | slice | EllipsisType | Tensor | None) for one in parts) and _is_last(logits))
+    _require(not any(isinstance(one, bool) for one in parts))
+    if not any(isinstance(one, Tensor) for one in parts):
+        return view(func, args, kwargs)
+    *tokens, classes = _complete(parts, logits.ndim)
+    numbers = torch.arange(logits.lead.numel(), device=logits.device).view(logits.lead)
+    if isinstance(classes, slice):
+        return _take(logits, numbers[tuple(tokens)])[..., classes]
+    _require(all(isinstance(one, Tensor) and one.dtype == torch.int64 for one in (*tokens, classes)))
+    chosen, classes = torch.broadcast_tensors(numbers[tuple(tokens)], classes)  # type: ignore[no-untyped-call]
+    return _take(logits, chosen).gather(-1, classes.unsqueeze(-1)).squeeze(-1)
+
+
+def _complete(parts: Sequence[Any], ndim: int) -> list[Any]:
+    """Return an index with an entry for each dimension."""
+    _require(not any(one is None for one in parts))
+    masks = (torch.bool, torch.uint8)
+    used = sum(
+        one.ndim if isinstance(one, Tensor) and one.dtype in masks else 1 for one in parts if one is not Ellipsis
+    )
+    place = next((place for place, one in enumerate(parts) if one is Ellipsis), len(parts))
+    return [*parts[:place], *[slice(None)] * (ndim - used), *parts[place + 1 :]]
+
+
+def _take(logits: LazyLogits, numbers: Tensor) -> LazyLogits:
+    """Return the logits of tokens with these numbers, in their shape."""
+    _require(numbers.dim())
+
+    def take(rows: Tensor) -> Tensor:
+        some = rows.reshape(-1, rows.shape[-1]).index_select(0, numbers.flatten())
+        return some.view(*numbers.shape, rows.shape[-1])
+
+    return logits.like(map_rows(logits.node, take), logits.sample, numbers.shape, is_view=False)
+
+
+def keep(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``contiguous``: the same logits."""
+    _require(len(args) == 1 and not kwargs)
+    return args[0]
+
+
+def cut_off(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``detach``."""
+    (logits,) = args
+    with torch.no_grad():
+        return logits.like(logits.node, logits.sample, logits.lead, logits.class_dim, is_view=True)
+
+
+def each(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Note a function of single logits, with scalars, values for each token, or other logits."""
+    first = next(one for one in chain(args, kwargs.values()) if isinstance(one, LazyLogits))
+    pairs = [_beside(value, first) for value in args]
+    named = {name: _beside(value, first) for name, value in kwargs.items()}
+    with torch.no_grad():
+        sample = func(*(one for _, one in pairs), **{name: one for name, (_, one) in named.items()})
+    if sample is first.sample:  # nothing to cast
+        return first
+    _require(isinstance(sample, Tensor) and sample.shape == first.sample.shape and sample.device == first.device)
+    nodes = {name: node for name, (node, _) in named.items()}
+    call = Call(func, [node for node, _ in pairs], nodes, read_autocast(first.device.type))
+    return first.like(call, sample, first.lead, first.class_dim, is_view=False)
+
+
+def _beside(value: Any, logits: LazyLogits) -> tuple[Any, Any]:
+    """Return an argument as a node, and as what it is for no token."""
+    if not isinstance(value, Tensor):
+        return value, value
+    lead, num_classes = logits.lead, logits.sample.shape[-1]
+    if isinstance(value, LazyLogits):
+        _require(value.lead == lead and value.class_dim == logits.class_dim)
+        return value.node, value.sample
+    if not value.dim():
+        return Leaf(value, has_rows=False), value
+    _require(_is_last(logits) and value.dim() <= logits.ndim and value.shape[-1] in (1, num_classes))
+    if value.numel() == value.shape[-1]:  # [1, V]: not a copy for each token
+        return Leaf(value.flatten(), has_rows=False), value.flatten()
+    _require(all(size in (1, other) for size, other in zip(value.shape[-2::-1], lead[::-1], strict=False)))
+    return Leaf(value.expand(*lead, value.shape[-1]), has_rows=True), value.new_empty(0, value.shape[-1])
+
+
+def normalise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Note ``softmax`` or ``log_softmax`` along the classes."""
+    named = _bind(("input", "dim", "dtype"), args, kwargs)
+    logits, dim, dtype = named["input"], named.get("dim"), named.get("dtype")
+    _require(isinstance(dim, int) and dim % logits.ndim == logits.class_dim)
+    return each(getattr(torch, func.__name__), (logits, -1), {"dtype": dtype})
+
+
+def reduce(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Compute what is left of each token's logits: a sum, a largest one, some chosen ones."""
+    name = func.__name__
+    named = _bind(_PARAMETERS.get(name, ("input", "dim", "keepdim")), args, kwargs)
+    logits = named.pop("input")
+    _require(isinstance(logits, LazyLogits))
+    dim = named.pop("axis", named.pop("dim", -1 if name == "topk" else None))
+    if name in ("sum", "mean") and dim is None and named.keys() <= {"dtype"}:
+        total = logits.reduce_to_sum(torch.sum, logits.node, -1, **named)
+        return total / logits.numel() if name == "mean" else total
+    if isinstance(dim, Sequence) and len(dim) == 1:
+        (dim,) = dim
+    _require(isinstance(dim, int) and dim % logits.ndim == logits.class_dim)
+    if name not in _PARAMETERS:
+        is_kept = named.pop("keepdim", False)
+        named["keepdim"] = True
+        found = logits.reduce(getattr(torch, name), logits.node, dim=-1, **named)
+        shaped = [one.view(logits.lead) for one in found]
+        shaped = [one.unsqueeze(logits.class_dim) for one in shaped] if is_kept else shaped
+    else:
+        _require(_is_last(logits))
+        if isinstance(index := named.get("index"), Tensor):
+            _require(index.shape[:-1] == logits.lead)
+            named["index"] = Leaf(index, has_rows=True)
+        function = torch.gather if name == "take_along_dim" else getattr(torch, name)
+        shaped = [one.view(*logits.lead, -1) for one in logits.reduce(function, logits.node, dim=-1, **named)]
+    return shaped[0] if len(shaped) == 1 else getattr(torch.return_types, name)(shaped)
+
+
+_PARAMETERS = {
+    "topk": ("input", "k", "dim", "largest", "sorted"),
+    "gather": ("input", "dim", "index"),
+    "take_along_dim": ("input", "index", "dim"),
+}
+_WORTH_DROPPING = 8  # one of so many tokens: to leave them out copies the hidden states of the others
+_CROSS_ENTROPY = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+_KL_DIV = ("input", "target", "size_average", "reduce", "reduction", "log_target")
+_OLD = {"size_average", "reduce"}  # before there was reduction=
+
+
+def classify(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``cross_entropy`` and ``nll_loss``."""
+    named = _bind(_CROSS_ENTROPY, args, kwargs)
+    logits, target, reduction = named.pop("input"), named.pop("target"), named.pop("reduction", "mean")
+    is_lazy = isinstance(logits, LazyLogits) and logits.class_dim == 1 and isinstance(target, Tensor)
+    _require(is_lazy and not named.keys() & _OLD)
+    is_soft = target.is_floating_point()
+    _require(target.shape == (logits.shape if is_soft else logits.lead))  # else torch says what is wrong
+    _require(not is_soft or func.__name__ == "cross_entropy")
+    weight = named.pop("weight", None)
+    if weight is not None:
+        named["weight"] = Leaf(weight, has_rows=False)
+    with torch.no_grad():  # under autocast another than that of the logits
+        dtype = func(logits.sample, torch.empty(0, dtype=torch.int64, device=logits.device), reduction="sum").dtype
+    function = partial(_classify, getattr(F, func.__name__))
+    found: Tensor
+    if is_soft:
+        found = _reduce_losses(logits, function, _row_node(target.movedim(1, -1)), named, reduction)
+        found = found / logits.lead.numel() if reduction == "mean" else found
+    else:
+        counted = target.flatten() != named.get("ignore_index", -100)
+        found = _against_classes(logits, function, (target.flatten(), counted), named, reduction)
+        if reduction == "mean":
+            count = counted.sum()
+            if weight is not None:
+                count = (weight.detach()[target.flatten().masked_fill(~counted, 0)] * counted).sum()
+            # Of no token the loss is NaN, but its gradient is zero: it goes past the weights.
+            found = torch.where(count != 0, found / count.masked_fill(count == 0, 1), math.nan)
+    return found.to(dtype)
+
+
+def _against_classes(
+    logits: LazyLogits, function: Any, targets: tuple[Tensor, Tensor], options: Mapping[str, Any], reduction: str
+) -> Tensor:
+    """Return the loss of a class for each token; those that are not counted are left out where it is worth it."""
+    classes, counted = targets
+    chosen = None
+    if not isinstance(classes, FakeTensor):
+        places = counted.nonzero().squeeze(-1)
+        chosen = places if (len(counted) - len(places)) * _WORTH_DROPPING > len(counted) else None
+    if chosen is None:
+        return _reduce_losses(logits, function, _row_node(classes.unsqueeze(-1)), options, reduction)
+    column = _row_node(classes.index_select(0, chosen).unsqueeze(-1))
+    found = _reduce_losses(_take(logits, chosen), function, column, options, reduction)
+    if reduction == "none":
+        found = found.new_zeros(counted.shape).index_copy(0, chosen, found).view(logits.lead)
+    return found
+
+
+def _reduce_losses(
+    logits: LazyLogits, function: Any, target: Any, options: Mapping[str, Any], reduction: str
+) -> Tensor:
+    """Return the losses of the tokens, or their sum."""
+    if reduction != "none":
+        return logits.reduce_to_sum(function, logits.node, target, **options)
+    (losses,) = logits.reduce(function, logits.node, target, **options)
+    return losses.view(logits.lead)
+
+
+def _row_node(value: Tensor) -> Any:
+    _require(not isinstance(value, LazyLogits) or _is_last(value))
+    return value.node if isinstance(value, LazyLogits) else Leaf(value, has_rows=True)
+
+
+def _classify(function: Any, logits: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any) -> Tensor:
+    # What each token adds to a loss is rounded once, in the sum.
+    wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    target = target.to(wide.dtype) if target.is_floating_point() else target.squeeze(-1)
+    weight = None if weight is None else weight.to(wide.dtype)
+    losses: Tensor = function(wide, target, weight, reduction="none", **options)
+    return losses
+
+
+def diverge(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``kl_div`` of two heads' log-probabilities, or of one beside a tensor."""
+    named = _bind(_KL_DIV, args, kwargs)
+    one, other, reduction = named["input"], named["target"], named.get("reduction", "mean")
+    ours = one if isinstance(one, LazyLogits) else other
+    _require(not named.keys() & _OLD and reduction != "none" and one.shape == other.shape and _is_last(ours))
+    nodes = _row_node(one), _row_node(other)
+    total = ours.reduce_to_sum(_diverge, *nodes, log_target=named.get("log_target", False))
+    size = {"batchmean": one.shape[0], "mean": one.numel()}.get(reduction, 1)
+    return total / size if size != 1 else total
+
+
+def _diverge(logits: Tensor, target: Tensor, *, log_target: bool) -> Tensor:
+    return F.kl_div(logits, target, reduction="none", log_target=log_target).sum(-1)
+
+
+_TURNS = ("transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "mT")
+_VIEWS = ("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "reshape_as")
+_CUTS = ("split", "chunk", "unbind", "select", "narrow")
+_ARITHMETIC = ("add", "sub", "mul", "div", "true_divide", "pow", "maximum", "minimum", "where", "masked_fill", "lerp")
+_OPERATORS = ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__")
+_OTHERS = ("__rdiv__", "__div__", "__pow__", "__rpow__", "__neg__", "__abs__", "rsub", "subtract", "multiply", "divide")
+_OF_ONE = ("tanh", "exp", "log", "log1p", "expm1", "neg", "abs", "sqrt", "square", "sigmoid", "logsigmoid", "softplus")
+_LIMITS = ("clamp", "clamp_min", "clamp_max", "clip", "nan_to_num", "relu", "special_entr", "xlogy", "special_xlogy")
+_KINDS = ("float", "double", "half", "bfloat16", "to", "type", "type_as", "clone")
+_COMPARISONS = ("eq", "ne", "gt", "lt", "ge", "le", "__eq__", "__ne__", "__gt__", "__lt__", "__ge__", "__le__")
+_LAST_ONES = ("isnan", "isinf", "isfinite", "logaddexp")
+_EACH = (*_ARITHMETIC, *_OPERATORS, *_OTHERS, *_OF_ONE, *_LIMITS, *_KINDS, *_COMPARISONS, *_LAST_ONES)
+_REDUCING = ("sum", "mean", "logsumexp", "amax", "amin", "argmax", "argmin", "max", "min", "all", "any", *_PARAMETERS)
+
+# Each gets a function of torch and its arguments, of which one is logits; see NeedsWholeError.
+FUNCTIONS: dict[str, Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]] = {
+    **dict.fromkeys((*_TURNS, *_VIEWS, *_CUTS), view),
+    "__getitem__": take_items,
+    "contiguous": keep,
+    "detach": cut_off,
+    **dict.fromkeys(_EACH, each),
+    **dict.fromkeys(("softmax", "log_softmax"), normalise),
+    **dict.fromkeys(_REDUCING, reduce),
+    **dict.fromkeys(("cross_entropy", "nll_loss"), classify),
+    "kl_div": diverge,
+}

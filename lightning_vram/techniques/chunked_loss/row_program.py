@@ -103,29 +103,24 @@ def detach(root: Call) -> Call:
 
 
 class _GradientSum:
-    """The gradient of one leaf; what is added up, is so in float32 where the leaf is in 16 bit."""
+    """The gradient of one leaf; that of all tokens is added up in float32 where the leaf is in 16 bit."""
 
-    def __init__(self, like: Tensor) -> None:
+    def __init__(self, like: Tensor, *, has_rows: bool) -> None:
         self._like = like
-        self.dtype = torch.float32 if like.dtype in (torch.float16, torch.bfloat16) else like.dtype
+        is_low = like.dtype in (torch.float16, torch.bfloat16) and not has_rows
+        self._dtype = torch.float32 if is_low else like.dtype
         self._sum: Tensor | None = None
 
-    def put(self, part: Tensor, rows: slice) -> None:
-        """Take the gradient of some rows."""
+    def add(self, part: Tensor, rows: Any = ...) -> None:
+        """Add what these rows have of it."""
         if self._sum is None:
-            self._sum = torch.zeros_like(self._like)
-        self._sum[rows] = part
-
-    def add(self, part: Tensor) -> None:
-        """Add what some rows have of it."""
-        if self._sum is None:
-            self._sum = torch.zeros_like(self._like, dtype=self.dtype)
-        self._sum += part
+            self._sum = torch.zeros_like(self._like, dtype=self._dtype)
+        self._sum[rows] += part
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Add a product of matrices."""
         if self._sum is None:
-            self._sum = (left @ right).to(self.dtype)
+            self._sum = (left @ right).to(self._dtype)
         elif self._sum.dtype == left.dtype:
             self._sum.addmm_(left, right)
         else:
@@ -163,17 +158,8 @@ class RowProgram:
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return all rows of the results."""
-        found: list[Tensor] = []
-        tensors = self._flatten(inputs)
-        for rows, values in self._chunks(tensors):
-            results = self._evaluate(values)
-            if self._chunk_rows is None:
-                return results
-            if not found:
-                found = [result.new_empty((self._length(tensors), *result.shape[1:])) for result in results]
-            for whole, result in zip(found, results, strict=True):
-                whole[rows] = result
-        return found
+        results = [self._evaluate(values) for _, values in self._chunks(self._flatten(inputs))]
+        return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*results, strict=True)]
 
     def differentiate(
         self, inputs: Sequence[Tensor], wanted: Sequence[bool], gradients: Sequence[Tensor | None] | None = None
@@ -187,7 +173,9 @@ class RowProgram:
             gradients = [one if one is None else one.movedim(self._class_dim, -1).flatten(0, -2) for one in gradients]
         tensors = self._flatten(inputs)
         pairs = zip(self._leaves, wanted, strict=True)
-        sums = {id(leaf): _GradientSum(tensors[id(leaf)]) for leaf, is_wanted in pairs if is_wanted}
+        sums = {
+            id(leaf): _GradientSum(tensors[id(leaf)], has_rows=leaf.has_rows) for leaf, is_wanted in pairs if is_wanted
+        }
         with unseen_saves():
             for rows, values in self._chunks(tensors, sums):
                 with torch.enable_grad():
@@ -205,12 +193,7 @@ class RowProgram:
     def _flatten(self, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
         """Return the values of the leaves, those that have rows as [N, K]."""
         pairs = zip(self._leaves, inputs, strict=True)
-        return {
-            id(leaf): (one.reshape(-1, one.shape[-1]) if leaf.has_rows else one).detach() for leaf, one in pairs
-        }
-
-    def _length(self, tensors: Mapping[int, Tensor]) -> int:
-        return len(tensors[id(self._heads[0].args[0])])
+        return {id(leaf): (one.reshape(-1, one.shape[-1]) if leaf.has_rows else one).detach() for leaf, one in pairs}
 
     def _chunks(
         self, tensors: Mapping[int, Tensor], sums: Mapping[int, "_GradientSum"] | None = None
@@ -222,7 +205,7 @@ class RowProgram:
         sums, cast = sums or {}, dict(tensors)
         for head in self._heads:  # once for all rows
             cast |= {id(part): tensors[id(part)].to(head.kwargs["dtype"]) for part in head.args[1:]}
-        length = max(self._length(tensors), 1)
+        length = max(len(tensors[id(self._heads[0].args[0])]), 1)
         step = self._chunk_rows or length
         for rows in (slice(start, start + step) for start in range(0, length, step)):
             values = {id(leaf): cast[id(leaf)][rows] if leaf.has_rows else cast[id(leaf)] for leaf in self._leaves}
@@ -269,16 +252,15 @@ class RowProgram:
             if gradient is None:
                 continue
             if isinstance(node, Leaf):
-                one = sums[id(node)]
-                one.put(gradient, rows) if node.has_rows else one.add(gradient)
+                sums[id(node)].add(gradient, rows if node.has_rows else ...)
                 continue
             hidden, weight, bias = (id(part) for part in (*node.args, None)[:3])
             if hidden in sums:
-                sums[hidden].put(gradient @ values[weight], rows)
+                sums[hidden].add(gradient @ values[weight], rows)
             if weight in sums:
                 sums[weight].add_product(gradient.t(), values[hidden])
             if bias in sums:
-                sums[bias].add(gradient.sum(0, dtype=sums[bias].dtype))
+                sums[bias].add(gradient.sum(0, dtype=torch.promote_types(gradient.dtype, torch.float32)))
 
 
 class _Rows(Function):
