@@ -8,7 +8,7 @@ https://arxiv.org/abs/2411.09009, has the same in one kernel). It does not help 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -65,15 +65,10 @@ def _declared(model: nn.Module) -> dict[str, nn.Linear]:
     names = {id(module): name for name, module in model.named_modules()}
     found: dict[str, nn.Linear] = {}
     for module in model.modules():
-        get = getattr(type(module), "get_output_embeddings", None)
-        if get is None:
-            continue
-        try:
-            head = get(module)
-        except (AttributeError, NotImplementedError):  # a body without a head
-            continue
-        if isinstance(head, nn.Linear) and id(head) in names:
-            found[names[id(head)]] = head
+        with suppress(AttributeError, NotImplementedError):  # no model of transformers, or a body without a head
+            head = module.get_output_embeddings()  # type: ignore[operator]
+            if isinstance(head, nn.Linear) and id(head) in names:
+                found[names[id(head)]] = head
     return found
 
 
@@ -143,8 +138,7 @@ def apply_chunked_loss(
     """Let the heads of ``model`` return logits that are computed when a loss asks for them.
 
     Of ``chunk`` tokens logits are there at a time; ``"auto"``: as many as make logits of the size of the hidden states.
-    ``tell`` gets the names of a head and of a function that needs
-    whole logits.
+    ``tell`` gets the names of a head and of a function that needs whole logits.
     """
     return ChunkedLossHandle(find_heads(model, heads), chunk, tell)
 
@@ -160,7 +154,8 @@ def _run(module: nn.Module, state: _State, original: Callable[..., Any], /, *arg
         return original(*args, **kwargs)
     linear: Any = module
     kind = hidden.device.type
-    is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    can_cast = torch.amp.is_autocast_available(kind) and hidden.dtype != torch.float64
+    is_cast = can_cast and torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if is_cast else None
     weight, bias = linear.weight, linear.bias
     if hasattr(weight, "form"):  # kept in few bits: decoded for the step

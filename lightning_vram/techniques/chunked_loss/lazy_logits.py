@@ -160,7 +160,7 @@ class LazyLogits(Tensor):
             for head in heads_of(ours[0].node):
                 head.hooks.append(args[1])
             return None
-        if ours and name in FUNCTIONS and not options.keys() & {"out", "inplace"}:
+        if ours and name in FUNCTIONS and options.get("out") is None and not options.get("inplace"):
             try:
                 return FUNCTIONS[name](func, args, options)
             except NeedsWholeError:
@@ -320,12 +320,6 @@ def _take(logits: LazyLogits, numbers: Tensor) -> LazyLogits:
     return logits.like(map_rows(logits.node, take), logits.sample, numbers.shape, is_view=False)
 
 
-def keep(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``contiguous``: the same logits."""
-    _require(len(args) == 1 and not kwargs)
-    return args[0]
-
-
 def cut_off(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``detach``."""
     (logits,) = args
@@ -340,7 +334,7 @@ def each(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     named = {name: _beside(value, first) for name, value in kwargs.items()}
     with torch.no_grad():
         sample = func(*(one for _, one in pairs), **{name: one for name, (_, one) in named.items()})
-    if sample is first.sample:  # nothing to cast
+    if sample is first.sample:  # nothing to cast or to make contiguous
         return first
     _require(isinstance(sample, Tensor) and sample.shape == first.sample.shape and sample.device == first.device)
     nodes = {name: node for name, (node, _) in named.items()}
@@ -386,20 +380,16 @@ def reduce(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if isinstance(dim, Sequence) and len(dim) == 1:
         (dim,) = dim
     _require(isinstance(dim, int) and dim % logits.ndim == logits.class_dim)
+    is_kept = bool(named.pop("keepdim", name in _PARAMETERS))
+    if isinstance(named.get("index"), Tensor):
+        _require(named["index"].shape[:-1] == logits.lead)
+        named["index"] = Leaf(named["index"], has_rows=True)
     if name not in _PARAMETERS:
-        is_kept = named.pop("keepdim", False)
         named["keepdim"] = True
-        found = logits.reduce(getattr(torch, name), logits.node, dim=-1, **named)
-        shaped = [one.view(logits.lead) for one in found]
-        shaped = [one.unsqueeze(logits.class_dim) for one in shaped] if is_kept else shaped
-    else:
-        _require(_is_last(logits))
-        if isinstance(index := named.get("index"), Tensor):
-            _require(index.shape[:-1] == logits.lead)
-            named["index"] = Leaf(index, has_rows=True)
-        function = torch.gather if name == "take_along_dim" else getattr(torch, name)
-        shaped = [one.view(*logits.lead, -1) for one in logits.reduce(function, logits.node, dim=-1, **named)]
-    return shaped[0] if len(shaped) == 1 else getattr(torch.return_types, name)(shaped)
+    function = getattr(torch, "gather" if name == "take_along_dim" else name)
+    found = [one.view(*logits.lead, -1) for one in logits.reduce(function, logits.node, dim=-1, **named)]
+    found = [one.movedim(-1, logits.class_dim) if is_kept else one.squeeze(-1) for one in found]
+    return found[0] if len(found) == 1 else getattr(torch.return_types, name)(found)
 
 
 _PARAMETERS = {
@@ -510,17 +500,15 @@ _OPERATORS = ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__
 _OTHERS = ("__rdiv__", "__div__", "__pow__", "__rpow__", "__neg__", "__abs__", "rsub", "subtract", "multiply", "divide")
 _OF_ONE = ("tanh", "exp", "log", "log1p", "expm1", "neg", "abs", "sqrt", "square", "sigmoid", "logsigmoid", "softplus")
 _LIMITS = ("clamp", "clamp_min", "clamp_max", "clip", "nan_to_num", "relu", "special_entr", "xlogy", "special_xlogy")
-_KINDS = ("float", "double", "half", "bfloat16", "to", "type", "type_as", "clone")
+_KINDS = ("contiguous", "float", "double", "half", "bfloat16", "to", "type", "type_as", "clone")
 _COMPARISONS = ("eq", "ne", "gt", "lt", "ge", "le", "__eq__", "__ne__", "__gt__", "__lt__", "__ge__", "__le__")
-_LAST_ONES = ("isnan", "isinf", "isfinite", "logaddexp")
-_EACH = (*_ARITHMETIC, *_OPERATORS, *_OTHERS, *_OF_ONE, *_LIMITS, *_KINDS, *_COMPARISONS, *_LAST_ONES)
+_EACH = (*_ARITHMETIC, *_OPERATORS, *_OTHERS, *_OF_ONE, *_LIMITS, *_KINDS, *_COMPARISONS)
 _REDUCING = ("sum", "mean", "logsumexp", "amax", "amin", "argmax", "argmin", "max", "min", "all", "any", *_PARAMETERS)
 
 # Each gets a function of torch and its arguments, of which one is logits; see NeedsWholeError.
 FUNCTIONS: dict[str, Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]] = {
     **dict.fromkeys((*_TURNS, *_VIEWS, *_CUTS), view),
     "__getitem__": take_items,
-    "contiguous": keep,
     "detach": cut_off,
     **dict.fromkeys(_EACH, each),
     **dict.fromkeys(("softmax", "log_softmax"), normalise),

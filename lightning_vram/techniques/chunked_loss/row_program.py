@@ -105,10 +105,9 @@ def detach(root: Call) -> Call:
 class _GradientSum:
     """The gradient of one leaf; that of all tokens is added up in float32 where the leaf is in 16 bit."""
 
-    def __init__(self, like: Tensor, *, has_rows: bool) -> None:
-        self._like = like
-        is_low = like.dtype in (torch.float16, torch.bfloat16) and not has_rows
-        self._dtype = torch.float32 if is_low else like.dtype
+    def __init__(self, leaf: Leaf, like: Tensor) -> None:
+        is_low = like.dtype in (torch.float16, torch.bfloat16) and not leaf.has_rows
+        self._like, self._dtype = like, torch.float32 if is_low else like.dtype
         self._sum: Tensor | None = None
 
     def add(self, part: Tensor, rows: Any = ...) -> None:
@@ -126,10 +125,9 @@ class _GradientSum:
         else:
             self._sum += left @ right
 
-    def result(self, shape: Sequence[int]) -> Tensor:
+    def result(self) -> Tensor:
         """Return all of it."""
-        whole = torch.zeros_like(self._like) if self._sum is None else self._sum.to(self._like.dtype)
-        return whole.view(shape)
+        return torch.zeros_like(self._like) if self._sum is None else self._sum.to(self._like.dtype)
 
 
 class RowProgram:
@@ -169,26 +167,24 @@ class RowProgram:
         With ``gradients`` of the results: the gradients for these, and no sum.
         """
         total: Any = 0
-        if gradients and self._class_dim is not None:
-            gradients = [one if one is None else one.movedim(self._class_dim, -1).flatten(0, -2) for one in gradients]
-        tensors = self._flatten(inputs)
-        pairs = zip(self._leaves, wanted, strict=True)
-        sums = {
-            id(leaf): _GradientSum(tensors[id(leaf)], has_rows=leaf.has_rows) for leaf, is_wanted in pairs if is_wanted
-        }
+        tensors, pairs = self._flatten(inputs), list(zip(self._leaves, inputs, wanted, strict=True))
+        sums = {id(leaf): _GradientSum(leaf, tensors[id(leaf)]) for leaf, _, is_wanted in pairs if is_wanted}
         with unseen_saves():
             for rows, values in self._chunks(tensors, sums):
                 with torch.enable_grad():
                     results = self._evaluate(values)
                 if gradients is None:
                     total = total + results[0].detach().sum()
-                    ends: list[Tensor | None] = [torch.ones_like(results[0])]
+                    self._take(sums, values, rows, [(results[0], torch.ones_like(results[0]))])
                 else:
-                    ends = [one if one is None else one[rows] for one in gradients]
-                self._take(sums, values, rows, zip(results, ends, strict=True))
+                    of_chunk = [None if one is None else self._flat(one)[rows] for one in gradients]
+                    self._take(sums, values, rows, zip(results, of_chunk, strict=True))
                 del results
-        shapes = zip(self._leaves, inputs, strict=True)
-        return total, [sums[id(leaf)].result(one.shape) if id(leaf) in sums else None for leaf, one in shapes]
+        found = [sums[id(leaf)].result().view(one.shape) if is_wanted else None for leaf, one, is_wanted in pairs]
+        return total, found
+
+    def _flat(self, gradient: Tensor) -> Tensor:
+        return gradient if self._class_dim is None else gradient.movedim(self._class_dim, -1).flatten(0, -2)
 
     def _flatten(self, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
         """Return the values of the leaves, those that have rows as [N, K]."""
@@ -196,7 +192,7 @@ class RowProgram:
         return {id(leaf): (one.reshape(-1, one.shape[-1]) if leaf.has_rows else one).detach() for leaf, one in pairs}
 
     def _chunks(
-        self, tensors: Mapping[int, Tensor], sums: Mapping[int, "_GradientSum"] | None = None
+        self, tensors: Mapping[int, Tensor], sums: Mapping[int, _GradientSum] | None = None
     ) -> Iterator[tuple[slice, dict[int, Tensor]]]:
         """Yield some rows after others, at least once, with the values of leaves and heads.
 
@@ -234,11 +230,7 @@ class RowProgram:
         return [result] if isinstance(result, Tensor) else list(result)
 
     def _take(
-        self,
-        sums: Mapping[int, "_GradientSum"],
-        values: Mapping[int, Tensor],
-        rows: slice,
-        pairs: Iterable[tuple[Tensor, Tensor | None]],
+        self, sums: Mapping[int, _GradientSum], values: Mapping[int, Tensor], rows: slice, pairs: Iterable[Any]
     ) -> None:
         """Add the gradients that results with these gradients mean for a chunk."""
         ends = [(result, one) for result, one in pairs if one is not None and result.requires_grad]
@@ -291,7 +283,7 @@ class _Sum(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, program: RowProgram, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, program: RowProgram, *inputs: Tensor) -> Any:
         """Compute it, and its gradients."""
         ctx.program = program
         ctx.save_for_backward(*inputs)
@@ -299,8 +291,7 @@ class _Sum(Function):
             return program.run(inputs)[0].sum()
         # Not saved: hooks would move to the host what is needed next.
         total, ctx.made = program.differentiate(inputs, ctx.needs_input_grad[1:])
-        result: Tensor = total
-        return result
+        return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -320,18 +311,15 @@ def inputs_of(root: Call) -> list[Tensor]:
 def compute_rows(root: Call, chunk_rows: int) -> list[Tensor]:
     """Return the results of the last call of a graph, all rows of each: [N, ...]."""
     program, inputs = RowProgram(root, chunk_rows), inputs_of(root)
-    found: Any = _Rows.apply(program, partial(program.run, inputs), *inputs)  # type: ignore[no-untyped-call]
-    return list(found)
+    return list(_Rows.apply(program, partial(program.run, inputs), *inputs))  # type: ignore[no-untyped-call]
 
 
-def compute_sum(root: Call, chunk_rows: int) -> Tensor:
+def compute_sum(root: Call, chunk_rows: int) -> Any:
     """Return the sum of the rows of the last call of a graph, which has one number in each."""
-    total: Tensor = _Sum.apply(RowProgram(root, chunk_rows), *inputs_of(root))  # type: ignore[no-untyped-call]
-    return total
+    return _Sum.apply(RowProgram(root, chunk_rows), *inputs_of(root))  # type: ignore[no-untyped-call]
 
 
 def compute_later(root: Call, class_dim: int, make: Callable[[], Tensor]) -> Any:
     """Return a tensor without values in place of the rows of a graph, which autograd connects with its inputs."""
     program = RowProgram(root, None, class_dim)
-    (made,) = _Rows.apply(program, lambda: [make()], *inputs_of(root))  # type: ignore[no-untyped-call]
-    return made
+    return _Rows.apply(program, lambda: [make()], *inputs_of(root))[0]  # type: ignore[no-untyped-call]
