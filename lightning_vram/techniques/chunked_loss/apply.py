@@ -93,7 +93,6 @@ class ChunkedLossHandle:
     def __init__(
         self, heads: dict[str, nn.Linear], chunk: int | Literal["auto"], tell: Callable[[str, str], None]
     ) -> None:
-        self.heads = list(heads)
         self.is_active = False  # whether heads return logits that are not computed yet
         self._swaps = Swaps(_KEY)
         with self._swaps.all_or_none():

@@ -382,21 +382,16 @@ def reduce(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     _require(isinstance(dim, int) and dim % logits.ndim == logits.class_dim)
     is_kept = bool(named.pop("keepdim", name in _PARAMETERS))
     if isinstance(named.get("index"), Tensor):
-        _require(named["index"].shape[:-1] == logits.lead)
+        _require(_is_last(logits) and named["index"].shape[:-1] == logits.lead)
         named["index"] = Leaf(named["index"], has_rows=True)
     if name not in _PARAMETERS:
         named["keepdim"] = True
-    function = getattr(torch, "gather" if name == "take_along_dim" else name)
-    found = [one.view(*logits.lead, -1) for one in logits.reduce(function, logits.node, dim=-1, **named)]
+    found = [one.view(*logits.lead, -1) for one in logits.reduce(getattr(torch, name), logits.node, dim=-1, **named)]
     found = [one.movedim(-1, logits.class_dim) if is_kept else one.squeeze(-1) for one in found]
     return found[0] if len(found) == 1 else getattr(torch.return_types, name)(found)
 
 
-_PARAMETERS = {
-    "topk": ("input", "k", "dim", "largest", "sorted"),
-    "gather": ("input", "dim", "index"),
-    "take_along_dim": ("input", "index", "dim"),
-}
+_PARAMETERS = {"topk": ("input", "k", "dim", "largest", "sorted"), "gather": ("input", "dim", "index")}
 _WORTH_DROPPING = 8  # one of so many tokens: to leave them out copies the hidden states of the others
 _CROSS_ENTROPY = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 _KL_DIV = ("input", "target", "size_average", "reduce", "reduction", "log_target")

@@ -64,20 +64,15 @@ def heads_of(root: Node) -> list[Call]:
     return [node for node in walk(root) if isinstance(node, Call) and node.function is _linear]
 
 
-def walk(root: Node) -> Iterator[Node]:
+def walk(root: Any, seen: set[int] | None = None) -> Iterator[Node]:
     """Yield the nodes of a graph, each once, those that it needs before it."""
-    seen: set[int] = set()
-
-    def visit(node: Any) -> Iterator[Node]:
-        if not isinstance(node, Node) or id(node) in seen:
-            return
-        seen.add(id(node))
-        if isinstance(node, Call):
-            for part in (*node.args, *node.kwargs.values()):
-                yield from visit(part)
-        yield node
-
-    yield from visit(root)
+    seen = set() if seen is None else seen
+    if isinstance(root, Node) and id(root) not in seen:
+        seen.add(id(root))
+        if isinstance(root, Call):
+            for part in (*root.args, *root.kwargs.values()):
+                yield from walk(part, seen)
+        yield root
 
 
 def _map_leaves(root: Call, change: Callable[[Leaf], Tensor]) -> Call:
@@ -130,16 +125,20 @@ class _GradientSum:
         return torch.zeros_like(self._like) if self._sum is None else self._sum.to(self._like.dtype)
 
 
+Flatten = Callable[[Tensor, int], Tensor]
+"""Gets a gradient and the number of rows; returns the gradients of the rows: [N, ...]."""
+
+
 class RowProgram:
     """Computes the last call of a graph, whose results have a row for each token.
 
     It holds no tensor of the graph: autograd keeps them, and frees them after its backward.
     """
 
-    def __init__(self, root: Call, chunk_rows: int | None = None, class_dim: int | None = None) -> None:
+    def __init__(self, root: Call, chunk_rows: int | None = None, flatten: Flatten | None = None) -> None:
         self._root = _map_leaves(root, lambda leaf: leaf.values.new_empty(0))
         self._chunk_rows = chunk_rows  # None: all rows at once
-        self._class_dim = class_dim  # of gradients that are not flat
+        self._flatten_gradient = flatten
         self._nodes = list(walk(self._root))
         self._leaves = [node for node in self._nodes if isinstance(node, Leaf)]
         self._heads = heads_of(self._root)
@@ -168,6 +167,9 @@ class RowProgram:
         """
         total: Any = 0
         tensors, pairs = self._flatten(inputs), list(zip(self._leaves, inputs, wanted, strict=True))
+        if gradients is not None and self._flatten_gradient is not None:
+            num_rows = len(tensors[id(self._heads[0].args[0])])
+            gradients = [None if one is None else self._flatten_gradient(one, num_rows) for one in gradients]
         sums = {id(leaf): _GradientSum(leaf, tensors[id(leaf)]) for leaf, _, is_wanted in pairs if is_wanted}
         with unseen_saves():
             for rows, values in self._chunks(tensors, sums):
@@ -177,14 +179,11 @@ class RowProgram:
                     total = total + results[0].detach().sum()
                     self._take(sums, values, rows, [(results[0], torch.ones_like(results[0]))])
                 else:
-                    of_chunk = [None if one is None else self._flat(one)[rows] for one in gradients]
+                    of_chunk = [None if one is None else one[rows] for one in gradients]
                     self._take(sums, values, rows, zip(results, of_chunk, strict=True))
                 del results
         found = [sums[id(leaf)].result().view(one.shape) if is_wanted else None for leaf, one, is_wanted in pairs]
         return total, found
-
-    def _flat(self, gradient: Tensor) -> Tensor:
-        return gradient if self._class_dim is None else gradient.movedim(self._class_dim, -1).flatten(0, -2)
 
     def _flatten(self, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
         """Return the values of the leaves, those that have rows as [N, K]."""
@@ -256,51 +255,33 @@ class RowProgram:
 
 
 class _Rows(Function):
-    """Rows of the results of a program, or a tensor without values in their place."""
+    """Rows of the results of a program, their sum, or a tensor without values in their place.
+
+    Gradients of a sum are computed with it, and scaled in the backward: three products of hidden states and weights, as
+    in the baseline. Those of rows are computed in the backward, from recomputed logits: four products.
+    """
 
     @staticmethod
-    def forward(ctx: Any, program: RowProgram, make: Callable[[], Sequence[Tensor]], *inputs: Tensor) -> Any:
-        """Make them."""
+    def forward(ctx: Any, program: RowProgram, make: Callable[[Sequence[bool]], Any], *inputs: Tensor) -> Any:
+        """Make them; ``make`` gets which gradients are wanted, and may return these, too."""
         ctx.program = program
         ctx.save_for_backward(*inputs)
-        results = make()
+        # Gradients are not saved: hooks would move to the host what is needed next.
+        results, ctx.made = make(ctx.needs_input_grad[2:])
         ctx.mark_non_differentiable(*(result for result in results if not result.is_floating_point()))
         ctx.set_materialize_grads(False)
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        """Compute them again, and their gradients."""
-        ctx.program.announce_backward()
-        return (None, None, *ctx.program.differentiate(ctx.saved_tensors, ctx.needs_input_grad[2:], gradients)[1])
-
-
-class _Sum(Function):
-    """The sum of the rows of the only result of a program.
-
-    Its gradients are computed with it, and scaled in the backward: three products of hidden states and weights, as in
-    the baseline. Those of single rows (``_Rows``) are computed in the backward, from recomputed logits: four products.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, program: RowProgram, *inputs: Tensor) -> Any:
-        """Compute it, and its gradients."""
-        ctx.program = program
-        ctx.save_for_backward(*inputs)
-        if not any(ctx.needs_input_grad):
-            return program.run(inputs)[0].sum()
-        # Not saved: hooks would move to the host what is needed next.
-        total, ctx.made = program.differentiate(inputs, ctx.needs_input_grad[1:])
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return what there is, or compute it again where the graph was retained for a second backward."""
+        """Return gradients that are there, or compute them: also where a graph was retained for a second backward."""
         ctx.program.announce_backward()
         made, ctx.made = ctx.made, None
         if made is None:
-            _, made = ctx.program.differentiate(ctx.saved_tensors, ctx.needs_input_grad[1:])
-        return (None, *(None if one is None else one.mul_(gradient) for one in made))
+            made = ctx.program.differentiate(ctx.saved_tensors, ctx.needs_input_grad[2:], gradients)[1]
+        else:
+            made = [None if one is None or gradients[0] is None else one.mul_(gradients[0]) for one in made]
+        return (None, None, *made)
 
 
 def inputs_of(root: Call) -> list[Tensor]:
@@ -311,15 +292,26 @@ def inputs_of(root: Call) -> list[Tensor]:
 def compute_rows(root: Call, chunk_rows: int) -> list[Tensor]:
     """Return the results of the last call of a graph, all rows of each: [N, ...]."""
     program, inputs = RowProgram(root, chunk_rows), inputs_of(root)
-    return list(_Rows.apply(program, partial(program.run, inputs), *inputs))  # type: ignore[no-untyped-call]
+    return list(_Rows.apply(program, lambda wanted: (program.run(inputs), None), *inputs))  # type: ignore[no-untyped-call]
 
 
 def compute_sum(root: Call, chunk_rows: int) -> Any:
     """Return the sum of the rows of the last call of a graph, which has one number in each."""
-    return _Sum.apply(RowProgram(root, chunk_rows), *inputs_of(root))  # type: ignore[no-untyped-call]
+    program, inputs = (
+        RowProgram(root, chunk_rows, lambda gradient, num_rows: gradient.expand(num_rows)),
+        inputs_of(root),
+    )
+
+    def make(wanted: Sequence[bool]) -> tuple[list[Tensor], Any]:
+        if not any(wanted):
+            return [program.run(inputs)[0].sum()], None
+        total, gradients = program.differentiate(inputs, wanted)
+        return [total], gradients
+
+    return _Rows.apply(program, make, *inputs)[0]  # type: ignore[no-untyped-call]
 
 
 def compute_later(root: Call, class_dim: int, make: Callable[[], Tensor]) -> Any:
     """Return a tensor without values in place of the rows of a graph, which autograd connects with its inputs."""
-    program = RowProgram(root, None, class_dim)
-    return _Rows.apply(program, lambda: [make()], *inputs_of(root))[0]  # type: ignore[no-untyped-call]
+    program = RowProgram(root, None, lambda gradient, num_rows: gradient.movedim(class_dim, -1).flatten(0, -2))
+    return _Rows.apply(program, lambda wanted: ([make()], None), *inputs_of(root))[0]  # type: ignore[no-untyped-call]
