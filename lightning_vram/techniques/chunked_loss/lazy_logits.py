@@ -99,7 +99,7 @@ class LazyLogits(Tensor):
         """Return what a function of the values of nodes returns for all tokens, [N, ...] each."""
         return compute_rows(Call(function, nodes, kwargs, read_autocast(self.device.type)), self.chunk_rows)
 
-    def reduce_to_sum(self, function: Callable[..., Any], /, *nodes: Any, **kwargs: Any) -> Tensor:
+    def reduce_to_sum(self, function: Callable[..., Any], /, *nodes: Any, **kwargs: Any) -> Any:
         """Return the sum over all tokens of what a function of the values of nodes returns, [N]."""
         return compute_sum(Call(function, nodes, kwargs, read_autocast(self.device.type)), self.chunk_rows)
 
@@ -261,7 +261,7 @@ def _view(logits: LazyLogits, found: Tensor) -> LazyLogits:
     tokens = [dim for dim in range(found.ndim) if dim not in places]
     is_of_tokens = all(found.stride(dim) % num_classes == 0 or found.shape[dim] == 1 for dim in tokens)
     _require(len(places) == 1 and tokens and is_of_tokens and found.numel())
-    place, (offset, first) = places[0], divmod(found.storage_offset(), num_classes)
+    place, (offset, first) = places[0], divmod(int(found.storage_offset()), num_classes)
     _require(first + found.shape[place] <= num_classes)
     shape, strides = [found.shape[dim] for dim in tokens], [found.stride(dim) // num_classes for dim in tokens]
     order = torch.empty(lead.numel(), device="meta").as_strided(shape, strides, offset)
@@ -447,9 +447,7 @@ def _against_classes(
     return found
 
 
-def _reduce_losses(
-    logits: LazyLogits, function: Any, target: Any, options: Mapping[str, Any], reduction: str
-) -> Tensor:
+def _reduce_losses(logits: LazyLogits, function: Any, target: Any, options: Mapping[str, Any], reduction: str) -> Any:
     """Return the losses of the tokens, or their sum."""
     if reduction != "none":
         return logits.reduce_to_sum(function, logits.node, target, **options)

@@ -233,7 +233,8 @@ class RowProgram:
     ) -> None:
         """Add the gradients that results with these gradients mean for a chunk."""
         ends = [(result, one) for result, one in pairs if one is not None and result.requires_grad]
-        nodes = [node for node in (*self._heads, *self._others) if values[id(node)].requires_grad]
+        nodes: list[Node] = [*self._heads, *self._others]
+        nodes = [node for node in nodes if values[id(node)].requires_grad]
         if not ends or not nodes:
             return
         results, gradients = zip(*ends, strict=True)

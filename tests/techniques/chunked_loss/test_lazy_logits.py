@@ -99,6 +99,57 @@ def test_a_look_without_gradients_does_not_cost_those_of_the_loss(lazy):
     assert lazy.net.head.weight.grad.any()
 
 
+def test_what_is_computed_without_gradients_is_a_constant(lazy):
+    found = []
+    for make in (lazy, lazy.plain):
+        logits = make()
+        with torch.no_grad():
+            target = (logits / 2).softmax(-1)
+        (-(target * logits.log_softmax(-1)).sum(-1).mean()).backward()
+        found.append([p.grad.clone() for p in lazy.net.parameters()])
+        lazy.net.zero_grad()
+    torch.testing.assert_close(*found)
+
+
+def test_gradients_of_whole_logits_come_to_the_logits(lazy):
+    logits = lazy()
+    (found,) = torch.autograd.grad(logits.cumsum(-1).sum(), logits)
+    assert torch.equal(found[0, 0], torch.arange(VOCAB_SIZE, 0, -1.0))
+
+
+def test_a_whole_view_is_refused_after_a_write_to_another(lazy):
+    logits = lazy()
+    flat = logits.view(-1, VOCAB_SIZE)
+    flat.sort(-1)  # whole from now on, as the other is from its write on
+    logits[..., 0] = 0
+    assert not logits[..., 0].any()
+    with pytest.raises(RuntimeError, match=r"^ChunkedLoss: logits of head are read after their input, weights, masks"):
+        flat.logsumexp(-1)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda x: x[:, ::2],
+        lambda x: x[1:, None, :-1, 5:50],
+        lambda x: x.unsqueeze(0).squeeze(0).narrow(1, 2, 5).select(0, 1),
+        lambda x: x.movedim(0, 1)[2:].flatten(0, 1).unflatten(0, (-1, 2)),
+        lambda x: x.chunk(3, dim=-1)[1],
+        lambda x: x[:, [True] * 4 + [False] * 5] if type(x) is Tensor else x[:, torch.arange(9) < 4],
+    ],
+)
+def test_a_view_has_the_tokens_and_classes_of_whole_logits(lazy, cut):
+    found = []
+    for make in (lazy, lazy.plain):
+        value = cut(make()).logsumexp(-1)
+        (value * torch.arange(1.0, value.numel() + 1).view(value.shape)).sum().backward()
+        found.append([value.detach(), *(p.grad.clone() for p in lazy.net.parameters())])
+        lazy.net.zero_grad()
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+    assert lazy.told == []
+
+
 def test_neither_does_a_look_past_functions_of_python(lazy):
     logits = lazy()
     with without_torch_function():
