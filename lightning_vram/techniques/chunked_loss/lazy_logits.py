@@ -447,10 +447,13 @@ def _against_classes(
     return found
 
 
-def _reduce_losses(logits: LazyLogits, function: Any, target: Any, options: Mapping[str, Any], reduction: str) -> Any:
+def _reduce_losses(
+    logits: LazyLogits, function: Any, target: Any, options: Mapping[str, Any], reduction: str
+) -> Tensor:
     """Return the losses of the tokens, or their sum."""
     if reduction != "none":
-        return logits.reduce_to_sum(function, logits.node, target, **options)
+        total: Tensor = logits.reduce_to_sum(function, logits.node, target, **options)
+        return total
     (losses,) = logits.reduce(function, logits.node, target, **options)
     return losses.view(logits.lead)
 

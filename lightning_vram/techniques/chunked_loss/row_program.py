@@ -239,7 +239,7 @@ class RowProgram:
             return
         results, gradients = zip(*ends, strict=True)
         starts = [values[id(node)] for node in nodes]
-        found = torch.autograd.grad(results, starts, gradients, allow_unused=True)
+        found: Any = torch.autograd.grad(results, starts, gradients, allow_unused=True)
         for node, gradient in zip(nodes, found, strict=True):
             if gradient is None:
                 continue
