@@ -109,7 +109,7 @@ class _GradientSum:
         """Add what these rows have of it."""
         if self._sum is None:
             self._sum = torch.zeros_like(self._like, dtype=self._dtype)
-        self._sum[rows] += part
+        self._sum[rows].add_(part)
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Add a product of matrices."""
