@@ -1,7 +1,6 @@
 """Compute losses on logits chunk by chunk, so that the logits of a language model are never whole."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -38,8 +37,7 @@ class ChunkedLoss(FitTechnique):
             or a list. ``"auto"`` finds the output embeddings of Hugging Face models, else linear layers whose
             ``out_features`` equals the number of entries of the largest embedding.
         chunk: Number of tokens per chunk. ``"auto"``: as many as make a chunk of logits as large as the hidden states,
-            at least 256 (128 on a CPU). If the device has less memory free, chunks are smaller, and sums
-            round differently.
+            at least 256 (128 on a CPU).
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -74,21 +72,14 @@ class ChunkedLoss(FitTechnique):
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
         try:
-            self._handle = apply_chunked_loss(
-                trainer.lightning_module, self.heads, self.chunk, tell=self._log_whole_logits
-            )
+            handle = apply_chunked_loss(trainer.lightning_module, self.heads, self.chunk, tell=self._log_whole_logits)
         except ValueError as error:
             raise MisconfigurationException(f"ChunkedLoss: {error}") from None
+        self._handle = handle
         for step in _STEPS:
             look = partial(settle, why=f"the result of {step}")
-            around = AroundStep(trainer.strategy, step, Depth.OBSERVATION, lambda *_, **__: self._step(), look)
+            around = AroundStep(trainer.strategy, step, Depth.OBSERVATION, lambda *_, **__: handle.active(), look)
             self._contexts.append(around)
-
-    @contextmanager
-    def _step(self) -> Iterator[None]:
-        assert self._handle is not None
-        with self._handle.active():
-            yield
 
     def _log_whole_logits(self, head: str, function: str) -> None:
         if not self._has_logged:

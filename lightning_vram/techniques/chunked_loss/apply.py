@@ -8,7 +8,7 @@ https://arxiv.org/abs/2411.09009, has the same in one kernel). It does not help 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -22,8 +22,8 @@ from lightning_vram.core.patching import Swaps, has_own_forward, plain_class_for
 from lightning_vram.core.tensors.properties import PLAIN_TYPES, is_strided
 from lightning_vram.private_names.fsdp2 import is_sharded
 from lightning_vram.private_names.torch import tree_map_only
-from lightning_vram.techniques.chunked_loss.lazy_logits import ChunkRows, LazyLogits, Settings, make_logits
-from lightning_vram.techniques.chunked_loss.row_program import Head
+from lightning_vram.techniques.chunked_loss.lazy_logits import LazyLogits, Settings, make_logits
+from lightning_vram.techniques.chunked_loss.row_program import make_head
 
 WAY_OUT = "Name it: ChunkedLoss(heads='net.head'), as in named_modules()"
 
@@ -35,31 +35,29 @@ def find_heads(model: nn.Module, heads: LayerPattern | Sequence[LayerPattern] = 
     the largest embedding for which there are some has entries.
     """
     if heads == "auto":
-        found = _declared(model) or _as_large_as_embeddings(model)
+        found: dict[str, nn.Module] = {**(_declared(model) or _as_large_as_embeddings(model))}
         if not found:
             reason = "no nn.Linear has as many outputs as an nn.Embedding has entries"
             raise ValueError(f"No head found: {reason}. {WAY_OUT}.")
-        return _only_linear(found)
-    try:
-        chosen = {layer.name: layer.module for layer in select_layers(model, heads).layers}
-    except ValueError as error:
-        raise ValueError(str(error).replace("layers=", "heads=", 1)) from None
-    others = {name: module for name, module in chosen.items() if not isinstance(module, nn.Linear)}
-    if others:
-        name, module = next(iter(others.items()))
-        raise ValueError(f"{name} ({type(module).__name__}) cannot be a head: only nn.Linear can. {WAY_OUT}.")
-    return _only_linear({name: module for name, module in chosen.items() if isinstance(module, nn.Linear)})
+    else:
+        try:
+            found = {layer.name: layer.module for layer in select_layers(model, heads).layers}
+        except ValueError as error:
+            raise ValueError(str(error).replace("layers=", "heads=", 1)) from None
+    return {name: _check_linear(name, module) for name, module in found.items()}
 
 
-def _only_linear(heads: dict[str, nn.Linear]) -> dict[str, nn.Linear]:
+def _check_linear(name: str, module: nn.Module) -> nn.Linear:
     """Refuse what derives from ``nn.Linear`` and computes something else: normalised, with adapters, in few bits."""
-    for name, module in heads.items():
-        if has_own_forward(module) or plain_class_forward(module) is not nn.Linear.forward:
-            raise ValueError(
-                f"{name} ({type(module).__name__}) cannot be a head: it has its own forward, and chunks are computed "
-                "as in nn.Linear. Leave out ChunkedLoss, or name other heads."
-            )
-    return heads
+    refusal = f"{name} ({type(module).__name__}) cannot be a head: "
+    if not isinstance(module, nn.Linear):
+        raise ValueError(f"{refusal}only nn.Linear can. {WAY_OUT}.")
+    if has_own_forward(module) or plain_class_forward(module) is not nn.Linear.forward:
+        raise ValueError(
+            f"{refusal}it has its own forward, and chunks are computed as in nn.Linear. Leave out ChunkedLoss, or name "
+            "other heads."
+        )
+    return module
 
 
 def _declared(model: nn.Module) -> dict[str, nn.Linear]:
@@ -67,15 +65,10 @@ def _declared(model: nn.Module) -> dict[str, nn.Linear]:
     names = {id(module): name for name, module in model.named_modules()}
     found: dict[str, nn.Linear] = {}
     for module in model.modules():
-        get = getattr(type(module), "get_output_embeddings", None)
-        if get is None:
-            continue
-        try:
-            head = get(module)
-        except (AttributeError, NotImplementedError):  # a body without a head
-            continue
-        if isinstance(head, nn.Linear) and id(head) in names:
-            found[names[id(head)]] = head
+        with suppress(AttributeError, NotImplementedError):  # no model of transformers, or a body without a head
+            head = module.get_output_embeddings()  # type: ignore[operator]
+            if isinstance(head, nn.Linear) and id(head) in names:
+                found[names[id(head)]] = head
     return found
 
 
@@ -100,13 +93,11 @@ class ChunkedLossHandle:
     def __init__(
         self, heads: dict[str, nn.Linear], chunk: int | Literal["auto"], tell: Callable[[str, str], None]
     ) -> None:
-        self.heads = list(heads)
         self.is_active = False  # whether heads return logits that are not computed yet
         self._swaps = Swaps(_KEY)
-        find_rows = ChunkRows(chunk)
         with self._swaps.all_or_none():
             for name, head in heads.items():
-                settings = Settings(name, find_rows, partial(tell, name))
+                settings = Settings(name, chunk, partial(tell, name))
                 self._swaps.add(head, _State(self, settings), _run)
 
     @contextmanager
@@ -145,16 +136,15 @@ def apply_chunked_loss(
 ) -> ChunkedLossHandle:
     """Let the heads of ``model`` return logits that are computed when a loss asks for them.
 
-    Of ``chunk`` tokens logits are there at a time; ``"auto"``: as many as make logits of the size of the hidden states,
-    or fewer where the device has too little memory. ``tell`` gets the names of a head and of a function that needs
-    whole logits.
+    Of ``chunk`` tokens logits are there at a time; ``"auto"``: as many as make logits of the size of the hidden states.
+    ``tell`` gets the names of a head and of a function that needs whole logits.
     """
     return ChunkedLossHandle(find_heads(model, heads), chunk, tell)
 
 
 def settle(values: Any, why: str) -> None:
     """Compute all logits in a nest of values now, for those who read them when the weights are others."""
-    tree_map_only(LazyLogits, lambda one: one.settle(why), values)
+    tree_map_only(LazyLogits, lambda one: one.make_whole(why, with_graph=False), values)
 
 
 def _run(module: nn.Module, state: _State, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +153,8 @@ def _run(module: nn.Module, state: _State, original: Callable[..., Any], /, *arg
         return original(*args, **kwargs)
     linear: Any = module
     kind = hidden.device.type
-    is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    can_cast = torch.amp.is_autocast_available(kind) and hidden.dtype != torch.float64
+    is_cast = can_cast and torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if is_cast else None
     weight, bias = linear.weight, linear.bias
     if hasattr(weight, "form"):  # kept in few bits: decoded for the step
@@ -174,6 +165,6 @@ def _run(module: nn.Module, state: _State, original: Callable[..., Any], /, *arg
         return original(*args, **kwargs)
     if is_sharded(module):  # its weights go when its forward ends
         weight, bias = weight.clone(), None if bias is None else bias.clone()
-    if hidden.dim() < 2 or not hidden.numel() or not hidden.is_floating_point():
+    if hidden.dim() < 2 or not hidden.numel() or (hidden.dtype != weight.dtype and dtype is None):
         return original(hidden)
-    return make_logits(Head(hidden, weight, bias, dtype), state.settings)
+    return make_logits(make_head(hidden, weight, bias, dtype), state.settings)

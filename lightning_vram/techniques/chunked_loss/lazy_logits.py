@@ -8,34 +8,35 @@ which is then stored.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from types import EllipsisType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
+from torch.nn import functional as F
 
-from lightning_vram.core.hooks import is_in_backward
-from lightning_vram.core.tensors.properties import REAL_TYPES, version_of
-from lightning_vram.memory.device.accelerators import FreeMemory, free_memory_of
-from lightning_vram.private_names.dispatcher import hide_from_dynamo
+from lightning_vram.core.tensors.properties import version_of
+from lightning_vram.private_names.dispatcher import FakeTensor, hide_from_dynamo
 from lightning_vram.private_names.fsdp2 import waits_for_backward
 from lightning_vram.private_names.torch import VIEW_PROPERTIES, make_wrapper, tree_map_only, without_torch_function
 from lightning_vram.techniques.chunked_loss.row_program import (
     Call,
-    Head,
-    Node,
+    Leaf,
     RowProgram,
+    compute_later,
     compute_rows,
     compute_sum,
     detach,
+    heads_of,
+    inputs_of,
+    map_rows,
     read_autocast,
-    walk,
 )
 
 _FEWEST_ROWS = {"cpu": 128}  # fewer leave products of matrices slow; elsewhere 256
-_FEWEST_WHERE_FULL = 16
-_MATRICES = 5  # of a chunk, in float32: logits, their logarithms, the gradients of both, one more for soft caps
-_MARGIN = 10  # the part of the room that is left free: cached blocks may not fit
 
 
 def find_chunk_rows(chunk: int | Literal["auto"], hidden: Tensor, num_rows: int, num_classes: int) -> int:
@@ -46,166 +47,95 @@ def find_chunk_rows(chunk: int | Literal["auto"], hidden: Tensor, num_rows: int,
     return max(fewest, 1 << max(0, (num_rows * hidden.shape[-1] // num_classes - 1).bit_length()))
 
 
-class ChunkRows:
-    """:func:`find_chunk_rows`, and fewer from then on where the device has no room for as many.
-
-    Room is asked for in each forward, which waits for nothing: moments of the optimizer come after the first. What a
-    checkpoint runs again has the chunks of its first run. Tensors without values, as in estimates, have no room.
-    """
-
-    def __init__(self, chunk: int | Literal["auto"]) -> None:
-        self._chunk = chunk
-        self._rooms: dict[torch.device, FreeMemory | None] = {}
-        self._fewer: dict[tuple[torch.device, int, int, int], int] = {}
-
-    def __call__(self, hidden: Tensor, num_rows: int, num_classes: int, *, asks: bool) -> int:
-        """Return the rows; ``asks`` whether they are computed now, so that free memory counts."""
-        rows = find_chunk_rows(self._chunk, hidden, num_rows, num_classes)
-        device, width = hidden.device, hidden.shape[-1]
-        if self._chunk != "auto" or type(hidden) not in REAL_TYPES:
-            return rows
-        key = (device, num_rows, width, num_classes)
-        rows = self._fewer.get(key, rows)
-        if not asks or is_in_backward():
-            return rows
-        if device not in self._rooms:
-            self._rooms[device] = free_memory_of(device)
-        room = self._rooms[device]
-        if room is None:
-            return rows
-        num_bytes = max(4, hidden.element_size())
-        # The gradient of the weights in float32, and a cast of them or of it; that of the hidden states.
-        lasting_bytes = num_bytes * (2 * num_classes + num_rows) * width
-        allowed_bytes = room.room_bytes() * (_MARGIN - 1) // _MARGIN - lasting_bytes
-        fitting = max(_FEWEST_WHERE_FULL, allowed_bytes // (_MATRICES * num_bytes * num_classes))
-        if fitting < rows:
-            rows = self._fewer[key] = 1 << (fitting.bit_length() - 1)
-        return rows
-
-
 PROPERTIES = VIEW_PROPERTIES | {
-    *("shape", "dtype", "device", "ndim", "layout", "names", "is_leaf", "requires_grad", "grad_fn"),
-    *("retains_grad", "output_nr", "itemsize", "nbytes", "is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta"),
-    *("is_mtia", "is_ipu", "is_maia", "is_vulkan", "is_mkldnn", "is_sparse", "is_sparse_csr", "is_nested"),
-    "is_quantized",
+    *("shape", "dtype", "device", "ndim", "layout", "is_leaf", "requires_grad", "grad_fn", "retains_grad", "itemsize"),
+    *("nbytes", "is_cuda", "is_cpu", "is_xpu", "is_mps", "is_meta", "is_sparse", "is_nested", "is_quantized"),
 }
 QUESTIONS = {
-    *("size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "element_size"),
-    *("is_floating_point", "is_complex", "is_signed", "is_same_size", "storage_offset", "get_device", "is_conj"),
-    *("is_neg", "is_inference", "__len__"),
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "element_size", "__len__"),
+    *("is_floating_point", "is_complex", "is_signed", "is_same_size", "storage_offset", "get_device", "is_inference"),
 }
-IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__set__"})
 
 
+class NeedsWholeError(Exception):
+    """A function cannot be computed by chunks as it was called."""
+
+
+@dataclass(frozen=True)
 class Settings:
     """What logits of one head share; ``tell`` gets the name of each function that got whole logits."""
 
-    def __init__(self, name: str, find_chunk_rows: ChunkRows, tell: Callable[[str], None]) -> None:
-        self.name, self.find_chunk_rows, self.tell = name, find_chunk_rows, tell
-
-
-class Memory:
-    """What logits that would share memory have in common."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.written: LazyLogits | None = None
+    name: str
+    chunk: int | Literal["auto"]
+    tell: Callable[[str], None]
 
 
 class LazyLogits(Tensor):
     """See the module. Made by :func:`make_logits`."""
 
-    node: Node
+    node: Call
     sample: Tensor  # the same of no token, [0, V]
-    class_dim: int  # which dimension has the V classes: the last, or 1 where others come after it
-    memory: Memory
+    class_dim: int  # which dimension has the V classes
+    settings: Settings
+    memory: list[tuple[Tensor, int]]  # of all views of the same logits: what is whole, and how often it was written to
     whole: Tensor | None  # the tensor itself, once somebody needed it
     versions: list[tuple[Tensor, int]]  # how often what it is made of had been written to
     has_graph: bool  # whether its node leads to what has gradients
 
     @property
-    def is_adopted(self) -> bool:
-        """Whether a function of autograd made it without gradients, and has returned it: its graph is not ours."""
-        return self.requires_grad and not self.has_graph
-
-    @property
     def lead(self) -> torch.Size:
         """Shape of what has a row each."""
-        shape = list(self.shape)
-        del shape[self.class_dim]
-        return torch.Size(shape)
+        return torch.Size(size for dim, size in enumerate(self.shape) if dim != self.class_dim)
 
     def like(
-        self, node: Node, sample: Tensor, lead: Sequence[int], *, class_dim: int | None = None, is_view: bool
+        self, node: Call, sample: Tensor, lead: Sequence[int], class_dim: int | None = None, *, is_view: bool
     ) -> "LazyLogits":
         """Return others of the same head."""
-        memory = self.memory if is_view else Memory(self.memory.settings)
-        return _make(node, sample, lead, len(lead) if class_dim is None else class_dim, memory)
+        memory = self.memory if is_view else []
+        return _make(node, sample, (lead, len(lead) if class_dim is None else class_dim), self.settings, memory)
 
-    def reduce(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Tensor]:
-        """Return what a function returns for all tokens, [N, ...] each. Nodes are given to it as values of some."""
-        root = Call(function, (self.node, *args), kwargs, _autocast_of(self))
-        return compute_rows(root, self.chunk_rows)
+    def reduce(self, function: Callable[..., Any], /, *nodes: Any, **kwargs: Any) -> list[Tensor]:
+        """Return what a function of the values of nodes returns for all tokens, [N, ...] each."""
+        return compute_rows(Call(function, nodes, kwargs, read_autocast(self.device.type)), self.chunk_rows)
 
-    def reduce_to_sum(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the sum over all tokens of what a function returns, [N]."""
-        return compute_sum(Call(function, (self.node, *args), kwargs, _autocast_of(self)), self.chunk_rows)
+    def reduce_to_sum(self, function: Callable[..., Any], /, *nodes: Any, **kwargs: Any) -> Any:
+        """Return the sum over all tokens of what a function of the values of nodes returns, [N]."""
+        return compute_sum(Call(function, nodes, kwargs, read_autocast(self.device.type)), self.chunk_rows)
 
     @property
     def chunk_rows(self) -> int:
         """How many tokens are computed at a time."""
-        return _chunk_rows(self.memory.settings, self.node, self.lead, asks=True)
+        hidden, weight = heads_of(self.node)[0].args[:2]
+        return find_chunk_rows(self.settings.chunk, hidden.values, math.prod(self.lead), weight.values.shape[0])
 
-    def make_whole(self, why: str) -> Tensor:
+    def make_whole(self, why: str, *, with_graph: bool = True) -> Tensor:
         """Return the tensor; it is made once, for the function named ``why``."""
         if self.whole is None:
-            with torch.set_grad_enabled(self.requires_grad):
-                self.whole = _Adopted.apply(self, why) if self.is_adopted else self.compute(why)  # type: ignore[no-untyped-call]
-            if self.whole.requires_grad:
-                for hook in self._hooks():
-                    self.whole.register_hook(hook)
+            with torch.set_grad_enabled(self.requires_grad and with_graph):
+                whole: Tensor = _Whole.apply(self, why)  # type: ignore[no-untyped-call]
+            self.whole = whole
+            self.memory.append((whole, version_of(whole)))
         return self.whole
 
     def compute(self, why: str) -> Tensor:
-        """Return the tensor, which is not kept; see :meth:`make_whole`."""
+        """Return the tensor, without a graph, which is not kept; see :meth:`make_whole`."""
         self.check()
-        self.memory.settings.tell(why)
-        rows = RowProgram(_as_call(self.node), 1).compute_whole()
-        whole = rows.view(*self.lead, rows.shape[-1])
-        return whole.movedim(-1, self.class_dim) if self.class_dim != self.ndim - 1 else whole
-
-    def add_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
-        """Have a hook called when a backward comes here; it gets no gradient."""
-        heads = [one for one in walk(self.node) if isinstance(one, Head)]
-        handle = RemovableHandle(heads[0].hooks)
-        for head in heads:
-            head.hooks[handle.id] = hook
-        return handle
-
-    def _hooks(self) -> list[Callable[[Tensor], Any]]:
-        return [hook for head in walk(self.node) if isinstance(head, Head) for hook in head.hooks.values()]
-
-    def settle(self, why: str) -> None:
-        """Have the values, without a graph, for those who read them when the weights are others."""
-        if self.whole is None:
-            with torch.no_grad():
-                self.node = detach(self.node)
-                self.whole = self.make_whole(why).detach()
+        self.settings.tell(why)
+        with torch.no_grad():
+            (rows,) = RowProgram(self.node).run(inputs_of(self.node))
+        # Not as a view: it may be written to in place.
+        return rows.view(*self.lead, rows.shape[-1]).movedim(-1, self.class_dim).data
 
     def check(self) -> None:
         """Raise ``RuntimeError`` if what they are made of was written to since, or a view of the logits."""
-        name, written = self.memory.settings.name, self.memory.written
-        if written is not None and written is not self:
-            raise RuntimeError(
-                f"ChunkedLoss: logits of {name} were written to in place, and then read through another view of "
-                "them. Write logits = logits.masked_fill(...) or the like, or leave ChunkedLoss out."
-            )
-        for tensor, version in self.versions:
+        made_of = self.versions if self.whole is None else []
+        for tensor, version in (*made_of, *(pair for pair in self.memory if pair[0] is not self.whole)):
             if version_of(tensor) != version or (tensor.numel() and not tensor.untyped_storage().nbytes()):
                 raise RuntimeError(
-                    f"ChunkedLoss: logits of {name} are read after their input, weights or masks have changed or "
-                    "were freed. Compute the loss before the optimizer step, and store results instead of logits: "
-                    "logits.argmax(-1), logits.cpu()."
+                    f"ChunkedLoss: logits of {self.settings.name} are read after their input, weights, masks or a view "
+                    "of them have changed or were freed. Compute the loss before the optimizer step, store results "
+                    "instead of logits (logits.argmax(-1), logits.cpu()), and write logits = logits.masked_fill(...) "
+                    "or the like instead of in place."
                 )
 
     @classmethod
@@ -214,30 +144,28 @@ class LazyLogits(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Note, compute by chunks, or make whole."""
-        from lightning_vram.techniques.chunked_loss.functions import FUNCTIONS  # which make logits
-
         options, name = dict(kwargs or {}), getattr(func, "__name__", "")
         is_getter = name == "__get__"
         if is_getter:
             name = func.__self__.__name__
-        if name in (PROPERTIES if is_getter else QUESTIONS) or func is Tensor.__repr__:
+        if func is Tensor.__repr__:
+            return f"LazyLogits({tuple(args[0].shape)})"
+        if name in (PROPERTIES if is_getter else QUESTIONS):
             with without_torch_function():
-                return func(*args, **options) if func is not Tensor.__repr__ else f"LazyLogits({tuple(args[0].shape)})"
+                return func(*args, **options)
         args, options = tree_map_only(LazyLogits, _if_made, (args, options))
         ours = [one for one in (*args, *options.values()) if isinstance(one, LazyLogits)]
         if name == "register_hook" and ours and waits_for_backward(args[1]):
-            return ours[0].add_hook(args[1])
-        is_writing = name in IN_PLACE or (name.endswith("_") and not name.startswith("__")) or "out" in options
-        if ours and (not is_getter or name == "mT") and not is_writing and name in FUNCTIONS:
-            for one in ours:
-                one.check()
-            result = FUNCTIONS[name](func, args, options)
-            if result is not NotImplemented:
-                return result
-        if is_writing and args and isinstance(args[0], LazyLogits):
-            args[0].memory.written = args[0]
-        whole_args, whole_options = tree_map_only(LazyLogits, lambda one: one.make_whole(name), (args, options))
-        return func(*whole_args, **whole_options)
+            for head in heads_of(ours[0].node):
+                head.hooks.append(args[1])
+            return None
+        if ours and name in FUNCTIONS and options.get("out") is None and not options.get("inplace"):
+            try:
+                return FUNCTIONS[name](func, args, options)
+            except NeedsWholeError:
+                pass
+        args, options = tree_map_only(LazyLogits, lambda one: one.make_whole(name), (args, options))
+        return func(*args, **options)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -253,40 +181,15 @@ class LazyLogits(Tensor):
         return func(*whole_args, **whole_options)
 
 
-def make_logits(head: Head, settings: Settings) -> LazyLogits:
-    """Return the logits of a head, [..., V]."""
-    if not torch.is_grad_enabled():
-        bias = None if head.bias is None else head.bias.detach()
-        head = Head(head.hidden.detach(), head.weight.detach(), bias, head.dtype)
-    with torch.no_grad():
-        sample = head.compute(head.hidden.new_empty(0, head.hidden.shape[-1]))
-    return _make(head, sample, head.hidden.shape[:-1], head.hidden.ndim - 1, Memory(settings))
+def _if_made(one: LazyLogits) -> Tensor:
+    if one.requires_grad and not one.has_graph:  # made without gradients in a function of autograd that returned it
+        return one.make_whole("checkpoint(use_reentrant=True)")
+    one.check()
+    return one if one.whole is None else one.whole
 
 
-class _Unmade(torch.autograd.Function):
-    """Logits that are not computed, with a graph behind them for code that bypasses Python's functions."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, program: RowProgram, shape: Sequence[int], dtype: torch.dtype, class_dim: int, *inputs: Any
-    ) -> Any:
-        """Return a tensor without values."""
-        ctx.program, ctx.class_dim = program, class_dim
-        ctx.save_for_backward(*inputs)
-        device = next(one.device for one in inputs if one is not None)
-        return make_wrapper(LazyLogits, shape, dtype=dtype, device=device)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Return what a gradient of the logits means for what they are made of."""
-        ctx.program.announce_backward()
-        rows = gradient.movedim(ctx.class_dim, -1)
-        found = ctx.program.run_backward(ctx.saved_tensors, [rows.flatten(0, -2)], ctx.needs_input_grad[4:])
-        return (None, None, None, None, *found)
-
-
-class _Adopted(torch.autograd.Function):
-    """The values of logits, with the graph that autograd gave to them."""
+class _Whole(torch.autograd.Function):
+    """The values of logits; their gradient is handed on to the graph of the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits, why: str) -> Tensor:
@@ -299,31 +202,312 @@ class _Adopted(torch.autograd.Function):
         return gradient, None
 
 
-def _make(node: Node, sample: Tensor, lead: Sequence[int], class_dim: int, memory: Memory) -> LazyLogits:
-    shape = list(lead)
+def make_logits(head: Call, settings: Settings) -> LazyLogits:
+    """Return the logits of a head, [..., V]."""
+    hidden, *rest = inputs_of(head)
+    with torch.no_grad():
+        sample = head.function(hidden.new_empty(0, hidden.shape[-1]), *rest, **head.kwargs)
+    return _make(head, sample, (hidden.shape[:-1], hidden.ndim - 1), settings, [])
+
+
+def _make(
+    node: Call, sample: Tensor, layout: tuple[Sequence[int], int], settings: Settings, memory: list[Any]
+) -> LazyLogits:
+    """Return logits of the layout (shape of the tokens, dimension of the classes)."""
+    if not torch.is_grad_enabled():
+        node = detach(node)
+    shape, class_dim = list(layout[0]), layout[1]
     shape.insert(class_dim, sample.shape[-1])
-    program = RowProgram(_as_call(node), _chunk_rows(memory.settings, node, lead, asks=False))
-    made: LazyLogits = _Unmade.apply(program, shape, sample.dtype, class_dim, *program.inputs())  # type: ignore[no-untyped-call]
-    made.node, made.sample, made.class_dim, made.memory, made.whole = node, sample, class_dim, memory, None
-    made.has_graph = made.requires_grad
-    made.versions = [(one, version_of(one)) for one in program.inputs() if one is not None]
+    make = partial(make_wrapper, LazyLogits, shape, dtype=sample.dtype, device=sample.device)
+    made: LazyLogits = compute_later(node, class_dim, make)
+    made.node, made.sample, made.class_dim, made.settings, made.memory = node, sample, class_dim, settings, memory
+    made.whole, made.has_graph = None, made.requires_grad
+    made.versions = [(one, version_of(one)) for one in inputs_of(node)]
     return made
 
 
-def _chunk_rows(settings: Settings, node: Node, lead: Sequence[int], *, asks: bool) -> int:
-    head = next(one for one in walk(node) if isinstance(one, Head))
-    return settings.find_chunk_rows(head.hidden, math.prod(lead), head.weight.shape[0], asks=asks)
+def _require(condition: object) -> None:
+    if not condition:
+        raise NeedsWholeError
 
 
-def _as_call(node: Node) -> Call:
-    return node if isinstance(node, Call) else Call(lambda value: value, (node,))
+def _bind(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments by name, without those that are ``None``."""
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    return {name: value for name, value in named.items() if value is not None}
 
 
-def _if_made(one: LazyLogits) -> Tensor:
-    if one.is_adopted:
-        return one.make_whole("checkpoint(use_reentrant=True)")
-    return one if one.whole is None else one.whole
+def _is_last(logits: object) -> bool:
+    """Whether these are logits whose last dimension has the classes."""
+    return isinstance(logits, LazyLogits) and logits.class_dim == logits.ndim - 1
 
 
-def _autocast_of(one: LazyLogits) -> tuple[bool, torch.dtype] | None:
-    return read_autocast(one.device.type)
+def view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Functions that return views: strides of a tensor without values tell which tokens and classes they take."""
+    logits = args[0]
+    _require(isinstance(logits, LazyLogits) and (_is_last(logits) or func.__name__ in _TURNS))
+    _require(func.__name__ != "view_as" or args[1] is not logits)  # asked by autograd, for hooks of modules' gradients
+    _require(not any(isinstance(one, torch.dtype) for one in chain(args, kwargs.values())))
+    base = torch.empty(*logits.lead, logits.shape[logits.class_dim], device="meta").movedim(-1, logits.class_dim)
+    others = [torch.empty(one.shape, device="meta") if isinstance(one, Tensor) else one for one in args[1:]]
+    found = func(base, *others, **kwargs)
+    return _view(logits, found) if isinstance(found, Tensor) else tuple(_view(logits, one) for one in found)
+
+
+def _view(logits: LazyLogits, found: Tensor) -> LazyLogits:
+    num_classes, lead = logits.sample.shape[-1], logits.lead
+    places = [dim for dim, size in enumerate(found.shape) if size > 1 and found.stride(dim) == 1]
+    tokens = [dim for dim in range(found.ndim) if dim not in places]
+    is_of_tokens = all(found.stride(dim) % num_classes == 0 or found.shape[dim] == 1 for dim in tokens)
+    _require(len(places) == 1 and tokens and is_of_tokens and found.numel())
+    place, (offset, first) = places[0], divmod(int(found.storage_offset()), num_classes)
+    _require(first + found.shape[place] <= num_classes)
+    shape, strides = [found.shape[dim] for dim in tokens], [found.stride(dim) // num_classes for dim in tokens]
+    order = torch.empty(lead.numel(), device="meta").as_strided(shape, strides, offset)
+
+    def move(rows: Tensor) -> Tensor:
+        if order.numel() == lead.numel() and order.is_contiguous():
+            return rows.reshape(*shape, rows.shape[-1])
+        flat = rows.reshape(-1, rows.shape[-1])
+        step, step_within = flat.stride()
+        sizes, steps = [*shape, flat.shape[-1]], [*(stride * step for stride in strides), step_within]
+        return flat.as_strided(sizes, steps, flat.storage_offset() + offset * step)
+
+    node, sample = map_rows(logits.node, move), logits.sample
+    if found.shape[place] < num_classes:
+        some = slice(first, first + found.shape[place])
+        node, sample = Call(lambda rows: rows[:, some], (node,)), sample[:, some]
+    return logits.like(node, sample, shape, place, is_view=True)
+
+
+def take_items(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``logits[...]``: some tokens, some neighbouring classes, or a class of each token."""
+    logits, index = args
+    parts = list(index) if isinstance(index, tuple) else [index]
+    _require(all(isinstance(one, int | slice | EllipsisType | Tensor | None) for one in parts) and _is_last(logits))
+    _require(not any(isinstance(one, bool) for one in parts))
+    if not any(isinstance(one, Tensor) for one in parts):
+        return view(func, args, kwargs)
+    *tokens, classes = _complete(parts, logits.ndim)
+    numbers = torch.arange(logits.lead.numel(), device=logits.device).view(logits.lead)
+    if isinstance(classes, slice):
+        return _take(logits, numbers[tuple(tokens)])[..., classes]
+    _require(all(isinstance(one, Tensor) and one.dtype == torch.int64 for one in (*tokens, classes)))
+    chosen, classes = torch.broadcast_tensors(numbers[tuple(tokens)], classes)  # type: ignore[no-untyped-call]
+    return _take(logits, chosen).gather(-1, classes.unsqueeze(-1)).squeeze(-1)
+
+
+def _complete(parts: Sequence[Any], ndim: int) -> list[Any]:
+    """Return an index with an entry for each dimension."""
+    _require(not any(one is None for one in parts))
+    masks = (torch.bool, torch.uint8)
+    used = sum(
+        one.ndim if isinstance(one, Tensor) and one.dtype in masks else 1 for one in parts if one is not Ellipsis
+    )
+    place = next((place for place, one in enumerate(parts) if one is Ellipsis), len(parts))
+    return [*parts[:place], *[slice(None)] * (ndim - used), *parts[place + 1 :]]
+
+
+def _take(logits: LazyLogits, numbers: Tensor) -> LazyLogits:
+    """Return the logits of tokens with these numbers, in their shape."""
+    _require(numbers.dim())
+
+    def take(rows: Tensor) -> Tensor:
+        some = rows.reshape(-1, rows.shape[-1]).index_select(0, numbers.flatten())
+        return some.view(*numbers.shape, rows.shape[-1])
+
+    return logits.like(map_rows(logits.node, take), logits.sample, numbers.shape, is_view=False)
+
+
+def cut_off(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``detach``."""
+    (logits,) = args
+    with torch.no_grad():
+        return logits.like(logits.node, logits.sample, logits.lead, logits.class_dim, is_view=True)
+
+
+def each(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Note a function of single logits, with scalars, values for each token, or other logits."""
+    first = next(one for one in chain(args, kwargs.values()) if isinstance(one, LazyLogits))
+    pairs = [_beside(value, first) for value in args]
+    named = {name: _beside(value, first) for name, value in kwargs.items()}
+    with torch.no_grad():
+        sample = func(*(one for _, one in pairs), **{name: one for name, (_, one) in named.items()})
+    if sample is first.sample:  # nothing to cast or to make contiguous
+        return first
+    _require(isinstance(sample, Tensor) and sample.shape == first.sample.shape and sample.device == first.device)
+    nodes = {name: node for name, (node, _) in named.items()}
+    call = Call(func, [node for node, _ in pairs], nodes, read_autocast(first.device.type))
+    return first.like(call, sample, first.lead, first.class_dim, is_view=False)
+
+
+def _beside(value: Any, logits: LazyLogits) -> tuple[Any, Any]:
+    """Return an argument as a node, and as what it is for no token."""
+    if not isinstance(value, Tensor):
+        return value, value
+    lead, num_classes = logits.lead, logits.sample.shape[-1]
+    if isinstance(value, LazyLogits):
+        _require(value.lead == lead and value.class_dim == logits.class_dim)
+        return value.node, value.sample
+    if not value.dim():
+        return Leaf(value, has_rows=False), value
+    _require(_is_last(logits) and value.dim() <= logits.ndim and value.shape[-1] in (1, num_classes))
+    if value.numel() == value.shape[-1]:  # [1, V]: not a copy for each token
+        return Leaf(value.flatten(), has_rows=False), value.flatten()
+    _require(all(size in (1, other) for size, other in zip(value.shape[-2::-1], lead[::-1], strict=False)))
+    return Leaf(value.expand(*lead, value.shape[-1]), has_rows=True), value.new_empty(0, value.shape[-1])
+
+
+def normalise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Note ``softmax`` or ``log_softmax`` along the classes."""
+    named = _bind(("input", "dim", "dtype"), args, kwargs)
+    logits, dim, dtype = named["input"], named.get("dim"), named.get("dtype")
+    _require(isinstance(dim, int) and dim % logits.ndim == logits.class_dim)
+    return each(getattr(torch, func.__name__), (logits, -1), {"dtype": dtype})
+
+
+def reduce(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Compute what is left of each token's logits: a sum, a largest one, some chosen ones."""
+    name = func.__name__
+    named = _bind(_PARAMETERS.get(name, ("input", "dim", "keepdim")), args, kwargs)
+    logits = named.pop("input")
+    _require(isinstance(logits, LazyLogits))
+    dim = named.pop("axis", named.pop("dim", -1 if name == "topk" else None))
+    if name in ("sum", "mean") and dim is None and named.keys() <= {"dtype"}:
+        total = logits.reduce_to_sum(torch.sum, logits.node, -1, **named)
+        return total / logits.numel() if name == "mean" else total
+    if isinstance(dim, Sequence) and len(dim) == 1:
+        (dim,) = dim
+    _require(isinstance(dim, int) and dim % logits.ndim == logits.class_dim)
+    is_kept = bool(named.pop("keepdim", name in _PARAMETERS))
+    if isinstance(named.get("index"), Tensor):
+        _require(_is_last(logits) and named["index"].shape[:-1] == logits.lead)
+        named["index"] = Leaf(named["index"], has_rows=True)
+    if name not in _PARAMETERS:
+        named["keepdim"] = True
+    found = [one.view(*logits.lead, -1) for one in logits.reduce(getattr(torch, name), logits.node, dim=-1, **named)]
+    found = [one.movedim(-1, logits.class_dim) if is_kept else one.squeeze(-1) for one in found]
+    return found[0] if len(found) == 1 else getattr(torch.return_types, name)(found)
+
+
+_PARAMETERS = {"topk": ("input", "k", "dim", "largest", "sorted"), "gather": ("input", "dim", "index")}
+_WORTH_DROPPING = 8  # one of so many tokens: to leave them out copies the hidden states of the others
+_CROSS_ENTROPY = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+_KL_DIV = ("input", "target", "size_average", "reduce", "reduction", "log_target")
+_OLD = {"size_average", "reduce"}  # before there was reduction=
+
+
+def classify(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``cross_entropy`` and ``nll_loss``."""
+    named = _bind(_CROSS_ENTROPY, args, kwargs)
+    logits, target, reduction = named.pop("input"), named.pop("target"), named.pop("reduction", "mean")
+    is_lazy = isinstance(logits, LazyLogits) and logits.class_dim == 1 and isinstance(target, Tensor)
+    _require(is_lazy and not named.keys() & _OLD)
+    is_soft = target.is_floating_point()
+    _require(target.shape == (logits.shape if is_soft else logits.lead))  # else torch says what is wrong
+    _require(not is_soft or func.__name__ == "cross_entropy")
+    weight = named.pop("weight", None)
+    if weight is not None:
+        named["weight"] = Leaf(weight, has_rows=False)
+    with torch.no_grad():  # under autocast another than that of the logits
+        dtype = func(logits.sample, torch.empty(0, dtype=torch.int64, device=logits.device), reduction="sum").dtype
+    function = partial(_classify, getattr(F, func.__name__))
+    found: Tensor
+    if is_soft:
+        found = _reduce_losses(logits, function, _row_node(target.movedim(1, -1)), named, reduction)
+        found = found / logits.lead.numel() if reduction == "mean" else found
+    else:
+        counted = target.flatten() != named.get("ignore_index", -100)
+        found = _against_classes(logits, function, (target.flatten(), counted), named, reduction)
+        if reduction == "mean":
+            count = counted.sum()
+            if weight is not None:
+                count = (weight.detach()[target.flatten().masked_fill(~counted, 0)] * counted).sum()
+            # Of no token the loss is NaN, but its gradient is zero: it goes past the weights.
+            found = torch.where(count != 0, found / count.masked_fill(count == 0, 1), math.nan)
+    return found.to(dtype)
+
+
+def _against_classes(
+    logits: LazyLogits, function: Any, targets: tuple[Tensor, Tensor], options: Mapping[str, Any], reduction: str
+) -> Tensor:
+    """Return the loss of a class for each token; those that are not counted are left out where it is worth it."""
+    classes, counted = targets
+    chosen = None
+    if not isinstance(classes, FakeTensor):
+        places = counted.nonzero().squeeze(-1)
+        chosen = places if (len(counted) - len(places)) * _WORTH_DROPPING > len(counted) else None
+    if chosen is None:
+        return _reduce_losses(logits, function, _row_node(classes.unsqueeze(-1)), options, reduction)
+    column = _row_node(classes.index_select(0, chosen).unsqueeze(-1))
+    found = _reduce_losses(_take(logits, chosen), function, column, options, reduction)
+    if reduction == "none":
+        found = found.new_zeros(counted.shape).index_copy(0, chosen, found).view(logits.lead)
+    return found
+
+
+def _reduce_losses(
+    logits: LazyLogits, function: Any, target: Any, options: Mapping[str, Any], reduction: str
+) -> Tensor:
+    """Return the losses of the tokens, or their sum."""
+    if reduction != "none":
+        total: Tensor = logits.reduce_to_sum(function, logits.node, target, **options)
+        return total
+    (losses,) = logits.reduce(function, logits.node, target, **options)
+    return losses.view(logits.lead)
+
+
+def _row_node(value: Tensor) -> Any:
+    _require(not isinstance(value, LazyLogits) or _is_last(value))
+    return value.node if isinstance(value, LazyLogits) else Leaf(value, has_rows=True)
+
+
+def _classify(function: Any, logits: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any) -> Tensor:
+    # What each token adds to a loss is rounded once, in the sum.
+    wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    target = target.to(wide.dtype) if target.is_floating_point() else target.squeeze(-1)
+    weight = None if weight is None else weight.to(wide.dtype)
+    losses: Tensor = function(wide, target, weight, reduction="none", **options)
+    return losses
+
+
+def diverge(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``kl_div`` of two heads' log-probabilities, or of one beside a tensor."""
+    named = _bind(_KL_DIV, args, kwargs)
+    one, other, reduction = named["input"], named["target"], named.get("reduction", "mean")
+    ours = one if isinstance(one, LazyLogits) else other
+    _require(not named.keys() & _OLD and reduction != "none" and one.shape == other.shape and _is_last(ours))
+    nodes = _row_node(one), _row_node(other)
+    total = ours.reduce_to_sum(_diverge, *nodes, log_target=named.get("log_target", False))
+    size = {"batchmean": one.shape[0], "mean": one.numel()}.get(reduction, 1)
+    return total / size if size != 1 else total
+
+
+def _diverge(logits: Tensor, target: Tensor, *, log_target: bool) -> Tensor:
+    return F.kl_div(logits, target, reduction="none", log_target=log_target).sum(-1)
+
+
+_TURNS = ("transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "mT")
+_VIEWS = ("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "reshape_as")
+_CUTS = ("split", "chunk", "unbind", "select", "narrow")
+_ARITHMETIC = ("add", "sub", "mul", "div", "true_divide", "pow", "maximum", "minimum", "where", "masked_fill", "lerp")
+_OPERATORS = ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__")
+_OTHERS = ("__rdiv__", "__div__", "__pow__", "__rpow__", "__neg__", "__abs__", "rsub", "subtract", "multiply", "divide")
+_OF_ONE = ("tanh", "exp", "log", "log1p", "expm1", "neg", "abs", "sqrt", "square", "sigmoid", "logsigmoid", "softplus")
+_LIMITS = ("clamp", "clamp_min", "clamp_max", "clip", "nan_to_num", "relu", "special_entr", "xlogy", "special_xlogy")
+_KINDS = ("contiguous", "float", "double", "half", "bfloat16", "to", "type", "type_as", "clone")
+_COMPARISONS = ("eq", "ne", "gt", "lt", "ge", "le", "__eq__", "__ne__", "__gt__", "__lt__", "__ge__", "__le__")
+_EACH = (*_ARITHMETIC, *_OPERATORS, *_OTHERS, *_OF_ONE, *_LIMITS, *_KINDS, *_COMPARISONS)
+_REDUCING = ("sum", "mean", "logsumexp", "amax", "amin", "argmax", "argmin", "max", "min", "all", "any", *_PARAMETERS)
+
+# Each gets a function of torch and its arguments, of which one is logits; see NeedsWholeError.
+FUNCTIONS: dict[str, Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]] = {
+    **dict.fromkeys((*_TURNS, *_VIEWS, *_CUTS), view),
+    "__getitem__": take_items,
+    "detach": cut_off,
+    **dict.fromkeys(_EACH, each),
+    **dict.fromkeys(("softmax", "log_softmax"), normalise),
+    **dict.fromkeys(_REDUCING, reduce),
+    **dict.fromkeys(("cross_entropy", "nll_loss"), classify),
+    "kl_div": diverge,
+}

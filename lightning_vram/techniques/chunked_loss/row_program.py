@@ -1,12 +1,12 @@
-"""A graph of calls over heads and other inputs, computed for some rows at a time: no chunk's logits outlive it.
+"""A graph of calls over heads and other tensors, computed for some rows at a time: no chunk's logits outlive it.
 
 A row is a token: its hidden state, its logits, its target. Everything in such a graph treats rows alone.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,416 +18,301 @@ from lightning_vram.core.hooks import unseen_saves
 
 
 @dataclass(frozen=True, eq=False)
-class Head:
-    """Logits of a linear layer, which are not there."""
-
-    hidden: Tensor  # what the layer got, [..., D]
-    weight: Tensor  # [V, D]
-    bias: Tensor | None  # [V], or none
-    dtype: torch.dtype | None  # in which autocast has the layer compute; ``None`` outside of autocast
-    # what is called when a backward comes to the logits, with any tensor
-    hooks: dict[int, Callable[[Tensor], Any]] = field(default_factory=OrderedDict)
-
-    def compute(self, hidden: Tensor) -> Tensor:
-        """Return the logits of some rows, as the layer would: autograd sees it."""
-        with torch.autocast(hidden.device.type, dtype=self.dtype or torch.bfloat16, enabled=self.dtype is not None):
-            return F.linear(hidden, self.weight, self.bias)
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """A tensor with a value, or some, for each row: [..., K]."""
+class Leaf:
+    """A tensor: with a row for each token, [..., K], or the same for all tokens: a temperature, class weights [V]."""
 
     values: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Whole:
-    """A tensor that is the same for all rows: a temperature, weights of classes [V]."""
-
-    values: Tensor
+    has_rows: bool
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A function of others."""
+    """A function of leaves and other calls."""
 
     # gets what the arguments are for some rows, flat: [n, V] or [n, K]. Returns a tensor or several, [n, ...].
     function: Callable[..., Any]
     args: Sequence[Any]  # nodes, or what is no tensor
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # the same
-    autocast: tuple[bool, torch.dtype] | None = None  # whether the call was made under autocast, and to which dtype
-
-    def context(self, device_type: str) -> AbstractContextManager[Any]:
-        """Return that of the call."""
-        if self.autocast is None:
-            return nullcontext()
-        is_enabled, dtype = self.autocast
-        return torch.autocast(device_type, dtype=dtype, enabled=is_enabled, cache_enabled=False)
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which the call was made
+    hooks: list[Callable[[Tensor], Any]] = field(default_factory=list)  # of a head: called when a backward reaches it
 
 
-Node = Head | Rows | Whole | Call
-KINDS = (Head, Rows, Whole, Call)
+Node = Leaf | Call
 
 
-def read_autocast(device_type: str) -> tuple[bool, torch.dtype] | None:
-    """Return whether there is autocast now, and to which dtype; ``None`` where none is known of."""
+def read_autocast(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what enters the autocast of now again."""
     if not torch.amp.is_autocast_available(device_type):
-        return None
-    return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        return nullcontext
+    dtype, is_enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
+    return partial(torch.autocast, device_type, dtype=dtype, enabled=is_enabled, cache_enabled=False)
 
 
-def walk(root: Node) -> Iterator[Node]:
+def make_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Call:
+    """Return the logits of a linear layer; ``dtype``: of autocast, ``None`` outside of it."""
+    parts = [Leaf(hidden, has_rows=True), Leaf(weight, has_rows=False)]
+    parts += [] if bias is None else [Leaf(bias, has_rows=False)]
+    return Call(_linear, parts, {"dtype": dtype or weight.dtype}, read_autocast(hidden.device.type))
+
+
+def _linear(*parts: Tensor, dtype: torch.dtype) -> Tensor:
+    return F.linear(*(one.to(dtype) for one in parts))
+
+
+def heads_of(root: Node) -> list[Call]:
+    """Return the heads in a graph."""
+    return [node for node in walk(root) if isinstance(node, Call) and node.function is _linear]
+
+
+def walk(root: Any, seen: set[int] | None = None) -> Iterator[Node]:
     """Yield the nodes of a graph, each once, those that it needs before it."""
-    seen: set[int] = set()
-
-    def visit(node: Any) -> Iterator[Node]:
-        if not isinstance(node, KINDS) or id(node) in seen:
-            return
-        seen.add(id(node))
-        if isinstance(node, Call):
-            for part in (*node.args, *node.kwargs.values()):
-                yield from visit(part)
-        yield node
-
-    yield from visit(root)
+    seen = set() if seen is None else seen
+    if isinstance(root, Node) and id(root) not in seen:
+        seen.add(id(root))
+        if isinstance(root, Call):
+            for part in (*root.args, *root.kwargs.values()):
+                yield from walk(part, seen)
+        yield root
 
 
-def map_rows(root: Node, change: Callable[[Tensor], Tensor]) -> Node:
-    """Return the graph for other rows: ``change`` cuts or reshapes all but the last dimension of what has rows."""
-
-    def change_leaf(node: Head | Rows | Whole) -> Node:
-        if isinstance(node, Head):
-            return replace(node, hidden=change(node.hidden))
-        return Rows(change(node.values)) if isinstance(node, Rows) else node
-
-    return _map_leaves(root, change_leaf)
-
-
-def detach(root: Node) -> Node:
-    """Return the graph, of which no gradient comes."""
-    return _map_tensors(root, lambda tensor: tensor.detach(), keeps_hooks=False)
-
-
-def hollow(root: Call) -> Call:
-    """Return the graph without its tensors, which autograd keeps, and frees when its backward has been."""
-    found = _map_tensors(root, lambda tensor: tensor.new_empty(0), keeps_hooks=True)
-    assert isinstance(found, Call)
-    return found
-
-
-def _map_tensors(root: Node, change: Callable[[Tensor], Tensor], *, keeps_hooks: bool) -> Node:
-    def change_leaf(node: Head | Rows | Whole) -> Node:
-        if not isinstance(node, Head):
-            return replace(node, values=change(node.values))
-        hooks = node.hooks if keeps_hooks else OrderedDict()
-        bias = None if node.bias is None else change(node.bias)
-        return Head(change(node.hidden), change(node.weight), bias, node.dtype, hooks)
-
-    return _map_leaves(root, change_leaf)
-
-
-def _map_leaves(root: Node, change: Callable[[Head | Rows | Whole], Node]) -> Node:
-    made: dict[int, Node] = {}
+def _map_leaves(root: Call, change: Callable[[Leaf], Tensor]) -> Call:
+    made: dict[int, Any] = {}
     for node in walk(root):
         if isinstance(node, Call):
             args = [made.get(id(value), value) for value in node.args]
             made[id(node)] = replace(node, args=args, kwargs={k: made.get(id(v), v) for k, v in node.kwargs.items()})
         else:
-            made[id(node)] = change(node)
-    return made[id(root)]
+            made[id(node)] = replace(node, values=change(node))
+    result: Call = made[id(root)]
+    return result
 
 
-_LOW = (torch.float16, torch.bfloat16)
+def map_rows(root: Call, change: Callable[[Tensor], Tensor]) -> Call:
+    """Return the graph for other rows: ``change`` cuts or reshapes all but the last dimension of what has rows."""
+    return _map_leaves(root, lambda leaf: change(leaf.values) if leaf.has_rows else leaf.values)
 
 
-class GradientSum:
-    """The gradient of one input; what is added up, is so in float32 where the input is in 16 bit."""
+def detach(root: Call) -> Call:
+    """Return the graph, of which no gradient comes."""
+    return _map_leaves(root, lambda leaf: leaf.values.detach())
 
-    def __init__(self, like: Tensor) -> None:
-        self._like = like
+
+class _GradientSum:
+    """The gradient of one leaf; that of all tokens is added up in float32 where the leaf is in 16 bit."""
+
+    def __init__(self, leaf: Leaf, like: Tensor) -> None:
+        is_low = like.dtype in (torch.float16, torch.bfloat16) and not leaf.has_rows
+        self._like, self._dtype = like, torch.float32 if is_low else like.dtype
         self._sum: Tensor | None = None
 
-    def put(self, part: Tensor, start: int) -> None:
-        """Take the gradient of some rows."""
+    def add(self, part: Tensor, rows: Any = ...) -> None:
+        """Add what these rows have of it."""
         if self._sum is None:
-            self._sum = torch.zeros_like(self._like)
-        self._sum[start : start + len(part)] = part
-
-    def add(self, part: Tensor) -> None:
-        """Add what some rows have of it."""
-        if self._sum is None:
-            self._sum = torch.zeros_like(self._like, dtype=upcast_dtype(self._like.dtype))
-        self._sum += part
+            self._sum = torch.zeros_like(self._like, dtype=self._dtype)
+        self._sum[rows].add_(part)
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Add a product of matrices."""
         if self._sum is None:
-            self._sum = (left @ right).to(upcast_dtype(self._like.dtype))
+            self._sum = (left @ right).to(self._dtype)
         elif self._sum.dtype == left.dtype:
             self._sum.addmm_(left, right)
         else:
             self._sum += left @ right
 
-    def result(self, shape: Sequence[int]) -> Tensor:
+    def result(self) -> Tensor:
         """Return all of it."""
-        whole = torch.zeros_like(self._like) if self._sum is None else self._sum.to(self._like.dtype)
-        return whole.view(shape)
+        return torch.zeros_like(self._like) if self._sum is None else self._sum.to(self._like.dtype)
 
 
-def upcast_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return what numbers of a dtype are added up in."""
-    return torch.float32 if dtype in _LOW else dtype
-
-
-Inputs = Sequence[Tensor | None]
-"""Hidden states, weight and bias of each head, then what has rows, then what has none."""
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Inputs of some rows."""
-
-    start: int
-    hiddens: list[Tensor]
-    weights: list[Tensor]
-    logits: list[Tensor]
-    others: list[Tensor]
+Flatten = Callable[[Tensor, int], Tensor]
+"""Gets a gradient and the number of rows; returns the gradients of the rows: [N, ...]."""
 
 
 class RowProgram:
-    """Computes the last call of a graph, whose results have a row for each token."""
+    """Computes the last call of a graph, whose results have a row for each token.
 
-    def __init__(self, root: Call, chunk_rows: int) -> None:
-        self._nodes = list(walk(root))
-        self._root = root
-        self._chunk_rows = chunk_rows
-        self.heads = [node for node in self._nodes if isinstance(node, Head)]
-        rows = [node for node in self._nodes if isinstance(node, Rows)]
-        self._others: list[Rows | Whole] = [*rows, *(node for node in self._nodes if isinstance(node, Whole))]
-        self._num_rowed = len(rows)
+    It holds no tensor of the graph: autograd keeps them, and frees them after its backward.
+    """
 
-    def inputs(self) -> list[Tensor | None]:
-        """Return what it computes with, see :data:`Inputs`."""
-        heads = [one for head in self.heads for one in (head.hidden, head.weight, head.bias)]
-        return [*heads, *(node.values for node in self._others)]
+    def __init__(self, root: Call, chunk_rows: int | None = None, flatten: Flatten | None = None) -> None:
+        self._root = _map_leaves(root, lambda leaf: leaf.values.new_empty(0))
+        self._chunk_rows = chunk_rows  # None: all rows at once
+        self._flatten_gradient = flatten
+        self._nodes = list(walk(self._root))
+        self._leaves = [node for node in self._nodes if isinstance(node, Leaf)]
+        self._heads = heads_of(self._root)
+        parts = {id(part) for head in self._heads for part in head.args}
+        self._others = [leaf for leaf in self._leaves if id(leaf) not in parts]
 
     def announce_backward(self) -> None:
         """Call the hooks of the logits, or refuse gradients of gradients."""
         if torch.is_grad_enabled():
             raise RuntimeError("ChunkedLoss does not support gradients of gradients (create_graph=True). Leave it out.")
-        for head in self.heads:
-            for hook in list(head.hooks.values()):
-                hook(head.hidden.detach())
+        for head in self._heads:
+            for hook in head.hooks:
+                hook(self._leaves[0].values)  # any tensor
 
-    def compute_whole(self) -> Tensor:
-        """Return the result of all rows at once: autograd sees each operator."""
-        logits = [head.compute(_flat(head.hidden)) for head in self.heads]
-        others = [_flat(node.values) if isinstance(node, Rows) else node.values for node in self._others]
-        (whole,) = self._evaluate(logits, others)
-        return whole
-
-    def run(self, inputs: Inputs) -> list[Tensor]:
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return all rows of the results."""
-        found: list[Tensor] = []
-        flat = self._flatten(inputs)
-        for chunk in self._chunks(flat):
-            results = self._evaluate(chunk.logits, chunk.others)
-            if not found:
-                found = [result.new_empty((_length(flat), *result.shape[1:])) for result in results]
-            for whole, result in zip(found, results, strict=True):
-                whole[chunk.start : chunk.start + len(result)] = result
-        return found
+        results = [self._evaluate(values) for _, values in self._chunks(self._flatten(inputs))]
+        return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*results, strict=True)]
 
-    def run_backward(
-        self, inputs: Inputs, gradients: Sequence[Tensor | None], wanted: Sequence[bool]
-    ) -> list[Tensor | None]:
-        """Return the gradients of the inputs, ``None`` for those that are not wanted."""
-        sums = _GradientSums(self._flatten(inputs), wanted, len(self.heads), self._num_rowed)
+    def differentiate(
+        self, inputs: Sequence[Tensor], wanted: Sequence[bool], gradients: Sequence[Tensor | None] | None = None
+    ) -> tuple[Any, list[Tensor | None]]:
+        """Return the sum of the only result, and its gradients, ``None`` for inputs whose gradients are not wanted.
+
+        With ``gradients`` of the results: the gradients for these, and no sum.
+        """
+        total: Any = 0
+        tensors, pairs = self._flatten(inputs), list(zip(self._leaves, inputs, wanted, strict=True))
+        if gradients is not None and self._flatten_gradient is not None:
+            num_rows = len(tensors[id(self._heads[0].args[0])])
+            gradients = [None if one is None else self._flatten_gradient(one, num_rows) for one in gradients]
+        sums = {id(leaf): _GradientSum(leaf, tensors[id(leaf)]) for leaf, _, is_wanted in pairs if is_wanted}
         with unseen_saves():
-            for chunk in self._chunks(sums.inputs, wanted):
+            for rows, values in self._chunks(tensors, sums):
                 with torch.enable_grad():
-                    results = self._evaluate(chunk.logits, chunk.others)
-                stop = chunk.start + len(results[0])
-                sums.take(chunk, results, [one if one is None else one[chunk.start : stop] for one in gradients])
-        return sums.results(inputs)
+                    results = self._evaluate(values)
+                if gradients is None:
+                    total = total + results[0].detach().sum()
+                    self._take(sums, values, rows, [(results[0], torch.ones_like(results[0]))])
+                else:
+                    of_chunk = [None if one is None else one[rows] for one in gradients]
+                    self._take(sums, values, rows, zip(results, of_chunk, strict=True))
+                del results
+        found = [sums[id(leaf)].result().view(one.shape) if is_wanted else None for leaf, one, is_wanted in pairs]
+        return total, found
 
-    def run_sum(self, inputs: Inputs, wanted: Sequence[bool]) -> tuple[Tensor, list[Tensor | None]]:
-        """Return the sum of the rows of the only result, and its gradients, of which inputs they are wanted."""
-        total, sums = None, _GradientSums(self._flatten(inputs), wanted, len(self.heads), self._num_rowed)
-        with unseen_saves():
-            for chunk in self._chunks(sums.inputs, wanted):
-                with torch.enable_grad():
-                    (rows,) = self._evaluate(chunk.logits, chunk.others)
-                part = rows.detach().sum()
-                total = part if total is None else total + part
-                sums.take(chunk, [rows], [torch.ones_like(rows)])
-                del rows
-        assert total is not None
-        return total, sums.results(inputs)
+    def _flatten(self, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Return the values of the leaves, those that have rows as [N, K]."""
+        pairs = zip(self._leaves, inputs, strict=True)
+        return {id(leaf): (one.reshape(-1, one.shape[-1]) if leaf.has_rows else one).detach() for leaf, one in pairs}
 
-    def _flatten(self, inputs: Inputs) -> list[Tensor | None]:
-        """Return inputs whose rows are flat, [N, D], and weights as the heads compute with them."""
-        found, first = list(inputs), 3 * len(self.heads)
-        for place in (*range(0, first, 3), *range(first, first + self._num_rowed)):
-            one = found[place]
-            assert one is not None
-            found[place] = _flat(one)
-        return found
+    def _chunks(
+        self, tensors: Mapping[int, Tensor], sums: Mapping[int, _GradientSum] | None = None
+    ) -> Iterator[tuple[slice, dict[int, Tensor]]]:
+        """Yield some rows after others, at least once, with the values of leaves and heads.
 
-    def _chunks(self, inputs: Inputs, wanted: Sequence[bool] = ()) -> Iterator[_Chunk]:
-        """Yield the inputs of some rows after others, at least once; a graph begins at those that are wanted."""
-        first = 3 * len(self.heads)
-        tensors: list[Any] = list(inputs)
-        cast = [_cast(head, *tensors[3 * place + 1 : 3 * place + 3]) for place, head in enumerate(self.heads)]
-        for start in range(0, max(_length(inputs), 1), self._chunk_rows):
-            rows = slice(start, start + self._chunk_rows)
-            hiddens = [tensors[3 * i][rows].detach().to(weight.dtype) for i, (weight, _) in enumerate(cast)]
-            logits = [F.linear(hidden, *pair) for hidden, pair in zip(hiddens, cast, strict=True)]
-            others = [one[rows] if place < self._num_rowed else one for place, one in enumerate(tensors[first:])]
-            others = [one.detach() for one in others]
-            if wanted:
-                for place, one in enumerate(logits):
-                    one.requires_grad_(any(wanted[3 * place : 3 * place + 3]))
-                for one, is_wanted in zip(others, wanted[first:], strict=True):
-                    one.requires_grad_(is_wanted)
-            yield _Chunk(start, hiddens, [weight for weight, _ in cast], logits, others)
+        With ``sums``, a graph begins at logits and leaves whose gradients they want.
+        """
+        sums, cast = sums or {}, dict(tensors)
+        for head in self._heads:  # once for all rows
+            cast |= {id(part): tensors[id(part)].to(head.kwargs["dtype"]) for part in head.args[1:]}
+        length = max(len(tensors[id(self._heads[0].args[0])]), 1)
+        step = self._chunk_rows or length
+        for rows in (slice(start, start + step) for start in range(0, length, step)):
+            values = {id(leaf): cast[id(leaf)][rows] if leaf.has_rows else cast[id(leaf)] for leaf in self._leaves}
+            for head in self._heads:
+                hidden, weight = (values[id(part)] for part in head.args[:2])
+                hidden = values[id(head.args[0])] = hidden.to(weight.dtype)
+                if head is self._root and sums:  # only the shape is needed for a gradient
+                    values[id(head)] = hidden.new_empty(()).expand(len(hidden), len(weight))
+                else:
+                    with head.autocast():
+                        values[id(head)] = F.linear(*(values[id(part)] for part in head.args))
+                values[id(head)].requires_grad_(any(id(part) in sums for part in head.args))
+            for leaf in self._others:
+                values[id(leaf)] = values[id(leaf)].detach().requires_grad_(id(leaf) in sums)
+            yield rows, values
+            values.clear()
 
-    def _evaluate(self, logits: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-        leaves = zip((*self.heads, *self._others), (*logits, *others), strict=True)
-        values: dict[int, Any] = {id(leaf): value for leaf, value in leaves}
-
-        def get(value: Any) -> Any:
-            return values[id(value)] if isinstance(value, Node) else value
-
+    def _evaluate(self, known: Mapping[int, Tensor]) -> list[Tensor]:
+        values: dict[int, Any] = dict(known)
         for node in self._nodes:
-            if isinstance(node, Call):
-                with node.context(logits[0].device.type):
-                    kwargs = {name: get(value) for name, value in node.kwargs.items()}
-                    values[id(node)] = node.function(*(get(value) for value in node.args), **kwargs)
+            if isinstance(node, Call) and id(node) not in values:
+                with node.autocast():
+                    kwargs = {name: values.get(id(part), part) for name, part in node.kwargs.items()}
+                    values[id(node)] = node.function(*(values.get(id(part), part) for part in node.args), **kwargs)
         result = values[id(self._root)]
         return [result] if isinstance(result, Tensor) else list(result)
 
-
-class _GradientSums:
-    """The gradients of all inputs."""
-
-    def __init__(self, inputs: Inputs, wanted: Sequence[bool], num_heads: int, num_rowed: int) -> None:
-        self.inputs = inputs
-        self._num_heads, self._num_rowed = num_heads, num_rowed
-        pairs = zip(inputs, wanted, strict=True)
-        self._sums = [GradientSum(one) if is_wanted and one is not None else None for one, is_wanted in pairs]
-
-    def take(self, chunk: _Chunk, results: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """Take what a chunk has of them."""
-        found = _differentiate(results, gradients, [*chunk.logits, *chunk.others])
-        for place, of_logits in enumerate(found[: self._num_heads]):
-            if of_logits is not None:
-                self._take_head(place, of_logits, chunk)
-        for place, gradient in enumerate(found[self._num_heads :]):
-            one = self._sums[3 * self._num_heads + place]
-            if one is not None and gradient is not None:
-                one.put(gradient, chunk.start) if place < self._num_rowed else one.add(gradient)
-
-    def _take_head(self, place: int, of_logits: Tensor, chunk: _Chunk) -> None:
-        of_hidden, of_weight, of_bias = self._sums[3 * place : 3 * place + 3]
-        if of_hidden is not None:
-            of_hidden.put(of_logits @ chunk.weights[place], chunk.start)
-        if of_weight is not None:
-            of_weight.add_product(of_logits.t(), chunk.hiddens[place])
-        if of_bias is not None:
-            of_bias.add(of_logits.sum(0, dtype=upcast_dtype(of_logits.dtype)))
-
-    def results(self, inputs: Inputs) -> list[Tensor | None]:
-        """Return them in the shapes of the inputs."""
-        pairs = zip(self._sums, inputs, strict=True)
-        return [one.result(whole.shape) if one is not None and whole is not None else None for one, whole in pairs]
-
-
-def _differentiate(
-    results: Sequence[Tensor], gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]
-) -> list[Tensor | None]:
-    ends = [(r, g) for r, g in zip(results, gradients, strict=True) if g is not None and r.requires_grad]
-    chosen = [leaf for leaf in leaves if leaf.requires_grad]
-    if not ends or not chosen:
-        return [None] * len(leaves)
-    outputs, with_respect = zip(*ends, strict=True)
-    found = iter(torch.autograd.grad(outputs, chosen, with_respect, allow_unused=True))
-    return [next(found) if leaf.requires_grad else None for leaf in leaves]
-
-
-def _cast(head: Head, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return weight and bias as a head computes with them; once for all rows."""
-    dtype = head.dtype or weight.dtype
-    return weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
-
-
-def _flat(values: Tensor) -> Tensor:
-    return values.reshape(-1, values.shape[-1])
-
-
-def _length(inputs: Inputs) -> int:
-    assert inputs[0] is not None
-    return len(inputs[0])
+    def _take(
+        self, sums: Mapping[int, _GradientSum], values: Mapping[int, Tensor], rows: slice, pairs: Iterable[Any]
+    ) -> None:
+        """Add the gradients that results with these gradients mean for a chunk."""
+        ends = [(result, one) for result, one in pairs if one is not None and result.requires_grad]
+        nodes: list[Node] = [*self._heads, *self._others]
+        nodes = [node for node in nodes if values[id(node)].requires_grad]
+        if not ends or not nodes:
+            return
+        results, gradients = zip(*ends, strict=True)
+        starts = [values[id(node)] for node in nodes]
+        found: Any = torch.autograd.grad(results, starts, gradients, allow_unused=True)
+        for node, gradient in zip(nodes, found, strict=True):
+            if gradient is None:
+                continue
+            if isinstance(node, Leaf):
+                sums[id(node)].add(gradient, rows if node.has_rows else ...)
+                continue
+            hidden, weight, bias = (id(part) for part in (*node.args, None)[:3])
+            if hidden in sums:
+                sums[hidden].add(gradient @ values[weight], rows)
+            if weight in sums:
+                sums[weight].add_product(gradient.t(), values[hidden])
+            if bias in sums:
+                sums[bias].add(gradient.sum(0, dtype=torch.promote_types(gradient.dtype, torch.float32)))
 
 
 class _Rows(Function):
-    """Rows of the results of a program."""
+    """Rows of the results of a program, their sum, or a tensor without values in their place.
+
+    Gradients of a sum are computed with it, and scaled in the backward: three products of hidden states and weights, as
+    in the baseline. Those of rows are computed in the backward, from recomputed logits: four products.
+    """
 
     @staticmethod
-    def forward(ctx: Any, program: RowProgram, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        """Compute them."""
+    def forward(ctx: Any, program: RowProgram, make: Callable[[Sequence[bool]], Any], *inputs: Tensor) -> Any:
+        """Make them; ``make`` gets which gradients are wanted, and may return these, too."""
         ctx.program = program
         ctx.save_for_backward(*inputs)
-        results = program.run(inputs)
+        # Gradients are not saved: hooks would move to the host what is needed next.
+        results, ctx.made = make(ctx.needs_input_grad[2:])
         ctx.mark_non_differentiable(*(result for result in results if not result.is_floating_point()))
         ctx.set_materialize_grads(False)
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Compute them again, and their gradients."""
-        ctx.program.announce_backward()
-        return (None, *ctx.program.run_backward(ctx.saved_tensors, gradients, ctx.needs_input_grad[1:]))
-
-
-class _Sum(Function):
-    """The sum of the rows of the only result of a program.
-
-    Its gradients are computed with it, and scaled in the backward: three products of hidden states and weights, as in
-    the baseline. Those of single rows (``_Rows``) are computed in the backward, from recomputed logits: four products.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, program: RowProgram, *inputs: Tensor | None) -> Tensor:
-        """Compute it, and its gradients."""
-        ctx.program = program
-        ctx.save_for_backward(*inputs)
-        if not any(ctx.needs_input_grad):
-            return program.run(inputs)[0].sum()
-        # Not saved: hooks would move to the host what is needed next.
-        total, ctx.made = program.run_sum(inputs, ctx.needs_input_grad[1:])
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return what there is, or compute it again where the graph was retained for a second backward."""
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        """Return gradients that are there, or compute them: also where a graph was retained for a second backward."""
         ctx.program.announce_backward()
         made, ctx.made = ctx.made, None
         if made is None:
-            _, made = ctx.program.run_sum(ctx.saved_tensors, ctx.needs_input_grad[1:])
-        return (None, *(None if one is None else one.mul_(gradient) for one in made))
+            made = ctx.program.differentiate(ctx.saved_tensors, ctx.needs_input_grad[2:], gradients)[1]
+        else:
+            made = [None if one is None or gradients[0] is None else one.mul_(gradients[0]) for one in made]
+        return (None, None, *made)
+
+
+def inputs_of(root: Call) -> list[Tensor]:
+    """Return the tensors that a :class:`RowProgram` of this graph computes with."""
+    return [node.values for node in walk(root) if isinstance(node, Leaf)]
 
 
 def compute_rows(root: Call, chunk_rows: int) -> list[Tensor]:
     """Return the results of the last call of a graph, all rows of each: [N, ...]."""
-    inputs = RowProgram(root, chunk_rows).inputs()
-    found: Any = _Rows.apply(RowProgram(hollow(root), chunk_rows), *inputs)  # type: ignore[no-untyped-call]
-    return list(found)
+    program, inputs = RowProgram(root, chunk_rows), inputs_of(root)
+    return list(_Rows.apply(program, lambda wanted: (program.run(inputs), None), *inputs))  # type: ignore[no-untyped-call]
 
 
-def compute_sum(root: Call, chunk_rows: int) -> Tensor:
+def compute_sum(root: Call, chunk_rows: int) -> Any:
     """Return the sum of the rows of the last call of a graph, which has one number in each."""
-    inputs = RowProgram(root, chunk_rows).inputs()
-    total: Tensor = _Sum.apply(RowProgram(hollow(root), chunk_rows), *inputs)  # type: ignore[no-untyped-call]
-    return total
+    program, inputs = (
+        RowProgram(root, chunk_rows, lambda gradient, num_rows: gradient.expand(num_rows)),
+        inputs_of(root),
+    )
+
+    def make(wanted: Sequence[bool]) -> tuple[list[Tensor], Any]:
+        if not any(wanted):
+            return [program.run(inputs)[0].sum()], None
+        total, gradients = program.differentiate(inputs, wanted)
+        return [total], gradients
+
+    return _Rows.apply(program, make, *inputs)[0]  # type: ignore[no-untyped-call]
+
+
+def compute_later(root: Call, class_dim: int, make: Callable[[], Tensor]) -> Any:
+    """Return a tensor without values in place of the rows of a graph, which autograd connects with its inputs."""
+    program = RowProgram(root, None, lambda gradient, num_rows: gradient.movedim(class_dim, -1).flatten(0, -2))
+    return _Rows.apply(program, lambda wanted: ([make()], None), *inputs_of(root))[0]  # type: ignore[no-untyped-call]

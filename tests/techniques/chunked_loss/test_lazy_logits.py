@@ -99,6 +99,57 @@ def test_a_look_without_gradients_does_not_cost_those_of_the_loss(lazy):
     assert lazy.net.head.weight.grad.any()
 
 
+def test_what_is_computed_without_gradients_is_a_constant(lazy):
+    found = []
+    for make in (lazy, lazy.plain):
+        logits = make()
+        with torch.no_grad():
+            target = (logits / 2).softmax(-1)
+        (-(target * logits.log_softmax(-1)).sum(-1).mean()).backward()
+        found.append([p.grad.clone() for p in lazy.net.parameters()])
+        lazy.net.zero_grad()
+    torch.testing.assert_close(*found)
+
+
+def test_gradients_of_whole_logits_come_to_the_logits(lazy):
+    logits = lazy()
+    (found,) = torch.autograd.grad(logits.cumsum(-1).sum(), logits)
+    assert torch.equal(found[0, 0], torch.arange(VOCAB_SIZE, 0, -1.0))
+
+
+def test_a_whole_view_is_refused_after_a_write_to_another(lazy):
+    logits = lazy()
+    flat = logits.view(-1, VOCAB_SIZE)
+    flat.sort(-1)  # whole from now on, as the other is from its write on
+    logits[..., 0] = 0
+    assert not logits[..., 0].any()
+    with pytest.raises(RuntimeError, match=r"^ChunkedLoss: logits of head are read after their input, weights, masks"):
+        flat.logsumexp(-1)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda x: x[:, ::2],
+        lambda x: x[1:, None, :-1, 5:50],
+        lambda x: x.unsqueeze(0).squeeze(0).narrow(1, 2, 5).select(0, 1),
+        lambda x: x.movedim(0, 1)[2:].flatten(0, 1).unflatten(0, (-1, 2)),
+        lambda x: x.chunk(3, dim=-1)[1],
+        lambda x: x[:, [True] * 4 + [False] * 5] if type(x) is Tensor else x[:, torch.arange(9) < 4],
+    ],
+)
+def test_a_view_has_the_tokens_and_classes_of_whole_logits(lazy, cut):
+    found = []
+    for make in (lazy, lazy.plain):
+        value = cut(make()).logsumexp(-1)
+        (value * torch.arange(1.0, value.numel() + 1).view(value.shape)).sum().backward()
+        found.append([value.detach(), *(p.grad.clone() for p in lazy.net.parameters())])
+        lazy.net.zero_grad()
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+    assert lazy.told == []
+
+
 def test_neither_does_a_look_past_functions_of_python(lazy):
     logits = lazy()
     with without_torch_function():
@@ -118,8 +169,10 @@ def test_a_view_of_logits_that_were_written_to_is_refused(lazy):
     logits[..., 0] = 0
     with pytest.raises(
         RuntimeError,
-        match=r"^ChunkedLoss: logits of head were written to in place, and then read through another view of "
-        r"them\. Write logits = logits\.masked_fill\(\.\.\.\) or the like, or leave ChunkedLoss out\.$",
+        match=r"^ChunkedLoss: logits of head are read after their input, weights, masks or a view of them have changed "
+        r"or were freed\. Compute the loss before the optimizer step, store results instead of logits "
+        r"\(logits\.argmax\(-1\), logits\.cpu\(\)\), and write logits = logits\.masked_fill\(\.\.\.\) or the like "
+        r"instead of in place\.$",
     ):
         flat.logsumexp(-1)
 
@@ -132,9 +185,10 @@ def test_logits_of_other_weights_are_refused(lazy, what):
         mask.fill_(value=True) if what == "mask" else getattr(lazy.net.head, what).add_(1)
     with pytest.raises(
         RuntimeError,
-        match=r"^ChunkedLoss: logits of head are read after their input, weights or masks have changed or "
-        r"were freed\. Compute the loss before the optimizer step, and store results instead of logits: "
-        r"logits\.argmax\(-1\), logits\.cpu\(\)\.$",
+        match=r"^ChunkedLoss: logits of head are read after their input, weights, masks or a view of them have changed "
+        r"or were freed\. Compute the loss before the optimizer step, store results instead of logits "
+        r"\(logits\.argmax\(-1\), logits\.cpu\(\)\), and write logits = logits\.masked_fill\(\.\.\.\) or the like "
+        r"instead of in place\.$",
     ):
         logits.logsumexp(-1)
 
@@ -192,7 +246,7 @@ def test_settled_logits_stay_what_they_were(lazy):
 
 def test_nothing_of_a_step_outlives_it(lazy):
     logits = lazy()
-    hidden = weakref.ref(logits.node.hidden)
+    hidden = weakref.ref(logits.node.args[0].values)
     loss = F.cross_entropy(logits.flatten(0, 1), TARGET.flatten())
     loss.backward()
     gc.disable()
