@@ -90,7 +90,7 @@ class Budget:
         with self.budgeted.observing():
             yield
         self.plan = self.budgeted.plan()
-        assert 0 < self.plan.recompute_cost < self.plan.profile.cost
+        assert 0 < self.plan.recompute_share < 1
         self.budgeted.apply(self.plan.decisions)
 
 
