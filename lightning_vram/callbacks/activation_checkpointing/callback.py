@@ -267,10 +267,8 @@ class ActivationCheckpointing(FitTechnique):
         if is_first:
             rank_zero_info(f"{title}:\n{plan.table}")
         elif plan.decisions:
-            rank_zero_info(
-                f"{title} again, for a batch of {format_bytes(_count_bytes(batch))}: {format_bytes(plan.peak_bytes)} of "
-                f"activations, {plan.recompute_share:.0%} of the forward is recomputed."
-            )
+            sizes = f"a batch of {format_bytes(_count_bytes(batch))}: {format_bytes(plan.peak_bytes)} of activations"
+            rank_zero_info(f"{title} again, for {sizes}, {plan.recompute_share:.0%} of the forward is recomputed.")
 
     @override
     def _undo(self) -> None:

@@ -12,10 +12,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch.distributed
 from torch import nn
 
 from lightning_vram.core.layers import Layer
+from lightning_vram.core.ranks import gather_objects
 from lightning_vram.core.tensors.properties import flatten_arguments
 from lightning_vram.techniques.activation_checkpointing.apply import CheckpointingHandle
 from lightning_vram.techniques.activation_checkpointing.budget_observer import Shapes, StepObserver, covers, shapes_of
@@ -144,12 +144,9 @@ def share_largest(make_plan: Callable[[], CheckpointPlan | None]) -> CheckpointP
         found = make_plan()
     except ValueError as error:
         found = str(error)
-    everybodys = [found]
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        everybodys = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(everybodys, found)
-    for error in everybodys:
-        if isinstance(error, str):
-            raise ValueError(error)
+    everybodys = gather_objects(found)
+    for plan in everybodys:
+        if isinstance(plan, str):
+            raise ValueError(plan)
     plans = [plan for plan in everybodys if isinstance(plan, CheckpointPlan)]
-    return max(plans, key=lambda plan: plan.plain_peak_bytes) if plans else None
+    return max(plans, key=lambda plan: plan.plain_peak_bytes, default=None)

@@ -12,8 +12,9 @@ predicted peak of a plan is above the budget all the same, it searches for the l
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,19 +108,20 @@ def _choose(step: StepProfile, budget_bytes: int, offload_bytes: int) -> Decisio
         layers.setdefault(call.layer, []).append(call)
     options = [_find_options(calls, step) for calls in layers.values()]
     nothing = step.decide(NOTHING)
-    best = nothing if predict_peak(step, nothing, offload_bytes) <= budget_bytes else None
+    best: Decisions | None = nothing if predict_peak(step, nothing, offload_bytes) <= budget_bytes else None
     low_bytes, high_bytes = 0, budget_bytes + offload_bytes
     limit_bytes = high_bytes
     for _ in range(_MAX_SEARCHES):
-        picks = _search([rows for _, rows in options], limit_bytes, _MAX_STATES)
-        found = best
-        if picks is not None:
-            entries = zip(layers, options, picks[0], strict=True)
-            found = {name: decisions[pick] for name, (decisions, _), pick in entries}
-        if picks is None or predict_peak(step, found, offload_bytes) <= budget_bytes:
-            best, low_bytes = found, limit_bytes
+        picks = next(_search([rows for _, rows in options], limit_bytes, _MAX_STATES), None)
+        if picks is None:
+            low_bytes = limit_bytes
         else:
-            high_bytes = limit_bytes
+            entries = zip(layers, options, picks, strict=True)
+            found = {name: decisions[pick] for name, (decisions, _), pick in entries}
+            if predict_peak(step, found, offload_bytes) <= budget_bytes:
+                best, low_bytes = found, limit_bytes
+            else:
+                high_bytes = limit_bytes
         if low_bytes == high_bytes:
             break
         limit_bytes = (low_bytes + high_bytes) // 2
@@ -142,28 +144,27 @@ def _find_options(calls: Sequence[CallProfile], step: StepProfile) -> tuple[list
             if cost:
                 ordinals.append(ordinal)
                 stages.append(np.array([(0, num_bytes, 0), (cost, 0, 0)]))
-        for picks in _search(stages, _UNLIMITED, _MAX_OPTIONS) or ():
-            options[frozenset(ordinal for ordinal, pick in zip(ordinals, picks, strict=True) if pick == 0)] = None
+        for picks in _search(stages, _UNLIMITED, _MAX_OPTIONS):
+            options[frozenset(ordinal for ordinal, pick in zip(ordinals, picks, strict=True) if not pick)] = None
     rows = []
     for decision in options:
-        own_bytes, needed_bytes, cost = 0, 0, 0.0
-        for call in calls:
-            kept_bytes, working_bytes, again = call.effect(decision)
-            needed_bytes = max(needed_bytes, call.base_live_bytes + own_bytes + working_bytes)
-            own_bytes, cost = own_bytes + kept_bytes, cost + again
-        rows.append((round(cost / unit), own_bytes, max(needed_bytes, own_bytes + step.base_total_bytes)))
+        effects = [call.effect(decision) for call in calls]
+        *before, total_bytes = accumulate((kept_bytes for kept_bytes, _, _ in effects), initial=0)
+        needed = [call.base_live_bytes + b + e[1] for call, b, e in zip(calls, before, effects, strict=True)]
+        cost = sum(again for _, _, again in effects)
+        rows.append((round(cost / unit), total_bytes, max(*needed, total_bytes + step.base_total_bytes)))
     return list(options), np.array(rows)
 
 
-def _search(stages: Sequence[NDArray[np.int64]], limit_bytes: int, max_states: int) -> list[list[int]] | None:
-    """Return which row of each stage to pick, from the cheapest picks to those that keep least; ``None``: none fit."""
+def _search(stages: Sequence[NDArray[np.int64]], limit_bytes: int, max_states: int) -> Iterator[list[int]]:
+    """Yield which row of each stage to pick, from the cheapest picks that fit to those that keep least."""
     costs = sizes = np.zeros(1, np.int64)
     trail = []
     for rows in stages:
         new_costs, new_sizes = (rows[:, :1] + costs).ravel(), (rows[:, 1:2] + sizes).ravel()
         states = np.flatnonzero(rows[:, 2:] + sizes <= limit_bytes)
         if not len(states):
-            return None
+            return
         states = states[np.lexsort((new_sizes[states], new_costs[states]))]  # stable: the first rows win ties
         least = np.minimum.accumulate(new_sizes[states])
         states = states[np.r_[True, least[1:] < least[:-1]]]
@@ -172,11 +173,9 @@ def _search(stages: Sequence[NDArray[np.int64]], limit_bytes: int, max_states: i
             states = states[np.r_[True, places[1:-1] < places[:-2], True]]
         trail.append((states // len(costs), states % len(costs)))
         costs, sizes = new_costs[states], new_sizes[states]
-    found = []
     for state in range(len(costs)):
-        picks = []
+        picks, place = [], state
         for rows, parents in reversed(trail):
-            picks.append(int(rows[state]))
-            state = parents[state]
-        found.append(picks[::-1])
-    return found
+            picks.append(int(rows[place]))
+            place = parents[place]
+        yield picks[::-1]
