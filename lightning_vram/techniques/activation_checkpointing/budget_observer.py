@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -164,10 +165,10 @@ class StepObserver:
         self._call = _Call(layer, len(calls))
         calls.append(self._call)
         self.shapes.setdefault(layer, set()).add(shapes_of(leaves))
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                self._add_to_base(leaf, self._call.position)
-                self._call.inputs.update(number for number, _ in self._storages.number(leaf))
+        tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+        for number, num_bytes in chain.from_iterable(map(self._storages.number, tensors)):
+            self._add_to_base(number, num_bytes, self._call.position)
+            self._call.inputs.add(number)
         try:
             yield
         finally:
@@ -192,22 +193,20 @@ class StepObserver:
         base = base_of(tensor) if type(tensor) is Tensor and is_view(tensor) else tensor
         if type(base) in PARAMETER_CLASSES:
             return
-        now = (self._call.position if self._call is not None and self._is_inside else None, len(self._rounds))
+        call = self._call if self._is_inside else None
+        now = (call.position if call is not None else None, len(self._rounds))
         numbered = self._storages.number(tensor, now)  # unknown ones: compiled code made them
         if self._min_offload_bytes and not self._can_offload(tensor):
             self._small.update(number for number, _ in numbered)
-        if self._call is None:
-            position = len(self._rounds[-1].calls) - 0.5  # its backward comes before that of the calls so far
-            self._add_to_base(tensor, position)
-        elif not self._is_inside:
-            self._add_to_base(tensor, self._call.position)
-        else:
-            self._call.num_saves += 1
-            for number, num_bytes in numbered:
-                if self._storages.births[number] != now:  # made before or outside of this call
-                    self._add_number(number, num_bytes, self._call.position)
-                elif number not in self._lasting:
-                    self._call.saved[number] = num_bytes
+        # Outside of all layers: its backward comes before that of the calls so far.
+        position = self._call.position if self._call is not None else len(self._rounds[-1].calls) - 0.5
+        for number, num_bytes in numbered:
+            if call is None or self._storages.births[number] != now:  # made before or outside of this call
+                self._add_to_base(number, num_bytes, position)
+            elif number not in self._lasting:
+                call.saved[number] = num_bytes
+        if call is not None:
+            call.num_saves += 1
 
     def _can_offload(self, tensor: Tensor) -> bool:
         """Whether offloading sends what is saved here: at least a large part of a storage."""
@@ -234,15 +233,11 @@ class StepObserver:
                 operator.counter, operator.version = version_counter(first), version_of(first)
         self._call.operators.append(operator)
 
-    def _add_to_base(self, tensor: Tensor, position: float) -> None:
-        for number, num_bytes in self._storages.number(tensor):
-            self._add_number(number, num_bytes, position)
-
-    def _add_number(self, number: int, num_bytes: int, position: float) -> None:
+    def _add_to_base(self, number: int, num_bytes: int, position: float) -> None:
         if number not in self._lasting:
             base = self._rounds[-1].base
-            known = base.get(number)
-            base[number] = (min(position, known[0]) if known is not None else position, num_bytes)
+            first, _ = base.get(number, (position, 0))
+            base[number] = (min(position, first), num_bytes)
 
 
 class _StorageNumbers:

@@ -139,20 +139,20 @@ def _find_options(calls: Sequence[CallProfile], step: StepProfile) -> tuple[list
         stages, ordinals = [], []
         for ordinal in range(max(len(call.operators) for call in calls)):
             alike = [call.operators[ordinal] for call in calls if ordinal < len(call.operators)]
-            cost = round(sum(operator.cost for operator in alike) / unit)
+            saved_cost = round(sum(operator.cost for operator in alike) / unit)
             num_bytes = sum(operator.num_bytes for operator in alike if counts_all or not operator.is_saved)
-            if cost:
+            if saved_cost:
                 ordinals.append(ordinal)
-                stages.append(np.array([(0, num_bytes, 0), (cost, 0, 0)]))
+                stages.append(np.array([(0, num_bytes, 0), (saved_cost, 0, 0)]))
         for picks in _search(stages, _UNLIMITED, _MAX_OPTIONS):
             options[frozenset(ordinal for ordinal, pick in zip(ordinals, picks, strict=True) if not pick)] = None
     rows = []
     for decision in options:
         effects = [call.effect(decision) for call in calls]
-        *before, total_bytes = accumulate((kept_bytes for kept_bytes, _, _ in effects), initial=0)
+        *before, total_bytes = accumulate([kept_bytes for kept_bytes, _, _ in effects], initial=0)
         needed = [call.base_live_bytes + b + e[1] for call, b, e in zip(calls, before, effects, strict=True)]
-        cost = sum(again for _, _, again in effects)
-        rows.append((round(cost / unit), total_bytes, max(*needed, total_bytes + step.base_total_bytes)))
+        again = round(sum(cost for _, _, cost in effects) / unit)
+        rows.append((again, total_bytes, max(*needed, total_bytes + step.base_total_bytes)))
     return list(options), np.array(rows)
 
 

@@ -100,19 +100,18 @@ class SavedBytesCounter:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         for storage, _ in iterate_storages(tensor):
-            key = storage_key(storage)
-            if key not in self._others and key not in self._alive:
-                self._add(key, storage, storage.nbytes())
-        return tensor
+            key, num_bytes = storage_key(storage), storage.nbytes()
+            if key in self._others or key in self._alive:
+                continue
 
-    def _add(self, key: int, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        def forget(_: object) -> None:
-            del self._alive[key]
-            self._num_bytes -= num_bytes
+            def forget(_: object, key: int = key, num_bytes: int = num_bytes) -> None:
+                del self._alive[key]
+                self._num_bytes -= num_bytes
 
-        self._alive[key] = weakref.ref(storage, forget)
-        self._num_bytes += num_bytes
+            self._alive[key] = weakref.ref(storage, forget)
+            self._num_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self._num_bytes)
+        return tensor
 
 
 class CompiledBudget:
