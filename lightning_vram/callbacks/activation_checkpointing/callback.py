@@ -86,7 +86,7 @@ class ActivationCheckpointing(FitTechnique):
         skip_last: Do not checkpoint the last layer or segment. The backward would recompute it at once. It costs
             memory if a large loss head is alive at the same time.
         budget: Bytes for activations, such as ``"6GiB"``. The first step checkpoints all ``layers`` and is measured.
-            Then the least recomputation that fits is applied, by layer and by operator, and logged as a table.
+            Then the cheapest plan found within the budget, by layer and by operator, is applied and logged as a table.
             Excludes the arguments above except ``layers``. On a single process, a batch with larger layer inputs is
             checkpointed and planned again; with several ranks the plan is made once, for the first batch on the rank
             that needs most. For compiled layers, the first steps try how much the compiler may save.

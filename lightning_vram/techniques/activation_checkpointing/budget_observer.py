@@ -17,11 +17,7 @@ from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, ByStorage,
 from lightning_vram.memory.tracking.ledger import iterate_storages, iterate_tensors
 from lightning_vram.private_names.dispatcher import call_operator
 from lightning_vram.private_names.torch import base_of, is_view, tree_leaves
-from lightning_vram.techniques.activation_checkpointing.budget_plan import (
-    CallProfile,
-    OperatorProfile,
-    StepProfile,
-)
+from lightning_vram.techniques.activation_checkpointing.budget_plan import CallProfile, OperatorProfile, StepProfile
 from lightning_vram.techniques.activation_checkpointing.recomputed_call import CallWatch
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 
