@@ -67,6 +67,13 @@ class StepProfile:
         """Cost of the whole forward."""
         return self.other_cost + sum(call.cost for call in self.calls)
 
+    def layers(self) -> dict[str, list[CallProfile]]:
+        """Return the calls of each layer, in the order of the first ones."""
+        layers: dict[str, list[CallProfile]] = {}
+        for call in self.calls:
+            layers.setdefault(call.layer, []).append(call)
+        return layers
+
     def decide(self, decision: Decision) -> Decisions:
         """Return one decision for all layers."""
         return {call.layer: decision for call in self.calls}
@@ -128,7 +135,7 @@ def format_table(step: StepProfile, plan: CheckpointPlan, budget_bytes: int) -> 
 
     Neighbours with equal cells share a line. Recomputation is a share of the layer's forward.
     """
-    if not plan.recompute_share and not plan.offloaded_bytes:
+    if plan.peak_bytes == plan.plain_peak_bytes and not plan.recompute_share and not plan.offloaded_bytes:
         sizes = f"{format_bytes(plan.peak_bytes)}, are within the budget of {format_bytes(budget_bytes)}"
         return f"All activations, {sizes}: nothing is recomputed."
     rows = [_HEADINGS, *_rows(step, plan.decisions)]
@@ -147,16 +154,12 @@ def format_table(step: StepProfile, plan: CheckpointPlan, budget_bytes: int) -> 
         "offloaded": f"{format_bytes(plan.offloaded_bytes)} of each forward" if plan.offloaded_bytes else "",
         "extra compute": f"{_format_share(plan.recompute_share)} of the forward",
     }
-    return "\n".join(
-        [lines[0], rule, *lines[1:], rule, *(f"{name:<14}  {text}" for name, text in totals.items() if text)]
-    )
+    lines += [rule, *(f"{name:<14}  {text}" for name, text in totals.items() if text)]
+    return "\n".join([lines[0], rule, *lines[1:]])
 
 
 def _rows(step: StepProfile, decisions: Decisions) -> Iterator[tuple[str, str, str, str]]:
-    layers: dict[str, list[CallProfile]] = {}
-    for call in step.calls:
-        layers.setdefault(call.layer, []).append(call)
-    entries = [(name, _cells(calls, decisions[name])) for name, calls in layers.items()]
+    entries = [(name, _cells(calls, decisions[name])) for name, calls in step.layers().items()]
     for cells, run in groupby(entries, key=itemgetter(1)):
         names = [name for name, _ in run]
         yield names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)})", *cells

@@ -103,9 +103,7 @@ def _describe(
 
 def _choose(step: StepProfile, budget_bytes: int, offload_bytes: int) -> Decisions | None:
     """Return the cheapest decisions found whose predicted peak is within the budget."""
-    layers: dict[str, list[CallProfile]] = {}
-    for call in step.calls:
-        layers.setdefault(call.layer, []).append(call)
+    layers = step.layers()
     options = [_find_options(calls, step) for calls in layers.values()]
     nothing = step.decide(NOTHING)
     best: Decisions | None = nothing if predict_peak(step, nothing, offload_bytes) <= budget_bytes else None
