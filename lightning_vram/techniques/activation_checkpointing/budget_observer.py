@@ -205,11 +205,12 @@ class StepObserver:
             call.num_saves += 1
 
     def _can_offload(self, tensor: Tensor) -> bool:
-        """Whether offloading sends what is saved here: at least a large part of a storage."""
+        """Whether offloading sends what is saved here: most of a storage, or a large part of one."""
         if not is_strided(tensor):
             return False
         length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        return length * tensor.dtype.itemsize >= self._min_offload_bytes
+        num_bytes = length * tensor.dtype.itemsize
+        return num_bytes >= self._min_offload_bytes or 2 * num_bytes >= tensor.untyped_storage().nbytes()
 
     def on_operator(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
         """Note one operator of the forward."""
