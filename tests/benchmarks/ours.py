@@ -12,9 +12,8 @@ from lightning_vram.optimizers.in_backward import BackwardSteps, Clipping
 from lightning_vram.optimizers.low_precision import LowPrecisionMoments
 from lightning_vram.optimizers.moment_forms import FORMS, HostState
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
-from lightning_vram.techniques.activation_checkpointing.budget import BudgetedCheckpointing, decisions_of
-from lightning_vram.techniques.activation_checkpointing.budget_plan import predict_peak
-from lightning_vram.techniques.activation_checkpointing.budget_solver import BudgetError, solve
+from lightning_vram.techniques.activation_checkpointing.budget import BudgetedCheckpointing
+from lightning_vram.techniques.activation_checkpointing.budget_solver import BudgetError
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
@@ -48,10 +47,9 @@ class Budget:
         watched = BudgetedCheckpointing(self._model, self._handle, 1 << 62)
         with watched.observing():
             yield
-        profile = watched.plan().profile
-        plain_bytes = predict_peak(profile, [layer.choose(None) for layer in profile.layers])
+        watched.budget_bytes = int(self._share * watched.plan().plain_peak_bytes)
         try:
-            watched.apply(decisions_of(solve(profile, int(self._share * plain_bytes))))
+            watched.apply(watched.plan().decisions)
         except BudgetError:
             watched.apply({})  # everything checkpointed
         self._is_planned = True

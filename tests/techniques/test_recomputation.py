@@ -24,7 +24,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from lightning_vram.core.recomputed_saves import RecomputationError
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
-from lightning_vram.techniques.activation_checkpointing.budget import BudgetedCheckpointing, decisions_of
+from lightning_vram.techniques.activation_checkpointing.budget import BudgetedCheckpointing
 from lightning_vram.techniques.activation_checkpointing.budget_plan import CheckpointPlan
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 from lightning_vram.techniques.token_tiling import apply_token_tiling
@@ -408,7 +408,7 @@ def checkpoint_in_budget(net: nn.Module) -> None:
         return budgeted, budgeted.plan()
 
     budgeted, plan = plan_for(plan_for(1 << 30)[1].minimum_bytes + 1024)
-    decisions = decisions_of(plan)
+    decisions = plan.decisions
     assert any(numbers is not None for numbers in decisions.values())
     budgeted.apply(decisions)
     net.load_state_dict(state)

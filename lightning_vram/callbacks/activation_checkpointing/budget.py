@@ -17,7 +17,12 @@ from lightning_vram.core.operators import BALANCE
 from lightning_vram.memory.estimate.workspaces import measure_bus
 from lightning_vram.memory.units import format_bytes, parse_bytes
 from lightning_vram.private_names.dispatcher import FakeTensor, modules_in_compiled
-from lightning_vram.techniques.activation_checkpointing import CompiledBudget, CompiledBudgetError, SharedPlan
+from lightning_vram.techniques.activation_checkpointing import (
+    BudgetedCheckpointing,
+    CheckpointPlan,
+    CompiledBudget,
+    CompiledBudgetError,
+)
 from lightning_vram.techniques.activation_offload import ActivationOffloading
 
 MIN_OFFLOAD_BYTES = 1 << 20
@@ -90,16 +95,17 @@ class BudgetOffload:
         has_backward = not self._trainer.lightning_module.automatic_optimization
         self._forward_seconds = (time.perf_counter() - start) * (_FORWARD_SHARE if has_backward else 1)
 
-    def bus_bytes(self, forward_cost: float) -> int:
-        """Return the bytes that PCIe transfers during a forward, of ``forward_cost`` FLOP equivalents if it is fake."""
+    def bus_bytes(self, budgeted: BudgetedCheckpointing) -> int:
+        """Return the bytes that PCIe transfers during a forward; what it takes is a guess if its tensors are fake."""
         if self._offload_bytes != "auto":
             return self._offload_bytes
         if self._is_fake():
-            return round(forward_cost * _USUAL_BUS / (BALANCE * _USUAL_BANDWIDTH))
+            cost = max((profile.cost for profile in budgeted.profiles), default=0.0)
+            return round(cost * _USUAL_BUS / (BALANCE * _USUAL_BANDWIDTH))
         with hidden_from_modes(next(self._trainer.lightning_module.parameters())):
             return round(self._forward_seconds * measure_bus(self._trainer.strategy.root_device))
 
-    def apply(self, plan: SharedPlan) -> None:
+    def apply(self, plan: CheckpointPlan) -> None:
         """Apply a plan from the next step on. Tensors are not cut: the last may exceed the planned bytes."""
         self._offloading.most_bytes = plan.offloaded_bytes + plan.largest_bytes if plan.offloaded_bytes else 0
 

@@ -31,8 +31,8 @@ from lightning_vram.private_names.dispatcher import is_compiled
 from lightning_vram.techniques.activation_checkpointing import (
     BudgetedCheckpointing,
     CheckpointingHandle,
+    CheckpointPlan,
     SavePolicy,
-    SharedPlan,
     apply_activation_checkpointing,
     parse_save,
     share_largest,
@@ -86,7 +86,7 @@ class ActivationCheckpointing(FitTechnique):
         skip_last: Do not checkpoint the last layer or segment. The backward would recompute it at once. It costs
             memory if a large loss head is alive at the same time.
         budget: Bytes for activations, such as ``"6GiB"``. The first step checkpoints all ``layers`` and is measured.
-            Then the least recomputation that fits is applied, by layer and by operator, and logged as a table.
+            Then the cheapest plan found within the budget, by layer and by operator, is applied and logged as a table.
             Excludes the arguments above except ``layers``. On a single process, a batch with larger layer inputs is
             checkpointed and planned again; with several ranks the plan is made once, for the first batch on the rank
             that needs most. For compiled layers, the first steps try how much the compiler may save.
@@ -157,7 +157,7 @@ class ActivationCheckpointing(FitTechnique):
         self._compiled: CompiledLayersBudget | None = None
         self._context: AroundStep | None = None
         self._batch: Any = None  # of the step that is about to be observed
-        self._plan: SharedPlan | None = None  # made in the step, and not applied yet
+        self._plan: CheckpointPlan | None = None  # made in the step, and not applied yet
         self._planned_bytes = -1  # of the largest batch a plan was made for
         self.layer_table = ""
 
@@ -251,14 +251,14 @@ class ActivationCheckpointing(FitTechnique):
         with self._budgeted.observing(batch), self._offload.timed() if self._offload is not None else nullcontext():
             yield
         is_first = self._planned_bytes < 0
-        offload_bytes = self._offload.bus_bytes(self._budgeted.observed_cost) if self._offload is not None else 0
+        offload_bytes = self._offload.bus_bytes(self._budgeted) if self._offload is not None else 0
         try:
             plan = share_largest(partial(self._budgeted.plan, offload_bytes))
         except ValueError as error:
             if is_first:
                 raise MisconfigurationException(f"ActivationCheckpointing: {error}") from None
             rank_zero_warn(f"ActivationCheckpointing recomputes all layers from now on, for a larger batch: {error}")
-            plan = SharedPlan({}, 0, "", "", offload_bytes)
+            plan = CheckpointPlan({}, offloaded_bytes=offload_bytes)
         if plan is None:
             return  # no layer ran: the next step may show more
         self._plan, self.layer_table = plan, plan.table
@@ -267,7 +267,8 @@ class ActivationCheckpointing(FitTechnique):
         if is_first:
             rank_zero_info(f"{title}:\n{plan.table}")
         elif plan.decisions:
-            rank_zero_info(f"{title} again, for a batch of {format_bytes(_count_bytes(batch))}: {plan.summary}")
+            sizes = f"a batch of {format_bytes(_count_bytes(batch))}: {format_bytes(plan.peak_bytes)} of activations"
+            rank_zero_info(f"{title} again, for {sizes}, {plan.recompute_share:.0%} of the forward is recomputed.")
 
     @override
     def _undo(self) -> None:

@@ -5,24 +5,26 @@ operators. The budget counts what is saved for backward and what one layer at a 
 temporaries inside operators.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch.distributed
 from torch import nn
 
 from lightning_vram.core.layers import Layer
+from lightning_vram.core.ranks import gather_objects
 from lightning_vram.core.tensors.properties import flatten_arguments
-from lightning_vram.memory.units import format_bytes
 from lightning_vram.techniques.activation_checkpointing.apply import CheckpointingHandle
 from lightning_vram.techniques.activation_checkpointing.budget_observer import Shapes, StepObserver, covers, shapes_of
 from lightning_vram.techniques.activation_checkpointing.budget_plan import (
+    NOTHING,
     CheckpointPlan,
+    Decision,
+    Decisions,
     StepProfile,
-    format_table,
     predict_peak,
 )
 from lightning_vram.techniques.activation_checkpointing.recomputed_call import DeterminismCheck, Recomputing
@@ -31,9 +33,6 @@ from lightning_vram.techniques.activation_checkpointing.saved_arguments import A
 
 _MAX_PROFILES = 8
 _MAX_TRIES = 8
-
-Decisions = Mapping[str, frozenset[int] | None]
-"""Numbers of the costly operators whose results a layer keeps; ``None``: it runs plain."""
 
 
 class BudgetedCheckpointing:
@@ -47,14 +46,14 @@ class BudgetedCheckpointing:
         determinism_check: DeterminismCheck = "outputs",
         min_offload_bytes: int = 0,
     ) -> None:
+        self.budget_bytes = budget_bytes
+        self.profiles: deque[StepProfile] = deque(maxlen=_MAX_PROFILES)
+        """Of the rounds observed last."""
         self._model = model
         self._handle = handle  # its layers, all of them checkpointed; the caller removes it
-        self._budget_bytes = budget_bytes
         self._check: DeterminismCheck = determinism_check
         self._min_offload_bytes = min_offload_bytes
-        self._observer: StepObserver | None = None
-        self._profiles: list[StepProfile] = []  # of all observed steps
-        self._shapes: dict[str, set[Shapes]] = {}  # that calls got in them, and others that are covered; by layer
+        self._shapes: dict[str, set[Shapes]] = {}  # that calls got in observed steps, by layer
         self._missing: tuple[str, Shapes] | None = None  # what a layer got that is larger than in any observed step
         self._num_tries = 0  # to observe a step with such inputs
 
@@ -63,47 +62,40 @@ class BudgetedCheckpointing:
         """Whether inputs have outgrown the plan: all layers run checkpointed, and the next step should be observed."""
         return self._missing is not None
 
-    @property
-    def observed_cost(self) -> float:
-        """Cost of the costliest forward of the observed step, in FLOP equivalents."""
-        profiles = self._observer.profiles() if self._observer is not None else []
-        return max((profile.cost for profile in profiles), default=0.0)
-
     @contextmanager
     def observing(self, inputs: Any = None) -> Iterator[None]:
         """Run one training step inside, with every layer checkpointed; :meth:`plan` works from what it was."""
-        self._observer = observer = StepObserver(self._model, inputs, self._min_offload_bytes)
-        self._watch_all(observer)
+        observer = StepObserver(self._model, inputs, self._min_offload_bytes)
+        for layer in self._handle.selection.layers:
+            self._handle.change(layer, replace(self._full(layer), watch=observer.watch(layer.name)))
         try:
             with observer.observing():
                 yield
+            self.profiles += observer.profiles()
+            for name, shapes in observer.shapes.items():
+                self._shapes.setdefault(name, set()).update(shapes)
         finally:
-            self._watch_all(None)
+            for layer in self._handle.selection.layers:
+                self._handle.change(layer, self._full(layer))
 
     def plan(self, offload_bytes: int = 0) -> CheckpointPlan | None:
-        """Make the cheapest plan that fits, or raise ``BudgetError``; ``None`` if no layer was observed."""
-        if self._observer is None:
-            return None
-        for name, shapes in self._observer.shapes.items():
-            self._shapes.setdefault(name, set()).update(shapes)
-        observed = self._observer.profiles()
-        self._observer = None
-        if not observed:
-            return None
-        # A step with several backwards has several forwards, and batches have several shapes: the plan has to fit all,
-        # and is made for the largest, or else for another.
-        self._profiles = [*self._profiles, *observed][-_MAX_PROFILES:]
-        from lightning_vram.techniques.activation_checkpointing.budget_solver import solve  # NumPy, to plan only
+        """Make a plan for the largest round, or raise ``BudgetError``; ``None`` if no layer was observed.
 
-        plans = [solve(profile, self._budget_bytes, offload_bytes) for profile in self._profiles]
-        plans.sort(key=lambda plan: plan.plain_peak_bytes, reverse=True)
-        fitting = (plan for plan in plans if all(self._fits(plan, profile) for profile in self._profiles))
-        return next(fitting, None) or plan_nothing(plans[0], offload_bytes)
+        A step with several backwards has several rounds, and batches have several shapes: if one of the others does
+        not fit the plan, every layer is checkpointed.
+        """
+        if not self.profiles:
+            return None
+        from lightning_vram.techniques.activation_checkpointing import budget_solver  # NumPy, to plan only
 
-    def _fits(self, plan: CheckpointPlan, profile: StepProfile) -> bool:
-        decisions = decisions_of(plan)
-        choices = [layer.choose(decisions.get(layer.name, frozenset())) for layer in profile.layers]
-        return predict_peak(profile, choices, plan.offloaded_bytes) <= self._budget_bytes
+        for profile in self.profiles:
+            budget_solver.find_minimum(profile, self.budget_bytes, offload_bytes)
+        largest = max(self.profiles, key=lambda profile: predict_peak(profile, profile.decide(None)))
+        plan = budget_solver.solve(largest, self.budget_bytes, offload_bytes)
+        peaks = (predict_peak(profile, plan.decisions, plan.offloaded_bytes) for profile in self.profiles)
+        if max(peaks) <= self.budget_bytes:
+            return plan
+        return budget_solver.plan_nothing(largest, self.budget_bytes, offload_bytes)
 
     def apply(self, decisions: Decisions, *, is_guarded: bool = True) -> None:
         """Apply decisions from the next call of each layer on; layers without a decision stay checkpointed.
@@ -116,7 +108,7 @@ class BudgetedCheckpointing:
         for layer in self._handle.selection.layers:
             full = self._full(layer)
             guard = partial(self._guard, layer.name, full) if is_guarded and layer.name in decisions else None
-            self._handle.change(layer, _decide(full, decisions.get(layer.name, frozenset())), guard)
+            self._handle.change(layer, _decide(full, decisions.get(layer.name, NOTHING)), guard)
 
     def _guard(
         self, name: str, full: Recomputing, decided: Recomputing | None, arguments: Arguments
@@ -131,72 +123,30 @@ class BudgetedCheckpointing:
         known = self._shapes[name]
         return shapes in known or any(covers(other, shapes) for other in known)
 
-    def _watch_all(self, observer: StepObserver | None) -> None:
-        for layer in self._handle.selection.layers:
-            watch = observer.watch(layer.name) if observer is not None else None
-            self._handle.change(layer, replace(self._full(layer), watch=watch))
-
     def _full(self, layer: Layer) -> Recomputing:
         return Recomputing(layer.title, None, self._check)
 
 
-def plan_nothing(plan: CheckpointPlan, offload_bytes: int = 0) -> CheckpointPlan:
-    """Return a plan like this one in which all layers are checkpointed and nothing is kept."""
-    choices = tuple(layer.choose(frozenset()) for layer in plan.profile.layers)
-    peak_bytes, offloaded_bytes = min((predict_peak(plan.profile, choices, away), away) for away in {0, offload_bytes})
-    return replace(plan, choices=choices, peak_bytes=peak_bytes, offloaded_bytes=offloaded_bytes)
-
-
-def decisions_of(plan: CheckpointPlan) -> Decisions:
-    """Return what a plan decides, by layer."""
-    return {choice.name: choice.decision for choice in plan.choices}
-
-
-def _decide(full: Recomputing, kept: frozenset[int] | None) -> Recomputing | None:
-    if kept is None:
+def _decide(full: Recomputing, decision: Decision) -> Recomputing | None:
+    if decision is None:
         return None
-    return replace(full, save=SavePolicy("matmuls", numbers=kept)) if kept else full
+    return replace(full, save=SavePolicy("matmuls", numbers=decision)) if decision else full
 
 
-@dataclass(frozen=True)
-class SharedPlan:
-    """The part of a plan that ranks exchange."""
-
-    decisions: Decisions
-    plain_peak_bytes: int  # what the rank would need without a plan
-    table: str  # for the user
-    summary: str
-    offloaded_bytes: int = 0  # of a forward, to be away
-    largest_bytes: int = 0  # the largest storage among them: that much more may travel, for what travels is not cut
-
-
-def share_largest(make_plan: Callable[[], CheckpointPlan | None]) -> SharedPlan | None:
+def share_largest(make_plan: Callable[[], CheckpointPlan | None]) -> CheckpointPlan | None:
     """Make a plan on every rank, and return that of the rank which needs most; ``None`` if none could be made.
 
     A collective, where there are several ranks. Layers may communicate while they run (SyncBatchNorm, FSDP), so all
     ranks must recompute the same ones, and all of them must raise an error that one has.
     """
-    found = _make(make_plan)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        everybodys: list[SharedPlan | str | None] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(everybodys, found)
-    else:
-        everybodys = [found]
-    errors = [plan for plan in everybodys if isinstance(plan, str)]
-    if errors:
-        raise ValueError(errors[0])
-    plans = [plan for plan in everybodys if isinstance(plan, SharedPlan)]
-    return max(plans, key=lambda plan: plan.plain_peak_bytes) if plans else None
-
-
-def _make(make_plan: Callable[[], CheckpointPlan | None]) -> SharedPlan | str | None:
+    found: CheckpointPlan | str | None
     try:
-        plan = make_plan()
+        found = make_plan()
     except ValueError as error:
-        return str(error)
-    if plan is None:
-        return None
-    peak = format_bytes(plan.peak_bytes)
-    summary = f"{peak} of activations, {plan.recompute_share:.0%} of the forward is recomputed."
-    sizes = plan.offloaded_bytes, plan.profile.largest_bytes
-    return SharedPlan(decisions_of(plan), plan.plain_peak_bytes, format_table(plan), summary, *sizes)
+        found = str(error)
+    everybodys = gather_objects(found)
+    for plan in everybodys:
+        if isinstance(plan, str):
+            raise ValueError(plan)
+    plans = [plan for plan in everybodys if isinstance(plan, CheckpointPlan)]
+    return max(plans, key=lambda plan: plan.plain_peak_bytes, default=None)

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,12 +17,7 @@ from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, ByStorage,
 from lightning_vram.memory.tracking.ledger import iterate_storages, iterate_tensors
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
 from lightning_vram.private_names.torch import base_of, is_view, tree_leaves
-from lightning_vram.techniques.activation_checkpointing.budget_plan import (
-    CallProfile,
-    LayerProfile,
-    OperatorProfile,
-    StepProfile,
-)
+from lightning_vram.techniques.activation_checkpointing.budget_plan import CallProfile, OperatorProfile, StepProfile
 from lightning_vram.techniques.activation_checkpointing.recomputed_call import CallWatch
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 
@@ -29,7 +25,7 @@ _OTHER_BYTES = 8192  # the loss, its gradient, what is logged, samples for compa
 
 
 @dataclass
-class Operator:
+class _Operator:
     """One operator in one call. ``storages`` and ``counter`` are there for costly ones only."""
 
     name: str
@@ -39,89 +35,63 @@ class Operator:
     counter: Tensor | None = None
     version: int = 0
 
-    def profile(self, call: "Call", held: Collection[int], staying: Collection[int]) -> OperatorProfile:
+    def profile(self, call: "_Call", base: Collection[int]) -> OperatorProfile:
         """A result that is overwritten, or made after the last that is saved, is never kept: it gains nothing."""
-        assert self.storages is not None
         is_overwritten = self.counter is not None and version_of(self.counter) != self.version
         if is_overwritten or self.num_saves == call.num_saves:
             return OperatorProfile(self.name, 0, is_saved=True, cost=0.0)
-        new = [number for number in self.storages if number not in held]
-        return OperatorProfile(
-            self.name,
-            num_bytes=sum(self.storages[number] for number in new),
-            is_saved=all(number in call.saved for number in new),
-            cost=self.cost,
-            staying_bytes=sum(self.storages[number] for number in new if number in staying),
-        )
+        new = {number: size for number, size in (self.storages or {}).items() if number not in base}
+        return OperatorProfile(self.name, sum(new.values()), new.keys() <= call.saved.keys(), self.cost)
 
 
 @dataclass
-class Call:
+class _Call:
     """One call of a layer."""
 
     layer: str
     position: int
-    operators: list[Operator] = field(default_factory=list)
+    operators: list[_Operator] = field(default_factory=list)
     saved: dict[int, int] = field(default_factory=dict)  # bytes by storage
     inputs: set[int] = field(default_factory=set)  # base storages that its backward needs
     num_saves: int = 0
 
-    def profile(self, base: dict[int, tuple[float, int]], staying: Collection[int]) -> CallProfile:
-        """Return what it saves in addition to the storages in ``base``, and costs. ``staying`` are never offloaded."""
-        kept: set[int] = set()
-        operators = []
-        reached = [operator for operator in self.operators if operator.num_saves < self.num_saves]  # by a second run
-        for operator in self.operators:
-            if operator.storages is not None:
-                operators.append(operator.profile(self, base.keys() | kept, staying))
-                kept.update(operator.storages)
+    def profile(self, base: dict[int, tuple[float, int]]) -> CallProfile:
+        """Return what it saves in addition to the storages in ``base``, and costs."""
         before = {number: size for number, (position, size) in base.items() if position <= self.position}
-        saved = {number: size for number, size in self.saved.items() if number not in base}
-        inputs = [number for number in self.inputs | self.saved.keys() if number in before and number not in staying]
-        new = sum(before[number] for number in inputs if base[number][0] == self.position)
         return CallProfile(
-            position=self.position,
+            self.layer,
             base_live_bytes=sum(before.values()) + _OTHER_BYTES,
-            saved_bytes=sum(saved.values()),
-            cost=sum(operator.cost for operator in reached),
-            operators=tuple(operators),
-            staying_base_bytes=sum(size for number, size in before.items() if number in staying) + _OTHER_BYTES,
-            staying_saved_bytes=sum(size for number, size in saved.items() if number in staying),
-            new_input_bytes=new,
-            old_input_bytes=sum(before[number] for number in inputs) - new,
+            saved_bytes=sum(size for number, size in self.saved.items() if number not in base),
+            cost=sum(one.cost for one in self.operators if one.num_saves < self.num_saves),  # a second run ends there
+            operators=tuple(one.profile(self, base.keys()) for one in self.operators if one.storages is not None),
+            input_bytes=sum(before[number] for number in self.inputs | self.saved.keys() if number in before),
         )
 
 
 @dataclass
-class Round:
+class _Round:
     """A forward and its backward."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[_Call] = field(default_factory=list)
     base: dict[int, tuple[float, int]] = field(default_factory=dict)  # first position and bytes, by storage
     other_cost: float = 0.0
     is_over: bool = False
 
     def profile(self, small: Collection[int], min_offload_bytes: int) -> StepProfile:
-        """Say what each layer keeps and costs."""
-        base = dict(self.base)
+        base, sizes = dict(self.base), {number: size for number, (_, size) in self.base.items()}
         for call in self.calls:
             for number in call.saved.keys() & base.keys():  # saved in the layer, and an input of a later one
                 base[number] = (min(base[number][0], call.position), base[number][1])
-        sizes = {number: size for number, (_, size) in base.items()}
-        for call in self.calls:
             sizes.update(call.saved)
             for operator in call.operators:
                 sizes.update(operator.storages or {})
-        staying = {number for number, size in sizes.items() if number in small or size < min_offload_bytes}
-        layers: dict[str, list[CallProfile]] = {}
-        for call in self.calls:
-            layers.setdefault(call.layer, []).append(call.profile(base, staying))
+        offloadable = {n: size for n, size in sizes.items() if n not in small and size >= min_offload_bytes}
         return StepProfile(
-            layers=tuple(LayerProfile(name, tuple(calls)) for name, calls in layers.items()),
-            base_total_bytes=sum(num_bytes for _, num_bytes in base.values()) + _OTHER_BYTES,
+            calls=tuple(call.profile(base) for call in self.calls),
+            base_total_bytes=sum(size for _, size in base.values()) + _OTHER_BYTES,
             other_cost=self.other_cost,
-            staying_base_bytes=sum(size for number, (_, size) in base.items() if number in staying) + _OTHER_BYTES,
-            largest_bytes=max((size for number, size in sizes.items() if number not in staying), default=0),
+            staying_bytes=sum(sizes.values()) - sum(offloadable.values()) + _OTHER_BYTES,
+            largest_bytes=max(offloadable.values(), default=0),
         )
 
 
@@ -162,8 +132,8 @@ class StepObserver:
         self._lasting = {number for tensor in self._held for number, _ in self._storages.number(tensor)}
         self.shapes: dict[str, set[Shapes]] = {}
         """What calls got, by layer."""
-        self._rounds = [Round()]
-        self._call: Call | None = None
+        self._rounds = [_Round()]
+        self._call: _Call | None = None
         self._is_inside = False
 
     @contextmanager
@@ -186,15 +156,15 @@ class StepObserver:
     def _call_of(self, layer: str, leaves: Sequence[Any]) -> Iterator[None]:
         """One call of ``layer`` with these arguments, from before its inputs are saved to after its outputs are."""
         if self._rounds[-1].is_over:
-            self._rounds.append(Round())
+            self._rounds.append(_Round())
         calls, outer = self._rounds[-1].calls, self._call
-        self._call = Call(layer, len(calls))
+        self._call = _Call(layer, len(calls))
         calls.append(self._call)
         self.shapes.setdefault(layer, set()).add(shapes_of(leaves))
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                self._add_to_base(leaf, self._call.position)
-                self._call.inputs.update(number for number, _ in self._storages.number(leaf))
+        tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+        for number, num_bytes in chain.from_iterable(map(self._storages.number, tensors)):
+            self._add_to_base(number, num_bytes, self._call.position)
+            self._call.inputs.add(number)
         try:
             yield
         finally:
@@ -219,31 +189,28 @@ class StepObserver:
         base = base_of(tensor) if type(tensor) is Tensor and is_view(tensor) else tensor
         if type(base) in PARAMETER_CLASSES:
             return
+        call = self._call if self._is_inside else None
+        now = (call.position if call is not None else None, len(self._rounds))
+        numbered = self._storages.number(tensor, now)  # unknown ones: compiled code made them
         if self._min_offload_bytes and not self._can_offload(tensor):
-            now = (self._call.position if self._call is not None and self._is_inside else None, len(self._rounds))
-            self._small.update(number for number, _ in self._storages.number(tensor, now))
-        if self._call is None:
-            position = len(self._rounds[-1].calls) - 0.5  # its backward comes before that of the calls so far
-            self._add_to_base(tensor, position)
-        elif not self._is_inside:
-            self._add_to_base(tensor, self._call.position)
-        else:
-            self._call.num_saves += 1
-            now = (self._call.position, len(self._rounds))
-            for number, num_bytes in self._storages.number(tensor, now):  # unknown: compiled code made it
-                if self._storages.births[number] != now:  # made before or outside of this call
-                    self._add_number(number, num_bytes, self._call.position)
-                elif number not in self._lasting:
-                    self._call.saved[number] = num_bytes
+            self._small.update(number for number, _ in numbered)
+        # Outside of all layers: its backward comes before that of the calls so far.
+        position = self._call.position if self._call is not None else len(self._rounds[-1].calls) - 0.5
+        for number, num_bytes in numbered:
+            if call is None or self._storages.births[number] != now:  # made before or outside of this call
+                self._add_to_base(number, num_bytes, position)
+            elif number not in self._lasting:
+                call.saved[number] = num_bytes
+        if call is not None:
+            call.num_saves += 1
 
     def _can_offload(self, tensor: Tensor) -> bool:
         """Whether offloading sends what is saved here: most of a storage, or a large part of one."""
         if not is_strided(tensor):
             return False
         length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        num_bytes = tensor.untyped_storage().nbytes()
-        is_most = 2 * length * tensor.dtype.itemsize >= num_bytes
-        return (num_bytes if is_most else length * tensor.dtype.itemsize) >= self._min_offload_bytes
+        num_bytes = length * tensor.dtype.itemsize
+        return num_bytes >= self._min_offload_bytes or 2 * num_bytes >= tensor.untyped_storage().nbytes()
 
     def on_operator(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
         """Note one operator of the forward."""
@@ -255,7 +222,7 @@ class StepObserver:
         if place is None or self._call is None:
             self._rounds[-1].other_cost += cost
             return
-        operator = Operator(str(func).rpartition(".")[0] or str(func), cost, self._call.num_saves)
+        operator = _Operator(str(func).rpartition(".")[0] or str(func), cost, self._call.num_saves)
         if self._costly.concerns(func):
             first = tensors[0] if tensors else None
             operator.storages = storages
@@ -263,15 +230,11 @@ class StepObserver:
                 operator.counter, operator.version = version_counter(first), version_of(first)
         self._call.operators.append(operator)
 
-    def _add_to_base(self, tensor: Tensor, position: float) -> None:
-        for number, num_bytes in self._storages.number(tensor):
-            self._add_number(number, num_bytes, position)
-
-    def _add_number(self, number: int, num_bytes: int, position: float) -> None:
+    def _add_to_base(self, number: int, num_bytes: int, position: float) -> None:
         if number not in self._lasting:
             base = self._rounds[-1].base
-            known = base.get(number)
-            base[number] = (min(position, known[0]) if known is not None else position, num_bytes)
+            first, _ = base.get(number, (position, 0))
+            base[number] = (min(position, first), num_bytes)
 
 
 class _StorageNumbers:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_vram.core.ranks import gather_objects
 from lightning_vram.memory.tracking.ledger import iterate_storages, iterate_tensors
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.private_names.dispatcher import LEAST_SHARE, activation_share
@@ -23,7 +24,7 @@ CLOSE_ENOUGH = 0.97
 MAX_MEASUREMENTS = 7
 _AIM = (1 + CLOSE_ENOUGH) / 2
 _FIRST_STEP = 0.25
-_SMALLEST_STEP = 1 / 256
+_LEAST_PART = 0.2  # of the interval that is left
 
 
 class CompiledBudgetError(ValueError):
@@ -48,14 +49,13 @@ class ShareSearch:
 
     @property
     def next_above(self) -> float | None:
-        """The least share above it that was measured, and does not fit; ``None`` if none was."""
+        """The least share above it that was measured, if any: it does not fit."""
         return min((share for share in self.kept_bytes if share > self.best), default=None)
 
     @property
     def is_close(self) -> bool:
         """Whether the best share keeps nearly the budget, or all that there is to keep."""
-        best = self.best
-        return best == 1 or self.kept_bytes[best] >= CLOSE_ENOUGH * self._budget_bytes
+        return self.best == 1 or self.kept_bytes[self.best] >= CLOSE_ENOUGH * self._budget_bytes
 
     def note(self, share: float, kept_bytes: int) -> None:
         """Note a measurement; raises ``CompiledBudgetError`` if the least share does not fit."""
@@ -70,32 +70,14 @@ class ShareSearch:
         """Return the next share to try; ``None`` if the search is over."""
         if not self.kept_bytes:
             return LEAST_SHARE
+        best, above = self.best, self.next_above
         if self.is_close or len(self.kept_bytes) >= MAX_MEASUREMENTS:
             return None
-        best, above = self.best, self.next_above
         if above is None:
-            return self._extrapolate(best)
-        return self._between(best, above) if above - best > _SMALLEST_STEP else None
-
-    def _between(self, best: float, above: float) -> float:
-        """Halve the interval and go along a straight line in it by turns: one is sure, the other is quick."""
-        if len(self.kept_bytes) % 2:
-            return (best + above) / 2
-        kept, too_much = self.kept_bytes[best], self.kept_bytes[above]
-        part = (_AIM * self._budget_bytes - kept) / (too_much - kept)
-        return best + min(max(part, 0.1), 0.9) * (above - best)
-
-    def _extrapolate(self, best: float) -> float:
-        """Go on upwards along the last two points, if the curve rises, else by doubling."""
-        below = [share for share in self.kept_bytes if share < best]
-        if not below:
-            return _FIRST_STEP
-        rise = self.kept_bytes[best] - self.kept_bytes[max(below)]
-        if rise <= 0:
-            return min(1.0, 2 * best)
-        rest = _AIM * self._budget_bytes - self.kept_bytes[best]
-        step = rest * (best - max(below)) / rise
-        return min(1.0, best + max(step, _SMALLEST_STEP))
+            return min(1.0, max(_FIRST_STEP, 2 * best))
+        kept = self.kept_bytes[best]
+        part = (_AIM * self._budget_bytes - kept) / (self.kept_bytes[above] - kept)  # along a straight line
+        return best + min(max(part, _LEAST_PART), 1 - _LEAST_PART) * (above - best)
 
 
 class SavedBytesCounter:
@@ -118,19 +100,18 @@ class SavedBytesCounter:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         for storage, _ in iterate_storages(tensor):
-            key = storage_key(storage)
-            if key not in self._others and key not in self._alive:
-                self._add(key, storage, storage.nbytes())
-        return tensor
+            key, num_bytes = storage_key(storage), storage.nbytes()
+            if key in self._others or key in self._alive:
+                continue
 
-    def _add(self, key: int, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        def forget(_: object) -> None:
-            del self._alive[key]
-            self._num_bytes -= num_bytes
+            def forget(_: object, key: int = key, num_bytes: int = num_bytes) -> None:
+                del self._alive[key]
+                self._num_bytes -= num_bytes
 
-        self._alive[key] = weakref.ref(storage, forget)
-        self._num_bytes += num_bytes
+            self._alive[key] = weakref.ref(storage, forget)
+            self._num_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self._num_bytes)
+        return tensor
 
 
 class CompiledBudget:
@@ -159,7 +140,7 @@ class CompiledBudget:
         kept = SavedBytesCounter(alive)
         with kept.counting():
             yield
-        self.search.note(share, _largest_of_ranks(kept.peak_bytes))
+        self.search.note(share, max(gather_objects(kept.peak_bytes)))  # ranks recompute the same layers
         self.is_done = self.search.next_share() is None
 
     def remove(self) -> None:
@@ -168,12 +149,3 @@ class CompiledBudget:
         if self._share is not None:
             torch.compiler.reset()
         self._share = None
-
-
-def _largest_of_ranks(num_bytes: int) -> int:
-    """Ranks have to recompute the same layers. A collective, where there are several ranks."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return num_bytes
-    everybodys: list[int] = [0] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everybodys, num_bytes)
-    return max(everybodys)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
-from lightning_vram.techniques.activation_checkpointing.budget import BudgetedCheckpointing, decisions_of
+from lightning_vram.techniques.activation_checkpointing.budget import BudgetedCheckpointing
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
@@ -90,8 +90,8 @@ class Budget:
         with self.budgeted.observing():
             yield
         self.plan = self.budgeted.plan()
-        assert 0 < self.plan.recompute_cost < self.plan.profile.cost
-        self.budgeted.apply(decisions_of(self.plan))
+        assert 0 < self.plan.recompute_share < 1
+        self.budgeted.apply(self.plan.decisions)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from support.devices import DEVICE, at_size, requested_bytes
 from torch import Tensor, nn
 
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
-from lightning_vram.techniques.activation_checkpointing.budget import BudgetedCheckpointing, decisions_of
+from lightning_vram.techniques.activation_checkpointing.budget import BudgetedCheckpointing
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
 
@@ -69,6 +69,6 @@ def test_a_budget_holds_in_the_allocator():
     loss.backward()
     del loss
     model.zero_grad(set_to_none=False)
-    budgeted.apply(decisions_of(budgeted.plan()))
+    budgeted.apply(budgeted.plan().decisions)
     step()
     assert step() <= 0.52 * plain_bytes

@@ -43,7 +43,7 @@ def test_ends_with_the_first_share_that_is_close_enough():
 
 def test_keeps_all_where_all_fits():
     search = run(CURVES["straight"], 20000)
-    assert list(search.kept_bytes) == [LEAST_SHARE, 0.25, 1.0]
+    assert list(search.kept_bytes) == [LEAST_SHARE, 0.25, 0.5, 1.0]
     assert search.best == 1
 
 
