@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_vram.techniques.in_place_fusion.invertible_norm import (
     InvertibleActivation,
     Normalization,
+    measure_inversion_error,
     normalize_and_activate,
-    predict_inversion_error,
 )
 from tests.benchmarks.compare import Options
 from tests.benchmarks.measure import Row
@@ -75,8 +75,8 @@ def measure_abn_errors(slope: float = 0.01, num_seeds: int = 5) -> dict[tuple[fl
     with one that has its ``|gamma| + eps``.
 
     Returns:
-        By gamma and dtype of the maps (parameters are float32): the error of each method, mean of the seeds, and what
-        is predicted for ours.
+        By gamma and dtype of the maps (parameters are float32): the error of each method, mean of the seeds, and the
+        error of the inverse, which predicts ours.
     """
     errors: dict[tuple[float, torch.dtype], dict[str, float]] = {}
     for gamma in GAMMAS:
@@ -91,7 +91,7 @@ def measure_abn_errors(slope: float = 0.01, num_seeds: int = 5) -> dict[tuple[fl
                     error = (method(inputs, slope).double() - exact).norm() / exact.norm()
                     totals[name] += float(error) / num_seeds
                 activation = InvertibleActivation(negative_slope=slope)
-                predicted = predict_inversion_error(inputs[1], inputs[2], dtype, activation).square().mean().sqrt()
+                predicted = measure_inversion_error(inputs[1], inputs[2], dtype, activation).square().mean().sqrt()
                 totals["predicted"] += float(predicted) / num_seeds
             errors[gamma, dtype] = totals
     return errors

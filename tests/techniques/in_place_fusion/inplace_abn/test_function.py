@@ -1,18 +1,15 @@
 """Norm and activation from the output alone: the forward is the plain one to the bit, the gradient a recovered one."""
 
-import math
-
 import pytest
 import torch
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_vram.techniques.in_place_fusion.invertible_norm import (
     InvertibleActivation,
     Normalization,
+    measure_inversion_error,
     normalize_and_activate,
-    predict_inversion_error,
 )
 from tests.benchmarks.suites import abn_errors
 
@@ -20,7 +17,6 @@ C = 5
 ACTIVATIONS = {
     "leaky": (InvertibleActivation(negative_slope=0.01), nn.LeakyReLU(0.01)),
     "elu": (InvertibleActivation(alpha=0.7), nn.ELU(0.7)),
-    "none": (InvertibleActivation(), nn.Identity()),
 }
 SHAPES = {"1d": (9, C), "1d long": (4, C, 7), "2d": (4, C, 6, 6), "3d": (3, C, 4, 3, 3)}
 
@@ -181,10 +177,10 @@ def test_an_output_changed_in_place_is_noticed():
         output.sum().backward()
 
 
-# --- the predicted error ---
+# --- the error of the inverse ---
 
 
-def measure_recovered_error(weight: float, bias: float, dtype: torch.dtype, activation: InvertibleActivation) -> float:
+def sample_recovered_error(weight: float, bias: float, dtype: torch.dtype, activation: InvertibleActivation) -> float:
     """Root mean square error of the recovered xhat, by rounding as the two layers do."""
     torch.manual_seed(0)
     exact = torch.randn(100_000, dtype=torch.float64)
@@ -200,78 +196,36 @@ def measure_recovered_error(weight: float, bias: float, dtype: torch.dtype, acti
         (1.0, 0.0, InvertibleActivation(negative_slope=0.01)),
         (-0.1, 1.0, InvertibleActivation(negative_slope=0.01)),
         (0.1, -1.0, InvertibleActivation(negative_slope=0.3)),
-        (0.03, 0.7, InvertibleActivation()),
         (1.0, 0.0, InvertibleActivation(alpha=1.0)),
         (0.5, -1.0, InvertibleActivation(alpha=1.0)),
         (-0.1, -0.5, InvertibleActivation(alpha=1.0)),
     ],
     ids=str,
 )
-def test_the_predicted_error_bounds_the_measured_one_within_a_factor_of_five(weight, bias, activation, dtype):
-    predicted = predict_inversion_error(torch.tensor([weight]), torch.tensor([bias]), dtype, activation)
-    measured = measure_recovered_error(weight, bias, dtype, activation)
-    assert predicted.item() / 5 < measured < predicted.item()
+def test_a_hundred_quantiles_measure_the_error_of_random_numbers(weight, bias, activation, dtype):
+    measured = measure_inversion_error(torch.tensor([weight]), torch.tensor([bias]), dtype, activation)
+    assert measured.item() == pytest.approx(sample_recovered_error(weight, bias, dtype, activation), rel=0.4)
 
 
 def test_the_measured_table_of_gradients_agrees():
-    """Rounding of y costs gamma's gradient what is predicted, in the original formulas and in ours alike."""
+    """Rounding of y costs gamma's gradient what is measured, in the original formulas and in ours alike."""
     for (gamma, dtype), row in abn_errors.measure_abn_errors(num_seeds=1).items():
         assert row["plain"] < 1e-4, (gamma, dtype)
         assert row["ours"] == pytest.approx(row["original"], rel=0.4)
         if gamma < 1:
-            assert row["predicted"] / 5 < row["ours"] < row["predicted"]
+            assert row["predicted"] / 2 < row["ours"] < 2 * row["predicted"]
 
 
-def test_the_predicted_error_is_that_worked_out_by_hand():
+def test_the_error_grows_with_beta_over_gamma_and_nothing_comes_back_through_a_gamma_of_zero():
     leaky = InvertibleActivation(negative_slope=0.01)
     weight, bias = torch.tensor([1.0, 0.1, 0.0]), torch.tensor([0.0, 1.0, 0.0])
-    error = predict_inversion_error(weight, bias, torch.bfloat16, leaky)
-    assert error[:2].tolist() == pytest.approx([2**-8, 2**-8 * math.sqrt(101)])
-    assert not error[2] <= 1  # nothing comes back through a gamma of zero
-    assert predict_inversion_error(None, None, torch.float16, leaky).tolist() == pytest.approx([2**-11], rel=1e-4)
-    tiny = predict_inversion_error(torch.tensor([1.0]), None, torch.float16, InvertibleActivation(negative_slope=1e-4))
-    lost = 2**-14 * 2**-11 / 1e-4  # half a step of the subnormal numbers, which the slope moves y down to
-    assert tiny.item() == pytest.approx(math.hypot(2**-11, lost))
-
-
-# --- statistics shared by processes ---
-
-PARTS = {"equal": (4, 4), "unequal": (3, 5), "one empty": (8, 0)}
-
-
-def run_rank(rank: int, parts: tuple[int, int], path: str) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
-    case = Case("leaky", "2d")
-    case.x, case.gradient = joint_batch()
-    start = sum(parts[:rank])
-    case.x, case.gradient = (value[start : start + parts[rank]] for value in (case.x, case.gradient))
-    mean, variance = case.running
-    x, weight, bias = inputs = case._inputs(torch.float64)
-    how = Normalization(mean, variance, True, 0.1, 1e-5, torch.distributed.group.WORLD)
-    output = normalize_and_activate(x, weight, bias, how, case.activation)
-    torch.save(case._results(output, inputs, case.gradient, mean, variance), f"{path}/{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
-def joint_batch() -> tuple[Tensor, Tensor]:
-    torch.manual_seed(3)
-    return torch.randn(8, C, 3, 3).double() + 100, torch.randn(8, C, 3, 3).double()  # a mean that would cancel squares
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("parts", PARTS)
-def test_processes_share_statistics_and_gradients(parts, tmp_path):
-    mp.start_processes(run_rank, (PARTS[parts], str(tmp_path)), nprocs=2, start_method="fork")
-    case = Case("leaky", "2d")
-    case.x, case.gradient = joint_batch()
-    expected = case.plain(torch.float64)
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    for index, combine in enumerate((torch.cat, max_equal, max_equal, torch.cat, sum, sum)):
-        actual = combine([results[index] for results in ranks])
-        torch.testing.assert_close(actual, expected[index], rtol=1e-10, atol=1e-10)
-
-
-def max_equal(values: list[Tensor]) -> Tensor:
-    assert torch.equal(*values)
-    return values[0]
+    error = measure_inversion_error(weight, bias, torch.bfloat16, leaky)
+    # Numbers around 1 are rounded by at most 2**-8 or 2**-9, evenly, so by a root mean square of 2**-8.5 / sqrt(3).
+    assert error[1].item() == pytest.approx(10 * 2**-8.5 / 3**0.5, rel=0.2)
+    assert error[0] < error[1] / 5
+    assert not error[2] <= 1
+    assert measure_inversion_error(None, None, torch.float16, leaky).shape == (1,)
+    tiny = InvertibleActivation(negative_slope=1e-4)  # pushes y below the smallest normal number of float16
+    assert measure_inversion_error(None, None, torch.float16, tiny) > measure_inversion_error(
+        None, None, torch.float16, leaky
+    )
