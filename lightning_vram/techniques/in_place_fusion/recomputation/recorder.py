@@ -40,15 +40,14 @@ from lightning_vram.private_names.dispatcher import (
 )
 from lightning_vram.private_names.torch import count_storage_users, num_writes, storage_identity
 from lightning_vram.techniques.in_place_fusion.recomputation.recipes import (
-    BatchNormRecipe,
     CopyValue,
-    DropoutRecipe,
     Dropped,
     MaskValue,
     Recipe,
     Saved,
     Value,
-    WriteRecipe,
+    batch_norm,
+    dropout,
     note_draw,
     recomputation_call,
 )
@@ -307,13 +306,12 @@ def _batch_norm(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: di
         with notes.paused():
             copies = [statistic.clone() for statistic in statistics]
         filled = (*notes.with_values(args[:3], inputs), *copies, *args[5:])
-    recipe = BatchNormRecipe(function, filled, kwargs, inputs)
-    recipe.position = notes.position
+    has_running = in_training and func is not BATCH_NORM_WITHOUT_STATISTICS and args[3] is not None
+    running = (args[3].shape, args[3].dtype, args[3].device) if has_running else None
     results = func(*args, **kwargs) if kwargs else func(*args)
-    if in_training and func is not BATCH_NORM_WITHOUT_STATISTICS and args[3] is not None:
-        recipe.running = args[3].shape, args[3].dtype, args[3].device
-    if in_training and func is aten.native_batch_norm.default:
-        recipe.statistics = results[1], results[2]
+    known = (results[1], results[2]) if in_training and func is aten.native_batch_norm.default else None
+    recipe = Recipe(batch_norm, (function, running, known, *filled), kwargs, inputs)
+    recipe.position = notes.position
     notes.note(results[0], recipe)
     return results
 
@@ -328,7 +326,7 @@ def _native_dropout(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs
     of_mask = notes.note(mask, draw, num_writes(mask), 1, kind=MaskValue)
     of_mask.is_scaled = False  # type: ignore[attr-defined]
     notes.position += 1
-    recipe = DropoutRecipe(of_source, of_mask, probability)
+    recipe = Recipe(dropout, (of_source, of_mask, probability), None, [of_source, of_mask])
     recipe.position = notes.position
     notes.note(result, recipe)
     return result, mask
@@ -356,8 +354,9 @@ def _in_place(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict
     if (before.recipe is not None or before.find_saved() is not None or before.is_mask) and _keeps_dtype(args):
         inputs: list[Value] = []
         filled = notes.with_values(args, inputs)
-        recipe = WriteRecipe(functional_form(func), filled, kwargs, inputs, target)
+        recipe = Recipe(functional_form(func), filled, kwargs, inputs)
         recipe.position = notes.position
+        recipe.strides = target.stride()
     notes.before_write(target)
     result = func(*args, **kwargs) if kwargs else func(*args)
     version = num_writes(target) + 1  # autograd counts the write after this returns
