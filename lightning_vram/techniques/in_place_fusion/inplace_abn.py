@@ -32,9 +32,9 @@ MAX_ERROR_16_BIT = 8e-3  # a fresh norm (gamma 1, beta 0) has an error of 1.6e-3
 def apply_inplace_abn(links: Iterable[Link]) -> Pairs:
     """Let each linked norm normalize and activate in one function that saves only its output; return the undo.
 
-    The links must be proven, and invertible (:func:`can_invert`). The first and every 100th forward that records a
-    gradient measures the error of the inverse; a pair beyond the limit is off from then on. Processes that train the
-    same weights decide alike.
+    The links must be proven, and invertible (:func:`can_invert`). A call inverts if the norm trains then. The first
+    and every 100th forward that records a gradient measures the error of the inverse; a pair beyond the limit is off
+    from then on. Processes that train the same weights decide alike.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.LeakyReLU(), nn.Conv2d(8, 8, 3))
@@ -84,23 +84,21 @@ def is_accurate(norm: Any, dtype: torch.dtype, activation: InvertibleActivation)
 
 
 def _is_recorded(norm: Any, input: Tensor) -> bool:
-    """Whether a gradient is recorded by autograd alone, and the original norm would not refuse the input."""
-    if not torch.is_grad_enabled() or is_transformed() or is_in_forward_ad():
+    """Whether the norm trains, a gradient is recorded by autograd alone, and the norm would not refuse the input."""
+    if not (norm.training and torch.is_grad_enabled()) or is_transformed() or is_in_forward_ad():
         return False
     check_dimensions(norm, input)
-    if norm.training and input.numel() <= input.shape[1]:
-        return False
-    return any(value is not None and value.requires_grad for value in (input, norm.weight, norm.bias))
+    is_needed = any(value is not None and value.requires_grad for value in (input, norm.weight, norm.bias))
+    return is_needed and input.numel() > input.shape[1]
 
 
 def _begin_forward(norm: Any) -> Normalization:
-    """Count the batch and choose the statistics, as the forward of torch.nn does."""
+    """Count the batch, as the forward of torch.nn does."""
     momentum = norm.momentum if norm.momentum is not None else 0.0
-    if norm.training and norm.track_running_stats and norm.num_batches_tracked is not None:
+    if not norm.track_running_stats:
+        return Normalization(None, None, momentum, norm.eps)
+    if norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
         if norm.momentum is None:
             momentum = 1.0 / float(norm.num_batches_tracked)
-    is_batch = norm.training or (norm.running_mean is None and norm.running_var is None)
-    is_used = not norm.training or norm.track_running_stats
-    mean, variance = (norm.running_mean, norm.running_var) if is_used else (None, None)
-    return Normalization(mean, variance, is_batch, momentum, norm.eps)
+    return Normalization(norm.running_mean, norm.running_var, momentum, norm.eps)

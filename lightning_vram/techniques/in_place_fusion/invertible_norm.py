@@ -46,8 +46,10 @@ class InvertibleActivation:
     def differentiate(self, gradient: Tensor, output: Tensor) -> Tensor:
         """Compute the gradient of the input from that of the output."""
         if self.alpha is not None:
-            return _aten.elu_backward(gradient, self.alpha, 1, 1, is_result=True, self_or_result=output)  # type: ignore[no-any-return]
-        return _aten.leaky_relu_backward(gradient, output, self.negative_slope, self_is_result=True)  # type: ignore[no-any-return]
+            result: Tensor = _aten.elu_backward(gradient, self.alpha, 1, 1, is_result=True, self_or_result=output)
+        else:
+            result = _aten.leaky_relu_backward(gradient, output, self.negative_slope, self_is_result=True)
+        return result
 
 
 def measure_inversion_error(
@@ -65,16 +67,16 @@ def measure_inversion_error(
     xhat = torch.special.ndtri(shares)
     output = activation.apply_((gamma * xhat + beta).to(dtype))
     recovered = (activation.invert(output) - beta) / gamma
-    return (recovered - xhat).square().mean(1).sqrt()
+    error: Tensor = (recovered - xhat).square().mean(1).sqrt()
+    return error
 
 
 @dataclass(frozen=True)
 class Normalization:
-    """How a batch norm gets and updates its statistics."""
+    """How a batch norm in training updates its statistics."""
 
-    running_mean: Tensor | None  # [C], updated in place if is_batch; None: not tracked
+    running_mean: Tensor | None  # [C], updated in place; None: not tracked
     running_var: Tensor | None
-    is_batch: bool  # normalize by the statistics of the batch; else by the running ones
     momentum: float  # weight of the batch in the running statistics
     eps: float
 
@@ -93,10 +95,11 @@ def normalize_and_activate(
 
     Example:
         >>> import torch
-        >>> frozen = Normalization(torch.zeros(3), torch.ones(3), is_batch=False, momentum=0.1, eps=1e-5)
-        >>> x = torch.tensor([[-1.0, 0.0, 2.0]], requires_grad=True)
-        >>> normalize_and_activate(x, None, None, frozen, InvertibleActivation(negative_slope=0.5))
-        tensor([[-0.5000,  0.0000,  2.0000]], grad_fn=<_NormalizeAndActivateBackward>)
+        >>> how = Normalization(None, None, momentum=0.1, eps=0.0)
+        >>> x = torch.tensor([[-1.0, 0.0], [3.0, 2.0]], requires_grad=True)
+        >>> normalize_and_activate(x, None, None, how, InvertibleActivation(negative_slope=0.5))
+        tensor([[-0.5000, -0.5000],
+                [ 1.0000,  1.0000]], grad_fn=<_NormalizeAndActivateBackward>)
     """
     output: Tensor = _NormalizeAndActivate.apply(input, weight, bias, normalization, activation)[0]  # type: ignore[no-untyped-call]
     return output
@@ -111,14 +114,20 @@ class _NormalizeAndActivate(torch.autograd.Function):
         normalization: Normalization,
         activation: InvertibleActivation,
     ) -> tuple[Tensor, Tensor]:
-        normalize = _normalize_batch if normalization.is_batch else _normalize_frozen
-        output, inverse_deviation = normalize(input, weight, bias, normalization)
+        # What F.batch_norm is made of: it chooses cuDNN as F.batch_norm does, and returns the statistics too.
+        implementation = torch.native_batch_norm
+        if batch_norm_and_statistics is not None:
+            implementation = functools.partial(batch_norm_and_statistics, cudnn_enabled=torch.backends.cudnn.enabled)
+        running = (normalization.running_mean, normalization.running_var)
+        output, _, inverse_deviation, *_ = implementation(
+            input, weight, bias, *running, training=True, momentum=normalization.momentum, eps=normalization.eps
+        )
+        inverse_deviation = inverse_deviation.to(torch.promote_types(input.dtype, torch.float32))
         return activation.apply_(output), inverse_deviation
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        _, weight, bias, normalization, ctx.activation = inputs
-        ctx.is_batch = normalization.is_batch
+        _, weight, bias, _, ctx.activation = inputs
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(weight, bias, *output)
@@ -136,45 +145,12 @@ class _NormalizeAndActivate(torch.autograd.Function):
             beta = torch.zeros_like(gamma) if bias is None else bias.to(inverse_deviation)
             # The kernel computes xhat = (input - mean) * inverse_deviation, and scales by weight * inverse_deviation:
             # given y, beta and 1/gamma, it gets xhat from y itself, without a copy.
-            scale = gamma * inverse_deviation
-            statistics = (beta, torch.ones_like(beta), None, None)  # running, of the batch
-            if ctx.is_batch:
-                scale, statistics = gamma * scale, (None, None, beta, gamma.reciprocal())
+            statistics = (None, None, beta, gamma.reciprocal())  # running, of the batch
+            scale = gamma.square() * inverse_deviation
             needs = ctx.needs_input_grad[:3]
             of_input, of_weight, of_bias = _aten.native_batch_norm_backward(
-                gradient, value, scale, *statistics, train=ctx.is_batch, eps=0.0, output_mask=needs
+                gradient, value, scale, *statistics, train=True, eps=0.0, output_mask=needs
             )
-            if of_weight is not None and not ctx.is_batch:
-                of_weight = of_weight / gamma
         of_weight = of_weight.to(weight.dtype) if of_weight is not None and weight is not None else None
         of_bias = of_bias.to(bias.dtype) if of_bias is not None and bias is not None else None
         return of_input, of_weight, of_bias, None, None
-
-
-# The output before the activation, and 1 / deviation [C] in the dtype of accumulation:
-
-
-def _normalize_batch(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, how: Normalization
-) -> tuple[Tensor, Tensor]:
-    running = (how.running_mean, how.running_var)
-    # What F.batch_norm is made of: it chooses cuDNN as F.batch_norm does, and returns the statistics too.
-    implementation = torch.native_batch_norm
-    if batch_norm_and_statistics is not None:
-        implementation = functools.partial(batch_norm_and_statistics, cudnn_enabled=torch.backends.cudnn.enabled)
-    output, _, inverse_deviation, *_ = implementation(
-        input, weight, bias, *running, training=True, momentum=how.momentum, eps=how.eps
-    )
-    return output, inverse_deviation.to(_accumulation_dtype(input))
-
-
-def _normalize_frozen(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, how: Normalization
-) -> tuple[Tensor, Tensor]:
-    assert how.running_var is not None
-    output = F.batch_norm(input, how.running_mean, how.running_var, weight, bias, eps=how.eps)
-    return output, (how.running_var.to(_accumulation_dtype(input)) + how.eps).rsqrt()
-
-
-def _accumulation_dtype(input: Tensor) -> torch.dtype:
-    return torch.promote_types(input.dtype, torch.float32)

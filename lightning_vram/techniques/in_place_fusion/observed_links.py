@@ -41,12 +41,16 @@ from lightning_vram.techniques.in_place_fusion.recomputation import Recomputatio
 class Memory:
     """What was seen of one storage: by whom it was made, read, written, and whether anybody could read it later."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number  # in the order of making
+    def __init__(self) -> None:
         self.num_reads = self.num_writes = self._num_before = 0
         self.is_given = self.is_seen_by_hook = self.is_read_by_others_backward = False
         self.is_open = False  # a module was given it and runs: it may do what it likes
         self._tensor: weakref.ref[Tensor] | None = None
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether a module returned it, or was given it."""
+        return self._tensor is not None
 
     def expect(self, tensor: Tensor) -> None:
         """Note that a module returned ``tensor``."""
@@ -81,7 +85,6 @@ class StorageWatch(QuietMode):
         super().__init__()
         self._memories: ByStorage[Memory] = ByStorage()
         self._has_collected = False
-        self.num_made = 0
 
     def find(self, tensor: Tensor) -> Memory | None:
         """Return what was seen of the memory of ``tensor``; ``None`` if it was not made while this was entered."""
@@ -117,8 +120,7 @@ class StorageWatch(QuietMode):
         result = call_operator(func, args, kwargs)
         for tensor in tensors_in(result):
             if storage_address(tensor) not in read:
-                self.num_made += 1
-                self._memories.note(tensor, Memory(self.num_made))
+                self._memories.note(tensor, Memory())
         return result
 
     def _touch(self, memories: dict[int, Memory], written: set[int]) -> None:
@@ -226,18 +228,15 @@ class StepObserver:
         self._consumers = consuming | set(self._candidates)
         self._watch = StorageWatch()
         self._exit = ExitStack()
-        self._starts: dict[nn.Module, list[int]] = defaultdict(list)
-        self._outputs: dict[nn.Module, list[Memory]] = defaultdict(list)
+        self._outputs: dict[nn.Module, list[Memory | None]] = defaultdict(list)  # of producers
         self._calls: dict[nn.Module, list[_Call]] = defaultdict(list)  # of consumers
         self._results: dict[nn.Module, list[Memory | None]] = defaultdict(list)  # of consumers
-        self._refused: set[nn.Module] = set()
         self._graph: list[Any] = []  # nodes: as long as they live, what they saved is not freed
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             _watch_hooks(self._module, self._watch, stack)  # first: ours are not the user's
             for producer in self._producers:
-                stack.callback(producer.register_forward_pre_hook(self._before_producer).remove)
                 stack.callback(producer.register_forward_hook(self._after_producer).remove)
             for consumer in self._consumers:
                 stack.callback(consumer.register_forward_pre_hook(self._before_consumer, with_kwargs=True).remove)
@@ -252,7 +251,7 @@ class StepObserver:
             self._watch.collect_cycles()
             self.links = list(self._prove_links())
             self.overwriting = [member for member in self._candidates if self._may_overwrite(member)]
-        for records in (self._outputs, self._calls, self._results, self._graph, self._starts):
+        for records in (self._outputs, self._calls, self._results, self._graph):
             records.clear()
 
     def _prove_links(self) -> Iterator[Link]:
@@ -263,10 +262,9 @@ class StepObserver:
             if (
                 consumer is not None
                 and not consumers
-                and producer not in self._refused
                 and not any(is_parametrized(member) for member in (producer, consumer))
                 and len(self._calls[consumer]) == len(memories)
-                and all(memory.is_given_up() for memory in memories)
+                and all(memory is not None and memory.is_given_up() for memory in memories)
             ):
                 yield Link(producer, consumer)
 
@@ -276,20 +274,14 @@ class StepObserver:
         # In place it is its output that is saved.
         return bool(calls) and are_given_up and not any(made and made.num_writes for made in self._results[member])
 
-    def _before_producer(self, module: nn.Module, _: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._starts[module].append(self._watch.num_made)
-
     def _after_producer(self, module: nn.Module, _: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not self._starts[module]:
+        if torch.compiler.is_compiling():
             return
-        start = self._starts[module].pop()
         memory = self._watch.find(output) if is_plain(output) else None
-        if memory is None or memory.number <= start:  # not its own: what it was given, or a parameter
-            self._refused.add(module)
-            return
-        memory.expect(output)
-        self._outputs[module].append(memory)
+        is_own = memory is not None and not memory.is_expected  # else another module's, which this one passed on
+        if memory is not None and is_own:
+            memory.expect(output)
+        self._outputs[module].append(memory if is_own else None)
 
     def _before_consumer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():

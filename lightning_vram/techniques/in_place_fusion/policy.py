@@ -142,15 +142,15 @@ class Fusion:
         self._log(f"folds {len(frozen)} frozen batch norms into their convolutions.")
 
     def _invert(self, observer: StepObserver) -> None:
-        folded = {pair.consumer for pairs in self._pairs for pair in pairs.pairs}
-        links = [link for link in observer.links if isinstance(link.producer, BATCH_NORMS)]
-        chosen = [link for link in links if can_invert(link) and link.producer not in folded]
+        links = [link for link in observer.links if isinstance(link.producer, BATCH_NORMS) and link.producer.training]
+        chosen = [link for link in links if can_invert(link)]
         if not chosen:
             others = ", ".join(sorted({type(link.consumer).__name__ for link in links})) or "none"
             raise ValueError(
-                "abn='invert' needs batch norms (not SyncBatchNorm) whose only reader is a LeakyReLU or ELU that reads "
-                f"nothing else; activations found behind batch norms: {others}. Others cannot be inverted: ReLU drops "
-                "negative values. Leave out abn: recomputation saves the same and needs no inverse."
+                "abn='invert' needs batch norms in training mode (not SyncBatchNorm) whose only reader is a LeakyReLU "
+                f"or ELU that reads nothing else; activations found behind batch norms: {others}. Others cannot be "
+                "inverted: ReLU drops negative values. Leave out abn: recomputation saves the same and needs no "
+                "inverse."
             )
         self._apply(apply_inplace_abn(chosen))
         self._log(f"inverts {len(chosen)} activations behind batch norms.")
@@ -172,7 +172,8 @@ class Fusion:
             self._log(f"saves {count} results of {operator}: their recomputation is not exact.")
 
     def _name(self, module: nn.Module) -> str:
-        return next(name for name, member in self._module.named_modules() if member is module)
+        names: dict[nn.Module, str] = {member: name for name, member in self._module.named_modules()}
+        return names[module]
 
 
 class FrozenNormFolding:

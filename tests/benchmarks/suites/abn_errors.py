@@ -43,7 +43,7 @@ def differentiate_ours(inputs: Inputs, slope: float) -> Tensor:
     """The inversion of gamma itself."""
     x, gamma, beta, gradient = inputs
     gamma = gamma.clone().requires_grad_()
-    how = Normalization(None, None, is_batch=True, momentum=0.1, eps=EPS)
+    how = Normalization(None, None, momentum=0.1, eps=EPS)
     output = normalize_and_activate(x, gamma, beta, how, InvertibleActivation(negative_slope=slope))
     return torch.autograd.grad(output, gamma, gradient)[0]
 

@@ -184,9 +184,9 @@ def test_inverting_relu_is_refused(make_trainer):
     with pytest.raises(MisconfigurationException) as raised:
         fit(model, make_trainer, InPlaceFusion(abn="invert"))
     assert str(raised.value) == (
-        "InPlaceFusion: abn='invert' needs batch norms (not SyncBatchNorm) whose only reader is a LeakyReLU or ELU "
-        "that reads nothing else; activations found behind batch norms: ReLU. Others cannot be inverted: ReLU drops "
-        "negative values. Leave out abn: recomputation saves the same and needs no inverse."
+        "InPlaceFusion: abn='invert' needs batch norms in training mode (not SyncBatchNorm) whose only reader is a "
+        "LeakyReLU or ELU that reads nothing else; activations found behind batch norms: ReLU. Others cannot be "
+        "inverted: ReLU drops negative values. Leave out abn: recomputation saves the same and needs no inverse."
     )
     assert type(model.net.body[0][1]) is nn.BatchNorm2d
 

@@ -27,7 +27,6 @@ class Case:
     def __init__(self, activation: str, shape: str = "2d", dtype: torch.dtype = torch.float64, **kwargs) -> None:
         torch.manual_seed(0)
         self.activation, self.module = ACTIVATIONS[activation]
-        self.is_batch = kwargs.get("is_batch", True)
         parameters = kwargs.get("parameters", dtype)
         self.x = (torch.randn(SHAPES[shape]) + 0.3).to(dtype)
         self.gradient = torch.randn_like(self.x)
@@ -38,7 +37,7 @@ class Case:
     def ours(self) -> tuple[Tensor, ...]:
         mean, variance = (value.clone() for value in self.running)
         inputs = self._inputs(self.x.dtype)
-        how = Normalization(mean, variance, self.is_batch, momentum=0.1, eps=1e-5)
+        how = Normalization(mean, variance, momentum=0.1, eps=1e-5)
         output = normalize_and_activate(*inputs, how, self.activation)
         return self._results(output, inputs, self.gradient, mean, variance)
 
@@ -46,7 +45,7 @@ class Case:
         mean, variance = (value.clone() if dtype is None else value.to(dtype) for value in self.running)
         inputs = self._inputs(dtype)
         x, weight, bias = inputs
-        output = self.module(F.batch_norm(x, mean, variance, weight, bias, self.is_batch, 0.1, 1e-5))
+        output = self.module(F.batch_norm(x, mean, variance, weight, bias, True, 0.1, 1e-5))
         return self._results(output, inputs, self.gradient.to(x.dtype), mean, variance)
 
     def _inputs(self, dtype: torch.dtype | None) -> list[Tensor | None]:
@@ -65,21 +64,19 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("is_batch", [True, False], ids=["batch", "frozen"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_output_and_running_statistics_are_the_plain_ones_to_the_bit(activation, is_batch, dtype):
-    case = Case(activation, dtype=dtype, is_batch=is_batch)
+def test_output_and_running_statistics_are_the_plain_ones_to_the_bit(activation, dtype):
+    case = Case(activation, dtype=dtype)
     for actual, expected in zip(case.ours()[:3], case.plain()[:3], strict=True):
         assert torch.equal(actual, expected)
         assert actual.dtype == expected.dtype
 
 
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
-@pytest.mark.parametrize("is_batch", [True, False], ids=["batch", "frozen"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gradients_are_those_of_the_plain_layers(activation, shape, is_batch, affine):
-    case = Case(activation, shape, is_batch=is_batch, affine=affine)
+def test_gradients_are_those_of_the_plain_layers(activation, shape, affine):
+    case = Case(activation, shape, affine=affine)
     ours, plain = case.ours()[3:], case.plain()[3:]
     assert len(ours) == (3 if affine else 1)
     for actual, expected in zip(ours, plain, strict=True):
@@ -98,19 +95,18 @@ def test_gradients_are_those_of_the_plain_layers(activation, shape, is_batch, af
     ],
     ids=str,
 )
-@pytest.mark.parametrize("is_batch", [True, False], ids=["batch", "frozen"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gradients_are_about_as_far_from_float64_as_the_plain_ones(activation, is_batch, dtype, parameters, allowance):
-    case = Case(activation, dtype=dtype, parameters=parameters, is_batch=is_batch)
+def test_gradients_are_about_as_far_from_float64_as_the_plain_ones(activation, dtype, parameters, allowance):
+    case = Case(activation, dtype=dtype, parameters=parameters)
     ours, exact, plain = case.ours()[3:], case.plain(torch.float64)[3:], case.plain()[3:]
     for actual, expected, usual in zip(ours, exact, plain, strict=True):
         assert actual.dtype == usual.dtype
         assert relative_error(actual, expected) < relative_error(usual, expected) + allowance
 
 
-@pytest.mark.parametrize(("is_batch", "shape"), [(True, "2d"), (False, "2d"), (True, "3d")])
-def test_channels_last_is_kept(is_batch, shape):
-    case = Case("leaky", shape, is_batch=is_batch)
+@pytest.mark.parametrize("shape", ["2d", "3d"])
+def test_channels_last_is_kept(shape):
+    case = Case("leaky", shape)
     layout = torch.channels_last if shape == "2d" else torch.channels_last_3d
     expected = case.ours()
     case.x = case.x.contiguous(memory_format=layout)
@@ -123,7 +119,7 @@ def test_channels_last_is_kept(is_batch, shape):
 
 def test_gradients_are_given_to_those_who_need_them():
     case = Case("leaky")
-    how = Normalization(*case.running, is_batch=True, momentum=0.1, eps=1e-5)
+    how = Normalization(*case.running, momentum=0.1, eps=1e-5)
     weight = case.weight.clone().requires_grad_()
     output = normalize_and_activate(case.x, weight, case.bias, how, case.activation)
     output.backward(case.gradient)
@@ -145,21 +141,19 @@ def test_autocast_changes_nothing(dtype):
 
 
 def test_an_elu_that_has_saturated_gives_a_finite_gradient():
-    x = torch.full((8, 1), -30.0)
-    x[::2] = 5.0
-    x.requires_grad_()
-    how = Normalization(torch.zeros(1), torch.ones(1), is_batch=False, momentum=0.1, eps=1e-30)
-    weight = torch.ones(1, requires_grad=True)
+    x = torch.tensor([1.0, -1.0] * 4).unsqueeze(1).requires_grad_()
+    how = Normalization(torch.zeros(1), torch.ones(1), momentum=0.1, eps=1e-30)
+    weight = torch.full((1,), 30.0, requires_grad=True)
     output = normalize_and_activate(x, weight, None, how, InvertibleActivation(alpha=1.0))
     assert (output == -1).sum() == 4
     output.sum().backward()
-    assert x.grad.flatten().tolist() == [1.0, 0.0] * 4
-    assert weight.grad.item() == 4 * 5.0
+    assert x.grad.isfinite().all()
+    assert weight.grad.item() == 4.0
 
 
 def test_a_second_derivative_is_refused():
     case = Case("leaky")
-    how = Normalization(*case.running, is_batch=True, momentum=0.1, eps=1e-5)
+    how = Normalization(*case.running, momentum=0.1, eps=1e-5)
     x = case.x.requires_grad_()
     output = normalize_and_activate(x, case.weight, case.bias, how, case.activation)
     (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
@@ -170,7 +164,7 @@ def test_a_second_derivative_is_refused():
 
 def test_an_output_changed_in_place_is_noticed():
     case = Case("leaky")
-    how = Normalization(*case.running, is_batch=True, momentum=0.1, eps=1e-5)
+    how = Normalization(*case.running, momentum=0.1, eps=1e-5)
     output = normalize_and_activate(case.x.requires_grad_(), case.weight, case.bias, how, case.activation)
     output.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
