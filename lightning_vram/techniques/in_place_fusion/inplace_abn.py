@@ -1,32 +1,33 @@
-"""Invert the activations behind batch norms: a pair saves one map instead of three.
+"""Batch norm and an invertible activation as one function that saves only its output (InPlace-ABN).
 
-The bits of the forward stay. The gradient uses the recovered input: a pair computes as the original modules do once
-gamma is too small for that.
+The next layer saves the output anyway; the backward recovers ``y = act^-1(output)`` and ``xhat = (y - beta) / gamma``.
+From https://arxiv.org/abs/1712.02616, which trains with ``|gamma| + eps``: here gamma is used as it is, and the output
+is that of the original layers, by the same kernels. Costs the inverse in the backward, and accuracy: the rounding of
+the output is divided by gamma. A pair computes as the original modules do once gamma is too small for that.
 """
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lightning_vram.core.hooks import is_in_backward, is_transformed
 from lightning_vram.core.patching import has_own_forward
 from lightning_vram.memory.device.accelerators import is_capturing
-from lightning_vram.private_names.dispatcher import FakeTensor
-from lightning_vram.private_names.torch import BatchNormBase, check_dimensions, is_in_forward_ad
-from lightning_vram.techniques.in_place_fusion.invertible_norm import (
-    InvertibleActivation,
-    Normalization,
-    measure_inversion_error,
-    normalize_and_activate,
-)
+from lightning_vram.private_names.dispatcher import FakeTensor, batch_norm_and_statistics
+from lightning_vram.private_names.torch import BatchNormBase, check_dimensions, is_in_forward_ad, without_autocast
 from lightning_vram.techniques.in_place_fusion.observed_links import Link
 from lightning_vram.techniques.in_place_fusion.pairs import Pair, Pairs, producing
 
 CHECK_EVERY_N_FORWARDS = 100  # how often a pair reads gamma and beta: a GPU has to wait for that
 MAX_ERROR = 4e-4
 MAX_ERROR_16_BIT = 8e-3  # a fresh norm (gamma 1, beta 0) has an error of 1.6e-3 in bfloat16
+_NUM_QUANTILES = 101
+_aten = torch.ops.aten
 
 
 def apply_inplace_abn(links: Iterable[Link]) -> Pairs:
@@ -60,27 +61,14 @@ def _normalize(pair: Pair, input: Tensor) -> Tensor | None:
     norm, activation = pair.producer, pair.consumer
     if not _is_recorded(norm, input):
         return None
-    if isinstance(activation, nn.LeakyReLU):
-        how = InvertibleActivation(negative_slope=activation.negative_slope)
-    else:
-        how = InvertibleActivation(alpha=activation.alpha)
     # In a backward a checkpoint must take the path of its forward, if that did the work of both.
     is_due = pair.num_forwards % CHECK_EVERY_N_FORWARDS == 0 and not (pair.num_forwards and is_in_backward())
     if is_due and not pair.is_off:
-        pair.is_off = not is_accurate(norm, input.dtype, how)
-    return None if pair.is_off else normalize_and_activate(input, norm.weight, norm.bias, _begin_forward(norm), how)
+        pair.is_off = not _is_accurate(norm, input.dtype, activation)
+    return None if pair.is_off else normalize_and_activate(input, norm, activation)
 
 
 _run_norm = producing(_normalize)
-
-
-def is_accurate(norm: Any, dtype: torch.dtype, activation: InvertibleActivation) -> bool:
-    """Whether gamma is large enough; true without values to read, of fake tensors or in the capture of a graph."""
-    parameters = [value for value in (norm.weight, norm.bias) if value is not None]
-    if any(value.is_meta or isinstance(value.data, FakeTensor) or is_capturing(value.device) for value in parameters):
-        return True
-    limit = MAX_ERROR_16_BIT if torch.finfo(dtype).bits == 16 else MAX_ERROR
-    return float(measure_inversion_error(norm.weight, norm.bias, dtype, activation).max()) <= limit
 
 
 def _is_recorded(norm: Any, input: Tensor) -> bool:
@@ -92,13 +80,115 @@ def _is_recorded(norm: Any, input: Tensor) -> bool:
     return is_needed and input.numel() > input.shape[1]
 
 
-def _begin_forward(norm: Any) -> Normalization:
-    """Count the batch, as the forward of torch.nn does."""
-    momentum = norm.momentum if norm.momentum is not None else 0.0
-    if not norm.track_running_stats:
-        return Normalization(None, None, momentum, norm.eps)
-    if norm.num_batches_tracked is not None:
-        norm.num_batches_tracked.add_(1)
-        if norm.momentum is None:
-            momentum = 1.0 / float(norm.num_batches_tracked)
-    return Normalization(norm.running_mean, norm.running_var, momentum, norm.eps)
+def _is_accurate(norm: Any, dtype: torch.dtype, activation: nn.Module) -> bool:
+    """Whether gamma is large enough; true without values to read, of fake tensors or in the capture of a graph."""
+    parameters = [value for value in (norm.weight, norm.bias) if value is not None]
+    if any(value.is_meta or isinstance(value.data, FakeTensor) or is_capturing(value.device) for value in parameters):
+        return True
+    limit = MAX_ERROR_16_BIT if torch.finfo(dtype).bits == 16 else MAX_ERROR
+    return float(measure_inversion_error(norm.weight, norm.bias, dtype, activation).max()) <= limit
+
+
+def measure_inversion_error(
+    weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, activation: nn.Module
+) -> Tensor:
+    """Measure the error of the recovered ``xhat``, relative to its standard deviation of 1, per channel: ``[C]``.
+
+    It is the root mean square over quantiles of the normal distribution, rounded to ``dtype`` and inverted, and about
+    the relative error of gamma's gradient where the incoming gradient is noise. Not finite where gamma is zero.
+    """
+    like = next((value for value in (weight, bias) if value is not None), torch.empty(1))
+    gamma = (weight if weight is not None else torch.ones_like(like)).detach().double().unsqueeze(1)
+    beta = (bias if bias is not None else torch.zeros_like(like)).detach().double().unsqueeze(1)
+    shares = torch.arange(1, 2 * _NUM_QUANTILES, 2, dtype=torch.float64, device=gamma.device) / (2 * _NUM_QUANTILES)
+    xhat = torch.special.ndtri(shares)
+    output = activate_((gamma * xhat + beta).to(dtype), activation)
+    error: Tensor = ((invert(output, activation) - beta) / gamma - xhat).square().mean(1).sqrt()
+    return error
+
+
+def activate_(value: Tensor, activation: Any) -> Tensor:
+    """Run a LeakyReLU or ELU in place."""
+    if isinstance(activation, nn.ELU):
+        return F.elu(value, activation.alpha, inplace=True)
+    return F.leaky_relu(value, activation.negative_slope, inplace=True)
+
+
+def invert(output: Tensor, activation: Any) -> Tensor:
+    """Compute the input of a LeakyReLU or ELU; what an ELU has rounded to ``-alpha`` stays finite."""
+    if isinstance(activation, nn.LeakyReLU):
+        return F.leaky_relu(output, 1 / activation.negative_slope)  # the inverse of a leaky ReLU is one
+    lowest = torch.finfo(output.dtype).eps / 2 - 1
+    below = output.clamp(max=0).div_(activation.alpha).clamp_(min=lowest).log1p_()
+    return below.add_(output.clamp(min=0))
+
+
+def normalize_and_activate(input: Tensor, norm: nn.Module, activation: nn.Module) -> Tensor:
+    """Compute ``activation(norm(input))`` of a norm in training mode, saving only the output for backward.
+
+    The output must not be changed in place before the backward, nor the gradient be differentiated: autograd raises.
+    ``input``: ``[N, C, ...]`` with more than one value per channel; the weight of ``norm``: nowhere zero.
+
+    Example:
+        >>> x = torch.tensor([[-1.0, 0.0], [3.0, 2.0]], requires_grad=True)
+        >>> normalize_and_activate(x, nn.BatchNorm1d(2, eps=0.0), nn.LeakyReLU(0.5))
+        tensor([[-0.5000, -0.5000],
+                [ 1.0000,  1.0000]], grad_fn=<_NormalizeAndActivateBackward>)
+    """
+    output: Tensor = _NormalizeAndActivate.apply(input, norm.weight, norm.bias, norm, activation)[0]  # type: ignore[no-untyped-call]
+    return output
+
+
+class _NormalizeAndActivate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        input: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Any, activation: nn.Module
+    ) -> tuple[Tensor, Tensor]:
+        # As the forward of torch.nn does:
+        momentum = norm.momentum if norm.momentum is not None else 0.0
+        if norm.track_running_stats and norm.num_batches_tracked is not None:
+            norm.num_batches_tracked.add_(1)
+            if norm.momentum is None:
+                momentum = 1.0 / float(norm.num_batches_tracked)
+        running = (norm.running_mean, norm.running_var) if norm.track_running_stats else (None, None)
+        # What F.batch_norm is made of: it chooses cuDNN as F.batch_norm does, and returns the statistics too.
+        implementation = torch.native_batch_norm
+        if batch_norm_and_statistics is not None:
+            implementation = functools.partial(batch_norm_and_statistics, cudnn_enabled=torch.backends.cudnn.enabled)
+        output, _, inverse_deviation, *_ = implementation(
+            input, weight, bias, *running, training=True, momentum=momentum, eps=norm.eps
+        )
+        return activate_(output, activation), inverse_deviation.to(torch.promote_types(input.dtype, torch.float32))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _, weight, bias, _, ctx.activation = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(weight, bias, *output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return (None,) * 5
+        weight, bias, output, inverse_deviation = ctx.saved_tensors
+        activation = ctx.activation
+        with without_autocast():
+            value = invert(output, activation)  # y = gamma * xhat + beta
+            if isinstance(activation, nn.ELU):
+                gradient = _aten.elu_backward(gradient, activation.alpha, 1, 1, is_result=True, self_or_result=output)
+            else:
+                gradient = _aten.leaky_relu_backward(gradient, output, activation.negative_slope, self_is_result=True)
+            gamma = inverse_deviation.new_ones(output.shape[1]) if weight is None else weight.to(inverse_deviation)
+            beta = torch.zeros_like(gamma) if bias is None else bias.to(inverse_deviation)
+            # The kernel computes xhat = (input - mean) * inverse_deviation, and scales by weight * inverse_deviation:
+            # given y, beta and 1/gamma, it gets xhat from y itself, without a copy.
+            statistics = (None, None, beta, gamma.reciprocal())  # running, of the batch
+            scale, needs = gamma.square() * inverse_deviation, ctx.needs_input_grad[:3]
+            of_input, of_weight, of_bias = _aten.native_batch_norm_backward(
+                gradient, value, scale, *statistics, train=True, eps=0.0, output_mask=needs
+            )
+        of_weight = of_weight.to(weight.dtype) if of_weight is not None and weight is not None else None
+        of_bias = of_bias.to(bias.dtype) if of_bias is not None and bias is not None else None
+        return of_input, of_weight, of_bias, None, None

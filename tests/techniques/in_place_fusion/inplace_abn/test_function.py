@@ -5,19 +5,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_vram.techniques.in_place_fusion.invertible_norm import (
-    InvertibleActivation,
-    Normalization,
+from lightning_vram.techniques.in_place_fusion.inplace_abn import (
+    activate_,
+    invert,
     measure_inversion_error,
     normalize_and_activate,
 )
 from tests.benchmarks.suites import abn_errors
 
 C = 5
-ACTIVATIONS = {
-    "leaky": (InvertibleActivation(negative_slope=0.01), nn.LeakyReLU(0.01)),
-    "elu": (InvertibleActivation(alpha=0.7), nn.ELU(0.7)),
-}
+ACTIVATIONS = {"leaky": nn.LeakyReLU(0.01), "elu": nn.ELU(0.7)}
 SHAPES = {"1d": (9, C), "1d long": (4, C, 7), "2d": (4, C, 6, 6), "3d": (3, C, 4, 3, 3)}
 
 
@@ -26,7 +23,7 @@ class Case:
 
     def __init__(self, activation: str, shape: str = "2d", dtype: torch.dtype = torch.float64, **kwargs) -> None:
         torch.manual_seed(0)
-        self.activation, self.module = ACTIVATIONS[activation]
+        self.activation = ACTIVATIONS[activation]
         parameters = kwargs.get("parameters", dtype)
         self.x = (torch.randn(SHAPES[shape]) + 0.3).to(dtype)
         self.gradient = torch.randn_like(self.x)
@@ -35,17 +32,23 @@ class Case:
         self.running = (torch.randn(C).to(parameters), (torch.rand(C) + 0.5).to(parameters))
 
     def ours(self) -> tuple[Tensor, ...]:
-        mean, variance = (value.clone() for value in self.running)
         inputs = self._inputs(self.x.dtype)
-        how = Normalization(mean, variance, momentum=0.1, eps=1e-5)
-        output = normalize_and_activate(*inputs, how, self.activation)
-        return self._results(output, inputs, self.gradient, mean, variance)
+        output = normalize_and_activate(inputs[0], norm := self.norm(*inputs[1:]), self.activation)
+        return self._results(output, inputs, self.gradient, norm.running_mean, norm.running_var)
+
+    def norm(self, weight: Tensor | None, bias: Tensor | None) -> nn.Module:
+        """A batch norm of these parameters, which are leaves already."""
+        norm = nn.BatchNorm2d(C, affine=False)
+        norm.running_mean, norm.running_var = (value.clone() for value in self.running)
+        del norm.weight, norm.bias
+        norm.weight, norm.bias = weight, bias
+        return norm
 
     def plain(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
         mean, variance = (value.clone() if dtype is None else value.to(dtype) for value in self.running)
         inputs = self._inputs(dtype)
         x, weight, bias = inputs
-        output = self.module(F.batch_norm(x, mean, variance, weight, bias, True, 0.1, 1e-5))
+        output = self.activation(F.batch_norm(x, mean, variance, weight, bias, True, 0.1, 1e-5))
         return self._results(output, inputs, self.gradient.to(x.dtype), mean, variance)
 
     def _inputs(self, dtype: torch.dtype | None) -> list[Tensor | None]:
@@ -119,12 +122,11 @@ def test_channels_last_is_kept(shape):
 
 def test_gradients_are_given_to_those_who_need_them():
     case = Case("leaky")
-    how = Normalization(*case.running, momentum=0.1, eps=1e-5)
     weight = case.weight.clone().requires_grad_()
-    output = normalize_and_activate(case.x, weight, case.bias, how, case.activation)
+    output = normalize_and_activate(case.x, case.norm(weight, case.bias), case.activation)
     output.backward(case.gradient)
     torch.testing.assert_close(weight.grad, case.plain()[4])
-    frozen = normalize_and_activate(case.x.clone().requires_grad_(), case.weight, None, how, case.activation)
+    frozen = normalize_and_activate(case.x.clone().requires_grad_(), case.norm(case.weight, None), case.activation)
     frozen.sum().backward()  # an expanded gradient
     assert case.weight.grad is None
 
@@ -142,20 +144,19 @@ def test_autocast_changes_nothing(dtype):
 
 def test_an_elu_that_has_saturated_gives_a_finite_gradient():
     x = torch.tensor([1.0, -1.0] * 4).unsqueeze(1).requires_grad_()
-    how = Normalization(torch.zeros(1), torch.ones(1), momentum=0.1, eps=1e-30)
-    weight = torch.full((1,), 30.0, requires_grad=True)
-    output = normalize_and_activate(x, weight, None, how, InvertibleActivation(alpha=1.0))
+    norm = nn.BatchNorm1d(1, eps=1e-30)
+    nn.init.constant_(norm.weight, 30.0)
+    output = normalize_and_activate(x, norm, nn.ELU())
     assert (output == -1).sum() == 4
     output.sum().backward()
     assert x.grad.isfinite().all()
-    assert weight.grad.item() == 4.0
+    assert norm.weight.grad.item() == 4.0
 
 
 def test_a_second_derivative_is_refused():
     case = Case("leaky")
-    how = Normalization(*case.running, momentum=0.1, eps=1e-5)
     x = case.x.requires_grad_()
-    output = normalize_and_activate(x, case.weight, case.bias, how, case.activation)
+    output = normalize_and_activate(x, case.norm(case.weight, case.bias), case.activation)
     (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
     message = "^trying to differentiate twice a function that was marked with @once_differentiable$"
     with pytest.raises(RuntimeError, match=message):
@@ -164,8 +165,7 @@ def test_a_second_derivative_is_refused():
 
 def test_an_output_changed_in_place_is_noticed():
     case = Case("leaky")
-    how = Normalization(*case.running, momentum=0.1, eps=1e-5)
-    output = normalize_and_activate(case.x.requires_grad_(), case.weight, case.bias, how, case.activation)
+    output = normalize_and_activate(case.x.requires_grad_(), case.norm(case.weight, case.bias), case.activation)
     output.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
@@ -174,12 +174,12 @@ def test_an_output_changed_in_place_is_noticed():
 # --- the error of the inverse ---
 
 
-def sample_recovered_error(weight: float, bias: float, dtype: torch.dtype, activation: InvertibleActivation) -> float:
+def sample_recovered_error(weight: float, bias: float, dtype: torch.dtype, activation: nn.Module) -> float:
     """Root mean square error of the recovered xhat, by rounding as the two layers do."""
     torch.manual_seed(0)
     exact = torch.randn(100_000, dtype=torch.float64)
-    output = activation.apply_((weight * exact + bias).to(dtype))
-    recovered = (activation.invert(output).double() - bias) / weight
+    output = activate_((weight * exact + bias).to(dtype), activation)
+    recovered = (invert(output, activation).double() - bias) / weight
     return float((recovered - exact).square().mean().sqrt())
 
 
@@ -187,12 +187,12 @@ def sample_recovered_error(weight: float, bias: float, dtype: torch.dtype, activ
 @pytest.mark.parametrize(
     ("weight", "bias", "activation"),
     [
-        (1.0, 0.0, InvertibleActivation(negative_slope=0.01)),
-        (-0.1, 1.0, InvertibleActivation(negative_slope=0.01)),
-        (0.1, -1.0, InvertibleActivation(negative_slope=0.3)),
-        (1.0, 0.0, InvertibleActivation(alpha=1.0)),
-        (0.5, -1.0, InvertibleActivation(alpha=1.0)),
-        (-0.1, -0.5, InvertibleActivation(alpha=1.0)),
+        (1.0, 0.0, nn.LeakyReLU(0.01)),
+        (-0.1, 1.0, nn.LeakyReLU(0.01)),
+        (0.1, -1.0, nn.LeakyReLU(0.3)),
+        (1.0, 0.0, nn.ELU(1.0)),
+        (0.5, -1.0, nn.ELU(1.0)),
+        (-0.1, -0.5, nn.ELU(1.0)),
     ],
     ids=str,
 )
@@ -211,7 +211,7 @@ def test_the_measured_table_of_gradients_agrees():
 
 
 def test_the_error_grows_with_beta_over_gamma_and_nothing_comes_back_through_a_gamma_of_zero():
-    leaky = InvertibleActivation(negative_slope=0.01)
+    leaky = nn.LeakyReLU(0.01)
     weight, bias = torch.tensor([1.0, 0.1, 0.0]), torch.tensor([0.0, 1.0, 0.0])
     error = measure_inversion_error(weight, bias, torch.bfloat16, leaky)
     # Numbers around 1 are rounded by at most 2**-8 or 2**-9, evenly, so by a root mean square of 2**-8.5 / sqrt(3).
@@ -219,7 +219,7 @@ def test_the_error_grows_with_beta_over_gamma_and_nothing_comes_back_through_a_g
     assert error[0] < error[1] / 5
     assert not error[2] <= 1
     assert measure_inversion_error(None, None, torch.float16, leaky).shape == (1,)
-    tiny = InvertibleActivation(negative_slope=1e-4)  # pushes y below the smallest normal number of float16
+    tiny = nn.LeakyReLU(1e-4)  # pushes y below the smallest normal number of float16
     assert measure_inversion_error(None, None, torch.float16, tiny) > measure_inversion_error(
         None, None, torch.float16, leaky
     )
