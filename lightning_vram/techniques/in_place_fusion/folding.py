@@ -30,14 +30,6 @@ def fold_frozen_batch_norm(links: Iterable[Link]) -> Pairs:
     """Let convolutions do the work of the frozen batch norms that follow them; return the undo.
 
     A call folds if the norm is in evaluation mode then. The links must be proven, and foldable (:func:`can_fold`).
-
-    Example:
-        >>> conv, norm = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4).eval()
-        >>> handle = fold_frozen_batch_norm([Link(conv, norm)])
-        >>> output = conv(torch.ones(1, 3, 2, 2))
-        >>> norm(output) is output
-        True
-        >>> handle.remove()
     """
     return Pairs("_frozen_batch_norm_folding", links, _run_convolution)
 

@@ -36,13 +36,6 @@ def apply_inplace_abn(links: Iterable[Link]) -> Pairs:
     The links must be proven, and invertible (:func:`can_invert`). A call inverts if the norm trains then. The first
     and every 100th forward that records a gradient measures the error of the inverse; a pair beyond the limit is off
     from then on. Processes that train the same weights decide alike.
-
-    Example:
-        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.LeakyReLU(), nn.Conv2d(8, 8, 3))
-        >>> handle = apply_inplace_abn([Link(model[1], model[2])])
-        >>> len(handle.pairs)
-        1
-        >>> handle.remove()
     """
     return Pairs("_invertible_norms", links, _run_norm)
 
@@ -128,12 +121,6 @@ def normalize_and_activate(input: Tensor, norm: nn.Module, activation: nn.Module
 
     The output must not be changed in place before the backward, nor the gradient be differentiated: autograd raises.
     ``input``: ``[N, C, ...]`` with more than one value per channel; the weight of ``norm``: nowhere zero.
-
-    Example:
-        >>> x = torch.tensor([[-1.0, 0.0], [3.0, 2.0]], requires_grad=True)
-        >>> normalize_and_activate(x, nn.BatchNorm1d(2, eps=0.0), nn.LeakyReLU(0.5))
-        tensor([[-0.5000, -0.5000],
-                [ 1.0000,  1.0000]], grad_fn=<_NormalizeAndActivateBackward>)
     """
     output: Tensor = _NormalizeAndActivate.apply(input, norm.weight, norm.bias, norm, activation)[0]  # type: ignore[no-untyped-call]
     return output

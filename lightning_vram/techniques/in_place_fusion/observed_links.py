@@ -1,9 +1,9 @@
 """Observe, in one real training step, which module feeds which, and prove that nothing else uses the tensor between.
 
-Folding or inverting a norm, or overwriting an activation's input, is right only then. A dispatch mode sees
-every operator that reads or writes the memory; a weak reference shows whether anybody still holds it. The proof holds
-for the control flow of that step. Code that reads memory past the operators of torch (numpy, DLPack, kernels launched
-by address) must hold the tensor to be noticed; compiled code is not looked into.
+Folding or inverting a norm, or overwriting an activation's input, is right only then. A dispatch mode sees every
+operator that reads or writes the memory; a weak reference shows whether anybody still holds it. The proof holds for the
+control flow of that step. Code that reads memory past the operators of torch (numpy, DLPack, kernels launched by
+address) must hold the tensor to be noticed; compiled code is not looked into.
 """
 
 import gc
@@ -31,6 +31,7 @@ from lightning_vram.private_names.torch import (
     has_gradient_hooks,
     has_hooks,
     have_all_modules_hooks,
+    is_in_forward_ad,
     is_view,
     tensors_in,
     tree_leaves,
@@ -45,21 +46,16 @@ class Memory:
         self.num_reads = self.num_writes = self._num_before = 0
         self.is_given = self.is_seen_by_hook = self.is_read_by_others_backward = False
         self.is_open = False  # a module was given it and runs: it may do what it likes
-        self._tensor: weakref.ref[Tensor] | None = None
-
-    @property
-    def is_expected(self) -> bool:
-        """Whether a module returned it, or was given it."""
-        return self._tensor is not None
+        self.expected: weakref.ref[Tensor] | None = None  # what a module returned, or was given
 
     def expect(self, tensor: Tensor) -> None:
         """Note that a module returned ``tensor``."""
-        self._tensor = weakref.ref(tensor)
+        self.expected = weakref.ref(tensor)
         self._num_before = self.num_reads + self.num_writes
 
     def is_untouched(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is the very one of :meth:`expect`, not read or written since."""
-        is_it = self._tensor is not None and self._tensor() is tensor
+        is_it = self.expected is not None and self.expected() is tensor
         return is_it and self.num_reads + self.num_writes == self._num_before
 
     def give(self, tensor: Tensor) -> None:
@@ -69,7 +65,7 @@ class Memory:
 
     def is_held(self) -> bool:
         """Whether the tensor that was given to the module still lives: another than the module holds it."""
-        return self._tensor is not None and self._tensor() is not None
+        return self.expected is not None and self.expected() is not None
 
     def is_given_up(self) -> bool:
         """Whether nobody but the module it was given to has seen it, or ever can."""
@@ -148,10 +144,6 @@ class _Alias(torch.autograd.Function):
     def backward(_: Any, grad: Tensor) -> Tensor:
         return grad
 
-    @staticmethod
-    def jvp(_: Any, tangent: Tensor) -> Tensor:
-        return tangent
-
 
 def _is_recomputing() -> bool:
     """Whether our own recomputation runs an operator again: the first run of it was seen."""
@@ -199,15 +191,6 @@ class StepObserver:
 
     Afterwards ``links`` are the proven links, in the order of the producers, and ``overwriting`` the activations, if
     ``overwriting=True`` asked for them. Both are empty if the block raised.
-
-    Example:
-        >>> net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
-        >>> with StepObserver(net, (nn.Conv2d,), (nn.BatchNorm2d,), overwriting=True) as observer:
-        ...     loss = net(torch.randn(2, 3, 8, 8)).sum()
-        >>> [(link.producer is net[0], link.consumer is net[1]) for link in observer.links]
-        [(True, True)]
-        >>> observer.overwriting
-        [ReLU()]
     """
 
     def __init__(
@@ -278,7 +261,7 @@ class StepObserver:
         if torch.compiler.is_compiling():
             return
         memory = self._watch.find(output) if is_plain(output) else None
-        is_own = memory is not None and not memory.is_expected  # else another module's, which this one passed on
+        is_own = memory is not None and memory.expected is None  # else another module's, which this one passed on
         if memory is not None and is_own:
             memory.expect(output)
         self._outputs[module].append(memory if is_own else None)
@@ -356,4 +339,5 @@ def is_plain(value: Any) -> bool:
         and not is_in_backward()
         and not (value.requires_grad and not torch.is_grad_enabled())  # what a reentrant checkpoint was given
         and not is_transformed()
+        and not is_in_forward_ad()
     )

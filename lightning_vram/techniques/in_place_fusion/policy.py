@@ -27,7 +27,6 @@ from lightning_vram.techniques.in_place_fusion.pairs import Pairs
 from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation, apply_compiled_recomputation
 
 _INVERTIBLE = (nn.LeakyReLU, nn.ELU)
-_ACTIVATIONS = (*_INVERTIBLE, nn.ReLU, nn.ReLU6, nn.SiLU, nn.GELU, nn.Hardswish, nn.Mish)
 
 
 @dataclass(frozen=True)
@@ -102,8 +101,7 @@ class Fusion:
             # An in-place activation returns the memory it was given: others that read it would not be noticed.
             activations = (member for member in self._module.modules() if isinstance(member, _INVERTIBLE))
             stack.enter_context(_switched(activations, is_inplace=False))
-        producers, consumers = (*CONVOLUTIONS, *BATCH_NORMS), (*BATCH_NORMS, *_ACTIVATIONS)
-        kinds = (producers, consumers) if self._policy.needs_links else ()
+        kinds = ((*CONVOLUTIONS, *BATCH_NORMS), (*BATCH_NORMS, *_INVERTIBLE)) if self._policy.needs_links else ()
         return stack.enter_context(StepObserver(self._module, *kinds, overwriting=self._policy.inplace))
 
     def remove(self) -> None:
@@ -129,28 +127,23 @@ class Fusion:
         self._pairs.append(pairs)
 
     def _fold(self, observer: StepObserver) -> None:
-        norms = [link.consumer for link in observer.links if can_fold(link)]
-        frozen = [link for link in observer.links if can_fold(link) and not link.consumer.training]
+        links = [link for link in observer.links if can_fold(link)]
+        frozen = [link for link in links if not link.consumer.training]
         if not frozen:
-            first = f", the first is {self._name(norms[0])!r}" if norms else ""
             raise ValueError(
-                f"fold_frozen_bn=True, but none of {len(norms)} batch norms behind a convolution is in evaluation "
-                f"mode{first}. Call .eval() on them before the fit or in on_train_epoch_start, or leave out "
-                "fold_frozen_bn."
+                f"fold_frozen_bn=True, but none of {len(links)} batch norms behind a convolution is in evaluation "
+                "mode. Call .eval() on them before the fit or in on_train_epoch_start, or leave out fold_frozen_bn."
             )
         self._apply(fold_frozen_batch_norm(frozen))
         self._log(f"folds {len(frozen)} frozen batch norms into their convolutions.")
 
     def _invert(self, observer: StepObserver) -> None:
-        links = [link for link in observer.links if isinstance(link.producer, BATCH_NORMS) and link.producer.training]
-        chosen = [link for link in links if can_invert(link)]
+        chosen = [link for link in observer.links if can_invert(link) and link.producer.training]
         if not chosen:
-            others = ", ".join(sorted({type(link.consumer).__name__ for link in links})) or "none"
             raise ValueError(
-                "abn='invert' needs batch norms in training mode (not SyncBatchNorm) whose only reader is a LeakyReLU "
-                f"or ELU that reads nothing else; activations found behind batch norms: {others}. Others cannot be "
-                "inverted: ReLU drops negative values. Leave out abn: recomputation saves the same and needs no "
-                "inverse."
+                "abn='invert' found no batch norm in training mode (SyncBatchNorm does not count) whose only reader is "
+                "a LeakyReLU or ELU that reads nothing else. ReLU cannot be inverted: it drops negative values. Leave "
+                "out abn: recomputation saves the same and needs no inverse."
             )
         self._apply(apply_inplace_abn(chosen))
         self._log(f"inverts {len(chosen)} activations behind batch norms.")
@@ -170,10 +163,6 @@ class Fusion:
         )
         for operator, count in report.differing.items():
             self._log(f"saves {count} results of {operator}: their recomputation is not exact.")
-
-    def _name(self, module: nn.Module) -> str:
-        names: dict[nn.Module, str] = {member: name for name, member in self._module.named_modules()}
-        return names[module]
 
 
 class FrozenNormFolding:
