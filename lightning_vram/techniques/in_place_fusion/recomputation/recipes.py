@@ -4,10 +4,9 @@ A :class:`Value` stands for what one tensor held at one moment. Its :class:`Reci
 the tensor was computed from.
 """
 
-import math
 import weakref
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from lightning_vram.core.tensors.properties import (
 from lightning_vram.private_names.dispatcher import (
     BATCH_NORM,
     BATCH_NORM_WITHOUT_STATISTICS,
-    without_dispatch,
 )
 from lightning_vram.private_names.torch import num_writes, outside_of_vmap
 
@@ -265,16 +263,8 @@ class Recipe:
         return result if self.strides is None else stored_as(result, self.strides)
 
 
-# A batch norm is recomputed bit-exactly, without updating its running statistics again: by the same kernel on other
-# running statistics, or on the host by one elementwise pass from the saved statistics, a third of the time, where the
-# kernel rounds as the formula does. That is tried once per process on a million random numbers, a few at a time: a
-# backward runs.
-
 aten = torch.ops.aten
 _TRAINING = 5  # position of ``training`` among the arguments of all batch norms, except ``no_stats``
-_NUM_TRIED = 1_000_000
-# By dimensions. Channels and places fill vectors of the host, and a rest of one.
-_TRIED_AT_ONCE = {2: (20, 109), 3: (2, 29, 37), 4: (2, 29, 3, 13), 5: (2, 29, 2, 3, 7)}
 
 
 def recomputation_call(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], bool]:
@@ -286,58 +276,16 @@ def recomputation_call(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple
 
 
 def batch_norm(
-    function: Any,
-    running: tuple[torch.Size, torch.dtype, torch.device] | None,
-    statistics: tuple[Tensor, Tensor] | None,
-    *args: Any,
-    **kwargs: Any,
+    function: Any, running: tuple[torch.Size, torch.dtype, torch.device] | None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Recompute a call of a batch norm.
+    """Recompute a call of a batch norm, without updating its running statistics again.
 
-    ``running``: of its running statistics to update; whether there are any, and their dtype, decides how the kernel
-    rounds. ``statistics``: mean and inverse deviation ``[C]``, which the backward saves.
+    ``running``: describes them; whether there are any, and their dtype, decides how the kernel rounds.
     """
-    x, weight, bias = args[:3]
-    dtypes = {value.dtype for value in args[:3] if value is not None}
-    if statistics is not None and x.is_cpu and dtypes == {torch.float32}:
-        is_last = not x.is_contiguous()
-        is_dense = not is_last or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last))
-        if is_dense and _formula_is_exact(x.dim(), weight is not None, bias is not None, is_last):
-            return (_normalise(x, weight, bias, *statistics),)
     if running is not None:
         shape, dtype, device = running
         args = (*args[:3], *(torch.ones(shape, dtype=dtype, device=device) for _ in range(2)), *args[5:])
     return function(*args, **kwargs)
-
-
-def _normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, deviation: Tensor) -> Tensor:
-    """Scale and shift ``x`` ``[N, C, ...]`` with fused multiply-adds, as the kernel of the host does."""
-    scale = deviation * weight if weight is not None else deviation
-    shift = torch.addcmul(bias, mean, scale, value=-1) if bias is not None else -mean * scale
-    shape = [1, -1, *[1] * (x.dim() - 2)]
-    return torch.addcmul(shift.view(shape), x, scale.view(shape))
-
-
-@cache
-def _formula_is_exact(dim: int, has_weight: bool, has_bias: bool, is_channels_last: bool) -> bool:  # noqa: FBT001
-    """Whether :func:`_normalise` gives the bits of the kernel of the host in float32."""
-    shape = _TRIED_AT_ONCE.get(dim)
-    if shape is None:
-        return False
-    with without_dispatch():  # on real tensors, and seen by nobody
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(-(-_NUM_TRIED // math.prod(shape))):
-            x = torch.randn(shape, generator=generator).mul_(3).add_(1)
-            x = x.contiguous(memory_format=torch.channels_last) if is_channels_last else x
-            parameters = torch.randn(2, shape[1], generator=generator)
-            weight, bias = parameters[0] if has_weight else None, parameters[1] if has_bias else None
-            result, *statistics = torch.native_batch_norm(
-                x, weight, bias, None, None, training=True, momentum=0.1, eps=1e-5
-            )
-            ours = _normalise(x, weight, bias, *statistics)
-            if ours.stride() != result.stride() or not torch.equal(ours, result):
-                return False
-    return True
 
 
 # Dropout is recomputed from its mask, saved as bits (1/32 of the bytes on the host, 1/8 on a GPU), or from the state

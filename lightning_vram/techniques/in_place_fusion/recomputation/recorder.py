@@ -309,8 +309,7 @@ def _batch_norm(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: di
     has_running = in_training and func is not BATCH_NORM_WITHOUT_STATISTICS and args[3] is not None
     running = (args[3].shape, args[3].dtype, args[3].device) if has_running else None
     results = func(*args, **kwargs) if kwargs else func(*args)
-    known = (results[1], results[2]) if in_training and func is aten.native_batch_norm.default else None
-    recipe = Recipe(batch_norm, (function, running, known, *filled), kwargs, inputs)
+    recipe = Recipe(batch_norm, (function, running, *filled), kwargs, inputs)
     recipe.position = notes.position
     notes.note(results[0], recipe)
     return results
