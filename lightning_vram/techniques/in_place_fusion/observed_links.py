@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -178,12 +178,14 @@ class Link:
     consumer: nn.Module
 
 
-class _Call(NamedTuple):
-    """One call of a consumer. ``memory``: of its input, which it was given; ``None``: others may use that."""
+@dataclass
+class _Call:
+    """One call of a consumer."""
 
-    memory: Memory | None
+    memory: Memory | None  # of its input, which it was given; None: others may use that
     is_linked: bool = False  # the input is the untouched output of a producer
     may_overwrite: bool = False
+    result: Memory | None = None
 
 
 class StepObserver:
@@ -213,7 +215,6 @@ class StepObserver:
         self._exit = ExitStack()
         self._outputs: dict[nn.Module, list[Memory | None]] = defaultdict(list)  # of producers
         self._calls: dict[nn.Module, list[_Call]] = defaultdict(list)  # of consumers
-        self._results: dict[nn.Module, list[Memory | None]] = defaultdict(list)  # of consumers
         self._graph: list[Any] = []  # nodes: as long as they live, what they saved is not freed
 
     def __enter__(self) -> Self:
@@ -234,7 +235,7 @@ class StepObserver:
             self._watch.collect_cycles()
             self.links = list(self._prove_links())
             self.overwriting = [member for member in self._candidates if self._may_overwrite(member)]
-        for records in (self._outputs, self._calls, self._results, self._graph):
+        for records in (self._outputs, self._calls, self._graph):
             records.clear()
 
     def _prove_links(self) -> Iterator[Link]:
@@ -253,9 +254,9 @@ class StepObserver:
 
     def _may_overwrite(self, member: nn.Module) -> bool:
         calls = self._calls[member]
+        is_overwritten = any(call.result and call.result.num_writes for call in calls)  # in place, that is saved
         are_given_up = all(call.may_overwrite and call.memory and call.memory.is_given_up() for call in calls)
-        # In place it is its output that is saved.
-        return bool(calls) and are_given_up and not any(made and made.num_writes for made in self._results[member])
+        return bool(calls) and are_given_up and not is_overwritten
 
     def _after_producer(self, module: nn.Module, _: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
@@ -289,12 +290,12 @@ class StepObserver:
     def _after_consumer(self, module: nn.Module, _: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not self._calls[module]:
             return
-        memory = self._calls[module][-1].memory
-        if memory is not None:
-            memory.is_open = False
+        call = self._calls[module][-1]
+        if call.memory is not None:
+            call.memory.is_open = False
         for tensor in tensors_in(output):
             self._graph.append(tensor.grad_fn)
-            self._results[module].append(self._watch.find(tensor))
+            call.result = self._watch.find(tensor)
 
 
 def _watch_hooks(module: nn.Module, watch: StorageWatch, stack: ExitStack) -> None:

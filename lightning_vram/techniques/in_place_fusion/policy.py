@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lightning_vram.core.patching import Swaps
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.private_names.dispatcher import is_compiled
 from lightning_vram.techniques.in_place_fusion.folding import (
@@ -40,11 +41,6 @@ class FusionPolicy:
     min_bytes: int = 1024
     dropout: Literal["mask", "replay"] = "mask"
 
-    @property
-    def needs_links(self) -> bool:
-        """Whether pairs of modules are changed."""
-        return self.abn is not None or self.fold_frozen_bn
-
 
 class FusionError(ValueError):
     """What the policy asks for is impossible on this module."""
@@ -56,21 +52,19 @@ class Fusion:
     def __init__(self, module: nn.Module, policy: FusionPolicy, log: Callable[[str], None]) -> None:
         self._module = module
         self._policy = policy
+        self._needs_links = policy.abn is not None or policy.fold_frozen_bn
         self._log = log
         self._is_observing = True
         self._observer: StepObserver | None = None  # until what it proved is applied
-        self._undos: list[Callable[[], None]] = []
         self._pairs: list[Pairs] = []
         self._num_off = 0  # inverted pairs
         self._overwriting: list[nn.Module] = []
-        self._num_compiled = 0
+        self._compiled: list[Swaps] = []
         self._recomputation = Recomputation(module, min_bytes=policy.min_bytes, dropout=policy.dropout)
         self.is_useful = True  # False once a step has shown that there is nothing to save
         if policy.mode != "general" and is_compiled(module):
-            compiled = apply_compiled_recomputation(module)
-            self._undos.append(compiled.remove)
-            self._num_compiled = len(compiled.modules)
-            log(f"lets the compiler recompute {self._num_compiled} norms and activations.")
+            self._compiled.append(apply_compiled_recomputation(module))
+            log(f"lets the compiler recompute {len(self._compiled[0].modules)} norms and activations.")
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -84,7 +78,7 @@ class Fusion:
             self._observer = None
         with ExitStack() as stack:
             stack.enter_context(self._recomputation)
-            if self._is_observing and (self._policy.needs_links or self._policy.inplace):
+            if self._is_observing and (self._needs_links or self._policy.inplace):
                 self._observer = self._observe(stack)
             stack.enter_context(_switched(self._overwriting, is_inplace=True))
             with _unchanged_path(self._pairs):
@@ -101,13 +95,13 @@ class Fusion:
             # An in-place activation returns the memory it was given: others that read it would not be noticed.
             activations = (member for member in self._module.modules() if isinstance(member, _INVERTIBLE))
             stack.enter_context(_switched(activations, is_inplace=False))
-        kinds = ((*CONVOLUTIONS, *BATCH_NORMS), (*BATCH_NORMS, *_INVERTIBLE)) if self._policy.needs_links else ()
+        kinds = ((*CONVOLUTIONS, *BATCH_NORMS), (*BATCH_NORMS, *_INVERTIBLE)) if self._needs_links else ()
         return stack.enter_context(StepObserver(self._module, *kinds, overwriting=self._policy.inplace))
 
     def remove(self) -> None:
         """Make the module what it was. Calling it again does nothing."""
-        while self._undos:
-            self._undos.pop()()
+        for swaps in (*self._pairs, *self._compiled):
+            swaps.remove()
 
     def _change(self, observer: StepObserver) -> None:
         try:
@@ -122,10 +116,6 @@ class Fusion:
         if self._overwriting:
             self._log(f"runs {len(self._overwriting)} activations in place.")
 
-    def _apply(self, pairs: Pairs) -> None:
-        self._undos.append(pairs.remove)
-        self._pairs.append(pairs)
-
     def _fold(self, observer: StepObserver) -> None:
         links = [link for link in observer.links if can_fold(link)]
         frozen = [link for link in links if not link.consumer.training]
@@ -134,7 +124,7 @@ class Fusion:
                 f"fold_frozen_bn=True, but none of {len(links)} batch norms behind a convolution is in evaluation "
                 "mode. Call .eval() on them before the fit or in on_train_epoch_start, or leave out fold_frozen_bn."
             )
-        self._apply(fold_frozen_batch_norm(frozen))
+        self._pairs.append(fold_frozen_batch_norm(frozen))
         self._log(f"folds {len(frozen)} frozen batch norms into their convolutions.")
 
     def _invert(self, observer: StepObserver) -> None:
@@ -145,7 +135,7 @@ class Fusion:
                 "a LeakyReLU or ELU that reads nothing else. ReLU cannot be inverted: it drops negative values. Leave "
                 "out abn: recomputation saves the same and needs no inverse."
             )
-        self._apply(apply_inplace_abn(chosen))
+        self._pairs.append(apply_inplace_abn(chosen))
         self._log(f"inverts {len(chosen)} activations behind batch norms.")
 
     def _summarise(self) -> None:
@@ -153,7 +143,7 @@ class Fusion:
         if not report.num_saved:
             return  # no gradient was recorded: a step that was skipped, weights that are still frozen
         self._is_observing = False
-        self.is_useful = bool(report.num_dropped + self._num_compiled or self._observer)
+        self.is_useful = bool(report.num_dropped or any(swaps.modules for swaps in self._compiled) or self._observer)
         if not report.num_dropped:
             return
         whole = format_bytes(report.dropped_bytes + report.kept_bytes)
@@ -171,13 +161,13 @@ class FrozenNormFolding:
     def __init__(self, module: nn.Module, log: Callable[[str], None]) -> None:
         self._module = module
         self._log = log
-        self._pairs: Pairs | None = None
+        self._pairs: list[Pairs] = []
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Run one evaluation step inside."""
-        if self._pairs is not None:
-            with _unchanged_path([self._pairs]):
+        if self._pairs:
+            with _unchanged_path(self._pairs):
                 yield
             return
         observer = StepObserver(self._module, CONVOLUTIONS, BATCH_NORMS)
@@ -185,15 +175,14 @@ class FrozenNormFolding:
         with torch.inference_mode(mode=False), torch.no_grad(), observer:
             yield
         links = [link for link in observer.links if can_fold(link) and not link.consumer.training]
-        self._pairs = fold_frozen_batch_norm(links)
+        self._pairs.append(fold_frozen_batch_norm(links))
         if links:
             self._log(f"folds {len(links)} frozen batch norms into their convolutions.")
 
     def remove(self) -> None:
         """Make the module what it was. Calling it again does nothing."""
-        if self._pairs is not None:
-            self._pairs.remove()
-        self._pairs = None
+        while self._pairs:
+            self._pairs.pop().remove()
 
 
 @contextmanager

@@ -20,10 +20,6 @@ from lightning_vram.core.tensors.properties import (
     stored_as,
     version_counter,
 )
-from lightning_vram.private_names.dispatcher import (
-    BATCH_NORM,
-    BATCH_NORM_WITHOUT_STATISTICS,
-)
 from lightning_vram.private_names.torch import num_writes, outside_of_vmap
 
 
@@ -264,15 +260,6 @@ class Recipe:
 
 
 aten = torch.ops.aten
-_TRAINING = 5  # position of ``training`` among the arguments of all batch norms, except ``no_stats``
-
-
-def recomputation_call(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], bool]:
-    """Return operator and arguments that recompute a batch norm, and whether it normalizes by its batch."""
-    is_training = function is BATCH_NORM_WITHOUT_STATISTICS or bool(args[_TRAINING])
-    if is_training and function is not BATCH_NORM_WITHOUT_STATISTICS:
-        args = (*args[:3], None, None, *args[5:])  # running statistics must not be updated again
-    return (aten.native_batch_norm.default if function is BATCH_NORM else function), args, is_training
 
 
 def batch_norm(

@@ -32,6 +32,7 @@ from lightning_vram.core.tensors.properties import (
     version_of,
 )
 from lightning_vram.private_names.dispatcher import (
+    BATCH_NORM,
     BATCH_NORM_WITHOUT_STATISTICS,
     TO_COPY,
     FakeTensor,
@@ -49,7 +50,6 @@ from lightning_vram.techniques.in_place_fusion.recomputation.recipes import (
     batch_norm,
     dropout,
     note_draw,
-    recomputation_call,
 )
 
 COPIED_BYTES = 64 * 1024  # weights of norms and small buffers; what is larger is not copied to rebuild from it
@@ -214,7 +214,7 @@ def _is_small_weight(arg: Tensor, args: Iterable[Any]) -> bool:
 
 
 aten = torch.ops.aten
-_NUM_WITHOUT_STATISTICS = 6  # arguments of a batch norm that has no running statistics
+_TRAINING = 5  # position of ``training`` among the arguments of batch norms that have running statistics
 _SCALINGS = frozenset({aten.mul_.Tensor, aten.div_.Tensor, aten.mul_.Scalar, aten.div_.Scalar})
 
 
@@ -293,23 +293,22 @@ def _norm(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _batch_norm(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    function, again, in_training = recomputation_call(func, args)
-    statistics = [arg for arg in args[3:5] if isinstance(arg, Tensor)] if len(args) > _NUM_WITHOUT_STATISTICS else []
-    if in_training:  # the kernel moves the running statistics and does not tell
+    has_statistics = func is not BATCH_NORM_WITHOUT_STATISTICS
+    in_training = not has_statistics or bool(args[_TRAINING])
+    statistics = [arg for arg in args[3:5] if isinstance(arg, Tensor)] if has_statistics else []
+    running, others = None, args[3:]
+    if statistics and in_training:  # the kernel moves the running statistics and does not tell
         for statistic in statistics:
             if notes.is_watched(statistic):
                 notes.before_write(statistic, is_counted=False)
-    inputs: list[Value] = []
-    if in_training or not statistics:
-        filled = notes.with_values(again, inputs)
-    else:  # copies: whoever moves them later does not tell
+        running, others = (args[3].shape, args[3].dtype, args[3].device), (None, None, *args[5:])
+    elif statistics:  # copies: whoever moves them later does not tell
         with notes.paused():
-            copies = [statistic.clone() for statistic in statistics]
-        filled = (*notes.with_values(args[:3], inputs), *copies, *args[5:])
-    has_running = in_training and func is not BATCH_NORM_WITHOUT_STATISTICS and args[3] is not None
-    running = (args[3].shape, args[3].dtype, args[3].device) if has_running else None
+            others = (*(statistic.clone() for statistic in statistics), *args[5:])
+    inputs: list[Value] = []
+    function = aten.native_batch_norm.default if func is BATCH_NORM else func
+    recipe = Recipe(batch_norm, (function, running, *notes.with_values(args[:3], inputs), *others), kwargs, inputs)
     results = func(*args, **kwargs) if kwargs else func(*args)
-    recipe = Recipe(batch_norm, (function, running, *filled), kwargs, inputs)
     recipe.position = notes.position
     notes.note(results[0], recipe)
     return results

@@ -394,20 +394,16 @@ class Recomputation(SavedTensorStage):
             if holder is None:
                 if not self._can_hold(source):
                     return None
-                holder = self._hold(source)
+                origin = source()
+                assert origin is not None
+                holder = self._keep(source, origin)
+                if source.address in self._buffers and origin.nbytes <= COPIED_BYTES:
+                    with self._recorder.paused(), torch.no_grad():
+                        holder.copy()  # a buffer may be moved between the step and its backward
             if not isinstance(holder, Dropped):
                 holder.is_end = True
             held.append(holder)
         return held
-
-    def _hold(self, source: Value) -> Saved:
-        origin = source()
-        assert origin is not None
-        saved = self._keep(source, origin)
-        if source.address in self._buffers and origin.nbytes <= COPIED_BYTES:
-            with self._recorder.paused(), torch.no_grad():
-                saved.copy()  # a buffer may be moved between the step and its backward
-        return saved
 
     def _hold_inputs(self, value: Value) -> list[Saved | Dropped] | None:
         """Keep what a growing operator read until its result is saved, if the result would be dropped then."""
