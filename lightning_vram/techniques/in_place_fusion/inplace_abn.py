@@ -137,13 +137,13 @@ class _NormalizeAndActivate(torch.autograd.Function):
             norm.num_batches_tracked.add_(1)
             if norm.momentum is None:
                 momentum = 1.0 / float(norm.num_batches_tracked)
-        running = (norm.running_mean, norm.running_var) if norm.track_running_stats else (None, None)
+        mean, variance = (norm.running_mean, norm.running_var) if norm.track_running_stats else (None, None)
         # What F.batch_norm is made of: it chooses cuDNN as F.batch_norm does, and returns the statistics too.
         implementation = torch.native_batch_norm
         if batch_norm_and_statistics is not None:
             implementation = functools.partial(batch_norm_and_statistics, cudnn_enabled=torch.backends.cudnn.enabled)
         output, _, inverse_deviation, *_ = implementation(
-            input, weight, bias, *running, training=True, momentum=momentum, eps=norm.eps
+            input, weight, bias, mean, variance, training=True, momentum=momentum, eps=norm.eps
         )
         return activate_(output, activation), inverse_deviation.to(torch.promote_types(input.dtype, torch.float32))
 

@@ -80,11 +80,8 @@ class StorageWatch(QuietMode):
     def __init__(self) -> None:
         super().__init__()
         self._memories: ByStorage[Memory] = ByStorage()
+        self.find = self._memories.find  # what was seen of a tensor's memory; None if that was not made meanwhile
         self._has_collected = False
-
-    def find(self, tensor: Tensor) -> Memory | None:
-        """Return what was seen of the memory of ``tensor``; ``None`` if it was not made while this was entered."""
-        return self._memories.find(tensor)
 
     def hand_over(self, tensor: Tensor, memory: Memory) -> Tensor:
         """Return an alias of ``tensor`` for the one module that may have it.
@@ -188,6 +185,9 @@ class _Call:
     result: Memory | None = None
 
 
+_Kinds = tuple[type[nn.Module], ...]
+
+
 class StepObserver:
     """Observes, while it is entered, once, which modules feed which, and which activations may overwrite their input.
 
@@ -196,21 +196,14 @@ class StepObserver:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        producers: tuple[type[nn.Module], ...] = (),
-        consumers: tuple[type[nn.Module], ...] = (),
-        *,
-        overwriting: bool = False,
+        self, module: nn.Module, producers: _Kinds = (), consumers: _Kinds = (), *, overwriting: bool = False
     ) -> None:
         self.links: list[Link] = []
         self.overwriting: list[nn.Module] = []
-        members = list(module.modules())
         self._module = module
-        self._producers = [member for member in members if isinstance(member, producers)]
-        self._candidates = [member for member in members if overwriting and _is_exact_in_place(member)]
-        consuming = {member for member in members if isinstance(member, consumers)}
-        self._consumers = consuming | set(self._candidates)
+        self._producers = [member for member in module.modules() if isinstance(member, producers)]
+        self._candidates = [member for member in module.modules() if overwriting and _is_exact_in_place(member)]
+        self._consumers = {member for member in module.modules() if isinstance(member, consumers)}
         self._watch = StorageWatch()
         self._exit = ExitStack()
         self._outputs: dict[nn.Module, list[Memory | None]] = defaultdict(list)  # of producers
@@ -222,7 +215,7 @@ class StepObserver:
             _watch_hooks(self._module, self._watch, stack)  # first: ours are not the user's
             for producer in self._producers:
                 stack.callback(producer.register_forward_hook(self._after_producer).remove)
-            for consumer in self._consumers:
+            for consumer in self._consumers.union(self._candidates):
                 stack.callback(consumer.register_forward_pre_hook(self._before_consumer, with_kwargs=True).remove)
                 stack.callback(consumer.register_forward_hook(self._after_consumer).remove)
             stack.enter_context(self._watch)

@@ -5,7 +5,6 @@ the result of both, and in compiled code the pair breaks the graph. If the secon
 the model took another path than in the observed step.
 """
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -78,7 +77,6 @@ def _uncompiled(run: Run) -> Run:
     """Break the graph, also of parts: a module that ran outside of it may have done the work of one inside."""
     outside: Run = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
 
-    @functools.wraps(run)
     def choose(*args: Any, **kwargs: Any) -> Any:
         chosen = outside if torch.compiler.is_compiling() else run
         return chosen(*args, **kwargs)

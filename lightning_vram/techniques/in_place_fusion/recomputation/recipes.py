@@ -82,7 +82,7 @@ class Saved:
 
 
 class SavedElsewhere(Saved):
-    """A tensor that another stage took over: a snapshot, which no write reaches."""
+    """A tensor that another stage took over, or a mask as bits: a snapshot, which no write reaches."""
 
     holds_memory = False
 
@@ -111,35 +111,23 @@ class SavedElsewhere(Saved):
         else:
             self.is_overwritten = True  # by the operator that saves it, or by a later one
 
-    def copy(self) -> None:  # noqa: D102
-        return
 
+class MaskBits(StoredTensor):
+    """A mask as bits, which another stage may take over."""
 
-class SavedMask(Saved):
-    """A mask that is saved as bits, by itself or by another stage."""
-
-    holds_memory = False
-
-    __slots__ = ("_bits", "_device", "_shape", "_strides")
+    __slots__ = ("_bits", "_like")
 
     def __init__(self, mask: Tensor, hand_on: Callable[[Tensor], StoredTensor | None]) -> None:
-        super().__init__(version_counter(mask), num_writes(mask))
         bits = pack_bits(mask)
-        taken = hand_on(bits)
-        self._bits = taken if taken is not None else bits
-        self._shape, self._strides, self._device = mask.shape, mask.stride(), mask.device
-        self.num_bytes = taken.num_bytes if taken is not None else bits.nbytes
+        self._bits = hand_on(bits) or bits
+        self._like = partial(torch.empty_strided, mask.shape, mask.stride(), dtype=mask.dtype, device=mask.device)
 
-    def restore(self) -> Tensor:  # noqa: D102
-        check_version(self.tensor, self.version, self._shape)
-        return self.read()
+    @property
+    def num_bytes(self) -> int:  # noqa: D102
+        return self._bits.num_bytes if isinstance(self._bits, StoredTensor) else self._bits.nbytes
 
-    def read(self) -> Tensor:  # noqa: D102
-        like = torch.empty_strided(self._shape, self._strides, dtype=self.tensor.dtype, device=self._device)
-        return unpack_bits(self._bits.give() if isinstance(self._bits, StoredTensor) else self._bits, like)
-
-    def before_write(self) -> None:  # noqa: D102
-        return  # the bits are its own
+    def give(self) -> Tensor:  # noqa: D102
+        return unpack_bits(self._bits.give() if isinstance(self._bits, StoredTensor) else self._bits, self._like())
 
 
 class Value(weakref.ref[Tensor]):

@@ -6,7 +6,7 @@ was overwritten is no longer used.
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Literal
 
@@ -114,12 +114,13 @@ class RecipeNotes(QuietMode):
             self._learned.append(recipe)
         return recipe
 
-    def with_values(self, args: Iterable[Any], inputs: list[Value]) -> tuple[Any, ...]:
+    def with_values(self, args: Sequence[Any], inputs: list[Value]) -> tuple[Any, ...]:
         """Return ``args`` with values in the place of tensors, which are added to ``inputs``."""
         filled: list[Any] = []
         for arg in args:
             if isinstance(arg, Tensor):
-                if self.parameters_move and _is_small_weight(arg, args):
+                is_copied = self.parameters_move and type(arg) in PARAMETER_CLASSES and arg.nbytes <= COPIED_BYTES
+                if is_copied and arg is not args[0]:  # such as the weight of a norm, not what a view is made of
                     arg = self._copy_parameter(arg)
                 else:
                     arg = self.value_of(arg)
@@ -206,11 +207,6 @@ class RecipeNotes(QuietMode):
             with self.paused(), torch.no_grad():
                 known = self._copies[id(parameter)] = (parameter, num_writes(parameter), parameter.detach().clone())
         return known[2]
-
-
-def _is_small_weight(arg: Tensor, args: Iterable[Any]) -> bool:
-    """Whether it is a parameter beside others, such as the weight of a norm, and not what a view is made of."""
-    return type(arg) in PARAMETER_CLASSES and arg.nbytes <= COPIED_BYTES and next(iter(args)) is not arg
 
 
 aten = torch.ops.aten

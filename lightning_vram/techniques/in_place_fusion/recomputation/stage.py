@@ -39,11 +39,11 @@ from lightning_vram.private_names.dispatcher import FakeTensor, TorchDispatchMod
 from lightning_vram.private_names.torch import base_of, is_view, num_writes, without_autocast
 from lightning_vram.techniques.in_place_fusion.recomputation.recipes import (
     Dropped,
+    MaskBits,
     MaskValue,
     Recipe,
     Saved,
     SavedElsewhere,
-    SavedMask,
     Value,
 )
 from lightning_vram.techniques.in_place_fusion.recomputation.recorder import COPIED_BYTES, RecipeRecorder
@@ -160,10 +160,8 @@ class _Rebuilding:
         assert recipe is not None, "a recipe ended on a value that was not saved"
         function = in_place_form(recipe.function) if self._is_made_for(recipe) else None
         args = [self._fill(arg) for arg in recipe.args]
-        if function is not None:  # an activation, in the memory of its input
-            result = function(*args, **recipe.kwargs) if recipe.kwargs else function(*args)
-        else:
-            result = recipe.run(args)
+        # An activation runs in the memory of its input.
+        result = function(*args, **(recipe.kwargs or {})) if function is not None else recipe.run(args)
         if isinstance(result, Tensor):
             return result
         for reference in recipe.siblings or ():
@@ -308,10 +306,10 @@ class Recomputation(SavedTensorStage):
         is_lasting = self._is_free(value, base if base is not None else tensor)
         with self._recorder.paused(), torch.no_grad(), without_autocast(), saving(tensor):
             if isinstance(value, MaskValue) and (value.is_scaled or tensor.nbytes >= self._min_bytes):
-                saved: Saved = SavedMask(tensor, self.hand_on)
+                taken: StoredTensor | None = MaskBits(tensor, self.hand_on)
             else:
                 taken = self.hand_on(tensor) if not is_lasting else None
-                saved = SavedElsewhere(tensor, taken) if taken is not None else Saved(alias(tensor), num_writes(tensor))
+            saved = SavedElsewhere(tensor, taken) if taken is not None else Saved(alias(tensor), num_writes(tensor))
         self._recorder.watch(value, saved)
         if not is_lasting:
             self.report.kept_bytes += saved.num_bytes
