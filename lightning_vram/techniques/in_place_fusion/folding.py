@@ -2,8 +2,7 @@
 
 The convolution's own output, which the norm would save for backward, never exists. Autograd differentiates through the
 folding, so both modules train on ("Tune mode", https://arxiv.org/abs/2305.11624). Equal up to rounding. Autograd saves
-the folded weights unless they are recomputed: without recomputation, small batches use more memory, not less. Calls
-with the norm in training mode run unchanged.
+the folded weights unless they are recomputed: without recomputation, small batches use more memory, not less.
 """
 
 from collections.abc import Iterable

@@ -153,8 +153,6 @@ def _is_recomputing() -> bool:
 
 
 _PLAIN_TYPES = frozenset({Tensor, FakeTensor})
-# Activations that compute and differentiate the same bits in place, without a copy of their input.
-_EXACT_IN_PLACE = (nn.ReLU.forward, nn.LeakyReLU.forward)
 # Autograd nodes that do not save the first result of their operator. Any other may.
 _DO_NOT_KEEP_OUTPUT = {
     f"{operator}Backward0"
@@ -191,8 +189,7 @@ _Kinds = tuple[type[nn.Module], ...]
 class StepObserver:
     """Observes, while it is entered, once, which modules feed which, and which activations may overwrite their input.
 
-    Afterwards ``links`` are the proven links, in the order of the producers, and ``overwriting`` the activations, if
-    ``overwriting=True`` asked for them. Both are empty if the block raised.
+    ``links`` and ``overwriting`` are the proven ones afterwards; both are empty if the block raised.
     """
 
     def __init__(
@@ -310,11 +307,11 @@ def _watch_hooks(module: nn.Module, watch: StorageWatch, stack: ExitStack) -> No
 
 
 def _is_exact_in_place(member: nn.Module) -> bool:
-    """Whether it is an activation that is not in place, and could be bit-exactly and for less memory."""
+    """Whether it is an activation that is not in place, and could be bit-exactly and without a copy of its input."""
     forward = getattr(type(member), "forward", None)  # scripted modules have none
-    if getattr(member, "inplace", True) or forward not in _EXACT_IN_PLACE or "forward" in vars(member):
-        return False
-    return getattr(member, "negative_slope", 0.0) >= 0  # its backward does not work in place with another
+    is_stock = forward in (nn.ReLU.forward, nn.LeakyReLU.forward) and "forward" not in vars(member)
+    # The backward does not work in place with a negative slope.
+    return is_stock and not getattr(member, "inplace", True) and getattr(member, "negative_slope", 0.0) >= 0
 
 
 def _is_saved(tensor: Tensor) -> bool:

@@ -1,8 +1,7 @@
 """Let the first module of a proven link do the work of both: the second passes on what it is given.
 
 The classes of both are swapped. Names, ``state_dict``, copies and pickles stay those of the original modules, hooks see
-the result of both, and in compiled code the pair breaks the graph. If the second module gets another tensor, it raises:
-the model took another path than in the observed step.
+the result of both, and in compiled code the pair breaks the graph.
 """
 
 import weakref
@@ -74,7 +73,7 @@ class Pairs(Swaps):
 
 
 def _uncompiled(run: Run) -> Run:
-    """Break the graph, also of parts: a module that ran outside of it may have done the work of one inside."""
+    """Break the graph, also of parts: a module outside of it may have done the work of one inside."""
     outside: Run = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
 
     def choose(*args: Any, **kwargs: Any) -> Any:

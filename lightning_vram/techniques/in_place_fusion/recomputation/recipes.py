@@ -173,15 +173,8 @@ class Dropped:
         self.counter = version_counter(tensor)
         self.version = num_writes(tensor)
         self.shape = tensor.shape
-        self.num_saved = 0
-        self.num_waiting = 0
+        self.num_saved = self.num_waiting = 0  # operators that will ask for it, and those that have not yet
         self.cache: Tensor | None = None  # made, and more that wait for it
-
-    def save(self) -> "Dropped":
-        """Note one more operator that will ask for it."""
-        self.num_saved += 1
-        self.num_waiting += 1
-        return self
 
 
 class MaskValue(Value):

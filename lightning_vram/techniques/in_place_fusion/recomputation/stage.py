@@ -2,9 +2,8 @@
 
 A dispatch mode records how each result of a cheap operator is computed, in any eager model. When autograd saves a
 tensor, a hook drops it if it can be recomputed from tensors that are saved anyway and that saves bytes. Autograd's
-backward gets the same numbers, double backward included. Costs Python per operator of the forward, and the cheap
-operators a second time. Not reached: what a ``torch.autograd.Function`` holds in attributes, what a ``torch.func``
-transform saves, and compiled code.
+backward gets the same numbers, double backward included. Not reached: what a ``torch.autograd.Function`` holds in
+attributes, what a ``torch.func`` transform saves, and compiled code.
 """
 
 import sys
@@ -297,7 +296,11 @@ class Recomputation(SavedTensorStage):
             if recipe.depth == 0 and type(recipe.inputs[0]()) in PARAMETER_CLASSES:
                 return alias(tensor), num_writes(tensor)  # a weight transposed: no memory of its own
             dropped = self._drop(value, tensor)
-        return dropped.save() if dropped is not None else self._keep(value, tensor)
+        if dropped is None:
+            return self._keep(value, tensor)
+        dropped.num_saved += 1
+        dropped.num_waiting += 1
+        return dropped
 
     def _keep(self, value: Value, tensor: Tensor) -> Saved:
         if value.recipe is not None:
@@ -349,12 +352,10 @@ class Recomputation(SavedTensorStage):
         """Whether the memory of ``value`` stays anyway, ``tensor`` being its tensor or what that is a view of."""
         return type(tensor) in PARAMETER_CLASSES or value.address in self._buffers
 
-    def _can_hold(self, source: Value) -> bool:
+    def _can_hold(self, source: Value, origin: Tensor) -> bool:
         """Whether a recipe can end here, on what is not saved or dropped: it is still there as it was."""
-        origin = source()
-        if origin is None or source.version == NO_VERSION or source.version != version_of(origin):
-            return False
-        return is_strided(origin) and not (self._recorder.parameters_move and type(origin) in PARAMETER_CLASSES)
+        is_lasting = not (self._recorder.parameters_move and type(origin) in PARAMETER_CLASSES)
+        return is_lasting and is_strided(origin) and NO_VERSION != source.version == version_of(origin)
 
     def _is_worth_it(self, sources: Iterable[Value], tensor: Tensor, recipe: Recipe) -> bool:
         """Whether what would be saved for these sources alone is less than ``tensor``."""
@@ -363,7 +364,7 @@ class Recomputation(SavedTensorStage):
             if source.find_saved() is not None or source.find_dropped() is not None:
                 continue
             origin = source()
-            if origin is None or not self._can_hold(source):
+            if origin is None or not self._can_hold(source, origin):
                 return False
             if not self._is_free(source, origin):
                 cost += origin.numel() // 8 if source.is_mask else origin.nbytes
@@ -390,10 +391,9 @@ class Recomputation(SavedTensorStage):
         for source in sources:
             holder: Saved | Dropped | None = source.find_saved() or source.find_dropped()
             if holder is None:
-                if not self._can_hold(source):
-                    return None
                 origin = source()
-                assert origin is not None
+                if origin is None or not self._can_hold(source, origin):
+                    return None
                 holder = self._keep(source, origin)
                 if source.address in self._buffers and origin.nbytes <= COPIED_BYTES:
                     with self._recorder.paused(), torch.no_grad():
