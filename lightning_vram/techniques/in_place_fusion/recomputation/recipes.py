@@ -244,7 +244,7 @@ aten = torch.ops.aten
 
 
 def batch_norm(
-    function: Any, running: tuple[torch.Size, torch.dtype, torch.device] | None, *args: Any, **kwargs: Any
+    function: Any, running: tuple[torch.Size, torch.dtype, torch.device] | None, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Recompute a call of a batch norm, without updating its running statistics again.
 
