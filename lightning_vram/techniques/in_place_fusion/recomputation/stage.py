@@ -368,10 +368,8 @@ class Recomputation(SavedTensorStage):
                 return False
             if not self._is_free(source, origin):
                 cost += origin.numel() // 8 if source.is_mask else origin.nbytes
-        if cost == tensor.nbytes:  # inputs of ``cat`` and of views are often saved later anyway
-            return (
-                cost == 0 or recipe.function is torch.ops.aten.cat.default or family_of(recipe.function) is Family.VIEW
-            )
+        if cost == tensor.nbytes > 0:  # inputs of ``cat`` and of views are often saved later anyway
+            return recipe.function is torch.ops.aten.cat.default or family_of(recipe.function) is Family.VIEW
         return cost < tensor.nbytes or cost == 0
 
     def _owns_memory(self, recipe: Recipe) -> bool:
