@@ -197,24 +197,9 @@ def convolve_with(convolution: Any, input: Tensor, weight: Tensor, bias: Tensor 
     return output
 
 
-def can_pad_output(kind: type) -> bool:
-    """Whether :func:`output_padding` works for a class."""
-    return hasattr(kind, "_output_padding")
-
-
-def output_padding(convolution: Any, *args: Any) -> Any:
-    """Return the padding with which a transposed convolution gives the wanted size."""
-    return convolution._output_padding(*args)
-
-
 def check_dimensions(norm: Any, input: Tensor) -> None:
     """Raise ``ValueError`` for an input of other dimensions, as the norm itself does."""
     norm._check_input_dim(input)
-
-
-def can_check_dimensions(norm: nn.Module) -> bool:
-    """Whether :func:`check_dimensions` works for ``norm``."""
-    return hasattr(norm, "_check_input_dim")
 
 
 def metadata_of(state_dict: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_deprecation, rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool
@@ -26,16 +26,16 @@ class InPlaceFusion(FitTechnique):
 
     Args:
         mode: ``"auto"`` drops the results of cheap operators in eager code, and lets ``torch.compile`` recompute norms
-            and activation functions. ``"general"`` leaves compiled code alone. ``"modules"`` is deprecated: it is read
-            as ``"auto"`` and refused from version 0.3 on.
+            and activation functions. ``"general"`` leaves compiled code alone.
         inplace: Let activation functions overwrite their input in training steps, if one observed step proved that
             no other operator reads it. This and the next two arguments need a model that takes the same path in every
             step. In manual optimization, gradients of ``prod`` and ``cumprod`` differ by rounding in the observed step.
         abn: ``"invert"`` saves only the output of a batch norm and the LeakyReLU or ELU behind it, and inverts it
             (InPlace-ABN, Rota Bulò et al. 2018, https://arxiv.org/abs/1712.02616). Lossless: gradients differ by the
-            rounding of the inverse; norms for which that is too large are skipped. No double backward. ``None``: off.
-        fold_frozen_bn: Fold batch norms in evaluation mode into the convolution before them, in fine-tuning and in
-            ``validate``, ``test`` and ``predict`` (https://arxiv.org/abs/2305.11624). Lossless.
+            rounding of the inverse; norms for which that is too large are skipped, and ``SyncBatchNorm``. No double
+            backward. ``None``: off.
+        fold_frozen_bn: Fold batch norms in evaluation mode into the convolution before them (not a transposed one), in
+            fine-tuning and in ``validate``, ``test`` and ``predict`` (https://arxiv.org/abs/2305.11624). Lossless.
         min_bytes: Smaller tensors stay saved: an ``int``, or text such as ``"4KiB"``.
         dropout: ``"mask"`` saves masks as bits; ``"replay"`` saves the generator state and draws the mask again.
 
@@ -51,25 +51,19 @@ class InPlaceFusion(FitTechnique):
 
     def __init__(
         self,
-        mode: Literal["auto", "general", "modules"] = "auto",
+        mode: Literal["auto", "general"] = "auto",
         inplace: bool = False,  # noqa: FBT001, FBT002
         abn: Literal["invert"] | None = None,
         fold_frozen_bn: bool = False,  # noqa: FBT001, FBT002
         min_bytes: int | str = 1024,
         dropout: Literal["mask", "replay"] = "mask",
     ) -> None:
-        if mode == "modules":
-            rank_zero_deprecation(
-                "InPlaceFusion(mode='modules') is deprecated and now does what mode='auto' does, which saves more; "
-                "version 0.3 refuses it. Write mode='auto', or leave mode out."
-            )
-            mode = "auto"
         _check_choice("mode", mode, ("auto", "general"))
         check_bool("InPlaceFusion(inplace)", inplace)
         _check_choice("abn", abn, (None, "invert"))
         check_bool("InPlaceFusion(fold_frozen_bn)", fold_frozen_bn)
         _check_choice("dropout", dropout, ("mask", "replay"))
-        self.mode: Literal["auto", "general"] = mode
+        self.mode = mode
         self.inplace = inplace
         self.abn = abn
         self.fold_frozen_bn = fold_frozen_bn
@@ -109,9 +103,7 @@ class InPlaceFusion(FitTechnique):
         policy = FusionPolicy(self.mode, self.inplace, self.abn, self.fold_frozen_bn, self.min_bytes, self.dropout)
         self._fusion = fusion = Fusion(trainer.lightning_module, policy, _log)
         around = partial(self._step, trainer, fusion)
-        self._contexts.append(
-            AroundStep(trainer.strategy, "training_step", Depth.RECOMPUTATION, around, fusion.report_hidden)
-        )
+        self._contexts.append(AroundStep(trainer.strategy, "training_step", Depth.RECOMPUTATION, around))
 
     @contextmanager
     def _step(self, trainer: pl.Trainer, fusion: Fusion, *_: object, **__: object) -> Iterator[None]:

@@ -1,16 +1,16 @@
 """Observe, in one real training step, which module feeds which, and prove that nothing else uses the tensor between.
 
-Folding a norm into its convolution, or overwriting an activation's input, is right only then. A dispatch mode sees
-every operator that reads or writes the memory; a weak reference shows whether anybody still holds it. The proof holds
-for the control flow of that step. Code that reads memory past the operators of torch (numpy, DLPack, kernels launched
-by address) must hold the tensor to be noticed; compiled code is not looked into.
+Folding or inverting a norm, or overwriting an activation's input, is right only then. A dispatch mode sees every
+operator that reads or writes the memory; a weak reference shows whether anybody still holds it. The proof holds for the
+control flow of that step. Code that reads memory past the operators of torch (numpy, DLPack, kernels launched by
+address) must hold the tensor to be noticed; compiled code is not looked into.
 """
 
 import gc
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType
@@ -32,6 +32,9 @@ from lightning_vram.private_names.torch import (
     has_gradient_hooks,
     has_hooks,
     have_all_modules_hooks,
+    is_in_forward_ad,
+    is_view,
+    tensors_in,
     tree_leaves,
 )
 from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
@@ -40,39 +43,36 @@ from lightning_vram.techniques.in_place_fusion.recomputation import Recomputatio
 class Memory:
     """What was seen of one storage: by whom it was made, read, written, and whether anybody could read it later."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number  # in the order of making
+    def __init__(self) -> None:
         self.num_reads = self.num_writes = self._num_before = 0
         self.is_given = self.is_seen_by_hook = self.is_read_by_others_backward = False
         self.is_open = False  # a module was given it and runs: it may do what it likes
-        self._tensor: weakref.ref[Tensor] | None = None
+        self.expected: weakref.ref[Tensor] | None = None  # what a module returned, or was given
 
     def expect(self, tensor: Tensor) -> None:
-        """Forget how it was made; count from here."""
-        self._tensor = weakref.ref(tensor)
-        self.num_reads = self.num_writes = 0
+        """Note that a module returned ``tensor``."""
+        self.expected = weakref.ref(tensor)
+        self._num_before = self.num_reads + self.num_writes
 
-    def is_expected(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is the very one of :meth:`expect`."""
-        return self._tensor is not None and self._tensor() is tensor
+    def is_untouched(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is the very one of :meth:`expect`, not read or written since."""
+        is_it = self.expected is not None and self.expected() is tensor
+        return is_it and self.num_reads + self.num_writes == self._num_before
 
     def give(self, tensor: Tensor) -> None:
         """Note that ``tensor`` is given to the one module that may have it."""
-        self._tensor = weakref.ref(tensor)
-        self._num_before = self.num_reads + self.num_writes
+        self.expect(tensor)
         self.is_given = self.is_open = True
 
     def is_held(self) -> bool:
         """Whether the tensor that was given to the module still lives: another than the module holds it."""
-        return self._tensor is not None and self._tensor() is not None
-
-    def is_touched_again(self) -> bool:
-        """Whether it was read or written after the module had it."""
-        return self.is_open or self.is_read_by_others_backward or self.num_reads + self.num_writes != self._num_before
+        return self.expected is not None and self.expected() is not None
 
     def is_given_up(self) -> bool:
         """Whether nobody but the module it was given to has seen it, or ever can."""
-        return self.is_given and not (self.is_touched_again() or self.is_seen_by_hook or self.is_held())
+        is_touched = self.is_open or self.is_read_by_others_backward
+        is_touched |= self.num_reads + self.num_writes != self._num_before
+        return self.is_given and not (is_touched or self.is_seen_by_hook or self.is_held())
 
 
 class StorageWatch(OperatorSubscriber):
@@ -80,12 +80,8 @@ class StorageWatch(OperatorSubscriber):
 
     def __init__(self) -> None:
         self._memories: ByStorage[Memory] = ByStorage()
+        self.find = self._memories.find  # what was seen of a tensor's memory; None if that was not made meanwhile
         self._has_collected = False
-        self.num_made = 0
-
-    def find(self, tensor: Tensor) -> Memory | None:
-        """Return what was seen of the memory of ``tensor``; ``None`` if it was not made while this was entered."""
-        return self._memories.find(tensor)
 
     def hand_over(self, tensor: Tensor, memory: Memory) -> Tensor:
         """Return an alias of ``tensor`` for the one module that may have it.
@@ -96,6 +92,11 @@ class StorageWatch(OperatorSubscriber):
         with self.paused():
             alias: Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]
         return alias
+
+    def collect_cycles(self) -> None:
+        """Let tensors die that nothing but a reference cycle holds."""
+        if any(memory.is_given and memory.is_held() for memory in self._memories.values()):
+            gc.collect()
 
     @override
     def on_operator(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -109,8 +110,7 @@ class StorageWatch(OperatorSubscriber):
         result = self.run(func, types, args, kwargs)
         for tensor in tensors_in(result):
             if storage_address(tensor) not in read:
-                self.num_made += 1
-                self._memories.note(tensor, Memory(self.num_made))
+                self._memories.note(tensor, Memory())
         return result
 
     def _touch(self, memories: dict[int, Memory], written: set[int]) -> None:
@@ -122,7 +122,7 @@ class StorageWatch(OperatorSubscriber):
             return
         if not self._has_collected:  # the forward is over: what is held now is held on purpose, or by a cycle
             self._has_collected = True
-            collect_cycles(self._memories.values())
+            self.collect_cycles()
         for memory in memories.values():  # the module's own backward reads an alias; others saved the tensor itself
             memory.is_read_by_others_backward |= memory.is_given and memory.is_held()
 
@@ -138,21 +138,6 @@ class _Alias(torch.autograd.Function):
     def backward(_: Any, grad: Tensor) -> Tensor:
         return grad
 
-    @staticmethod
-    def jvp(_: Any, tangent: Tensor) -> Tensor:
-        return tangent
-
-
-def collect_cycles(memories: Iterable[Memory]) -> None:
-    """Let tensors die that nothing but a reference cycle holds."""
-    if any(memory.is_given and memory.is_held() for memory in memories):
-        gc.collect()
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Find the tensors in a tree of arguments or results."""
-    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-
 
 def _is_recomputing() -> bool:
     """Whether our own recomputation runs an operator again: the first run of it was seen."""
@@ -165,52 +150,66 @@ def _is_recomputing() -> bool:
 
 
 _PLAIN_TYPES = frozenset({Tensor, FakeTensor})
+# Autograd nodes that do not save the first result of their operator. Any other may.
+_DO_NOT_KEEP_OUTPUT = {
+    f"{operator}Backward0"
+    for operator in (
+        *("Add", "Addmm", "Baddbmm", "Bmm", "Cat", "Clone", "Convolution", "Div", "Mm", "Mul", "Sub", "ToCopy"),
+        *("CudnnBatchNorm", "MiopenBatchNorm", "NativeBatchNorm"),
+        *("FusedRmsNorm", "NativeGroupNorm", "NativeLayerNorm"),
+        *("AvgPool2D", "MaxPool2DWithIndices", "UpsampleBilinear2D", "UpsampleNearest2D"),
+    )
+}
 
 
 @dataclass(frozen=True)
 class Link:
-    """One module whose output goes to one other module and nowhere else."""
+    """One module whose output goes to one other module and nowhere else; that gets nothing else."""
 
     producer: nn.Module
     consumer: nn.Module
 
 
-class LinkObserver:
-    """Observes, while it is entered, once, which modules feed which; :meth:`links` has the result.
+@dataclass
+class _Call:
+    """One call of a consumer."""
 
-    Example:
-        >>> net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
-        >>> with LinkObserver(net, (nn.Conv2d,), (nn.BatchNorm2d,)) as observer:
-        ...     loss = net(torch.randn(2, 3, 8, 8)).sum()
-        >>> [(link.producer is net[0], link.consumer is net[1]) for link in observer.links()]
-        [(True, True)]
+    memory: Memory | None  # of its input, which it was given; None: others may use that
+    is_linked: bool = False  # the input is the untouched output of a producer
+    may_overwrite: bool = False
+    result: Memory | None = None
+
+
+_Kinds = tuple[type[nn.Module], ...]
+
+
+class StepObserver:
+    """Observes, while it is entered, once, which modules feed which, and which activations may overwrite their input.
+
+    ``links`` and ``overwriting`` are the proven ones afterwards; both are empty if the block raised.
     """
 
     def __init__(
-        self, module: nn.Module, producers: tuple[type[nn.Module], ...], consumers: tuple[type[nn.Module], ...]
+        self, module: nn.Module, producers: _Kinds = (), consumers: _Kinds = (), *, overwriting: bool = False
     ) -> None:
+        self.links: list[Link] = []
+        self.overwriting: list[nn.Module] = []
         self._module = module
         self._producers = [member for member in module.modules() if isinstance(member, producers)]
-        self._consumers = [member for member in module.modules() if isinstance(member, consumers)]
+        self._candidates = [member for member in module.modules() if overwriting and _is_exact_in_place(member)]
+        self._consumers = {member for member in module.modules() if isinstance(member, consumers)}
         self._watch = StorageWatch()
         self._exit = ExitStack()
-        self._starts: dict[nn.Module, list[int]] = defaultdict(list)
-        self._outputs: dict[nn.Module, list[Memory]] = defaultdict(list)
-        self._taken: dict[Memory, nn.Module] = {}  # by which consumer
-        self._num_calls: dict[nn.Module, int] = defaultdict(int)  # of consumers
-        self._open: dict[nn.Module, list[Memory | None]] = defaultdict(list)
-        self._refused: set[nn.Module] = set()
+        self._outputs: dict[nn.Module, list[Memory | None]] = defaultdict(list)  # of producers
+        self._calls: dict[nn.Module, list[_Call]] = defaultdict(list)  # of consumers
         self._graph: list[Any] = []  # nodes: as long as they live, what they saved is not freed
-        self._links: list[Link] = []
-        self._shared: list[Link] = []
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            watch_hooks(self._module, self._watch, stack)  # first: ours are not the user's
+            _watch_hooks(self._module, self._watch, stack)  # first: ours are not the user's
             for producer in self._producers:
-                stack.callback(producer.register_forward_pre_hook(self._before_producer).remove)
                 stack.callback(producer.register_forward_hook(self._after_producer).remove)
-            for consumer in self._consumers:
+            for consumer in self._consumers.union(self._candidates):
                 stack.callback(consumer.register_forward_pre_hook(self._before_consumer, with_kwargs=True).remove)
                 stack.callback(consumer.register_forward_hook(self._after_consumer).remove)
             stack.enter_context(self._watch)
@@ -220,76 +219,73 @@ class LinkObserver:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._exit.close()
         if kind is None and not have_all_modules_hooks(SEE_INPUT):
-            collect_cycles(self._taken)
-            proven = list(self._prove())
-            self._links = [link for link, is_exclusive in proven if is_exclusive]
-            self._shared = [link for link, _ in proven]
-        for records in (self._outputs, self._taken, self._graph, self._open, self._starts):
+            self._watch.collect_cycles()
+            self.links = list(self._prove_links())
+            self.overwriting = [member for member in self._candidates if self._may_overwrite(member)]
+        for records in (self._outputs, self._calls, self._graph):
             records.clear()
 
-    def links(self, *, allow_shared: bool = False) -> list[Link]:
-        """Return the proven links, in the order of the producers; none if the block raised.
-
-        ``allow_shared``: also those whose consumer took other tensors too: an activation that is used several times.
-        """
-        return list(self._shared if allow_shared else self._links)
-
-    def _prove(self) -> Iterator[tuple[Link, bool]]:
+    def _prove_links(self) -> Iterator[Link]:
+        readers = {call.memory: member for member, calls in self._calls.items() for call in calls if call.is_linked}
         for producer, memories in self._outputs.items():
-            takers = {self._taken.get(memory) for memory in memories}
-            consumer = takers.pop()
+            consumers = {readers.get(memory) for memory in memories}
+            consumer = consumers.pop()
             if (
                 consumer is not None
-                and not takers
-                and self._refused.isdisjoint((producer, consumer))
+                and not consumers
                 and not any(is_parametrized(member) for member in (producer, consumer))
-                and all(memory.is_given_up() for memory in memories)
+                and len(self._calls[consumer]) == len(memories)
+                and all(memory is not None and memory.is_given_up() for memory in memories)
             ):
-                yield Link(producer, consumer), self._num_calls[consumer] == len(memories)
+                yield Link(producer, consumer)
 
-    def _before_producer(self, module: nn.Module, _: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._starts[module].append(self._watch.num_made)
+    def _may_overwrite(self, member: nn.Module) -> bool:
+        calls = self._calls[member]
+        is_overwritten = any(call.result and call.result.num_writes for call in calls)  # in place, that is saved
+        are_given_up = all(call.may_overwrite and call.memory and call.memory.is_given_up() for call in calls)
+        return bool(calls) and are_given_up and not is_overwritten
 
     def _after_producer(self, module: nn.Module, _: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not self._starts[module]:
+        if torch.compiler.is_compiling():
             return
-        start = self._starts[module].pop()
         memory = self._watch.find(output) if is_plain(output) else None
-        if memory is None or memory.number <= start:  # not its own: what it was given, or a parameter
-            self._refused.add(module)
-            return
-        memory.expect(output)
-        self._outputs[module].append(memory)
+        is_own = memory is not None and memory.expected is None  # else another module's, which this one passed on
+        if memory is not None and is_own:
+            memory.expect(output)
+        self._outputs[module].append(memory if is_own else None)
 
     def _before_consumer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
             return None
-        self._num_calls[module] += 1
-        memory = self._find_output(args, kwargs)
-        self._open[module].append(memory)
-        if memory is None:
-            return None  # a call that counts, of an input that is nobody's or that others have seen
-        self._taken[memory] = module
-        return (self._watch.hand_over(args[0], memory), *args[1:]), kwargs
+        call = self._judge(module, args, kwargs)
+        self._calls[module].append(call)
+        if call.memory is None:
+            return None
+        return (self._watch.hand_over(args[0], call.memory), *args[1:]), kwargs
+
+    def _judge(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        if not args or not is_plain(args[0]) or any(leaf is args[0] for leaf in tree_leaves((args[1:], kwargs))):
+            return _Call(None)
+        tensor, memory = args[0], self._watch.find(args[0])
+        if memory is None or memory.is_given or has_gradient_hooks(tensor) or tensor.retains_grad:
+            return _Call(None)
+        is_linked = memory.is_untouched(tensor)
+        is_own = not is_view(tensor) and not (tensor.is_leaf and tensor.requires_grad)
+        may_overwrite = module in self._candidates and is_own and not _is_saved(tensor) and memory.num_reads == 0
+        return _Call(memory, is_linked, may_overwrite) if is_linked or may_overwrite else _Call(None)
 
     def _after_consumer(self, module: nn.Module, _: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not self._open[module]:
+        if torch.compiler.is_compiling() or not self._calls[module]:
             return
-        if (memory := self._open[module].pop()) is not None:
-            memory.is_open = False
-        self._graph += [tensor.grad_fn for tensor in tensors_in(output)]
-
-    def _find_output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Memory | None:
-        """Return the memory of the first argument, if it is the untouched output of a producer."""
-        if not args or not is_plain(args[0]) or any(leaf is args[0] for leaf in tree_leaves((args[1:], kwargs))):
-            return None
-        memory = self._watch.find(args[0])
-        is_untouched = memory is not None and memory.is_expected(args[0]) and not memory.num_reads + memory.num_writes
-        return memory if is_untouched and not has_tensor_hooks(args[0]) and memory not in self._taken else None
+        call = self._calls[module][-1]
+        if call.memory is not None:
+            call.memory.is_open = False
+        for tensor in tensors_in(output):
+            self._graph.append(tensor.grad_fn)
+            call.result = self._watch.find(tensor)
 
 
-def watch_hooks(module: nn.Module, watch: StorageWatch, stack: ExitStack) -> None:
+def _watch_hooks(module: nn.Module, watch: StorageWatch, stack: ExitStack) -> None:
     """Note, for every user's hook in ``module``, which memory it is shown. ``stack`` undoes it."""
 
     def see(value: Any) -> None:
@@ -307,9 +303,19 @@ def watch_hooks(module: nn.Module, watch: StorageWatch, stack: ExitStack) -> Non
             stack.callback(member.register_forward_hook(lambda _module, _args, output: see(output)).remove)
 
 
-def has_tensor_hooks(tensor: Tensor) -> bool:
-    """Whether somebody asked for the gradient of ``tensor``."""
-    return has_gradient_hooks(tensor) or tensor.retains_grad
+def _is_exact_in_place(member: nn.Module) -> bool:
+    """Whether it is an activation that is not in place, and could be bit-exactly and without a copy of its input."""
+    forward = getattr(type(member), "forward", None)  # scripted modules have none
+    is_stock = forward in (nn.ReLU.forward, nn.LeakyReLU.forward) and "forward" not in vars(member)
+    # The backward does not work in place with a negative slope.
+    return is_stock and not getattr(member, "inplace", True) and getattr(member, "negative_slope", 0.0) >= 0
+
+
+def _is_saved(tensor: Tensor) -> bool:
+    """Whether what made ``tensor`` may need it in its backward."""
+    if tensor.grad_fn is None:
+        return torch.is_grad_enabled()  # what made it is frozen as yet, and may not stay so
+    return tensor.grad_fn.name() not in _DO_NOT_KEEP_OUTPUT
 
 
 def is_plain(value: Any) -> bool:
@@ -321,4 +327,5 @@ def is_plain(value: Any) -> bool:
         and not is_in_backward()
         and not (value.requires_grad and not torch.is_grad_enabled())  # what a reentrant checkpoint was given
         and not is_transformed()
+        and not is_in_forward_ad()
     )

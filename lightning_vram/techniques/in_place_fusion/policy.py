@@ -5,33 +5,29 @@ alone reads which output: the first step that records a gradient is observed, an
 its backward must find the modules as its forward did.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.autograd.function import BackwardCFunction
 
+from lightning_vram.core.patching import Swaps
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.private_names.dispatcher import is_compiled
-from lightning_vram.private_names.torch import storage_key
 from lightning_vram.techniques.in_place_fusion.folding import (
     BATCH_NORMS,
     CONVOLUTIONS,
-    FoldingHandle,
+    can_fold,
     fold_frozen_batch_norm,
-    why_not_folded,
 )
-from lightning_vram.techniques.in_place_fusion.inplace_abn import InPlaceABNHandle, apply_inplace_abn_where_safe
-from lightning_vram.techniques.in_place_fusion.inplace_activations import InplaceObserver, set_inplace
-from lightning_vram.techniques.in_place_fusion.observed_links import LinkObserver, tensors_in
+from lightning_vram.techniques.in_place_fusion.inplace_abn import apply_inplace_abn, can_invert
+from lightning_vram.techniques.in_place_fusion.observed_links import StepObserver
+from lightning_vram.techniques.in_place_fusion.pairs import Pairs
 from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation, apply_compiled_recomputation
 
-_INVERTIBLE = (nn.LeakyReLU, nn.ELU, nn.Identity)
-_ACTIVATIONS = (*_INVERTIBLE, nn.ReLU, nn.ReLU6, nn.SiLU, nn.GELU, nn.Hardswish, nn.Mish)
+_INVERTIBLE = (nn.LeakyReLU, nn.ELU)
 
 
 @dataclass(frozen=True)
@@ -46,12 +42,6 @@ class FusionPolicy:
     dropout: Literal["mask", "replay"] = "mask"
 
 
-class _Stage(Enum):
-    OBSERVING = auto()
-    OBSERVED = auto()  # and its backward may still have to run
-    CHANGED = auto()
-
-
 class FusionError(ValueError):
     """What the policy asks for is impossible on this module."""
 
@@ -64,20 +54,17 @@ class Fusion:
         self._policy = policy
         self._needs_links = policy.abn is not None or policy.fold_frozen_bn
         self._log = log
-        self._undos: list[Callable[[], None]] = []
-        self._checked: list[FoldingHandle | InPlaceABNHandle] = []
-        self._safe_names: list[str] = []
-        self._links: LinkObserver | None = None
-        self._places: InplaceObserver | None = None
-        self._stage = _Stage.OBSERVING
-        self._num_compiled = 0
+        self._is_observing = True
+        self._observer: StepObserver | None = None  # until what it proved is applied
+        self._pairs: list[Pairs] = []
+        self._num_off = 0  # inverted pairs
+        self._overwriting: list[nn.Module] = []
+        self._compiled: list[Swaps] = []
         self._recomputation = Recomputation(module, min_bytes=policy.min_bytes, dropout=policy.dropout)
         self.is_useful = True  # False once a step has shown that there is nothing to save
         if policy.mode != "general" and is_compiled(module):
-            compiled = apply_compiled_recomputation(module)
-            self._undos.append(compiled.remove)
-            self._num_compiled = len(compiled.modules)
-            log(f"lets the compiler recompute {self._num_compiled} norms and activations.")
+            self._compiled.append(apply_compiled_recomputation(module))
+            log(f"lets the compiler recompute {len(self._compiled[0].modules)} norms and activations.")
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -86,118 +73,77 @@ class Fusion:
         Raises ``FusionError`` at the start of the second step if the policy is impossible on this module, at the end of
         any step if the model took another path than when it was observed.
         """
-        if self._stage is _Stage.OBSERVED:
-            self._change()
+        if not self._is_observing and self._observer is not None:
+            self._change(self._observer)
+            self._observer = None
         with ExitStack() as stack:
             stack.enter_context(self._recomputation)
-            if self._stage is _Stage.OBSERVING:
-                self._observe(stack)
-            elif self._safe_names:
-                stack.callback(set_inplace(self._module, self._safe_names).remove)
-            self._end_step()
-            yield
-        if self._end_step():
-            raise FusionError(
-                "the output of a folded or inverted module went elsewhere than in the first step. fold_frozen_bn and "
-                "abn need a model that takes the same path in every step."
-            )
-        if self._stage is _Stage.OBSERVING:
+            if self._is_observing and (self._needs_links or self._policy.inplace):
+                self._observer = self._observe(stack)
+            stack.enter_context(_switched(self._overwriting, is_inplace=True))
+            with _unchanged_path(self._pairs):
+                yield
+        if self._is_observing:
             self._summarise()
+        num_off = sum(pair.is_off for pairs in self._pairs for pair in pairs.pairs)
+        if num_off != self._num_off:
+            self._num_off = num_off
+            self._log(f"leaves {num_off} of these batch norms as they are: gamma is too small to invert accurately.")
 
-    def _observe(self, stack: ExitStack) -> None:
-        if self._needs_links:
-            self._links = stack.enter_context(
-                LinkObserver(self._module, (*CONVOLUTIONS, *BATCH_NORMS), (*BATCH_NORMS, *_ACTIVATIONS))
-            )
+    def _observe(self, stack: ExitStack) -> StepObserver:
         if self._policy.abn is not None:
             # An in-place activation returns the memory it was given: others that read it would not be noticed.
-            activations: list[Any] = [m for m in self._module.modules() if isinstance(m, _INVERTIBLE)]
-            for activation in activations:
-                if getattr(activation, "inplace", False):
-                    activation.inplace = False
-                    stack.callback(setattr, activation, "inplace", True)  # noqa: FBT003
-        if self._policy.inplace:
-            self._places = stack.enter_context(InplaceObserver(self._module))
-
-    def _end_step(self) -> bool:
-        return sum(handle.end_step() for handle in self._checked) > 0  # all of them are asked
-
-    def report_hidden(self, outputs: Any) -> None:
-        """Log, in the first step, what cannot be reached: ``outputs`` is what the step returned."""
-        if self._stage is _Stage.OBSERVING:
-            num_functions, hidden_bytes = count_hidden_bytes(outputs)
-            if hidden_bytes:
-                self._log(
-                    f"cannot drop {format_bytes(hidden_bytes)} that {num_functions} custom autograd functions hold in "
-                    "attributes of ctx instead of ctx.save_for_backward()."
-                )
+            activations = (member for member in self._module.modules() if isinstance(member, _INVERTIBLE))
+            stack.enter_context(_switched(activations, is_inplace=False))
+        kinds = ((*CONVOLUTIONS, *BATCH_NORMS), (*BATCH_NORMS, *_INVERTIBLE)) if self._needs_links else ()
+        return stack.enter_context(StepObserver(self._module, *kinds, overwriting=self._policy.inplace))
 
     def remove(self) -> None:
         """Make the module what it was. Calling it again does nothing."""
-        while self._undos:
-            self._undos.pop()()
+        for swaps in (*self._pairs, *self._compiled):
+            swaps.remove()
 
-    def _change(self) -> None:
-        self._stage = _Stage.CHANGED
+    def _change(self, observer: StepObserver) -> None:
         try:
-            folded = self._fold() if self._policy.fold_frozen_bn else []
+            if self._policy.fold_frozen_bn:
+                self._fold(observer)
             if self._policy.abn is not None:
-                self._invert(folded)
+                self._invert(observer)
         except ValueError as error:
             self.remove()
             raise FusionError(str(error)) from None
-        if self._places is not None:
-            self._safe_names = self._places.safe
-            if self._safe_names:
-                saved = format_bytes(sum(self._places.saved_bytes.values()))
-                self._log(f"runs {len(self._safe_names)} activations in place, which allocates {saved} less.")
-        self._links = self._places = None
+        self._overwriting = observer.overwriting
+        if self._overwriting:
+            self._log(f"runs {len(self._overwriting)} activations in place.")
 
-    def _fold(self) -> list[nn.Module]:
-        assert self._links is not None
-        links = [link for link in self._links.links() if why_not_folded(link) is None]
+    def _fold(self, observer: StepObserver) -> None:
+        links = [link for link in observer.links if can_fold(link)]
         frozen = [link for link in links if not link.consumer.training]
         if not frozen:
-            first = f", the first is {self._name(links[0].consumer)!r}" if links else ""
             raise ValueError(
                 f"fold_frozen_bn=True, but none of {len(links)} batch norms behind a convolution is in evaluation "
-                f"mode{first}. Call .eval() on them before the fit or in on_train_epoch_start, or leave out "
-                "fold_frozen_bn."
+                "mode. Call .eval() on them before the fit or in on_train_epoch_start, or leave out fold_frozen_bn."
             )
-        handle = fold_frozen_batch_norm(frozen)
-        self._undos.append(handle.remove)
-        self._checked.append(handle)
+        self._pairs.append(fold_frozen_batch_norm(frozen))
         self._log(f"folds {len(frozen)} frozen batch norms into their convolutions.")
-        return [link.consumer for link in frozen]
 
-    def _invert(self, folded: list[nn.Module]) -> None:
-        assert self._links is not None
-        found = self._links.links(allow_shared=True)
-        links = [link for link in found if isinstance(link.producer, BATCH_NORMS) and link.producer not in folded]
-        chosen = [link for link in links if isinstance(link.consumer, _INVERTIBLE)]
+    def _invert(self, observer: StepObserver) -> None:
+        chosen = [link for link in observer.links if can_invert(link) and link.producer.training]
         if not chosen:
-            others = ", ".join(sorted({type(link.consumer).__name__ for link in links})) or "none"
             raise ValueError(
-                "abn='invert' needs batch norms whose only reader is a LeakyReLU, ELU or Identity; activations found "
-                f"behind batch norms: {others}. Others cannot be inverted: ReLU drops negative values. Leave out abn: "
-                "recomputation saves the same and needs no inverse."
+                "abn='invert' found no batch norm in training mode (SyncBatchNorm does not count) whose only reader is "
+                "a LeakyReLU or ELU that reads nothing else. ReLU cannot be inverted: it drops negative values. Leave "
+                "out abn: recomputation saves the same and needs no inverse."
             )
-        handle, refused = apply_inplace_abn_where_safe(chosen)
-        if not handle.num_links:
-            name = self._name(chosen[0].producer)
-            raise ValueError(f"abn='invert': {name!r} cannot be inverted: {refused[0]}")
-        self._undos.append(handle.remove)
-        self._checked.append(handle)
-        left = f"; {len(refused)} are skipped, the first because {refused[0]}" if refused else "."
-        self._log(f"inverts {handle.num_links} activations behind batch norms{left}")
+        self._pairs.append(apply_inplace_abn(chosen))
+        self._log(f"inverts {len(chosen)} activations behind batch norms.")
 
     def _summarise(self) -> None:
         report = self._recomputation.report
         if not report.num_saved:
             return  # no gradient was recorded: a step that was skipped, weights that are still frozen
-        needs_more = self._policy.inplace or self._needs_links
-        self._stage = _Stage.OBSERVED if needs_more else _Stage.CHANGED
-        self.is_useful = bool(report.num_dropped + self._num_compiled or needs_more)
+        self._is_observing = False
+        self.is_useful = bool(report.num_dropped or any(swaps.modules for swaps in self._compiled) or self._observer)
         if not report.num_dropped:
             return
         whole = format_bytes(report.dropped_bytes + report.kept_bytes)
@@ -208,10 +154,6 @@ class Fusion:
         for operator, count in report.differing.items():
             self._log(f"saves {count} results of {operator}: their recomputation is not exact.")
 
-    def _name(self, module: nn.Module) -> str:
-        names: dict[nn.Module, str] = {member: name for name, member in self._module.named_modules()}
-        return names[module]
-
 
 class FrozenNormFolding:
     """Folds batch norms into convolutions where a module is only evaluated, from the second batch on."""
@@ -219,50 +161,50 @@ class FrozenNormFolding:
     def __init__(self, module: nn.Module, log: Callable[[str], None]) -> None:
         self._module = module
         self._log = log
-        self._undo: FoldingHandle | None = None
+        self._pairs: list[Pairs] = []
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Run one evaluation step inside."""
-        if self._undo is not None:
-            self._undo.end_step()
-            yield
-            if self._undo.end_step():
-                message = "the output of a folded convolution did not go to its batch norm. Leave fold_frozen_bn out."
-                raise FusionError(message)
+        if self._pairs:
+            with _unchanged_path(self._pairs):
+                yield
             return
-        observer = LinkObserver(self._module, CONVOLUTIONS, BATCH_NORMS)
+        observer = StepObserver(self._module, CONVOLUTIONS, BATCH_NORMS)
         # Operators are seen one by one only outside of inference mode.
         with torch.inference_mode(mode=False), torch.no_grad(), observer:
             yield
-        links = [link for link in observer.links() if why_not_folded(link) is None and not link.consumer.training]
-        self._undo = fold_frozen_batch_norm(links)
+        links = [link for link in observer.links if can_fold(link) and not link.consumer.training]
+        self._pairs.append(fold_frozen_batch_norm(links))
         if links:
             self._log(f"folds {len(links)} frozen batch norms into their convolutions.")
 
     def remove(self) -> None:
         """Make the module what it was. Calling it again does nothing."""
-        if self._undo is not None:
-            self._undo.remove()
-        self._undo = None
+        while self._pairs:
+            self._pairs.pop().remove()
 
 
-def count_hidden_bytes(outputs: Any) -> tuple[int, int]:
-    """Count custom autograd functions in the graph of ``outputs`` that hold tensors in attributes, and those bytes.
+@contextmanager
+def _unchanged_path(changed: list[Pairs]) -> Iterator[None]:
+    for pairs in changed:
+        pairs.end_step()  # what a failed step, or a checkpoint in a backward, left behind
+    yield
+    if sum(pairs.end_step() for pairs in changed):  # all of them are asked
+        raise FusionError(
+            "the output of a folded or inverted module went elsewhere than in the first step. fold_frozen_bn and abn "
+            "need a model that takes the same path in every step."
+        )
 
-    Saved-tensor hooks do not see them. Each memory counts once.
-    """
-    waiting: list[Any] = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
-    seen: set[Any] = set(waiting)
-    functions: set[str] = set()
-    storages: dict[int, int] = {}
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, BackwardCFunction):
-            tensors = list(tensors_in(list(vars(node).values())))
-            functions |= {type(node).__name__} if tensors else set()
-            storages |= {storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in tensors}
-        following = {function for function, _ in node.next_functions if function is not None} - seen
-        seen |= following
-        waiting += following
-    return len(functions), sum(storages.values())
+
+@contextmanager
+def _switched(activations: Iterable[Any], *, is_inplace: bool) -> Iterator[None]:
+    """Let activations overwrite their input, or not, inside."""
+    changed = [activation for activation in activations if activation.inplace is not is_inplace]
+    for activation in changed:
+        activation.inplace = is_inplace
+    try:
+        yield
+    finally:
+        for activation in changed:
+            activation.inplace = not is_inplace

@@ -8,14 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_vram.techniques.in_place_fusion.invertible_norm import (
-    InvertibleActivation,
-    Normalization,
-    normalize_and_activate,
-    predict_inversion_error,
-)
+from lightning_vram.techniques.in_place_fusion.inplace_abn import measure_inversion_error, normalize_and_activate
 from tests.benchmarks.compare import Options
 from tests.benchmarks.measure import Row
 
@@ -42,10 +37,10 @@ def differentiate_plain(inputs: Inputs, slope: float) -> Tensor:
 def differentiate_ours(inputs: Inputs, slope: float) -> Tensor:
     """The inversion of gamma itself."""
     x, gamma, beta, gradient = inputs
-    gamma = gamma.clone().requires_grad_()
-    how = Normalization(None, None, is_batch=True, momentum=0.1, eps=EPS)
-    output = normalize_and_activate(x, gamma, beta, how, InvertibleActivation(negative_slope=slope))
-    return torch.autograd.grad(output, gamma, gradient)[0]
+    norm = nn.BatchNorm2d(len(gamma), eps=EPS, track_running_stats=False)
+    norm.weight, norm.bias = nn.Parameter(gamma), nn.Parameter(beta)
+    output = normalize_and_activate(x, norm, nn.LeakyReLU(slope))
+    return torch.autograd.grad(output, norm.weight, gradient)[0]
 
 
 def differentiate_original(inputs: Inputs, slope: float) -> Tensor:
@@ -75,8 +70,8 @@ def measure_abn_errors(slope: float = 0.01, num_seeds: int = 5) -> dict[tuple[fl
     with one that has its ``|gamma| + eps``.
 
     Returns:
-        By gamma and dtype of the maps (parameters are float32): the error of each method, mean of the seeds, and what
-        is predicted for ours.
+        By gamma and dtype of the maps (parameters are float32): the error of each method, mean of the seeds, and the
+        error of the inverse, which predicts ours.
     """
     errors: dict[tuple[float, torch.dtype], dict[str, float]] = {}
     for gamma in GAMMAS:
@@ -90,8 +85,8 @@ def measure_abn_errors(slope: float = 0.01, num_seeds: int = 5) -> dict[tuple[fl
                     exact = differentiate_plain((x, weight, beta, gradient), slope)
                     error = (method(inputs, slope).double() - exact).norm() / exact.norm()
                     totals[name] += float(error) / num_seeds
-                activation = InvertibleActivation(negative_slope=slope)
-                predicted = predict_inversion_error(inputs[1], inputs[2], dtype, activation).square().mean().sqrt()
+                measured = measure_inversion_error(inputs[1], inputs[2], dtype, nn.LeakyReLU(slope))
+                predicted = measured.square().mean().sqrt()
                 totals["predicted"] += float(predicted) / num_seeds
             errors[gamma, dtype] = totals
     return errors

@@ -15,15 +15,14 @@ from lightning_vram.techniques.activation_checkpointing.apply import apply_activ
 from lightning_vram.techniques.in_place_fusion.folding import (
     BATCH_NORMS,
     CONVOLUTIONS,
+    can_fold,
     fold_frozen_batch_norm,
-    why_not_folded,
 )
-from lightning_vram.techniques.in_place_fusion.observed_links import Link, LinkObserver
+from lightning_vram.techniques.in_place_fusion.observed_links import Link, StepObserver
 from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
 
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no bias": {"bias": False},
@@ -62,34 +61,29 @@ def data(dims: int, channels: int = 4, dtype: torch.dtype = torch.float64) -> Te
     return torch.randn(2, channels, *((7, 6, 5)[:dims]), dtype=dtype)
 
 
-def step(net: nn.Module, x: Tensor, *args: Any) -> list[Tensor]:
+def step(net: nn.Module, x: Tensor) -> list[Tensor]:
     """Output, and gradients of the input and of all parameters."""
     x = x.clone().requires_grad_()
-    y = x
-    for index, member in enumerate(net):
-        y = member(y, *args) if index == 0 else member(y)
+    y = net(x)
     wanted = [x, *(p for p in net.parameters() if p.requires_grad)]
     return [y.detach(), *torch.autograd.grad(y.square().sum() + y.sum(), wanted)]
 
 
-def check_equal(net: nn.Sequential, x: Tensor, *args: Any) -> None:
+def check_equal(net: nn.Sequential, x: Tensor) -> None:
     plain = copy.deepcopy(net)
     fold(net)
-    folded = step(net, x, *args)
-    assert net[1](net_output := net[0](x, *args)) is net_output  # else nothing was folded
-    for ours, theirs in zip(folded, step(plain, x, *args), strict=True):
+    folded = step(net, x)
+    assert net[1](net_output := net[0](x)) is net_output  # else nothing was folded
+    for ours, theirs in zip(folded, step(plain, x), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10 * float(theirs.abs().max()))
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.parametrize("kinds", [CONVS, TRANSPOSED], ids=["conv", "transposed"])
-def test_every_convolution_gives_the_same_output_and_gradients(
-    kinds: dict[int, type[nn.Module]], dims: int, groups: int, option: str
-) -> None:
+def test_every_convolution_gives_the_same_output_and_gradients(dims: int, groups: int, option: str) -> None:
     torch.manual_seed(0)
-    check_equal(pair(kinds[dims](4, 8, 2, groups=groups, **OPTIONS[option])), data(dims))
+    check_equal(pair(CONVS[dims](4, 8, 2, groups=groups, **OPTIONS[option])), data(dims))
 
 
 @pytest.mark.parametrize("mode", PADDINGS)
@@ -97,15 +91,6 @@ def test_every_convolution_gives_the_same_output_and_gradients(
 def test_padding_is_of_the_input(dims: int, mode: str) -> None:
     torch.manual_seed(0)
     check_equal(pair(CONVS[dims](4, 6, 3, groups=2, **PADDINGS[mode])), data(dims))
-
-
-@pytest.mark.parametrize("dims", [1, 2, 3])
-def test_a_transposed_convolution_takes_an_output_size(dims: int) -> None:
-    torch.manual_seed(0)
-    net = pair(TRANSPOSED[dims](4, 6, 3, stride=2, padding=1, groups=2))
-    size = [2 * n for n in data(dims).shape[2:]]
-    check_equal(net, data(dims), size)
-    assert list(net[0](data(dims), output_size=size).shape[2:]) == size
 
 
 @pytest.mark.parametrize(
@@ -209,7 +194,7 @@ def test_channels_last_stays() -> None:
 
 
 def test_keys_names_copies_and_pickles_are_those_of_plain_modules() -> None:
-    net = pair(nn.ConvTranspose2d(4, 6, 3, groups=2))
+    net = pair(nn.Conv2d(4, 6, 3, groups=2))
     plain = copy.deepcopy(net)
     fold(net)
     assert list(net.state_dict()) == list(plain.state_dict())
@@ -226,7 +211,7 @@ def test_keys_names_copies_and_pickles_are_those_of_plain_modules() -> None:
         torch.load(file, weights_only=False),
     ):
         for member in other.modules():
-            assert type(member) in (nn.Sequential, nn.ConvTranspose2d, nn.BatchNorm2d)
+            assert type(member) in (nn.Sequential, nn.Conv2d, nn.BatchNorm2d)
             assert "_frozen_batch_norm_folding" not in vars(member)
     assert torch.equal(copy.deepcopy(net)(data(2)), plain(data(2)))
 
@@ -235,7 +220,7 @@ def test_removed_it_is_the_plain_model_to_the_bit() -> None:
     net = pair(nn.Conv2d(4, 6, 3))
     expected, before = step(net, data(2)), [vars(member).keys() for member in net]
     handle = fold(net)
-    assert handle.num_folded == 1
+    assert len(handle.pairs) == 1
     net(data(2))
     handle.remove()
     handle.remove()
@@ -259,36 +244,32 @@ class Named(nn.Conv2d):
 
 
 REFUSED = {
-    "the norm has no running statistics": (nn.Conv2d(4, 6, 1), nn.BatchNorm2d(6, track_running_stats=False)),
-    "the norm has 4 channels, the convolution 6": (nn.Conv2d(4, 6, 1), nn.BatchNorm2d(4)),
-    "the first is not a stock convolution": (Scaled(4, 6, 1), nn.BatchNorm2d(6)),
-    "the second is not a stock batch norm": (nn.Conv2d(4, 6, 1), WithActivation(6)),
+    "no running statistics": (nn.Conv2d(4, 6, 1), nn.BatchNorm2d(6, track_running_stats=False)),
+    "another number of channels": (nn.Conv2d(4, 6, 1), nn.BatchNorm2d(4)),
+    "a convolution of its own": (Scaled(4, 6, 1), nn.BatchNorm2d(6)),
+    "a norm of its own": (nn.Conv2d(4, 6, 1), WithActivation(6)),
+    "transposed": (nn.ConvTranspose2d(4, 6, 1), nn.BatchNorm2d(6)),
+    "linear": (nn.Linear(2, 2), nn.BatchNorm2d(2)),
+    "no norm": (nn.Conv2d(1, 1, 1), nn.ReLU()),
 }
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_what_can_never_be_folded_is_refused_and_nothing_is_changed(reason: str) -> None:
-    conv, norm = REFUSED[reason]
-    good = pair(nn.Conv2d(4, 6, 3))
-    with pytest.raises(
-        ValueError, match=f"^{type(conv).__name__} -> {type(norm).__name__} cannot be folded: {reason}.$"
-    ):
-        fold_frozen_batch_norm([Link(*good), Link(conv, norm)])
-    assert type(good[0]) is nn.Conv2d
-    assert why_not_folded(Link(conv, norm)) == reason
+def test_some_pairs_can_never_be_folded(reason: str) -> None:
+    assert not can_fold(Link(*REFUSED[reason]))
 
 
 def test_a_patched_forward_and_a_second_folding_are_refused() -> None:
     net = pair(nn.Conv2d(4, 6, 3))
     net[0].forward = lambda x: x
-    assert why_not_folded(Link(*net)) == "the first is not a stock convolution"
+    assert not can_fold(Link(*net))
     del net[0].forward
+    assert can_fold(Link(*net))
+    good = pair(nn.Conv2d(4, 6, 3))
     fold(net)
-    assert why_not_folded(Link(*net)) == "one of them is folded already"
-    normed = nn.utils.parametrizations.weight_norm(nn.Conv2d(1, 2, 1))
-    assert why_not_folded(Link(normed, nn.BatchNorm2d(2))) == "the first is not a stock convolution"
-    assert why_not_folded(Link(nn.Linear(2, 2), nn.BatchNorm2d(2))) == "the first is not a stock convolution"
-    assert why_not_folded(Link(nn.Conv2d(1, 1, 1), nn.ReLU())) == "the second is not a stock batch norm"
+    with pytest.raises(ValueError, match="cannot be changed: it already was"):
+        fold_frozen_batch_norm([Link(*good), Link(*net)])
+    assert type(good[0]) is nn.Conv2d
 
 
 def test_subclasses_that_run_the_stock_forward_are_folded() -> None:
@@ -301,21 +282,14 @@ def test_another_path_than_the_observed_one_is_an_error() -> None:
     net = pair(nn.Conv2d(4, 6, 3))
     fold(net)
     message = (
-        "^a batch norm that is folded into its convolution got another tensor than the convolution's output: the "
-        "model took another path than in the observed step. Do not fold this pair.$"
+        r"^BatchNorm2d\(.*\) got another tensor than the output of Conv2d\(.*\), which has done its work: the model "
+        r"took another path than in the observed step. Leave this pair out.$"
     )
     for change in (lambda x: x * 2, lambda x: x.mul_(2)):
         with pytest.raises(RuntimeError, match=message):
             net[1](change(net[0](data(2))))
     with torch.inference_mode():
         assert torch.equal(net(data(2)), net[0](data(2)))
-
-
-def test_inputs_of_wrong_dimensions_are_refused_as_before() -> None:
-    net = pair(nn.Conv2d(4, 6, 3))
-    fold(net)
-    with pytest.raises(ValueError, match=r"expected 4D input \(got 3D input\)"):
-        net(data(2)[0])
 
 
 def test_a_checkpointed_pair_folds_in_both_runs() -> None:
@@ -367,13 +341,14 @@ def test_replicas_run_as_ever() -> None:
     assert torch.equal(replica(data(2)), plain(data(2)))
 
 
-def test_compiled_in_one_graph() -> None:
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+@pytest.mark.parametrize("part", ["whole", "conv", "norm"])
+def test_compiled_in_whole_or_in_part_it_breaks_the_graph_and_stays_right(part: str) -> None:
     net = pair(nn.Conv2d(4, 6, 3))
     expected = net(data(2))
     fold(net)
-    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    {"whole": net, "conv": net[0], "norm": net[1]}[part].compile(backend="aot_eager")
     for _ in range(2):
-        torch.testing.assert_close(compiled(data(2)), expected, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(net(data(2)), expected, rtol=1e-10, atol=1e-10)
 
 
@@ -406,10 +381,10 @@ class Block(nn.Module):
 
 
 def observed_links(net: nn.Module, x: Tensor) -> list[Link]:
-    with LinkObserver(net, CONVOLUTIONS, BATCH_NORMS) as observer:
+    with StepObserver(net, CONVOLUTIONS, BATCH_NORMS) as observer:
         net(x).sum().backward()
     net.zero_grad()
-    return observer.links()
+    return observer.links
 
 
 def kept_bytes(net: nn.Module, x: Tensor) -> int:
@@ -426,7 +401,7 @@ def test_with_recomputation_half_of_the_convolutions_outputs_are_kept_and_no_fol
     net, x = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS))).eval(), torch.randn(2, C, SIZE, SIZE)
     assert kept_bytes(net, x) == (1 + 2 * NUM_BLOCKS) * x.nbytes  # the input, and what each convolution gives a norm
     handle = fold_frozen_batch_norm(observed_links(net, x))
-    assert handle.num_folded == 2 * NUM_BLOCKS
+    assert len(handle.pairs) == 2 * NUM_BLOCKS
     assert kept_bytes(net, x) == (1 + NUM_BLOCKS) * x.nbytes  # the input, and the activation of each block
     handle.remove()
     assert kept_bytes(net, x) == (1 + 2 * NUM_BLOCKS) * x.nbytes

@@ -12,19 +12,11 @@ from support.networks import resnet50
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_vram.techniques.in_place_fusion import inplace_activations
-from lightning_vram.techniques.in_place_fusion.inplace_activations import InplaceObserver, set_inplace
+from lightning_vram.techniques.in_place_fusion import observed_links
+from lightning_vram.techniques.in_place_fusion.observed_links import StepObserver
 from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
 
 C = 8
-KEPT = "the module before keeps its output for backward"
-READ_AGAIN = "its input is read again"
-READ_BEFORE = "its input is read by another before"
-INPUT = "its input is the batch or a parameter"
-HELD = "its input is still held after the step"
-HOOK = "a hook sees its input"
-VIEW = "its input is a view"
-COPIED = "saves nothing: autograd copies its input first"
 
 
 class Traps(nn.Module):
@@ -58,34 +50,20 @@ class Traps(nn.Module):
         return self.elu(self.bounded(self.point(m))), j
 
 
-TRAPPED = {
-    "dropout": "in place it draws its random numbers with another kernel",
-    "bounded": COPIED,
-    "elu": "its backward rounds differently in place",
-    "on_input": INPUT,
-    "read_again": READ_AGAIN,
-    "after_sigmoid": KEPT,
-    "shared": READ_AGAIN,
-    "after_relu": KEPT,
-    "hooked": HOOK,
-    "returned": HELD,
-    "on_view": VIEW,
-}
-
-
 def observe(
     net: nn.Module, run: Callable[[], Any], *, backward: bool = True, keep: bool = True
-) -> tuple[InplaceObserver, Any]:
-    """Observe one step. ``keep``: hold the result, and with it the graph, beyond the block."""
+) -> tuple[list[str], Any]:
+    """The activations that one step proves safe. ``keep``: hold the result, and with it the graph, beyond the block."""
     output = None
-    with InplaceObserver(net) as observer:
+    with StepObserver(net, overwriting=True) as observer:
         result = run()
         if backward:
             loss_of(result).backward()
         if keep:
             output = result
         del result
-    return observer, output
+    names = {module: name for name, module in net.named_modules()}
+    return [names[module] for module in observer.overwriting], output
 
 
 def loss_of(output: Any) -> Tensor:
@@ -102,7 +80,9 @@ def randomise(net: nn.Module) -> nn.Module:
 def check_exact(net: nn.Module, x: Tensor, names: list[str]) -> None:
     """Two training steps with the chosen activations in place, and without: the same bits."""
     plain = copy.deepcopy(net)
-    handle = set_inplace(net, names)
+    activations = [net.get_submodule(name) for name in names]
+    for activation in activations:
+        activation.inplace = True
     assert sum(getattr(member, "inplace", False) for member in net.modules()) == len(names)
     for seed in range(2):
         results = []
@@ -120,8 +100,8 @@ def check_exact(net: nn.Module, x: Tensor, names: list[str]) -> None:
         for (name, a), b in zip(plain.named_parameters(), net.parameters(), strict=True):
             assert (a.grad is None and b.grad is None) or torch.equal(a.grad, b.grad), name
         assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), net.buffers(), strict=True))
-    handle.remove()
-    assert not any(getattr(member, "inplace", False) for member in net.modules())
+    for activation in activations:
+        activation.inplace = False
 
 
 @pytest.mark.parametrize("backward", [True, False], ids=["step", "forward"])
@@ -129,12 +109,10 @@ def test_of_the_traps_none_is_taken_and_the_safe_ones_are(backward: bool) -> Non
     torch.manual_seed(0)
     net, x = randomise(Traps()), torch.randn(2, 3, 8, 8)
     hook = net.hooked.register_forward_pre_hook(lambda *_: None)
-    observer, _output = observe(net, lambda: net(x), backward=backward)
-    assert observer.refused == TRAPPED
-    assert observer.safe == ["after_norm", "after_sum"]
-    assert observer.saved_bytes == dict.fromkeys(observer.safe, 2 * C * 8 * 8 * 4)
+    safe, _output = observe(net, lambda: net(x), backward=backward)
+    assert safe == ["after_norm", "after_sum"]
     hook.remove()
-    check_exact(net, x, observer.safe)
+    check_exact(net, x, safe)
 
 
 @pytest.mark.parametrize("drop", [True, False], ids=["dropped", "held"])
@@ -142,19 +120,16 @@ def test_the_verdict_does_not_need_the_graph_to_be_held(drop: bool) -> None:
     torch.manual_seed(0)
     net, x = Traps(), torch.randn(2, 3, 8, 8)
     net.hooked.register_forward_pre_hook(lambda *_: None)
-    observer, _output = observe(net, lambda: net(x)[0] * 1 if drop else net(x), backward=False, keep=not drop)
-    expected = TRAPPED if not drop else {name: why for name, why in TRAPPED.items() if name != "returned"}
-    assert observer.refused == expected
+    safe, _output = observe(net, lambda: net(x)[0] * 1 if drop else net(x), backward=False, keep=not drop)
+    assert safe == ["after_norm", *(["returned"] if drop else []), "after_sum"]
 
 
 def test_all_activations_of_a_resnet_are_safe() -> None:
     torch.manual_seed(0)
     net, x = randomise(resnet50()), torch.randn(2, 3, 32, 32)
-    observer, _ = observe(net, lambda: net(x))
-    assert observer.refused == {}
-    assert len(observer.safe) == 17
-    assert observer.saved_bytes[observer.safe[0]] == 2 * 64 * 16 * 16 * 4
-    check_exact(net, x, observer.safe)
+    safe, _ = observe(net, lambda: net(x))
+    assert len(safe) == 17
+    check_exact(net, x, safe)
 
 
 class Body(nn.Module):
@@ -233,27 +208,27 @@ def exponential(m: Body, x: Tensor) -> Tensor:
     return m.act(m.conv(x).exp())
 
 
-VERDICTS: dict[str, tuple[Callable[[Body, Tensor], Any], str | None]] = {
-    "after a convolution": (lambda m, x: m.act(m.conv(x)), None),
-    "after a norm": (lambda m, x: m.act(m.norm(m.conv(x))), None),
-    "after an addition in place": (written_before, None),
-    "after a sum": (lambda m, x: m.act(m.conv(x) + x), None),
-    "called twice": (twice, None),
-    "without gradients": (in_no_grad, None),
-    "read before": (read_before, READ_BEFORE),
-    "its output is written": (overwritten, "its output is overwritten"),
-    "kept": (kept, HELD),
-    "gradient hook": (gradient_hook, HOOK),
-    "leaf": (leaf, INPUT),
-    "two readers": (two_readers, READ_BEFORE),
-    "inference mode": (in_inference, "its input is not a tensor of a plain forward"),
-    "exponential": (exponential, KEPT),
-    "softmax": (lambda m, x: m.act(m.conv(x).softmax(1)), KEPT),
-    "tanh in place": (lambda m, x: m.act(m.conv(x).tanh_()), KEPT),
-    "after itself": (lambda m, x: m.act(m.act(m.conv(x))), KEPT),
-    "expanded": (lambda m, x: m.act(m.conv(x).mean((2, 3), keepdim=True).expand(2, 3, 8, 8)), VIEW),
-    "by keyword": (lambda m, x: m.act(input=m.conv(x)), "its input is not a tensor of a plain forward"),
-    "never called": (lambda m, x: m.conv(x), "it was not called"),
+VERDICTS: dict[str, tuple[Callable[[Body, Tensor], Any], bool]] = {
+    "after a convolution": (lambda m, x: m.act(m.conv(x)), True),
+    "after a norm": (lambda m, x: m.act(m.norm(m.conv(x))), True),
+    "after an addition in place": (written_before, True),
+    "after a sum": (lambda m, x: m.act(m.conv(x) + x), True),
+    "called twice": (twice, True),
+    "without gradients": (in_no_grad, True),
+    "read before": (read_before, False),
+    "its output is written": (overwritten, False),
+    "kept": (kept, False),
+    "gradient hook": (gradient_hook, False),
+    "leaf": (leaf, False),
+    "two readers": (two_readers, False),
+    "inference mode": (in_inference, False),
+    "exponential": (exponential, False),
+    "softmax": (lambda m, x: m.act(m.conv(x).softmax(1)), False),
+    "tanh in place": (lambda m, x: m.act(m.conv(x).tanh_()), False),
+    "after itself": (lambda m, x: m.act(m.act(m.conv(x))), False),
+    "expanded": (lambda m, x: m.act(m.conv(x).mean((2, 3), keepdim=True).expand(2, 3, 8, 8)), False),
+    "by keyword": (lambda m, x: m.act(input=m.conv(x)), False),
+    "never called": (lambda m, x: m.conv(x), False),
 }
 
 
@@ -261,8 +236,8 @@ VERDICTS: dict[str, tuple[Callable[[Body, Tensor], Any], str | None]] = {
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "recomputed"])
 @pytest.mark.parametrize("backward", [True, False], ids=["step", "forward"])
 @pytest.mark.parametrize("name", VERDICTS)
-def test_the_verdict_names_the_reason(name: str, backward: bool, recompute: bool) -> None:
-    body, reason = VERDICTS[name]
+def test_one_call_decides(name: str, backward: bool, recompute: bool) -> None:
+    body, is_safe = VERDICTS[name]
     torch.manual_seed(0)
     net, x = randomise(Body(body)), torch.randn(2, 3, 8, 8)
     recomputation = Recomputation(net, min_bytes=0)
@@ -273,43 +248,23 @@ def test_the_verdict_names_the_reason(name: str, backward: bool, recompute: bool
         with recomputation:
             return net(x)
 
-    observer, _output = observe(net, run, backward=backward)
-    assert observer.refused == ({} if reason is None else {"act": reason})
-    assert observer.safe == (["act"] if reason is None else [])
-    assert list(observer.saved_bytes) == observer.safe
-    if reason is None:
-        check_exact(net, x, observer.safe)
+    safe, _output = observe(net, run, backward=backward)
+    assert safe == (["act"] if is_safe else [])
+    if is_safe:
+        check_exact(net, x, safe)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_what_a_checkpoint_reads_again_is_not_overwritten(reentrant: bool) -> None:
     net, x = Body(lambda m, x: first_in_checkpoint(m, x, reentrant=reentrant)), torch.randn(2, 3, 8, 8)
     for backward, keep in ((True, True), (False, True), (False, False)):
-        observer, _output = observe(net, lambda: net(x), backward=backward, keep=keep)
-        assert observer.safe == []
+        safe, _output = observe(net, lambda: net(x), backward=backward, keep=keep)
+        assert safe == []
 
 
 def test_a_module_that_takes_turns_is_refused_for_its_bad_call() -> None:
     net, x = Body(lambda m, x: m.act(m.conv(x)) + m.act(x)), torch.randn(2, 3, 8, 8)
-    observer, _ = observe(net, lambda: net(x))
-    assert observer.refused == {"act": INPUT}
-
-
-ALONE = {
-    "negative slope": (nn.LeakyReLU(-0.1), "its backward does not work in place with a negative slope"),
-    "ReLU6": (nn.ReLU6(), COPIED),
-    "SiLU": (nn.SiLU(), COPIED),
-    "RReLU": (nn.RReLU(), "in place it draws its random numbers with another kernel"),
-    "SELU": (nn.SELU(), "its backward rounds differently in place"),
-}
-
-
-@pytest.mark.parametrize("name", ALONE)
-def test_what_gains_nothing_or_is_not_exact_is_refused_at_once(name: str) -> None:
-    activation, reason = ALONE[name]
-    net = Body(lambda m, x: m.act(m.conv(x)), activation)
-    observer, _ = observe(net, lambda: net(torch.randn(2, 3, 8, 8)))
-    assert observer.refused == {"act": reason}
+    assert observe(net, lambda: net(x))[0] == []
 
 
 class Louder(nn.ReLU):
@@ -317,10 +272,20 @@ class Louder(nn.ReLU):
         return super().forward(x) * 2
 
 
-def test_an_activation_with_a_forward_of_its_own_is_refused() -> None:
-    net = Body(lambda m, x: m.act(m.conv(x)), Louder())
-    observer, _ = observe(net, lambda: net(torch.randn(2, 3, 8, 8)))
-    assert observer.refused == {"act": "it is not a stock activation"}
+ALONE = {
+    "negative slope": nn.LeakyReLU(-0.1),
+    "ReLU6": nn.ReLU6(),
+    "SiLU": nn.SiLU(),
+    "RReLU": nn.RReLU(),
+    "SELU": nn.SELU(),
+    "a forward of its own": Louder(),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_gains_nothing_or_is_not_exact_is_refused_at_once(name: str) -> None:
+    net = Body(lambda m, x: m.act(m.conv(x)), ALONE[name])
+    assert observe(net, lambda: net(torch.randn(2, 3, 8, 8)))[0] == []
 
 
 HOOKS: dict[str, Callable[[Body], Any]] = {
@@ -336,10 +301,10 @@ def test_what_a_hook_sees_is_not_overwritten(name: str) -> None:
     net = Body(lambda m, x: m.act(m.conv(x)))
     hook = HOOKS[name](net)
     try:
-        observer, _ = observe(net, lambda: net(torch.randn(2, 3, 8, 8, requires_grad=True)))
+        safe, _ = observe(net, lambda: net(torch.randn(2, 3, 8, 8, requires_grad=True)))
     finally:
         hook.remove()
-    assert observer.safe == []
+    assert safe == []
 
 
 def test_a_step_that_fails_proves_nothing_and_leaves_nothing() -> None:
@@ -348,11 +313,10 @@ def test_a_step_that_fails_proves_nothing_and_leaves_nothing() -> None:
         raise ArithmeticError
 
     net = Body(fail)
-    observer = InplaceObserver(net)
+    observer = StepObserver(net, overwriting=True)
     with pytest.raises(ArithmeticError), observer:
         net(torch.randn(2, 3, 8, 8))
-    assert observer.safe == []
-    assert set(observer.refused) == {"act"}
+    assert observer.overwriting == []
     assert not any(member._forward_hooks or member._forward_pre_hooks for member in net.modules())
 
 
@@ -369,22 +333,6 @@ def test_the_observed_step_has_the_bits_of_a_plain_one() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), net.buffers(), strict=True))
 
 
-def test_a_name_without_a_switch_is_refused_and_nothing_is_changed() -> None:
-    net = Traps()
-    for name in ("conv", "missing"):
-        with pytest.raises(ValueError, match=f"^'{name}' is not a module with a switch `inplace`.$"):
-            set_inplace(net, ["after_norm", name])
-    assert not net.after_norm.inplace
-
-
-def test_what_was_in_place_before_stays() -> None:
-    net = nn.Sequential(nn.ReLU(inplace=True), nn.ReLU())
-    handle = set_inplace(net, ["0", "1"])
-    handle.remove()
-    handle.remove()
-    assert [member.inplace for member in net] == [True, False]
-
-
 def test_after_leaky_relu_one_map_less_is_kept() -> None:
     num_blocks, x = 4, torch.randn(2, C, 8, 8)
     net = nn.Sequential(
@@ -394,12 +342,12 @@ def test_after_leaky_relu_one_map_less_is_kept() -> None:
             for member in (nn.Conv2d(C, C, 1), nn.BatchNorm2d(C), nn.LeakyReLU(), nn.Conv2d(C, C, 1))
         )
     )
-    observer, _ = observe(net, lambda: net(x))
-    assert len(observer.safe) == num_blocks
+    safe, _ = observe(net, lambda: net(x))
+    assert len(safe) == num_blocks
     before = saved_bytes(net, lambda: net(x).sum())
-    set_inplace(net, observer.safe)
-    spared_bytes = before - saved_bytes(net, lambda: net(x).sum())
-    assert spared_bytes == num_blocks * x.nbytes == sum(observer.saved_bytes.values())
+    for name in safe:
+        net.get_submodule(name).inplace = True
+    assert before - saved_bytes(net, lambda: net(x).sum()) == num_blocks * x.nbytes
 
 
 def test_nodes_said_to_keep_nothing_do_not_save_their_first_result() -> None:
@@ -435,4 +383,4 @@ def test_nodes_said_to_keep_nothing_do_not_save_their_first_result() -> None:
         flat = [part for value in saved for part in (value if isinstance(value, tuple) else (value,))]
         assert all(part.untyped_storage().data_ptr() != storage for part in flat if isinstance(part, Tensor))
     of_other_devices = {"CudnnBatchNormBackward0", "MiopenBatchNormBackward0", "FusedRmsNormBackward0"}
-    assert inplace_activations._DO_NOT_KEEP_OUTPUT - seen <= of_other_devices
+    assert observed_links._DO_NOT_KEEP_OUTPUT - seen <= of_other_devices

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.memory.tracking.tracker import track_memory
-from lightning_vram.techniques.in_place_fusion.observed_links import LinkObserver
+from lightning_vram.techniques.in_place_fusion.observed_links import StepObserver
 from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
 
 
@@ -39,11 +39,11 @@ class Pair(nn.Module):
 def find(net: nn.Module, *, backward: bool = True, step: Callable[[], Any] | None = None) -> list[tuple[str, str]]:
     """The links of one training step, by name."""
     names = {module: name for name, module in net.named_modules()}
-    with LinkObserver(net, (nn.Conv2d,), (nn.BatchNorm2d,)) as observer:
+    with StepObserver(net, (nn.Conv2d,), (nn.BatchNorm2d,)) as observer:
         output = net(image().requires_grad_()) if step is None else step()
         if backward and isinstance(output, Tensor):
             output.sum().backward()
-    return [(names[link.producer], names[link.consumer]) for link in observer.links()]
+    return [(names[link.producer], names[link.consumer]) for link in observer.links]
 
 
 class SaveOnly(torch.autograd.Function):
@@ -289,10 +289,10 @@ def test_nothing_is_left_after_an_exception_and_nothing_proven() -> None:
         raise ArithmeticError
 
     net = Pair(fail)
-    observer = LinkObserver(net, (nn.Conv2d,), (nn.BatchNorm2d,))
+    observer = StepObserver(net, (nn.Conv2d,), (nn.BatchNorm2d,))
     with pytest.raises(ArithmeticError), observer:
         net(image())
-    assert observer.links() == []
+    assert observer.links == []
     assert not any(member._forward_hooks or member._forward_pre_hooks for member in net.modules())
 
 

@@ -4,34 +4,21 @@ A :class:`Value` stands for what one tensor held at one moment. Its :class:`Reci
 the tensor was computed from.
 """
 
-import math
 import weakref
-from collections.abc import Callable, Iterable
-from functools import cache, partial
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_vram.core.hooks import StoredTensor
-from lightning_vram.core.operators import Family, family_of
 from lightning_vram.core.random_state import Source, default_source
 from lightning_vram.core.tensors.codecs import pack_bits, unpack_bits
 from lightning_vram.core.tensors.properties import (
-    NO_VERSION,
-    PARAMETER_CLASSES,
     check_version,
-    is_strided,
     stored_as,
     version_counter,
-    version_of,
-)
-from lightning_vram.private_names.dispatcher import (
-    BATCH_NORM,
-    BATCH_NORM_WITHOUT_STATISTICS,
-    FakeTensor,
-    without_dispatch,
 )
 from lightning_vram.private_names.torch import num_writes, outside_of_vmap
 
@@ -95,7 +82,7 @@ class Saved:
 
 
 class SavedElsewhere(Saved):
-    """A tensor that another stage took over: a snapshot, which no write reaches."""
+    """A tensor that another stage took over, or a mask as bits: a snapshot, which no write reaches."""
 
     holds_memory = False
 
@@ -124,35 +111,23 @@ class SavedElsewhere(Saved):
         else:
             self.is_overwritten = True  # by the operator that saves it, or by a later one
 
-    def copy(self) -> None:  # noqa: D102
-        return
 
+class MaskBits(StoredTensor):
+    """A mask as bits, which another stage may take over."""
 
-class SavedMask(Saved):
-    """A mask that is saved as bits, by itself or by another stage."""
-
-    holds_memory = False
-
-    __slots__ = ("_bits", "_device", "_shape", "_strides")
+    __slots__ = ("_bits", "_like")
 
     def __init__(self, mask: Tensor, hand_on: Callable[[Tensor], StoredTensor | None]) -> None:
-        super().__init__(version_counter(mask), num_writes(mask))
         bits = pack_bits(mask)
-        taken = hand_on(bits)
-        self._bits = taken if taken is not None else bits
-        self._shape, self._strides, self._device = mask.shape, mask.stride(), mask.device
-        self.num_bytes = taken.num_bytes if taken is not None else bits.nbytes
+        self._bits = hand_on(bits) or bits
+        self._like = partial(torch.empty_strided, mask.shape, mask.stride(), dtype=mask.dtype, device=mask.device)
 
-    def restore(self) -> Tensor:  # noqa: D102
-        check_version(self.tensor, self.version, self._shape)
-        return self.read()
+    @property
+    def num_bytes(self) -> int:  # noqa: D102
+        return self._bits.num_bytes if isinstance(self._bits, StoredTensor) else self._bits.nbytes
 
-    def read(self) -> Tensor:  # noqa: D102
-        like = torch.empty_strided(self._shape, self._strides, dtype=self.tensor.dtype, device=self._device)
-        return unpack_bits(self._bits.give() if isinstance(self._bits, StoredTensor) else self._bits, like)
-
-    def before_write(self) -> None:  # noqa: D102
-        return  # the bits are its own
+    def give(self) -> Tensor:  # noqa: D102
+        return unpack_bits(self._bits.give() if isinstance(self._bits, StoredTensor) else self._bits, self._like())
 
 
 class Value(weakref.ref[Tensor]):
@@ -198,15 +173,8 @@ class Dropped:
         self.counter = version_counter(tensor)
         self.version = num_writes(tensor)
         self.shape = tensor.shape
-        self.num_saved = 0
-        self.num_waiting = 0
+        self.num_saved = self.num_waiting = 0  # operators that will ask for it, and those that have not yet
         self.cache: Tensor | None = None  # made, and more that wait for it
-
-    def save(self) -> "Dropped":
-        """Note one more operator that will ask for it."""
-        self.num_saved += 1
-        self.num_waiting += 1
-        return self
 
 
 class MaskValue(Value):
@@ -228,9 +196,12 @@ class CopyValue(Value):
 
 
 class Recipe:
-    """One call of a cheap operator, with values in the place of tensors."""
+    """One call of a cheap operator, or of a function below, with values in the place of tensors."""
 
-    __slots__ = ("args", "depth", "function", "held", "inputs", "is_used", "key", "kwargs", "position", "siblings")
+    __slots__ = (
+        *("args", "depth", "function", "held", "inputs", "is_used"),
+        *("key", "kwargs", "position", "siblings", "strides"),
+    )
 
     def __init__(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, inputs: list[Value], depth: int = 1
@@ -245,6 +216,8 @@ class Recipe:
         self.is_used = False  # to make a dropped tensor
         self.held: list[Saved | Dropped] | None = None  # inputs that would be gone before the result is saved
         self.siblings: list[weakref.ref[Value]] | None = None
+        # The in-place form leaves those of its target, and kernels round by strides: a vectorised loop not as its rest.
+        self.strides: tuple[int, ...] | None = None
 
     def identify(self) -> int:
         """Return a number for the operators it consists of and their places in the run, down to what is costly."""
@@ -263,235 +236,64 @@ class Recipe:
 
     def run(self, args: list[Any]) -> Any:
         """Call the operator on rebuilt arguments; returns what it returns."""
-        return self.function(*args, **self.kwargs) if self.kwargs else self.function(*args)
+        result = self.function(*args, **self.kwargs) if self.kwargs else self.function(*args)
+        return result if self.strides is None else stored_as(result, self.strides)
 
-
-class WriteRecipe(Recipe):
-    """One call of an in-place operator, with its functional form.
-
-    The in-place form leaves the strides of its target, and kernels round by strides: a vectorised loop not as its rest.
-    """
-
-    __slots__ = ("_strides",)
-
-    def __init__(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, inputs: list[Value], target: Tensor
-    ) -> None:
-        super().__init__(function, args, kwargs, inputs)
-        self._strides = target.stride()
-
-    def run(self, args: list[Any]) -> Any:  # noqa: D102
-        return stored_as(super().run(args), self._strides)
-
-
-# A batch norm is recomputed bit-exactly, without updating its running statistics again: by the same kernel on other
-# running statistics, or by one elementwise pass from the saved statistics, a third of the time, where the kernel rounds
-# as the formula does. That is tried once per process on a million random numbers, a few at a time: a backward runs.
 
 aten = torch.ops.aten
-_TRAINING = 5  # position of ``training`` among the arguments of all batch norms, except ``no_stats``
-_NUM_TRIED = 1_000_000
-# By dimensions. Channels and places fill vectors of the host, and a rest of one.
-_TRIED_AT_ONCE = {2: [20, 109], 3: [2, 29, 37], 4: [2, 29, 3, 13], 5: [2, 29, 2, 3, 7]}
 
 
-class BatchNormRecipe(Recipe):
-    """One call of a batch norm, in training or evaluation."""
+def batch_norm(
+    function: Any, running: tuple[torch.Size, torch.dtype, torch.device] | None, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Recompute a call of a batch norm, without updating its running statistics again.
 
-    __slots__ = ("running", "statistics")
-
-    def __init__(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, inputs: list[Value]
-    ) -> None:
-        super().__init__(function, args, kwargs, inputs)
-        self.statistics: tuple[Tensor, Tensor] | None = None  # mean and inverse deviation [C]: the backward saves them
-        # of other running statistics to update: whether there are any, and their dtype, decides how the kernel rounds
-        self.running: tuple[torch.Size, torch.dtype, torch.device] | None = None
-
-    @override
-    def run(self, args: list[Any]) -> Any:
-        x, weight, bias = args[0], args[1], args[2]
-        if (
-            self.statistics is not None
-            and (type(x) is Tensor or (type(x) is FakeTensor and x.is_cpu))  # no kernel of a card can be tried
-            and _formula_is_exact(_kernel_of(self.function, x, weight, bias))
-        ):
-            return (_normalise(x, weight, bias, *self.statistics),)
-        if self.running is not None:
-            shape, dtype, device = self.running
-            args[3], args[4] = (torch.ones(shape, dtype=dtype, device=device) for _ in range(2))
-        return super().run(args)
-
-
-def recomputation_call(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], bool]:
-    """Return operator and arguments that recompute a batch norm, and whether it normalizes by its batch."""
-    is_training = function is BATCH_NORM_WITHOUT_STATISTICS or bool(args[_TRAINING])
-    if is_training and function is not BATCH_NORM_WITHOUT_STATISTICS:
-        args = (*args[:3], None, None, *args[5:])  # running statistics must not be updated again
-    return (aten.native_batch_norm.default if function is BATCH_NORM else function), args, is_training
-
-
-def _normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, deviation: Tensor) -> Tensor:
-    """Scale and shift ``x`` ``[N, C, ...]`` with fused multiply-adds, as the kernel of the host does."""
-    scale = deviation * weight if weight is not None else deviation
-    shift = torch.addcmul(bias, mean, scale, value=-1) if bias is not None else -mean * scale
-    shape = [1, -1, *[1] * (x.dim() - 2)]
-    return torch.addcmul(shift.view(shape), x, scale.view(shape))
-
-
-class _Kernel(NamedTuple):
-    """All that decides how a kernel rounds."""
-
-    function: Any
-    device: torch.device
-    dim: int
-    is_contiguous: bool
-    is_channels_last: bool
-    dtypes: tuple[torch.dtype | None, ...]  # of input, weight and bias
-
-
-def _kernel_of(function: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> _Kernel:
-    dtypes = (x.dtype, *(parameter.dtype if parameter is not None else None for parameter in (weight, bias)))
-    is_channels_last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    return _Kernel(function, x.device, x.dim(), x.is_contiguous(), is_channels_last, dtypes)
-
-
-@cache
-def _formula_is_exact(kernel: _Kernel) -> bool:
-    """Whether :func:`_normalise` gives the bits of the kernel, tried on a million random numbers."""
-    dtype, shape = kernel.dtypes[0], _TRIED_AT_ONCE.get(kernel.dim)
-    is_known = dtype in (torch.float32, torch.float64) and set(kernel.dtypes) <= {dtype, None}
-    if shape is None or not is_known or not (kernel.is_contiguous or kernel.is_channels_last):
-        return False
-    if kernel.device.type == "meta":
-        return True
-    with without_dispatch():  # on real tensors, and seen by nobody: it is tried once per process
-        generator = torch.Generator(kernel.device).manual_seed(0)
-        num_tries = -(-_NUM_TRIED // math.prod(shape))
-        return all(_is_exact_once(kernel, shape, generator) for _ in range(num_tries))
-
-
-def _is_exact_once(kernel: _Kernel, shape: list[int], generator: torch.Generator) -> bool:
-    def random(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator, dtype=kernel.dtypes[0], device=kernel.device)
-
-    x = random(*shape).mul_(3).add_(1)
-    if not kernel.is_contiguous:
-        x = x.contiguous(memory_format=torch.channels_last)
-    weight, bias = (random(shape[1]) if kernel.dtypes[index] is not None else None for index in (1, 2))
-    training, momentum, eps = True, 0.1, 1e-5
-    result, mean, deviation = kernel.function(x, weight, bias, None, None, training, momentum, eps)[:3]
-    ours = _normalise(x, weight, bias, mean, deviation)
-    return ours.stride() == result.stride() and torch.equal(ours, result)
+    ``running``: describes them; whether there are any, and their dtype, decides how the kernel rounds.
+    """
+    if running is not None:
+        shape, dtype, device = running
+        args = (*args[:3], *(torch.ones(shape, dtype=dtype, device=device) for _ in range(2)), *args[5:])
+    return function(*args, **kwargs)
 
 
 # Dropout is recomputed from its mask, saved as bits (1/32 of the bytes on the host, 1/8 on a GPU), or from the state
 # its generator had (a few bytes on a GPU, 5 KB on the host): drawing again takes more time than reading bits.
 
 
-class DropoutRecipe(Recipe):
-    """The first result of ``native_dropout``: the input times the mask times the scale."""
-
-    __slots__ = ()
-
-    def __init__(self, source: Value, mask: Value, probability: float) -> None:
-        super().__init__(aten.native_dropout.default, (source, mask, probability), None, [source, mask])
-
-    @override
-    def run(self, args: list[Any]) -> Tensor:
-        source, mask, probability = args
-        return source * mask * _scale(probability, source)  # type: ignore[no-any-return]
-
-
-class DrawRecipe(Recipe):
-    """A mask, drawn again from the state its generator had."""
-
-    __slots__ = ("_generator", "_new", "_probability", "_source", "_state")
-
-    def __init__(
-        self, function: Any, like: Tensor, probability: float, generator: torch.Generator | None, source: Source
-    ) -> None:
-        super().__init__(function, (), None, [])
-        self._generator, self._source = generator, source
-        self._state = source[0]()
-        self._probability = probability
-        self._new = partial(torch.empty_strided, like.shape, like.stride(), dtype=like.dtype, device=like.device)
-
-    @override
-    def run(self, args: list[Any]) -> Any:
-        read, write = self._source
-        with outside_of_vmap():  # a batched backward draws what the forward drew
-            now = read()
-            write(self._state)
-            try:
-                if self.function is aten.bernoulli_.float:
-                    return self._new().bernoulli_(self._probability, generator=self._generator)
-                return self.function(self._new(), p=self._probability, train=True)
-            finally:
-                write(now)
+def dropout(source: Tensor, mask: Tensor, probability: float) -> Tensor:
+    """Recompute the first result of ``native_dropout``."""
+    if probability >= 1:
+        scale = 0.0
+    elif source.dtype is torch.float64:
+        scale = 1 / (1 - probability)
+    elif source.device.type == "cpu":  # rounded to the dtype on the host, to float32 on a GPU
+        scale = float(torch.tensor(1 / (1 - probability), dtype=source.dtype))
+    else:
+        scale = float(1 / torch.tensor(1 - probability, dtype=torch.float32))
+    return source * mask * scale
 
 
 def note_draw(
     function: Any, like: Tensor, probability: float, generator: torch.Generator | None = None
-) -> DrawRecipe | None:
+) -> Recipe | None:
     """Return how to draw again the mask that ``function`` is about to draw; ``None`` without a settable generator."""
     source = (generator.get_state, generator.set_state) if generator is not None else default_source(like.device)
-    return DrawRecipe(function, like, probability, generator, source) if source is not None else None
+    if source is None:
+        return None
+    new = partial(torch.empty_strided, like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    draw = partial(aten.bernoulli_.float, p=probability, generator=generator)
+    if function is not aten.bernoulli_.float:
+        draw = partial(function, p=probability, train=True)
+    return Recipe(draw_again, (draw, new, source[0](), source), None, [])
 
 
-def _scale(probability: float, like: Tensor) -> float:
-    """What the kernels scale by: rounded to the dtype on the host, to float32 on a GPU."""
-    if probability >= 1:
-        return 0.0
-    if like.dtype is torch.float64:
-        return 1 / (1 - probability)
-    if like.device.type == "cpu":
-        return float(torch.tensor(1 / (1 - probability), dtype=like.dtype))
-    return float(1 / torch.tensor(1 - probability, dtype=torch.float32))
-
-
-class HoldingCosts:
-    """What it costs in one run to end a recipe on a value. ``parameters_move``: FSDP frees them between forwards."""
-
-    def __init__(self, buffers: set[int], *, parameters_move: bool) -> None:
-        self.buffers = buffers
-        self._parameters_move = parameters_move
-
-    def is_free(self, value: Value, tensor: Tensor) -> bool:
-        """Whether the memory of ``value`` stays anyway, ``tensor`` being its tensor or what that is a view of."""
-        return type(tensor) in PARAMETER_CLASSES or value.address in self.buffers
-
-    def can_hold(self, source: Value) -> bool:
-        """Whether a recipe can end here: it is saved or dropped already, or still there as it was."""
-        if source.find_saved() is not None or source.find_dropped() is not None:
-            return True
-        origin = source()
-        if origin is None or source.version == NO_VERSION or source.version != version_of(origin):
-            return False
-        return is_strided(origin) and not (self._parameters_move and type(origin) in PARAMETER_CLASSES)
-
-    def is_worth_it(self, sources: Iterable[Value], tensor: Tensor, recipe: Recipe) -> bool:
-        """Whether what would be saved for these sources alone is less than ``tensor``."""
-        cost = 0
-        for source in sources:
-            origin = source()
-            if source.find_saved() is not None or source.find_dropped() is not None:
-                continue
-            if origin is None or not self.can_hold(source):
-                return False
-            if not self.is_free(source, origin):
-                cost += origin.numel() // 8 if source.is_mask else origin.nbytes
-        if cost == tensor.nbytes:  # inputs of ``cat`` and of views are often saved later anyway
-            return cost == 0 or recipe.function is aten.cat.default or family_of(recipe.function) is Family.VIEW
-        return cost < tensor.nbytes or cost == 0
-
-    def owns_memory(self, recipe: Recipe) -> bool:
-        """Whether a result is more than a view of what is saved anyway or counts as dropped already."""
-        if recipe.depth > 0:
-            return True
-        base = recipe.inputs[0]
-        while base.recipe is not None and base.recipe.depth == 0:
-            base = base.recipe.inputs[0]
-        origin = base()
-        is_free = origin is not None and self.is_free(base, origin)
-        return not is_free and base.find_saved() is None and base.find_dropped() is None
+def draw_again(draw: Callable[[Tensor], Any], new: Callable[[], Tensor], state: Any, source: Source) -> Any:
+    """Draw a mask from the state its generator had."""
+    read, write = source
+    with outside_of_vmap():  # a batched backward draws what the forward drew
+        now = read()
+        write(state)
+        try:
+            return draw(new())
+        finally:
+            write(now)

@@ -6,7 +6,7 @@ was overwritten is no longer used.
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Literal
 
@@ -32,20 +32,24 @@ from lightning_vram.core.tensors.properties import (
     version_of,
 )
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
-from lightning_vram.private_names.dispatcher import BATCH_NORM_WITHOUT_STATISTICS, TO_COPY, FakeTensor, is_foreach
+from lightning_vram.private_names.dispatcher import (
+    BATCH_NORM,
+    BATCH_NORM_WITHOUT_STATISTICS,
+    TO_COPY,
+    FakeTensor,
+    is_foreach,
+)
 from lightning_vram.private_names.torch import count_storage_users, num_writes, storage_identity
 from lightning_vram.techniques.in_place_fusion.recomputation.recipes import (
-    BatchNormRecipe,
     CopyValue,
-    DropoutRecipe,
     Dropped,
     MaskValue,
     Recipe,
     Saved,
     Value,
-    WriteRecipe,
+    batch_norm,
+    dropout,
     note_draw,
-    recomputation_call,
 )
 
 COPIED_BYTES = 64 * 1024  # weights of norms and small buffers; what is larger is not copied to rebuild from it
@@ -109,12 +113,13 @@ class RecipeNotes(OperatorSubscriber):
             self._learned.append(recipe)
         return recipe
 
-    def with_values(self, args: Iterable[Any], inputs: list[Value]) -> tuple[Any, ...]:
+    def with_values(self, args: Sequence[Any], inputs: list[Value]) -> tuple[Any, ...]:
         """Return ``args`` with values in the place of tensors, which are added to ``inputs``."""
         filled: list[Any] = []
         for arg in args:
             if isinstance(arg, Tensor):
-                if self.parameters_move and _is_small_weight(arg, args):
+                is_copied = self.parameters_move and type(arg) in PARAMETER_CLASSES and arg.nbytes <= COPIED_BYTES
+                if is_copied and arg is not args[0]:  # such as the weight of a norm, not what a view is made of
                     arg = self._copy_parameter(arg)
                 else:
                     arg = self.value_of(arg)
@@ -203,13 +208,8 @@ class RecipeNotes(OperatorSubscriber):
         return known[2]
 
 
-def _is_small_weight(arg: Tensor, args: Iterable[Any]) -> bool:
-    """Whether it is a parameter beside others, such as the weight of a norm, and not what a view is made of."""
-    return type(arg) in PARAMETER_CLASSES and arg.nbytes <= COPIED_BYTES and next(iter(args)) is not arg
-
-
 aten = torch.ops.aten
-_NUM_WITHOUT_STATISTICS = 6  # arguments of a batch norm that has no running statistics
+_TRAINING = 5  # position of ``training`` among the arguments of batch norms that have running statistics
 _SCALINGS = frozenset({aten.mul_.Tensor, aten.div_.Tensor, aten.mul_.Scalar, aten.div_.Scalar})
 
 
@@ -288,26 +288,23 @@ def _norm(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _batch_norm(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    function, again, in_training = recomputation_call(func, args)
-    statistics = [arg for arg in args[3:5] if isinstance(arg, Tensor)] if len(args) > _NUM_WITHOUT_STATISTICS else []
-    if in_training:  # the kernel moves the running statistics and does not tell
+    has_statistics = func is not BATCH_NORM_WITHOUT_STATISTICS
+    in_training = not has_statistics or bool(args[_TRAINING])
+    statistics = [arg for arg in args[3:5] if isinstance(arg, Tensor)] if has_statistics else []
+    running, others = None, args[3:]
+    if statistics and in_training:  # the kernel moves the running statistics and does not tell
         for statistic in statistics:
             if notes.is_watched(statistic):
                 notes.before_write(statistic, is_counted=False)
-    inputs: list[Value] = []
-    if in_training or not statistics:
-        filled = notes.with_values(again, inputs)
-    else:  # copies: whoever moves them later does not tell
+        running, others = (args[3].shape, args[3].dtype, args[3].device), (None, None, *args[5:])
+    elif statistics:  # copies: whoever moves them later does not tell
         with notes.paused():
-            copies = [statistic.clone() for statistic in statistics]
-        filled = (*notes.with_values(args[:3], inputs), *copies, *args[5:])
-    recipe = BatchNormRecipe(function, filled, kwargs, inputs)
-    recipe.position = notes.position
+            others = (*(statistic.clone() for statistic in statistics), *args[5:])
+    inputs: list[Value] = []
+    function = aten.native_batch_norm.default if func is BATCH_NORM else func
+    recipe = Recipe(batch_norm, (function, running, *notes.with_values(args[:3], inputs), *others), kwargs, inputs)
     results = notes.run(func, (), args, kwargs)
-    if in_training and func is not BATCH_NORM_WITHOUT_STATISTICS and args[3] is not None:
-        recipe.running = args[3].shape, args[3].dtype, args[3].device
-    if in_training and func is aten.native_batch_norm.default:
-        recipe.statistics = results[1], results[2]
+    recipe.position = notes.position
     notes.note(results[0], recipe)
     return results
 
@@ -322,7 +319,7 @@ def _native_dropout(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs
     of_mask = notes.note(mask, draw, num_writes(mask), 1, kind=MaskValue)
     of_mask.is_scaled = False  # type: ignore[attr-defined]
     notes.position += 1
-    recipe = DropoutRecipe(of_source, of_mask, probability)
+    recipe = Recipe(dropout, (of_source, of_mask, probability), None, [of_source, of_mask])
     recipe.position = notes.position
     notes.note(result, recipe)
     return result, mask
@@ -350,8 +347,9 @@ def _in_place(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict
     if (before.recipe is not None or before.find_saved() is not None or before.is_mask) and _keeps_dtype(args):
         inputs: list[Value] = []
         filled = notes.with_values(args, inputs)
-        recipe = WriteRecipe(functional_form(func), filled, kwargs, inputs, target)
+        recipe = Recipe(functional_form(func), filled, kwargs, inputs)
         recipe.position = notes.position
+        recipe.strides = target.stride()
     notes.before_write(target)
     result = notes.run(func, (), args, kwargs)
     version = num_writes(target) + 1  # autograd counts the write after this returns

@@ -2,9 +2,8 @@
 
 A dispatch mode records how each result of a cheap operator is computed, in any eager model. When autograd saves a
 tensor, a hook drops it if it can be recomputed from tensors that are saved anyway and that saves bytes. Autograd's
-backward gets the same numbers, double backward included. Costs Python per operator of the forward, and the cheap
-operators a second time. Not reached: what a ``torch.autograd.Function`` holds in attributes, what a ``torch.func``
-transform saves, and compiled code.
+backward gets the same numbers, double backward included. Not reached: what a ``torch.autograd.Function`` holds in
+attributes, what a ``torch.func`` transform saves, and compiled code.
 """
 
 import sys
@@ -19,11 +18,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import override
 
 from lightning_vram.core.hooks import SavedTensorStage, StoredTensor, pack_in_place, saving, unpack
-from lightning_vram.core.operators import in_place_form
+from lightning_vram.core.operators import Family, family_of, in_place_form
 from lightning_vram.core.tensors.properties import (
+    NO_VERSION,
     PARAMETER_CLASSES,
     PLAIN_TYPES,
     alias,
@@ -31,20 +32,19 @@ from lightning_vram.core.tensors.properties import (
     is_sharded,
     is_strided,
     storage_address,
+    version_of,
 )
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
 from lightning_vram.private_names.dispatcher import FakeTensor, hide_from_dynamo, without_dispatch
 from lightning_vram.private_names.torch import base_of, is_view, num_writes, without_autocast
 from lightning_vram.techniques.in_place_fusion.recomputation.recipes import (
     Dropped,
-    HoldingCosts,
+    MaskBits,
     MaskValue,
     Recipe,
     Saved,
     SavedElsewhere,
-    SavedMask,
     Value,
-    WriteRecipe,
 )
 from lightning_vram.techniques.in_place_fusion.recomputation.recorder import COPIED_BYTES, RecipeRecorder
 
@@ -160,10 +160,8 @@ class _Rebuilding:
         assert recipe is not None, "a recipe ended on a value that was not saved"
         function = in_place_form(recipe.function) if self._is_made_for(recipe) else None
         args = [self._fill(arg) for arg in recipe.args]
-        if function is not None:  # an activation, in the memory of its input
-            result = function(*args, **recipe.kwargs) if recipe.kwargs else function(*args)
-        else:
-            result = recipe.run(args)
+        # An activation runs in the memory of its input.
+        result = function(*args, **(recipe.kwargs or {})) if function is not None else recipe.run(args)
         if isinstance(result, Tensor):
             return result
         for reference in recipe.siblings or ():
@@ -183,8 +181,8 @@ class _Rebuilding:
         source = recipe.args[0] if recipe.args else None
         if not isinstance(source, Value) or source.recipe is None or source.recipe.depth == 0:
             return False
-        if isinstance(source.recipe, WriteRecipe) or isinstance(recipe, WriteRecipe):
-            return False  # strides of their own
+        if source.recipe.strides is not None or recipe.strides is not None:
+            return False
         is_shared = id(source) in self._is_shared or source.find_dropped() is not None
         return not is_shared and source.find_saved() is None
 
@@ -240,17 +238,14 @@ class Recomputation(SavedTensorStage):
         self._max_depth = max_depth
         self._verify = verify
         self._recorder = RecipeRecorder(dropout, weakref.WeakMethod(self._hold_inputs))
-        self._costs = HoldingCosts(self._buffers, parameters_move=False)
         self._fates: dict[int, dict[Any, _Fate]] = {}  # by recipe, then by shape
-        self._unseen_references = 0 if isinstance(self, _CountReferences) else _references_of_autograds_own()
+        self._unseen_references = _references_of_autograds_own()
         self.report = RecomputationReport()
 
     @override
     def begin(self, stack: ExitStack) -> OperatorSubscriber | None:
         self.report = RecomputationReport()
-        parameters_move = self._module is not None and is_sharded(self._module)
-        self._recorder.parameters_move = parameters_move
-        self._costs = HoldingCosts(self._buffers, parameters_move=parameters_move)
+        self._recorder.parameters_move = self._module is not None and is_sharded(self._module)
         stack.callback(self._clear)
         stack.enter_context(self._recorder)
         return self._recorder
@@ -302,19 +297,23 @@ class Recomputation(SavedTensorStage):
             if recipe.depth == 0 and type(recipe.inputs[0]()) in PARAMETER_CLASSES:
                 return alias(tensor), num_writes(tensor)  # a weight transposed: no memory of its own
             dropped = self._drop(value, tensor)
-        return dropped.save() if dropped is not None else self._keep(value, tensor)
+        if dropped is None:
+            return self._keep(value, tensor)
+        dropped.num_saved += 1
+        dropped.num_waiting += 1
+        return dropped
 
     def _keep(self, value: Value, tensor: Tensor) -> Saved:
         if value.recipe is not None:
             value.recipe.held = None
         base = base_of(tensor) if is_view(tensor) else None
-        is_lasting = self._costs.is_free(value, base if base is not None else tensor)
+        is_lasting = self._is_free(value, base if base is not None else tensor)
         with self._recorder.paused(), torch.no_grad(), without_autocast(), saving(tensor):
             if isinstance(value, MaskValue) and (value.is_scaled or tensor.nbytes >= self._min_bytes):
-                saved: Saved = SavedMask(tensor, self.hand_on)
+                taken: StoredTensor | None = MaskBits(tensor, self.hand_on)
             else:
                 taken = self.hand_on(tensor) if not is_lasting else None
-                saved = SavedElsewhere(tensor, taken) if taken is not None else Saved(alias(tensor), num_writes(tensor))
+            saved = SavedElsewhere(tensor, taken) if taken is not None else Saved(alias(tensor), num_writes(tensor))
         self._recorder.watch(value, saved)
         if not is_lasting:
             self.report.kept_bytes += saved.num_bytes
@@ -331,7 +330,7 @@ class Recomputation(SavedTensorStage):
         found = find_sources(value, self._max_depth)
         if found is None:
             return None
-        if fate is None and not self._costs.is_worth_it(found[0], tensor, recipe):
+        if fate is None and not self._is_worth_it(found[0], tensor, recipe):
             fates[shape] = _Fate.TOO_DEAR
             return None
         sources = self._hold_all(found[0])
@@ -345,10 +344,45 @@ class Recomputation(SavedTensorStage):
         self._recorder.mark_used(value)
         dropped = Dropped(value, sources, found[1], tensor)
         value.dropped = weakref.ref(dropped)
-        if self._costs.owns_memory(recipe):
+        if self._owns_memory(recipe):
             self.report.dropped_bytes += tensor.nbytes
             self.report.num_dropped += 1
         return dropped
+
+    def _is_free(self, value: Value, tensor: Tensor) -> bool:
+        """Whether the memory of ``value`` stays anyway, ``tensor`` being its tensor or what that is a view of."""
+        return type(tensor) in PARAMETER_CLASSES or value.address in self._buffers
+
+    def _can_hold(self, source: Value, origin: Tensor) -> bool:
+        """Whether a recipe can end here, on what is not saved or dropped: it is still there as it was."""
+        is_lasting = not (self._recorder.parameters_move and type(origin) in PARAMETER_CLASSES)
+        return is_lasting and is_strided(origin) and NO_VERSION != source.version == version_of(origin)
+
+    def _is_worth_it(self, sources: Iterable[Value], tensor: Tensor, recipe: Recipe) -> bool:
+        """Whether what would be saved for these sources alone is less than ``tensor``."""
+        cost = 0
+        for source in sources:
+            if source.find_saved() is not None or source.find_dropped() is not None:
+                continue
+            origin = source()
+            if origin is None or not self._can_hold(source, origin):
+                return False
+            if not self._is_free(source, origin):
+                cost += origin.numel() // 8 if source.is_mask else origin.nbytes
+        if cost == tensor.nbytes > 0:  # inputs of ``cat`` and of views are often saved later anyway
+            return recipe.function is torch.ops.aten.cat.default or family_of(recipe.function) is Family.VIEW
+        return cost < tensor.nbytes or cost == 0
+
+    def _owns_memory(self, recipe: Recipe) -> bool:
+        """Whether a result is more than a view of what is saved anyway or counts as dropped already."""
+        if recipe.depth > 0:
+            return True
+        base = recipe.inputs[0]
+        while base.recipe is not None and base.recipe.depth == 0:
+            base = base.recipe.inputs[0]
+        origin = base()
+        is_free = origin is not None and self._is_free(base, origin)
+        return not is_free and base.find_saved() is None and base.find_dropped() is None
 
     def _hold_all(self, sources: Iterable[Value]) -> list[Saved | Dropped] | None:
         """Return what keeps each source for recipes to end on; ``None`` if one is gone."""
@@ -356,22 +390,17 @@ class Recomputation(SavedTensorStage):
         for source in sources:
             holder: Saved | Dropped | None = source.find_saved() or source.find_dropped()
             if holder is None:
-                if not self._costs.can_hold(source):
+                origin = source()
+                if origin is None or not self._can_hold(source, origin):
                     return None
-                holder = self._hold(source)
+                holder = self._keep(source, origin)
+                if source.address in self._buffers and origin.nbytes <= COPIED_BYTES:
+                    with self._recorder.paused(), torch.no_grad():
+                        holder.copy()  # a buffer may be moved between the step and its backward
             if not isinstance(holder, Dropped):
                 holder.is_end = True
             held.append(holder)
         return held
-
-    def _hold(self, source: Value) -> Saved:
-        origin = source()
-        assert origin is not None
-        saved = self._keep(source, origin)
-        if source.address in self._costs.buffers and origin.nbytes <= COPIED_BYTES:
-            with self._recorder.paused(), torch.no_grad():
-                saved.copy()  # a buffer may be moved between the step and its backward
-        return saved
 
     def _hold_inputs(self, value: Value) -> list[Saved | Dropped] | None:
         """Keep what a growing operator read until its result is saved, if the result would be dropped then."""
@@ -379,7 +408,7 @@ class Recomputation(SavedTensorStage):
         found = find_sources(value, self._max_depth)
         if found is None or tensor is None or recipe is None or tensor.nbytes < self._min_bytes:
             return None
-        return self._hold_all(found[0]) if self._costs.is_worth_it(found[0], tensor, recipe) else None
+        return self._hold_all(found[0]) if self._is_worth_it(found[0], tensor, recipe) else None
 
     def _compare(self, value: Value, tensor: Tensor) -> _Fate:
         if self._verify == "never" or tensor.is_meta:
@@ -390,28 +419,23 @@ class Recomputation(SavedTensorStage):
         if is_equal:
             return _Fate.DROPPED
         assert value.recipe is not None
-        self.report.differing[str(value.recipe.function)] += 1
+        self.report.differing[value.recipe.function.__name__] += 1
         return _Fate.DIFFERENT
-
-
-class _CountReferences(Recomputation):
-    """Counts the references to what is packed, as :meth:`Recomputation._pack` sees them."""
-
-    num_references = 0
-
-    @hide_from_dynamo
-    def _pack(self, tensor: Tensor) -> Any:
-        self.num_references = sys.getrefcount(tensor)
-        return tensor.detach()
 
 
 @cache
 def _references_of_autograds_own() -> int:
     """References to a tensor that no Python code has: ``hardswish_`` saves a copy of what it will overwrite."""
-    counter = _CountReferences()
-    with torch.enable_grad(), counter, without_dispatch():  # once per process, seen by nobody
+    counts: list[int] = []
+
+    @hide_from_dynamo  # as Recomputation._pack
+    def pack(tensor: Tensor) -> Tensor:
+        counts.append(sys.getrefcount(tensor))
+        return tensor.detach()
+
+    with torch.enable_grad(), saved_tensors_hooks(pack, Tensor.detach), without_dispatch():  # once, seen by nobody
         nn.functional.hardswish(torch.ones(1).requires_grad_() * 1, inplace=True)
-    return counter.num_references
+    return counts[-1]
 
 
 def _unanimous(fates: dict[Any, _Fate]) -> _Fate | None:
