@@ -1,19 +1,15 @@
 """Prove that a module treats tokens alone, by running it on some tokens of its first input.
 
-* In another order, and fewer of them: the output must be the same for each token, exactly or up to rounding. This
-  finds positions, and anything that depends on the number of tokens.
+* On some of them in another order: the output must be the same for each token, exactly or up to rounding. This finds
+  positions, and whatever depends on the number of tokens. So must gradients be, of inputs.
 * With one token that is NaN: only the output of this token may be NaN. This finds whatever mixes tokens, however
   little: behind weights that are still zero, or a scale of 1e-6.
-* Random numbers must be drawn for each token: one mask for all tokens would become one per tile. They are replaced by
-  ones, so that runs can be compared.
-* Buffers, parameters and attributes must stay unchanged, with the contents of lists and dicts among them, and so must
-  the inputs.
-* With gradients: it must compute with no gradients but those of its inputs and parameters, and no graph may be stored
-  elsewhere (a loss in another module's list). The gradient of each token must be the same for fewer tokens.
+* Random numbers must be drawn for each token: one mask for all would become one per tile. Runs draw ones.
+* Buffers, parameters, attributes with their contents, and inputs must stay unchanged; no graph may be stored elsewhere
+  (a loss in another module's list), and no gradients but those of inputs and parameters may be needed.
 
 Parameters that are zero are replaced by random numbers, so that a table of positions that is not trained yet is found.
-In estimates, whose tensors have no values, random numbers on the host replace them all. The proof leaves no trace:
-random generators continue from where they were.
+In estimates, whose tensors have no values, random numbers on the host replace them all. The proof leaves no trace.
 """
 
 import gc
@@ -37,7 +33,7 @@ _NUM_TOKENS = 64  # that are looked at
 _NUM_RANDOM_TOKENS = 8  # in estimates
 _MOST_RANDOM_NUMBERS = 1 << 28  # of a tensor: 1 GiB
 _DROPOUT = torch.ops.aten.native_dropout.default
-_CONVOLUTIONS = frozenset(["convolution", "conv1d", "conv2d", "conv3d"])
+_MAY_REACH_FAR = frozenset(["convolution", "conv1d", "conv2d", "conv3d", "roll"])
 _FEW_BITS = 1e-4  # machine epsilons above are of 16 bit
 _KINDS = (Tensor, nn.Buffer)
 
@@ -70,10 +66,9 @@ def prove(module: nn.Module, body: Body, call: CutCall, tensors: list[Tensor]) -
 class _RandomNumberWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Replaces random numbers by ones, and counts them; lets no index come of what is no number."""
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_drawn: list[int] = []
-        self._num_tokens = num_tokens  # that are looked at. What reaches further would not be seen to mix them.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -82,8 +77,8 @@ class _RandomNumberWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         if "attention" in name:  # of which some say that they draw
             raise NotAlone("has attention inside")
-        if (name in _CONVOLUTIONS or name == "roll") and 2 * _reach(name, args) > self._num_tokens:
-            raise NotAlone(f"mixes distant tokens in {name}")
+        if name in _MAY_REACH_FAR:  # further than the tokens that are looked at
+            raise NotAlone(f"may mix distant tokens in {name}")
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         if func is _DROPOUT:
@@ -94,14 +89,6 @@ class _RandomNumberWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         self.num_drawn.append(result.numel())
         return result.fill_(1)
-
-
-def _reach(name: str, args: Any) -> Any:
-    """Return how far a convolution looks, or a roll moves."""
-    if name == "roll":
-        return max(map(abs, args[1]))
-    sizes, dilation = args[1].shape[2:], args[5] if len(args) > 5 else [1]
-    return max((size - 1) * max(dilation) for size in sizes)
 
 
 class _Runs:
@@ -133,9 +120,9 @@ class _Runs:
                     one.select(dim, nan_at).fill_(torch.nan)
         copies, held = [one.clone() for one in tensors], [*tensors, *self._replaced.values()]
         versions = [*map(version_of, held)]
-        with _RandomNumberWatch(self.num_tokens) as watch:
+        with _RandomNumberWatch() as watch:
             results, _ = self._run(tensors)
-        if versions != [*map(version_of, held)] or not all(map(is_same, tensors, copies)):
+        if versions != [*map(version_of, held)] or not all(map(_is_same, tensors, copies)):
             raise NotAlone("writes to its input")
         if not results or not all(isinstance(one, Tensor) for one in results):
             raise NotAlone("returns values other than tensors")
@@ -144,13 +131,13 @@ class _Runs:
         return [one.movedim(dim, 0) for one in results], watch.num_drawn
 
     def gradients(self, order: Tensor) -> list[Tensor | None]:
-        """Return the gradients of what has tokens, tokens first, of some that the results have."""
+        """Return the gradients of what has tokens, tokens first."""
         dim, tensors = self._call.dim, self._in_order(order)
         chosen = [one for one, is_cut in zip(tensors, self._call.is_cut, strict=True) if is_cut and _has_gradient(one)]
         with self._grad():
             inputs = [one.requires_grad_() for one in chosen]
             ends = [one for one in self._run(tensors)[0] if one.requires_grad]
-            gradients = [_numbers(one, self.num_tokens, dim, order) for one in ends]
+            gradients = [one.detach() for one in ends]  # which differ from token to token
             found = torch.autograd.grad(ends, inputs, gradients, allow_unused=True) if ends else [None] * len(inputs)
         return [None if one is None else one.movedim(dim, 0) for one in found]
 
@@ -182,7 +169,7 @@ class _Runs:
     def _grad(self) -> Iterator[None]:
         """Make a graph of the run, of which a checkpoint around it knows nothing."""
         inner = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)  # else results hold themselves
-        with torch.enable_grad(), inner, _RandomNumberWatch(self.num_tokens):
+        with torch.enable_grad(), inner, _RandomNumberWatch():
             yield
 
 
@@ -200,17 +187,9 @@ def _has_gradient(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _numbers(like: Tensor, num_tokens: int, dim: int, order: Tensor) -> Tensor:
-    """Return random numbers, the same for each token in any order."""
-    shape = list(like.movedim(dim, 0).shape)
-    made = torch.randn(num_tokens, *shape[1:], generator=torch.Generator().manual_seed(0))
-    return made.to(like.device, like.dtype)[order].movedim(0, dim)
-
-
-def is_same(one: Tensor, other: Tensor) -> bool:
+def _is_same(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are bitwise identical, with NaN in the same places."""
-    is_float = one.is_floating_point()
-    return torch.equal(one, other) or (is_float and one.shape == other.shape and one.allclose(other, 0, 0, True))  # noqa: FBT003
+    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _check_no_traces(module: nn.Module, state: ForwardState, ask: Callable[[], str]) -> str:
@@ -221,7 +200,7 @@ def _check_no_traces(module: nn.Module, state: ForwardState, ask: Callable[[], s
     ]
     copies, contents = [one.detach().clone() for _, one in tensors], _contents(module)
     reason = ask()
-    changed = [name for (name, one), copy in zip(tensors, copies, strict=True) if not is_same(one.detach(), copy)]
+    changed = [name for (name, one), copy in zip(tensors, copies, strict=True) if not _is_same(one.detach(), copy)]
     changed += [name for (name, part), content in _contents(module).items() if contents.get((name, part)) != content]
     if changed:
         raise NotAlone(f"stores something of its call in {changed[0]!r}")
@@ -265,7 +244,7 @@ def _compare(runs: _Runs, has_gradients: bool) -> str:  # noqa: FBT001
 
 def _agree(ones: list[Tensor], others: list[Tensor], why: str, slack: int = 1) -> bool:
     """Return whether all are bitwise identical; raise ``NotAlone`` if they differ by more than rounding."""
-    differing = [pair for pair in zip(ones, others, strict=True) if not is_same(*pair)]
+    differing = [pair for pair in zip(ones, others, strict=True) if not _is_same(*pair)]
     for one, other in differing:
         if not one.is_floating_point() or one.shape != other.shape:
             raise NotAlone(why)
