@@ -1,5 +1,6 @@
 """Each planted leak is named by the attribute that holds it, with the line that made it."""
 
+import gc
 import re
 import warnings
 
@@ -27,7 +28,9 @@ def fit(model, make_trainer, **arguments):
 
 @pytest.fixture(autouse=True)
 def nothing_kept():
+    gc.unfreeze()  # frozen globals and classes are not found
     yield
+    gc.freeze()
     leaky.KEPT.clear()
     leaky.OnClass.outputs.clear()
 
