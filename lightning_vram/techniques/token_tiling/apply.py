@@ -1,9 +1,7 @@
 """Run modules that treat tokens alone (MLPs, norms) some tokens at a time, forward and backward.
 
-For a long sequence, the intermediates of an MLP are several times its input, and all of them live until the backward.
-In tiles only its input and result are whole: each tile runs in the forward without gradients, and again in the backward
-(Bekman et al. 2025, "Arctic Long Sequence Training", https://arxiv.org/abs/2506.13996, "TiledMLP"; also in Unsloth). It
-costs one more forward of these modules. It does not help with short sequences.
+The intermediates of an MLP are several times its input. In tiles only its input and result are whole: each tile runs in
+the forward without gradients, and again in the backward (TiledMLP of ALST, https://arxiv.org/abs/2506.13996).
 """
 
 from collections import Counter

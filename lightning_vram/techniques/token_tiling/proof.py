@@ -35,7 +35,6 @@ _MOST_RANDOM_NUMBERS = 1 << 28  # of a tensor: 1 GiB
 _DROPOUT = torch.ops.aten.native_dropout.default
 _MAY_REACH_FAR = frozenset(["convolution", "conv1d", "conv2d", "conv3d", "roll"])
 _FEW_BITS = 1e-4  # machine epsilons above are of 16 bit
-_KINDS = (Tensor, nn.Buffer)
 
 
 class NotAlone(Exception):  # noqa: N818 - a reason
@@ -49,14 +48,15 @@ def have_values(tensors: list[Tensor]) -> bool:
 
 def prove(module: nn.Module, body: Body, call: CutCall, tensors: list[Tensor]) -> tuple[bool, str]:
     """Return whether ``module`` treats tokens alone, and why not, or how exactly; ``""`` if random numbers failed."""
-    state = ForwardState((module,), ForwardFacts(), (one.device for one in (*tensors, *module.parameters())))
-    has_gradients = torch.is_grad_enabled()
+    facts, has_gradients = ForwardFacts(), torch.is_grad_enabled()
+    state = ForwardState((module,), facts, (one.device for one in (*tensors, *module.parameters())))
     try:
         with torch.no_grad(), without_modes():  # who counts operators sees none of these
             runs = state.run(lambda: _Runs(module, body, call, tensors))  # draws random numbers
             if has_gradients:
                 runs.look_for_graphs(state)  # first: what keeps a loss somewhere gets but one of these runs
-            return True, state.run(partial(_check_no_traces, module, state, partial(_compare, runs, has_gradients)))
+            ask = partial(_compare, runs, has_gradients)
+            return True, state.run(partial(_check_no_traces, module, state, facts, ask))
     except NotAlone as why:
         return False, str(why)
     except Exception as error:  # code of others, on fewer tokens than it may know
@@ -96,18 +96,18 @@ class _Runs:
 
     def __init__(self, module: nn.Module, body: Body, call: CutCall, tensors: list[Tensor]) -> None:
         self._body, self._call = body, call
-        plain, self._replaced = [one.detach() for one in tensors], dict(body.parameters_by_name)
-        has_values = have_values(tensors)
+        plain, has_values = [one.detach() for one in tensors], have_values(tensors)
+        replaced: dict[str, Tensor] = {**body.parameters_by_name}
         self.num_tokens = min(call.num_tokens, _NUM_TOKENS if has_values else _NUM_RANDOM_TOKENS) // 2 * 2
         if has_values:
             chosen = torch.linspace(0, call.num_tokens - 1, self.num_tokens).long()
             self._tensors = call.cut(plain, lambda one: one.index_select(call.dim, chosen.to(one.device)))
-            values = [one.detach() if one.any() else torch.randn_like(one) for one in self._replaced.values()]
+            values = [one.detach() if one.any() else torch.randn_like(one) for one in replaced.values()]
         else:
             self._tensors = _randomized(call.cut(plain, lambda one: one.narrow(call.dim, 0, self.num_tokens)))
-            self._replaced |= {f"module.{name}": one for name, one in module.named_buffers()}
-            values = _randomized(self._replaced.values())
-        self._replaced = dict(zip(self._replaced, values, strict=True))
+            replaced |= {f"module.{name}": one for name, one in module.named_buffers()}
+            values = _randomized(replaced.values())
+        self._replaced = dict(zip(replaced, values, strict=True))
         self.device = next(one.device for one, is_cut in zip(self._tensors, call.is_cut, strict=True) if is_cut)
 
     def run(self, order: Tensor, nan_at: int | None = None) -> tuple[list[Tensor], list[int]]:
@@ -192,33 +192,27 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
-def _check_no_traces(module: nn.Module, state: ForwardState, ask: Callable[[], str]) -> str:
+def _check_no_traces(module: nn.Module, state: ForwardState, facts: ForwardFacts, ask: Callable[[], str]) -> str:
     """Return what ``ask`` returns, if the module keeps nothing of the runs and draws no numbers of the host."""
-    attributes = [pair for part in module.modules() for pair in vars(part).items()]
-    tensors = [
-        pair for pair in (*module.named_buffers(), *attributes) if type(pair[1]) in _KINDS and not pair[1].is_meta
-    ]
-    copies, contents = [one.detach().clone() for _, one in tensors], _contents(module)
+    before = _contents(module)  # of objects that ``state`` keeps alive
     reason = ask()
-    changed = [name for (name, one), copy in zip(tensors, copies, strict=True) if not _is_same(one.detach(), copy)]
-    changed += [name for (name, part), content in _contents(module).items() if contents.get((name, part)) != content]
+    drawn, now = state.settle(), _contents(module)
+    changed = [name for _, name in facts.written or ()] + [key[0] for key in now if now[key] != before.get(key)]
     if changed:
         raise NotAlone(f"stores something of its call in {changed[0]!r}")
-    if state.settle():
+    if drawn:
         raise NotAlone("draws random numbers from Python or NumPy")
     return reason
 
 
 def _contents(module: nn.Module) -> dict[tuple[str, int], Any]:
-    """What tells of an attribute that it was replaced, written to or filled: by name, and submodule."""
-    return {(name, id(part)): _content(value) for part in module.modules() for name, value in vars(part).items()}
+    """What tells of an attribute that it was replaced or filled, by name and submodule."""
+    members = ((part, name, value) for part in module.modules() for name, value in vars(part).items())
+    return {(name, id(part)): (id(value), [*map(_mark, tree_leaves(value))]) for part, name, value in members}
 
 
-def _content(value: Any) -> Any:
-    return id(value), [
-        (id(leaf), version_of(leaf) if isinstance(leaf, Tensor) else len(leaf) if isinstance(leaf, set) else 0)
-        for leaf in tree_leaves(value)
-    ]
+def _mark(leaf: Any) -> tuple[int, int]:
+    return id(leaf), version_of(leaf) if isinstance(leaf, Tensor) else len(leaf) if isinstance(leaf, set) else 0
 
 
 def _compare(runs: _Runs, has_gradients: bool) -> str:  # noqa: FBT001

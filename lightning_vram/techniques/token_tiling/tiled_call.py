@@ -29,8 +29,8 @@ MIN_DIMS = 2
 class CutCall:
     """How a call is cut. Holds no tensor."""
 
-    values: tuple[Any, ...]  # arguments, in a row; ``None`` in the places of tensors
-    rebuild: Rebuild  # makes arguments of as many others
+    values: tuple[Any, ...]  # leaves of the arguments; ``None`` in the places of tensors
+    rebuild: Rebuild  # makes arguments of leaves
     places: tuple[int, ...]  # of tensors
     is_cut: tuple[bool, ...]  # whether each of them has tokens
     dim: int  # of tokens
@@ -39,11 +39,7 @@ class CutCall:
     width: int  # D
 
     def tile(self, tile: int | Literal["auto"]) -> int:
-        """Return the tokens of a tile, a function of sizes only, so that a run can be repeated.
-
-        ``"auto"``: as many as a token has numbers, as in ALST, so that what a layer makes of a tile is about as large
-        as its weights; at least 1,024 rows over all sequences, since products of fewer rows are slow.
-        """
+        """Return the tokens of a tile. ``"auto"``: as many rows as a token has numbers, as in ALST, but 1,024."""
         if tile != "auto":
             return tile
         num_tiles = -(-self.num_rows // max(self.width, _FEWEST_ROWS))
@@ -111,7 +107,7 @@ class Body(nn.Module):
         self.parameters_by_name = {f"module.{name}": one for name, one in module.named_parameters()}
 
     def forward(self, work: Callable[[], _T]) -> _T:
-        """Do some work: where parameters are replaced by what is given to PyTorch's ``functional_call``."""
+        """Do some work: ``functional_call`` replaces parameters only in a forward."""
         return work()
 
     def having(self, parameters: dict[str, Tensor], work: Callable[[], _T]) -> _T:
@@ -166,8 +162,10 @@ class TiledCall:
                 self._run(tensors, needs, self.samples, take)
         finally:
             torch.set_autocast_cache_enabled(has_cache)
-        for one in filter(None, (self.state, self.samples)):
-            one.settle()
+        if self.state is not None:
+            self.state.settle()
+        if self.samples is not None:
+            self.samples.settle()
         return outputs
 
     def backward(
@@ -181,9 +179,20 @@ class TiledCall:
         has_tokens = dict(enumerate(self.call.is_cut))
 
         def take(leaves: list[Tensor], results: list[Tensor], start: int, length: int) -> None:
-            of_tile = [None if one is None else one.narrow(self.call.dim, start, length) for one in gradients]
-            made = _differentiate(results, [leaves[place] for place in wanted], of_tile)
-            for place, part in zip(wanted, made, strict=bool(made)):
+            pairs = [
+                (get_gradient_edge(result), gradient.narrow(self.call.dim, start, length))
+                for result, gradient in zip(results, gradients, strict=True)
+                if gradient is not None and result.requires_grad
+            ]
+            results.clear()  # nobody reads them
+            if not pairs:
+                return
+            ends, of_ends = zip(*pairs, strict=True)
+            with without_autocast():  # as backwards run, also of an fp32 region
+                parts: Sequence[Tensor | None] = torch.autograd.grad(
+                    ends, [leaves[place] for place in wanted], of_ends, allow_unused=True
+                )
+            for place, part in zip(wanted, parts, strict=True):
                 total = found[place]
                 if part is not None and has_tokens.get(place):
                     found[place] = total = torch.zeros_like(tensors[place]) if total is None else total
@@ -215,23 +224,6 @@ class TiledCall:
                 del parts, inputs, results  # lest they are there while the next tile runs
 
         self.body.having(dict(zip(self.body.parameters_by_name, parameters, strict=True)), run)
-
-
-def _differentiate(
-    results: list[Tensor], leaves: list[Tensor], gradients: Sequence[Tensor | None]
-) -> Sequence[Tensor | None]:
-    """Return the gradients of a tile; none where nothing of it has one."""
-    pairs = [
-        (get_gradient_edge(result), gradient)
-        for result, gradient in zip(results, gradients, strict=True)
-        if gradient is not None and result.requires_grad
-    ]
-    results.clear()  # nobody reads them
-    if not pairs:
-        return ()
-    ends, with_respect = zip(*pairs, strict=True)
-    with without_autocast():  # as backwards run, also of an fp32 region
-        return torch.autograd.grad(ends, leaves, with_respect, allow_unused=True)
 
 
 def _taking(samples: SavedSamples) -> saved_tensors_hooks:
