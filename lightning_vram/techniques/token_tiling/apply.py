@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_vram.core.hooks import is_in_backward, is_in_selective_checkpoint, is_transformed
 from lightning_vram.core.layers import LayerPattern, has_no_forward, name_layers, select_layers
@@ -99,6 +98,8 @@ def _is_candidate(module: nn.Module) -> bool:
 def _run(module: nn.Module, state: _State, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling() or is_inside() or is_transformed() or is_in_selective_checkpoint():
         return original(*args, **kwargs)
+    if read_parametrizations() is not None:  # in parametrize.cached(): tiles would share weights
+        return original(*args, **kwargs)
     found = cut_call((args, kwargs))
     if isinstance(found, str):
         return _leave(state, found, original, args, kwargs)
@@ -157,9 +158,7 @@ def _leave(state: _State, reason: str, original: Callable[..., Any], args: Any, 
 
 
 def _structural_reason(module: nn.Module) -> str:
-    """What values need not be asked for. Asked in each call: hooks come and go."""
-    if read_parametrizations() is not None and any(map(is_parametrized, module.modules())):
-        return "has a parametrization and runs in parametrize.cached(), which would share weights between tiles"
+    """What values need not be asked for. Hooks come and go."""
     for name, part in module.named_modules():
         if isinstance(part, _MIXING):
             return f"has a {type(part).__name__}"

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -48,15 +49,15 @@ def have_values(tensors: list[Tensor]) -> bool:
 
 def prove(module: nn.Module, body: Body, call: CutCall, tensors: list[Tensor]) -> tuple[bool, str]:
     """Return whether ``module`` treats tokens alone, and why not, or how exactly; ``""`` if random numbers failed."""
-    facts, has_gradients = ForwardFacts(), torch.is_grad_enabled()
-    state = ForwardState((module,), facts, (one.device for one in (*tensors, *module.parameters())))
+    has_gradients = torch.is_grad_enabled()
+    state = ForwardState((module,), ForwardFacts(), (one.device for one in (*tensors, *module.parameters())))
     try:
         with torch.no_grad(), without_modes():  # who counts operators sees none of these
             runs = state.run(lambda: _Runs(module, body, call, tensors))  # draws random numbers
             if has_gradients:
                 runs.look_for_graphs(state)  # first: what keeps a loss somewhere gets but one of these runs
             ask = partial(_compare, runs, has_gradients)
-            return True, state.run(partial(_check_no_traces, module, state, facts, ask))
+            return True, state.run(partial(_check_no_traces, module, state, ask))
     except NotAlone as why:
         return False, str(why)
     except Exception as error:  # code of others, on fewer tokens than it may know
@@ -163,7 +164,14 @@ class _Runs:
         return self._call.cut(self._tensors, lambda one: one.index_select(self._call.dim, order))
 
     def _run(self, tensors: list[Tensor]) -> Any:
-        return self._body.having(self._replaced, lambda: self._body.run(self._call.arguments(tensors)))
+        return self._body.having(self._replaced, partial(self._run_body, tensors))
+
+    def _run_body(self, tensors: list[Tensor]) -> Any:
+        before = [*self._body.module.buffers()]
+        results = self._body.run(self._call.arguments(tensors))
+        if not all(map(is_, self._body.module.buffers(), before)):
+            raise NotAlone("stores something of its call in a buffer")
+        return results
 
     @contextmanager
     def _grad(self) -> Iterator[None]:
@@ -192,15 +200,22 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
-def _check_no_traces(module: nn.Module, state: ForwardState, facts: ForwardFacts, ask: Callable[[], str]) -> str:
+def _check_no_traces(module: nn.Module, state: ForwardState, ask: Callable[[], str]) -> str:
     """Return what ``ask`` returns, if the module keeps nothing of the runs and draws no numbers of the host."""
-    before = _contents(module)  # of objects that ``state`` keeps alive
+    held = [*module.named_buffers(), *(pair for part in module.modules() for pair in vars(part).items())]
+    copies = [one.detach().clone() if type(one) is Tensor and not one.is_meta else None for _, one in held]
+    before = _contents(module)
     reason = ask()
-    drawn, now = state.settle(), _contents(module)
-    changed = [name for _, name in facts.written or ()] + [key[0] for key in now if now[key] != before.get(key)]
+    now = _contents(module)
+    changed = [
+        name
+        for (name, one), copy in zip(held, copies, strict=True)
+        if copy is not None and not _is_same(one.detach(), copy)
+    ]
+    changed += [key[0] for key in now if now[key] != before.get(key)]
     if changed:
         raise NotAlone(f"stores something of its call in {changed[0]!r}")
-    if drawn:
+    if state.settle():
         raise NotAlone("draws random numbers from Python or NumPy")
     return reason
 
