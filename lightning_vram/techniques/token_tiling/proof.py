@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lightning_vram.core.rollback import ForwardFacts, ForwardState
 from lightning_vram.core.tensors.properties import REAL_TYPES, version_of
 from lightning_vram.private_names.dispatcher import TO_COPY, TorchDispatchMode, without_modes
-from lightning_vram.private_names.torch import tree_leaves
+from lightning_vram.private_names.torch import BUFFERS, tree_leaves
 from lightning_vram.techniques.token_tiling.tiled_call import Body, CutCall
 
 DRAWS = frozenset(["bernoulli_", "bernoulli", "rand", "rand_like", "randn", "randn_like", "uniform_", "normal_"])
@@ -98,17 +98,20 @@ class _Runs:
     def __init__(self, module: nn.Module, body: Body, call: CutCall, tensors: list[Tensor]) -> None:
         self._body, self._call = body, call
         plain, has_values = [one.detach() for one in tensors], have_values(tensors)
-        replaced: dict[str, Tensor] = {**body.parameters_by_name}
+        parameters = list(body.parameters_by_name.values())
+        self._places: list[tuple[dict[str, Any], str]] = []  # of buffers and tensor attributes that are replaced
         self.num_tokens = min(call.num_tokens, _NUM_TOKENS if has_values else _NUM_RANDOM_TOKENS) // 2 * 2
         if has_values:
             chosen = torch.linspace(0, call.num_tokens - 1, self.num_tokens).long()
             self._tensors = call.cut(plain, lambda one: one.index_select(call.dim, chosen.to(one.device)))
-            values = [one.detach() if one.any() else torch.randn_like(one) for one in replaced.values()]
+            values = [one.detach() if one.any() else torch.randn_like(one) for one in parameters]
         else:
             self._tensors = _randomized(call.cut(plain, lambda one: one.narrow(call.dim, 0, self.num_tokens)))
-            replaced |= {f"module.{name}": one for name, one in module.named_buffers()}
-            values = _randomized(replaced.values())
-        self._replaced = dict(zip(replaced, values, strict=True))
+            registries = [registry for part in module.modules() for registry in (vars(part)[BUFFERS], vars(part))]
+            self._places = [(held, name) for held in registries for name in held if isinstance(held[name], Tensor)]
+            values = _randomized([*parameters, *(held[name] for held, name in self._places)])
+        self._parameters = dict(zip(body.parameters_by_name, values, strict=False))
+        self._attributes = values[len(parameters) :]
         self.device = next(one.device for one, is_cut in zip(self._tensors, call.is_cut, strict=True) if is_cut)
 
     def run(self, order: Tensor, nan_at: int | None = None) -> tuple[list[Tensor], list[int]]:
@@ -119,7 +122,7 @@ class _Runs:
             for one, is_cut in zip(tensors, self._call.is_cut, strict=True):
                 if is_cut and one.is_floating_point():
                     one.select(dim, nan_at).fill_(torch.nan)
-        copies, held = [one.clone() for one in tensors], [*tensors, *self._replaced.values()]
+        copies, held = [one.clone() for one in tensors], [*tensors, *self._parameters.values(), *self._attributes]
         versions = [*map(version_of, held)]
         with _RandomNumberWatch() as watch:
             results, _ = self._run(tensors)
@@ -164,14 +167,21 @@ class _Runs:
         return self._call.cut(self._tensors, lambda one: one.index_select(self._call.dim, order))
 
     def _run(self, tensors: list[Tensor]) -> Any:
-        return self._body.having(self._replaced, partial(self._run_body, tensors))
+        return self._body.having(self._parameters, partial(self._run_body, tensors))
 
     def _run_body(self, tensors: list[Tensor]) -> Any:
-        before = [*self._body.module.buffers()]
-        results = self._body.run(self._call.arguments(tensors))
-        if not all(map(is_, self._body.module.buffers(), before)):
-            raise NotAlone("stores something of its call in a buffer")
-        return results
+        before = self._swap(self._attributes)
+        try:
+            return self._body.run(self._call.arguments(tensors))
+        finally:
+            if not all(map(is_, self._swap(before), self._attributes)):
+                raise NotAlone("stores something of its call in a tensor")
+
+    def _swap(self, tensors: list[Tensor]) -> list[Tensor]:
+        before = [registry[name] for registry, name in self._places]
+        for (registry, name), tensor in zip(self._places, tensors, strict=True):
+            registry[name] = tensor
+        return before
 
     @contextmanager
     def _grad(self) -> Iterator[None]:

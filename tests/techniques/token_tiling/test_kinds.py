@@ -78,6 +78,18 @@ def count(self: Any, hidden: Tensor) -> Tensor:
     return hidden * self.scale
 
 
+class Gain(nn.Module):
+    """Computes with a buffer, and with a tensor that is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = torch.ones(WIDTH)
+        self.register_buffer("shift", torch.ones(WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.gain + self.shift
+
+
 def with_buffer(module: nn.Module) -> nn.Module:
     module.register_buffer("count", torch.zeros(1))
     return module
@@ -136,7 +148,7 @@ MIXING = {
     ),
     "a buffer that is replaced": (
         lambda: with_buffer(Function(replace_buffer)),
-        "stores something of its call in a buffer",
+        "stores something of its call in '_buffers'",
     ),
     "something in a list": (lambda: Function(keep_in_list), "stores something of its call in 'losses'"),
     "a loss kept elsewhere": (
@@ -270,7 +282,7 @@ def test_without_values_random_numbers_tell():
         others = MIXING.keys() - {"weights of others", "one mask for all"}  # which are on the host
         nets = nn.ModuleDict({name: MIXING[name][0]() for name in MIXING if name in others})
         nets["alone"] = nn.Sequential(
-            nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(), nn.Linear(32, 32), nn.Softmax(-1)
+            nn.RMSNorm(WIDTH), Gain(), nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(), nn.Linear(32, 32), nn.Softmax(-1)
         )
     drawn = torch.get_rng_state()
     handle = apply_token_tiling(nets, list(nets), tile=16)
