@@ -39,7 +39,7 @@ class CutCall:
     width: int  # D
 
     def tile(self, tile: int | Literal["auto"]) -> int:
-        """Return the tokens of a tile. ``"auto"``: as many rows as a token has numbers, as in ALST, but 1,024."""
+        """Return the tokens of a tile. ``"auto"``: at least 1,024 rows, and as many as a token has numbers (ALST)."""
         if tile != "auto":
             return tile
         num_tiles = -(-self.num_rows // max(self.width, _FEWEST_ROWS))
