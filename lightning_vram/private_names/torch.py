@@ -5,7 +5,7 @@ import re
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from operator import attrgetter, methodcaller
 from types import FunctionType
 from typing import Any
@@ -273,15 +273,6 @@ def has_own_result(node: Any) -> bool:
         return node._saved_result is not None
     except RuntimeError:  # it had its result, and a backward has freed it
         return True
-
-
-def saved_tensors_of(node: Any) -> Iterator[Tensor]:
-    """Yield the tensors that a node of the graph has saved for backward; none once they are freed."""
-    with suppress(RuntimeError):  # it is freed
-        for name in dir(node):
-            if name.startswith("_saved_"):
-                yield from tensors_in(getattr(node, name))
-        yield from tensors_in(getattr(node, "saved_tensors", ()))  # of a function written in Python
 
 
 def innermost_hooks() -> SavedTensorHooks | None:

@@ -19,7 +19,6 @@ from lightning_vram import (
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ActivationOffload"),  # from host memory to host memory
-    pytest.mark.filterwarnings("ignore:EarlyRelease. .* are still in memory when training_step begins"),  # as they are
 ]
 
 PROGRAMS: list[Program] = [

@@ -7,15 +7,16 @@ closure (``memory/leaks/search.py``).
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_positive_int
@@ -25,9 +26,10 @@ from lightning_vram.memory.device.accelerators import free_memory_of
 from lightning_vram.memory.host import available_host_bytes
 from lightning_vram.memory.leaks.holders import read_attributes
 from lightning_vram.memory.leaks.search import Leak, LeakSearch, LiveBytes, Program
-from lightning_vram.memory.units import parse_bytes
+from lightning_vram.memory.units import format_bytes, parse_bytes
 from lightning_vram.private_names.dispatcher import is_compiled
-from lightning_vram.private_names.torch import tensors_in
+from lightning_vram.private_names.torch import ends_of_graph, tensors_in
+from lightning_vram.techniques.early_release import gradient_bytes
 
 
 def names_by_id(trainer: pl.Trainer) -> dict[int, str]:
@@ -78,6 +80,10 @@ class LeakDetector(FitTechnique):
     epoch and grow in the next one, or if they would cause an out-of-memory error before its end. Each leak is reported
     once, on every rank that finds it. Training does not change, and nothing is stored in checkpoints.
 
+    Three mistakes that waste memory without growth are warned of, once each: an evaluation step that returns a tensor
+    with its graph; parameters without an optimizer that receive gradients, such as a teacher without
+    ``torch.no_grad()``; and manual optimization that calls ``zero_grad`` late.
+
     Args:
         patience: Number of steps over which memory must grow before a step is traced, and which its tensors must
             survive.
@@ -101,6 +107,7 @@ class LeakDetector(FitTechnique):
     """
 
     takes_no_memory = True  # an estimate leaves it out
+    uses_gradients = False  # in its hooks, so that optimizers may step before: see FSDPOffloadStrategy
     _stages: ClassVar[tuple[str, ...]] = ("fit", *_EVALUATIONS.values())
 
     def __init__(
@@ -124,11 +131,16 @@ class LeakDetector(FitTechnique):
         self._to_raise: str | None = None
         self._last_step = 0
         self._num_batches = 0
+        self._stepped: list[Optimizer] | None = None  # before the second batch; ``None`` if gradients are not looked at
+        self._has_graph: set[str] = set()  # evaluations whose outputs have one
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
         self.leaks = []
         self._last_step = self._num_batches = 0
+        strategy = trainer.strategy
+        offload = getattr(getattr(strategy, "arguments", None), "offload", "none")  # of fsdp_offload
+        self._stepped = [] if offload == "none" and not strategy.handles_gradient_accumulation else None
         counter = LiveBytes(trainer.strategy.root_device)
         program = Program(
             count=counter.read,
@@ -163,6 +175,24 @@ class LeakDetector(FitTechnique):
         vars(self).update(self._between_runs())
 
     @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._stepped and not pl_module.automatic_optimization:
+            _warn_of_late_zeroing(self._stepped)
+        self._stepped = None if self._stepped else self._stepped  # only the first steps are looked at
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        if self._stepped is None:
+            return
+        if not self._stepped:
+            _warn_of_unstepped_gradients(pl_module, trainer.optimizers)
+        self._stepped.append(optimizer)
+
+    @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
@@ -193,6 +223,13 @@ class LeakDetector(FitTechnique):
         stage = self._evaluation(trainer)
         if stage is None:
             return
+        if stage not in self._has_graph and any(map(ends_of_graph, tensors_in(outputs))):
+            self._has_graph.add(stage)
+            step = next(step for step, evaluation in _EVALUATIONS.items() if evaluation == stage)
+            rank_zero_warn(
+                f"LeakDetector: {type(pl_module).__name__}.{step} returns a tensor with its autograd graph, which "
+                "holds activations. Return tensor.detach(), or remove torch.enable_grad()."
+            )
         numbers = {
             "validate": trainer.num_val_batches,
             "test": trainer.num_test_batches,
@@ -220,7 +257,7 @@ class LeakDetector(FitTechnique):
         return vars(self) | self._between_runs()  # a copy is not part of any run
 
     def _between_runs(self) -> dict[str, Any]:
-        return {"_searches": {}, "_undoes": [], "_to_raise": None}
+        return {"_searches": {}, "_undoes": [], "_to_raise": None, "_stepped": None, "_has_graph": set()}
 
     def _run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Replace ``run`` of Lightning's optimization of a batch."""
@@ -261,6 +298,31 @@ class LeakDetector(FitTechnique):
             is_any = trainer.strategy.reduce_boolean_decision(is_any, all=False)
         if is_any:
             raise MemoryLeakError(self._to_raise or "LeakDetector: memory grows with the steps on another rank.")
+
+
+def _warn_of_unstepped_gradients(module: pl.LightningModule, optimizers: Iterable[Optimizer]) -> None:
+    """Find a teacher in evaluation mode, but not under ``no_grad``: no optimizer zeroes its gradients."""
+    stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    named = module.named_parameters()
+    left = {name: one for name, one in named if one.grad is not None and id(one) not in stepped}
+    if left:
+        layer = next(iter(left)).rpartition(".")[0] or type(module).__name__
+        rank_zero_warn(
+            f"LeakDetector: {format_bytes(gradient_bytes(left.values()))} of gradients are never freed: no optimizer "
+            f"has their parameters, from {layer!r} on. Call requires_grad_(False) on frozen parameters, or run them "
+            "under torch.no_grad(), which also avoids storing their graph."
+        )
+
+
+def _warn_of_late_zeroing(stepped: Iterable[Optimizer]) -> None:
+    groups = (group for optimizer in stepped for group in optimizer.param_groups)
+    num_bytes = gradient_bytes(parameter for group in groups for parameter in group["params"])
+    if num_bytes:
+        rank_zero_warn(
+            f"LeakDetector: {format_bytes(num_bytes)} of gradients are still in memory when training_step begins, "
+            "although the optimizer has already stepped. In manual optimization, call optimizer.zero_grad() right "
+            "after optimizer.step()."
+        )
 
 
 def _batches_left(num_batches: float, batch_idx: int) -> float:

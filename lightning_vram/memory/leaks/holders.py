@@ -1,7 +1,6 @@
 """What keeps the storages of a step alive that has long ended."""
 
 import gc
-import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,7 +37,6 @@ def find_chains(targets: Iterable[object], names: Mapping[int, str], ignored: It
     Returns the first links. A running function's variable begins a chain only if nothing better does.
     """
     level = [Link(target, None, frozenset({id(target)})) for target in targets]
-    hidden = _hidden_things()
     seen = {id(link.thing) for link in level} | {id(thing) for thing in ignored}
     found: list[Link] = []
     frames: list[Link] = []
@@ -46,7 +44,7 @@ def find_chains(targets: Iterable[object], names: Mapping[int, str], ignored: It
     for _ in range(_MAX_DEPTH):
         if not level or len(level) > _MAX_WIDTH:
             break
-        level, named, running = _climb(level, hidden, seen, names)
+        level, named, running = _climb(level, seen, names)
         for link in named:
             if not link.covers <= done:
                 found.append(link)
@@ -56,17 +54,15 @@ def find_chains(targets: Iterable[object], names: Mapping[int, str], ignored: It
     return found + [link for link in frames if not link.covers <= done]
 
 
-def _climb(
-    level: list[Link], hidden: list[Any], seen: set[int], names: Mapping[int, str]
-) -> tuple[list[Link], list[Link], list[Link]]:
+def _climb(level: list[Link], seen: set[int], names: Mapping[int, str]) -> tuple[list[Link], list[Link], list[Link]]:
     """Return who refers to a level: those without a name, those with one, and frames."""
     below = {id(link.thing): link for link in level}
     things = [link.thing for link in level]
     above: list[Link] = []
     named: list[Link] = []
     running: list[Link] = []
-    ours = {id(below), id(things), id(level), id(above), id(named), id(running), id(hidden)}
-    for thing in [*gc.get_referrers(*things), *hidden]:
+    ours = {id(below), id(things), id(level), id(above), id(named), id(running)}
+    for thing in gc.get_referrers(*things):
         if id(thing) in ours or id(thing) in seen or is_a(thing, Link):
             continue
         children = [below[id(part)] for part in gc.get_referents(thing) if id(part) in below]
@@ -81,29 +77,6 @@ def _climb(
         else:
             above.append(link)
     return above, named, running
-
-
-def _hidden_things() -> list[Any]:
-    """Return globals and attributes of classes, and what they hold, if ``gc.freeze`` put some out of sight."""
-    if not gc.get_freeze_count():
-        return []
-    found: list[Any] = []
-    for module in list(sys.modules.values()):
-        table = getattr(module, "__dict__", {})
-        name, file = table.get("__name__"), str(table.get("__file__"))
-        if str(name).partition(".")[0] in sys.stdlib_module_names or "-packages" in file:
-            continue  # of libraries; their own hundred thousand values are not looked at
-        found.append(table)
-        for value in list(table.values()):
-            if is_a(value, type):
-                attributes = [part for part in gc.get_referents(value) if type(part) is dict]
-                found += [value, *attributes, *(part for held in attributes for part in _containers(held))]
-        found += _containers(table)
-    return found
-
-
-def _containers(table: Mapping[str, Any]) -> list[Any]:
-    return [value for value in list(table.values()) if is_a(value, list | dict | set | deque)]
 
 
 def _is_of_this_package(thing: Any) -> bool:

@@ -266,11 +266,6 @@ class LeakSearch:
             self._age = _STEPS_TO_SETTLE  # so that a whole window lies behind it
             self._restart()
 
-    def stop(self) -> None:
-        """Forget everything."""
-        self._watch, self._found, self._is_armed = None, None, False
-        self._restart()
-
     def _count(self) -> None:
         if not self._pace.is_due(self._num_steps):
             return

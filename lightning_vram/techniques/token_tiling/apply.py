@@ -1,19 +1,17 @@
 """Run modules that treat tokens alone (MLPs, norms) some tokens at a time, forward and backward.
 
-For a long sequence, the intermediates of an MLP are several times its input, and all of them live until the backward.
-In tiles only its input and result are whole: each tile runs in the forward without gradients, and again in the backward
-(Bekman et al. 2025, "Arctic Long Sequence Training", https://arxiv.org/abs/2506.13996, "TiledMLP"; also in Unsloth). It
-costs one more forward of these modules. It does not help with short sequences.
+The intermediates of an MLP are several times its input. In tiles only its input and result are whole: each tile runs in
+the forward without gradients, and again in the backward (TiledMLP of ALST, https://arxiv.org/abs/2506.13996).
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_vram.core.hooks import is_in_backward, is_in_selective_checkpoint, is_transformed
 from lightning_vram.core.layers import LayerPattern, has_no_forward, name_layers, select_layers
@@ -27,22 +25,16 @@ from lightning_vram.private_names.torch import (
     has_hooks,
     read_parametrizations,
 )
-from lightning_vram.techniques.token_tiling.proof import prove
-from lightning_vram.techniques.token_tiling.tiled_call import (
-    Body,
-    CutCall,
-    TiledCall,
-    TileRecomputation,
-    cut_call,
-    is_inside,
-)
+from lightning_vram.techniques.token_tiling.proof import have_values, prove
+from lightning_vram.techniques.token_tiling.tiled_call import Body, CutCall, TiledCall, cut_call, is_inside
 
 _KEY = "_token_tiling"
 _MIXING = (BatchNormBase, InstanceNormBase, nn.MultiheadAttention, nn.RNNBase)
 
-_SETTINGS = (bool, int, str, type(None))
+_SETTINGS = frozenset((bool, int, str, type(None)))
 _MAX_VERDICTS = 32
 """A proof takes several runs: for further settings, such as a counter, a module runs plain."""
+_in_estimates: dict[Any, tuple[bool, str]] = {}
 
 Refuse = Callable[[str, str], None]
 """Gets the name of a layer that was named and cannot run in tiles, and why; raises."""
@@ -106,6 +98,8 @@ def _is_candidate(module: nn.Module) -> bool:
 def _run(module: nn.Module, state: _State, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling() or is_inside() or is_transformed() or is_in_selective_checkpoint():
         return original(*args, **kwargs)
+    if read_parametrizations() is not None:  # in parametrize.cached(): tiles would share weights
+        return original(*args, **kwargs)
     found = cut_call((args, kwargs))
     if isinstance(found, str):
         return _leave(state, found, original, args, kwargs)
@@ -117,14 +111,13 @@ def _run(module: nn.Module, state: _State, original: Callable[..., Any], /, *arg
     is_alone, reason = _ask(module, state, body, call, tensors)
     if not is_alone:
         return _leave(state, reason, original, args, kwargs)
-    recomputation = None  # without a gradient there is none
+    tiled = TiledCall(body, call, tile, state.name)
     if torch.is_grad_enabled():
         state.num_calls[is_in_backward()] += 1
-        forward = ForwardState((module,), state.learned, (one.device for one in tensors))
-        samples = SavedSamples(module.buffers()) if is_due(state.num_calls[is_in_backward()]) else None
-        recomputation = TileRecomputation(state.name, forward, samples)
+        tiled.state = ForwardState((module,), state.learned, (one.device for one in tensors))
+        tiled.samples = SavedSamples(module.buffers()) if is_due(state.num_calls[is_in_backward()]) else None
     del args, kwargs, found
-    return TiledCall(body, call, tile, recomputation)(tensors)
+    return tiled(tensors)
 
 
 def _ask(module: nn.Module, state: _State, body: Body, call: CutCall, tensors: list[Tensor]) -> tuple[bool, str]:
@@ -136,28 +129,36 @@ def _ask(module: nn.Module, state: _State, body: Body, call: CutCall, tensors: l
     if key not in state.verdicts:
         if len(state.verdicts) >= _MAX_VERDICTS:
             return False, f"has more than {_MAX_VERDICTS} settings, such as a counter"
-        state.verdicts[key] = prove(module, body, call, tensors)
+        if have_values(tensors):
+            state.verdicts[key] = prove(module, body, call, tensors)
+        else:  # in an estimate: layers of one kind, in this and other estimates, are asked once
+            shapes = tuple(one.shape for one in (*body.parameters_by_name.values(), *module.buffers()))
+            if (key, shapes) not in _in_estimates:
+                _in_estimates[key, shapes] = prove(module, body, call, tensors)
+            state.verdicts[key] = _in_estimates[key, shapes]
     return state.verdicts[key]
 
 
 def _settings(module: nn.Module) -> tuple[Any, ...]:
-    """What may decide whether a module mixes tokens: its modes, flags and names, such as that of the adapter in use."""
-    values = (value for part in module.modules() for value in vars(part).values())
-    return tuple(
-        value if type(value) in _SETTINGS else bool(value) if type(value) is float else type(value) for value in values
-    )
+    """What may decide whether a module mixes tokens: classes, modes, flags, functions, the adapter in use."""
+    return tuple(_setting(value) for part in module.modules() for value in (part, *vars(part).values()))
+
+
+def _setting(value: Any) -> Any:
+    kind = type(value)
+    if kind in _SETTINGS:
+        return value
+    return bool(value) if kind is float else value.__code__ if kind is FunctionType else kind
 
 
 def _leave(state: _State, reason: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if state.refuse is not None:
+    if state.refuse is not None and reason:
         state.refuse(state.name, reason)
     return original(*args, **kwargs)
 
 
 def _structural_reason(module: nn.Module) -> str:
-    """What values need not be asked for. Asked in each call: hooks come and go."""
-    if read_parametrizations() is not None and any(map(is_parametrized, module.modules())):
-        return "has a parametrization and runs in parametrize.cached(), which would share weights between tiles"
+    """What values need not be asked for. Hooks come and go."""
     for name, part in module.named_modules():
         if isinstance(part, _MIXING):
             return f"has a {type(part).__name__}"

@@ -29,8 +29,8 @@ MIN_DIMS = 2
 class CutCall:
     """How a call is cut. Holds no tensor."""
 
-    values: tuple[Any, ...]  # arguments, in a row; ``None`` in the places of tensors
-    rebuild: Rebuild  # makes arguments of as many others
+    values: tuple[Any, ...]  # leaves of the arguments; ``None`` in the places of tensors
+    rebuild: Rebuild  # makes arguments of leaves
     places: tuple[int, ...]  # of tensors
     is_cut: tuple[bool, ...]  # whether each of them has tokens
     dim: int  # of tokens
@@ -39,11 +39,7 @@ class CutCall:
     width: int  # D
 
     def tile(self, tile: int | Literal["auto"]) -> int:
-        """Return the tokens of a tile, a function of sizes only, so that a run can be repeated.
-
-        ``"auto"``: as many as a token has numbers, as in ALST, so that what a layer makes of a tile is about as large
-        as its weights; at least 1,024 rows over all sequences, since products of fewer rows are slow.
-        """
+        """Return the tokens of a tile. ``"auto"``: at least 1,024 rows, and as many as a token has numbers (ALST)."""
         if tile != "auto":
             return tile
         num_tiles = -(-self.num_rows // max(self.width, _FEWEST_ROWS))
@@ -111,7 +107,7 @@ class Body(nn.Module):
         self.parameters_by_name = {f"module.{name}": one for name, one in module.named_parameters()}
 
     def forward(self, work: Callable[[], _T]) -> _T:
-        """Do some work: where parameters are replaced by what is given to PyTorch's ``functional_call``."""
+        """Do some work: ``functional_call`` replaces parameters only in a forward."""
         return work()
 
     def having(self, parameters: dict[str, Tensor], work: Callable[[], _T]) -> _T:
@@ -128,138 +124,106 @@ class Body(nn.Module):
         return flatten_output(self.original(*args, **kwargs))
 
 
-@dataclass(frozen=True)
-class TileRecomputation:
-    """What the backward needs besides the tensors."""
-
-    name: str  # of the module, for messages
-    state: ForwardState  # from which each run goes tile by tile
-    samples: SavedSamples | None  # of what autograd would save in the forward; ``None`` in calls that are not compared
+_Take = Callable[[list[Tensor], list[Tensor], int, int], None]  # gets leaves and results of a tile
 
 
+@dataclass
 class TiledCall:
     """Runs a call tile by tile, twice. Holds none of its tensors, but the module's state until the backward."""
 
-    def __init__(self, body: Body, call: CutCall, tile: int, recomputation: TileRecomputation | None) -> None:
-        self._body, self._call, self._tile = body, call, tile
-        self._recomputation = recomputation  # ``None`` without gradients
-        self._names = list(body.parameters_by_name)
-        self.rebuild: Rebuild = tuple
+    body: Body
+    call: CutCall
+    tile: int
+    name: str  # of the module, for messages
+    state: ForwardState | None = None  # from which each run goes tile by tile; ``None`` without gradients
+    samples: SavedSamples | None = None  # of what the forward saves for backward; ``None`` in calls not compared
+    rebuild: Rebuild = tuple  # makes the output of its leaves
 
     def __call__(self, tensors: list[Tensor]) -> Any:
         """Return what the module returns for these tensors."""
-        parameters = self._body.parameters_by_name.values()
-        outputs = _Tiled.apply(self, *tensors, *parameters)  # type: ignore[no-untyped-call]
+        outputs = _Tiled.apply(self, *tensors, *self.body.parameters_by_name.values())  # type: ignore[no-untyped-call]
         return self.rebuild(outputs)  # which is known now
 
     def forward(self, tensors: tuple[Tensor, ...], needs: Sequence[bool]) -> list[Tensor]:
         """Run each tile without a gradient; or with one, of which samples are taken and nothing is kept."""
-        inputs, parameters = self._split(tensors, needs)
-        samples = self._recomputation.samples if self._recomputation is not None else None
-        outputs = list[Tensor]()
+        outputs, dim = list[Tensor](), self.call.dim
 
-        def run() -> None:
-            for start, length in self._call.tiles(self._tile):
-                self._write(outputs, self._run_tile(inputs, needs, start, length, samples)[1], start, length)
+        def take(leaves: list[Tensor], results: list[Tensor], start: int, length: int) -> None:
+            if not outputs:
+                sizes = [(*one.shape[:dim], self.call.num_tokens, *one.shape[dim + 1 :]) for one in results]
+                outputs.extend(one.new_zeros(size) for one, size in zip(results, sizes, strict=True))
+            for output, result in zip(outputs, results, strict=True):
+                output.narrow(dim, start, length).copy_(result.detach())
 
         has_cache = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # casts of these parameters would serve nobody else
         try:
-            with torch.set_grad_enabled(samples is not None):
-                self._body.having(parameters, run)
+            with torch.set_grad_enabled(self.samples is not None):
+                self._run(tensors, needs, self.samples, take)
         finally:
             torch.set_autocast_cache_enabled(has_cache)
-        if self._recomputation is not None:
-            self._recomputation.state.settle()
-        if samples is not None:
-            samples.settle()
+        if self.state is not None:
+            self.state.settle()
+        if self.samples is not None:
+            self.samples.settle()
         return outputs
-
-    def _run_tile(
-        self, inputs: list[Tensor], needs: Sequence[bool], start: int, length: int, samples: SavedSamples | None
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tiles of the inputs, and the results."""
-        parts = self._call.part(inputs, start, length)
-        parts = [one.detach().requires_grad_(need) for one, need in zip(parts, needs, strict=False)]
-        with nullcontext() if samples is None else _taking(samples):
-            results, self.rebuild = self._body.run(self._call.arguments(parts))
-        return parts, results
-
-    def _write(self, outputs: list[Tensor], results: list[Tensor], start: int, length: int) -> None:
-        dim = self._call.dim
-        if not outputs:
-            sizes = [(*one.shape[:dim], self._call.num_tokens, *one.shape[dim + 1 :]) for one in results]
-            outputs += [one.new_zeros(size) for one, size in zip(results, sizes, strict=True)]
-        for output, result in zip(outputs, results, strict=True):
-            output.narrow(dim, start, length).copy_(result.detach())
 
     def backward(
         self, tensors: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...], needs: Sequence[bool]
     ) -> list[Any]:
         """Return the gradient of each tensor, ``None`` for those that need none, or had no part in it."""
-        assert self._recomputation is not None
-        inputs, parameters = self._split(tensors, needs)
-        first = self._recomputation.samples
-        samples = SavedSamples(first=first) if first is not None else None
+        assert self.state is not None
+        samples = SavedSamples(first=self.samples) if self.samples is not None else None
         found: list[Tensor | None] = [None] * len(tensors)
         wanted = [place for place, is_needed in enumerate(needs) if is_needed]
+        has_tokens = dict(enumerate(self.call.is_cut))
 
-        def run() -> None:
-            for start, length in self._call.tiles(self._tile):
-                parts, results = self._run_tile(inputs, needs, start, length, samples)
-                leaves = [*parts, *parameters.values()]
-                made = self._differentiate(results, [leaves[place] for place in wanted], gradients, start, length)
-                for place, part in zip(wanted, made, strict=bool(made)):
-                    self._take(found, place, part, tensors[place], start, length)
-                del parts, leaves, results, made  # lest they are there while the next tile runs
+        def take(leaves: list[Tensor], results: list[Tensor], start: int, length: int) -> None:
+            pairs = [
+                (get_gradient_edge(result), gradient.narrow(self.call.dim, start, length))
+                for result, gradient in zip(results, gradients, strict=True)
+                if gradient is not None and result.requires_grad
+            ]
+            results.clear()  # nobody reads them
+            if not pairs:
+                return
+            ends, of_ends = zip(*pairs, strict=True)
+            with without_autocast():  # as backwards run, also of an fp32 region
+                parts: Sequence[Tensor | None] = torch.autograd.grad(
+                    ends, [leaves[place] for place in wanted], of_ends, allow_unused=True
+                )
+            for place, part in zip(wanted, parts, strict=True):
+                total = found[place]
+                if part is not None and has_tokens.get(place):
+                    found[place] = total = torch.zeros_like(tensors[place]) if total is None else total
+                    total.narrow(self.call.dim, start, length).copy_(part)
+                elif part is not None:
+                    found[place] = _add(total, part)
 
         with exact_only, torch.enable_grad():
-            self._recomputation.state.run(lambda: self._body.having(parameters, run))
+            self.state.run(lambda: self._run(tensors, needs, samples, take))
         difference = samples.difference() if samples is not None else None
         if difference is not None:
-            raise divergence_error(self._recomputation.name, difference, "Leave it out with TokenTiling(layers=...).")
+            raise divergence_error(self.name, difference, "Leave it out with TokenTiling(layers=...).")
         return [None if sum_ is None else sum_.to(one.dtype) for sum_, one in zip(found, tensors, strict=True)]
 
-    def _differentiate(
-        self,
-        results: list[Tensor],
-        leaves: list[Tensor],
-        gradients: tuple[Tensor | None, ...],
-        start: int,
-        length: int,
-    ) -> Sequence[Tensor | None]:
-        """Return the gradients of a tile; none where nothing of it has one."""
-        pairs = [
-            (get_gradient_edge(result), gradient.narrow(self._call.dim, start, length))
-            for result, gradient in zip(results, gradients, strict=True)
-            if gradient is not None and result.requires_grad
-        ]
-        results.clear()  # nobody reads them
-        if not pairs:
-            return ()
-        ends, with_respect = zip(*pairs, strict=True)
-        with without_autocast():  # as backwards run, also of an fp32 region
-            return torch.autograd.grad(ends, leaves, with_respect, allow_unused=True)
-
-    def _take(
-        self, found: list[Tensor | None], place: int, part: Tensor | None, whole: Tensor, start: int, length: int
+    def _run(
+        self, tensors: tuple[Tensor, ...], needs: Sequence[bool], samples: SavedSamples | None, take: _Take
     ) -> None:
-        if part is None:
-            return
-        total = found[place]
-        if place >= len(self._call.places) or not self._call.is_cut[place]:
-            found[place] = _add(total, part)
-            return
-        if total is None:
-            total = found[place] = torch.zeros_like(whole)
-        total.narrow(self._call.dim, start, length).copy_(part)
+        """Call ``take`` for each tile. Parameters are others, lest autocast keeps casts of these."""
+        num_inputs = len(self.call.places)
+        parameters = [one.detach().requires_grad_(need) for one, need in zip(tensors, needs, strict=True)][num_inputs:]
 
-    def _split(self, tensors: tuple[Tensor, ...], needs: Sequence[bool]) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Return inputs, and parameters: others, lest autocast keeps casts of these."""
-        num_inputs = len(self._call.places)
-        pairs = zip(tensors[num_inputs:], needs[num_inputs:], strict=True)
-        parameters = (one.detach().requires_grad_(need) for one, need in pairs)
-        return list(tensors[:num_inputs]), dict(zip(self._names, parameters, strict=True))
+        def run() -> None:
+            for tile in self.call.tiles(self.tile):
+                parts = zip(self.call.part(tensors[:num_inputs], *tile), needs, strict=False)
+                inputs = [one.detach().requires_grad_(need) for one, need in parts]
+                with nullcontext() if samples is None else _taking(samples):
+                    results, self.rebuild = self.body.run(self.call.arguments(inputs))
+                take([*inputs, *parameters], results, *tile)
+                del parts, inputs, results  # lest they are there while the next tile runs
+
+        self.body.having(dict(zip(self.body.parameters_by_name, parameters, strict=True)), run)
 
 
 def _taking(samples: SavedSamples) -> saved_tensors_hooks:

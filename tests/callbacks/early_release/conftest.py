@@ -9,11 +9,8 @@ class Told:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.warnings: list[str] = []
         self.infos: list[str] = []
-        for place in (
-            "lightning_vram.callbacks.early_release.callback.rank_zero_warn",
-            "lightning_vram.callbacks.early_release.callback.rank_zero_warn",
-        ):
-            monkeypatch.setattr(place, lambda text, **_: self.warnings.append(text))
+        place = "lightning_vram.callbacks.early_release.callback.rank_zero_warn"
+        monkeypatch.setattr(place, lambda text, **_: self.warnings.append(text))
         place = "lightning_vram.callbacks.early_release.callback.rank_zero_info"
         monkeypatch.setattr(place, lambda text, **_: self.infos.append(text))
 

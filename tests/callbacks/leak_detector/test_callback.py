@@ -50,6 +50,7 @@ def test_says_what_it_counts(make_trainer, caplog, monkeypatch):
         assert f"LeakDetector {expected}" in caplog.messages
 
 
+@pytest.mark.filterwarnings("ignore:LeakDetector. .* are still in memory when training_step begins")
 @pytest.mark.parametrize(
     ("model", "arguments", "num_counts"),
     [

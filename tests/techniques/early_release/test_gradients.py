@@ -1,9 +1,9 @@
-"""Gradients that are kept for nothing: their bytes, and those without an optimizer."""
+"""Gradients that are kept for nothing: their bytes."""
 
 import torch
 from torch import nn
 
-from lightning_vram.techniques.early_release import gradient_bytes, unstepped_gradients
+from lightning_vram.techniques.early_release import gradient_bytes
 
 
 def test_bytes_are_those_of_storages_each_counted_once():
@@ -13,11 +13,3 @@ def test_bytes_are_those_of_storages_each_counted_once():
     one.grad, other.grad = bucket[:10], bucket[10:20]  # as DDP has it
     third.grad = torch.zeros(10)
     assert gradient_bytes([one, other, third]) == 400 + 40
-
-
-def test_parameters_without_an_optimizer():
-    net = nn.ModuleDict({"teacher": nn.Linear(2, 2), "student": nn.Linear(2, 2)})
-    optimizers = [torch.optim.SGD([net.student.weight]), torch.optim.SGD([net.student.bias])]
-    assert unstepped_gradients(net, optimizers) == {}
-    (net.student(torch.ones(2)) - net.teacher(torch.ones(2))).sum().backward()
-    assert list(unstepped_gradients(net, optimizers)) == ["teacher.weight", "teacher.bias"]
