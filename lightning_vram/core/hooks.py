@@ -26,10 +26,9 @@ from lightning_vram.core.tensors.properties import (
     alias,
     check_version,
     is_strided,
-    storage_address,
     version_counter,
-    version_of,
 )
+from lightning_vram.memory.storages import storage_address, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber, current_subscribers
 from lightning_vram.private_names.dispatcher import (
     current_dispatch_modes,

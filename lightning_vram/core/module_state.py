@@ -12,15 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_vram.core.random_state import own_sources
-from lightning_vram.core.tensors.properties import (
-    NO_VERSION,
-    REAL_TYPES,
-    is_shard,
-    is_strided,
-    storage_address,
-    version_of,
-)
+from lightning_vram.core.tensors.properties import REAL_TYPES, is_shard, is_strided
 from lightning_vram.memory.device.accelerators import has_streams
+from lightning_vram.memory.storages import NO_VERSION, storage_address, version_of
 from lightning_vram.memory.units import MIB
 from lightning_vram.private_names.dispatcher import copy_each
 from lightning_vram.private_names.torch import CHILDREN, PARAMETERS

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import CheckpointError
 from typing_extensions import override
 
 from lightning_vram.core.hooks import OwnHooks, may_be_unfinished
-from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, REAL_TYPES, is_strided, storage_address
+from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, REAL_TYPES, is_strided
+from lightning_vram.memory.storages import storage_address
 from lightning_vram.private_names.dispatcher import hide_from_dynamo, without_dispatch
 from lightning_vram.private_names.torch import (
     StopRecomputation,

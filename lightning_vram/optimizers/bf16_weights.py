@@ -35,7 +35,8 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_vram.core.patching import MethodPatch, replace_by
-from lightning_vram.core.tensors.properties import is_dense, is_strided, storage_address
+from lightning_vram.core.tensors.properties import is_dense, is_strided
+from lightning_vram.memory.storages import storage_address
 from lightning_vram.optimizers.bf16_chunks import CODECS, WeightChunk, list_rests, make_chunks
 from lightning_vram.optimizers.bf16_steps import LeanOptimizers
 from lightning_vram.optimizers.moment_forms import UpdateCheck

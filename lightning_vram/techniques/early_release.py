@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from lightning_vram.core.patching import HeldSetting
-from lightning_vram.memory.tracking.ledger import iterate_storages
+from lightning_vram.memory.storages import iterate_storages
 from lightning_vram.private_names.torch import storage_key
 
 

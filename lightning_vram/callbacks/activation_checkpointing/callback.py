@@ -25,7 +25,7 @@ from lightning_vram.callbacks.activation_checkpointing.budget import (
 )
 from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique
 from lightning_vram.core.layers import LayerSelection, check_layers
-from lightning_vram.memory.tracking.ledger import iterate_tensors
+from lightning_vram.memory.storages import iterate_tensors
 from lightning_vram.memory.units import format_bytes, parse_limit
 from lightning_vram.private_names.dispatcher import is_compiled
 from lightning_vram.techniques.activation_checkpointing import (

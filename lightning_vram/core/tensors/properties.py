@@ -18,11 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_vram.memory.estimate.fake_tensors import FakeParameter
-from lightning_vram.memory.storages import NO_VERSION as NO_VERSION
-from lightning_vram.memory.storages import ByStorage as ByStorage
-from lightning_vram.memory.storages import StorageMemo as StorageMemo
-from lightning_vram.memory.storages import storage_address as storage_address
-from lightning_vram.memory.storages import version_of as version_of
 from lightning_vram.private_names.dispatcher import (
     DispatchKey,
     FakeTensor,

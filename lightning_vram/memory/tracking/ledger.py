@@ -13,9 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_vram.memory.device.accelerators import stream_id
-from lightning_vram.memory.storages import ByStorage
-from lightning_vram.memory.storages import iterate_storages as iterate_storages
-from lightning_vram.memory.storages import iterate_tensors as iterate_tensors
+from lightning_vram.memory.storages import ByStorage, iterate_storages
 from lightning_vram.memory.tracking.timeline import HOST, Allocation, Category, MemoryEvent, MemoryTimeline, Phase
 from lightning_vram.private_names.torch import observe_forwards
 

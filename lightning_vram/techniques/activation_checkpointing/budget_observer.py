@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from lightning_vram.core.hooks import SaveWatch, stepping_aside
 from lightning_vram.core.operators import operator_work
-from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, ByStorage, is_strided, version_counter, version_of
-from lightning_vram.memory.tracking.ledger import iterate_storages, iterate_tensors
+from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, is_strided, version_counter
+from lightning_vram.memory.storages import ByStorage, iterate_storages, iterate_tensors, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
 from lightning_vram.private_names.torch import base_of, is_view, tree_leaves
 from lightning_vram.techniques.activation_checkpointing.budget_plan import CallProfile, OperatorProfile, StepProfile

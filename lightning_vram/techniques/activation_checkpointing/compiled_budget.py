@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_vram.core.ranks import gather_objects
-from lightning_vram.memory.tracking.ledger import iterate_storages, iterate_tensors
+from lightning_vram.memory.storages import iterate_storages, iterate_tensors
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.private_names.dispatcher import LEAST_SHARE, activation_share
 from lightning_vram.private_names.torch import storage_key

@@ -33,7 +33,8 @@ from lightning_vram.core.recomputed_saves import (
     take_sample,
 )
 from lightning_vram.core.rollback import ForwardFacts, ForwardState
-from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, PLAIN_TYPES, flatten_arguments, storage_address
+from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, PLAIN_TYPES, flatten_arguments
+from lightning_vram.memory.storages import storage_address
 from lightning_vram.memory.tracking.ledger import module_scope
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
 from lightning_vram.private_names.dispatcher import TO_COPY, OpOverload, hide_from_dynamo, schema_of, without_dispatch

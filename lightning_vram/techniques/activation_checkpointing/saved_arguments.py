@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from lightning_vram.core.hooks import SavedOutput, save
 from lightning_vram.core.module_state import differs
 from lightning_vram.core.rollback import SAVED_COPY_BYTES, writable_copy
-from lightning_vram.core.tensors.properties import PLAIN_TYPES, flatten_arguments, num_bytes_of, version_of
-from lightning_vram.memory.tracking.ledger import iterate_storages
+from lightning_vram.core.tensors.properties import PLAIN_TYPES, flatten_arguments, num_bytes_of
+from lightning_vram.memory.storages import iterate_storages, version_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""

@@ -17,15 +17,8 @@ from lightning_vram.core.hooks import SavedOutput, SelectiveCheckpointMode
 from lightning_vram.core.operators import iterate_written, written_arguments
 from lightning_vram.core.random_state import differs, find_sources
 from lightning_vram.core.recomputed_saves import RecomputationError
-from lightning_vram.core.tensors.properties import (
-    PARAMETER_CLASSES,
-    Rebuild,
-    alias,
-    flatten_arguments,
-    flatten_output,
-    storage_address,
-    version_of,
-)
+from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, Rebuild, alias, flatten_arguments, flatten_output
+from lightning_vram.memory.storages import storage_address, version_of
 from lightning_vram.private_names.dispatcher import UNSAFE_VIEW
 from lightning_vram.private_names.torch import base_of, current_graph_task_id, is_view, retains_graph
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy

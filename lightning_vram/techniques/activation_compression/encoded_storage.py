@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_vram.core.hooks import StoredTensor
 from lightning_vram.core.tensors.codecs import LOSSY_FORMATS, LossyFormat, decode, encode, pack_bits, unpack_bits
-from lightning_vram.core.tensors.properties import NO_VERSION, version_of
 from lightning_vram.memory.device.accelerators import stream_id
+from lightning_vram.memory.storages import NO_VERSION, version_of
 from lightning_vram.private_names.dispatcher import FakeTensor
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size

@@ -31,15 +31,9 @@ from lightning_vram.argument_checks import check_positive_int
 from lightning_vram.core.hooks import SavedTensorStage, StoredTensor, is_exact_only
 from lightning_vram.core.layers import LayerSelection, RunningLayers
 from lightning_vram.core.tensors.codecs import LOSSY_FORMATS, LossyFormat, encoded_itemsize
-from lightning_vram.core.tensors.properties import (
-    ByStorage,
-    alias,
-    flat_as_stored,
-    is_dense,
-    storage_address,
-    version_of,
-)
+from lightning_vram.core.tensors.properties import alias, flat_as_stored, is_dense
 from lightning_vram.memory.device.accelerators import stream_id
+from lightning_vram.memory.storages import ByStorage, storage_address, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
 from lightning_vram.memory.units import parse_bytes
 from lightning_vram.private_names.dispatcher import hide_from_dynamo

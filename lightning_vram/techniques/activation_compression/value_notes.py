@@ -29,7 +29,8 @@ from lightning_vram.core.operators import (
     iterate_written,
     written_arguments,
 )
-from lightning_vram.core.tensors.properties import PLAIN_TYPES, ByStorage, storage_address, version_of
+from lightning_vram.core.tensors.properties import PLAIN_TYPES
+from lightning_vram.memory.storages import ByStorage, storage_address, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
 from lightning_vram.private_names.dispatcher import OpOverload, is_foreach, schema_of
 from lightning_vram.private_names.torch import base_of, is_view

@@ -25,9 +25,9 @@ from typing_extensions import override
 from lightning_vram.argument_checks import check_bool
 from lightning_vram.core.hooks import SavedTensorStage, StoredTensor, innermost_stage, is_unfinished
 from lightning_vram.core.host.memory import hidden_from_modes
-from lightning_vram.core.tensors.properties import ByStorage, StorageMemo, alias, storage_address
+from lightning_vram.core.tensors.properties import alias
 from lightning_vram.memory.device.accelerators import is_capturing
-from lightning_vram.memory.tracking.ledger import iterate_storages, iterate_tensors
+from lightning_vram.memory.storages import ByStorage, StorageMemo, iterate_storages, iterate_tensors, storage_address
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
 from lightning_vram.private_names.dispatcher import FakeTensor, neg_view
 from lightning_vram.private_names.torch import current_graph_task_id, num_nodes

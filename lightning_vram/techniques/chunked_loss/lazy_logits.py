@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_vram.core.tensors.properties import version_of
+from lightning_vram.memory.storages import version_of
 from lightning_vram.private_names.dispatcher import FakeTensor, hide_from_dynamo
 from lightning_vram.private_names.fsdp2 import waits_for_backward
 from lightning_vram.private_names.torch import VIEW_PROPERTIES, make_wrapper, tree_map_only, without_torch_function

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from lightning_vram.core.hooks import is_in_backward, is_transformed
 from lightning_vram.core.operators import iterate_written
-from lightning_vram.core.tensors.properties import ByStorage, storage_address
+from lightning_vram.memory.storages import ByStorage, storage_address
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
 from lightning_vram.private_names.dispatcher import FakeTensor
 from lightning_vram.private_names.torch import (

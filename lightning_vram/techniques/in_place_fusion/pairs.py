@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_vram.core.hooks import is_in_backward
 from lightning_vram.core.patching import Run, Swaps
-from lightning_vram.core.tensors.properties import version_of
+from lightning_vram.memory.storages import version_of
 from lightning_vram.techniques.in_place_fusion.observed_links import Link
 
 

@@ -22,8 +22,9 @@ from torch.overrides import has_torch_function_unary
 
 from lightning_vram.core.hooks import RecomputableTensors, is_in_selective_checkpoint, is_transformed
 from lightning_vram.core.patching import Swaps, has_own_forward, plain_class_forward, restore_class
-from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, check_version, storage_address
+from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, check_version
 from lightning_vram.memory.device.accelerators import is_capturing, stream_id
+from lightning_vram.memory.storages import storage_address
 from lightning_vram.private_names.dispatcher import FakeTensor, without_dispatch
 from lightning_vram.private_names.torch import (
     PARAMETERS,

@@ -22,10 +22,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_vram.core.rollback import ForwardFacts, ForwardState
-from lightning_vram.core.tensors.properties import REAL_TYPES, version_of
-from lightning_vram.private_names.dispatcher import TO_COPY, TorchDispatchMode, without_modes
+from lightning_vram.core.tensors.properties import REAL_TYPES
+from lightning_vram.memory.storages import version_of
+from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
+from lightning_vram.private_names.dispatcher import TO_COPY, without_modes
 from lightning_vram.private_names.torch import BUFFERS, tree_leaves
 from lightning_vram.techniques.token_tiling.tiled_call import Body, CutCall
 
@@ -64,14 +67,14 @@ def prove(module: nn.Module, body: Body, call: CutCall, tensors: list[Tensor]) -
         return False, f"fails on a sample of its tokens ({type(error).__name__})" if have_values(tensors) else ""
 
 
-class _RandomNumberWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _RandomNumberWatch(OperatorSubscriber):
     """Replaces random numbers by ones, and counts them; lets no index come of what is no number."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.num_drawn: list[int] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    @override
+    def on_operator(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         kwargs = kwargs or {}
         if func is TO_COPY and not kwargs.get("dtype", torch.float32).is_floating_point:
             args = (args[0].nan_to_num(0, 0, 0) if args[0].is_floating_point() else args[0], *args[1:])
@@ -81,13 +84,13 @@ class _RandomNumberWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _MAY_REACH_FAR:  # further than the tokens that are looked at
             raise NotAlone(f"may mix distant tokens in {name}")
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
+            return self.run(func, types, args, kwargs)
         if func is _DROPOUT:
             self.num_drawn.append(args[0].numel())
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         if name not in DRAWS:
             raise NotAlone(f"draws random numbers in {name}")
-        result = func(*args, **kwargs)
+        result = self.run(func, types, args, kwargs)
         self.num_drawn.append(result.numel())
         return result.fill_(1)
 

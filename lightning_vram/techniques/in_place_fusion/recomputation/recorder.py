@@ -23,14 +23,8 @@ from lightning_vram.core.operators import (
     shares_version,
     written_arguments,
 )
-from lightning_vram.core.tensors.properties import (
-    NO_VERSION,
-    PARAMETER_CLASSES,
-    PLAIN_TYPES,
-    is_strided,
-    storage_address,
-    version_of,
-)
+from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, PLAIN_TYPES, is_strided
+from lightning_vram.memory.storages import NO_VERSION, storage_address, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
 from lightning_vram.private_names.dispatcher import (
     BATCH_NORM,

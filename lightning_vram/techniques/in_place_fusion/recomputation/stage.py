@@ -24,16 +24,14 @@ from typing_extensions import override
 from lightning_vram.core.hooks import SavedTensorStage, StoredTensor, pack_in_place, saving, unpack
 from lightning_vram.core.operators import Family, family_of, in_place_form
 from lightning_vram.core.tensors.properties import (
-    NO_VERSION,
     PARAMETER_CLASSES,
     PLAIN_TYPES,
     alias,
     check_version,
     is_sharded,
     is_strided,
-    storage_address,
-    version_of,
 )
+from lightning_vram.memory.storages import NO_VERSION, storage_address, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
 from lightning_vram.private_names.dispatcher import FakeTensor, hide_from_dynamo, without_dispatch
 from lightning_vram.private_names.torch import base_of, is_view, num_writes, without_autocast
