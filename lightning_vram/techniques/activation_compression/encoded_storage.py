@@ -47,7 +47,12 @@ Encode = Callable[[Tensor], Encoding | None]
 
 def can_be_read(tensor: Tensor) -> bool:
     """Whether a look at the values costs no wait for a device. NumPy writes to no other memory."""
-    return tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
+    return tensor.device.type == "cpu"
+
+
+def is_certain(flag: Tensor) -> bool:
+    """Whether ``flag`` is true. Of fake tensors nothing is known that speaks against what was noted."""
+    return isinstance(flag, FakeTensor) or bool(flag)
 
 
 def pack_mask(numbers: Tensor) -> Encoding:
@@ -63,7 +68,7 @@ def pack_two_values(numbers: Tensor) -> Encoding | None:
     as_integers = numbers.view(_INTEGERS[dtype.itemsize])  # -0.0 and NaN are values like others
     low, high = as_integers.aminmax()
     is_high = as_integers == high
-    if can_be_read(numbers) and not (is_high | (as_integers == low)).all():
+    if can_be_read(numbers) and not is_certain((is_high | (as_integers == low)).all()):
         return None
 
     def decode(pieces: list[Tensor]) -> Tensor:
@@ -77,8 +82,8 @@ def shrink_indices(indices: Tensor, largest: int) -> Encoding | None:
     """Keep ``indices``, [n], in the smallest integers that hold ``largest``; ``None`` if that is no smaller."""
     dtype = indices.dtype
     if can_be_read(indices):
-        low, high = map(int, indices.aminmax())
-        if low < 0 or high > largest:
+        low, high = indices.aminmax()
+        if not (isinstance(low, FakeTensor) or (int(low) >= 0 and int(high) <= largest)):
             return None  # somebody wrote there past PyTorch
     narrow = next((narrow for narrow in _SMALL_INTEGERS if largest <= torch.iinfo(narrow).max), dtype)
     if narrow.itemsize >= dtype.itemsize:
@@ -154,8 +159,8 @@ class EncodedStorage:
 
 
 def _are_same(kept: Tensor, made: Tensor) -> bool:
-    # NaN is equal to itself.
-    return torch.equal(kept.reshape(-1).view(torch.uint8), made.reshape(-1).view(torch.uint8))
+    kept_bytes, made_bytes = (piece.reshape(-1).view(torch.uint8) for piece in (kept, made))  # NaN is equal to itself
+    return isinstance(kept, FakeTensor) or torch.equal(kept_bytes, made_bytes)
 
 
 class Encoded(StoredTensor):

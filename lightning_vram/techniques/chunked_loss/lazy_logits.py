@@ -433,10 +433,7 @@ def _against_classes(
 ) -> Tensor:
     """Return the loss of a class for each token; those that are not counted are left out where it is worth it."""
     classes, counted = targets
-    chosen = None
-    if not isinstance(classes, FakeTensor):
-        places = counted.nonzero().squeeze(-1)
-        chosen = places if (len(counted) - len(places)) * _WORTH_DROPPING > len(counted) else None
+    chosen = None if isinstance(classes, FakeTensor) else _choose(counted)
     if chosen is None:
         return _reduce_losses(logits, function, _row_node(classes.unsqueeze(-1)), options, reduction)
     column = _row_node(classes.index_select(0, chosen).unsqueeze(-1))
@@ -444,6 +441,12 @@ def _against_classes(
     if reduction == "none":
         found = found.new_zeros(counted.shape).index_copy(0, chosen, found).view(logits.lead)
     return found
+
+
+def _choose(counted: Tensor) -> Tensor | None:
+    """Return the places of the tokens that count, or ``None`` where it is not worth it to leave the others out."""
+    places = counted.nonzero().squeeze(-1)
+    return places if (len(counted) - len(places)) * _WORTH_DROPPING > len(counted) else None
 
 
 def _reduce_losses(

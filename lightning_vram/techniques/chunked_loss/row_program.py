@@ -269,6 +269,7 @@ class _Rows(Function):
         ctx.save_for_backward(*inputs)
         # Gradients are not saved: hooks would move to the host what is needed next.
         results, ctx.made = make(ctx.needs_input_grad[2:])
+        ctx.is_sum = ctx.made is not None
         ctx.mark_non_differentiable(*(result for result in results if not result.is_floating_point()))
         ctx.set_materialize_grads(False)
         return tuple(results)
@@ -278,9 +279,10 @@ class _Rows(Function):
         """Return gradients that are there, or compute them: also where a graph was retained for a second backward."""
         ctx.program.announce_backward()
         made, ctx.made = ctx.made, None
-        if made is None:
-            made = ctx.program.differentiate(ctx.saved_tensors, ctx.needs_input_grad[2:], gradients)[1]
-        else:
+        if made is None:  # with the same rounding as before
+            of_results = None if ctx.is_sum else gradients
+            made = ctx.program.differentiate(ctx.saved_tensors, ctx.needs_input_grad[2:], of_results)[1]
+        if ctx.is_sum:
             made = [None if one is None or gradients[0] is None else one.mul_(gradients[0]) for one in made]
         return (None, None, *made)
 
@@ -298,10 +300,7 @@ def compute_rows(root: Call, chunk_rows: int) -> list[Tensor]:
 
 def compute_sum(root: Call, chunk_rows: int) -> Any:
     """Return the sum of the rows of the last call of a graph, which has one number in each."""
-    program, inputs = (
-        RowProgram(root, chunk_rows, lambda gradient, num_rows: gradient.expand(num_rows)),
-        inputs_of(root),
-    )
+    program, inputs = RowProgram(root, chunk_rows), inputs_of(root)
 
     def make(wanted: Sequence[bool]) -> tuple[list[Tensor], Any]:
         if not any(wanted):
