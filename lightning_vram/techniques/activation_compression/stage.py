@@ -71,7 +71,7 @@ class _Memory:
     """What is known of a storage of which something was saved."""
 
     num_writes: int = 0  # seen since, also those that autograd does not count
-    made: list[weakref.ref[EncodedStorage]] = field(default_factory=list)  # of it, in any state
+    made: list[weakref.ref[EncodedStorage]] = field(default_factory=list)  # of it, in any state; the newest first
     whole_state: Any = None  # in which it was left as it is
     is_whole: bool = False  # counted in full
 
@@ -80,8 +80,8 @@ class _Memory:
         return version_of(tensor), self.num_writes, stream_id(tensor.device)
 
     def encodings(self, state: tuple[int, int, int] | None = None) -> list[EncodedStorage]:
-        """Return those in use, made in this ``state`` or, if it is ``None``, in any; the newest first."""
-        found = [made for reference in reversed(self.made) if (made := reference()) is not None]
+        """Return those in use, made in this ``state`` or, if it is ``None``, in any."""
+        found = [made for reference in self.made if (made := reference()) is not None]
         return [made for made in found if not made.is_given_up and state in (None, made.state)]
 
 
@@ -157,6 +157,12 @@ class CompressionStage(SavedTensorStage):
         self._notes.buffers, self._notes.listener = frozenset(self._buffers), self
         stack.enter_context(self._notes)
         return self._notes
+
+    @override
+    def __exit__(self, *error: object) -> None:
+        if any(error):
+            self._pending = None  # no backward comes, and after an error of the device nothing can be packed
+        super().__exit__(*error)
 
     @hide_from_dynamo
     def on_exact_argument(self, tensor: Tensor) -> None:
@@ -237,7 +243,7 @@ class CompressionStage(SavedTensorStage):
         if encode is None or encoding is None or encoding.num_bytes >= tensor.untyped_storage().nbytes():
             return None
         made = EncodedStorage(tensor, kind, memory.state(tensor), encode, encoding.hand_on(self.hand_on))
-        memory.made.append(weakref.ref(made))
+        memory.made = [weakref.ref(made), *map(weakref.ref, memory.encodings())]
         if kind == self._lossy and self.keeps_exact:
             elements = elements_of(alias(tensor))
             made.exact = lambda: elements if self.gives_exact else None
