@@ -51,7 +51,6 @@ from lightning_vram.techniques.activation_compression.encoded_storage import (
 from lightning_vram.techniques.activation_compression.value_notes import ValueNotes
 
 _MAX_SHARE = 16  # a view of less than that part of its memory is left alone: it is a part of something else's buffer
-_DTYPES = frozenset([torch.float64, torch.float32, torch.float16, torch.bfloat16])
 _SAVING = ("lightning_vram.", "torch.autograd.function")  # modules between autograd and who has it save something
 
 
@@ -212,7 +211,7 @@ class CompressionStage(SavedTensorStage):
         base = base_of(tensor) if is_view(tensor) else None
         if (tensor if base is None else base).is_leaf:
             return False  # somebody else keeps its memory alive
-        is_number = tensor.dtype in _DTYPES and tensor.dtype.itemsize > encoded_itemsize(lossy)
+        is_number = tensor.is_floating_point() and tensor.dtype.itemsize > encoded_itemsize(lossy)
         is_large = tensor.nbytes >= self._min_bytes and tensor.shape[-1:] != (1,)
         return is_number and is_large and not self._notes.is_exact(tensor) and not _is_input_of_checkpoint()
 
@@ -242,7 +241,8 @@ class CompressionStage(SavedTensorStage):
             return None
         if encode is None or encoding is None or encoding.num_bytes >= tensor.untyped_storage().nbytes():
             return None
-        made = EncodedStorage(tensor, kind, memory.state(tensor), encode, encoding.hand_on(self.hand_on))
+        encoding = encoding._replace(pieces=[self.hand_on(piece) or piece for piece in encoding.read()])
+        made = EncodedStorage(tensor, kind, memory.state(tensor), encode, encoding)
         memory.made = [weakref.ref(made), *map(weakref.ref, memory.encodings())]
         if kind == self._lossy and self.keeps_exact:
             elements = elements_of(alias(tensor))
@@ -252,14 +252,12 @@ class CompressionStage(SavedTensorStage):
         return made
 
     # Of ReLU's own result its backward needs the signs only, but a convolution behind it saves the same tensor for its
-    # values, and mostly does so next. So the result is kept as it is until something else is saved.
+    # values, and mostly does so next. So the result is kept as it is until something else is saved. That it is ReLU's
+    # own save shows in the node, which has not got its result yet: that lasts to the end of this save, and as the
+    # result was not made in place, nobody else has it before. Whoever saves the values later gets the signs given up.
 
     def _saves_signs(self, tensor: Tensor) -> bool:
-        """Whether a ReLU is saving its own result, and no other stage or hooks may want the values.
-
-        Its node has not got the result yet: that lasts to the end of this save, and as the result was not made in
-        place, nobody else has it before. If somebody saves the values later, the signs are given up for those.
-        """
+        """Whether a ReLU is saving its own result, and no other stage or hooks may want the values."""
         node = tensor.grad_fn
         if node is None or node.name() != "ReluBackward0" or version_of(tensor) != 0 or self._next is not None:
             return False
@@ -286,7 +284,7 @@ class CompressionStage(SavedTensorStage):
         """Leave a tensor as it is; what was made of its memory before is given up for it."""
         handed = self.hand_on(tensor)
         memory.whole_state = memory.state(tensor)
-        for made in memory.encodings(memory.whole_state):
+        for made in memory.encodings(memory.whole_state) if memory.made else ():
             source = _source_of_elements(tensor, handed)
             if source is not None and made.dtype is tensor.dtype:
                 self.report.kept_bytes -= made.give_up(source)
