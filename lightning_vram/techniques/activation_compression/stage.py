@@ -373,17 +373,14 @@ def gradient_cosine(stage: CompressionStage, loss: Tensor, parameters: Iterable[
         sums = torch.zeros(3, device=loss.device)
         for one, other in zip(exact, stored, strict=True):
             if one is not None:  # an unused parameter has neither
-                sums = sums + _products(one, other).to(sums.device)
+                a, b = _numbers_of(one), _numbers_of(other)
+                sums = sums + torch.stack([a @ b, a @ a, b @ b]).to(sums.device)
+                del a, b  # before those of the next parameter are made
         product, exact_square, stored_square = sums.tolist()  # one wait for the device
     if exact_square == 0.0 or stored_square == 0.0:
         return math.nan if exact_square == stored_square else 0.0
     cosine: float = product / (exact_square**0.5 * stored_square**0.5)
     return cosine if cosine != cosine else max(-1.0, min(1.0, cosine))
-
-
-def _products(one: Tensor, other: Tensor) -> Tensor:
-    a, b = _numbers_of(one), _numbers_of(other)  # gone before those of the next parameter are made
-    return torch.stack([a @ b, a @ a, b @ b])
 
 
 def _numbers_of(gradient: Tensor) -> Tensor:
