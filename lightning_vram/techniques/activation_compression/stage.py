@@ -17,7 +17,7 @@ import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -148,9 +148,8 @@ class CompressionStage(SavedTensorStage):
     def begin(self, stack: ExitStack) -> OperatorSubscriber | None:
         self.report = CompressionReport()
         self.has_exact = self.keeps_exact
-        stack.callback(self._notes.clear)
-        stack.callback(self._memories.clear)
-        stack.callback(self._shrink_pending)
+        for end in (self._notes.clear, self._memories.clear, self._shrink_pending):
+            stack.callback(end)
         if self._layers is not None:
             stack.enter_context(self._layers.watching())
         self._notes.buffers, self._notes.listener = frozenset(self._buffers), self
@@ -284,11 +283,15 @@ class CompressionStage(SavedTensorStage):
         """Leave a tensor as it is; what was made of its memory before is given up for it."""
         handed = self.hand_on(tensor)
         memory.whole_state = memory.state(tensor)
+        num_bytes = tensor.untyped_storage().nbytes()
         for made in memory.encodings(memory.whole_state) if memory.made else ():
-            source = _source_of_elements(tensor, handed)
-            if source is not None and made.dtype is tensor.dtype:
-                self.report.kept_bytes -= made.give_up(source)
-        self._keep_whole(memory, handed.num_bytes if handed is not None else tensor.untyped_storage().nbytes())
+            if made.dtype is not tensor.dtype:
+                continue
+            if handed is None:
+                self.report.kept_bytes -= made.give_up(partial(elements_of, alias(tensor)))
+            elif is_dense(tensor) and tensor.nbytes == num_bytes:  # else a part was taken
+                self.report.kept_bytes -= made.give_up(lambda: flat_as_stored(handed.give()))
+        self._keep_whole(memory, handed.num_bytes if handed is not None else num_bytes)
         return handed
 
     def _keep_whole(self, memory: _Memory, num_bytes: int) -> None:
@@ -326,14 +329,6 @@ def _is_input_of_checkpoint() -> bool:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_SAVING):
         frame = frame.f_back
     return frame.f_globals.get("__name__") == "torch.utils.checkpoint"
-
-
-def _source_of_elements(tensor: Tensor, handed: StoredTensor | None) -> Callable[[], Tensor] | None:
-    """Return a function that returns all elements of the memory of ``tensor``, which stays, or was taken."""
-    if handed is None:
-        return partial(elements_of, alias(tensor))
-    is_all = is_dense(tensor) and tensor.nbytes == tensor.untyped_storage().nbytes()
-    return (lambda: flat_as_stored(handed.give())) if is_all else None  # else a part is left
 
 
 def gradient_cosine(stage: CompressionStage, loss: Tensor, parameters: Iterable[Tensor]) -> float:
