@@ -103,7 +103,7 @@ class ActivationOffload(FitTechnique):
             self._offloading = ActivationOffloading(
                 trainer.lightning_module,
                 min_offload_bytes=self.min_offload_bytes,
-                window_bytes=self.window_bytes,  # type: ignore[arg-type]
+                window_bytes=self.window_bytes,
                 most_bytes=self.most_bytes,
                 compress=self.compress,
                 disk_path=self.disk_path,

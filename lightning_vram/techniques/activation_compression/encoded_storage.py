@@ -37,10 +37,6 @@ class Encoding(NamedTuple):
         """Return the pieces."""
         return [piece.give() if isinstance(piece, StoredTensor) else piece for piece in self.pieces]
 
-    def hand_on(self, hand_on: Callable[[Tensor], StoredTensor | None]) -> "Encoding":
-        """Let the next stage have the pieces."""
-        return self._replace(pieces=[hand_on(piece) or piece for piece in self.read()])
-
 
 Encode = Callable[[Tensor], Encoding | None]
 

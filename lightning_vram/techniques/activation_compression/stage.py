@@ -17,7 +17,7 @@ import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,7 +51,6 @@ from lightning_vram.techniques.activation_compression.encoded_storage import (
 from lightning_vram.techniques.activation_compression.value_notes import ValueNotes
 
 _MAX_SHARE = 16  # a view of less than that part of its memory is left alone: it is a part of something else's buffer
-_DTYPES = frozenset([torch.float64, torch.float32, torch.float16, torch.bfloat16])
 _SAVING = ("lightning_vram.", "torch.autograd.function")  # modules between autograd and who has it save something
 
 
@@ -71,7 +70,7 @@ class _Memory:
     """What is known of a storage of which something was saved."""
 
     num_writes: int = 0  # seen since, also those that autograd does not count
-    made: list[weakref.ref[EncodedStorage]] = field(default_factory=list)  # of it, in any state
+    made: list[weakref.ref[EncodedStorage]] = field(default_factory=list)  # of it, in any state; the newest first
     whole_state: Any = None  # in which it was left as it is
     is_whole: bool = False  # counted in full
 
@@ -80,8 +79,8 @@ class _Memory:
         return version_of(tensor), self.num_writes, stream_id(tensor.device)
 
     def encodings(self, state: tuple[int, int, int] | None = None) -> list[EncodedStorage]:
-        """Return those in use, made in this ``state`` or, if it is ``None``, in any; the newest first."""
-        found = [made for reference in reversed(self.made) if (made := reference()) is not None]
+        """Return those in use, made in this ``state`` or, if it is ``None``, in any."""
+        found = [made for reference in self.made if (made := reference()) is not None]
         return [made for made in found if not made.is_given_up and state in (None, made.state)]
 
 
@@ -149,14 +148,19 @@ class CompressionStage(SavedTensorStage):
     def begin(self, stack: ExitStack) -> OperatorSubscriber | None:
         self.report = CompressionReport()
         self.has_exact = self.keeps_exact
-        stack.callback(self._notes.clear)
-        stack.callback(self._memories.clear)
-        stack.callback(self._shrink_pending)
+        for end in (self._notes.clear, self._memories.clear, self._shrink_pending):
+            stack.callback(end)
         if self._layers is not None:
             stack.enter_context(self._layers.watching())
         self._notes.buffers, self._notes.listener = frozenset(self._buffers), self
         stack.enter_context(self._notes)
         return self._notes
+
+    @override
+    def __exit__(self, *error: object) -> None:
+        if any(error):
+            self._pending = None  # no backward comes, and after an error of the device nothing can be packed
+        super().__exit__(*error)
 
     @hide_from_dynamo
     def on_exact_argument(self, tensor: Tensor) -> None:
@@ -206,7 +210,7 @@ class CompressionStage(SavedTensorStage):
         base = base_of(tensor) if is_view(tensor) else None
         if (tensor if base is None else base).is_leaf:
             return False  # somebody else keeps its memory alive
-        is_number = tensor.dtype in _DTYPES and tensor.dtype.itemsize > encoded_itemsize(lossy)
+        is_number = tensor.is_floating_point() and tensor.dtype.itemsize > encoded_itemsize(lossy)
         is_large = tensor.nbytes >= self._min_bytes and tensor.shape[-1:] != (1,)
         return is_number and is_large and not self._notes.is_exact(tensor) and not _is_input_of_checkpoint()
 
@@ -236,8 +240,9 @@ class CompressionStage(SavedTensorStage):
             return None
         if encode is None or encoding is None or encoding.num_bytes >= tensor.untyped_storage().nbytes():
             return None
-        made = EncodedStorage(tensor, kind, memory.state(tensor), encode, encoding.hand_on(self.hand_on))
-        memory.made.append(weakref.ref(made))
+        encoding = encoding._replace(pieces=[self.hand_on(piece) or piece for piece in encoding.read()])
+        made = EncodedStorage(tensor, kind, memory.state(tensor), encode, encoding)
+        memory.made = [weakref.ref(made), *map(weakref.ref, memory.encodings())]
         if kind == self._lossy and self.keeps_exact:
             elements = elements_of(alias(tensor))
             made.exact = lambda: elements if self.gives_exact else None
@@ -246,14 +251,12 @@ class CompressionStage(SavedTensorStage):
         return made
 
     # Of ReLU's own result its backward needs the signs only, but a convolution behind it saves the same tensor for its
-    # values, and mostly does so next. So the result is kept as it is until something else is saved.
+    # values, and mostly does so next. So the result is kept as it is until something else is saved. That it is ReLU's
+    # own save shows in the node, which has not got its result yet: that lasts to the end of this save, and as the
+    # result was not made in place, nobody else has it before. Whoever saves the values later gets the signs given up.
 
     def _saves_signs(self, tensor: Tensor) -> bool:
-        """Whether a ReLU is saving its own result, and no other stage or hooks may want the values.
-
-        Its node has not got the result yet: that lasts to the end of this save, and as the result was not made in
-        place, nobody else has it before. If somebody saves the values later, the signs are given up for those.
-        """
+        """Whether a ReLU is saving its own result, and no other stage or hooks may want the values."""
         node = tensor.grad_fn
         if node is None or node.name() != "ReluBackward0" or version_of(tensor) != 0 or self._next is not None:
             return False
@@ -280,11 +283,15 @@ class CompressionStage(SavedTensorStage):
         """Leave a tensor as it is; what was made of its memory before is given up for it."""
         handed = self.hand_on(tensor)
         memory.whole_state = memory.state(tensor)
-        for made in memory.encodings(memory.whole_state):
-            source = _source_of_elements(tensor, handed)
-            if source is not None and made.dtype is tensor.dtype:
-                self.report.kept_bytes -= made.give_up(source)
-        self._keep_whole(memory, handed.num_bytes if handed is not None else tensor.untyped_storage().nbytes())
+        num_bytes = tensor.untyped_storage().nbytes()
+        for made in memory.encodings(memory.whole_state) if memory.made else ():
+            if made.dtype is not tensor.dtype:
+                continue
+            if handed is None:
+                self.report.kept_bytes -= made.give_up(partial(elements_of, alias(tensor)))
+            elif is_dense(tensor) and tensor.nbytes == num_bytes:  # else a part was taken
+                self.report.kept_bytes -= made.give_up(lambda: flat_as_stored(handed.give()))
+        self._keep_whole(memory, handed.num_bytes if handed is not None else num_bytes)
         return handed
 
     def _keep_whole(self, memory: _Memory, num_bytes: int) -> None:
@@ -324,14 +331,6 @@ def _is_input_of_checkpoint() -> bool:
     return frame.f_globals.get("__name__") == "torch.utils.checkpoint"
 
 
-def _source_of_elements(tensor: Tensor, handed: StoredTensor | None) -> Callable[[], Tensor] | None:
-    """Return a function that returns all elements of the memory of ``tensor``, which stays, or was taken."""
-    if handed is None:
-        return partial(elements_of, alias(tensor))
-    is_all = is_dense(tensor) and tensor.nbytes == tensor.untyped_storage().nbytes()
-    return (lambda: flat_as_stored(handed.give())) if is_all else None  # else a part is left
-
-
 def gradient_cosine(stage: CompressionStage, loss: Tensor, parameters: Iterable[Tensor]) -> float:
     """Return the cosine between the exact gradient and the one that ``stage`` gives.
 
@@ -369,17 +368,14 @@ def gradient_cosine(stage: CompressionStage, loss: Tensor, parameters: Iterable[
         sums = torch.zeros(3, device=loss.device)
         for one, other in zip(exact, stored, strict=True):
             if one is not None:  # an unused parameter has neither
-                sums = sums + _products(one, other).to(sums.device)
+                a, b = _numbers_of(one), _numbers_of(other)
+                sums = sums + torch.stack([a @ b, a @ a, b @ b]).to(sums.device)
+                del a, b  # before those of the next parameter are made
         product, exact_square, stored_square = sums.tolist()  # one wait for the device
     if exact_square == 0.0 or stored_square == 0.0:
         return math.nan if exact_square == stored_square else 0.0
     cosine: float = product / (exact_square**0.5 * stored_square**0.5)
     return cosine if cosine != cosine else max(-1.0, min(1.0, cosine))
-
-
-def _products(one: Tensor, other: Tensor) -> Tensor:
-    a, b = _numbers_of(one), _numbers_of(other)  # gone before those of the next parameter are made
-    return torch.stack([a @ b, a @ a, b @ b])
 
 
 def _numbers_of(gradient: Tensor) -> Tensor:

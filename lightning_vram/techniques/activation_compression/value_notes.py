@@ -207,14 +207,10 @@ def _choose_handler(func: Any, *, notes_exact: bool) -> _Handler | None:
     if func not in _HANDLER_OF and func.namespace not in ("aten", "prim", "prims", "profiler"):
         handler = ValueNotes._foreign
     _LOSSLESS[func] = handler
-    is_followed = notes_exact and handler is not ValueNotes._foreign and not _is_view(func)
+    # A view is of the same memory, for which the same is noted.
+    gives_view = not written_arguments(func) and any(r.alias_info is not None for r in schema_of(func).returns)
+    is_followed = notes_exact and handler is not ValueNotes._foreign and not gives_view
     return ValueNotes._followed if is_followed else handler
-
-
-def _is_view(func: Any) -> bool:
-    """Whether it returns a view: of the same memory, for which the same is noted."""
-    returns = schema_of(func).returns
-    return not written_arguments(func) and any(r.alias_info is not None for r in returns)
 
 
 def _has_statistics(func: Any) -> bool:

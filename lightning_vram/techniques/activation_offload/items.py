@@ -137,7 +137,7 @@ class OffloadedItem:
     def is_here(self) -> bool:
         """Whether its bytes are on the device, or on their way."""
         flat = self._device
-        return flat is not None and self._version in (None, num_writes(flat))
+        return flat is not None and (self._version is None or self._version == num_writes(flat))
 
     def send(self, window_bytes: int) -> None:
         """Send the bytes away."""
@@ -210,6 +210,8 @@ class OffloadedItem:
         """Begin to fetch what was saved before this, which is about to be given, as far as the window reaches."""
         items, backward = self.run.items, current_graph_task_id()
         room = window_bytes - self.run.resident_bytes + self._counted_bytes
+        if room <= 0:
+            return
         for number in range(self.number - 1, max(-1, self.number - 1 - _LOOK_AHEAD), -1):
             reference = items.get(number)
             earlier = reference() if reference is not None else None
@@ -230,9 +232,9 @@ class OffloadedItem:
         """
         run = self.run
         if run.resident_bytes and run.resident_bytes + self.num_bytes > window_bytes:
-            for number, reference in list(run.items.items()):
+            for reference in list(run.items.values()):  # not items(): a collection between two pairs changes it
                 later = reference()
-                if number > self.number and later is not None:
+                if later is not None and later.number > self.number:
                     later._pass_over()
 
     def _pass_over(self) -> None:

@@ -29,6 +29,7 @@ from lightning_vram.core.tensors.properties import alias
 from lightning_vram.memory.device.accelerators import is_capturing
 from lightning_vram.memory.storages import ByStorage, StorageMemo, iterate_storages, iterate_tensors, storage_address
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
+from lightning_vram.memory.units import parse_bytes
 from lightning_vram.private_names.dispatcher import FakeTensor, neg_view
 from lightning_vram.private_names.torch import current_graph_task_id, num_nodes
 from lightning_vram.techniques.activation_offload.items import (
@@ -39,14 +40,6 @@ from lightning_vram.techniques.activation_offload.items import (
     to_bytes,
 )
 from lightning_vram.techniques.activation_offload.places import HostCopy, OffloadPlaces
-
-
-def check_bytes(name: str, value: object, allowed: str = "bytes as an int") -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless ``value`` is a non-negative int."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be {allowed}, got {value!r} of type {type(value).__name__}.")
-    if value < 0:
-        raise ValueError(f"{name} must not be negative, got {value}.")
 
 
 @dataclass(frozen=True)
@@ -117,7 +110,7 @@ class ActivationOffloading(SavedTensorStage):
 
     Args:
         module: Its parameters and buffers stay, and tell what the device is.
-        min_offload_bytes: Smaller tensors stay. A view counts with the bytes it covers.
+        min_offload_bytes: Smaller tensors stay: bytes, or text such as ``"1MiB"``. A view counts with those it covers.
         window_bytes: Bytes of the device that serve the traffic: for what is saved last and stays, for copies on
             their way out, and for what is fetched ahead in the backward; each forward whose backward is still to come
             has one. ``"auto"``: a sixteenth of what a forward saves, at least its largest tensor. What stays is known
@@ -131,7 +124,7 @@ class ActivationOffloading(SavedTensorStage):
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If a size is negative, ``compress`` is unknown or ``disk_path`` is no folder.
+        ValueError: If a size is negative or no size, ``compress`` is unknown or ``disk_path`` is no folder.
         OffloadError: If no file can be made in ``disk_path``. While it is entered: if host memory or the disk is too
             small.
 
@@ -150,27 +143,22 @@ class ActivationOffloading(SavedTensorStage):
         self,
         module: nn.Module | None = None,
         *,
-        min_offload_bytes: int = 1 << 20,
-        window_bytes: int | Literal["auto"] = "auto",
-        most_bytes: int | None = None,
+        min_offload_bytes: int | str = 1 << 20,
+        window_bytes: int | str = "auto",
+        most_bytes: int | str | None = None,
         compress: Literal["none", "bf16"] = "none",
         disk_path: str | os.PathLike[str] | None = None,
         pin_memory: bool = True,
     ) -> None:
         super().__init__(module)
-        check_bytes("min_offload_bytes", min_offload_bytes)
-        if window_bytes != "auto":
-            check_bytes("window_bytes", window_bytes, 'bytes as an int or "auto"')
-        if most_bytes is not None:
-            check_bytes("most_bytes", most_bytes, "bytes as an int or None")
         if compress not in ("none", "bf16"):
             raise ValueError(f'compress must be "none" or "bf16", got {compress!r}.')
         if disk_path is not None and not isinstance(disk_path, str | os.PathLike):
             raise TypeError(f"disk_path must be a path or None, got {disk_path!r} of type {type(disk_path).__name__}.")
         check_bool("pin_memory", pin_memory)
-        self._min_bytes = min_offload_bytes
-        self._window_bytes = window_bytes
-        self.most_bytes = most_bytes
+        self._min_bytes = parse_bytes(min_offload_bytes, "min_offload_bytes")
+        self._window_bytes = None if window_bytes == "auto" else parse_bytes(window_bytes, "window_bytes")
+        self.most_bytes = None if most_bytes is None else parse_bytes(most_bytes, "most_bytes")
         self._compress = compress
         self._lock = threading.RLock()  # autograd has a thread for each device
         self._memo: StorageMemo[OffloadedItem] = StorageMemo()
@@ -329,7 +317,7 @@ class ActivationOffloading(SavedTensorStage):
         return item
 
     def _find_window(self, run: Run) -> int:
-        if self._window_bytes != "auto":
+        if self._window_bytes is not None:
             return self._window_bytes
         return max(run.largest_bytes, max(run.saved_bytes, run.expected_bytes) // _WINDOW_SHARE)
 

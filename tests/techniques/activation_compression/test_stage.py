@@ -456,6 +456,18 @@ def test_relu_is_freed_with_its_graph_before_it_is_packed() -> None:
         assert live.count() <= 64
 
 
+def test_relu_is_not_packed_after_an_error() -> None:
+    stage, results = CompressionStage(), []
+
+    def fail_after_relu() -> None:
+        results.append(F.relu(matrix()))
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), stage:
+        fail_after_relu()
+    assert not stage.report.kinds
+
+
 def test_relu_in_a_released_graph_is_not_taken_for_a_new_one() -> None:
     x, w = matrix(), matrix(1)
     for context in (nullcontext(), saved_tensors_hooks(lambda t: t, lambda t: t)):

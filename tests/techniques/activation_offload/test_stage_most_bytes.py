@@ -165,8 +165,7 @@ def test_fetching_begins_when_half_of_what_stayed_is_used_up() -> None:
     ("most_bytes", "kind", "message"),
     [
         (-1, ValueError, "most_bytes must not be negative, got -1."),
-        ("3GiB", TypeError, "most_bytes must be bytes as an int or None, got '3GiB' of type str."),
-        (True, TypeError, "most_bytes must be bytes as an int or None, got True of type bool."),
+        (True, TypeError, "most_bytes must be bytes as an int or text such as '24GiB', got True of type bool."),
     ],
 )
 def test_other_limits_are_refused(most_bytes: Any, kind: type[Exception], message: str) -> None:
