@@ -32,6 +32,7 @@ from lightning_vram.private_names.torch import (
     has_gradient_hooks,
     has_hooks,
     have_all_modules_hooks,
+    innermost_hooks,
     is_in_forward_ad,
     is_view,
     tensors_in,
@@ -47,6 +48,7 @@ class Memory:
         self.num_reads = self.num_writes = self._num_before = 0
         self.is_given = self.is_seen_by_hook = self.is_read_by_others_backward = False
         self.is_open = False  # a module was given it and runs: it may do what it likes
+        self.hooks = _current_hooks()
         self.expected: weakref.ref[Tensor] | None = None  # what a module returned, or was given
 
     def expect(self, tensor: Tensor) -> None:
@@ -137,6 +139,12 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def backward(_: Any, grad: Tensor) -> Tensor:
         return grad
+
+
+def _current_hooks() -> int:
+    """Identify the saved-tensor hooks: a checkpoint has its own, and saves what it is given."""
+    hooks = innermost_hooks()
+    return id(hooks[0]) if hooks is not None else 0
 
 
 def _is_recomputing() -> bool:
@@ -271,7 +279,8 @@ class StepObserver:
             return _Call(None)
         is_linked = memory.is_untouched(tensor)
         is_own = not is_view(tensor) and not (tensor.is_leaf and tensor.requires_grad)
-        may_overwrite = module in self._candidates and is_own and not _is_saved(tensor) and memory.num_reads == 0
+        is_unsaved = memory.num_reads == 0 and memory.hooks == _current_hooks() and not _is_saved(tensor)
+        may_overwrite = module in self._candidates and is_own and is_unsaved
         return _Call(memory, is_linked, may_overwrite) if is_linked or may_overwrite else _Call(None)
 
     def _after_consumer(self, module: nn.Module, _: Any, output: Any) -> None:
