@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -170,8 +170,7 @@ _DO_NOT_KEEP_OUTPUT = {
 }
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
     """One module whose output goes to one other module and nowhere else; that gets nothing else."""
 
     producer: nn.Module
