@@ -182,10 +182,7 @@ class MaskValue(Value):
 
 
 class CopyValue(Value):
-    """The result of ``clone``: autograd's own, if it is saved at once and nobody else has it.
-
-    A user's own may be written to by something other than an operator (NumPy, an extension): no recipe is used then.
-    """
+    """The result of ``clone``: recomputed only if it is autograd's own, to which NumPy or an extension cannot write."""
 
     __slots__ = ()
     is_copy = True

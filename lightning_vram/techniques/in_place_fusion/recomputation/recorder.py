@@ -52,14 +52,11 @@ HoldInputs = Callable[[Value], list[Saved | Dropped] | None]
 
 
 class RecipeRecorder(OperatorSubscriber):
-    """Notes a ``Value`` for each result of a cheap operator while it is entered.
-
-    ``hold_inputs`` keeps what a growing operator read, if that is worth it.
-    """
+    """Notes a ``Value`` for each result of a cheap operator while it is entered."""
 
     def __init__(self, dropout: Literal["mask", "replay"], hold_inputs: "weakref.WeakMethod[HoldInputs]") -> None:
         self.dropout = dropout
-        self.hold_inputs = hold_inputs
+        self.hold_inputs = hold_inputs  # keeps what a growing operator read, if that is worth it
         self.parameters_move = False  # freed between the layers' forwards: recipes then end on copies of small ones
         self.position = 0  # number of the cheap or writing operator that ran last
         self.held: deque[Recipe] = deque()  # what they read, until the result is saved
@@ -92,10 +89,7 @@ class RecipeRecorder(OperatorSubscriber):
         return handler(self, func, args, kwargs)
 
     def clear(self, num_saved: int) -> bool:
-        """Forget this run, in which autograd saved ``num_saved`` tensors; return whether it was another program.
-
-        What is still saved for a backward stays watched; what was never used is not recorded from the next run on.
-        """
+        """Forget this run, in which autograd saved ``num_saved`` tensors; return whether it was another program."""
         for records in (self.held, self._copies, self._values, self._new, self._by_address):
             records.clear()
         alive = {address: [ref for ref in refs if ref() is not None] for address, refs in self._saved.items()}
@@ -172,7 +166,7 @@ class RecipeRecorder(OperatorSubscriber):
         on_death: Callable[[Any], None] | None = None,
         kind: type[Value] = Value,
     ) -> Value:
-        """Make the value of ``tensor``, result number ``index`` of ``recipe``. ``None`` for its present version."""
+        """Make the value of ``tensor``, result number ``index`` of ``recipe``. ``version=None``: its present one."""
         value = kind(tensor, on_death)
         value.recipe = recipe
         value.index = index
@@ -189,10 +183,7 @@ class RecipeRecorder(OperatorSubscriber):
         self._saved.setdefault(value.address, []).append(value.saved)
 
     def before_write(self, target: Tensor, *, is_counted: bool = True) -> None:
-        """Save what recipes end on, and forget what other tensors on the memory of ``target`` hold.
-
-        ``is_counted``: whether the version of ``target`` will count the write. If not, its value is forgotten too.
-        """
+        """Save what recipes end on; forget values on the memory of ``target``, its own unless its version counts it."""
         address = storage_address(target)
         num_known = 1  # the target itself
         with self.paused():
@@ -224,7 +215,6 @@ class RecipeRecorder(OperatorSubscriber):
 
 
 aten = torch.ops.aten
-_TRAINING = 5  # position of ``training`` among the arguments of batch norms that have running statistics
 _SCALINGS = frozenset({aten.mul_.Tensor, aten.div_.Tensor, aten.mul_.Scalar, aten.div_.Scalar})
 
 
@@ -304,7 +294,7 @@ def _norm(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[
 
 def _batch_norm(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     has_statistics = func is not BATCH_NORM_WITHOUT_STATISTICS
-    in_training = not has_statistics or bool(args[_TRAINING])
+    in_training = not has_statistics or bool(args[5])  # ``training``
     statistics = [arg for arg in args[3:5] if isinstance(arg, Tensor)] if has_statistics else []
     running, others = None, args[3:]
     if statistics and in_training:  # the kernel moves the running statistics and does not tell
@@ -409,10 +399,7 @@ def _choose_handler(func: Any) -> _Handler | None:
 
 
 def _is_believed_copy(source: Tensor, copy: Tensor) -> bool:
-    """Whether a converted copy is recomputed: one that needs a gradient, on the same device.
-
-    A batch is converted and may then be changed by NumPy or an extension, past all operators.
-    """
+    """Whether a converted copy is recomputed: not that of a batch, which NumPy may change past all operators."""
     return copy.device == source.device and (source.requires_grad or type(source) in PARAMETER_CLASSES)
 
 
