@@ -44,7 +44,8 @@ def can_fold(link: Link) -> bool:
     return norm.running_mean is not None and norm.num_features == convolution.out_channels
 
 
-def _convolve_folded(pair: Pair, input: Tensor) -> Tensor | None:
+@producing
+def _run_convolution(pair: Pair, input: Tensor) -> Tensor | None:
     convolution, norm = pair.producer, pair.consumer
     if norm.training or norm.running_mean is None or norm.running_var is None or is_transformed():
         return None
@@ -52,9 +53,6 @@ def _convolve_folded(pair: Pair, input: Tensor) -> Tensor | None:
     if not all(tensor is None or type(tensor) in PLAIN_TYPES for tensor in tensors):
         return None  # FSDP2 has sharded the norm, which is in another group
     return convolve_with(convolution, input, *_fold(convolution, norm))
-
-
-_run_convolution = producing(_convolve_folded)
 
 
 def _fold(convolution: Any, norm: Any) -> tuple[Tensor, Tensor]:

@@ -50,7 +50,8 @@ def can_invert(link: Link) -> bool:
     return 0 < getattr(activation, "negative_slope", getattr(activation, "alpha", 0.0)) < float("inf")
 
 
-def _normalize(pair: Pair, input: Tensor) -> Tensor | None:
+@producing
+def _run_norm(pair: Pair, input: Tensor) -> Tensor | None:
     norm, activation = pair.producer, pair.consumer
     if not _is_recorded(norm, input):
         return None
@@ -59,9 +60,6 @@ def _normalize(pair: Pair, input: Tensor) -> Tensor | None:
     if is_due and not pair.is_off:
         pair.is_off = not _is_accurate(norm, input.dtype, activation)
     return None if pair.is_off else normalize_and_activate(input, norm, activation)
-
-
-_run_norm = producing(_normalize)
 
 
 def _is_recorded(norm: Any, input: Tensor) -> bool:

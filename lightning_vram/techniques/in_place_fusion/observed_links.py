@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from lightning_vram.private_names.torch import (
     has_gradient_hooks,
     has_hooks,
     have_all_modules_hooks,
+    innermost_hooks,
     is_in_forward_ad,
     is_view,
     tensors_in,
@@ -47,6 +48,7 @@ class Memory:
         self.num_reads = self.num_writes = self._num_before = 0
         self.is_given = self.is_seen_by_hook = self.is_read_by_others_backward = False
         self.is_open = False  # a module was given it and runs: it may do what it likes
+        self.hooks = _current_hooks()
         self.expected: weakref.ref[Tensor] | None = None  # what a module returned, or was given
 
     def expect(self, tensor: Tensor) -> None:
@@ -139,6 +141,12 @@ class _Alias(torch.autograd.Function):
         return grad
 
 
+def _current_hooks() -> int:
+    """Identify the saved-tensor hooks: a checkpoint has its own, and saves what it is given."""
+    hooks = innermost_hooks()
+    return id(hooks[0]) if hooks is not None else 0
+
+
 def _is_recomputing() -> bool:
     """Whether our own recomputation runs an operator again: the first run of it was seen."""
     frame: FrameType | None = sys._getframe()
@@ -162,8 +170,7 @@ _DO_NOT_KEEP_OUTPUT = {
 }
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
     """One module whose output goes to one other module and nowhere else; that gets nothing else."""
 
     producer: nn.Module
@@ -271,7 +278,8 @@ class StepObserver:
             return _Call(None)
         is_linked = memory.is_untouched(tensor)
         is_own = not is_view(tensor) and not (tensor.is_leaf and tensor.requires_grad)
-        may_overwrite = module in self._candidates and is_own and not _is_saved(tensor) and memory.num_reads == 0
+        is_unsaved = memory.num_reads == 0 and memory.hooks == _current_hooks() and not _is_saved(tensor)
+        may_overwrite = module in self._candidates and is_own and is_unsaved
         return _Call(memory, is_linked, may_overwrite) if is_linked or may_overwrite else _Call(None)
 
     def _after_consumer(self, module: nn.Module, _: Any, output: Any) -> None:

@@ -44,13 +44,13 @@ class Pair:
         (storage, version), self._output = self._output, None
         if storage() is not input.untyped_storage() or version != version_of(input):
             raise RuntimeError(
-                f"{self.consumer} got another tensor than the output of {self.producer}, which has done its work: the "
-                "model took another path than in the observed step. Leave this pair out."
+                f"{self.consumer} got another tensor than the output of {self.producer}, which has done its work. "
+                "fold_frozen_bn and abn need a model that takes the same path in every step: leave them out."
             )
         return True
 
     def end_step(self) -> bool:
-        """Forget what is on its way. Returns whether, since the last call, the consumer did not get an output."""
+        """Forget what is on its way. Returns whether, since the last call, an output did not go to the consumer."""
         was_lost = self._is_lost or self._output is not None
         self._output, self._is_lost = None, False
         return was_lost
@@ -66,10 +66,6 @@ class Pairs(Swaps):
             for pair in self.pairs:
                 self.add(pair.producer, pair, run_producer)
                 self.add(pair.consumer, pair, _run_consumer)
-
-    def end_step(self) -> bool:
-        """Return whether, since the last call, an output did not go to its consumer alone and first."""
-        return sum(pair.end_step() for pair in self.pairs) > 0  # all of them are asked
 
 
 def _uncompiled(run: Run) -> Run:

@@ -187,10 +187,11 @@ class FrozenNormFolding:
 
 @contextmanager
 def _unchanged_path(changed: list[Pairs]) -> Iterator[None]:
-    for pairs in changed:
-        pairs.end_step()  # what a failed step, or a checkpoint in a backward, left behind
+    pairs = [pair for swaps in changed for pair in swaps.pairs]
+    for pair in pairs:
+        pair.end_step()  # what a failed step, or a checkpoint in a backward, left behind
     yield
-    if sum(pairs.end_step() for pairs in changed):  # all of them are asked
+    if sum(pair.end_step() for pair in pairs):  # all of them are asked
         raise FusionError(
             "the output of a folded or inverted module went elsewhere than in the first step. fold_frozen_bn and abn "
             "need a model that takes the same path in every step."

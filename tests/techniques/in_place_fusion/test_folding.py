@@ -282,8 +282,8 @@ def test_another_path_than_the_observed_one_is_an_error() -> None:
     net = pair(nn.Conv2d(4, 6, 3))
     fold(net)
     message = (
-        r"^BatchNorm2d\(.*\) got another tensor than the output of Conv2d\(.*\), which has done its work: the model "
-        r"took another path than in the observed step. Leave this pair out.$"
+        r"^BatchNorm2d\(.*\) got another tensor than the output of Conv2d\(.*\), which has done its work. "
+        r"fold_frozen_bn and abn need a model that takes the same path in every step: leave them out.$"
     )
     for change in (lambda x: x * 2, lambda x: x.mul_(2)):
         with pytest.raises(RuntimeError, match=message):

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -254,11 +255,13 @@ def test_one_call_decides(name: str, backward: bool, recompute: bool) -> None:
         check_exact(net, x, safe)
 
 
+@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "recomputed"])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_what_a_checkpoint_reads_again_is_not_overwritten(reentrant: bool) -> None:
+def test_what_a_checkpoint_reads_again_is_not_overwritten(reentrant: bool, recompute: bool) -> None:
     net, x = Body(lambda m, x: first_in_checkpoint(m, x, reentrant=reentrant)), torch.randn(2, 3, 8, 8)
     for backward, keep in ((True, True), (False, True), (False, False)):
-        safe, _output = observe(net, lambda: net(x), backward=backward, keep=keep)
+        with Recomputation(net, min_bytes=0) if recompute else nullcontext():
+            safe, _output = observe(net, lambda: net(x), backward=backward, keep=keep)
         assert safe == []
 
 

@@ -15,8 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.core.patching import Swaps
 
-_KEY = "_compiled_recomputation"
-
 _MODULES: tuple[type[nn.Module], ...] = (
     *(nn.LayerNorm, nn.RMSNorm, nn.GroupNorm),
     *(nn.CELU, nn.ELU, nn.GELU, nn.LeakyReLU, nn.Mish, nn.ReLU, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Tanh),
@@ -31,7 +29,7 @@ def apply_compiled_recomputation(model: nn.Module) -> Swaps:
     Eager code runs unchanged. Parts of ``model`` may be compiled before or after. Inside a checkpointed layer all is
     marked already.
     """
-    handle = Swaps(_KEY)
+    handle = Swaps("_compiled_recomputation")
     for module in model.modules():
         is_stock = getattr(type(module), "forward", None) in _FORWARDS and "forward" not in vars(module)
         if is_stock and not getattr(module, "inplace", False):

@@ -15,11 +15,7 @@ from torch import Tensor
 from lightning_vram.core.hooks import StoredTensor
 from lightning_vram.core.random_state import Source, default_source
 from lightning_vram.core.tensors.codecs import pack_bits, unpack_bits
-from lightning_vram.core.tensors.properties import (
-    check_version,
-    stored_as,
-    version_counter,
-)
+from lightning_vram.core.tensors.properties import check_version, stored_as, version_counter
 from lightning_vram.private_names.torch import num_writes, outside_of_vmap
 
 
@@ -186,10 +182,7 @@ class MaskValue(Value):
 
 
 class CopyValue(Value):
-    """The result of ``clone``: autograd's own, if it is saved at once and nobody else has it.
-
-    A user's own may be written to by something other than an operator (NumPy, an extension): no recipe is used then.
-    """
+    """The result of ``clone``: recomputed only if it is autograd's own, to which NumPy or an extension cannot write."""
 
     __slots__ = ()
     is_copy = True
@@ -204,14 +197,20 @@ class Recipe:
     )
 
     def __init__(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, inputs: list[Value], depth: int = 1
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        inputs: list[Value],
+        position: int = 0,
+        depth: int = 1,
     ) -> None:
         self.function = function
         self.args = args
         self.kwargs = kwargs
         self.inputs = inputs
+        self.position = position  # among the cheap operators of one run
         self.depth = depth  # views cost nothing
-        self.position = 0  # among the cheap operators of one run
         self.key: int | None = None
         self.is_used = False  # to make a dropped tensor
         self.held: list[Saved | Dropped] | None = None  # inputs that would be gone before the result is saved
@@ -246,11 +245,8 @@ aten = torch.ops.aten
 def batch_norm(
     function: Any, running: tuple[torch.Size, torch.dtype, torch.device] | None, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Recompute a call of a batch norm, without updating its running statistics again.
-
-    ``running``: describes them; whether there are any, and their dtype, decides how the kernel rounds.
-    """
-    if running is not None:
+    """Recompute a call of a batch norm, without updating its running statistics, which ``running`` describes, again."""
+    if running is not None:  # whether there are any, and their dtype, decides how the kernel rounds
         shape, dtype, device = running
         args = (*args[:3], *(torch.ones(shape, dtype=dtype, device=device) for _ in range(2)), *args[5:])
     return function(*args, **kwargs)

@@ -51,12 +51,12 @@ MAX_HELD = 4  # recipes whose inputs are held at a time
 HoldInputs = Callable[[Value], list[Saved | Dropped] | None]
 
 
-class RecipeNotes(OperatorSubscriber):
-    """What the handlers record of one run. ``hold_inputs``: keeps what a growing operator read, if worth it."""
+class RecipeRecorder(OperatorSubscriber):
+    """Notes a ``Value`` for each result of a cheap operator while it is entered."""
 
     def __init__(self, dropout: Literal["mask", "replay"], hold_inputs: "weakref.WeakMethod[HoldInputs]") -> None:
         self.dropout = dropout
-        self.hold_inputs = hold_inputs
+        self.hold_inputs = hold_inputs  # keeps what a growing operator read, if that is worth it
         self.parameters_move = False  # freed between the layers' forwards: recipes then end on copies of small ones
         self.position = 0  # number of the cheap or writing operator that ran last
         self.held: deque[Recipe] = deque()  # what they read, until the result is saved
@@ -69,11 +69,27 @@ class RecipeNotes(OperatorSubscriber):
         self._learned: list[Recipe] | None = []  # all recipes of this run
         self._useless: dict[int, Any] = {}  # position -> operator
 
-    def clear(self, num_saved: int) -> bool:
-        """Forget this run, in which autograd saved ``num_saved`` tensors; return whether it was another program.
+    @override
+    def on_operator(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        handler = _choose_handler(func)
+        if (
+            handler is None
+            or self._is_paused
+            or torch.is_inference_mode_enabled()
+            or (types and not PLAIN_TYPES.issuperset(types))
+        ):
+            if handler in _WRITERS and not self._is_paused:  # in inference mode, or by wrappers of tensors
+                for target in iterate_written(func, args, kwargs):
+                    if type(target) in PLAIN_TYPES:
+                        self.before_write(target, is_counted=False)
+            return self.run(func, types, args, kwargs)
+        self.position += 1
+        if self._useless.get(self.position) is func:
+            return self.run(func, types, args, kwargs)
+        return handler(self, func, args, kwargs)
 
-        What is still saved for a backward stays watched; what was never used is not recorded from the next run on.
-        """
+    def clear(self, num_saved: int) -> bool:
+        """Forget this run, in which autograd saved ``num_saved`` tensors; return whether it was another program."""
         for records in (self.held, self._copies, self._values, self._new, self._by_address):
             records.clear()
         alive = {address: [ref for ref in refs if ref() is not None] for address, refs in self._saved.items()}
@@ -101,8 +117,7 @@ class RecipeNotes(OperatorSubscriber):
     def recipe(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, depth: int = 1) -> Recipe:
         """Make the recipe of a call."""
         inputs: list[Value] = []
-        recipe = Recipe(function, self.with_values(args, inputs), kwargs, inputs, depth)
-        recipe.position = self.position
+        recipe = Recipe(function, self.with_values(args, inputs), kwargs, inputs, self.position, depth)
         if self._learned is not None:
             self._learned.append(recipe)
         return recipe
@@ -151,7 +166,7 @@ class RecipeNotes(OperatorSubscriber):
         on_death: Callable[[Any], None] | None = None,
         kind: type[Value] = Value,
     ) -> Value:
-        """Make the value of ``tensor``, result number ``index`` of ``recipe``. ``None`` for its present version."""
+        """Make the value of ``tensor``, result number ``index`` of ``recipe``. ``version=None``: its present one."""
         value = kind(tensor, on_death)
         value.recipe = recipe
         value.index = index
@@ -168,10 +183,7 @@ class RecipeNotes(OperatorSubscriber):
         self._saved.setdefault(value.address, []).append(value.saved)
 
     def before_write(self, target: Tensor, *, is_counted: bool = True) -> None:
-        """Save what recipes end on, and forget what other tensors on the memory of ``target`` hold.
-
-        ``is_counted``: whether the version of ``target`` will count the write. If not, its value is forgotten too.
-        """
+        """Save what recipes end on; forget values on the memory of ``target``, its own unless its version counts it."""
         address = storage_address(target)
         num_known = 1  # the target itself
         with self.paused():
@@ -203,7 +215,6 @@ class RecipeNotes(OperatorSubscriber):
 
 
 aten = torch.ops.aten
-_TRAINING = 5  # position of ``training`` among the arguments of batch norms that have running statistics
 _SCALINGS = frozenset({aten.mul_.Tensor, aten.div_.Tensor, aten.mul_.Scalar, aten.div_.Scalar})
 
 
@@ -211,7 +222,7 @@ _SCALINGS = frozenset({aten.mul_.Tensor, aten.div_.Tensor, aten.mul_.Scalar, ate
 
 
 def _elementwise(
-    notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, kind: type[Value] = Value
+    notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, kind: type[Value] = Value
 ) -> Any:
     are_tensors = len(args) > 1 and isinstance(args[1], Tensor) and isinstance(args[0], Tensor)  # not ``2 ** x``
     if are_tensors and args[0].dtype is not args[1].dtype:
@@ -222,7 +233,7 @@ def _elementwise(
     return result
 
 
-def _view(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def _view(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     recipe = notes.recipe(func, args, kwargs, 0)
     results = notes.run(func, (), args, kwargs)
     is_one = isinstance(results, Tensor)
@@ -236,7 +247,7 @@ def _view(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str
     return results
 
 
-def _growing(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def _growing(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     recipe = notes.recipe(func, args, kwargs)
     result = notes.run(func, (), args, kwargs)
     if not is_strided(result) or (func is TO_COPY and not _is_believed_copy(args[0], result)):
@@ -258,12 +269,12 @@ def _growing(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[
     return result
 
 
-def _copy_of(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def _copy_of(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     is_layout = kwargs and args[0].requires_grad  # ``contiguous`` and ``reshape`` name a memory format
     return _elementwise(notes, func, args, kwargs, Value if is_layout else CopyValue)
 
 
-def _several_results(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def _several_results(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     recipe = notes.recipe(func, args, kwargs)
     results = notes.run(func, (), args, kwargs)
     if isinstance(results, Tensor):  # ``max`` has a form with one
@@ -274,16 +285,16 @@ def _several_results(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwarg
     return results
 
 
-def _norm(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def _norm(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     recipe = notes.recipe(func, args, kwargs)
     results = notes.run(func, (), args, kwargs)
     notes.note(results if isinstance(results, Tensor) else results[0], recipe)
     return results
 
 
-def _batch_norm(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def _batch_norm(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     has_statistics = func is not BATCH_NORM_WITHOUT_STATISTICS
-    in_training = not has_statistics or bool(args[_TRAINING])
+    in_training = not has_statistics or bool(args[5])  # ``training``
     statistics = [arg for arg in args[3:5] if isinstance(arg, Tensor)] if has_statistics else []
     running, others = None, args[3:]
     if statistics and in_training:  # the kernel moves the running statistics and does not tell
@@ -296,14 +307,14 @@ def _batch_norm(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: di
             others = (*(statistic.clone() for statistic in statistics), *args[5:])
     inputs: list[Value] = []
     function = aten.native_batch_norm.default if func is BATCH_NORM else func
-    recipe = Recipe(batch_norm, (function, running, *notes.with_values(args[:3], inputs), *others), kwargs, inputs)
+    filled = (function, running, *notes.with_values(args[:3], inputs), *others)
+    recipe = Recipe(batch_norm, filled, kwargs, inputs, notes.position)
     results = notes.run(func, (), args, kwargs)
-    recipe.position = notes.position
     notes.note(results[0], recipe)
     return results
 
 
-def _native_dropout(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def _native_dropout(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     source, probability, train = args[0], args[1], args[2] if len(args) > 2 else True
     if train is False:
         return _several_results(notes, func, args, kwargs)
@@ -313,13 +324,11 @@ def _native_dropout(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs
     of_mask = notes.note(mask, draw, num_writes(mask), 1, kind=MaskValue)
     of_mask.is_scaled = False  # type: ignore[attr-defined]
     notes.position += 1
-    recipe = Recipe(dropout, (of_source, of_mask, probability), None, [of_source, of_mask])
-    recipe.position = notes.position
-    notes.note(result, recipe)
+    notes.note(result, Recipe(dropout, (of_source, of_mask, probability), None, [of_source, of_mask], notes.position))
     return result, mask
 
 
-def _bernoulli(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def _bernoulli(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     mask = args[0]
     generator = kwargs.get("generator") if kwargs else None
     probability = args[1] if len(args) > 1 else (kwargs or {}).get("p", 0.5)
@@ -331,7 +340,7 @@ def _bernoulli(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dic
     return result
 
 
-def _in_place(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def _in_place(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     target = args[0]
     before = notes.find(target)
     if before is None:  # such as a counter of batches
@@ -340,9 +349,7 @@ def _in_place(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict
     recipe = None
     if (before.recipe is not None or before.find_saved() is not None or before.is_mask) and _keeps_dtype(args):
         inputs: list[Value] = []
-        filled = notes.with_values(args, inputs)
-        recipe = Recipe(functional_form(func), filled, kwargs, inputs)
-        recipe.position = notes.position
+        recipe = Recipe(functional_form(func), notes.with_values(args, inputs), kwargs, inputs, notes.position)
         recipe.strides = target.stride()
     notes.before_write(target)
     result = notes.run(func, (), args, kwargs)
@@ -357,7 +364,7 @@ def _in_place(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict
     return result
 
 
-def _writing(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def _writing(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     targets = list(iterate_written(func, args, kwargs))
     for target in targets:
         notes.before_write(target, is_counted=False)  # fused optimizers count no version either
@@ -367,7 +374,7 @@ def _writing(notes: RecipeNotes, func: Any, args: tuple[Any, ...], kwargs: dict[
     return result
 
 
-_Handler = Callable[[RecipeNotes, Any, tuple[Any, ...], dict[str, Any] | None], Any]
+_Handler = Callable[[RecipeRecorder, Any, tuple[Any, ...], dict[str, Any] | None], Any]
 _OF_FAMILY: dict[Family, _Handler] = {
     Family.ELEMENTWISE: _elementwise,
     Family.VIEW: _view,
@@ -381,29 +388,6 @@ _OF_FAMILY: dict[Family, _Handler] = {
 _WRITERS = (_in_place, _writing, _bernoulli)
 
 
-class RecipeRecorder(RecipeNotes):
-    """Notes a ``Value`` for each result of a cheap operator while it is entered."""
-
-    @override
-    def on_operator(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        handler = _choose_handler(func)
-        if (
-            handler is None
-            or self._is_paused
-            or torch.is_inference_mode_enabled()
-            or (types and not PLAIN_TYPES.issuperset(types))
-        ):
-            if handler in _WRITERS and not self._is_paused:  # in inference mode, or by wrappers of tensors
-                for target in iterate_written(func, args, kwargs):
-                    if type(target) in PLAIN_TYPES:
-                        self.before_write(target, is_counted=False)
-            return self.run(func, types, args, kwargs)
-        self.position += 1
-        if self._useless.get(self.position) is func:
-            return self.run(func, types, args, kwargs)
-        return handler(self, func, args, kwargs)
-
-
 @cache
 def _choose_handler(func: Any) -> _Handler | None:
     if func is aten.clone.default:
@@ -415,10 +399,7 @@ def _choose_handler(func: Any) -> _Handler | None:
 
 
 def _is_believed_copy(source: Tensor, copy: Tensor) -> bool:
-    """Whether a converted copy is recomputed: one that needs a gradient, on the same device.
-
-    A batch is converted and may then be changed by NumPy or an extension, past all operators.
-    """
+    """Whether a converted copy is recomputed: not that of a batch, which NumPy may change past all operators."""
     return copy.device == source.device and (source.requires_grad or type(source) in PARAMETER_CLASSES)
 
 

@@ -142,9 +142,9 @@ def test_a_forward_that_was_interrupted_is_noticed_and_changes_no_result():
     for model in (ours, plain):
         model[1](image().double().requires_grad_())
     assert_equal_training(ours, plain, image().double())
-    assert handle.end_step()
+    assert handle.pairs[0].end_step()
     loss_of(ours, image().double())
-    assert not handle.end_step()
+    assert not handle.pairs[0].end_step()
 
 
 def test_an_output_that_misses_its_activation_is_an_error_and_not_a_wrong_result():
@@ -152,8 +152,8 @@ def test_an_output_that_misses_its_activation_is_an_error_and_not_a_wrong_result
     link(chain)
     activated = chain[1](chain[0](image()))
     message = (
-        f"{chain[2]} got another tensor than the output of {chain[1]}, which has done its work: the model took another "
-        "path than in the observed step. Leave this pair out."
+        f"{chain[2]} got another tensor than the output of {chain[1]}, which has done its work. "
+        "fold_frozen_bn and abn need a model that takes the same path in every step: leave them out."
     )
     with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
         chain[2](activated * 2)
