@@ -30,10 +30,7 @@ from lightning_vram.core.tensors.properties import (
 )
 from lightning_vram.memory.storages import storage_address, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber, current_subscribers
-from lightning_vram.private_names.dispatcher import (
-    current_dispatch_modes,
-    hide_from_dynamo,
-)
+from lightning_vram.private_names.dispatcher import current_dispatch_modes, hide_from_dynamo
 from lightning_vram.private_names.torch import (
     RunBackward,
     base_of,
@@ -74,10 +71,10 @@ def is_transformed() -> bool:
 
 def is_in_selective_checkpoint() -> bool:
     """Whether results of operators are saved for, or read in, a recomputation, which must repeat the forward."""
-    observers = (*current_dispatch_modes(), *current_subscribers())
-    kinds = [kind for observer in observers for kind in type(observer).__mro__]
-    # Ours, or one of PyTorch's own.
-    return any(kind is SelectiveCheckpointMode or kind.__module__ == torch.utils.checkpoint.__name__ for kind in kinds)
+    if any(isinstance(subscriber, SelectiveCheckpointMode) for subscriber in current_subscribers()):
+        return True
+    kinds = (kind for mode in current_dispatch_modes() for kind in type(mode).__mro__)
+    return any(kind.__module__ == torch.utils.checkpoint.__name__ for kind in kinds)
 
 
 class OwnHooks(ABC):
@@ -147,9 +144,7 @@ def _disable_without_ours(message: str) -> Iterator[None]:
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
     assert _backward is not None
     with ExitStack() as stack:
-        for _, subscriber in reversed(_here.entered):
-            if subscriber is None:
-                continue
+        for subscriber in [one for _, one in reversed(_here.entered) if one is not None]:
             if not subscriber.is_innermost:
                 break
             subscriber.__exit__()
@@ -163,8 +158,7 @@ def _replace_functions(functions: tuple[Any, Any]) -> None:
         replace_run_backward(run_backward)
 
 
-_ours: tuple[Any, Any] = (_disable_without_ours, _run_backward)
-_functions = HeldSetting(lambda: (_disable, _backward), _replace_functions, _ours)
+_functions = HeldSetting(lambda: (_disable, _backward), _replace_functions, (_disable_without_ours, _run_backward))
 
 
 @contextmanager
