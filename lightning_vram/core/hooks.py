@@ -238,9 +238,8 @@ def is_exact_only() -> bool:
 class SavedTensorStage(ABC):
     """Takes over what autograd saves, and what stages inside of it keep, while it is entered.
 
-    Enter it around a forward, or a whole training step; leave it before the backward, or not. It can be entered again,
-    once at a time. Never offered to :meth:`take`: parameters, buffers of ``module``, views of either (they stay alive
-    anyway), sparse, nested and wrapped tensors.
+    Leave it before the backward, or not. It can be entered again, once at a time. Never offered to :meth:`take`:
+    parameters, buffers of ``module``, views of either, sparse, nested and wrapped tensors.
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:
@@ -264,8 +263,8 @@ class SavedTensorStage(ABC):
     def __enter__(self) -> Self:
         if self._exit is not None:
             raise RuntimeError(f"this {type(self).__name__} is already active and cannot be nested.")
-        module = self._module
-        self._buffers = {storage_address(buffer) for buffer in module.buffers()} - {0} if module is not None else set()
+        if self._module is not None:
+            self._buffers = {storage_address(buffer) for buffer in self._module.buffers()} - {0}
         self._next = innermost_stage()
         hide_warning_of_hooks()
         with ExitStack() as stack:
@@ -366,8 +365,6 @@ class _RecomputableView(NamedTuple):
 
 class RecomputableTensors:
     """The tensors of one call that the backward computes again from others that stay alive. Innermost hooks."""
-
-    __slots__ = ("_hooks", "_makes", "_pack_outside", "_unpack_outside")
 
     def __init__(self) -> None:
         self._makes: dict[int, Make] = {}  # by address of the storage

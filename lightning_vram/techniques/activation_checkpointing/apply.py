@@ -256,5 +256,4 @@ def _swap_class(handle: Swaps, module: nn.Module, recomputing: dict[_Span | None
 
 def _family(model: nn.Module, module: nn.Module) -> set[nn.Module]:
     """A module, what it holds, and what holds it."""
-    holders = (holder for holder in model.modules() if any(inner is module for inner in holder.modules()))
-    return {*module.modules(), *holders}
+    return {*module.modules(), *(holder for holder in model.modules() if module in holder.modules())}

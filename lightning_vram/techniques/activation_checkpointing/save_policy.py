@@ -70,8 +70,7 @@ def parse_save(save: object, argument: str) -> SavePolicy | None:
         return None
     if isinstance(save, SavePolicy):
         return save
-    is_names = isinstance(save, Sequence) and all(isinstance(name, str) for name in save)
-    if not is_names:
+    if not (isinstance(save, Sequence) and all(isinstance(name, str) for name in save)):
         raise TypeError(
             f"{argument} must be 'inputs', 'matmuls', 'attention', a list of operator names or a SavePolicy, "
             f"got {save!r} of type {type(save).__name__}."
@@ -89,7 +88,7 @@ def _resolve(operators: str | Sequence[str]) -> frozenset[Any]:
                 f"{operators!r} is not a family of operators. Use 'inputs' (none), 'matmuls' or 'attention', or a list "
                 "of operators, such as ['aten.mm']."
             )
-        members = [overload for name in _FAMILIES[operators] for overload in find_overloads(name)]
+        members = (overload for name in _FAMILIES[operators] for overload in find_overloads(name))
         return frozenset(filter(_gives_new_memory, members))
     if not operators:
         raise ValueError("the list of operators is empty. Use 'inputs' to save inputs only.")
