@@ -30,10 +30,7 @@ from lightning_vram.core.tensors.properties import (
 )
 from lightning_vram.memory.storages import storage_address, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber, current_subscribers
-from lightning_vram.private_names.dispatcher import (
-    current_dispatch_modes,
-    hide_from_dynamo,
-)
+from lightning_vram.private_names.dispatcher import current_dispatch_modes, hide_from_dynamo
 from lightning_vram.private_names.torch import (
     RunBackward,
     base_of,
@@ -74,10 +71,10 @@ def is_transformed() -> bool:
 
 def is_in_selective_checkpoint() -> bool:
     """Whether results of operators are saved for, or read in, a recomputation, which must repeat the forward."""
-    observers = (*current_dispatch_modes(), *current_subscribers())
-    kinds = [kind for observer in observers for kind in type(observer).__mro__]
-    # Ours, or one of PyTorch's own.
-    return any(kind is SelectiveCheckpointMode or kind.__module__ == torch.utils.checkpoint.__name__ for kind in kinds)
+    if any(isinstance(subscriber, SelectiveCheckpointMode) for subscriber in current_subscribers()):
+        return True
+    kinds = (kind for mode in current_dispatch_modes() for kind in type(mode).__mro__)
+    return any(kind.__module__ == torch.utils.checkpoint.__name__ for kind in kinds)
 
 
 class OwnHooks(ABC):
@@ -147,9 +144,7 @@ def _disable_without_ours(message: str) -> Iterator[None]:
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
     assert _backward is not None
     with ExitStack() as stack:
-        for _, subscriber in reversed(_here.entered):
-            if subscriber is None:
-                continue
+        for subscriber in [one for _, one in reversed(_here.entered) if one is not None]:
             if not subscriber.is_innermost:
                 break
             subscriber.__exit__()
@@ -163,8 +158,7 @@ def _replace_functions(functions: tuple[Any, Any]) -> None:
         replace_run_backward(run_backward)
 
 
-_ours: tuple[Any, Any] = (_disable_without_ours, _run_backward)
-_functions = HeldSetting(lambda: (_disable, _backward), _replace_functions, _ours)
+_functions = HeldSetting(lambda: (_disable, _backward), _replace_functions, (_disable_without_ours, _run_backward))
 
 
 @contextmanager
@@ -244,9 +238,8 @@ def is_exact_only() -> bool:
 class SavedTensorStage(ABC):
     """Takes over what autograd saves, and what stages inside of it keep, while it is entered.
 
-    Enter it around a forward, or a whole training step; leave it before the backward, or not. It can be entered again,
-    once at a time. Never offered to :meth:`take`: parameters, buffers of ``module``, views of either (they stay alive
-    anyway), sparse, nested and wrapped tensors.
+    Leave it before the backward, or not. It can be entered again, once at a time. Never offered to :meth:`take`:
+    parameters, buffers of ``module``, views of either, sparse, nested and wrapped tensors.
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:
@@ -270,8 +263,8 @@ class SavedTensorStage(ABC):
     def __enter__(self) -> Self:
         if self._exit is not None:
             raise RuntimeError(f"this {type(self).__name__} is already active and cannot be nested.")
-        module = self._module
-        self._buffers = {storage_address(buffer) for buffer in module.buffers()} - {0} if module is not None else set()
+        if self._module is not None:
+            self._buffers = {storage_address(buffer) for buffer in self._module.buffers()} - {0}
         self._next = innermost_stage()
         hide_warning_of_hooks()
         with ExitStack() as stack:
@@ -372,8 +365,6 @@ class _RecomputableView(NamedTuple):
 
 class RecomputableTensors:
     """The tensors of one call that the backward computes again from others that stay alive. Innermost hooks."""
-
-    __slots__ = ("_hooks", "_makes", "_pack_outside", "_unpack_outside")
 
     def __init__(self) -> None:
         self._makes: dict[int, Make] = {}  # by address of the storage

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import flop_counter
 
 from lightning_vram.private_names.dispatcher import (
     ACTIVATED_PRODUCT,
@@ -80,9 +81,8 @@ def num_alike() -> int:
 BALANCE = 160.0
 """FLOPs a GPU does in the time it moves one byte.
 
-Peak dense bf16 with fp32 accumulation over peak bandwidth, from the makers' sheets: A100 80GB 312e12 / 2.0e12 = 153,
-RTX 4090 165e12 / 1.0e12 = 164, H200 989e12 / 4.8e12 = 206, B200 2250e12 / 8e12 = 281, H100 SXM 989e12 / 3.35e12 = 295.
-Real matrix products reach about 0.6 of their peak, elementwise kernels about 0.85: so 145 to 210 for the newer ones.
+By the makers' sheets (bf16, accumulated in fp32): A100 153, RTX 4090 164, H200 206, B200 281, H100 295. Real matrix
+products reach about 0.6 of their peak, elementwise kernels about 0.85: so 145 to 210 for the newer ones.
 """
 
 
@@ -96,15 +96,13 @@ _FLAT_PRODUCTS = (  # two FLOPs per element of the result and per number in the 
     | _names("mkl", MKL_PRODUCTS)
 )
 _SPARSE_PRODUCTS = _names("aten", "sparse_sampled_addmm", SPARSE_PRODUCTS)
-_CONVOLUTIONS = (
-    _names("aten", "convolution convolution_overrideable mkldnn_convolution cudnn_convolution")
-    | _names("aten", "cudnn_convolution_transpose cudnn_convolution_relu cudnn_convolution_add_relu conv_tbc")
-    | _names("aten", "miopen_convolution miopen_convolution_transpose miopen_depthwise_convolution")
-    | _names("aten", "miopen_convolution_relu miopen_convolution_add_relu")
-    | _names("aten", "conv_depthwise3d slow_conv3d_forward thnn_conv2d")
-    | _names("aten", "slow_conv_dilated2d slow_conv_dilated3d slow_conv_transpose2d slow_conv_transpose3d")
-    | _names("aten", CONVOLUTIONS)
-    | _names("mkldnn", MKLDNN_CONVOLUTIONS)
+_CONVOLUTIONS = _names("mkldnn", MKLDNN_CONVOLUTIONS) | _names(
+    "aten",
+    "convolution convolution_overrideable mkldnn_convolution cudnn_convolution cudnn_convolution_transpose",
+    "cudnn_convolution_relu cudnn_convolution_add_relu conv_tbc miopen_convolution miopen_convolution_transpose",
+    "miopen_depthwise_convolution miopen_convolution_relu miopen_convolution_add_relu conv_depthwise3d thnn_conv2d",
+    "slow_conv3d_forward slow_conv_dilated2d slow_conv_dilated3d slow_conv_transpose2d slow_conv_transpose3d",
+    CONVOLUTIONS,
 )
 _RECURRENT = _names("aten", "miopen_rnn mkldnn_rnn_layer", RECURRENT)
 MATMULS = _FLAT_PRODUCTS | _SPARSE_PRODUCTS | _CONVOLUTIONS | _RECURRENT | _names("aten", "addbmm", OTHER_PRODUCTS)
@@ -119,7 +117,6 @@ _FREE = _names(  # they give memory or numbers about tensors, and touch none
 # They read of a large table what they give. Counted by its size, a look-up would cost more than a layer.
 _LOOKUPS = _names("aten", "embedding index index_select gather take slice_copy select_copy")
 _LEFT_MATRIX_SECOND = _names("aten", "addmm baddbmm addmv", ACTIVATED_PRODUCT)
-_SHOWN_NAMES = 5
 
 
 @dataclass(frozen=True)
@@ -143,15 +140,14 @@ def operator_work(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out
     """Estimate what one call of an operator, maybe a fake one, does; :data:`NO_WORK` for views and empty tensors."""
     name = _qualified_name(func)
     results = list(tensors_in(outputs))
-    if name in _FREE or _is_view(func):
+    has_no_effect = not results and isinstance(func, OpOverload) and not schema_of(func).is_mutable
+    if name in _FREE or has_no_effect or _is_view(func):
         return NO_WORK
-    if not results and isinstance(func, OpOverload) and not schema_of(func).is_mutable:
-        return NO_WORK
-    given = list(tensors_in((args, kwargs)))
     written_bytes = sum(map(_touched_bytes, results))
-    read_bytes = sum(
-        min(_touched_bytes(tensor), written_bytes) if name in _LOOKUPS else _touched_bytes(tensor) for tensor in given
-    )
+    read_bytes = 0
+    for tensor in tensors_in((args, kwargs)):
+        touched_bytes = _touched_bytes(tensor)
+        read_bytes += min(touched_bytes, written_bytes) if name in _LOOKUPS else touched_bytes
     num_calls = num_alike()
     flops = _count_flops(func, args, kwargs, outputs)
     return OperatorWork(flops * num_calls, (read_bytes + written_bytes) * num_calls, num_calls)
@@ -168,12 +164,19 @@ def resolve_operators(names: Sequence[str]) -> frozenset[Any]:
     """
     if isinstance(names, str):
         raise TypeError(f"operators must be a list of names, got the string {names!r}. Write [{names!r}].")
-    return frozenset(operator for name in names for operator in _resolve(name))
+    resolved: set[Any] = set()
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"operators must be names such as 'aten.mm', got {name!r} of type {type(name).__name__}.")
+        found = find_overloads(name)
+        if not found:
+            raise ValueError(f"operators={name!r} is not an operator of torch.ops. {_suggest(name)}")
+        resolved.update(found)
+    return frozenset(resolved)
 
 
-def _resolve(name: object) -> list[Any]:
-    if not isinstance(name, str):
-        raise TypeError(f"operators must be names such as 'aten.mm', got {name!r} of type {type(name).__name__}.")
+def find_overloads(name: str) -> list[Any]:
+    """Return the operators with this name that this torch has."""
     namespace, *rest = name.replace("::", ".").removeprefix("torch.ops.").split(".")
     found: Any = None
     # Two or three parts and none private to Python: anything else would be an attribute of torch.ops, no operator.
@@ -183,9 +186,7 @@ def _resolve(name: object) -> list[Any]:
             found = getattr(found, part, None)
     if isinstance(found, OpOverloadPacket):
         return [getattr(found, overload) for overload in found.overloads()]  # type: ignore[no-untyped-call]
-    if isinstance(found, OpOverload | HigherOrderOperator):
-        return [found]
-    raise ValueError(f"operators={name!r} is not an operator of torch.ops. {_suggest(name)}")
+    return [found] if isinstance(found, OpOverload | HigherOrderOperator) else []
 
 
 def _suggest(name: str) -> str:
@@ -196,7 +197,7 @@ def _suggest(name: str) -> str:
     if wanted in known and len(parts) > 1:
         overloads = ", ".join(map(repr, getattr(getattr(torch.ops, parts[0]), parts[1]).overloads()))
         return f"{wanted} has the overloads {overloads}; write {wanted!r} for all of them."
-    close = difflib.get_close_matches(wanted, known, n=_SHOWN_NAMES, cutoff=0.7)
+    close = difflib.get_close_matches(wanted, known, n=5, cutoff=0.7)
     hint = f"Close names: {', '.join(map(repr, close))}. " if close else ""
     return f"{hint}Write 'namespace.name' as under torch.ops, and import the library that defines it first."
 
@@ -206,10 +207,7 @@ def _qualified_name(func: Any) -> str:
     """``"aten::mm"``, without the overload."""
     if isinstance(func, OpOverload):
         return str(schema_of(func).name)
-    if isinstance(func, HigherOrderOperator):
-        name: Any = func.name
-        return f"higher_order::{name()}"
-    return ""
+    return f"higher_order::{func.name()}" if isinstance(func, HigherOrderOperator) else ""  # type: ignore[no-untyped-call]
 
 
 @cache
@@ -230,17 +228,12 @@ def _touched_bytes(tensor: Tensor) -> int:
         return num_bytes
 
 
-@cache
-def _flop_formulas() -> Mapping[Any, Any]:
-    try:
-        from torch.utils.flop_counter import flop_registry
-    except ImportError:  # not a documented name; without it the formulas below and the bytes remain
-        return {}
-    return flop_registry
+# Not a documented name: without it the formulas below and the bytes remain.
+_FLOP_FORMULAS: Mapping[Any, Any] = getattr(flop_counter, "flop_registry", {})
 
 
 def _count_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
-    formula = _flop_formulas().get(getattr(func, "overloadpacket", func))
+    formula = _FLOP_FORMULAS.get(getattr(func, "overloadpacket", func))
     try:
         if formula is not None:
             return int(formula(*args, **kwargs, out_val=outputs))
@@ -293,15 +286,13 @@ _VIEWS = (
 # Reductions give little and are read by what follows; the others move or repeat numbers. No factories: ``zeros`` is
 # what extensions write their results into, past all operators.
 _OTHERS = (
-    "mean sum amax amin var std linalg_vector_norm logsumexp argmax argmin any all glu "
-    "avg_pool1d avg_pool2d avg_pool3d "
-    "pixel_shuffle pixel_unshuffle channel_shuffle roll flip rot90 index_select gather tril triu "
+    "mean sum amax amin var std linalg_vector_norm logsumexp argmax argmin any all glu avg_pool1d avg_pool2d "
+    "avg_pool3d pixel_shuffle pixel_unshuffle channel_shuffle roll flip rot90 index_select gather tril triu "
     "index leaky_relu"  # of the last torch 2.11 does not say that it is pointwise
 )
 _GROWING = (
     "cat stack constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d "
-    "replication_pad2d replication_pad3d upsample_nearest1d upsample_nearest2d upsample_nearest3d "
-    "upsample_linear1d "
+    "replication_pad2d replication_pad3d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d "
     "upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d repeat im2col embedding"
 )
 _SEVERAL_RESULTS = (
@@ -311,13 +302,9 @@ _SEVERAL_RESULTS = (
 _NORMS = "native_layer_norm native_group_norm batch_norm_elemt"
 _BATCH_NORMS = "native_batch_norm cudnn_batch_norm miopen_batch_norm"
 
-# Activations whose in-place form gives the same bits: the last of a chain is made in the memory of the one before.
-_OVERWRITING_ACTIVATIONS = "relu hardtanh silu leaky_relu hardswish elu gelu mish"
-
 
 def _overloads(*names: str) -> list[Any]:
-    packets = [getattr(aten, name) for name in " ".join(names).split() if hasattr(aten, name)]
-    found = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+    found = [function for name in " ".join(names).split() for function in find_overloads(f"aten.{name}")]
     return [function for function in found if not schema_of(function).is_mutable and _returns_tensors(function)]
 
 
@@ -346,11 +333,10 @@ def family_of(function: Any) -> Family:
     known = _FAMILIES.get(function)
     if known is not None:
         return known
-    tags = function.tags
+    tags, schema = function.tags, schema_of(function)
     is_pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    is_functional = function.namespace == "aten" and not schema_of(function).is_mutable
-    returns = schema_of(function).returns
-    one_new_result = len(returns) == 1 and returns[0].alias_info is None and _returns_tensors(function)
+    is_functional = function.namespace == "aten" and not schema.is_mutable
+    one_new_result = len(schema.returns) == 1 and schema.returns[0].alias_info is None and _returns_tensors(function)
     return Family.ELEMENTWISE if is_pointwise and is_functional and one_new_result else Family.COSTLY
 
 
@@ -366,10 +352,10 @@ def shares_version(function: Any) -> bool:
 @cache
 def functional_form(function: Any) -> Any | None:
     """Return the cheap operator that returns what ``function`` writes to its first argument: ``relu`` for ``relu_``."""
-    name = schema_of(function).name.partition("::")[2]
-    packet = getattr(aten, name[:-1], None) if name.endswith("_") and function.namespace == "aten" else None
-    form = getattr(packet, overload_name(function), None) if packet is not None else None
-    if form is None or family_of(form) is not Family.ELEMENTWISE or name[:-1] in _GIVE_BOOL.split():
+    name = base_name(function)
+    is_in_place = function.namespace == "aten" and schema_of(function).name.endswith("_")
+    form = getattr(getattr(aten, name, None), overload_name(function), None) if is_in_place else None
+    if form is None or family_of(form) is not Family.ELEMENTWISE or name in _GIVE_BOOL.split():
         return None
     of_form, of_function = ([str(argument.type) for argument in schema_of(f).arguments] for f in (form, function))
     return form if of_form == of_function else None  # ``pow_.Scalar`` is not ``pow.Scalar``
@@ -380,10 +366,11 @@ def in_place_form(function: Any) -> Any | None:
     """Return the in-place operator of ``function``, an activation."""
     if function not in _ACTIVATIONS:
         return None
-    return getattr(getattr(aten, schema_of(function).name.partition("::")[2] + "_"), overload_name(function))
+    return getattr(getattr(aten, base_name(function) + "_"), overload_name(function))
 
 
-_ACTIVATIONS = frozenset(_overloads(_OVERWRITING_ACTIVATIONS))
+# The in-place form of these gives the same bits: the last of a chain is made in the memory of the one before.
+_ACTIVATIONS = frozenset(_overloads("relu hardtanh silu leaky_relu hardswish elu gelu mish"))
 
 
 @cache
@@ -420,7 +407,7 @@ _ALL_NAMES = (
     "lu_unpack maximum minimum mse_loss mvlgamma nansum polygamma prod remainder renorm scatter_reduce "
     "segment_reduce sgn sinh smooth_l1_loss tan triangular_solve xlogy"
 )
-_ALL = frozenset([*_ALL_NAMES.split(), *EXACT_ARGUMENTS.split()])
+_ALL = {*_ALL_NAMES.split(), *EXACT_ARGUMENTS.split()}
 _PREFIXES = ("linalg_", LINEAR_ALGEBRA, "special_")
 # One of them. Its other arguments are only multiplied with.
 _ONE = {"div": "other", DIVIDE_EACH: "other", "grid_sampler_2d": "grid", "grid_sampler_3d": "grid"}
@@ -434,7 +421,6 @@ _RESULTS_NAMES = (
     "scatter_reduce segment_reduce sqrt std sum tan var"
 )
 _RESULTS = frozenset([*_RESULTS_NAMES.split(), *EXACT_RESULTS.split()])
-_SMOOTH_NORM = 2
 
 
 @cache
@@ -482,8 +468,8 @@ def iterate_tensors(args: Any) -> Iterator[Tensor]:
 
 
 def _is_smooth_norm(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-    order = args[1] if len(args) > 1 else (kwargs or {}).get("ord", _SMOOTH_NORM)
-    return order is None or order == _SMOOTH_NORM
+    order = args[1] if len(args) > 1 else (kwargs or {}).get("ord")
+    return order is None or order == 2
 
 
 def _is_polynomial(args: tuple[Any, ...]) -> bool:
@@ -505,18 +491,13 @@ def is_pointwise(function: Any) -> bool:
 
 LargestIndex = Callable[[tuple[Any, ...], dict[str, Any] | None], int]
 
-# Windows of pools: an index counts the elements of one channel of the input.
 _POOLS = ("max_pool{}d_with_indices", "adaptive_max_pool{}d", "fractional_max_pool{}d")
 _ALONG_A_DIM = "max.dim min.dim sort.default sort.stable topk.default kthvalue.default median.dim nanmedian.dim "
 _ALONG_A_DIM += "mode.default cummax.default cummin.default argmax.default argmin.default argsort.stable"
 
 
-def _overload(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(aten, packet, None), overload or "default", None)
-
-
 def _of_pool(num_dims: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> int:
+    """Of windows: an index counts the elements of one channel of the input."""
     return int(prod(args[0].shape[-num_dims:])) - 1
 
 
@@ -532,8 +513,12 @@ def _of_dim(function: Any) -> LargestIndex:
 
 
 LARGEST_INDEX: dict[Any, LargestIndex] = {
-    **{_overload(name.format(dims)): partial(_of_pool, dims) for name in _POOLS for dims in (2, 3)},
-    **{_overload(name): _of_dim(_overload(name)) for name in _ALONG_A_DIM.split() if _overload(name) is not None},
+    function: partial(_of_pool, dims)
+    for name in _POOLS
+    for dims in (2, 3)
+    for function in find_overloads(f"aten.{name.format(dims)}.default")
 }
-LARGEST_INDEX.pop(None, None)  # what this torch does not have
+LARGEST_INDEX |= {
+    function: _of_dim(function) for name in _ALONG_A_DIM.split() for function in find_overloads(f"aten.{name}")
+}
 """By operator: the largest index that a call gives. Its indices are its last result."""

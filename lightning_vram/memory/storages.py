@@ -21,9 +21,6 @@ from lightning_vram.private_names.torch import (
     tree_leaves,
 )
 
-_COMPRESSED_ROWS = (torch.sparse_csr, torch.sparse_bsr)
-_COMPRESSED_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
-
 
 def iterate_storages(tensor: Tensor) -> Iterator[tuple[torch.UntypedStorage, torch.device]]:
     """Yield each storage of ``tensor`` (opaque layouts have none), and the tensor's device: a fake's is on ``meta``."""
@@ -31,8 +28,8 @@ def iterate_storages(tensor: Tensor) -> Iterator[tuple[torch.UntypedStorage, tor
         return  # no storage yet
     wrapper: Any = tensor
     if is_traceable_wrapper_subclass(wrapper):
-        names, _ = wrapper.__tensor_flatten__()
-        for part in (getattr(wrapper, name) for name in names):
+        for name in wrapper.__tensor_flatten__()[0]:
+            part = getattr(wrapper, name)
             if isinstance(part, Tensor):  # a DTensor names its device mesh as well
                 yield from iterate_storages(part)
     elif tensor.layout is torch.strided:
@@ -49,9 +46,9 @@ def iterate_storages(tensor: Tensor) -> Iterator[tuple[torch.UntypedStorage, tor
 def _sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     if tensor.layout is torch.sparse_coo:
         return sparse_indices(tensor), sparse_values(tensor)
-    if tensor.layout in _COMPRESSED_ROWS:
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in _COMPRESSED_COLUMNS:
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
     return ()
 

@@ -60,17 +60,15 @@ class BudgetOffload:
         self._trainer = trainer
         self._offload_bytes = offload_bytes
         self._forward_seconds = 0.0
-        self._offloading = ActivationOffloading(
-            trainer.lightning_module, min_offload_bytes=MIN_OFFLOAD_BYTES, most_bytes=0
-        )
+        module = trainer.lightning_module
+        self._offloading = ActivationOffloading(module, min_offload_bytes=MIN_OFFLOAD_BYTES, most_bytes=0)
         self._context = AroundStep(trainer.strategy, "training_step", Depth.OFFLOAD, lambda *_, **__: self._step())
 
     @staticmethod
     def check(trainer: pl.Trainer, offload_bytes: int | Literal["auto"]) -> None:
         """Refuse runs that cannot offload."""
         refuse_moved_parameters("ActivationCheckpointing(remedies)", trainer, "saved tensors are views of")
-        others = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
-        if "ActivationOffload" in others:
+        if any(type(other).__name__ == "ActivationOffload" for other in trainer.callbacks):  # type: ignore[attr-defined]
             raise MisconfigurationException(
                 "ActivationCheckpointing(remedies=('recompute', 'offload')) does not work with ActivationOffload. "
                 "Remove one of them."

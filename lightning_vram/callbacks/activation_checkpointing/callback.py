@@ -55,9 +55,6 @@ def check_segments(segments: object) -> None:
         )
 
 
-_CHECKS = ("outputs", "operators", "none")
-
-
 class ActivationCheckpointing(FitTechnique):
     """Save only the inputs of chosen layers, and recompute the rest in the backward.
 
@@ -128,9 +125,9 @@ class ActivationCheckpointing(FitTechnique):
         check_positive_int("ActivationCheckpointing(every_n_layers)", every_n_layers)
         check_segments(segments)
         check_bool("ActivationCheckpointing(skip_last)", skip_last)
-        if determinism_check not in _CHECKS:
+        if determinism_check not in ("outputs", "operators", "none"):
             raise ValueError(
-                f"ActivationCheckpointing(determinism_check) must be one of {', '.join(map(repr, _CHECKS))}, "
+                "ActivationCheckpointing(determinism_check) must be one of 'outputs', 'operators', 'none', "
                 f"got {determinism_check!r}."
             )
         if segments is not None and every_n_layers > 1:
@@ -183,14 +180,14 @@ class ActivationCheckpointing(FitTechnique):
             if self._offload is not None:
                 self._offload.apply(self._plan)
             self._plan = None
-        if self._is_policy_unproven and self._handle is not None and self._handle.num_saved_results() is not None:
-            self._is_policy_unproven = False
-            if self._handle.num_saved_results():
-                return
-            rank_zero_warn(
-                f"ActivationCheckpointing(save={self.save!r}) saved nothing: no layer ran one of these operators. "
-                "On a CPU, attention with dropout runs as matrix products; compiled layers hide their operators."
-            )
+        if self._is_policy_unproven and self._handle is not None:
+            num_saved = self._handle.num_saved_results()
+            self._is_policy_unproven = num_saved is None
+            if num_saved == 0:
+                rank_zero_warn(
+                    f"ActivationCheckpointing(save={self.save!r}) saved nothing: no layer ran one of these operators. "
+                    "On a CPU, attention with dropout runs as matrix products; compiled layers hide their operators."
+                )
 
     def __getstate__(self) -> dict[str, object]:
         # A copy of the callback has not changed any module.
@@ -272,13 +269,9 @@ class ActivationCheckpointing(FitTechnique):
 
     @override
     def _undo(self) -> None:
-        for undone in (self._context, self._compiled):
+        for undone in (self._context, self._compiled, self._handle, self._offload):
             if undone is not None:
                 undone.remove()
-        if self._handle is not None:
-            self._handle.remove()
-        if self._offload is not None:
-            self._offload.remove()
         self._context = self._handle = self._budgeted = self._compiled = self._batch = self._plan = self._offload = None
         self._planned_bytes = -1
 

@@ -32,8 +32,7 @@ def forget_optimizer_tensors(optimizer: Optimizer) -> None:
 
 def optimizer_tensors(optimizer: Optimizer) -> Iterable[Tensor]:
     """Return the tensors that were registered."""
-    read = _kept.get(optimizer)
-    return () if read is None else read()
+    return _kept.get(optimizer, tuple)()
 
 
 HELD = "held"
@@ -64,6 +63,10 @@ class _Entry:
     category: Category | None = None  # None until something says what it is for
     is_pinned: bool = False
     stream: int = 0
+
+    def freeze(self) -> Allocation:
+        category = self.category or Category.TEMPORARIES
+        return Allocation(self.op, self.module, self.born.phase, category, self.device, self.is_pinned, self.stream)
 
 
 class Ledger:
@@ -146,7 +149,7 @@ class Ledger:
         """Freeze what is written so far; ``None`` sums over the first device that is not the host, or the host."""
         devices = sorted({entry.device for entry in self._entries} - {HOST})
         return MemoryTimeline(
-            allocations=tuple(_freeze(entry) for entry in self._entries),
+            allocations=tuple(entry.freeze() for entry in self._entries),
             events=tuple(self.events),
             backward_starts=tuple(self.backward_starts),
             device=device or next(iter(devices), HOST),
@@ -175,18 +178,6 @@ class Ledger:
             entry.num_bytes += change_bytes
             self.live_bytes[entry.device] += change_bytes
             self.events.append(MemoryEvent(number, change_bytes, self.moment.phase))
-
-
-def _freeze(entry: _Entry) -> Allocation:
-    return Allocation(
-        op=entry.op,
-        module=entry.module,
-        phase=entry.born.phase,
-        category=entry.category or Category.TEMPORARIES,
-        device=entry.device,
-        is_pinned=entry.is_pinned,
-        stream=entry.stream,
-    )
 
 
 def label_all(ledger: Ledger, tensors: Iterable[tuple[str, Tensor | None]], category: Category) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
 from functools import cache
+from threading import get_ident
 from typing import Any, Self
 
 import torch
@@ -62,8 +63,8 @@ def results_of(func: Any) -> Results:
 class OperatorSubscriber:
     """Observes operators while it is entered. Override :meth:`before` and :meth:`after`, or :meth:`on_operator`.
 
-    Subscribers share a dispatch mode unless another one was entered between them. What a subscriber computes while it
-    handles an operator is seen by none that shares its mode.
+    Subscribers of a thread share a dispatch mode unless another one was entered between them. What a subscriber
+    computes while it handles an operator is seen by none that shares its mode.
     """
 
     takes_apart = False
@@ -80,8 +81,10 @@ class OperatorSubscriber:
             cls.on_operator = hide_from_dynamo(cls.on_operator)  # type: ignore[method-assign]
 
     def __enter__(self) -> Self:
+        if hasattr(self, "_mode"):
+            raise RuntimeError(f"this {type(self).__name__} observes operators already.")
         mode = current_dispatch_mode()
-        if not isinstance(mode, _OperatorListener) or mode.takes_apart is not self.takes_apart:
+        if not (isinstance(mode, _OperatorListener) and mode.kind == (self.takes_apart, get_ident())):
             mode = _OperatorListener(takes_apart=self.takes_apart)
             mode.__enter__()  # type: ignore[no-untyped-call]
         self._mode = mode
@@ -133,6 +136,7 @@ class _OperatorListener(UnwrappedMode):
     def __init__(self, *, takes_apart: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.takes_apart = takes_apart
+        self.kind = takes_apart, get_ident()  # autograd's threads get the caller's modes, and run side by side
         self.subscribers: list[OperatorSubscriber] = []  # innermost last
         self._first: RunOperator = run_operator
 

@@ -147,14 +147,12 @@ class MemoryTracker(OperatorSubscriber):
     @override
     def after(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
         results = results_of(func)
-        if results is Results.NEW:
-            for tensor in tensors_in(result):
-                # DTensor works shapes out on fake tensors of its own, once per operator.
-                if self._is_fake or not isinstance(tensor, FakeTensor):
-                    self.ledger.add(tensor, str(func))
-        elif results is Results.CHANGED:
-            for tensor in tensors_in(result):
+        for tensor in tensors_in(result) if results in (Results.NEW, Results.CHANGED) else ():
+            if results is Results.CHANGED:
                 self.ledger.update(tensor)
+            # DTensor works shapes out on fake tensors of its own, once per operator.
+            elif self._is_fake or not isinstance(tensor, FakeTensor):
+                self.ledger.add(tensor, str(func))
 
     def _observe(self) -> None:
         """Find out which phase the next operator belongs to, and what a change of phase tells."""
@@ -190,8 +188,8 @@ class MemoryTracker(OperatorSubscriber):
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 owner = owners.get(id(parameter), "")
                 label_all(self.ledger, [(owner, parameter.grad)], Category.GRADIENTS)
-                state = optimizer.state.get(parameter, {})
-                label_all(self.ledger, ((owner, leaf) for leaf in tensors_in(state)), Category.OPTIMIZER_STATE)
+                state = tensors_in(optimizer.state.get(parameter, {}))
+                label_all(self.ledger, ((owner, leaf) for leaf in state), Category.OPTIMIZER_STATE)
             label_all(self.ledger, (("", tensor) for tensor in optimizer_tensors(optimizer)), Category.OPTIMIZER_STATE)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

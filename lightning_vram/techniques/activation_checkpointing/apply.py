@@ -211,12 +211,10 @@ def _run_spans(body: nn.Sequential, state: _State, /, input: Any) -> Any:
     return value
 
 
-def _iterate_runs(
-    body: nn.Sequential, spans: Sequence[tuple[int, int]]
-) -> list[tuple[list[nn.Module], tuple[int, int] | None]]:
+def _iterate_runs(body: nn.Sequential, spans: Sequence[_Span]) -> list[tuple[list[nn.Module], _Span | None]]:
     """All children in order, in runs that are a span and runs between spans."""
     children = list(body)
-    runs: list[tuple[list[nn.Module], tuple[int, int] | None]] = []
+    runs: list[tuple[list[nn.Module], _Span | None]] = []
     done = 0
     for span in spans:
         runs += [(children[done : span[0]], None), (children[slice(*span)], span)]
@@ -237,8 +235,7 @@ def _is_compilable(module: nn.Module) -> bool:
     (measured: gradients off by 1.1e-3 at a scale of 0.07 after one step). Code that the compiler was told to leave
     alone runs in eager mode without what the eager path does for it.
     """
-    members = list(module.modules())
-    is_left_alone = any(is_left_to_python(type(member).forward) for member in members)
+    is_left_alone = any(is_left_to_python(type(member).forward) for member in module.modules())
     return not is_left_alone and next(iterate_floating_buffers(module), None) is None
 
 
@@ -259,5 +256,4 @@ def _swap_class(handle: Swaps, module: nn.Module, recomputing: dict[_Span | None
 
 def _family(model: nn.Module, module: nn.Module) -> set[nn.Module]:
     """A module, what it holds, and what holds it."""
-    holders = (holder for holder in model.modules() if any(inner is module for inner in holder.modules()))
-    return {*module.modules(), *holders}
+    return {*module.modules(), *(holder for holder in model.modules() if module in holder.modules())}

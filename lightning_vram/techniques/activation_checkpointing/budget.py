@@ -22,7 +22,6 @@ from lightning_vram.techniques.activation_checkpointing.budget_observer import S
 from lightning_vram.techniques.activation_checkpointing.budget_plan import (
     NOTHING,
     CheckpointPlan,
-    Decision,
     Decisions,
     StepProfile,
     predict_peak,
@@ -108,7 +107,9 @@ class BudgetedCheckpointing:
         for layer in self._handle.selection.layers:
             full = self._full(layer)
             guard = partial(self._guard, layer.name, full) if is_guarded and layer.name in decisions else None
-            self._handle.change(layer, _decide(full, decisions.get(layer.name, NOTHING)), guard)
+            decision = decisions.get(layer.name, NOTHING)
+            decided = replace(full, save=SavePolicy("matmuls", numbers=decision)) if decision else full
+            self._handle.change(layer, None if decision is None else decided, guard)
 
     def _guard(
         self, name: str, full: Recomputing, decided: Recomputing | None, arguments: Arguments
@@ -125,12 +126,6 @@ class BudgetedCheckpointing:
 
     def _full(self, layer: Layer) -> Recomputing:
         return Recomputing(layer.title, None, self._check)
-
-
-def _decide(full: Recomputing, decision: Decision) -> Recomputing | None:
-    if decision is None:
-        return None
-    return replace(full, save=SavePolicy("matmuls", numbers=decision)) if decision else full
 
 
 def share_largest(make_plan: Callable[[], CheckpointPlan | None]) -> CheckpointPlan | None:

@@ -115,12 +115,8 @@ def covers(one: Shapes, other: Shapes) -> bool:
     )
 
 
-class StepObserver:
-    """Observes a real step (or one on fake tensors) in which every layer is checkpointed: what each saves and costs.
-
-    Hooks see what autograd saves inside a layer, a dispatch mode the operators; storages are told apart by weak
-    references, as addresses are used again.
-    """
+class StepObserver(OperatorSubscriber):
+    """Observes a real step (or one on fake tensors) in which every layer is checkpointed: what each saves and costs."""
 
     def __init__(self, model: nn.Module, inputs: Any = None, min_offload_bytes: int = 0) -> None:
         self._min_offload_bytes = min_offload_bytes
@@ -139,8 +135,8 @@ class StepObserver:
     @contextmanager
     def observing(self) -> Iterator[None]:
         """Run one training step inside."""
-        mode, hooks = _Operators(self), SaveWatch(self._on_save).hooks()
-        with hooks, stepping_aside(hooks, mode), mode:
+        hooks = SaveWatch(self._on_save).hooks()
+        with hooks, stepping_aside(hooks, self), self:
             yield
         self._held.clear()
 
@@ -212,13 +208,13 @@ class StepObserver:
         num_bytes = length * tensor.dtype.itemsize
         return num_bytes >= self._min_offload_bytes or 2 * num_bytes >= tensor.untyped_storage().nbytes()
 
-    def on_operator(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> None:
-        """Note one operator of the forward."""
+    @override
+    def after(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
         place = self._call.position if self._call is not None and self._is_inside else None
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         birth = (place, len(self._rounds))
         storages = dict(entry for tensor in tensors for entry in self._storages.number(tensor, birth))
-        cost = operator_work(func, args, kwargs, output).cost
+        cost = operator_work(func, args, kwargs or {}, result).cost
         if place is None or self._call is None:
             self._rounds[-1].other_cost += cost
             return
@@ -255,12 +251,3 @@ class _StorageNumbers:
                 self._numbers.note_storage(storage, number)
             found.append((number, int(storage.nbytes())))
         return found
-
-
-class _Operators(OperatorSubscriber):
-    def __init__(self, observer: StepObserver) -> None:
-        self._observer = observer
-
-    @override
-    def after(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
-        self._observer.on_operator(func, args, kwargs or {}, result)

@@ -3,7 +3,6 @@
 Each training step at the start of a run tries one share. May import: activation_checkpointing, core, memory.
 """
 
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_vram.core.ranks import gather_objects
-from lightning_vram.memory.storages import iterate_storages, iterate_tensors
+from lightning_vram.memory.storages import ByStorage, iterate_storages, iterate_tensors
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.private_names.dispatcher import LEAST_SHARE, activation_share
 from lightning_vram.private_names.torch import storage_key
@@ -88,7 +87,7 @@ class SavedBytesCounter:
 
     def __init__(self, others: Iterable[Tensor]) -> None:
         self._others = {storage_key(storage) for tensor in others for storage, _ in iterate_storages(tensor)}
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._alive: ByStorage[int] = ByStorage(self._free)  # their bytes
         self._num_bytes = 0
         self.peak_bytes = 0
 
@@ -100,18 +99,14 @@ class SavedBytesCounter:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         for storage, _ in iterate_storages(tensor):
-            key, num_bytes = storage_key(storage), storage.nbytes()
-            if key in self._others or key in self._alive:
-                continue
-
-            def forget(_: object, key: int = key, num_bytes: int = num_bytes) -> None:
-                del self._alive[key]
-                self._num_bytes -= num_bytes
-
-            self._alive[key] = weakref.ref(storage, forget)
-            self._num_bytes += num_bytes
+            if storage_key(storage) not in self._others and self._alive.find_storage(storage) is None:
+                self._alive.note_storage(storage, storage.nbytes())
+                self._num_bytes += storage.nbytes()
         self.peak_bytes = max(self.peak_bytes, self._num_bytes)
         return tensor
+
+    def _free(self, num_bytes: int) -> None:
+        self._num_bytes -= num_bytes
 
 
 class CompiledBudget:

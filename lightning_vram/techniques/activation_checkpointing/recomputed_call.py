@@ -45,7 +45,6 @@ from lightning_vram.techniques.activation_checkpointing.selective import SavedOu
 
 _UNSET = ("empty", "new_empty", "resize", "set_")  # operators that leave whatever was in the memory
 
-
 _Record = tuple[Any, tuple[str, ...], Tensor | None]
 """Of an operator: itself, the shapes that it returned, and a sample of its values."""
 
@@ -86,10 +85,8 @@ class OperatorTrace(OperatorSubscriber):
         return output
 
     def _is_unset_or_moving(self, func: Any, args: tuple[Any, ...]) -> bool:
-        if any(part in str(func) for part in _UNSET):
-            return True
-        first = args[0] if args else None
-        return isinstance(first, Tensor) and storage_address(first) in self._buffers
+        is_moving = bool(args) and isinstance(args[0], Tensor) and storage_address(args[0]) in self._buffers
+        return is_moving or any(part in str(func) for part in _UNSET)
 
     def _compare(self, record: _Record, number: int) -> None:
         assert self._expected is not None
@@ -115,11 +112,8 @@ def _is_passed_over(func: Any, types: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _describe(output: Any) -> tuple[str, ...]:
-    return tuple(
-        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-        for leaf in tree_leaves(output)
-        if isinstance(leaf, Tensor)
-    )
+    leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+    return tuple(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in leaves)
 
 
 Counts = Counter[tuple[SavePolicy | None, bool]]
@@ -159,16 +153,11 @@ class LayerRuns:
         counts[kind] += 1
         self._name = recomputing.name
         self._watch = recomputing.watch
-        self._samples: SavedSamples | None = None
-        if check == "outputs" and is_due(counts[kind]):
-            self._samples = SavedSamples(buffer for module in modules for buffer in module.buffers())
-        self._trace: OperatorTrace | None = None
-        if check == "operators":
-            self._trace = OperatorTrace(buffer for module in modules for buffer in module.buffers())
+        buffers = (buffer for module in modules for buffer in module.buffers())
+        self._samples = SavedSamples(buffers) if check == "outputs" and is_due(counts[kind]) else None
+        self._trace = OperatorTrace(buffers) if check == "operators" else None
         self._places: list[ref[Placeholder]] = []
-        self._outputs: SavedOutputs | None = None
-        if recomputing.save is not None:
-            self._outputs = SavedOutputs(recomputing.save, self._places)
+        self._outputs = SavedOutputs(recomputing.save, self._places) if recomputing.save is not None else None
         self._compares_kinds = check != "none"
 
     def saves(self, run_again: Callable[[RecomputationHooks], None]) -> RecomputedSaves:

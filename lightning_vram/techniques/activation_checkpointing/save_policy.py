@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from lightning_vram.argument_checks import check_positive_int
-from lightning_vram.core.operators import ATTENTION, MATMULS, resolve_operators
-from lightning_vram.private_names.dispatcher import DispatchKey, OpOverload, OpOverloadPacket, schema_of
+from lightning_vram.core.operators import ATTENTION, MATMULS, find_overloads, resolve_operators
+from lightning_vram.private_names.dispatcher import DispatchKey, OpOverload, schema_of
 
 _FAMILIES = {"matmuls": MATMULS | ATTENTION, "attention": ATTENTION}
 INPUTS = "inputs"
@@ -72,8 +70,7 @@ def parse_save(save: object, argument: str) -> SavePolicy | None:
         return None
     if isinstance(save, SavePolicy):
         return save
-    is_names = isinstance(save, Sequence) and all(isinstance(name, str) for name in save)
-    if not is_names:
+    if not (isinstance(save, Sequence) and all(isinstance(name, str) for name in save)):
         raise TypeError(
             f"{argument} must be 'inputs', 'matmuls', 'attention', a list of operator names or a SavePolicy, "
             f"got {save!r} of type {type(save).__name__}."
@@ -91,7 +88,7 @@ def _resolve(operators: str | Sequence[str]) -> frozenset[Any]:
                 f"{operators!r} is not a family of operators. Use 'inputs' (none), 'matmuls' or 'attention', or a list "
                 "of operators, such as ['aten.mm']."
             )
-        members = [overload for name in _FAMILIES[operators] for overload in _find_overloads(name)]
+        members = (overload for name in _FAMILIES[operators] for overload in find_overloads(name))
         return frozenset(filter(_gives_new_memory, members))
     if not operators:
         raise ValueError("the list of operators is empty. Use 'inputs' to save inputs only.")
@@ -118,15 +115,6 @@ def _check_names(operators: object) -> None:
         raise ValueError(f"{families[0]!r} is a family of operators: pass it without a list.")
 
 
-def _find_overloads(name: str) -> list[Any]:
-    """Operators of a family that this torch has."""
-    namespace, _, short = name.partition("::")
-    found = getattr(getattr(torch.ops, namespace), short, None)
-    if isinstance(found, OpOverloadPacket):
-        return [getattr(found, overload) for overload in found.overloads()]  # type: ignore[no-untyped-call]
-    return [found] if found is not None else []
-
-
 def _gives_new_memory(operator: Any) -> bool:
     if not isinstance(operator, OpOverload):
         return True
@@ -138,8 +126,7 @@ def _is_composed(operator: Any) -> bool:
     """Whether autograd takes it apart before anybody sees it."""
     if not isinstance(operator, OpOverload):
         return False
-    keys = DispatchKey
-    has_kernel = operator.has_kernel_for_dispatch_key
+    keys, has_kernel = DispatchKey, operator.has_kernel_for_dispatch_key
     try:
         is_own = has_kernel(keys.CPU) or has_kernel(keys.CUDA) or has_kernel(keys.CompositeExplicitAutograd)
         return bool(has_kernel(keys.CompositeImplicitAutograd)) and not is_own

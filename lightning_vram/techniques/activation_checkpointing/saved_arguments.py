@@ -38,8 +38,7 @@ class SavedArguments:
         self._values = [
             _keep(leaf, overwrites_inputs) if isinstance(leaf, Tensor) else objects.copy(leaf) for leaf in self._leaves
         ]
-        self._inner = [*objects.tensors.values()]  # tensors in objects
-        self._inner_versions = self._read_inner()
+        self._inner = [(one, version_of(one)) for one in objects.tensors.values()]  # tensors in objects
         self._versions = [version_of(leaf) if isinstance(leaf, Tensor) else 0 for leaf in self._leaves]
         # What the caller has put on each tensor, as ``tensor.name = ...`` does.
         self._attributes = [dict(vars(leaf)) if type(leaf) in PLAIN_TYPES else {} for leaf in self._leaves]
@@ -63,7 +62,7 @@ class SavedArguments:
 
     def overwrites_inside(self) -> bool:
         """Whether a tensor in an object was written to since."""
-        return self._read_inner() != self._inner_versions
+        return any(version_of(one) != version for one, version in self._inner)
 
     def settle(self) -> None:
         """Call after the layer's forward: keeps what the second run needs, under the hooks that are set."""
@@ -74,22 +73,22 @@ class SavedArguments:
 
     def give(self, *, is_overwritten: bool | None) -> Arguments:
         """Return what the second run gets; copies where it overwrites them, since a retained graph needs them again."""
-        for one, now, then in zip(self._inner, self._read_inner(), self._inner_versions, strict=True):
-            if now != then:
+        for one, version in self._inner:
+            if version_of(one) != version:
                 raise _overwritten(one.shape)
         objects = _Copies()
-        leaves = [
-            _give(value, is_overwritten) if isinstance(value, _Input | _FirstInput) else objects.copy(value)
-            for value in self._values
-        ]
+        leaves = []
+        for value in self._values:
+            if isinstance(value, _Input | _FirstInput):
+                tensor = value.read()
+                leaves.append(tensor.clone() if is_overwritten else tensor)
+            else:
+                leaves.append(objects.copy(value))
         for leaf, attributes in zip(leaves, self._attributes, strict=True):
             if attributes and not vars(leaf):  # a new object: a copy, or what saved-tensor hooks gave back
                 vars(leaf).update(attributes)
         arguments: Arguments = self._rebuild(leaves)
         return arguments
-
-    def _read_inner(self) -> list[int]:
-        return [version_of(one) for one in self._inner]
 
 
 def _keep(leaf: Tensor, overwrites_inputs: bool | None) -> Any:  # noqa: FBT001
@@ -98,11 +97,6 @@ def _keep(leaf: Tensor, overwrites_inputs: bool | None) -> Any:  # noqa: FBT001
     if overwrites_inputs is None:
         return _FirstInput(leaf)
     return _Input(save(writable_copy(leaf) if overwrites_inputs else leaf))
-
-
-def _give(value: Any, is_overwritten: bool | None) -> Tensor:  # noqa: FBT001
-    tensor: Tensor = value.read()
-    return tensor.clone() if is_overwritten else tensor
 
 
 class _Input:
@@ -115,11 +109,7 @@ class _Input:
 
 
 class _FirstInput:
-    """A tensor in a layer's first call, which may overwrite it: an in-place activation comes first in some layers.
-
-    Neither the tensor nor a copy alone will do: the tensor may be gone after the call, and copies of all inputs of all
-    layers may not fit. So both are kept while the layer runs, and the one that is needed from then on.
-    """
+    """A tensor in a layer's first call, which may overwrite it: it and a copy are kept until that is known."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor: Tensor | None = tensor

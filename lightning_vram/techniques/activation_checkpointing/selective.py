@@ -137,23 +137,23 @@ class _Recording(_Mode):
     @override
     def on_operator(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if func in self._operators and current_graph_task_id() == self._backward:
-            return self._keep(func, args, kwargs or {})
-        output = self.run(func, (), args, kwargs)
+            return self._keep(func, types, args, kwargs or {})
+        output = self.run(func, types, args, kwargs)
         if self._kept.by_address:
             self._follow(func, args, kwargs, output)
         return output
 
-    def _keep(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _keep(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kept = self._kept
         number = len(kept.results)
         leaves = flatten_arguments((args, kwargs))[0]
         result = SavedResult(func, sign(leaves), len(kept.saves))
         kept.results.append(result)
         if not kept.choice.keeps(number):
-            return self.run(func, (), args, kwargs)
+            return self.run(func, types, args, kwargs)
         sources = find_sources(func, args, kwargs)
         before = [read() for read, _ in sources]
-        output = self.run(func, (), args, kwargs)
+        output = self.run(func, types, args, kwargs)
         after = [read() for read, _ in sources]
         result.keep(
             output,
@@ -191,7 +191,7 @@ class _Replaying(_Mode):
                 if not retains_graph():
                     result.forget()
                 return output[0]
-        return self.run(func, (), args, kwargs)
+        return self.run(func, types, args, kwargs)
 
     def _next(self, func: Any, leaves: list[Any]) -> SavedResult | None:
         if not self._kept.is_complete:

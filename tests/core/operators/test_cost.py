@@ -137,19 +137,11 @@ def test_a_formula_that_fails_leaves_the_memory_traffic(monkeypatch: pytest.Monk
 
 
 def test_without_torchs_formulas_products_are_counted_by_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    operators._flop_formulas.cache_clear()
-    monkeypatch.delattr(flop_counter, "flop_registry")
-    try:
-        assert run(aten.mm.default, meta(4096, 2048), meta(2048, 4096)) == 2 * 4096 * 2048 * 4096
-        assert (
-            run(
-                aten.convolution.default,
-                *(meta(8, 256, 32, 32), meta(512, 256, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
-            )
-            == 2 * 8 * 512 * 32 * 32 * 256 * 9
-        )
-    finally:
-        operators._flop_formulas.cache_clear()
+    monkeypatch.setattr(operators, "_FLOP_FORMULAS", {})
+
+    assert run(aten.mm.default, meta(4096, 2048), meta(2048, 4096)) == 2 * 4096 * 2048 * 4096
+    convolution = (meta(8, 256, 32, 32), meta(512, 256, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    assert run(aten.convolution.default, *convolution) == 2 * 8 * 512 * 32 * 32 * 256 * 9
 
 
 def test_a_recurrent_kernel_costs_every_weight_for_every_row() -> None:

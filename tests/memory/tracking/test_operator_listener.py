@@ -1,3 +1,5 @@
+import threading
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -66,6 +68,36 @@ def test_a_mode_in_between_stays_in_its_place():
         assert current_subscribers() == [outer, inner]
         torch.ones(2)
     assert outer.log == inner.log == ["before ones", "after ones"]
+
+
+def test_what_is_entered_in_a_thread_of_autograd_does_not_see_other_threads():
+    """Those of devices run at the same time and get the modes of the caller, as model parallelism has them."""
+    outer, inner = Names(), Names()
+
+    def run(mode):
+        with mode, inner:
+            torch.ones(2)
+            other = threading.Thread(target=lambda: with_mode(mode))
+            other.start()
+            other.join()
+
+    def with_mode(mode):
+        with mode:
+            torch.zeros(2)
+
+    with outer:
+        thread = threading.Thread(target=run, args=_get_current_dispatch_mode_stack())
+        thread.start()
+        thread.join()
+    assert inner.log == ["before ones", "after ones"]
+    assert outer.log == ["before ones", "after ones", "before zeros", "after zeros"]
+
+
+def test_a_subscriber_is_entered_once_at_a_time():
+    names = Names()
+    with names, pytest.raises(RuntimeError, match=r"^this Names observes operators already\.$"), names:
+        pass
+    assert _get_current_dispatch_mode_stack() == []
 
 
 def test_a_paused_subscriber_lets_operators_pass_that_others_see():
