@@ -158,7 +158,8 @@ def _replace_functions(functions: tuple[Any, Any]) -> None:
         replace_run_backward(run_backward)
 
 
-_functions = HeldSetting(lambda: (_disable, _backward), _replace_functions, (_disable_without_ours, _run_backward))
+_ours: tuple[Any, Any] = (_disable_without_ours, _run_backward)
+_functions = HeldSetting(lambda: (_disable, _backward), _replace_functions, _ours)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ A fact belongs to the memory of a tensor, for any view of it, and holds as long 
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -161,27 +161,3 @@ class ByStorage(Generic[Value]):
                 self._on_death(noted[1])
 
         return bury
-
-
-class StorageMemo(Generic[Value]):
-    """Finds what was made of a storage, as long as the storage is alive and unwritten, and the result is alive, too."""
-
-    def __init__(self) -> None:
-        self._made: ByStorage[dict[Hashable, weakref.ref[Value]]] = ByStorage()
-
-    def find(self, tensor: Tensor, key: Hashable = None) -> Value | None:
-        """Return what was made of the storage of ``tensor`` in its present version, under ``key``."""
-        made = self._made.find(tensor)
-        reference = made.get((version_of(tensor), key)) if made is not None else None
-        return reference() if reference is not None else None
-
-    def note(self, tensor: Tensor, made: Value, key: Hashable = None) -> None:
-        """Remember ``made`` for the storage of ``tensor``, its present version and ``key``, without keeping either."""
-        of_storage = self._made.find(tensor)
-        if of_storage is None:
-            self._made.note(tensor, of_storage := {})
-        of_storage[version_of(tensor), key] = weakref.ref(made)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._made.clear()

@@ -73,7 +73,7 @@ class OperatorSubscriber:
 
     run: RunOperator  # runs an operator: the next subscriber outside of this one, or PyTorch
     _is_paused = False
-    _mode: "_OperatorListener"
+    _listener: "_OperatorListener"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -81,20 +81,20 @@ class OperatorSubscriber:
             cls.on_operator = hide_from_dynamo(cls.on_operator)  # type: ignore[method-assign]
 
     def __enter__(self) -> Self:
-        if hasattr(self, "_mode"):
+        if hasattr(self, "_listener"):
             raise RuntimeError(f"this {type(self).__name__} observes operators already.")
         mode = current_dispatch_mode()
         if not (isinstance(mode, _OperatorListener) and mode.kind == (self.takes_apart, get_ident())):
             mode = _OperatorListener(takes_apart=self.takes_apart)
             mode.__enter__()  # type: ignore[no-untyped-call]
-        self._mode = mode
+        self._listener = mode
         mode.change([*mode.subscribers, self])
         return self
 
     def __exit__(self, *error: object) -> None:
-        mode = self._mode
+        mode = self._listener
         mode.change([other for other in mode.subscribers if other is not self])
-        del self._mode, self.run  # so that nothing here holds those outside
+        del self._listener, self.run  # so that nothing here holds those outside
         if not mode.subscribers:
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 

@@ -76,7 +76,7 @@ def parse_save(save: object, argument: str) -> SavePolicy | None:
             f"got {save!r} of type {type(save).__name__}."
         )
     try:
-        return SavePolicy(save)  # type: ignore[arg-type]
+        return SavePolicy(save)
     except ValueError as error:
         raise ValueError(f"{argument}: {error}") from None
 

@@ -27,7 +27,7 @@ from lightning_vram.core.hooks import SavedTensorStage, StoredTensor, innermost_
 from lightning_vram.core.host.memory import hidden_from_modes
 from lightning_vram.core.tensors.properties import alias
 from lightning_vram.memory.device.accelerators import is_capturing
-from lightning_vram.memory.storages import ByStorage, StorageMemo, iterate_storages, iterate_tensors, storage_address
+from lightning_vram.memory.storages import ByStorage, iterate_storages, iterate_tensors, storage_address, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
 from lightning_vram.memory.units import parse_bytes
 from lightning_vram.private_names.dispatcher import FakeTensor, neg_view
@@ -161,7 +161,7 @@ class ActivationOffloading(SavedTensorStage):
         self.most_bytes = None if most_bytes is None else parse_bytes(most_bytes, "most_bytes")
         self._compress = compress
         self._lock = threading.RLock()  # autograd has a thread for each device
-        self._memo: StorageMemo[OffloadedItem] = StorageMemo()
+        self._items: ByStorage[dict[Hashable, weakref.ref[OffloadedItem]]] = ByStorage()  # by version and part
         self._in_place: ByStorage[bool] = ByStorage()
         self._lasting: set[int] = set()  # addresses of the storages of parameters and buffers
         self._may_be_host = True  # whether the host is the device
@@ -202,7 +202,7 @@ class ActivationOffloading(SavedTensorStage):
     def close(self) -> None:
         """Give host memory and file back. What is still away in host memory can be brought back, from disk not."""
         with self._lock:
-            self._memo.clear()
+            self._items.clear()
             self._places.close()
 
     @override
@@ -283,14 +283,18 @@ class ActivationOffloading(SavedTensorStage):
             if item is None:
                 item = self._make_item(tensor, start, length, packed)
                 if item is not None:
-                    self._memo.note(tensor, item, key)
+                    known = self._items.find(tensor)
+                    if known is None:
+                        self._items.note(tensor, known := {})
+                    known[version_of(tensor), key] = weakref.ref(item)
                 return item, int(tensor.storage_offset()) - start
         # What is kept is no snapshot. Autograd's own users ask for none, a stage inside may: it keeps what it has.
         may_share = item.host_copy is not None or innermost_stage() is self
         return (item if may_share else None), int(tensor.storage_offset()) - start
 
     def _find_known(self, tensor: Tensor, key: Hashable, start: int) -> OffloadedItem | None:
-        item = self._memo.find(tensor, key)
+        reference = (self._items.find(tensor) or {}).get((version_of(tensor), key))
+        item = reference() if reference is not None else None
         return item if item is not None and item.still_holds(tensor, start) else None
 
     def _make_item(self, tensor: Tensor, start: int, length: int, packed: torch.dtype | None) -> OffloadedItem | None:
