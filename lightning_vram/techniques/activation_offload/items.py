@@ -215,9 +215,9 @@ class OffloadedItem:
         for number in range(self.number - 1, max(-1, self.number - 1 - _LOOK_AHEAD), -1):
             reference = items.get(number)
             earlier = reference() if reference is not None else None
-            if earlier is None or earlier.is_here or earlier._given_in == backward:
+            if earlier is None or earlier.is_here:
                 continue
-            if earlier.num_bytes > room:
+            if earlier._given_in == backward or earlier.num_bytes > room:
                 return
             try:
                 earlier.fetch()
