@@ -59,12 +59,12 @@ def test_the_table_merges_equal_neighbours() -> None:
     table = table_for(blocks(5), [frozenset(), frozenset(), frozenset({0, 1}), None, None])
 
     assert table.splitlines() == [
-        "layers                             saved for backward    each layer  recomputed",
-        "-------------------------------------------------------------------------------",
-        "net.blocks.0 ... net.blocks.1 (2)  inputs only                           100.0%",
-        "net.blocks.2                       outputs of addmm, mm    5.00 MiB       12.5%",
-        "net.blocks.3 ... net.blocks.4 (2)  all activations        10.00 MiB     nothing",
-        "-------------------------------------------------------------------------------",
+        "layers                  saved for backward    each layer  recomputed",
+        "--------------------------------------------------------------------",
+        "net.blocks.0 ... 1 (2)  inputs only                           100.0%",
+        "net.blocks.2            outputs of addmm, mm    5.00 MiB       12.5%",
+        "net.blocks.3 ... 4 (2)  all activations        10.00 MiB     nothing",
+        "--------------------------------------------------------------------",
         "budget          40.00 MiB",
         "predicted peak  38.00 MiB (95.0% of the budget)",
         "baseline peak   60.00 MiB",
@@ -77,6 +77,22 @@ def test_the_table_counts_operators_of_one_name_in_all_calls() -> None:
     calls = (call(cost=20.0, operators=(PRODUCT, PRODUCT, OUTPUT)), call(cost=20.0, operators=(PRODUCT,)))
 
     assert "  outputs of addmm, 3 x mm  " in table_for(StepProfile(calls, 0), [frozenset({0, 1, 2})])
+
+
+def test_the_table_is_at_most_eighty_columns_wide() -> None:
+    operators = tuple(
+        OperatorProfile(f"some_library.an_operator_with_a_long_name_{i}", 1000 * 2**30, is_saved=True, cost=1.0)
+        for i in range(3)
+    )
+    names = [f"model.language_model.encoder.layers_of_the_network.{i}.attention.inner" for i in range(4)]
+    calls = tuple(CallProfile(name, 0, 5000 * 2**30, 5.0, operators) for name in names)
+
+    lines = table_for(StepProfile(calls, 0), [frozenset({0, 1, 2}), frozenset({0, 1, 2}), frozenset({1}), None])
+
+    assert max(map(len, lines.splitlines())) <= 80
+    assert lines.splitlines()[2].startswith("..")
+    assert "(2)" in lines.splitlines()[2]
+    assert "  3 intermediate outputs  " in lines.splitlines()[2]
 
 
 def test_the_table_says_what_is_offloaded() -> None:
