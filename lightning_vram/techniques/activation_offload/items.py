@@ -217,13 +217,15 @@ class OffloadedItem:
             earlier = reference() if reference is not None else None
             if earlier is None or earlier.is_here:
                 continue
-            if earlier._given_in == backward or earlier.num_bytes > room:
+            if earlier.num_bytes > room:
                 return
+            room -= earlier.num_bytes
+            if earlier._given_in == backward:  # and may be in use
+                continue
             try:
                 earlier.fetch()
             except (torch.OutOfMemoryError, OffloadError):  # whoever needs it now may still have it
                 return
-            room -= earlier.num_bytes
 
     def _release_memory(self, window_bytes: int) -> None:
         """Pass over what was saved after this and nobody asked for, if it fills the window.
