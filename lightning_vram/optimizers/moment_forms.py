@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any, Literal
 
 import torch
@@ -21,7 +20,6 @@ from typing_extensions import override
 from lightning_vram.core.tensors.codecs import (
     Bits,
     LowBitTensor,
-    draw_of,
     empty_low_bit,
     low_bit_over,
     record_bytes,
@@ -43,6 +41,7 @@ from lightning_vram.private_names.dispatcher import FakeTensor
 from lightning_vram.private_names.fsdp2 import place_of_own_shard
 
 HostState = Literal["fp32", "bf16", "8bit", "4bit"]
+Seed = tuple[int, int]  # of stochastic rounding: the number of a step, and of a parameter
 LEAST_NUMBERS = 4096  # smallest parameter with quantized moments, as in torchao and bitsandbytes
 DIVISORS = ("exp_avg_sq", "max_exp_avg_sq", "exp_inf")  # the step divides by these
 MOMENTS = ("exp_avg", *DIVISORS, "momentum_buffer")
@@ -94,10 +93,10 @@ class StateForm(ABC):
         """Return a flat view of a part of a moment; it begins at a block."""
 
     @abstractmethod
-    def round(self, key: str, fp32: Tensor, start: int, seed: str, stored: Tensor | None) -> Tensor:
+    def round(self, key: str, fp32: Tensor, start: int, seed: Seed, stored: Tensor | None) -> Tensor:
         """Round a flat float32 part [n] of a moment, from place ``start`` on, into ``stored``; may overwrite it.
 
-        ``seed`` differs for each moment, parameter and step. Without ``stored``: return a value for ``copy_``.
+        Without ``stored``: return a value for ``copy_``.
         """
 
     @abstractmethod
@@ -133,8 +132,8 @@ class BF16Form(StateForm):
         return flat_as_stored(stored)[start:stop]
 
     @override
-    def round(self, key: str, fp32: Tensor, start: int, seed: str, stored: Tensor | None) -> Tensor:
-        return rounded_by_place(fp32, start, _short(seed), stored)
+    def round(self, key: str, fp32: Tensor, start: int, seed: Seed, stored: Tensor | None) -> Tensor:
+        return rounded_by_place(fp32, start, seed_of(seed, key), stored)
 
     @override
     def num_bytes(self, count: int) -> int:
@@ -181,7 +180,7 @@ class LowBitForm(StateForm):
         return stored.cut(start, stop)
 
     @override
-    def round(self, key: str, fp32: Tensor, start: int, seed: str, stored: Tensor | None) -> Tensor:
+    def round(self, key: str, fp32: Tensor, start: int, seed: Seed, stored: Tensor | None) -> Tensor:
         return fp32 if stored is None else stored.copy_(fp32)
 
     @override
@@ -205,22 +204,22 @@ def upcast_state(state: State, take: Callable[[int], Tensor] | None = None) -> S
     }
 
 
-def round_state(form: StateForm, state: State, start: int, seed: str, stored: State) -> State:
+def round_state(form: StateForm, state: State, start: int, seed: Seed, stored: State) -> State:
     """Return the flat state of a part of a parameter after a step, its moments rounded into those of ``stored``."""
     rounded = dict(state)
     for key in (key for key in MOMENTS if key in state):
         into = stored.get(key)
-        rounded[key] = form.round(key, state[key], start, f"{seed} {key}", into if is_low_precision(into) else None)
+        rounded[key] = form.round(key, state[key], start, seed, into if is_low_precision(into) else None)
     return rounded
 
 
-def draw_of_moment(key: str, start: int, seed: str) -> int:
-    """Return the random draw by which a bf16 moment is rounded at place ``start``."""
-    return draw_of(start, _short(f"{seed} {key}"))
-
-
-def _short(seed: str) -> int:
-    return int.from_bytes(blake2b(seed.encode(), digest_size=2).digest(), "little")
+def seed_of(seed: Seed, key: str) -> int:
+    """Return 16 bits that differ for each step, parameter and moment: the hash "lowbias32" of C. Wellons."""
+    number, parameter = seed
+    bits = (number * 0x9E3779B1 + parameter * 0x85EBCA77 + MOMENTS.index(key) * 0xC2B2AE3D) & 0xFFFFFFFF
+    bits = ((bits ^ bits >> 16) * 0x7FEB352D) & 0xFFFFFFFF
+    bits = ((bits ^ bits >> 15) * 0x846CA68B) & 0xFFFFFFFF
+    return (bits ^ bits >> 16) & 0xFFFF
 
 
 def upcast_moment(value: Tensor, take: Callable[[int], Tensor] | None = None) -> Tensor:
@@ -239,8 +238,8 @@ def first_place(parameter: nn.Parameter) -> int:
     return int(_first_places[parameter])
 
 
-def make_seeds(members: Sequence[Member], states: Sequence[State]) -> list[str]:
-    """Return seeds for a step of members, from their numbers and step counts."""
+def make_seeds(members: Sequence[Member], states: Sequence[State]) -> list[Seed]:
+    """Return seeds for a step of members, from their step counts and numbers."""
     steps = [state.get("step", 0) for state in states]
     there = [place for place, step in enumerate(steps) if isinstance(step, Tensor) and step.device.type != "cpu"]
     if there and not any(isinstance(steps[place], FakeTensor) for place in there):  # one transfer from the device
@@ -248,7 +247,7 @@ def make_seeds(members: Sequence[Member], states: Sequence[State]) -> list[str]:
         for place, step in zip(there, read, strict=True):
             steps[place] = step
     counts = (0 if isinstance(step, FakeTensor) else int(step) for step in steps)
-    return [f"{count} {number}" for count, number in zip(counts, (member.number for member in members), strict=True)]
+    return list(zip(counts, (member.number for member in members), strict=True))
 
 
 def find_unsupported(

@@ -75,7 +75,7 @@ def test_an_average_over_a_thousand_steps_is_where_it_should_be_and_follows(name
         square = (torch.randn(average.shape, generator=generator) * sigma * decade).square()
         true.lerp_(sigma.square() * decade**2, 0.001)
         kept = form.empty("exp_avg_sq", average)
-        kept.copy_(form.round("exp_avg_sq", average.lerp(square, 0.001), 0, str(step), None))
+        kept.copy_(form.round("exp_avg_sq", average.lerp(square, 0.001), 0, (step, 0), None))
         average = kept.float() if name == "bf16" else kept + 0
         if step in (600, 1200):
             roots = (average / true).sqrt().log().abs()

@@ -16,19 +16,20 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.core.gradients import apply_clip_factor
 from lightning_vram.core.host.memory import PART_ELEMENTS, Part, SplitWeights, cut_parts
-from lightning_vram.core.tensors.codecs import BLOCK_SIZE, LowBitTensor
+from lightning_vram.core.tensors.codecs import BLOCK_SIZE, LowBitTensor, draw_of
 from lightning_vram.core.tensors.native_codecs import LANES, AdamWStep, native_codecs
 from lightning_vram.core.tensors.properties import flat_as_stored, state_stored_like, stored_like
 from lightning_vram.optimizers.moment_forms import (
     MOMENTS,
+    Seed,
     StateForm,
     UpdateCheck,
-    draw_of_moment,
     first_place,
     is_elementwise,
     is_low_precision,
     make_seeds,
     round_state,
+    seed_of,
     upcast_moment,
     upcast_state,
 )
@@ -152,7 +153,7 @@ class LowPrecisionStates:
         """Whether lost updates are counted in this step."""
         return self._check is not None and self._check.is_counting
 
-    def rounded(self, state: State, start: int, seed: str, stored: State) -> State:
+    def rounded(self, state: State, start: int, seed: Seed, stored: State) -> State:
         """Round the state of a part of a parameter, and count lost updates of existing moments."""
         if self._check is None or not self._check.is_counting:
             return round_state(self.form, state, start, seed, stored)
@@ -314,7 +315,7 @@ class _Stepping:
         self.part_elements = PART_ELEMENTS if member.shard.device.type == "cpu" else _ON_DEVICE
         parts = list(cut_parts(0, numel, self.part_elements)) if split is None else split.parts[place]
         self.parts = parts[:1] if isinstance(member.shard, FakeTensor) else parts  # of an estimate: no part needs more
-        self.seed = ""  # of stochastic rounding
+        self.seed: Seed = 0, 0  # of stochastic rounding
         self.step: AdamWStep | None = None  # if compiled code can do it
         self.fresh: State = {}  # new states, to be published after all parts
 
@@ -396,7 +397,7 @@ class _Part:
         if whole.step is None or not self.size or is_counting:
             return False
         place = whole.place_of(part)
-        draws = draw_of_moment("exp_avg", place, whole.seed), draw_of_moment("exp_avg_sq", place, whole.seed)
+        draws = tuple(draw_of(place, seed_of(whole.seed, key)) for key in ("exp_avg", "exp_avg_sq"))
         if split is None:
             gradient = cut_gradient(whole.member, part)
             is_done = step_stored(whole.step, whole.read(self._part), gradient, self._before, draws)
