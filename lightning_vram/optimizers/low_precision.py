@@ -20,8 +20,16 @@ from typing_extensions import override
 
 from lightning_vram.core.tensors.codecs import Bits, CodeMap, MappedTensor, empty_mapped
 from lightning_vram.core.tensors.properties import is_shard
-from lightning_vram.optimizers.moment_forms import DIVISORS, LowBitForm, StateForm, UpdateCheck, find_unsupported
-from lightning_vram.optimizers.on_host import LowPrecisionStates, step_in_parts, upcast_when_stepped
+from lightning_vram.optimizers.moment_forms import (
+    DIVISORS,
+    LowBitForm,
+    LowPrecisionStates,
+    StateForm,
+    UpdateCheck,
+    find_unsupported,
+    upcast_when_stepped,
+)
+from lightning_vram.optimizers.step_loop import step_in_parts
 from lightning_vram.optimizers.step_round import (
     Member,
     State,

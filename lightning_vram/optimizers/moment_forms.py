@@ -8,12 +8,15 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adafactor, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, Optimizer, RAdam
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
@@ -25,20 +28,23 @@ from lightning_vram.core.tensors.codecs import (
     record_bytes,
     rounded_by_place,
 )
-from lightning_vram.core.tensors.properties import dense_stride, flat_as_stored, is_dense
+from lightning_vram.core.tensors.properties import dense_stride, flat_as_stored, is_dense, state_stored_like
 from lightning_vram.optimizers.step_round import (
     STEPPABLE,
     Member,
     State,
+    as_sharded,
+    check_state,
     is_lion,
     iterate_parameters,
+    local_parts,
     make_twin,
     steps_like,
     unhooked_step,
     why_not_steppable,
 )
 from lightning_vram.private_names.dispatcher import FakeTensor
-from lightning_vram.private_names.fsdp2 import place_of_own_shard
+from lightning_vram.private_names.fsdp2 import local_shard, place_of_own_shard
 
 HostState = Literal["fp32", "bf16", "8bit", "4bit"]
 Seed = tuple[int, int]  # of stochastic rounding: the number of a step, and of a parameter
@@ -47,6 +53,7 @@ DIVISORS = ("exp_avg_sq", "max_exp_avg_sq", "exp_inf")  # the step divides by th
 MOMENTS = ("exp_avg", *DIVISORS, "momentum_buffer")
 KINDS: tuple[type[Optimizer], ...] = (Adam, AdamW, Adamax, NAdam, RAdam)  # their step count seeds random rounding
 _first_places = WeakTensorKeyDictionary()
+_to_upcast: "WeakKeyDictionary[Optimizer, RemovableHandle]" = WeakKeyDictionary()
 
 
 class StateForm(ABC):
@@ -290,6 +297,92 @@ def describe_unsupported(name: str, unheld: Container[object], module: nn.Module
 
 def _describe(parameter: nn.Parameter) -> str:
     return str(parameter.dtype) if parameter.dtype != torch.float32 else f"strides {parameter.stride()}"
+
+
+class LowPrecisionStates:
+    """Moments of one optimizer in a form, for the parameters that ``takes`` returns true for, now or later."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        takes: Callable[[nn.Parameter], bool],
+        form: StateForm,
+        check: "UpdateCheck | None" = None,
+    ) -> None:
+        self.form, self._check = form, check
+        self._optimizer = optimizer
+        self.has = takes  # whether the moments of a parameter have the form
+        self._loading: dict[nn.Parameter, State] = {}
+        handle = _to_upcast.pop(optimizer, None)
+        if handle is not None:  # of an earlier run
+            handle.remove()
+
+    @property
+    def is_counting(self) -> bool:
+        """Whether lost updates are counted in this step."""
+        return self._check is not None and self._check.is_counting
+
+    def rounded(self, form: StateForm, state: State, start: int, seed: Seed, stored: State) -> State:
+        """Round the state of a part of a parameter, and count lost updates of existing moments."""
+        if self._check is None or not self._check.is_counting:
+            return round_state(form, state, start, seed, stored)
+        keys = [key for key in MOMENTS if is_low_precision(stored.get(key))]
+        before, stepped = [upcast_moment(stored[key]) for key in keys], [state[key].clone() for key in keys]
+        rounded = round_state(form, state, start, seed, stored)
+        for key, old, new in zip(keys, before, stepped, strict=True):
+            self._check.count(old, new, rounded[key])
+        return rounded
+
+    def take_in(self, optimizer: Optimizer) -> None:
+        """Convert the moments that the optimizer has or has loaded, one by one."""
+        loading, self._loading = self._loading, {}
+        for parameter, moments in loading.items():
+            optimizer.state[parameter].update(moments)
+        for parameter in filter(self.has, iterate_parameters(optimizer)):
+            state = optimizer.state.get(parameter, {})
+            self._convert(parameter, state, local_parts(parameter, state))
+
+    def adopt(self, members: Sequence[Member]) -> None:
+        """Convert moments that user code wrote to the states of members."""
+        for member in members:
+            if self.has(member.parameter):
+                self._convert(member.parameter, member.state, member.local_state)
+
+    def _convert(self, parameter: nn.Parameter, state: State, local_state: State) -> None:
+        shard = local_shard(parameter)
+        for key in MOMENTS:
+            value = local_state.get(key)
+            if value is not None:
+                check_state(self._optimizer, parameter, key, value)
+                local_state[key] = self.form.convert(key, value, shard)
+                if local_state[key] is not value:
+                    state[key] = as_sharded(local_state[key], parameter, shard.shape)
+
+    def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Hold back moments while loading: ``torch.optim`` would upcast all of them at once."""
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        # load_state_dict compares the numbers
+        parameters = dict(zip(saved, iterate_parameters(optimizer), strict=False))
+        states = dict(state_dict["state"])
+        for key, state in states.items():
+            parameter = parameters.get(key)
+            if parameter is not None and self.has(parameter) and isinstance(state, Mapping):
+                self._loading[parameter] = {name: state[name] for name in MOMENTS if name in state}
+                states[key] = {name: value for name, value in state.items() if name not in MOMENTS}
+        return {**state_dict, "state": states}
+
+
+def upcast_when_stepped(optimizer: Optimizer) -> None:
+    """Upcast moments at the next step of the optimizer itself: there may be no memory for them before."""
+
+    def upcast_states(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        _to_upcast.pop(optimizer).remove()
+        for parameter, state in optimizer.state.items():
+            is_rounded = any(is_low_precision(local_shard(state.get(key))) for key in MOMENTS)
+            if parameter.dtype == torch.float32 and is_rounded:
+                state.update(state_stored_like(upcast_state(state), local_shard(parameter)))
+
+    _to_upcast[optimizer] = optimizer.register_step_pre_hook(upcast_states)
 
 
 _WHOLE: dict[type[Optimizer], str] = {

@@ -24,11 +24,9 @@ from lightning_vram.optimizers.moment_forms import (
     StateForm,
     StateLayout,
     find_layout,
-    first_place,
     make_seeds,
-    round_state,
-    upcast_state,
 )
+from lightning_vram.optimizers.step_loop import Part, scale_members, step_parts
 from lightning_vram.optimizers.step_round import (
     Member,
     State,
@@ -36,7 +34,6 @@ from lightning_vram.optimizers.step_round import (
     as_sharded,
     check_state,
     local_parts,
-    make_proxy,
     publish_state,
 )
 from lightning_vram.private_names.dispatcher import without_dispatch
@@ -450,30 +447,21 @@ class StreamedStates:
         shown = self._shown[self._index[member.parameter]].items()
         return not _has_begun(member.state) or all(member.state.get(key) is value for key, value in shown)
 
-    def run(
-        self, step_round: StepRound, members: Sequence[Member], cut_gradient: Callable[[Member, slice], Tensor]
-    ) -> None:
-        """Step ``members`` with unscaled gradients, of which ``cut_gradient`` returns flat parts."""
+    def run(self, step_round: StepRound, members: Sequence[Member]) -> None:
+        """Step ``members``."""
+        scale_members(step_round, members)
         by_index = {self._index[member.parameter]: member for member in members}
 
         def step(pieces: Sequence[Piece]) -> None:
-            groups, proxies = [], []
-            for piece in pieces:
-                member, part = by_index[piece.index], slice(piece.start, piece.stop)
-                groups.append(member.group)
-                proxies.append(make_proxy(member.shard.view(-1)[part], cut_gradient(member, part)))
-            if self._form is None:
-                step_round.step_proxies(groups, proxies, [piece.states for piece in pieces])
-                return
-            seeds = make_seeds([by_index[piece.index] for piece in pieces], [piece.states for piece in pieces])
-            forms = [self._forms[piece.index] for piece in pieces]
-            pairs = zip(forms, pieces, strict=True)
-            states = [piece.states if form is None else upcast_state(piece.states) for form, piece in pairs]
-            step_round.step_proxies(groups, proxies, states)
-            for form, piece, state, seed in zip(forms, pieces, states, seeds, strict=True):
-                if form is not None:
-                    first = first_place(by_index[piece.index].parameter) + piece.start
-                    piece.states.update(round_state(form, state, first, seed, piece.states))
+            members = [by_index[piece.index] for piece in pieces]
+            seeds = make_seeds(members, [piece.states for piece in pieces])
+            parts = [
+                Part(member, slice(piece.start, piece.stop), piece.states, self._forms[piece.index], seed)
+                for piece, member, seed in zip(pieces, members, seeds, strict=True)
+            ]
+            step_parts(step_round, parts)
+            for piece, part in zip(pieces, parts, strict=True):
+                piece.states.update(part.state)
 
         self._disk.release()  # pages that a checkpoint has read
         known = {

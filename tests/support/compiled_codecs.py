@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from lightning_vram.core.tensors import native_codecs
-from lightning_vram.core.tensors.native_codecs import NativeCodecs
+from lightning_vram.core.tensors.native_codecs import COLUMNS, NativeCodecs
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 
@@ -30,18 +30,20 @@ def coded_in_c() -> Generator[list[int], None, None]:
     """
     stepped: list[int] = []
 
-    def noting(step):
-        def note(codecs, adamw_step, tensors, *options, **others):
-            stepped.append(tensors[0].numel())
-            return step(codecs, adamw_step, tensors, *options, **others)
+    def step_adamw(codecs, steps, items, bits):
+        stepped.extend(items[4::COLUMNS])
+        return one_call(codecs, steps, items, bits)
 
-        return note
+    def step_split(codecs, step, tensors, *options, **others):
+        stepped.append(tensors[0].numel())
+        return split_call(codecs, step, tensors, *options, **others)
 
+    one_call, split_call = NativeCodecs.step_adamw, NativeCodecs.step_split
     codecs = compiled()
     with (
         patch.object(native_codecs._supply, "ask", lambda count: codecs),
         patch.object(native_codecs, "LEAST", 1),
-        patch.object(NativeCodecs, "step_adamw", noting(NativeCodecs.step_adamw)),
-        patch.object(NativeCodecs, "step_split", noting(NativeCodecs.step_split)),
+        patch.object(NativeCodecs, "step_adamw", step_adamw),
+        patch.object(NativeCodecs, "step_split", step_split),
     ):
         yield stepped

@@ -264,7 +264,7 @@ class LowBitTensor(Tensor):
         if isinstance(numbers, LowBitTensor) and numbers.kind == self.kind:
             self.records.copy_(numbers.records)
             return
-        size = (self.records.shape[1] - _SCALE_BYTES) * 8 // self.bits
+        size = self.block_size
         flat = flat_as_stored(stored_like(decoded(numbers).detach().to(self.device, torch.float32), self))
         native = native_codecs(flat, self.records)
         if native is not None:
@@ -283,13 +283,18 @@ class LowBitTensor(Tensor):
         self.records[:, -_SCALE_BYTES:].copy_(scales.view(torch.uint8))
 
     @property
+    def block_size(self) -> int:
+        """Numbers in a block: 128, or fewer in a tensor of fewer."""
+        return (self.records.shape[1] - _SCALE_BYTES) * 8 // self.bits
+
+    @property
     def kind(self) -> tuple[Any, ...]:
         """Equal for tensors whose memory has the same format."""
         return self.bits, self.is_positive, self.records.shape, self.stride()
 
     def cut(self, start: int, stop: int) -> "LowBitTensor":
         """Return some of the numbers, flat, over the same memory; they begin with a block, and end with one or all."""
-        size = (self.records.shape[1] - _SCALE_BYTES) * 8 // self.bits
+        size = self.block_size
         return self.each(lambda records: records[start // size : -(-stop // size)], torch.Size([stop - start]), (1,))
 
     def each(

@@ -11,9 +11,11 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from array import array
 from collections.abc import Sequence
 from ctypes import c_float, c_int, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from pathlib import Path
 
 import torch
@@ -25,11 +27,13 @@ from lightning_vram.private_names.dispatcher import FakeTensor, without_dispatch
 PATIENCE = 2**29  # numbers that operators code before anything is compiled: it takes them about as long
 LANES = 16  # of the widest vectors; torch's kernel rounds a remainder differently
 LEAST = 2**12  # fewer numbers at once are left to operators
+COLUMNS = 8  # of an item of a step
+_PORTION = 16384  # PORTION in the source
 _SOURCE = Path(__file__).with_suffix(".c")
 _OPTIONS = (("-march=native", "-fopenmp"), ("-march=native",))  # the first that works
 _SIGNATURES = {
     "round_by_place": (c_void_p, c_void_p, c_int64, c_uint32, c_int),
-    "step_adamw": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int),
+    "step_adamw": (c_void_p, c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int),
     "step_split": (
         *(c_void_p, c_void_p, c_void_p, c_int, c_float, c_void_p, c_void_p, c_int64, c_int, c_void_p, c_void_p),
         *(c_void_p, c_void_p, c_int64, c_void_p, c_int),
@@ -82,17 +86,19 @@ class NativeCodecs:
         size, places = (records.shape[1] - 4) * 8 // bits, (numbers.data_ptr(), records.data_ptr())
         self._library.encode_low_bit(*places, numbers.numel(), bits, is_positive, size, torch.get_num_threads())
 
-    def step_adamw(
-        self, step: AdamWStep, tensors: Sequence[Tensor], bits: int, draws: tuple[int, int] = (0, 0)
-    ) -> None:
-        """Step flat float32 weights, with moments of ``bits``: float32, bf16 (rounded by ``draws``), or records.
+    def step_adamw(self, steps: Sequence[AdamWStep], items: "array[int]", bits: int) -> None:
+        """Step flat float32 weights, all in one call, with moments of ``bits``: float32, bf16, or records.
 
-        ``tensors``: weights, gradient, average and average of squares, of a multiple of :data:`LANES` numbers.
+        ``items``: :data:`COLUMNS` integers for each parameter or part of one: addresses of weights, gradient and both
+        moments, how many numbers they have, which of ``steps`` it is, and, for stochastic rounding, the number of the
+        parameter and the place of the first weight in it.
         """
-        settings, both = (c_float * 7)(*step.numbers()), (c_uint32 * 2)(*draws)
-        places = (tensor.data_ptr() for tensor in tensors)
-        rest = tensors[0].numel(), bits, settings, both, torch.get_num_threads()
-        self._library.step_adamw(*places, *rest)
+        counts, num_items = items[4::COLUMNS], len(items) // COLUMNS
+        ends = array("q", accumulate(-(-count // _PORTION) for count in counts))
+        settings = (c_float * (7 * len(steps)))(*chain.from_iterable(step.numbers() for step in steps))
+        numbers = (c_int64 * len(steps))(*(step.number - 1 for step in steps))  # as before the step
+        places = items.buffer_info()[0], ends.buffer_info()[0]
+        self._library.step_adamw(*places, num_items, bits, settings, numbers, torch.get_num_threads())
 
     def step_split(
         self,
@@ -107,8 +113,8 @@ class NativeCodecs:
         """Step flat weights that are split into bf16 weights and a 16-bit remainder; return the new ``odd``.
 
         ``tensors``: the bf16 weights, the remainder (int16), gradient in float32, or in bf16 to be scaled by
-        ``factor``, and moments as in :meth:`step_adamw`. ``odd``: places (int32) of weights that the remainder does not
-        distinguish, and their upper halves (int16).
+        ``factor``, and moments in so many ``bits``, rounded by ``draws``. ``odd``: places (int32) of weights that the
+        remainder does not distinguish, and their upper halves (int16).
         """
         upper, lower, gradient, average, square = tensors
         settings, both = (c_float * 7)(*step.numbers()), (c_uint32 * 2)(*draws)
@@ -134,7 +140,7 @@ class NativeCodecs:
             theirs = [numbers[0], numbers[1] * spread, numbers[2] * spread, spread.square()]
             ours = [tensor.clone() for tensor in theirs]
             split = [upper, lower, *(tensor.clone() for tensor in theirs[1:])]
-            self.step_adamw(step, ours, 32)
+            self.step_adamw([step], array("q", [*(one.data_ptr() for one in ours), count, 0, 0, 0]), 32)
             places, halves = self.step_split(step, split, 32)
             weights, gradients, averages, squares = ([tensor] for tensor in theirs)
             counts = [torch.tensor(step.number - 1.0, dtype=torch.float32, device="cpu")]
@@ -178,9 +184,15 @@ _supply = _Supply()
 def native_codecs(numbers: Tensor, *others: Tensor) -> NativeCodecs | None:
     """Return codecs that can be used on these tensors; ``None`` if there are none."""
     count = numbers.numel()
-    if count < LEAST or any(map(_is_beyond, (numbers, *others))):
+    if count < LEAST or not is_codable(numbers, *others):
         return None
     return _supply.ask(count * len(others))
+
+
+def native_step(count: int) -> NativeCodecs | None:
+    """Return codecs that step AdamW as torch does, for so many numbers; ``None`` if there are none."""
+    native = _supply.ask(count)
+    return native if native is not None and native.has_step else None
 
 
 def compile_codecs() -> NativeCodecs | None:
@@ -212,6 +224,9 @@ def _compile(compiler: str, options: tuple[str, ...], path: Path) -> ctypes.CDLL
     return ctypes.CDLL(str(library))
 
 
-def _is_beyond(tensor: Tensor) -> bool:
-    is_real = type(tensor) is Tensor and not isinstance(tensor, FakeTensor)
-    return not (is_real and tensor.device.type == "cpu" and tensor.is_contiguous())
+def is_codable(*tensors: Tensor) -> bool:
+    """Whether these are ordinary tensors, on the host and contiguous."""
+    return all(
+        type(one) is Tensor and not isinstance(one, FakeTensor) and one.device.type == "cpu" and one.is_contiguous()
+        for one in tensors
+    )

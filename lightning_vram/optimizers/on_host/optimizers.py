@@ -20,16 +20,17 @@ from lightning_vram.core.patching import MethodPatch
 from lightning_vram.core.tensors.properties import state_stored_like
 from lightning_vram.memory.host import cores_of_rank
 from lightning_vram.memory.tracking.ledger import forget_optimizer_tensors, register_optimizer_tensors
-from lightning_vram.optimizers.moment_forms import StateForm, find_unsupported
-from lightning_vram.optimizers.on_disk import StreamedStates
-from lightning_vram.optimizers.on_host.split_steps import (
+from lightning_vram.optimizers.moment_forms import (
     LowPrecisionStates,
-    cut_gradient,
+    StateForm,
+    find_unsupported,
+    upcast_when_stepped,
+)
+from lightning_vram.optimizers.on_disk import StreamedStates
+from lightning_vram.optimizers.step_loop import (
     scale_gradients,
-    scale_members,
     step_flat_shards,
     step_in_parts,
-    upcast_when_stepped,
 )
 from lightning_vram.optimizers.step_round import (
     Member,
@@ -88,8 +89,7 @@ class StoredStates:
             step_round, self._low_precision, flat_shards, members, is_whole=self._streamed is not None
         )
         if self._streamed is not None:
-            scale_members(step_round, members)
-            self._streamed.run(step_round, members, cut_gradient)
+            self._streamed.run(step_round, members)
         elif self._low_precision is not None:
             step_in_parts(step_round, self._low_precision, members)
         elif members:

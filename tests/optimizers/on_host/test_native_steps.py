@@ -1,5 +1,6 @@
 """Steps of AdamW on moments as they are kept: the bits of those that widen them, and who does not get them."""
 
+from array import array
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,8 @@ from torch.optim import Adam, AdamW, NAdam
 from lightning_vram.core.host.memory import SplitWeights
 from lightning_vram.core.tensors.codecs import LowBitTensor
 from lightning_vram.core.tensors.native_codecs import AdamWStep
-from lightning_vram.optimizers.moment_forms import FORMS
-from lightning_vram.optimizers.on_host import LowPrecisionStates, step_in_parts
-from lightning_vram.optimizers.on_host.split_steps import step_split
+from lightning_vram.optimizers.moment_forms import FORMS, LowPrecisionStates
+from lightning_vram.optimizers.step_loop import step_in_parts
 from lightning_vram.optimizers.step_round import StepRound
 
 pytestmark = needs_compiler
@@ -74,12 +74,13 @@ def test_split_weights_step_as_joined_ones_do(bits):
     state = {"exp_avg": torch.zeros(count), "exp_avg_sq": torch.ones(count)}
     step, split = AdamWStep(3, 1e-2, (0.9, 0.99), 1e-8, 0.0), SplitWeights([count], pin_memory=False)
     split.write_all(numbers)
+    upper, lower, odd = split.pieces((0, count))
     moments = {key: value.clone() for key, value in state.items()}
-    with coded_in_c() as stepped:
-        assert step_split(step, split, (0, count), (gradient, 0.5), moments, (0, 0))
-    assert stepped == [count]
+    tensors = upper, lower, gradient, *moments.values()
+    split.note_odd((0, count), *compiled().step_split(step, tensors, 32, factor=0.5, odd=odd))
     joined = numbers.clone()
-    compiled().step_adamw(step, (joined, gradient.float() * 0.5, *state.values()), 32)
+    tensors = joined, gradient.float() * 0.5, *state.values()
+    compiled().step_adamw([step], array("q", [*(one.data_ptr() for one in tensors), count, 0, 0, 0]), 32)
     expected = SplitWeights([count], pin_memory=False)
     expected.write_all(joined)
     for key in state:

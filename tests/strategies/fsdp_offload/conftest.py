@@ -1,13 +1,14 @@
 import pytest
 
 from lightning_vram.core.host import memory
-from lightning_vram.optimizers.on_host import averages, split_steps
+from lightning_vram.optimizers import step_loop
+from lightning_vram.optimizers.on_host import averages
 
 
 @pytest.fixture
 def _small_parts(monkeypatch):
     """Weights in several parts, and parts of several weights."""
-    for module in (averages, memory, split_steps):
+    for module in (averages, memory, step_loop):
         monkeypatch.setattr(module, "PART_ELEMENTS", 512)
 
 

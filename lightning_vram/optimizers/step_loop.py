@@ -1,0 +1,403 @@
+"""The step of stored weights and moments, some at a time: decode, step, encode.
+
+The first of these that can does it: compiled code for AdamW on the host, which steps what is stored, in one call for
+many parameters; the optimizer's own step, as torch has it, on float32 copies.
+"""
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW
+
+from lightning_vram.core.gradients import apply_clip_factor
+from lightning_vram.core.host.memory import PART_ELEMENTS, SplitWeights, cut_parts
+from lightning_vram.core.tensors.codecs import BLOCK_SIZE, LowBitTensor, draw_of
+from lightning_vram.core.tensors.native_codecs import LANES, AdamWStep, NativeCodecs, is_codable, native_step
+from lightning_vram.core.tensors.properties import flat_as_stored, stored_like
+from lightning_vram.optimizers.moment_forms import (
+    MOMENTS,
+    LowPrecisionStates,
+    Seed,
+    StateForm,
+    first_place,
+    is_elementwise,
+    make_seeds,
+    round_state,
+    seed_of,
+    upcast_state,
+)
+from lightning_vram.optimizers.step_round import Member, State, StepRound, make_proxy, publish_state, steps_like
+from lightning_vram.private_names.dispatcher import FakeTensor
+from lightning_vram.private_names.fsdp2 import local_shard, own_shard_of
+from lightning_vram.techniques.sharding import (
+    FlatShard,
+    fp32_part,
+    low_precision_of,
+    low_precision_part,
+    scale_low_precision,
+    upcast,
+)
+
+_ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
+_OTHERS = ("amsgrad", "maximize", "differentiable")  # settings that compiled code does not know
+_ON_DEVICE = 2**22  # weights in a part on the device: few kernels, 64 MiB
+Take = Callable[[int], Tensor]  # returns float32 memory for a count of numbers
+
+
+@dataclass(slots=True)
+class Part:
+    """Some weights of a parameter in a step, flat."""
+
+    member: Member
+    range: slice  # in the flat shard
+    stored: State  # as stored: flat tensors, and copies of values per parameter; empty before the first step
+    form: StateForm | None  # of stored moments
+    seed: Seed = (0, 0)
+    split: SplitWeights | None = None  # which has the weights
+    split_range: tuple[int, int] = (0, 0)
+    state: State = field(default_factory=dict)  # after the step, as it is to be stored
+
+    @property
+    def size(self) -> int:
+        """The number of weights."""
+        return int(self.range.stop - self.range.start)
+
+    @property
+    def place(self) -> int:
+        """The place of the first weight in the unsharded parameter."""
+        return first_place(self.member.parameter) + int(self.range.start)
+
+    def read(self) -> Tensor:
+        """Return float32 weights, to be changed in place and given to :meth:`write`; the end may be padding."""
+        if self.split is not None:
+            return self.split.read(self.split_range)
+        return flat_as_stored(self.member.shard)[self.range]
+
+    def write(self, weights: Tensor) -> None:
+        """Store stepped weights."""
+        if self.split is not None:
+            self.split.write(self.split_range, weights)
+
+    def gradient(self) -> Tensor:
+        """Return the gradient in float32."""
+        return cut_gradient(self.member, self.range)
+
+
+@torch.no_grad()
+def step_parts(
+    step_round: StepRound, parts: Sequence[Part], take: Take | None = None, states: LowPrecisionStates | None = None
+) -> None:
+    """Step parts; ``take``: where upcast moments are, ``states``: what counts lost updates."""
+    is_counting = states is not None and states.is_counting  # needs float32 moments
+    left = list(parts) if is_counting else step_natively(step_round, parts)
+    weights = [part.read() for part in left]
+    proxies = [make_proxy(one[: part.size], part.gradient()) for one, part in zip(weights, left, strict=True)]
+    for part in left:
+        part.state = dict(part.stored) if part.form is None else upcast_state(part.stored, take)
+    if left:
+        step_round.step_proxies([part.member.group for part in left], proxies, [part.state for part in left])
+    for part, stepped in zip(left, weights, strict=True):
+        part.write(stepped)
+        if part.form is not None:
+            round_part = round_state if states is None else states.rounded
+            part.state = round_part(part.form, part.state, part.place, part.seed, part.stored)
+
+
+def step_natively(step_round: StepRound, parts: Sequence[Part]) -> list[Part]:
+    """Step those parts that compiled code can step as they are stored; return the others."""
+    left: list[Part] = []
+    calls: dict[int, tuple[list[AdamWStep], array[int]]] = {}  # by the bits of moments
+    gradients = []  # which must live until the calls
+    count = sum(part.size for part in parts)
+    native = native_step(3 * count)
+    for part in parts:
+        step = None if native is None else adamw_step_of(step_round, part)
+        if step is None or native is None:
+            left.append(part)
+        elif part.split is not None:
+            if not _step_split(native, step, part):
+                left.append(part)
+        else:
+            item = _make_item(part, gradient := part.gradient())
+            if item is None:
+                left.append(part)
+                continue
+            gradients.append(gradient)
+            steps, items = calls.setdefault(_bits_of(part.stored["exp_avg"]), ([], array("q")))
+            items.extend((*item, len(steps), part.member.number, part.place))
+            steps.append(step)
+            part.state = {"step": part.stored["step"] + 1}
+    for bits, (steps, items) in calls.items():
+        assert native is not None
+        native.step_adamw(steps, items, bits)
+    return left
+
+
+def adamw_step_of(step_round: StepRound, part: Part) -> AdamWStep | None:
+    """Return the step of a part if it is one of fused AdamW on the host, but not the first."""
+    step = part.stored.get("step")
+    if set(part.stored) != set(_ADAMW_STATE) or type(step) is not Tensor or step.device.type != "cpu":
+        return None
+    optimizer, settings = step_round.optimizer, step_round.settings_of(part.member.group)
+    is_scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
+    return None if is_scaled else read_adamw(type(optimizer), settings, int(step) + 1)
+
+
+def read_adamw(kind: type, settings: dict[str, Any], number: int) -> AdamWStep | None:
+    """Return step ``number`` of fused AdamW with the settings of a group; ``None``: another rule."""
+    if not settings.get("fused") or any(settings.get(name) for name in _OTHERS) or not steps_like(kind, (Adam, AdamW)):
+        return None
+    numbers = settings["lr"], *settings["betas"], settings["eps"], settings["weight_decay"]
+    if any(isinstance(one, Tensor) and one.device.type != "cpu" for one in numbers):
+        return None
+    lr, first, second, eps, decay = map(float, numbers)
+    if 1 - first >= 0.5 or (decay and not settings.get("decoupled_weight_decay")):  # use other formulas
+        return None
+    return AdamWStep(number, lr, (first, second), eps, decay)
+
+
+def _make_item(part: Part, gradient: Tensor) -> tuple[int, ...] | None:
+    """Return addresses and count for compiled code; ``None``: it cannot step this part."""
+    weights, moments = part.read(), [_stored(part.stored[key]) for key in _ADAMW_STATE[1:]]
+    is_known = all(has_whole_blocks(part.stored[key]) for key in _ADAMW_STATE[1:]) and part.size % LANES == 0
+    tensors = (weights, gradient, *moments)
+    if not is_known or gradient.dtype != torch.float32 or not is_codable(*tensors) or not part.size:
+        return None
+    return *(tensor.data_ptr() for tensor in tensors), part.size
+
+
+def has_whole_blocks(moment: Tensor) -> bool:
+    """Whether compiled code knows how a moment is stored."""
+    if isinstance(moment, LowBitTensor):
+        return type(moment) is LowBitTensor and moment.block_size == BLOCK_SIZE
+    return moment.dtype == torch.bfloat16
+
+
+def _step_split(native: NativeCodecs, step: AdamWStep, part: Part) -> bool:
+    """Step a part of split weights; the gradient may be bf16, with a factor."""
+    assert part.split is not None
+    upper, lower, (places, halves) = part.split.pieces(part.split_range)
+    moments = [part.stored[key] for key in _ADAMW_STATE[1:]]
+    is_known = all(
+        (one.dtype == torch.float32 and not isinstance(one, LowBitTensor)) or has_whole_blocks(one) for one in moments
+    )
+    numbers, factor = low_precision_part(part.member.own_gradient, part.range) or (part.gradient(), 1.0)
+    is_known = is_known and numbers.dtype in {torch.float32, torch.bfloat16}
+    tensors = upper, lower, numbers, *map(_stored, moments)
+    if places is None or not is_known or upper.numel() % LANES or numbers.numel() != upper.numel() or not part.size:
+        return False
+    if not is_codable(*tensors):
+        return False
+    first, second = (draw_of(part.place, seed_of(part.seed, key)) for key in _ADAMW_STATE[1:])
+    found = native.step_split(step, tensors, _bits_of(moments[0]), (first, second), factor=factor, odd=(places, halves))
+    part.split.note_odd(part.split_range, *found)
+    part.state = {"step": part.stored["step"] + 1}
+    return True
+
+
+def _stored(moment: Tensor) -> Tensor:
+    return moment.records if isinstance(moment, LowBitTensor) else moment
+
+
+def _bits_of(moment: Any) -> int:
+    return int(moment.bits) if isinstance(moment, LowBitTensor) else 8 * int(moment.itemsize)
+
+
+def cut_gradient(member: Member, part: slice) -> Tensor:
+    """Return a flat part of a gradient."""
+    if member.own_gradient is not None and low_precision_of(member.own_gradient) is not None:
+        return fp32_part(member.own_gradient, part)
+    return flat_as_stored(stored_like(member.gradient, member.shard))[part]
+
+
+def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply sharded gradients by a scalar, in place; 16-bit ones when they are read."""
+    for gradient in gradients:
+        if low_precision_of(gradient) is not None:
+            scale_low_precision(gradient, factor)
+    apply_clip_factor([local_shard(gradient) for gradient in gradients if low_precision_of(gradient) is None], factor)
+
+
+def scale_members(step_round: StepRound, members: Sequence[Member]) -> None:
+    """Multiply gradients by the factor of the step, if any; 16-bit ones when they are read."""
+    if step_round.factor is None:
+        return
+    for member in members:
+        if member.own_gradient is not None and low_precision_of(member.own_gradient) is not None:
+            scale_low_precision(member.own_gradient, step_round.factor)
+    step_round.scale([member for member in members if low_precision_of(member.own_gradient) is None])
+
+
+class _Scratch:
+    """Float32 memory on one device, reused by batches: new pages of the host take as long as a step."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._blocks: list[Tensor] = []
+        self._next = 0
+
+    def take(self, count: int) -> Tensor:
+        place, self._next = self._next, self._next + 1
+        if place == len(self._blocks):
+            self._blocks.append(self._like.new_empty(count, dtype=torch.float32))
+        elif self._blocks[place].numel() < count:
+            self._blocks[place] = self._like.new_empty(count, dtype=torch.float32)
+        return self._blocks[place][:count]
+
+    def reuse(self) -> None:
+        self._next = 0
+
+
+class _Stepping:
+    """A parameter that is stepped in parts."""
+
+    def __init__(
+        self, member: Member, states: LowPrecisionStates | None, split: SplitWeights | None = None, place: int = 0
+    ) -> None:
+        if low_precision_of(member.own_gradient) is None:
+            member = replace(member, gradient=stored_like(member.gradient, member.shard))
+        self.member, self._split, self._place = member, split, place
+        self.form = states.form if states is not None and states.has(member.parameter) else None
+        self.seed: Seed = 0, 0
+        self.fresh: State = {}  # new states, to be published after all parts
+
+    @property
+    def part_elements(self) -> int:
+        return PART_ELEMENTS if self.member.shard.device.type == "cpu" else _ON_DEVICE
+
+    def cut(self, step_round: StepRound) -> Iterator[Part]:
+        """Yield parts. Compiled code steps a parameter as one, except for the end, which torch rounds differently."""
+        numel = self.member.shard.numel()
+        if self._split is not None:
+            parts = self._split.parts[self._place]
+        else:
+            most = numel - numel % BLOCK_SIZE if numel % LANES else numel
+            whole = self._make((0, most))
+            if most and adamw_step_of(step_round, whole) is not None and native_step(0) is not None:
+                yield whole
+                parts = [(most, numel)] if most < numel else []
+            else:
+                parts = list(cut_parts(0, numel, self.part_elements))
+        if isinstance(self.member.shard, FakeTensor):  # of an estimate: no part needs more
+            parts = parts[:1]
+        yield from map(self._make, parts)
+
+    def save(self, part: Part) -> None:
+        """Store the stepped states of a part."""
+        for key, value in part.state.items():
+            if isinstance(value, Tensor) and value.shape == (part.size,):
+                if value is not part.stored.get(key):  # otherwise written in place
+                    self._cut(key, self._whole(key, value), part.range).copy_(value)
+            else:
+                self.fresh[key] = value
+
+    def _make(self, part: tuple[int, int]) -> Part:
+        first = 0 if self._split is None else self._split.parts[self._place][0][0]
+        start, numel = part[0] - first, self.member.shard.numel()
+        found = slice(start, max(min(part[1] - first, numel), start))  # the end of a shard may be padding of FSDP2
+        stored = {
+            key: self._cut(key, value, found) if self._is_elementwise(value) else _copy(value)
+            for key, value in self.member.local_state.items()
+        }
+        return Part(self.member, found, stored, self.form, self.seed, self._split, part)
+
+    def _whole(self, key: str, value: Tensor) -> Tensor:
+        """Return a whole stored state, new if there was none."""
+        whole = self.fresh.get(key, self.member.local_state.get(key))
+        if not self._is_elementwise(whole):
+            self.fresh[key] = whole = self._empty(key, value)
+        assert isinstance(whole, Tensor)
+        return whole
+
+    def _empty(self, key: str, value: Tensor) -> Tensor:
+        if self.form is not None and key in MOMENTS:
+            return self.form.empty(key, self.member.shard)
+        return torch.empty_like(self.member.shard, dtype=value.dtype, device=value.device, requires_grad=False)
+
+    def _cut(self, key: str, value: Tensor, part: slice) -> Tensor:
+        if self.form is not None and key in MOMENTS:
+            return self.form.cut(value, part.start, part.stop)
+        return flat_as_stored(value)[part]
+
+    def _is_elementwise(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.shape == self.member.shard.shape
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def step_in_parts(step_round: StepRound, states: LowPrecisionStates, members: Sequence[Member]) -> None:
+    """Step members with low-precision moments, some parts at a time."""
+    _step_all(step_round, states, [_Stepping(member, states) for member in members])
+
+
+def _batches(step_round: StepRound, steppings: Sequence[_Stepping]) -> Iterator[list[tuple[_Stepping, Part]]]:
+    """Yield parts to be stepped at once: one large one, or many small ones."""
+    batch: list[tuple[_Stepping, Part]] = []
+    size = 0
+    for stepping in steppings:
+        for part in stepping.cut(step_round):
+            batch.append((stepping, part))
+            size += part.size
+            if size >= stepping.part_elements:
+                yield batch
+                batch, size = [], 0
+    yield batch
+
+
+@torch.no_grad()
+def _step_all(step_round: StepRound, states: LowPrecisionStates | None, steppings: Sequence[_Stepping]) -> None:
+    if not steppings:
+        return
+    scale_members(step_round, [one.member for one in steppings])
+    seeded = [one for one in steppings if one.form is not None]
+    members = [one.member for one in seeded]
+    for one, seed in zip(seeded, make_seeds(members, [member.local_state for member in members]), strict=True):
+        one.seed = seed
+    scratch = _Scratch(steppings[0].member.shard)
+    for batch in _batches(step_round, steppings):
+        step_parts(step_round, [part for _, part in batch], scratch.take, states)
+        for stepping, part in batch:
+            stepping.save(part)
+        scratch.reuse()
+    for stepping in steppings:
+        publish_state(stepping.member, stepping.fresh)
+
+
+def step_flat_shards(
+    step_round: StepRound,
+    states: LowPrecisionStates | None,
+    flat_shards: Sequence[FlatShard],
+    members: Sequence[Member],
+    *,
+    is_whole: bool,
+) -> list[Member]:
+    """Step members that can be stepped in parts (none if ``is_whole``); join the shards of the rest, and return it."""
+    if not any(flat_shard.is_split for flat_shard in flat_shards):
+        return list(members)
+    left: list[Member] = []
+    for flat_shard in flat_shards:
+        places = {parameter.sharded_param: place for place, parameter in enumerate(flat_shard.parameters)}
+        ours = [member for member in members if member.parameter in places]
+        if not ours:
+            continue
+        values = (value for one in ours for value in one.local_state.values() if isinstance(value, Tensor))
+        can_part = is_elementwise(type(step_round.optimizer)) and all(value.is_contiguous() for value in values)
+        if flat_shard.shards is None and not is_whole and can_part:
+            split = flat_shard.split
+            _step_all(step_round, states, [_Stepping(one, states, split, places[one.parameter]) for one in ours])
+        else:
+            flat_shard.open()
+            for member in ours:
+                assert member.own_gradient is not None
+                if not is_whole:
+                    upcast(member.own_gradient)
+                # The tensors of now: some may have been empty before.
+                shard, gradient = own_shard_of(member.parameter), own_shard_of(member.own_gradient)
+                left.append(replace(member, shard=shard, gradient=gradient))
+    return left
