@@ -30,6 +30,7 @@ from lightning_vram.optimizers.moment_forms import (
     upcast_when_stepped,
 )
 from lightning_vram.optimizers.step_loop import step_in_parts
+from lightning_vram.optimizers.step_plan import StepPlan
 from lightning_vram.optimizers.step_round import (
     Member,
     State,
@@ -267,6 +268,8 @@ class LowPrecisionMoments(StepTakeOver):
         self._module, self._form, self._library, self._check = module, form, library, check
         self.unheld: set[nn.Parameter] = set()  # trained parameters whose moments cannot have the form
         self._stored: dict[int, LowPrecisionStates] = {}  # by id of the optimizer
+        self._plans: dict[int, StepPlan] = {}
+        self._stepped: dict[int, list[int]] = {}  # parameters of the last step, by id, that no plan had
         self._handles: list[RemovableHandle] = []
         super().__init__()
 
@@ -295,7 +298,7 @@ class LowPrecisionMoments(StepTakeOver):
             handle.remove()
         for optimizer in self._taken:
             upcast_when_stepped(optimizer)
-        self._taken, self._patches, self._handles, self._stored = [], [], [], {}
+        self._taken, self._patches, self._handles, self._stored, self._plans = [], [], [], {}, {}
 
     def _has_ours(self, optimizer: Optimizer) -> bool:
         own = set(self._module.parameters())
@@ -303,9 +306,29 @@ class LowPrecisionMoments(StepTakeOver):
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         loss = self._run_closure(optimizer, closure)
-        step_round = StepRound(optimizer, is_on_host=False)
-        self._step_members(optimizer, step_round, step_round.take_rest())
+        states, plan = self._stored[id(optimizer)], self._plans.get(id(optimizer))
+        if plan is not None and not states.is_counting and plan.step():
+            self._step_others(optimizer, plan.others)
+        else:
+            self._plans.pop(id(optimizer), None)
+            members = self._step_others(optimizer, list(iterate_parameters(optimizer)))
+            self._plan_next(optimizer, [member for member in members if states.has(member.parameter)])
         return loss
+
+    def _step_others(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> list[Member]:
+        if all(parameter.grad is None for parameter in parameters):
+            return []
+        step_round = StepRound(optimizer, is_on_host=False)
+        members = step_round.take(parameters)
+        self._step_members(optimizer, step_round, members)
+        return members
+
+    def _plan_next(self, optimizer: Optimizer, members: Sequence[Member]) -> None:
+        """Plan the next steps once two in a row had the same members."""
+        stepped = [id(member.parameter) for member in members]
+        if self._stepped.get(id(optimizer)) == stepped:
+            self._plans[id(optimizer)] = StepPlan(optimizer, members)
+        self._stepped[id(optimizer)] = stepped
 
     @override
     def members_step(self) -> MembersStep:

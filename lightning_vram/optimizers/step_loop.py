@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Adam, AdamW
+from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_vram.core.gradients import apply_clip_factor
 from lightning_vram.core.host.memory import PART_ELEMENTS, SplitWeights, cut_parts
@@ -42,7 +42,7 @@ from lightning_vram.techniques.sharding import (
     upcast,
 )
 
-_ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
+ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
 _OTHERS = ("amsgrad", "maximize", "differentiable")  # settings that compiled code does not know
 _ON_DEVICE = 2**22  # weights in a part on the device: few kernels, 64 MiB
 Take = Callable[[int], Tensor]  # returns float32 memory for a count of numbers
@@ -127,7 +127,7 @@ def step_natively(step_round: StepRound, parts: Sequence[Part]) -> list[Part]:
                 left.append(part)
                 continue
             gradients.append(gradient)
-            steps, items = calls.setdefault(_bits_of(part.stored["exp_avg"]), ([], array("q")))
+            steps, items = calls.setdefault(bits_of(part.stored["exp_avg"]), ([], array("q")))
             items.extend((*item, len(steps), part.member.number, part.place))
             steps.append(step)
             part.state = {"step": part.stored["step"] + 1}
@@ -140,16 +140,16 @@ def step_natively(step_round: StepRound, parts: Sequence[Part]) -> list[Part]:
 def adamw_step_of(step_round: StepRound, part: Part) -> AdamWStep | None:
     """Return the step of a part if it is one of fused AdamW on the host, but not the first."""
     step = part.stored.get("step")
-    if set(part.stored) != set(_ADAMW_STATE) or type(step) is not Tensor or step.device.type != "cpu":
+    if set(part.stored) != set(ADAMW_STATE) or type(step) is not Tensor or step.device.type != "cpu":
         return None
-    optimizer, settings = step_round.optimizer, step_round.settings_of(part.member.group)
-    is_scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
-    return None if is_scaled else read_adamw(type(optimizer), settings, int(step) + 1)
+    return read_adamw(step_round.optimizer, step_round.settings_of(part.member.group), int(step) + 1)
 
 
-def read_adamw(kind: type, settings: dict[str, Any], number: int) -> AdamWStep | None:
+def read_adamw(optimizer: Optimizer, settings: dict[str, Any], number: int) -> AdamWStep | None:
     """Return step ``number`` of fused AdamW with the settings of a group; ``None``: another rule."""
-    if not settings.get("fused") or any(settings.get(name) for name in _OTHERS) or not steps_like(kind, (Adam, AdamW)):
+    is_scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
+    is_other = not settings.get("fused") or any(settings.get(name) for name in _OTHERS)
+    if is_scaled or is_other or not steps_like(type(optimizer), (Adam, AdamW)):
         return None
     numbers = settings["lr"], *settings["betas"], settings["eps"], settings["weight_decay"]
     if any(isinstance(one, Tensor) and one.device.type != "cpu" for one in numbers):
@@ -162,8 +162,8 @@ def read_adamw(kind: type, settings: dict[str, Any], number: int) -> AdamWStep |
 
 def _make_item(part: Part, gradient: Tensor) -> tuple[int, ...] | None:
     """Return addresses and count for compiled code; ``None``: it cannot step this part."""
-    weights, moments = part.read(), [_stored(part.stored[key]) for key in _ADAMW_STATE[1:]]
-    is_known = all(has_whole_blocks(part.stored[key]) for key in _ADAMW_STATE[1:]) and part.size % LANES == 0
+    weights, moments = part.read(), [memory_of(part.stored[key]) for key in ADAMW_STATE[1:]]
+    is_known = all(has_whole_blocks(part.stored[key]) for key in ADAMW_STATE[1:]) and part.size % LANES == 0
     tensors = (weights, gradient, *moments)
     if not is_known or gradient.dtype != torch.float32 or not is_codable(*tensors) or not part.size:
         return None
@@ -181,29 +181,31 @@ def _step_split(native: NativeCodecs, step: AdamWStep, part: Part) -> bool:
     """Step a part of split weights; the gradient may be bf16, with a factor."""
     assert part.split is not None
     upper, lower, (places, halves) = part.split.pieces(part.split_range)
-    moments = [part.stored[key] for key in _ADAMW_STATE[1:]]
+    moments = [part.stored[key] for key in ADAMW_STATE[1:]]
     is_known = all(
         (one.dtype == torch.float32 and not isinstance(one, LowBitTensor)) or has_whole_blocks(one) for one in moments
     )
     numbers, factor = low_precision_part(part.member.own_gradient, part.range) or (part.gradient(), 1.0)
     is_known = is_known and numbers.dtype in {torch.float32, torch.bfloat16}
-    tensors = upper, lower, numbers, *map(_stored, moments)
+    tensors = upper, lower, numbers, *map(memory_of, moments)
     if places is None or not is_known or upper.numel() % LANES or numbers.numel() != upper.numel() or not part.size:
         return False
     if not is_codable(*tensors):
         return False
-    first, second = (draw_of(part.place, seed_of(part.seed, key)) for key in _ADAMW_STATE[1:])
-    found = native.step_split(step, tensors, _bits_of(moments[0]), (first, second), factor=factor, odd=(places, halves))
+    first, second = (draw_of(part.place, seed_of(part.seed, key)) for key in ADAMW_STATE[1:])
+    found = native.step_split(step, tensors, bits_of(moments[0]), (first, second), factor=factor, odd=(places, halves))
     part.split.note_odd(part.split_range, *found)
     part.state = {"step": part.stored["step"] + 1}
     return True
 
 
-def _stored(moment: Tensor) -> Tensor:
+def memory_of(moment: Tensor) -> Tensor:
+    """Return the tensor that holds a moment."""
     return moment.records if isinstance(moment, LowBitTensor) else moment
 
 
-def _bits_of(moment: Any) -> int:
+def bits_of(moment: Any) -> int:
+    """Return the bits of a number of a moment."""
     return int(moment.bits) if isinstance(moment, LowBitTensor) else 8 * int(moment.itemsize)
 
 

@@ -1,0 +1,182 @@
+"""Steps that are planned: the bits of those that are not, whatever a program does in between."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.compiled_codecs import coded_in_c, compiled, needs_compiler
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from lightning_vram.core.tensors.codecs import LowBitTensor
+from lightning_vram.optimizers.low_precision import LowPrecisionMoments
+from lightning_vram.optimizers.moment_forms import FORMS, UpdateCheck
+from lightning_vram.optimizers.step_plan import StepPlan
+
+pytestmark = needs_compiler
+LAYERS = (160, 4096, 7, 65536, 130)
+
+
+@pytest.fixture(autouse=True)
+def _has_step():
+    if not compiled().has_step:
+        pytest.skip("torch's kernel rounds otherwise on this processor")
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """Whether each planned step was made."""
+    found: list[bool] = []
+    step = StepPlan.step
+
+    def note(plan: StepPlan) -> bool:
+        found.append(step(plan))
+        return found[-1]
+
+    monkeypatch.setattr(StepPlan, "step", note)
+    return found
+
+
+def nothing(optimizer: AdamW, number: int) -> None:
+    pass
+
+
+def train(form: str, change: Any = nothing, *, num_steps: int = 8, **options: Any) -> list[Tensor]:
+    """Step five parameters, one of them in a group of its own; return weights and states."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [nn.Parameter(torch.randn(size, generator=generator)) for size in LAYERS]
+    module = nn.ParameterList(weights)
+    groups = [{"params": weights[:3]}, {"params": weights[3:], "lr": 1e-3, "weight_decay": 0.1}]
+    optimizer = AdamW(groups, lr=1e-2, **({"fused": True} | options))
+    moments = LowPrecisionMoments(module, FORMS[form])
+    moments.attach([optimizer])
+    for number in range(num_steps):
+        for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
+            weight.grad = torch.randn(weight.shape, generator=generator)
+        change(optimizer, number)
+        optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    moments.let_go()
+    weights = [weight.detach() for group in optimizer.param_groups for weight in group["params"]]
+    return [*weights, *(one.decode() if isinstance(one, LowBitTensor) else one for one in states)]
+
+
+def is_same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("form", ["bf16", "8bit", "4bit"])
+def test_all_parameters_of_whole_vectors_are_stepped_in_one_call(form, planned):
+    theirs = train(form)
+    planned.clear()
+    with coded_in_c() as stepped:
+        assert is_same(train(form), theirs)
+    assert planned == [True] * 6  # the first two show what to plan
+    sizes = [size for size in LAYERS if size % 16 == 0 and (form == "bf16" or size >= 4096)]
+    assert sorted(set(stepped)) == sorted({*sizes, 128} if form == "bf16" else sizes)  # 128 of 130, apart
+
+
+def leave_out(optimizer: AdamW, number: int) -> None:
+    if number == 4:
+        optimizer.param_groups[1]["params"][0].grad = None
+
+
+def move_rates(optimizer: AdamW, number: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.9
+        group["betas"] = group["betas"][0] * 0.99, 0.99
+
+
+def clear(optimizer: AdamW, number: int) -> None:
+    if number == 4:
+        optimizer.state.clear()
+
+
+def zero(optimizer: AdamW, number: int) -> None:
+    if number == 4:
+        optimizer.state[optimizer.param_groups[1]["params"][0]]["exp_avg"].zero_()
+
+
+def replace(optimizer: AdamW, number: int) -> None:
+    if number == 4:
+        state = optimizer.state[optimizer.param_groups[1]["params"][0]]
+        state["exp_avg_sq"] = torch.ones_like(state["exp_avg_sq"].float())
+
+
+def count_on(optimizer: AdamW, number: int) -> None:
+    if number == 4:
+        optimizer.state[optimizer.param_groups[1]["params"][0]]["step"].fill_(1000.0)
+
+
+def add_group(optimizer: AdamW, number: int) -> None:
+    if number == 4:
+        added = nn.Parameter(torch.ones(4096))
+        added.grad = torch.linspace(-1, 1, 4096)
+        optimizer.add_param_group({"params": [added], "lr": 0.1})
+
+
+def load(optimizer: AdamW, number: int) -> None:
+    if number == 4:
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def move_weights(optimizer: AdamW, number: int) -> None:
+    weight = optimizer.param_groups[1]["params"][0]
+    weight.data = weight.data.clone() * 0.5
+
+
+def scale(optimizer: AdamW, number: int) -> None:
+    is_scaled = number in (4, 5)
+    optimizer.grad_scale = torch.tensor(4.0) if is_scaled else None
+    optimizer.found_inf = torch.tensor(0.0) if is_scaled else None
+
+
+@pytest.mark.parametrize("form", ["bf16", "8bit"])
+@pytest.mark.parametrize(
+    ("change", "num_planned"),
+    [
+        (leave_out, 2 + 1),  # of two like each other in a row
+        (move_rates, 6),
+        (clear, 5),
+        (zero, 6),
+        (replace, 5),
+        (count_on, 5),
+        (add_group, 4),
+        (load, 5),
+        (move_weights, 6),
+        (scale, 3),
+    ],
+)
+def test_what_a_program_changes_is_seen(form, change, num_planned, planned):
+    theirs = train(form, change)
+    planned.clear()
+    with coded_in_c():
+        assert is_same(train(form, change), theirs)
+    assert sum(planned) == num_planned
+
+
+@pytest.mark.parametrize("options", [{"fused": False}, {"amsgrad": True}, {"maximize": True}, {"betas": (0.4, 0.99)}])
+def test_other_steps_are_not_planned(options, planned):
+    theirs = train("bf16", **options)
+    planned.clear()
+    with coded_in_c() as stepped:
+        assert is_same(train("bf16", **options), theirs)
+    assert not any(planned)
+    assert not stepped
+
+
+def test_lost_updates_are_counted_without_a_plan(planned):
+    weight = nn.Parameter(torch.ones(4096))
+    optimizer = AdamW([weight], fused=True)
+    check = UpdateCheck(lambda: True)
+    moments = LowPrecisionMoments(nn.ParameterList([weight]), FORMS["bf16"], check=check)
+    moments.attach([optimizer])
+    with coded_in_c() as stepped:
+        for _ in range(4):
+            weight.grad = torch.ones(4096)
+            check.begin()
+            optimizer.step()
+    assert check.share is not None
+    assert not any(planned)
+    assert not stepped
+    moments.let_go()
