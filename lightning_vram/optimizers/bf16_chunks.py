@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_vram.core.tensors.codecs import add_compensation_, compensate_, join_, round_randomly_, split_
+from lightning_vram.core.tensors.codecs import add_compensation_, compensate_, join_, rounded_by_place, split_
 from lightning_vram.private_names.dispatcher import copy_each
 
 
@@ -22,10 +22,10 @@ class WeightCodec(ABC):
         """Return exact weights: flat fp32, from the bf16 weights in fp32. May work in place."""
 
     @abstractmethod
-    def write(self, exact: Tensor, generator: torch.Generator | None) -> Tensor:
+    def write(self, exact: Tensor, seed: int | None) -> Tensor:
         """Store the remainder of exact weights (flat fp32), and return the flat values for the bf16 weights.
 
-        May work in place. Without a generator nothing is random.
+        May work in place. ``seed``: of stochastic rounding; ``None``: nothing is random.
         """
 
 
@@ -39,7 +39,7 @@ class MasterCodec(WeightCodec):
         return torch.where(weights == self.rest.bfloat16(), self.rest, weights, out=self.rest)
 
     @override
-    def write(self, exact: Tensor, generator: torch.Generator | None) -> Tensor:
+    def write(self, exact: Tensor, seed: int | None) -> Tensor:
         self.rest = exact
         return exact
 
@@ -54,7 +54,7 @@ class SplitCodec(WeightCodec):
         return weights
 
     @override
-    def write(self, exact: Tensor, generator: torch.Generator | None) -> Tensor:
+    def write(self, exact: Tensor, seed: int | None) -> Tensor:
         if self.rest is None:
             self.rest = torch.empty_like(exact, dtype=torch.int16)
         split_(exact, self.rest)
@@ -71,7 +71,7 @@ class KahanCodec(WeightCodec):
         return weights
 
     @override
-    def write(self, exact: Tensor, generator: torch.Generator | None) -> Tensor:
+    def write(self, exact: Tensor, seed: int | None) -> Tensor:
         if self.rest is None:
             self.rest = torch.empty_like(exact, dtype=torch.bfloat16)
         return compensate_(exact, self.rest)
@@ -85,10 +85,9 @@ class StochasticCodec(WeightCodec):
         return weights
 
     @override
-    def write(self, exact: Tensor, generator: torch.Generator | None) -> Tensor:
-        if generator is not None:  # otherwise the copy to bf16 rounds to nearest
-            round_randomly_(exact, generator)
-        return exact
+    def write(self, exact: Tensor, seed: int | None) -> Tensor:
+        # Without a seed the copy to bf16 rounds to nearest.
+        return exact if seed is None else rounded_by_place(exact, 0, seed)
 
 
 CODECS: dict[str, type[WeightCodec]] = {
@@ -150,9 +149,9 @@ class WeightChunk:
             self._codec.rest = self._codec.rest.to(device)  # the module was moved
         return self.read()
 
-    def write(self, exact: Tensor, generator: torch.Generator, stepped: Collection[nn.Parameter]) -> None:
+    def write(self, exact: Tensor, seed: int, stepped: Collection[nn.Parameter]) -> None:
         """Store stepped weights. Others are not written: a graph may need them."""
-        flat = self._codec.write(exact, generator)
+        flat = self._codec.write(exact, seed)
         pairs = [pair for pair in zip(self.parameters, self.views(flat), strict=True) if pair[0] in stepped]
         copy_each([parameter.detach() for parameter, _ in pairs], [view for _, view in pairs])
 
@@ -179,7 +178,7 @@ class WeightChunk:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return views of ``flat`` in the shapes of the parameters."""
-        return _views_like(flat, self.parameters)
+        return views_like(flat, self.parameters)
 
     def restore(self) -> None:
         """Restore dtype and exact weights of the parameters that are still bf16."""
@@ -227,13 +226,14 @@ def list_rests(chunks: Iterable[WeightChunk]) -> list[Tensor]:
 def upcast_flat(tensors: Sequence[Tensor], device: torch.device | str | None) -> tuple[Tensor, list[Tensor]]:
     """Copy tensors into one flat fp32 tensor on ``device``; return it, and its views."""
     flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=torch.float32, device=device)
-    views = _views_like(flat, tensors)
+    views = views_like(flat, tensors)
     if tensors:
         copy_each(views, [tensor.detach() for tensor in tensors])
     return flat, views
 
 
-def _views_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+def views_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of ``flat`` in the shapes of ``tensors``."""
     parts = torch.split(flat, [tensor.numel() for tensor in tensors]) if tensors else ()
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 

@@ -6,7 +6,6 @@ Also: frozen bf16 weights that are written in every step, and loading states as 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -14,12 +13,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_vram.core.patching import MethodPatch
-from lightning_vram.core.tensors.codecs import round_randomly_
-from lightning_vram.core.tensors.properties import count, count_writes, stop_counting
+from lightning_vram.core.tensors.codecs import rounded_by_place, seed_of
+from lightning_vram.core.tensors.properties import count, count_writes, flat_as_stored, stop_counting
 from lightning_vram.memory.tracking.ledger import forget_optimizer_tensors, register_optimizer_tensors
-from lightning_vram.optimizers.bf16_chunks import WeightChunk, list_rests, upcast_flat
-from lightning_vram.optimizers.moment_forms import UpdateCheck, convert_states, full_sized, refill_accumulators
-from lightning_vram.optimizers.step_round import State, iterate_parameters, unhooked_step, why_not_steppable
+from lightning_vram.optimizers.bf16_chunks import WeightChunk, list_rests, upcast_flat, views_like
+from lightning_vram.optimizers.moment_forms import (
+    Seed,
+    UpdateCheck,
+    convert_states,
+    full_sized,
+    refill_accumulators,
+)
+from lightning_vram.optimizers.step_round import (
+    Member,
+    State,
+    StepRound,
+    iterate_parameters,
+    make_proxy,
+    publish_state,
+    why_not_steppable,
+)
 from lightning_vram.optimizers.take_over import StepTakeOver
 from lightning_vram.private_names.dispatcher import copy_each
 from lightning_vram.private_names.torch import LOAD_HOOKS
@@ -134,14 +147,39 @@ class LeanOptimizers(StepTakeOver):
         self.num_steps += 1
         if self.check is not None:
             self.check.begin()
-        step = ChunkedStep(optimizer, self._make_generator, has_bf16_states=self._has_bf16_states, check=self.check)
-        step.run(self._places)
+        step_round = StepRound(optimizer, is_on_host=False)
+        by_chunk: dict[WeightChunk | None, list[Member]] = {}
+        for member in step_round.take_rest():
+            by_chunk.setdefault(self._places.get(member.parameter), []).append(member)
+        for chunk, members in by_chunk.items():
+            # A call per chunk frees all of it before the next one.
+            if chunk is None:
+                step_round.run(members)
+            else:
+                self._step_chunk(step_round, chunk, members)
         return loss
 
-    def _make_generator(self, chunk: WeightChunk, device: torch.device) -> torch.Generator:
-        # Differs for each chunk and step. Hashed, because the CPU generator reads only half of the bits.
-        digest = blake2b(f"{self.num_steps} {chunk.number}".encode(), digest_size=8).digest()
-        return torch.Generator(device).manual_seed(int.from_bytes(digest, "little", signed=True))
+    @torch.no_grad()
+    def _step_chunk(self, step_round: StepRound, chunk: WeightChunk, members: Sequence[Member]) -> None:
+        exact, check = chunk.read_for_step(), self.check
+        before = check.note(exact) if check is not None else None
+        states = [dict(member.local_state) for member in members]
+        shaped = [(member.shard.shape, state) for member, state in zip(members, states, strict=True)]
+        upcast = UpcastStates(shaped) if self._has_bf16_states else None
+        try:
+            groups = [member.group for member in members]
+            step_round.step_proxies(groups, _make_proxies(chunk, exact, members), states)
+        finally:
+            seed = self.num_steps, chunk.number
+            if upcast is not None:
+                upcast.round(shaped, seed)
+            for member, state in zip(members, states, strict=True):
+                publish_state(member, state)
+            stepped = check.note(exact) if check is not None else None
+            # As in fp32, a step that fails half-way leaves what it has done.
+            chunk.write(exact, seed_of(*seed, 0), {member.parameter for member in members})
+        if check is not None and before is not None and stepped is not None:
+            check.count(before, stepped, chunk.read())
 
     def _load(self, optimizer: Optimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]) -> None:
         load_upcast(optimizer, state_dict, load, self._places)
@@ -188,85 +226,6 @@ def load_upcast(
         hook(optimizer)
 
 
-Members = list[tuple[int, nn.Parameter]]  # indices of groups, and parameters
-
-
-class ChunkedStep:
-    """One step of an optimizer, without its hooks. ``has_bf16_states``: states are bf16 between steps."""
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        make_generator: Callable[[WeightChunk, torch.device], torch.Generator],
-        *,
-        has_bf16_states: bool,
-        check: UpdateCheck | None = None,
-    ) -> None:
-        self._optimizer = optimizer
-        self._make_generator = make_generator
-        self._has_bf16_states = has_bf16_states
-        self._check = check
-        # A step that changes its groups starts from these for every chunk.
-        self._groups = [dict(group) for group in optimizer.param_groups]
-
-    @torch.no_grad()
-    def run(self, places: Mapping[nn.Parameter, WeightChunk]) -> None:
-        """Step all parameters with a gradient: those in ``places`` chunk by chunk, the others unchanged."""
-        work: dict[WeightChunk | None, Members] = {}
-        for index, group in enumerate(self._groups):
-            for parameter in group["params"]:
-                if parameter.grad is not None:  # torch.optim ignores the others
-                    work.setdefault(places.get(parameter), []).append((index, parameter))
-        for chunk, members in work.items():
-            # A call per chunk frees all of it before the next one.
-            if chunk is None:
-                self._step(members, {parameter: parameter for _, parameter in members})
-            else:
-                self._step_chunk(chunk, members)
-
-    def _step_chunk(self, chunk: WeightChunk, members: Members) -> None:
-        exact, check = chunk.read_for_step(), self._check
-        before = check.note(exact) if check is not None else None
-        generator = self._make_generator(chunk, exact.device)
-        parameters = [parameter for _, parameter in members]
-        upcast = UpcastStates(self._states(parameters)) if self._has_bf16_states else None
-        try:
-            self._step(members, _make_proxies(chunk, exact, parameters))
-        finally:
-            if upcast is not None:
-                upcast.round(self._states(parameters), generator)
-            stepped = check.note(exact) if check is not None else None
-            # As in fp32, a step that fails half-way leaves what it has done.
-            chunk.write(exact, generator, set(parameters))
-        if check is not None and before is not None and stepped is not None:
-            check.count(before, stepped, chunk.read())
-
-    def _step(self, members: Members, proxies: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Step proxies of some parameters."""
-        optimizer = self._optimizer
-        groups, states = optimizer.param_groups, optimizer.state
-        seen = {index: {**self._groups[index], "params": []} for index, _ in members}
-        seen_states: defaultdict[Tensor, State] = defaultdict(dict)
-        for index, parameter in members:
-            seen[index]["params"].append(proxies[parameter])
-            if parameter in states:
-                seen_states[proxies[parameter]] = states[parameter]
-        optimizer.param_groups, optimizer.state = list(seen.values()), seen_states
-        try:
-            unhooked_step(type(optimizer))(optimizer)
-        finally:
-            optimizer.param_groups, optimizer.state = groups, states
-            for _, parameter in members:
-                if proxies[parameter] in seen_states:
-                    states[parameter] = seen_states[proxies[parameter]]
-            for index, group in seen.items():
-                groups[index].update({key: value for key, value in group.items() if key != "params"})
-
-    def _states(self, parameters: Iterable[nn.Parameter]) -> list[tuple[torch.Size, State]]:
-        states = self._optimizer.state
-        return [(parameter.shape, states[parameter]) for parameter in parameters if parameter in states]
-
-
 class UpcastStates:
     """Replaces elementwise bf16 states by fp32 ones, in place, until :meth:`round`.
 
@@ -280,31 +239,28 @@ class UpcastStates:
         for (state, key), fp32 in zip(slots, self._fp32, strict=True):
             state[key] = fp32
 
-    def round(self, states: Iterable[tuple[torch.Size, State]], generator: torch.Generator) -> None:
+    def round(self, states: Sequence[tuple[torch.Size, State]], seed: Seed) -> None:
         """Put the bf16 tensors back, stochastically rounded, and round new states, too."""
         if self._fp32:
-            round_randomly_(self._flat, generator)
-            copy_each(self._bf16, self._fp32)
+            copy_each(self._bf16, views_like(rounded_by_place(self._flat, 0, seed_of(*seed, 1)), self._bf16))
         lent = {id(fp32): bf16 for fp32, bf16 in zip(self._fp32, self._bf16, strict=True)}
-        for shape, state in states:
-            for key in full_sized(shape, state):
-                value = state[key]
-                if id(value) not in lent:
-                    round_randomly_(value, generator)
-                state[key] = lent[id(value)] if id(value) in lent else value.bfloat16()
+        slots = [(state, key) for shape, state in states for key in full_sized(shape, state)]
+        for number, (state, key) in enumerate(slots):
+            value = state[key]
+            if id(value) not in lent:
+                bf16 = torch.empty_like(value, dtype=torch.bfloat16)
+                rounded_by_place(flat_as_stored(value), 0, seed_of(*seed, 2 + number), flat_as_stored(bf16))
+                lent[id(value)] = bf16
+            state[key] = lent[id(value)]
 
 
-def _make_proxies(
-    chunk: WeightChunk, exact: Tensor, wanted: Sequence[nn.Parameter]
-) -> dict[nn.Parameter, nn.Parameter]:
+def _make_proxies(chunk: WeightChunk, exact: Tensor, members: Sequence[Member]) -> list[nn.Parameter]:
     """Return fp32 proxies with gradients over the exact weights of a chunk."""
     views = dict(zip(chunk.parameters, chunk.views(exact), strict=True))
-    proxies = {parameter: nn.Parameter(views[parameter]) for parameter in wanted}
-    dense = [p for p in wanted if p.grad is not None and p.grad.layout is torch.strided]
-    _, gradients = upcast_flat([p.grad for p in dense if p.grad is not None], exact.device)
-    for parameter, gradient in zip(dense, gradients, strict=True):
-        proxies[parameter].grad = gradient
-    for parameter, proxy in proxies.items():
-        if proxy.grad is None and parameter.grad is not None:  # a sparse one
-            proxy.grad = parameter.grad.to(exact.device, torch.float32)
-    return proxies
+    dense = [member.gradient for member in members if member.gradient.layout is torch.strided]
+    upcast = iter(upcast_flat(dense, exact.device)[1])
+    gradients = (
+        next(upcast) if one.gradient.layout is torch.strided else one.gradient.to(exact.device, torch.float32)
+        for one in members
+    )
+    return [make_proxy(views[one.parameter], gradient) for one, gradient in zip(members, gradients, strict=True)]

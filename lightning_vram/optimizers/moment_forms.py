@@ -27,6 +27,7 @@ from lightning_vram.core.tensors.codecs import (
     low_bit_over,
     record_bytes,
     rounded_by_place,
+    seed_of,
 )
 from lightning_vram.core.tensors.properties import dense_stride, flat_as_stored, is_dense, state_stored_like
 from lightning_vram.optimizers.step_round import (
@@ -140,7 +141,7 @@ class BF16Form(StateForm):
 
     @override
     def round(self, key: str, fp32: Tensor, start: int, seed: Seed, stored: Tensor | None) -> Tensor:
-        return rounded_by_place(fp32, start, seed_of(seed, key), stored)
+        return rounded_by_place(fp32, start, seed_of_moment(seed, key), stored)
 
     @override
     def num_bytes(self, count: int) -> int:
@@ -220,13 +221,9 @@ def round_state(form: StateForm, state: State, start: int, seed: Seed, stored: S
     return rounded
 
 
-def seed_of(seed: Seed, key: str) -> int:
-    """Return 16 bits that differ for each step, parameter and moment: the hash "lowbias32" of C. Wellons."""
-    number, parameter = seed
-    bits = (number * 0x9E3779B1 + parameter * 0x85EBCA77 + MOMENTS.index(key) * 0xC2B2AE3D) & 0xFFFFFFFF
-    bits = ((bits ^ bits >> 16) * 0x7FEB352D) & 0xFFFFFFFF
-    bits = ((bits ^ bits >> 15) * 0x846CA68B) & 0xFFFFFFFF
-    return (bits ^ bits >> 16) & 0xFFFF
+def seed_of_moment(seed: Seed, key: str) -> int:
+    """Return 16 bits that differ for each step, parameter and moment."""
+    return seed_of(*seed, MOMENTS.index(key))
 
 
 def upcast_moment(value: Tensor, take: Callable[[int], Tensor] | None = None) -> Tensor:

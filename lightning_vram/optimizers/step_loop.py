@@ -27,7 +27,7 @@ from lightning_vram.optimizers.moment_forms import (
     is_elementwise,
     make_seeds,
     round_state,
-    seed_of,
+    seed_of_moment,
     upcast_state,
 )
 from lightning_vram.optimizers.step_round import Member, State, StepRound, make_proxy, publish_state, steps_like
@@ -192,7 +192,7 @@ def _step_split(native: NativeCodecs, step: AdamWStep, part: Part) -> bool:
         return False
     if not is_codable(*tensors):
         return False
-    first, second = (draw_of(part.place, seed_of(part.seed, key)) for key in ADAMW_STATE[1:])
+    first, second = (draw_of(part.place, seed_of_moment(part.seed, key)) for key in ADAMW_STATE[1:])
     found = native.step_split(step, tensors, bits_of(moments[0]), (first, second), factor=factor, odd=(places, halves))
     part.split.note_odd(part.split_range, *found)
     part.state = {"step": part.stored["step"] + 1}

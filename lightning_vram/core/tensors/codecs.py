@@ -97,7 +97,7 @@ def _largest(blocks: Tensor, dtype: torch.dtype) -> Tensor:
 _HALF = 0x8000
 _STRIDE = 40503  # the golden ratio of 2^16: multiples of it are spread over all of its numbers
 _INVERSE = pow(_STRIDE, -1, 2**16)
-_ROW = 2**16 + 2**19  # places that begin anywhere, and are as many as are rounded at once on the host
+_PERIOD = 2**16  # of draws
 _UPPER = -0x10000  # the mask of the sixteen bits that bf16 has in common with fp32
 
 
@@ -144,17 +144,11 @@ def add_compensation_(numbers: Tensor, compensation: Tensor) -> None:
     torch.where(is_own, sums, numbers, out=numbers)
 
 
-def round_randomly_(numbers: Tensor, generator: torch.Generator) -> None:
-    """Round fp32 ``numbers`` to bf16 in place, to each neighbour with the probability of its closeness."""
-    bits = _regular_bits(numbers)
-    draws = torch.empty((bits.numel() + 3) // 4, dtype=torch.int64, device=bits.device)
-    draws.random_(-(2**63), None, generator=generator)  # each holds four draws of sixteen bits
-    noise = draws.view(torch.int16)[: bits.numel()].view(bits.shape)
-    bits.add_(noise).add_(_HALF).bitwise_and_(_UPPER)  # the noise is signed: together uniform in 0 ... 0xffff
-
-
 def rounded_by_place(numbers: Tensor, first: int, seed: int, kept: Tensor | None = None) -> Tensor:
-    """Round to bf16 by a 16-bit ``seed`` and each place, counted from ``first``; ``numbers`` are overwritten."""
+    """Round to bf16, to each neighbour with the probability of its closeness; ``numbers`` (flat fp32) are overwritten.
+
+    Draws depend on a 16-bit ``seed`` and on each place, counted from ``first``, and on nothing else.
+    """
     kept = torch.empty_like(numbers, dtype=torch.bfloat16) if kept is None else kept
     # Draws are place * stride + seed, in 16 bit: a row that comes again after 65536, and begins elsewhere by the seed.
     start = (first + seed * _INVERSE) & 0xFFFF
@@ -162,10 +156,11 @@ def rounded_by_place(numbers: Tensor, first: int, seed: int, kept: Tensor | None
     if native is not None:
         native.round_by_place(numbers, draw_of(first, seed), kept)
         return kept
-    stop = start + numbers.numel()
-    is_in_row = numbers.device.type == "cpu" and not isinstance(numbers, FakeTensor) and stop <= _ROW
-    draws = _row_on_host()[start:stop] if is_in_row else _make_draws(start, stop, numbers.device)
-    _regular_bits(numbers).add_(draws).bitwise_and_(_UPPER)
+    bits, draws = _regular_bits(numbers), _draws_from(start, numbers)
+    whole = bits.numel() // _PERIOD * _PERIOD
+    bits[:whole].view(-1, _PERIOD).add_(draws)
+    bits[whole:].add_(draws[: bits.numel() - whole])
+    bits.bitwise_and_(_UPPER)
     return kept.copy_(numbers)  # which changes none, and is faster than to take the upper halves
 
 
@@ -174,10 +169,25 @@ def draw_of(place: int, seed: int) -> int:
     return (place * _STRIDE + seed) & 0xFFFF
 
 
+def seed_of(step: int, number: int, salt: int) -> int:
+    """Return a seed of 16 bits for :func:`rounded_by_place`: the hash "lowbias32" of C. Wellons, of three numbers."""
+    bits = (step * 0x9E3779B1 + number * 0x85EBCA77 + salt * 0xC2B2AE3D) & 0xFFFFFFFF
+    bits = ((bits ^ bits >> 16) * 0x7FEB352D) & 0xFFFFFFFF
+    bits = ((bits ^ bits >> 15) * 0x846CA68B) & 0xFFFFFFFF
+    return (bits ^ bits >> 16) & 0xFFFF
+
+
+def _draws_from(start: int, like: Tensor) -> Tensor:
+    """Return the draws of a period of places, int32."""
+    if like.device.type == "cpu" and not isinstance(like, FakeTensor):
+        return _draws_on_host()[start : start + _PERIOD]
+    return _make_draws(start, start + _PERIOD, like.device)
+
+
 @cache
-def _row_on_host() -> Tensor:
-    with without_dispatch():  # it stays, and belongs to no run
-        return _make_draws(0, _ROW, torch.device("cpu"))
+def _draws_on_host() -> Tensor:
+    with without_dispatch():  # they stay, and belong to no run
+        return _make_draws(0, 2 * _PERIOD, torch.device("cpu"))
 
 
 def _make_draws(start: int, stop: int, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-// What bit_patterns.py and low_bit.py do in a dozen operators, and a step of AdamW between the two, in one pass each,
+// What codecs.py does in a dozen operators, and a step of AdamW between the two, in one pass each,
 // to the same bits. Compiled on the machine that runs it: see native_codecs.py. No state, no libraries.
 #include <math.h>
 #include <stdint.h>
@@ -9,7 +9,7 @@
 #define PORTION 16384  // numbers that a thread takes at a time
 #define PIECE 2048     // of those as many as are joined and split in the nearest cache; whole rows
 #define ROW 128        // numbers with one scale; rows of smaller tensors are shorter
-#define STRIDE 40503u  // as in bit_patterns.py
+#define STRIDE 40503u  // as in codecs.py
 #define INFINITE 0x7F800000u
 #define NOT_A_NUMBER 0x7FC00000u
 
@@ -97,7 +97,7 @@ APART void encode_row(const float *restrict numbers, uint8_t *restrict record, i
   memcpy(record + size * bits / 8, &scale, sizeof scale);
 }
 
-// bit_patterns.rounded_by_place: `draw` is that of the first place.
+// codecs.rounded_by_place: `draw` is that of the first place.
 void round_by_place(const float *restrict numbers, uint16_t *restrict kept, int64_t count, uint32_t draw, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t first = 0; first < count; first += PORTION)
@@ -181,9 +181,9 @@ INLINE void step_some(float *weights, const float *gradient, void *average, void
   else step_low_bit(weights, gradient, (uint8_t *)average + record, (uint8_t *)square + record, count, by, bits);
 }
 
-// bits of moment_forms.seed_of: `key` is the place of the moment in MOMENTS.
-INLINE uint32_t seed_of(uint32_t step, uint32_t parameter, uint32_t key) {
-  uint32_t bits = step * 0x9E3779B1u + parameter * 0x85EBCA77u + key * 0xC2B2AE3Du;
+// codecs.seed_of: `salt` is the place of the moment in MOMENTS.
+INLINE uint32_t seed_of(uint32_t step, uint32_t number, uint32_t salt) {
+  uint32_t bits = step * 0x9E3779B1u + number * 0x85EBCA77u + salt * 0xC2B2AE3Du;
   bits = (bits ^ bits >> 16) * 0x7FEB352Du;
   bits = (bits ^ bits >> 15) * 0x846CA68Bu;
   return (bits ^ bits >> 16) & 0xFFFFu;

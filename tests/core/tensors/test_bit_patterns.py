@@ -13,7 +13,6 @@ from lightning_vram.core.tensors.codecs import (
     add_compensation_,
     compensate_,
     join_,
-    round_randomly_,
     rounded_by_place,
     split_,
 )
@@ -122,33 +121,6 @@ def test_a_split_rounds_as_a_conversion_but_for_halves_beside_an_even_number(upp
 
 def test_a_sum_whose_second_number_is_rounded_up_to_half_a_unit_comes_back():
     check_sum(numbers_of([0x3F807FFF, 0x3F817FFF, 0x3F818001]))  # around the halves beside even and odd numbers
-
-
-def test_random_rounding_is_right_on_average_and_takes_the_two_nearest():
-    numbers = numbers_of([0x3F804000]).repeat(40_000)  # a quarter of the way
-    round_randomly_(numbers, torch.Generator().manual_seed(0))
-    assert set(numbers.view(torch.int32).tolist()) == {0x3F800000, 0x3F810000}
-    up = (numbers > 1).double().mean().item()
-    assert math.isclose(up, 0.25, abs_tol=0.01)  # 0.002 is one standard deviation
-
-
-@given(patterns)
-def test_random_rounding_keeps_what_fits_and_is_the_same_for_the_same_seed(bits):
-    fitting = numbers_of([bit & -0x10000 for bit in bits])
-    rounded = fitting.clone()
-    round_randomly_(rounded, torch.Generator().manual_seed(1))
-    assert same(rounded, fitting)
-    one, other = numbers_of(bits), numbers_of(bits)
-    round_randomly_(one, torch.Generator().manual_seed(2))
-    round_randomly_(other, torch.Generator().manual_seed(2))
-    assert same(one, other)
-    assert torch.equal(one.isnan(), numbers_of(bits).isnan())
-
-
-def test_random_rounding_leaves_the_global_random_state_alone():
-    before = torch.get_rng_state()
-    round_randomly_(torch.ones(7), torch.Generator().manual_seed(0))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_rounding_by_place_is_right_on_average_over_places_and_over_seeds():

@@ -15,7 +15,7 @@ NUM_PARAMETERS = NUM_LAYERS * WIDTH * WIDTH
 STEP_BYTES = 4 * NUM_LAYERS  # the number of steps, once for each parameter
 BYTES = {"bf16+master": 16, "bf16+split": 14, "bf16+kahan": 10, "bf16+stochastic": 8}
 # Weights and gradients; with master, before those, two copies to compare and what came of it; with narrow states
-# wide ones, and then two random bytes for each of two states.
+# wide ones, and then both in bf16 again.
 TRANSIENT_BYTES = {"bf16+master": 7, "bf16+split": 4 + 4, "bf16+kahan": 4 + 8 + 4, "bf16+stochastic": 4 + 8 + 4}
 
 

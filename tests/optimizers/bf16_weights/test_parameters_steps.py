@@ -165,18 +165,6 @@ def test_sparse_gradients_step_as_in_fp32(kind):
     assert_same_weights(*tables)
 
 
-def test_a_subclass_may_change_its_groups_in_a_step():
-    class Decaying(optim.SGD):
-        def _init_group(self, group, *rest):
-            group["lr"] = group["lr"] / 2
-            return super()._init_group(group, *rest)
-
-    net, _, optimizer = lean_net("bf16+split", lambda parameters: Decaying(parameters, lr=1.0))
-    take_steps(net, optimizer, 0)
-    assert optimizer.param_groups[0]["lr"] == 0.5  # once, although there are two chunks
-    assert optimizer.param_groups[0]["params"] == list(net.parameters())
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_fused_step_that_overflowed_changes_nothing(scheme):
     net, lean, optimizer = lean_net(scheme, lambda parameters: optim.AdamW(parameters, lr=0.1, fused=True))
