@@ -3,21 +3,22 @@
 Also: frozen bf16 weights that are written in every step, and loading states as fp32.
 """
 
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from lightning_vram.core.patching import MethodPatch
 from lightning_vram.core.tensors.codecs import rounded_by_place, seed_of
 from lightning_vram.core.tensors.properties import count, count_writes, flat_as_stored, stop_counting
 from lightning_vram.memory.tracking.ledger import forget_optimizer_tensors, register_optimizer_tensors
 from lightning_vram.optimizers.bf16_chunks import WeightChunk, list_rests, upcast_flat, views_like
 from lightning_vram.optimizers.moment_forms import (
+    HeldStates,
     Seed,
     UpdateCheck,
     convert_states,
@@ -35,7 +36,6 @@ from lightning_vram.optimizers.step_round import (
 )
 from lightning_vram.optimizers.take_over import StepTakeOver
 from lightning_vram.private_names.dispatcher import copy_each
-from lightning_vram.private_names.torch import LOAD_HOOKS
 
 _NUM_WRITES = 3
 _NUM_LOOKS = 8
@@ -97,6 +97,7 @@ class LeanOptimizers(StepTakeOver):
         self._names = names
         self._has_stepped: set[int] = set()  # optimizers, by id, since frozen parameters were looked at
         self.frozen_writes = FrozenWrites(names)
+        self._hold_loaded()
         super().__init__()
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
@@ -110,12 +111,17 @@ class LeanOptimizers(StepTakeOver):
             refill_accumulators(optimizer, self._places)
             self._convert_states(optimizer)
             self._take_over(optimizer)
-            self._patches.append(MethodPatch(optimizer, "load_state_dict", partial(partial, self._load, optimizer)))
+            self._handles += [
+                optimizer.register_load_state_dict_pre_hook(self._held.before_load),
+                optimizer.register_load_state_dict_post_hook(self._after_load),
+            ]
             register_optimizer_tensors(optimizer, partial(list_rests, self._chunks))  # self would keep it alive
 
     def remove_patches(self) -> None:
         """Remove the patches, before parameters are restored."""
         super().remove_patches()
+        for handle in self._handles:
+            handle.remove()
         self.frozen_writes.stop()
 
     def let_go(self) -> None:
@@ -127,13 +133,18 @@ class LeanOptimizers(StepTakeOver):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is attached to no optimizer.
-        left_out = ("check", "_patches", "_taken", "_handle", "frozen_writes")
+        left_out = ("check", "_patches", "_taken", "_handle", "_handles", "_held", "frozen_writes")
         return {key: value for key, value in vars(self).items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, check=None)
         self.frozen_writes = FrozenWrites(self._names)
+        self._hold_loaded()
         super().__init__()
+
+    def _hold_loaded(self) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._held = HeldStates(lambda parameter, state: set(state) - {"step"} if parameter in self._places else ())
 
     def _has_ours(self, optimizer: Optimizer) -> bool:
         return any(parameter in self._places for parameter in iterate_parameters(optimizer))
@@ -181,49 +192,20 @@ class LeanOptimizers(StepTakeOver):
         if check is not None and before is not None and stepped is not None:
             check.count(before, stepped, chunk.read())
 
-    def _load(self, optimizer: Optimizer, load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]) -> None:
-        load_upcast(optimizer, state_dict, load, self._places)
+    def _after_load(self, optimizer: Optimizer) -> None:
+        for parameter, state in self._held.take():
+            own: State = optimizer.state[parameter]
+            own.update(
+                {
+                    key: value.to(parameter.device, copy=True) if isinstance(value, Tensor) else value
+                    for key, value in state.items()
+                }
+            )
         self._convert_states(optimizer)
 
     def _convert_states(self, optimizer: Optimizer) -> None:
         full_dtype = torch.bfloat16 if self._has_bf16_states else torch.float32
         convert_states(optimizer, self._places, torch.float32, full_dtype)
-
-
-def load_upcast(
-    optimizer: Optimizer,
-    state_dict: dict[str, Any],
-    load: Callable[[dict[str, Any]], None],
-    lean_parameters: Container[nn.Parameter],
-) -> None:
-    """Call ``load``, an optimizer's ``load_state_dict``, such that states of ``lean_parameters`` become fp32."""
-    hooks = {name: vars(optimizer)[name] for name in LOAD_HOOKS}
-    before, after = hooks.values()  # they run without the proxies
-    state_dict = state_dict.copy()
-    for hook in before.values():
-        replaced = hook(optimizer, state_dict)
-        state_dict = state_dict if replaced is None else replaced
-    groups = optimizer.param_groups
-    proxies = {
-        p: nn.Parameter(torch.empty(0, dtype=torch.float32, device=p.device)) if p in lean_parameters else p
-        for p in iterate_parameters(optimizer)
-    }
-    vars(optimizer).update({name: OrderedDict() for name in LOAD_HOOKS})
-    optimizer.param_groups = [{**group, "params": [proxies[p] for p in group["params"]]} for group in groups]
-    try:
-        load(state_dict)
-        real: dict[Tensor, nn.Parameter] = {proxy: parameter for parameter, proxy in proxies.items()}
-        states = defaultdict(dict, {real.get(key, key): state for key, state in optimizer.state.items()})
-        optimizer.state = states
-        for group, loaded in zip(groups, optimizer.param_groups, strict=True):
-            loaded["params"] = group["params"]
-    except BaseException:
-        optimizer.param_groups = groups
-        raise
-    finally:
-        vars(optimizer).update(hooks)
-    for hook in after.values():
-        hook(optimizer)
 
 
 class UpcastStates:

@@ -296,6 +296,38 @@ def _describe(parameter: nn.Parameter) -> str:
     return str(parameter.dtype) if parameter.dtype != torch.float32 else f"strides {parameter.stride()}"
 
 
+class HeldStates:
+    """Holds back states while an optimizer loads them: ``torch.optim`` would cast all at once, as parameters are.
+
+    ``names`` returns those to hold back of a parameter and its state.
+    """
+
+    def __init__(self, names: Callable[[nn.Parameter, State], Iterable[str]]) -> None:
+        self._names = names
+        self._states: dict[nn.Parameter, State] = {}
+
+    def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a ``state_dict`` without them: a pre-hook of ``load_state_dict``."""
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        # load_state_dict compares the numbers
+        parameters = dict(zip(saved, iterate_parameters(optimizer), strict=False))
+        states = dict(state_dict["state"])
+        for key, state in states.items():
+            parameter = parameters.get(key)
+            if parameter is not None and isinstance(state, Mapping):
+                names = set(self._names(parameter, dict(state))) & set(state)
+                self._states[parameter] = {name: state[name] for name in state if name in names}
+                # Scalars stay, too: an optimizer may look for them.
+                left = {key: value for key, value in state.items() if not isinstance(value, Tensor) or not value.dim()}
+                states[key] = left | {name: state[name] for name in state if name not in names}
+        return {**state_dict, "state": states}
+
+    def take(self) -> Iterable[tuple[nn.Parameter, State]]:
+        """Return what was held back, and forget it."""
+        states, self._states = self._states, {}
+        return states.items()
+
+
 class LowPrecisionStates:
     """Moments of one optimizer in a form, for the parameters that ``takes`` returns true for, now or later."""
 
@@ -309,7 +341,8 @@ class LowPrecisionStates:
         self.form, self._check = form, check
         self._optimizer = optimizer
         self.has = takes  # whether the moments of a parameter have the form
-        self._loading: dict[nn.Parameter, State] = {}
+        self._held = HeldStates(lambda parameter, state: MOMENTS if takes(parameter) else ())
+        self.before_load = self._held.before_load
         handle = _to_upcast.pop(optimizer, None)
         if handle is not None:  # of an earlier run
             handle.remove()
@@ -332,8 +365,7 @@ class LowPrecisionStates:
 
     def take_in(self, optimizer: Optimizer) -> None:
         """Convert the moments that the optimizer has or has loaded, one by one."""
-        loading, self._loading = self._loading, {}
-        for parameter, moments in loading.items():
+        for parameter, moments in self._held.take():
             optimizer.state[parameter].update(moments)
         for parameter in filter(self.has, iterate_parameters(optimizer)):
             state = optimizer.state.get(parameter, {})
@@ -354,19 +386,6 @@ class LowPrecisionStates:
                 local_state[key] = self.form.convert(key, value, shard)
                 if local_state[key] is not value:
                     state[key] = as_sharded(local_state[key], parameter, shard.shape)
-
-    def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Hold back moments while loading: ``torch.optim`` would upcast all of them at once."""
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        # load_state_dict compares the numbers
-        parameters = dict(zip(saved, iterate_parameters(optimizer), strict=False))
-        states = dict(state_dict["state"])
-        for key, state in states.items():
-            parameter = parameters.get(key)
-            if parameter is not None and self.has(parameter) and isinstance(state, Mapping):
-                self._loading[parameter] = {name: state[name] for name in MOMENTS if name in state}
-                states[key] = {name: value for name, value in state.items() if name not in MOMENTS}
-        return {**state_dict, "state": states}
 
 
 def upcast_when_stepped(optimizer: Optimizer) -> None:

@@ -18,6 +18,7 @@ from lightning_vram.core.tensors.properties import is_dense
 from lightning_vram.optimizers.moment_forms import first_place
 from lightning_vram.optimizers.step_loop import ADAMW_STATE, bits_of, has_whole_blocks, memory_of, read_adamw
 from lightning_vram.optimizers.step_round import Member, State, iterate_parameters
+from lightning_vram.private_names.dispatcher import add_to_each
 from lightning_vram.private_names.torch import num_writes
 
 _COUNT, _STEP, _NUMBER, _PLACE = range(4, COLUMNS)  # of an item
@@ -81,7 +82,7 @@ class StepPlan:
         for place, column in (*enumerate(columns), (_STEP, [places[key] for key in keys])):
             self._items[place::COLUMNS] = array("q", column)
         native.step_adamw(steps, self._items, bits_of(self._planned[0].state["exp_avg"]))
-        torch._foreach_add_(self._counters, 1)
+        add_to_each(self._counters, 1)
         self._versions = [num_writes(counter) for counter in self._counters]
         for one in self._planned:
             one.count += 1

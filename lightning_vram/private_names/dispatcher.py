@@ -145,6 +145,7 @@ RECURRENT_FUNCTIONS: Any = torch._VF
 
 neg_view: Callable[[Tensor], Tensor] = torch._neg_view  # a view with the opposite sign
 copy_each: Any = torch._foreach_copy_  # copy each tensor of the second list to that of the first
+add_to_each: Any = torch._foreach_add_  # add a number to each tensor, in place
 multiply_each: Any = torch._foreach_mul_  # multiply each tensor by a factor, in place
 norm_each: Any = torch._foreach_norm  # the 2-norm of each tensor
 batch_norm_and_statistics: Callable[..., Any] | None = getattr(torch, "_batch_norm_impl_index", None)

@@ -420,8 +420,6 @@ def write_parametrizations(state: tuple[int, dict[Any, Any]] | None) -> None:
 
 FOREACH_TYPES: tuple[list[Any], ...] = (_foreach_supported_types, _foreach_utils._foreach_supported_types)
 """The lists of tensor classes that foreach kernels support."""
-LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
-"""Names in ``vars`` of an optimizer of the hooks before and after it loads a state."""
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
