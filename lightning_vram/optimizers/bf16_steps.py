@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.core.tensors.codecs import rounded_by_place, seed_of
 from lightning_vram.core.tensors.properties import count, count_writes, flat_as_stored, stop_counting
@@ -120,8 +119,6 @@ class LeanOptimizers(StepTakeOver):
     def remove_patches(self) -> None:
         """Remove the patches, before parameters are restored."""
         super().remove_patches()
-        for handle in self._handles:
-            handle.remove()
         self.frozen_writes.stop()
 
     def let_go(self) -> None:
@@ -129,7 +126,7 @@ class LeanOptimizers(StepTakeOver):
         for optimizer in self._taken:
             forget_optimizer_tensors(optimizer)
             convert_states(optimizer, self._places, None, None)
-        self._patches, self._taken, self._chunks, self._places = [], [], [], {}
+        self._taken, self._chunks, self._places = [], [], {}
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is attached to no optimizer.
@@ -143,7 +140,6 @@ class LeanOptimizers(StepTakeOver):
         super().__init__()
 
     def _hold_loaded(self) -> None:
-        self._handles: list[RemovableHandle] = []
         self._held = HeldStates(lambda parameter, state: set(state) - {"step"} if parameter in self._places else ())
 
     def _has_ours(self, optimizer: Optimizer) -> bool:

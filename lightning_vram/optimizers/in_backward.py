@@ -289,7 +289,7 @@ class BackwardSteps(StepTakeOver):
         self._taken_in: set[nn.Parameter] = set()  # since the last step
         self._stepped: set[nn.Parameter] = set()  # in any step
         self.has_zeros = False  # set if gradients are zeroed in place: stepped parameters always have one
-        self._handles: dict[nn.Parameter, RemovableHandle] = {}
+        self._hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._owners: dict[nn.Parameter, Optimizer] = {}
         self._steps_of_others: dict[int, MembersStep | None] = {}  # by id of the optimizer
         self._current: OneStep | None = None
@@ -324,9 +324,9 @@ class BackwardSteps(StepTakeOver):
     def let_go(self) -> None:
         """Let the optimizers step by themselves again."""
         self.remove_patches()
-        for handle in self._handles.values():
+        for handle in self._hooks.values():
             handle.remove()
-        self._taken, self._patches, self._handles, self._owners = [], [], {}, {}
+        self._taken, self._hooks, self._owners = [], {}, {}
         self._current = self._again = self._buckets = None
 
     @contextmanager
@@ -463,7 +463,7 @@ class BackwardSteps(StepTakeOver):
                 self._owners[parameter] = optimizer
                 if self._buckets is None or parameter not in self._buckets.parameters:
                     register: Any = parameter.register_post_accumulate_grad_hook
-                    self._handles[parameter] = register(self._after_accumulation)
+                    self._hooks[parameter] = register(self._after_accumulation)
 
     def _after_accumulation(self, parameter: nn.Parameter) -> None:  # a hook must return None
         self._on_gradient(parameter)

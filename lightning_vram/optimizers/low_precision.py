@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_vram.core.tensors.codecs import Bits, CodeMap, MappedTensor, empty_mapped
@@ -270,7 +269,6 @@ class LowPrecisionMoments(StepTakeOver):
         self._stored: dict[int, LowPrecisionStates] = {}  # by id of the optimizer
         self._plans: dict[int, StepPlan] = {}
         self._stepped: dict[int, list[int]] = {}  # parameters of the last step, by id, that no plan had
-        self._handles: list[RemovableHandle] = []
         super().__init__()
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
@@ -294,11 +292,9 @@ class LowPrecisionMoments(StepTakeOver):
     def let_go(self) -> None:
         """Detach the optimizers; their next step upcasts the moments."""
         self.remove_patches()
-        for handle in self._handles:
-            handle.remove()
         for optimizer in self._taken:
             upcast_when_stepped(optimizer)
-        self._taken, self._patches, self._handles, self._stored, self._plans = [], [], [], {}, {}
+        self._taken, self._stored, self._plans = [], {}, {}
 
     def _has_ours(self, optimizer: Optimizer) -> bool:
         own = set(self._module.parameters())

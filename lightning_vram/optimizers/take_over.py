@@ -46,6 +46,7 @@ class StepTakeOver(ABC):
     def __init__(self) -> None:
         self._taken: list[Optimizer] = []  # whose step is :meth:`_step`
         self._patches: list[MethodPatch] = []
+        self._handles: list[RemovableHandle] = []  # of hooks of optimizers
         self._handle = redirect_steps(self, StepTakeOver._take_in)
 
     @abstractmethod
@@ -65,13 +66,16 @@ class StepTakeOver(ABC):
         return None
 
     def remove_patches(self) -> None:
-        """Let all optimizers step by themselves again."""
+        """Let all optimizers step and load by themselves again."""
         self._handle.remove()
         for optimizer in self._taken:
             if owner_of(optimizer) is self:
                 del _owners[optimizer]
         for patch in reversed(self._patches):
             patch.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._patches, self._handles = [], []
 
     @staticmethod
     def _run_closure(optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:

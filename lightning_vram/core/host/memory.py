@@ -387,11 +387,11 @@ class SplitWeights:
         """Set the weights of one part from a flat tensor."""
         bits, upper = numbers.view(torch.int32), self.upper[slice(*part)]
         upper.copy_(numbers)
-        lacking = torch.sub(bits, upper.float().view(torch.int32))
-        self._lower[slice(*part)].copy_(lacking)  # a narrowing copy keeps the lower half
+        self._lower[slice(*part)].copy_(bits)  # a narrowing copy keeps the lower half: what is lacking in 16 bits
         self._exceptions.pop(part[0], None)
         if isinstance(numbers, FakeTensor) or not numbers.numel():
             return
+        lacking = torch.sub(bits, upper.float().view(torch.int32))
         places = lacking.add_(_HALF).bitwise_right_shift_(16).nonzero().view(-1)  # where it is more than sixteen bits
         if 3 * places.numel() > numbers.numel():  # then all halves are shorter than the list
             self._exceptions[part[0]] = None, bits.bitwise_right_shift(16).to(torch.int16)
@@ -413,7 +413,7 @@ class SplitWeights:
     def _read(self, part: Part, numbers: Tensor) -> None:
         lower = self._lower[slice(*part)]
         bits = numbers.copy_(self.upper[slice(*part)]).view(torch.int32)
-        bits.add_(lower.int())
+        bits.add_(lower)
         if part[0] in self._exceptions and numbers.numel():
             places, halves = self._exceptions[part[0]]
             chosen = slice(None) if places is None else places.long()

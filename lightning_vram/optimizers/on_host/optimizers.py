@@ -155,7 +155,6 @@ class HostOptimizers(StepTakeOver):
         self._worker = HostWorker("stepping optimizers", num_threads) if sharding.landing is not None else None
         self._groups = sharding.group_of()
         self._attached: list[Optimizer] = []
-        self._handles: list[RemovableHandle] = []
         self._early: Callable[[], StepRound] | None = None
         self._round: StepRound | None = None  # begun in the backward
         self._early_lock = threading.Lock()  # gradients on the device land in another thread
@@ -251,8 +250,6 @@ class HostOptimizers(StepTakeOver):
         self._sharding.on_landed = None
         if self._worker is not None:
             self._worker.stop()
-        for handle in self._handles:
-            handle.remove()
         self.remove_patches()
         for optimizer in self._attached:
             forget_optimizer_tensors(optimizer)
@@ -260,7 +257,7 @@ class HostOptimizers(StepTakeOver):
             if id(optimizer) in self._stored:
                 self._stored[id(optimizer)].let_go(optimizer)
         self._stored, self._groups, self._stateless = {}, {}, set()
-        self._attached, self._taken, self._patches, self._handles = [], [], [], []
+        self._attached, self._taken = [], []
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         note_step(optimizer)
