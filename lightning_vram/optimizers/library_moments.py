@@ -5,6 +5,7 @@ They stay until the compiled step of our own forms is measured next to them on a
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -36,11 +37,12 @@ from lightning_vram.private_names.torch import make_wrapper
 Library = Literal["auto", "own", "torchao", "bitsandbytes"]
 
 
+@dataclass(frozen=True, eq=False)
 class CodeMap:
     """The values of 256 codes (or 16, the first of two in a byte's upper half) at scale 1, ascending; the last is 1."""
 
-    def __init__(self, values: Tensor, block_size: int) -> None:
-        self.values, self.block_size = values, block_size
+    values: Tensor
+    block_size: int
 
     @property
     def is_packed(self) -> bool:
@@ -167,7 +169,7 @@ class LibraryForm(LowBitForm):
 
     def code_map(self, *, is_positive: bool) -> CodeMap:
         """Return the meaning of codes."""
-        raise NotImplementedError
+        return _map_of(self.library, self.bits, is_positive)
 
     def step(self, step_round: StepRound, members: Sequence[Member]) -> None:
         """Step members with moments in this form."""
@@ -201,10 +203,6 @@ class BitsandbytesForm(LibraryForm):
     def _odd(self, group: dict[str, Any]) -> list[str]:
         is_coupled = group.get("weight_decay") and not group.get("decoupled_weight_decay", True)
         return ["weight_decay"] if is_coupled else super()._odd(group)
-
-    @override
-    def code_map(self, *, is_positive: bool) -> CodeMap:
-        return _map_of_bitsandbytes(is_positive)
 
     @override
     def _step(self, member: Member, settings: dict[str, Any]) -> State:
@@ -258,10 +256,6 @@ class TorchaoForm(LibraryForm):
         return super().takes(parameter) and parameter.numel() % self.code_map(is_positive=True).block_size == 0
 
     @override
-    def code_map(self, *, is_positive: bool) -> CodeMap:
-        return _map_of_torchao(self.bits, is_positive)
-
-    @override
     def _step(self, member: Member, settings: dict[str, Any]) -> State:
         keys = ["exp_avg", "exp_avg_sq"]
         state: State = {"step": torch.tensor(0.0)} | self._begun(member, keys)
@@ -288,13 +282,9 @@ class TorchaoForm(LibraryForm):
 
 
 @lru_cache
-def _map_of_bitsandbytes(is_positive: bool) -> CodeMap:  # noqa: FBT001
-    functional = import_module("bitsandbytes.functional")
-    return CodeMap(functional.create_dynamic_map(signed=not is_positive), 256)
-
-
-@lru_cache
-def _map_of_torchao(bits: Bits, is_positive: bool) -> CodeMap:  # noqa: FBT001
+def _map_of(library: Library, bits: Bits, is_positive: bool) -> CodeMap:  # noqa: FBT001
+    if library == "bitsandbytes":
+        return CodeMap(import_module("bitsandbytes.functional").create_dynamic_map(signed=not is_positive), 256)
     states, size = import_module(f"torchao.optim.subclass_{bits}bit"), 256 if bits == 8 else 128
     return CodeMap(getattr(states, f"OptimState{bits}bit").zeros((size,), not is_positive, size).qmap, size)
 
@@ -328,7 +318,4 @@ def form_of(library: Library, form: StateForm, optimizer: Optimizer) -> StateFor
     return named
 
 
-_FORMS: dict[str, type[BitsandbytesForm] | type[TorchaoForm]] = {
-    "bitsandbytes": BitsandbytesForm,
-    "torchao": TorchaoForm,
-}
+_FORMS = {form.library: form for form in (BitsandbytesForm, TorchaoForm)}

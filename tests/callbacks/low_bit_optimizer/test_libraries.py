@@ -121,9 +121,9 @@ def test_a_kernel_steps_moments_in_its_own_form(optimizer, num_moments, fit, mon
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", fake)
     monkeypatch.setattr(library_moments, "find_spec", lambda name: name)
     monkeypatch.setattr(library_moments.BitsandbytesForm, "why_not", lambda self, optimizer: None)  # for a CPU
-    library_moments._map_of_bitsandbytes.cache_clear()
+    library_moments._map_of.cache_clear()
     check_steps_and_checkpoints(fit, "bitsandbytes", 8, optimizer, num_moments, tmp_path)
-    library_moments._map_of_bitsandbytes.cache_clear()
+    library_moments._map_of.cache_clear()
 
 
 def test_auto_is_our_own_on_a_host(fit, monkeypatch):
