@@ -23,7 +23,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_vram.core.patching import MethodPatch
-from lightning_vram.optimizers.low_precision import Library, LowPrecisionMoments, why_not_installed
+from lightning_vram.optimizers.library_moments import Library, why_not_installed
+from lightning_vram.optimizers.low_precision import LowPrecisionMoments
 from lightning_vram.optimizers.moment_forms import FORMS, HostState, StateForm, UpdateCheck, describe_unsupported
 from lightning_vram.private_names.lightning import is_loops_closure, read_timeout
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool
 from lightning_vram.callbacks.hook_points import MomentsTechnique
-from lightning_vram.optimizers.low_precision import Library
+from lightning_vram.optimizers.library_moments import Library
 from lightning_vram.optimizers.moment_forms import UpdateCheck
 from lightning_vram.private_names.lightning import logs_are_due
 
@@ -44,8 +44,8 @@ class LowBitOptimizer(MomentsTechnique):
         library: Whose kernels compute the step. ``"own"``: all optimizers above, on any device. ``"torchao"``: Adam and
             AdamW, compiled by ``torch.compile``. ``"bitsandbytes"``: AdamW, SGD and Lion, 8 bits only. ``"auto"``: on
             CUDA bitsandbytes, else torchao, if it is installed and supports the optimizer; otherwise ``"own"``. torchao
-            and bitsandbytes come with the extra ``lowbit``, need unsharded parameters and no ``fused``, and round in
-            their own way. Checkpoints of all libraries are interchangeable.
+            and bitsandbytes come with the extra ``lowbit``, need unsharded parameters on CUDA and no ``fused``, and
+            round in their own way. Checkpoints of all libraries are interchangeable.
         check_updates: Log ``vram/lost_updates``, a share from 0 to 1: of the moment values that a step changed, how
             many rounding has set back. Only with ``library="own"``. Batches that log take longer, and 12 bytes more for
             each of a few million weights; results do not change.

@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_vram.core.tensors.native_codecs import native_codecs
 from lightning_vram.core.tensors.properties import dense_stride, flat_as_stored, stored_like
@@ -409,95 +408,3 @@ def _block_size(count: int, bits: Bits) -> int:
     """Return the size of blocks of a tensor: a smaller one has a single block, which ends with a byte."""
     per_byte = 8 // bits
     return min(BLOCK_SIZE, max(1, -(-count // per_byte)) * per_byte)
-
-
-class CodeMap:
-    """The values of 256 codes (or 16, the first of two in a byte's upper half) at scale 1, ascending; the last is 1."""
-
-    def __init__(self, values: Tensor, block_size: int) -> None:
-        self.values, self.block_size = values, block_size
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether two codes are in a byte."""
-        return len(self.values) == 16
-
-    @lru_cache  # noqa: B019
-    def on(self, device: torch.device) -> Tensor:
-        """Return the values on a device, which stay: there are a few maps for the life of the process."""
-        return self.values.to(device)
-
-
-class MappedTensor(LowBitTensor):
-    """Codes: numbers of a map of 256 or 16, times the float32 scale of their block; always contiguous.
-
-    torchao and bitsandbytes keep moments so (arXiv 2110.02861, 2309.01507); their kernels write to this memory.
-    """
-
-    scales: Tensor
-    code_map: CodeMap
-
-    def __new__(cls, records: Tensor, scales: Tensor, shape: Sequence[int], code_map: CodeMap) -> "MappedTensor":
-        """Make a tensor that has no memory but ``records`` and ``scales``, both flat."""
-        made: MappedTensor = make_wrapper(cls, shape, dtype=torch.float32, device=records.device)
-        made.records, made.scales, made.code_map = records, scales, code_map
-        made.bits, made.is_positive = 4 if code_map.is_packed else 8, bool(code_map.values[0] >= 0)
-        return made
-
-    @override
-    def decode(self, out: Tensor | None = None) -> Tensor:
-        codes = self.records
-        if self.code_map.is_packed:
-            codes = torch.stack([codes >> 4, codes & 15], dim=-1)
-        numbers = self.code_map.on(self.device)[codes.flatten().int()]
-        numbers *= self.scales.repeat_interleave(self.code_map.block_size)[: numbers.numel()]
-        return (numbers if out is None else out.copy_(numbers)).view(self.shape)
-
-    @override
-    def take_over(self, numbers: Tensor) -> None:
-        """Set the values from a float32 tensor; what :meth:`decode` returned to the same codes."""
-        flat = decoded(numbers).detach().to(self.device, torch.float32).flatten()
-        size, values = self.code_map.block_size, self.code_map.on(self.device)
-        blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % size)).view(-1, size)
-        middles = (values[1:] + values[:-1]) / 2
-        scales = blocks.abs().amax(1, keepdim=True)
-        codes = torch.bucketize(blocks / scales.masked_fill(scales == 0, 1), middles, out_int32=True)
-        if not self.is_positive:
-            # The map has 1, but not -1. Where that was nearest, decoded numbers tell a smaller scale than there was.
-            guess = scales / -values[0]
-            for likely in (guess, guess.nextafter(guess * 2), guess.nextafter(guess / 2)):
-                others = torch.bucketize(blocks / likely.masked_fill(likely == 0, 1), middles, out_int32=True)
-                is_it = (values[others] * likely == blocks).all(1, keepdim=True)
-                codes, scales = torch.where(is_it, others, codes), torch.where(is_it, likely, scales)
-        codes = codes.flatten()[: flat.numel()]
-        self.records.copy_(codes[::2] << 4 | codes[1::2] if self.code_map.is_packed else codes)
-        self.scales.copy_(scales.view(-1))
-
-    @property
-    @override
-    def kind(self) -> tuple[Any, ...]:
-        return self.code_map, self.shape
-
-    @override
-    def each(
-        self, change: Callable[[Tensor], Tensor], shape: torch.Size | None = None, stride: Any = None
-    ) -> LowBitTensor:
-        shape = self.shape if shape is None else shape
-        return MappedTensor(change(self.records), change(self.scales), shape, self.code_map)
-
-    @override
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["records", "scales"], self.code_map
-
-    @classmethod
-    @override
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "MappedTensor":
-        return cls(inner["records"], inner["scales"], size, context)
-
-
-def empty_mapped(like: Tensor, code_map: CodeMap) -> MappedTensor:
-    """Return one of zeros, of the shape and device of a contiguous tensor."""
-    count = like.numel()
-    records = torch.zeros(count // 2 if code_map.is_packed else count, dtype=torch.uint8, device=like.device)
-    scales = torch.zeros(-(-count // code_map.block_size), device=like.device)
-    return MappedTensor(records, scales, like.shape, code_map)

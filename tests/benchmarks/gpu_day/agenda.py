@@ -12,6 +12,7 @@ from tests.benchmarks.gpu_day import (
     running_out,
     smoke,
     speed,
+    steps,
     traces,
 )
 from tests.benchmarks.gpu_day.items import Item, Job
@@ -34,6 +35,7 @@ GROUPS: dict[str, tuple[Item, ...]] = {
         speed.SMALL,
     ),
     "rest": (
+        steps.XL,
         *speed.WITH_GOALS[:5],
         *fits.XL_CLIPPED,
         *fits.WITH_GOALS,

@@ -29,8 +29,8 @@ def print_figures(folder: Path) -> None:
         versions = [f"{key} {machine[key]}" for key in ("driver", "torch", "lightning") if key in machine]
         print(f"# {', '.join([machine.get('device', path.stem), *versions, *filter(None, [card.get('date')])])}\n")
         items = {name: _valid(item.get("rows", [])) for name, item in card["items"].items()}
-        speed, losses = partial(_variants, "speed"), partial(_variants, "losses")
-        for make in (speed, _sharded, losses, _optimizers, _auto, _peaks, _smoke, _host):
+        speed, losses, steps = (partial(_variants, group) for group in ("speed", "losses", "steps"))
+        for make in (speed, _sharded, losses, steps, _optimizers, _auto, _peaks, _smoke, _host):
             for block in make(items):
                 print(block + "\n")
 

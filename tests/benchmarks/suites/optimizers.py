@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,6 +18,8 @@ from lightning_vram.optimizers.bf16_weights import SCHEMES
 from tests.benchmarks.cases import Workload
 from tests.benchmarks.compare import Options, measure_ways
 from tests.benchmarks.measure import Row
+from tests.benchmarks.peers import bitsandbytes, torchao
+from tests.benchmarks.peers.installed import needs
 from tests.benchmarks.ways import PLAIN, Way
 
 SETTINGS: dict[str, Any] = {"repeats": 5, "steps": 5}
@@ -74,12 +75,13 @@ WAYS = (
     ),
     *(
         Way(
-            f'LowBitOptimizer(bits=8, library="{library}"), precision="bf16-mixed"',
+            f'LowBitOptimizer(bits={bits}, library="{peer.PIP}"), precision="bf16-mixed"',
             "ours",
-            make_trainer_options=partial(_low_bit, 8, library),
+            make_trainer_options=partial(_low_bit, bits, peer.PIP),
+            why_not=needs(peer.MODULE, peer.PIP),
+            pip=peer.PIP,
         )
-        for library in ("torchao", "bitsandbytes")
-        if find_spec(library) is not None
+        for bits, peer in ((8, torchao), (4, torchao), (8, bitsandbytes))
     ),
     Way('OptimizerInBackward(), precision="bf16-mixed"', "ours", make_trainer_options=_in_backward),
     Way('OptimizerInBackward("two-pass"), clipped, precision="bf16-mixed"', "ours", make_trainer_options=_two_passes),

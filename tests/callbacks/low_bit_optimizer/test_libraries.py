@@ -1,7 +1,9 @@
 """``LowBitOptimizer(library=...)``: kernels of torchao and bitsandbytes, and plain checkpoints."""
 
 import re
+import sys
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,9 +19,8 @@ from torch.optim import SGD, Adam, NAdam
 from torch.optim.lr_scheduler import OneCycleLR
 
 from lightning_vram import LowBitOptimizer
-from lightning_vram.core.tensors.codecs import MappedTensor
-from lightning_vram.optimizers import low_precision
-from lightning_vram.optimizers.moment_forms import FORMS
+from lightning_vram.optimizers import library_moments
+from lightning_vram.optimizers.library_moments import CodeMap, MappedTensor
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SGD_MOMENTUM = partial(SGD, lr=0.1, momentum=0.9)
@@ -47,12 +48,38 @@ class Looking(Layers):
         self.num_bytes = sum(one.nbytes for one in values if isinstance(one, MappedTensor))
 
 
+class FakeBitsandbytes(ModuleType):
+    """Its functions that we call, in operators: they run anywhere, on our memory and in the order of its arguments."""
+
+    def create_dynamic_map(self, *, signed: bool) -> Tensor:
+        roots = torch.linspace(-127 / 128 if signed else 1 / 256, 1, 256)
+        return roots * roots.abs()
+
+    def optimizer_update_8bit_blockwise(self, *arguments: Any) -> None:
+        name, gradient, weights, *records = arguments[:5]
+        beta1, beta2, _, _, eps, step, lr = arguments[5:12]
+        maps, scales, decay = arguments[12:14], arguments[14:16], arguments[16]
+        pieces = zip(records, scales, maps, strict=True)
+        kept = [MappedTensor(*one[:2], one[0].shape, CodeMap(one[2], 256)) for one in pieces if one[0] is not None]
+        weights.mul_(1 - lr * decay)
+        if name == "momentum":
+            (buffer,) = kept
+            buffer.copy_(gradient if step == 1 else buffer.decode() * beta1 + gradient)
+            weights.sub_(buffer.decode(), alpha=lr)
+            return
+        first, second = kept
+        first.copy_(first.decode().lerp(gradient, 1 - beta1))
+        second.copy_(second.decode().lerp(gradient**2, 1 - beta2))
+        divisors = (second.decode() / (1 - beta2**step)).sqrt() + eps
+        weights.addcdiv_(first.decode(), divisors, value=-lr / (1 - beta1**step))
+
+
 @pytest.fixture
 def fit(make_trainer):
-    def fit(optimizer: Any, bits: Any, library: Any, *, ckpt_path: Any = None, max_epochs: int = 2) -> Any:
+    def fit(optimizer: Any, bits: Any, library: Any, *, ckpt_path: Any = None, **options: Any) -> Any:
         pl.seed_everything(0, verbose=False)
         model, callbacks = Looking(optimizer), [] if bits is None else [LowBitOptimizer(bits, library)]
-        trainer = make_trainer(callbacks=callbacks, max_epochs=max_epochs)
+        trainer = make_trainer(callbacks=callbacks, **options)
         trainer.fit(model, ckpt_path=ckpt_path)
         model.saved_by = trainer
         return model
@@ -60,9 +87,7 @@ def fit(make_trainer):
     return fit
 
 
-@pytest.mark.parametrize(("library", "bits", "optimizer", "num_moments"), CASES, ids=IDS)
-def test_a_library_steps_and_its_checkpoints_are_plain(library, bits, optimizer, num_moments, fit, tmp_path):
-    pytest.importorskip(library)
+def check_steps_and_checkpoints(fit: Any, library: Any, bits: int, optimizer: Any, num_moments: int, path: Any) -> None:
     whole, plain = fit(optimizer, bits, library), fit(optimizer, None, None)
     ours, theirs = (torch.cat([p.detach().flatten() for p in one.parameters()]) for one in (whole, plain))
     assert 0 < (ours - theirs).norm() < {8: 0.02, 4: 0.25}[bits] * theirs.norm()
@@ -70,17 +95,39 @@ def test_a_library_steps_and_its_checkpoints_are_plain(library, bits, optimizer,
     assert whole.num_theirs == 2 * num_moments
     assert whole.num_bytes == num_moments * (16 * 400 + 400 * 32) * (bits // 4 / 2 + 4 / size)
     half = fit(optimizer, bits, library, max_epochs=1)
-    half.saved_by.save_checkpoint(tmp_path / "last.ckpt")
-    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["optimizer_states"][0]["state"].values()
+    half.saved_by.save_checkpoint(path / "last.ckpt")
+    saved = torch.load(path / "last.ckpt", weights_only=True)["optimizer_states"][0]["state"].values()
     assert {type(value) for state in saved for value in state.values() if value is not None} == {Tensor}
-    assert_equal_weights(fit(optimizer, bits, library, ckpt_path=tmp_path / "last.ckpt"), whole)
+    assert_equal_weights(fit(optimizer, bits, library, ckpt_path=path / "last.ckpt"), whole)
     for other in (None, 8):  # any other setting loads it
-        fit(optimizer, other, "own", ckpt_path=tmp_path / "last.ckpt")
-    fit(optimizer, 8, "own", max_epochs=1).saved_by.save_checkpoint(tmp_path / "own.ckpt")
-    fit(optimizer, bits, library, ckpt_path=tmp_path / "own.ckpt")
+        fit(optimizer, other, "own", ckpt_path=path / "last.ckpt")
+    fit(optimizer, 8, "own", max_epochs=1).saved_by.save_checkpoint(path / "own.ckpt")
+    fit(optimizer, bits, library, ckpt_path=path / "own.ckpt")
 
 
-def test_auto_is_our_own_on_a_host(fit):
+@pytest.mark.device
+@pytest.mark.gpu
+@pytest.mark.parametrize(("library", "bits", "optimizer", "num_moments"), CASES, ids=IDS)
+def test_a_library_steps_and_its_checkpoints_are_plain(library, bits, optimizer, num_moments, fit, tmp_path):
+    pytest.importorskip(library)
+    on_gpu = partial(fit, accelerator="gpu", devices=1)
+    check_steps_and_checkpoints(on_gpu, library, bits, optimizer, num_moments, tmp_path)
+
+
+@pytest.mark.parametrize(("optimizer", "num_moments"), [(ADAMW, 2), (SGD_MOMENTUM, 1)], ids=["AdamW", "SGD"])
+def test_a_kernel_steps_moments_in_its_own_form(optimizer, num_moments, fit, monkeypatch, tmp_path):
+    fake = FakeBitsandbytes("bitsandbytes.functional")
+    monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", fake)
+    monkeypatch.setattr(library_moments, "find_spec", lambda name: name)
+    monkeypatch.setattr(library_moments.BitsandbytesForm, "why_not", lambda self, optimizer: None)  # for a CPU
+    library_moments._map_of.cache_clear()
+    check_steps_and_checkpoints(fit, "bitsandbytes", 8, optimizer, num_moments, tmp_path)
+    library_moments._map_of.cache_clear()
+
+
+def test_auto_is_our_own_on_a_host(fit, monkeypatch):
+    monkeypatch.setattr(library_moments, "find_spec", lambda name: name)
     assert fit(ADAMW, 8, "auto").num_theirs == 0
 
 
@@ -104,7 +151,7 @@ def test_other_libraries_are_refused(arguments, message):
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch, make_trainer):
-    monkeypatch.setattr(low_precision, "find_spec", lambda name: None)
+    monkeypatch.setattr(library_moments, "find_spec", lambda name: None)
     message = "LowBitOptimizer(library='torchao') needs torchao: pip install torchao."
     with pytest.raises(ModuleNotFoundError, match=f"^{re.escape(message)}$"):
         make_trainer(callbacks=[LowBitOptimizer(library="torchao")]).fit(Layers(num_batches=1))
@@ -126,18 +173,20 @@ def cycled(parameters: Any) -> Any:
         ("bitsandbytes", NAdam, "NAdam"),
         ("bitsandbytes", partial(Adam, weight_decay=0.1), "Adam(weight_decay=0.1)"),
         ("torchao", partial(ADAMW, amsgrad=True), "AdamW(amsgrad=True)"),
+        ("torchao", ADAMW, "parameters on cpu, only on CUDA"),
+        ("bitsandbytes", SGD_MOMENTUM, "parameters on cpu, only on CUDA"),
     ],
-    ids=["SGD", "Lion", "fused", "schedule", "NAdam", "weight decay", "amsgrad"],
+    ids=["SGD", "Lion", "fused", "schedule", "NAdam", "weight decay", "amsgrad", "CPU", "CPU by bitsandbytes"],
 )
 def test_what_a_library_cannot_step_is_refused(library, optimizer, what, monkeypatch, make_trainer):
-    monkeypatch.setattr(low_precision, "find_spec", lambda name: name)
-    message = f"LowBitOptimizer(library={library!r}) cannot step {what}: use library='own'."
+    monkeypatch.setattr(library_moments, "find_spec", lambda name: name)
+    message = f"LowBitOptimizer(library={library!r}) cannot step {what}: use library='own' or 'auto'."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         make_trainer(callbacks=[LowBitOptimizer(library=library)]).fit(Layers(optimizer, num_batches=1))
 
 
 def test_under_fsdp_offload_a_library_is_refused(monkeypatch, make_trainer):
-    monkeypatch.setattr(low_precision, "find_spec", lambda name: name)
+    monkeypatch.setattr(library_moments, "find_spec", lambda name: name)
     trainer = make_trainer(callbacks=[LowBitOptimizer(library="torchao")], strategy="fsdp_offload", devices=1)
     message = (
         "LowBitOptimizer(library='torchao') does not work with FSDPOffloadStrategy, which steps on the host: use "
@@ -146,27 +195,3 @@ def test_under_fsdp_offload_a_library_is_refused(monkeypatch, make_trainer):
     with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
         trainer.fit(Layers(num_batches=1))
     leave_group()
-
-
-@pytest.mark.parametrize(
-    ("installed", "bits", "optimizer", "chosen"),
-    [
-        (["torchao", "bitsandbytes"], 8, ADAMW, "bitsandbytes"),
-        (["torchao", "bitsandbytes"], 4, ADAMW, "torchao"),
-        (["torchao"], 8, ADAMW, "torchao"),
-        (["torchao", "bitsandbytes"], 8, partial(ADAMW, fused=True), "own"),
-        (["bitsandbytes"], 4, ADAMW, "own"),
-        ([], 8, ADAMW, "own"),
-    ],
-    ids=["both", "4 bits", "torchao", "fused", "4 bits by bitsandbytes", "none"],
-)
-def test_on_cuda_auto_is_what_is_installed_and_can(installed, bits, optimizer, chosen, monkeypatch):
-    class OnCuda(torch.nn.Parameter):
-        device = torch.device("cuda")
-
-    monkeypatch.setattr(low_precision, "find_spec", lambda name: name if name in installed else None)
-    one = optimizer([torch.nn.Parameter(torch.ones(2))])
-    monkeypatch.setattr(low_precision, "iterate_parameters", lambda optimizer: [OnCuda(torch.ones(2))])
-    form = low_precision.form_of("auto", FORMS[f"{bits}bit"], one)
-    assert getattr(form, "library", "own") == chosen
-    assert form.bits == bits

@@ -1,0 +1,321 @@
+"""Moments in the form of torchao or bitsandbytes, whose kernels step them on CUDA.
+
+They stay until the compiled step of our own forms is measured next to them on a GPU (``tests.benchmarks.gpu_day``).
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from typing_extensions import override
+
+from lightning_vram.core.tensors.codecs import Bits, LowBitTensor, decoded
+from lightning_vram.core.tensors.properties import is_shard
+from lightning_vram.optimizers.moment_forms import DIVISORS, LowBitForm, StateForm
+from lightning_vram.optimizers.step_round import (
+    Member,
+    State,
+    StepRound,
+    is_lion,
+    iterate_parameters,
+    make_proxy,
+    make_twin,
+    publish_state,
+    steps_like,
+    unhooked_step,
+)
+from lightning_vram.private_names.dispatcher import FakeTensor, current_dispatch_mode
+from lightning_vram.private_names.torch import make_wrapper
+
+Library = Literal["auto", "own", "torchao", "bitsandbytes"]
+
+
+@dataclass(frozen=True, eq=False)
+class CodeMap:
+    """The values of 256 codes (or 16, the first of two in a byte's upper half) at scale 1, ascending; the last is 1."""
+
+    values: Tensor
+    block_size: int
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether two codes are in a byte."""
+        return len(self.values) == 16
+
+    @lru_cache  # noqa: B019
+    def on(self, device: torch.device) -> Tensor:
+        """Return the values on a device, which stay: there are a few maps for the life of the process."""
+        return self.values.to(device)
+
+
+class MappedTensor(LowBitTensor):
+    """Codes: numbers of a map of 256 or 16, times the float32 scale of their block; always contiguous.
+
+    torchao and bitsandbytes keep moments so (arXiv 2110.02861, 2309.01507); their kernels write to this memory.
+    """
+
+    scales: Tensor
+    code_map: CodeMap
+
+    def __new__(cls, records: Tensor, scales: Tensor, shape: Sequence[int], code_map: CodeMap) -> "MappedTensor":
+        """Make a tensor that has no memory but ``records`` and ``scales``, both flat."""
+        made: MappedTensor = make_wrapper(cls, shape, dtype=torch.float32, device=records.device)
+        made.records, made.scales, made.code_map = records, scales, code_map
+        made.bits, made.is_positive = 4 if code_map.is_packed else 8, bool(code_map.values[0] >= 0)
+        return made
+
+    @override
+    def decode(self, out: Tensor | None = None) -> Tensor:
+        codes = self.records
+        if self.code_map.is_packed:
+            codes = torch.stack([codes >> 4, codes & 15], dim=-1)
+        numbers = self.code_map.on(self.device)[codes.flatten().int()]
+        numbers *= self.scales.repeat_interleave(self.code_map.block_size)[: numbers.numel()]
+        return (numbers if out is None else out.copy_(numbers)).view(self.shape)
+
+    @override
+    def take_over(self, numbers: Tensor) -> None:
+        """Set the values from a float32 tensor; what :meth:`decode` returned to the same codes."""
+        flat = decoded(numbers).detach().to(self.device, torch.float32).flatten()
+        size, values = self.code_map.block_size, self.code_map.on(self.device)
+        blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % size)).view(-1, size)
+        middles = (values[1:] + values[:-1]) / 2
+        scales = blocks.abs().amax(1, keepdim=True)
+        codes = torch.bucketize(blocks / scales.masked_fill(scales == 0, 1), middles, out_int32=True)
+        if not self.is_positive:
+            # The map has 1, but not -1. Where that was nearest, decoded numbers tell a smaller scale than there was.
+            guess = scales / -values[0]
+            for likely in (guess, guess.nextafter(guess * 2), guess.nextafter(guess / 2)):
+                others = torch.bucketize(blocks / likely.masked_fill(likely == 0, 1), middles, out_int32=True)
+                is_it = (values[others] * likely == blocks).all(1, keepdim=True)
+                codes, scales = torch.where(is_it, others, codes), torch.where(is_it, likely, scales)
+        codes = codes.flatten()[: flat.numel()]
+        self.records.copy_(codes[::2] << 4 | codes[1::2] if self.code_map.is_packed else codes)
+        self.scales.copy_(scales.view(-1))
+
+    @property
+    @override
+    def kind(self) -> tuple[Any, ...]:
+        return self.code_map, self.shape
+
+    @override
+    def each(
+        self, change: Callable[[Tensor], Tensor], shape: torch.Size | None = None, stride: Any = None
+    ) -> LowBitTensor:
+        shape = self.shape if shape is None else shape
+        return MappedTensor(change(self.records), change(self.scales), shape, self.code_map)
+
+    @override
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["records", "scales"], self.code_map
+
+    @classmethod
+    @override
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "MappedTensor":
+        return cls(inner["records"], inner["scales"], size, context)
+
+
+def empty_mapped(like: Tensor, code_map: CodeMap) -> MappedTensor:
+    """Return one of zeros, of the shape and device of a contiguous tensor."""
+    count = like.numel()
+    records = torch.zeros(count // 2 if code_map.is_packed else count, dtype=torch.uint8, device=like.device)
+    scales = torch.zeros(-(-count // code_map.block_size), device=like.device)
+    return MappedTensor(records, scales, like.shape, code_map)
+
+
+class LibraryForm(LowBitForm):
+    """Moments in the form of a library, whose kernels step them."""
+
+    library: Library  # its name
+    kinds: tuple[type[Optimizer], ...]  # optimizers whose step it has
+    knows_lion = False  # of any package
+    unable: tuple[str, ...] = ("amsgrad", "maximize", "fused", "capturable")  # settings that it does not know
+
+    def __init__(self, bits: Bits) -> None:
+        super().__init__("8bit" if bits == 8 else "4bit", bits)
+
+    def why_not(self, optimizer: Optimizer) -> str | None:
+        """Return what it cannot step; ``None``: it can."""
+        name, parameters = type(optimizer).__name__, list(iterate_parameters(optimizer))
+        if any(map(is_shard, parameters)):
+            return "sharded parameters"
+        if not steps_like(type(optimizer), self.kinds) and not (self.knows_lion and is_lion(optimizer)):
+            return name
+        odd = [f"{name}({key}={group[key]!r})" for group in optimizer.param_groups for key in self._odd(group)]
+        odd += [f"parameters on {p.device}, only on CUDA" for p in parameters if p.device.type != "cuda"]
+        return next(iter(odd), None)
+
+    def _odd(self, group: dict[str, Any]) -> list[str]:
+        return [key for key in self.unable if group.get(key)]
+
+    @override
+    def holds(self, parameter: nn.Parameter) -> bool:
+        return super().holds(parameter) and parameter.is_contiguous()
+
+    @override
+    def has(self, key: str, value: Tensor) -> bool:
+        return isinstance(value, MappedTensor) and value.code_map is self.code_map(is_positive=key in DIVISORS)
+
+    @override
+    def empty(self, key: str, like: Tensor) -> MappedTensor:
+        return empty_mapped(like, self.code_map(is_positive=key in DIVISORS))
+
+    def code_map(self, *, is_positive: bool) -> CodeMap:
+        """Return the meaning of codes."""
+        return _map_of(self.library, self.bits, is_positive)
+
+    def step(self, step_round: StepRound, members: Sequence[Member]) -> None:
+        """Step members with moments in this form."""
+        step_round.scale(members)
+        for member in members:
+            settings = step_round.settings_of(member.group)
+            with torch.no_grad():
+                publish_state(member, self._step(member, settings))
+
+    def _step(self, member: Member, settings: dict[str, Any]) -> State:
+        """Step one member; return its state."""
+        raise NotImplementedError
+
+    def _begun(self, member: Member, keys: Sequence[str]) -> State:
+        fresh = {key: self.empty(key, member.shard) for key in keys}
+        return fresh | {key: value for key, value in member.local_state.items() if value is not None}
+
+
+class BitsandbytesForm(LibraryForm):
+    """Blocks of 256; the last one of a parameter may be smaller."""
+
+    library: Library = "bitsandbytes"
+    kinds, knows_lion = (Adam, AdamW, SGD), True
+    unable = (*LibraryForm.unable, "nesterov", "dampening")
+
+    @override
+    def why_not(self, optimizer: Optimizer) -> str | None:
+        return super().why_not(optimizer) if self.bits == 8 else f"moments of {self.bits} bits"
+
+    @override
+    def _odd(self, group: dict[str, Any]) -> list[str]:
+        is_coupled = group.get("weight_decay") and not group.get("decoupled_weight_decay", True)
+        return ["weight_decay"] if is_coupled else super()._odd(group)
+
+    @override
+    def _step(self, member: Member, settings: dict[str, Any]) -> State:
+        is_sgd = "momentum" in settings
+        keys = ["momentum_buffer"] if is_sgd else ["exp_avg", "exp_avg_sq"] if "eps" in settings else ["exp_avg"]
+        is_first = not isinstance(member.local_state.get(keys[0]), Tensor)
+        state = self._begun(member, keys)
+        name, betas = {1: "momentum" if is_sgd else "lion", 2: "adam"}[len(keys)], settings.get("betas", (0.0, 0.0))
+        count = 1
+        if is_sgd:
+            count, betas = 1 if is_first else 2, (settings["momentum"], 0.0)
+        elif len(keys) == 2:
+            state["step"] = torch.tensor(0.0) if is_first else state["step"]
+            state["step"] += 1
+            count = int(state["step"])
+        first, second = state[keys[0]], state[keys[1]] if len(keys) == 2 else None
+        maps = [None if one is None else one.code_map.on(one.device) for one in (first, second)]
+        import_module("bitsandbytes.functional").optimizer_update_8bit_blockwise(
+            name,
+            member.gradient.contiguous().view(-1),
+            member.shard.view(-1),
+            first.records,
+            None if second is None else second.records,
+            *map(float, betas),
+            *(0.0, 0.0),
+            float(settings.get("eps", 0.0)),
+            count,
+            float(settings["lr"]),
+            *maps,
+            first.scales,
+            None if second is None else second.scales,
+            float(settings["weight_decay"]),
+        )
+        return state
+
+
+class TorchaoForm(LibraryForm):
+    """Blocks of 256 in 8 bits, of 128 in 4, for parameters of whole blocks. amsgrad fails in torchao 0.18."""
+
+    library: Library = "torchao"
+    kinds = (Adam, AdamW)
+
+    @override
+    def why_not(self, optimizer: Optimizer) -> str | None:
+        if any("max_momentum" in group for group in optimizer.param_groups):  # of OneCycleLR and CyclicLR
+            return f"{type(optimizer).__name__} whose betas a schedule moves, as each value would be compiled"
+        return super().why_not(optimizer)
+
+    @override
+    def takes(self, parameter: nn.Parameter) -> bool:
+        return super().takes(parameter) and parameter.numel() % self.code_map(is_positive=True).block_size == 0
+
+    @override
+    def _step(self, member: Member, settings: dict[str, Any]) -> State:
+        keys = ["exp_avg", "exp_avg_sq"]
+        state: State = {"step": torch.tensor(0.0)} | self._begun(member, keys)
+        proxy = make_proxy(member.shard, member.gradient)
+        group = {**settings, "lr": torch.as_tensor(settings["lr"], dtype=torch.float32), "params": [proxy]}
+        kind, attributes = _optimizer_of_torchao(self.bits)
+        theirs = state | {key: self._as_theirs(state[key]) for key in keys}
+        attributes = {**attributes, "is_adamw": settings.get("decoupled_weight_decay", True)}
+        twin = make_twin(kind, attributes, [group], {proxy: theirs})
+        # Compiled code refuses to run under a dispatch mode, such as one that counts memory.
+        is_watched = current_dispatch_mode() is not None
+        with torch.compiler.set_stance("force_eager") if is_watched else nullcontext():
+            unhooked_step(kind)(twin)
+        return state
+
+    def _as_theirs(self, moment: MappedTensor) -> Any:
+        """Return a tensor of torchao over the same memory."""
+        values, is_signed = moment.code_map.on(moment.device), not moment.is_positive
+        kind = import_module(f"torchao.optim.subclass_{self.bits}bit")
+        if self.bits == 8:
+            records = moment.records.view(moment.shape)
+            return kind.OptimState8bit(records, moment.scales, values, is_signed, torch.float32)
+        return kind.OptimState4bit(moment.records, moment.scales, values, is_signed, moment.shape, torch.float32)
+
+
+@lru_cache
+def _map_of(library: Library, bits: Bits, is_positive: bool) -> CodeMap:  # noqa: FBT001
+    if library == "bitsandbytes":
+        return CodeMap(import_module("bitsandbytes.functional").create_dynamic_map(signed=not is_positive), 256)
+    states, size = import_module(f"torchao.optim.subclass_{bits}bit"), 256 if bits == 8 else 128
+    return CodeMap(getattr(states, f"OptimState{bits}bit").zeros((size,), not is_positive, size).qmap, size)
+
+
+@lru_cache
+def _optimizer_of_torchao(bits: Bits) -> tuple[type[Optimizer], dict[str, Any]]:
+    """Return a class, and the attributes of its optimizers."""
+    kind = getattr(import_module("torchao.optim"), f"AdamW{bits}bit")
+    return kind, vars(kind([nn.Parameter(torch.empty(1, device="cpu"))]))
+
+
+def why_not_installed(library: Library) -> str | None:
+    """Return what to install; ``None``: nothing."""
+    if library in ("auto", "own") or find_spec(library) is not None:
+        return None
+    return f"LowBitOptimizer(library={library!r}) needs {library}: pip install {library}."
+
+
+def form_of(library: Library, form: StateForm, optimizer: Optimizer) -> StateForm:
+    """Return the form of a library; ``"auto"``: bitsandbytes or torchao, if installed and able; or ours."""
+    is_fake = any(isinstance(parameter, FakeTensor) for parameter in iterate_parameters(optimizer))
+    if library == "own" or not isinstance(form, LowBitForm) or is_fake:  # estimates have no memory for kernels
+        return form
+    if library == "auto":
+        installed = (kind(form.bits) for name, kind in _FORMS.items() if find_spec(name) is not None)
+        return next((one for one in installed if one.why_not(optimizer) is None), form)
+    named = _FORMS[library](form.bits)
+    why = named.why_not(optimizer)
+    if why is not None:
+        raise ValueError(f"LowBitOptimizer(library={library!r}) cannot step {why}: use library='own' or 'auto'.")
+    return named
+
+
+_FORMS = {form.library: form for form in (BitsandbytesForm, TorchaoForm)}
