@@ -1,101 +1,54 @@
 """Codecs for what bf16 weights lose, and chunks of weights: large enough for few kernels, small in fp32 memory."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from lightning_vram.core.tensors.codecs import add_compensation_, compensate_, join_, rounded_by_place, split_
 from lightning_vram.private_names.dispatcher import copy_each
 
 
-class WeightCodec(ABC):
-    """Stores ``rest``, the remainder of bf16 weights: flat, one element per weight, or ``None``."""
+class WeightCodec:
+    """Stores ``rest``, what bf16 weights of a scheme lack: flat, one element per weight, or ``None``.
 
-    rest: Tensor | None = None
+    master: an fp32 copy, 4 bytes, exact. split: the lower half of the fp32 pattern, 2 bytes, exact. kahan: the rounding
+    error in bf16, 2 bytes, 16 significant bits together. stochastic: nothing, weights are stochastically rounded.
+    """
 
-    @abstractmethod
+    def __init__(self, scheme: str) -> None:
+        self.rest: Tensor | None = None
+        self._scheme = scheme
+
     def read(self, weights: Tensor) -> Tensor:
         """Return exact weights: flat fp32, from the bf16 weights in fp32. May work in place."""
+        if self.rest is None:
+            return weights
+        if self._scheme == "bf16+master":
+            # A weight that differs from the rounded copy was written by user code.
+            return torch.where(weights == self.rest.bfloat16(), self.rest, weights, out=self.rest)
+        (join_ if self._scheme == "bf16+split" else add_compensation_)(weights, self.rest)
+        return weights
 
-    @abstractmethod
     def write(self, exact: Tensor, seed: int | None) -> Tensor:
         """Store the remainder of exact weights (flat fp32), and return the flat values for the bf16 weights.
 
         May work in place. ``seed``: of stochastic rounding; ``None``: nothing is random.
         """
-
-
-class MasterCodec(WeightCodec):
-    """An fp32 copy: 4 bytes per weight, exact."""
-
-    @override
-    def read(self, weights: Tensor) -> Tensor:
-        # A weight that differs from the rounded copy was written by user code.
-        assert self.rest is not None
-        return torch.where(weights == self.rest.bfloat16(), self.rest, weights, out=self.rest)
-
-    @override
-    def write(self, exact: Tensor, seed: int | None) -> Tensor:
-        self.rest = exact
+        if self._scheme == "bf16+master":
+            self.rest = exact
+        elif self._scheme == "bf16+stochastic":  # without a seed the copy to bf16 rounds to nearest
+            return exact if seed is None else rounded_by_place(exact, 0, seed)
+        elif self._scheme == "bf16+split":
+            self.rest = torch.empty_like(exact, dtype=torch.int16) if self.rest is None else self.rest
+            split_(exact, self.rest)
+        else:
+            self.rest = torch.empty_like(exact, dtype=torch.bfloat16) if self.rest is None else self.rest
+            return compensate_(exact, self.rest)
         return exact
 
 
-class SplitCodec(WeightCodec):
-    """The lower half of the fp32 pattern: 2 bytes per weight, exact."""
-
-    @override
-    def read(self, weights: Tensor) -> Tensor:
-        assert self.rest is not None
-        join_(weights, self.rest)
-        return weights
-
-    @override
-    def write(self, exact: Tensor, seed: int | None) -> Tensor:
-        if self.rest is None:
-            self.rest = torch.empty_like(exact, dtype=torch.int16)
-        split_(exact, self.rest)
-        return exact
-
-
-class KahanCodec(WeightCodec):
-    """The rounding error in bf16: 2 bytes per weight, 16 significant bits together."""
-
-    @override
-    def read(self, weights: Tensor) -> Tensor:
-        assert self.rest is not None
-        add_compensation_(weights, self.rest)
-        return weights
-
-    @override
-    def write(self, exact: Tensor, seed: int | None) -> Tensor:
-        if self.rest is None:
-            self.rest = torch.empty_like(exact, dtype=torch.bfloat16)
-        return compensate_(exact, self.rest)
-
-
-class StochasticCodec(WeightCodec):
-    """Nothing: weights are stochastically rounded."""
-
-    @override
-    def read(self, weights: Tensor) -> Tensor:
-        return weights
-
-    @override
-    def write(self, exact: Tensor, seed: int | None) -> Tensor:
-        # Without a seed the copy to bf16 rounds to nearest.
-        return exact if seed is None else rounded_by_place(exact, 0, seed)
-
-
-CODECS: dict[str, type[WeightCodec]] = {
-    "bf16+master": MasterCodec,
-    "bf16+split": SplitCodec,
-    "bf16+kahan": KahanCodec,
-    "bf16+stochastic": StochasticCodec,
-}
 CHUNK_ELEMENTS = 2**22  # 16 MiB in fp32
 
 
@@ -113,7 +66,7 @@ class WeightChunk:
         self._dtypes = tuple(parameter.dtype for parameter in parameters)
         self._lent: tuple[list[Tensor], WeightCodec, bool] | None = None
         self.is_resting = not parameters[0].requires_grad
-        self._codec: WeightCodec = self._resting_codec() if self.is_resting else CODECS[scheme]()
+        self._codec = self._resting_codec() if self.is_resting else WeightCodec(scheme)
         weights = self._codec.write(self._gather("cpu" if self.is_resting else parameters[0].device), None)
         for parameter in parameters:
             _change_dtype(parameter, torch.bfloat16)
@@ -143,7 +96,7 @@ class WeightChunk:
         device = self.parameters[0].device
         if self.is_resting:
             exact = self.read().to(device)
-            self.is_resting, self._codec = False, CODECS[self._scheme]()
+            self.is_resting, self._codec = False, WeightCodec(self._scheme)
             self._scatter(self._codec.write(exact, None))
         if self._codec.rest is not None and self._codec.rest.device != device:
             self._codec.rest = self._codec.rest.to(device)  # the module was moved
@@ -191,7 +144,7 @@ class WeightChunk:
 
     def _resting_codec(self) -> WeightCodec:
         """Return the codec for host memory: split rounds ties differently from autocast, which master must not."""
-        return MasterCodec() if self._scheme == "bf16+master" else SplitCodec()
+        return WeightCodec("bf16+master" if self._scheme == "bf16+master" else "bf16+split")
 
     def _gather(self, device: torch.device | str) -> Tensor:
         return upcast_flat(self.parameters, device)[0]

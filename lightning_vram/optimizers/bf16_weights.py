@@ -37,7 +37,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_vram.core.patching import MethodPatch, replace_by
 from lightning_vram.core.tensors.properties import is_dense, is_strided
 from lightning_vram.memory.storages import storage_address
-from lightning_vram.optimizers.bf16_chunks import CODECS, WeightChunk, list_rests, make_chunks
+from lightning_vram.optimizers.bf16_chunks import WeightChunk, list_rests, make_chunks
 from lightning_vram.optimizers.bf16_steps import LeanOptimizers
 from lightning_vram.optimizers.moment_forms import UpdateCheck
 from lightning_vram.optimizers.step_round import iterate_parameters, move_average, steps_like
@@ -46,7 +46,7 @@ from lightning_vram.private_names.torch import forward_pre_hooks
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 _DTYPES = (torch.float32, *_LOW_PRECISION)
-SCHEMES = tuple(CODECS)
+SCHEMES = ("bf16+master", "bf16+split", "bf16+kahan", "bf16+stochastic")
 _KINDS = {kind for kind in vars(optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer)} - {Optimizer}
 
 

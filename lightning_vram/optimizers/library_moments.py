@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from typing_extensions import override
 
-from lightning_vram.core.tensors.codecs import Bits, LowBitTensor, decoded
+from lightning_vram.core.tensors.codecs import LowBitTensor, decoded
 from lightning_vram.core.tensors.properties import is_shard
-from lightning_vram.optimizers.moment_forms import DIVISORS, LowBitForm, StateForm
+from lightning_vram.optimizers.moment_forms import DIVISORS, StateForm
 from lightning_vram.optimizers.step_round import (
     Member,
     State,
@@ -130,7 +130,7 @@ def empty_mapped(like: Tensor, code_map: CodeMap) -> MappedTensor:
     return MappedTensor(records, scales, like.shape, code_map)
 
 
-class LibraryForm(LowBitForm):
+class LibraryForm(StateForm):
     """Moments in the form of a library, whose kernels step them."""
 
     library: Library  # its name
@@ -138,8 +138,8 @@ class LibraryForm(LowBitForm):
     knows_lion = False  # of any package
     unable: tuple[str, ...] = ("amsgrad", "maximize", "fused", "capturable")  # settings that it does not know
 
-    def __init__(self, bits: Bits) -> None:
-        super().__init__("8bit" if bits == 8 else "4bit", bits)
+    def __init__(self, bits: int) -> None:
+        super().__init__("8bit" if bits == 8 else "4bit", f"LowBitOptimizer(bits={bits})", bits)
 
     def why_not(self, optimizer: Optimizer) -> str | None:
         """Return what it cannot step; ``None``: it can."""
@@ -282,7 +282,7 @@ class TorchaoForm(LibraryForm):
 
 
 @lru_cache
-def _map_of(library: Library, bits: Bits, is_positive: bool) -> CodeMap:  # noqa: FBT001
+def _map_of(library: Library, bits: int, is_positive: bool) -> CodeMap:  # noqa: FBT001
     if library == "bitsandbytes":
         return CodeMap(import_module("bitsandbytes.functional").create_dynamic_map(signed=not is_positive), 256)
     states, size = import_module(f"torchao.optim.subclass_{bits}bit"), 256 if bits == 8 else 128
@@ -290,7 +290,7 @@ def _map_of(library: Library, bits: Bits, is_positive: bool) -> CodeMap:  # noqa
 
 
 @lru_cache
-def _optimizer_of_torchao(bits: Bits) -> tuple[type[Optimizer], dict[str, Any]]:
+def _optimizer_of_torchao(bits: int) -> tuple[type[Optimizer], dict[str, Any]]:
     """Return a class, and the attributes of its optimizers."""
     kind = getattr(import_module("torchao.optim"), f"AdamW{bits}bit")
     return kind, vars(kind([nn.Parameter(torch.empty(1, device="cpu"))]))
@@ -306,7 +306,7 @@ def why_not_installed(library: Library) -> str | None:
 def form_of(library: Library, form: StateForm, optimizer: Optimizer) -> StateForm:
     """Return the form of a library; ``"auto"``: bitsandbytes or torchao, if installed and able; or ours."""
     is_fake = any(isinstance(parameter, FakeTensor) for parameter in iterate_parameters(optimizer))
-    if library == "own" or not isinstance(form, LowBitForm) or is_fake:  # estimates have no memory for kernels
+    if library == "own" or form.bits == 16 or is_fake:  # estimates have no memory for kernels
         return form
     if library == "auto":
         installed = (kind(form.bits) for name, kind in _FORMS.items() if find_spec(name) is not None)

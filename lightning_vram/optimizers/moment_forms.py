@@ -4,12 +4,11 @@ Steps compute in float32: moments are upcast before, and rounded after.
 """
 
 import operator
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adafactor, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, Optimizer, RAdam
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
-from typing_extensions import override
 
 from lightning_vram.core.tensors.codecs import (
     Bits,
@@ -57,20 +55,27 @@ _first_places = WeakTensorKeyDictionary()
 _to_upcast: "WeakKeyDictionary[Optimizer, RemovableHandle]" = WeakKeyDictionary()
 
 
-class StateForm(ABC):
-    """A form of moments."""
+class StateForm:
+    """A form of moments: bf16, stochastically rounded; or 8 or 4 bits and a scale per 128 numbers, rounded to nearest.
 
-    name: HostState  # argument of the strategy
-    part: str  # callback that uses it for all moments of a run
+    A decay of .999 moves an average by less than half a unit of bf16 per step. Divisors in few bits never become zero.
+    """
+
+    def __init__(self, name: HostState, part: str, bits: int) -> None:
+        self.name = name  # argument of the strategy
+        self.part = part  # callback that uses it for all moments of a run
+        self.bits = bits
 
     @property
     def able(self) -> str:
         """Name the supported optimizers."""
-        return ", ".join(kind.__name__ for kind in KINDS)
+        return ", ".join(kind.__name__ for kind in KINDS) + (", SGD with momentum and Lion" if self.bits < 16 else "")
 
     def is_for(self, optimizer: Optimizer) -> bool:
         """Whether the moments of an optimizer can have this form."""
-        return steps_like(type(optimizer), KINDS)
+        if self.bits < 16 and steps_like(type(optimizer), [SGD]):
+            return any(group["momentum"] for group in optimizer.param_groups)
+        return steps_like(type(optimizer), KINDS) or (self.bits < 16 and is_lion(optimizer))
 
     def fits(self, optimizer: Optimizer) -> bool:
         """Whether they can, and the optimizer can step a few parameters at a time."""
@@ -82,34 +87,42 @@ class StateForm(ABC):
 
     def takes(self, parameter: nn.Parameter) -> bool:
         """Whether a callback uses it for a parameter: by its unsharded size, the same on all ranks."""
-        return parameter.dim() > 0 and self.holds(parameter)
+        # In few bits biases and the like would save no bytes, but add errors.
+        is_large = parameter.numel() >= LEAST_NUMBERS if self.bits < 16 else parameter.dim() > 0
+        return is_large and self.holds(parameter)
 
-    @abstractmethod
     def has(self, key: str, value: Tensor) -> bool:
         """Whether a moment has this form."""
+        if self.bits == 16:
+            return value.dtype == torch.bfloat16
+        return type(value) is LowBitTensor and (value.bits, value.is_positive) == (self.bits, key in DIVISORS)
 
-    @abstractmethod
     def empty(self, key: str, like: Tensor) -> Tensor:
         """Return an uninitialized moment with the shape, memory order and device of a parameter."""
+        if self.bits == 16:
+            return torch.empty_like(like, dtype=torch.bfloat16, requires_grad=False)
+        return empty_low_bit(like, **self._kind(key))
 
-    @abstractmethod
     def over(self, key: str, memory: Tensor, count: int) -> Tensor:
         """Return a flat moment, or a part of one, over its bytes (uint8)."""
+        return memory.view(torch.bfloat16) if self.bits == 16 else low_bit_over(memory, count, **self._kind(key))
 
-    @abstractmethod
     def cut(self, stored: Tensor, start: int, stop: int) -> Tensor:
         """Return a flat view of a part of a moment; it begins at a block."""
+        return stored.cut(start, stop) if isinstance(stored, LowBitTensor) else flat_as_stored(stored)[start:stop]
 
-    @abstractmethod
     def round(self, key: str, fp32: Tensor, start: int, seed: Seed, stored: Tensor | None) -> Tensor:
         """Round a flat float32 part [n] of a moment, from place ``start`` on, into ``stored``; may overwrite it.
 
         Without ``stored``: return a value for ``copy_``.
         """
+        if self.bits == 16:
+            return rounded_by_place(fp32, start, seed_of_moment(seed, key), stored)
+        return fp32 if stored is None else stored.copy_(fp32)
 
-    @abstractmethod
     def num_bytes(self, count: int) -> int:
         """Return the bytes of so many numbers."""
+        return 2 * count if self.bits == 16 else record_bytes(count, cast(Bits, self.bits))
 
     def convert(self, key: str, value: Tensor, like: Tensor) -> Tensor:
         """Return a moment in this form, rounded to nearest; itself if it has the form."""
@@ -117,86 +130,15 @@ class StateForm(ABC):
             return value
         return self.empty(key, like).copy_(value)
 
-
-class BF16Form(StateForm):
-    """Stochastic rounding to 2 bytes: a decay of .999 moves an average by less than half a unit of bf16 per step."""
-
-    name, part = "bf16", "MomentsInBF16"
-
-    @override
-    def has(self, key: str, value: Tensor) -> bool:
-        return value.dtype == torch.bfloat16
-
-    @override
-    def empty(self, key: str, like: Tensor) -> Tensor:
-        return torch.empty_like(like, dtype=torch.bfloat16, requires_grad=False)
-
-    @override
-    def over(self, key: str, memory: Tensor, count: int) -> Tensor:
-        return memory.view(torch.bfloat16)
-
-    @override
-    def cut(self, stored: Tensor, start: int, stop: int) -> Tensor:
-        return flat_as_stored(stored)[start:stop]
-
-    @override
-    def round(self, key: str, fp32: Tensor, start: int, seed: Seed, stored: Tensor | None) -> Tensor:
-        return rounded_by_place(fp32, start, seed_of_moment(seed, key), stored)
-
-    @override
-    def num_bytes(self, count: int) -> int:
-        return 2 * count
+    def _kind(self, key: str) -> dict[str, Any]:
+        return {"bits": self.bits, "is_positive": key in DIVISORS}
 
 
-class LowBitForm(StateForm):
-    """8 or 4 bits, and a scale per 128 numbers, rounded to nearest; divisors never become zero."""
-
-    def __init__(self, name: Literal["8bit", "4bit"], bits: Bits) -> None:
-        self.name, self.part, self.bits = name, f"LowBitOptimizer(bits={bits})", bits
-
-    @property
-    @override
-    def able(self) -> str:
-        return f"{super().able}, SGD with momentum and Lion"
-
-    @override
-    def is_for(self, optimizer: Optimizer) -> bool:
-        if steps_like(type(optimizer), [SGD]):
-            return any(group["momentum"] for group in optimizer.param_groups)
-        return super().is_for(optimizer) or is_lion(optimizer)
-
-    @override
-    def takes(self, parameter: nn.Parameter) -> bool:
-        # Biases and the like would save no bytes, but add errors.
-        return parameter.numel() >= LEAST_NUMBERS and self.holds(parameter)
-
-    @override
-    def has(self, key: str, value: Tensor) -> bool:
-        return type(value) is LowBitTensor and (value.bits, value.is_positive) == (self.bits, key in DIVISORS)
-
-    @override
-    def empty(self, key: str, like: Tensor) -> Tensor:
-        return empty_low_bit(like, bits=self.bits, is_positive=key in DIVISORS)
-
-    @override
-    def over(self, key: str, memory: Tensor, count: int) -> Tensor:
-        return low_bit_over(memory, count, bits=self.bits, is_positive=key in DIVISORS)
-
-    @override
-    def cut(self, stored: Tensor, start: int, stop: int) -> Tensor:
-        assert isinstance(stored, LowBitTensor)
-        return stored.cut(start, stop)
-
-    @override
-    def round(self, key: str, fp32: Tensor, start: int, seed: Seed, stored: Tensor | None) -> Tensor:
-        return fp32 if stored is None else stored.copy_(fp32)
-
-    @override
-    def num_bytes(self, count: int) -> int:
-        return record_bytes(count, self.bits)
-
-
-FORMS: dict[HostState, StateForm] = {"bf16": BF16Form(), "8bit": LowBitForm("8bit", 8), "4bit": LowBitForm("4bit", 4)}
+FORMS: dict[HostState, StateForm] = {
+    "bf16": StateForm("bf16", "MomentsInBF16", 16),
+    "8bit": StateForm("8bit", "LowBitOptimizer(bits=8)", 8),
+    "4bit": StateForm("4bit", "LowBitOptimizer(bits=4)", 4),
+}
 
 
 def is_low_precision(value: object) -> bool:
