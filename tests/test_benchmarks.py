@@ -242,7 +242,7 @@ def test_the_rate_of_a_step_on_the_host_is_measured(alone):
     by_name = {row["variant"]: row for row in rows}
     assert by_name["add_"]["rate_of_add"] == 1
     num_parameters = 2 * (12 * 8 * 8 + 13 * 8)
-    ours = by_name["OffloadedAdamW"]
+    ours = by_name["HostOptimizers"]
     assert ours["gb_per_second"] * ours["seconds_per_step"] * 1e9 == pytest.approx(28 * num_parameters)
 
 

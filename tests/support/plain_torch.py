@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lightning_vram
 from lightning_vram import SavePolicy, track_memory
-from lightning_vram.optimizers.on_host import HostOptimizers, OffloadedAdamW
+from lightning_vram.optimizers.on_host import HostOptimizers
 from lightning_vram.techniques.activation_checkpointing import apply_activation_checkpointing
 from lightning_vram.techniques.activation_compression import CompressionStage
 from lightning_vram.techniques.activation_offload import ActivationOffloading
@@ -49,7 +49,9 @@ def train_with_techniques() -> list[Tensor]:
     layers = apply_activation_checkpointing(net, layers="1", save=SavePolicy("matmuls"))
     mesh = dist.init_device_mesh("cpu", (1,))
     sharding = FullSharding(net, mesh, plan_sharding_groups(net, min_params=100), ShardingOptions())
-    optimizer = OffloadedAdamW(sharding, lr=1e-2, num_threads=1)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    host = HostOptimizers(sharding, num_threads=1)
+    host.attach([optimizer])
     offloading = ActivationOffloading(net, min_offload_bytes=1)
     for step in range(NUM_STEPS):
         with offloading, CompressionStage(min_bytes=1):
@@ -59,7 +61,8 @@ def train_with_techniques() -> list[Tensor]:
         optimizer.zero_grad()
     assert offloading.report.offloaded_bytes > 0
     offloading.close()
-    optimizer.close()  # the parameters are whole again
+    host.finish()
+    host.let_go(sharding.remove())  # the parameters are whole again
     layers.remove()
     return [parameter.detach() for parameter in net.parameters()]
 

@@ -8,14 +8,13 @@ from lightning_vram.optimizers.on_host.host_memory import (
     count_host_needs,
     margin_bytes,
 )
-from lightning_vram.optimizers.on_host.optimizers import HostOptimizers, OffloadedAdamW
+from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
 
 __all__ = [
     "HostAverage",
     "HostMemory",
     "HostNeeds",
     "HostOptimizers",
-    "OffloadedAdamW",
     "add_states",
     "count_host_needs",
     "margin_bytes",

@@ -11,14 +11,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.core.gradients import clip_factor, sharded_norm
 from lightning_vram.core.host.transfers import HostWorker, Ticket
 from lightning_vram.core.patching import MethodPatch
 from lightning_vram.core.tensors.properties import state_stored_like
-from lightning_vram.memory.host import cores_of_rank
 from lightning_vram.memory.tracking.ledger import forget_optimizer_tensors, register_optimizer_tensors
 from lightning_vram.optimizers.moment_forms import (
     LowPrecisionStates,
@@ -137,6 +136,27 @@ class HostOptimizers(StepTakeOver):
     step, with its closure, whether that is so.
 
     ``nvme_path``: folder for states; ``form``: of moments on the host, or of all moments if ``is_form_everywhere``.
+    Schedulers, ``state_dict`` and hooks of the optimizers work as before; reading a parameter, gradient or state waits
+    for the step of its layer. ZeRO-Offload (https://arxiv.org/abs/2101.06840) steps after the backward, and waits.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> import torch
+        >>> from torch import nn
+        >>> from lightning_vram.techniques.sharding import FullSharding, ShardingOptions
+        >>> from lightning_vram.techniques.sharding import plan_sharding_groups
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = dist.init_device_mesh("cpu", (1,))
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+        >>> sharding = FullSharding(model, mesh, plan_sharding_groups(model), ShardingOptions())
+        >>> host = HostOptimizers(sharding, num_threads=2)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        >>> host.attach([optimizer])
+        >>> model(torch.ones(2, 4)).sum().backward()
+        >>> optimizer.step()
+        >>> host.finish()
+        >>> host.let_go(sharding.remove())
+        >>> dist.destroy_process_group()
     """
 
     def __init__(
@@ -375,63 +395,3 @@ def _run(run: Callable[[Sequence[Member]], None], group: ShardedGroup, members: 
     run(members)
     for flat_shard in group.flat_shards:
         flat_shard.refresh()
-
-
-class OffloadedAdamW(AdamW):
-    """AdamW whose step overlaps with the next forward, on the host and on the shards of this rank.
-
-    Schedulers, ``state_dict`` and hooks work as with ``torch.optim.AdamW``. ``step()`` returns before the step is over;
-    reading a parameter, gradient or state waits for it, layer by layer. Attach other optimizers of ``torch.optim`` to
-    :class:`HostOptimizers`. ZeRO-Offload (https://arxiv.org/abs/2101.06840) steps after the backward, and waits.
-
-    ``params`` are those of the sharded module, or groups of them; all by default. ``step_in_backward``: step a layer in
-    ``step(closure)`` as soon as its gradients are complete: only if nothing reads gradients after the backward or
-    changes them, as clipping does. ``num_threads``: the cores of this process by default. ``nvme_path``: folder on a
-    fast local disk for the states.
-
-    Example:
-        >>> import torch.distributed as dist
-        >>> import torch
-        >>> from torch import nn
-        >>> from lightning_vram.techniques.sharding import FullSharding, ShardingOptions
-        >>> from lightning_vram.techniques.sharding import plan_sharding_groups
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> mesh = dist.init_device_mesh("cpu", (1,))
-        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
-        >>> sharding = FullSharding(model, mesh, plan_sharding_groups(model), ShardingOptions())
-        >>> optimizer = OffloadedAdamW(sharding, lr=1e-2)
-        >>> model(torch.ones(2, 4)).sum().backward()
-        >>> optimizer.step()
-        >>> optimizer.close()
-        >>> dist.destroy_process_group()
-    """
-
-    def __init__(
-        self,
-        sharding: FullSharding,
-        params: Iterable[Any] | None = None,
-        lr: float | Tensor = 1e-3,
-        *,
-        step_in_backward: bool = False,
-        num_threads: int | None = None,
-        nvme_path: str | os.PathLike[str] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(sharding.module.parameters() if params is None else params, lr, **options)
-        self._sharding = sharding
-        self._host = HostOptimizers(sharding, num_threads=num_threads or cores_of_rank(1), nvme_path=nvme_path)
-        self._host.may_step_early = lambda closure: step_in_backward
-        self._host.attach([self])
-
-    def clip_norm(self, max_norm: float) -> None:
-        """Clip gradients to a common 2-norm of at most ``max_norm`` over all ranks, in the threads of the step."""
-        self._host.clip_norm(self, max_norm, may_wait=True)
-
-    def finish(self) -> None:
-        """Wait until the step is over, and raise its error."""
-        self._host.finish()
-
-    def close(self) -> None:
-        """Undo the sharding of module and optimizer. A collective."""
-        self._host.finish()
-        self._host.let_go(self._sharding.remove())

@@ -5,7 +5,7 @@ import torch
 from support.sharded_nets import assert_same, batch, loss_of, make, weights
 from torch.optim.lr_scheduler import StepLR
 
-from lightning_vram.optimizers.on_host.optimizers import OffloadedAdamW
+from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
 from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
 
@@ -15,6 +15,19 @@ NUM_STEPS = 5
 
 def shard(net, mesh):
     return FullSharding(net, mesh, plan_sharding_groups(net, min_params=100), ShardingOptions())
+
+
+def attach(net, mesh, **options):
+    sharding = shard(net, mesh)
+    host = HostOptimizers(sharding, num_threads=1, **options)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    host.attach([optimizer])
+    return host, optimizer
+
+
+def end(host):
+    host.finish()
+    host.let_go(host._sharding.remove())
 
 
 def train_plainly(max_norm=None, gamma=1.0):
@@ -35,30 +48,31 @@ def train_plainly(max_norm=None, gamma=1.0):
 @pytest.mark.parametrize("max_norm", [None, 1e-2], ids=["", "clipped"])
 def test_weights_are_those_of_the_fused_kernel(max_norm, on_disk, mesh, tmp_path):
     net = make()
-    optimizer = OffloadedAdamW(shard(net, mesh), lr=1e-2, num_threads=1, nvme_path=tmp_path if on_disk else None)
+    host, optimizer = attach(net, mesh, nvme_path=tmp_path if on_disk else None)
     scheduler = StepLR(optimizer, 2, 0.5)
     for seed in range(NUM_STEPS):
         optimizer.zero_grad()
         loss_of(net, batch(seed)).backward()
         if max_norm is not None:
-            optimizer.clip_norm(max_norm)
+            host.clip_norm(optimizer, max_norm, may_wait=True)
         optimizer.step()
         scheduler.step()
-    optimizer.close()
+    end(host)
     assert_same(weights(net), weights(train_plainly(max_norm, gamma=0.5)[0]))
 
 
 def test_a_step_in_the_backward_has_the_same_result(mesh):
     net = make()
-    optimizer = OffloadedAdamW(shard(net, mesh), lr=1e-2, step_in_backward=True, num_threads=1)
+    host, optimizer = attach(net, mesh)
+    host.may_step_early = lambda closure: True
     begun = []
-    sharding_landed = optimizer._sharding.on_landed
+    sharding_landed = host._sharding.on_landed
 
     def landed(group):
         sharding_landed(group)
         begun.append(group.steps._pending is not None)
 
-    optimizer._sharding.on_landed = landed
+    host._sharding.on_landed = landed
     for seed in range(NUM_STEPS):
 
         def closure(seed=seed):
@@ -68,19 +82,19 @@ def test_a_step_in_the_backward_has_the_same_result(mesh):
             return loss
 
         assert optimizer.step(closure).requires_grad
-    optimizer.close()
+    end(host)
     assert any(begun)
     assert_same(weights(net), weights(train_plainly()[0]))
 
 
 def test_states_are_those_of_a_plain_optimizer_and_load_into_one(mesh):
     net = make()
-    optimizer = OffloadedAdamW(shard(net, mesh), lr=1e-2, num_threads=1)
+    host, optimizer = attach(net, mesh)
     for seed in range(NUM_STEPS):
         optimizer.zero_grad()
         loss_of(net, batch(seed)).backward()
         optimizer.step()
-    optimizer.close()
+    end(host)
     plain_net, plain = train_plainly()
     ours, theirs = optimizer.state_dict()["state"], plain.state_dict()["state"]
     assert ours.keys() == theirs.keys()
@@ -90,11 +104,3 @@ def test_states_are_those_of_a_plain_optimizer_and_load_into_one(mesh):
     plain.zero_grad()
     loss_of(plain_net, batch(9)).backward()
     plain.step()
-
-
-def test_a_bad_option_is_torchs_own_error(mesh):
-    net = make()
-    sharding = shard(net, mesh)
-    with pytest.raises(ValueError, match="Invalid learning rate"):
-        OffloadedAdamW(sharding, lr=-1.0)
-    sharding.remove()
