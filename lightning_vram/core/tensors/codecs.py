@@ -177,10 +177,10 @@ def seed_of(step: int, number: int, salt: int) -> int:
 
 
 def _draws_from(start: int, like: Tensor) -> Tensor:
-    """Return the draws of a period of places, int32."""
+    """Return the draws of a period of places, or fewer if there are fewer, int32."""
     if like.device.type == "cpu" and not isinstance(like, FakeTensor):
         return _draws_on_host()[start : start + _PERIOD]
-    return _make_draws(start, start + _PERIOD, like.device)
+    return _make_draws(start, start + min(_PERIOD, like.numel()), like.device)
 
 
 @cache

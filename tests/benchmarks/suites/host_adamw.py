@@ -2,8 +2,8 @@
 
 In turn, on the same shards and with the same threads: a stream of ``torch.add_`` (12 bytes for each parameter: two
 values read, one written), a step of AdamW by ``HostOptimizers`` until it is over (28 bytes: four read, three written),
-the same with weights and moments as ``master=`` and ``host_state=`` keep them, and steps of torch's AdamW on the sharded
-tensors as they are; of a plain model, without a thread, torch's AdamW and that with moments in fewer bytes. Shards are
+the same with weights and moments as ``master=`` and ``host_state=`` keep them, and steps of torch's AdamW on the
+sharded tensors as they are; of a plain model, without a thread, torch's AdamW and that with moments in fewer bytes. Shards are
 those of blocks of GPT-2 XL, and many that are small.
 """
 
