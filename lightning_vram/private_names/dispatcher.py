@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.exc import TorchDynamoException as CompileError
 from torch._functorch import config
 from torch._guards import detect_fake_mode
 from torch._inductor import config as inductor_config
+from torch._inductor import list_options
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -42,6 +44,7 @@ from typing_extensions import override
 from lightning_vram.private_names.torch import is_compiled_by_lightning, tree_leaves
 
 __all__ = [
+    "CompileError",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -441,6 +444,9 @@ def _own_meshes() -> Iterator[None]:
 
 
 COMPILED_PART = "_orig_mod"  # what ``torch.compile(module)`` inserts into names of submodules and parameters
+
+EXACT_DIVISION: dict[str, Any] = dict.fromkeys({"eager_numerics.division_rounding"}.intersection(list_options()), True)
+"""Option of ``torch.compile``, not in all versions: divide on a GPU as PyTorch's own kernels do."""
 
 _AUTOCAST = "backward_pass_autocast"  # AOTAutograd's, not in all versions
 has_backward_autocast = hasattr(config, _AUTOCAST)
