@@ -157,7 +157,8 @@ def rounded_by_place(numbers: Tensor, first: int, seed: int, kept: Tensor | None
         return kept
     bits, draws = _regular_bits(numbers), _draws_from(start, numbers)
     whole = bits.numel() // _PERIOD * _PERIOD
-    bits[:whole].view(-1, _PERIOD).add_(draws)
+    if whole:
+        bits[:whole].view(-1, _PERIOD).add_(draws)
     bits[whole:].add_(draws[: bits.numel() - whole])
     bits.bitwise_and_(_UPPER)
     return kept.copy_(numbers)  # which changes none, and is faster than to take the upper halves

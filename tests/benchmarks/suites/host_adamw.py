@@ -3,8 +3,8 @@
 In turn, on the same shards and with the same threads: a stream of ``torch.add_`` (12 bytes for each parameter: two
 values read, one written), a step of AdamW by ``HostOptimizers`` until it is over (28 bytes: four read, three written),
 the same with weights and moments as ``master=`` and ``host_state=`` keep them, and steps of torch's AdamW on the
-sharded tensors as they are; of a plain model, without a thread, torch's AdamW and that with moments in fewer bytes. Shards are
-those of blocks of GPT-2 XL, and many that are small.
+sharded tensors as they are; of a plain model, without a thread, torch's AdamW and that with moments in fewer bytes.
+Shards are those of blocks of GPT-2 XL, and many that are small.
 """
 
 import os
@@ -178,7 +178,8 @@ def measure_shards(name: str, make_model: Callable[[], nn.Module], num_threads: 
         runs["AdamW(foreach=True), DTensor"] = "PyTorch", ADAMW_BYTES, case.make_torch_step(foreach=True)
     turns = in_turns({variant: partial(time_call, run) for variant, (_, _, run) in runs.items()}, repeats + 1)
     seconds = {variant: found[1:] for variant, found in turns.items()}  # the first makes the states
-    case.optimizer.close()
+    case.host.finish()
+    case.host.let_go(case.sharding.remove())
     rates = {
         variant: moved * case.numel / statistics.median(seconds[variant]) / 1e9
         for variant, (_, moved, _) in runs.items()
