@@ -20,6 +20,7 @@ from lightning_vram.optimizers.moment_forms import (
     find_unsupported,
     upcast_when_stepped,
 )
+from lightning_vram.optimizers.row_steps import compile_ahead, rule_of
 from lightning_vram.optimizers.step_loop import step_in_parts
 from lightning_vram.optimizers.step_plan import StepPlan
 from lightning_vram.optimizers.step_round import Member, StepRound, iterate_parameters
@@ -39,7 +40,6 @@ class LowPrecisionMoments(StepTakeOver):
         self.unheld: set[nn.Parameter] = set()  # trained parameters whose moments cannot have the form
         self._stored: dict[int, LowPrecisionStates] = {}  # by id of the optimizer
         self._plans: dict[int, StepPlan] = {}
-        self._stepped: dict[int, list[int]] = {}  # parameters of the last step, by id, that no plan had
         super().__init__()
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
@@ -59,6 +59,11 @@ class LowPrecisionMoments(StepTakeOver):
                 optimizer.register_load_state_dict_post_hook(states.take_in),
             ]
             self._take_over(optimizer)
+            for group in optimizer.param_groups if not isinstance(form, LibraryForm) else ():
+                rule = rule_of(optimizer, group)
+                for device in {parameter.device for parameter in filter(form.takes, group["params"])}:
+                    if rule is not None:
+                        compile_ahead(device, rule, form)
 
     def let_go(self) -> None:
         """Detach the optimizers; their next step upcasts the moments."""
@@ -73,29 +78,31 @@ class LowPrecisionMoments(StepTakeOver):
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         loss = self._run_closure(optimizer, closure)
-        states, plan = self._stored[id(optimizer)], self._plans.get(id(optimizer))
-        if plan is not None and not states.is_counting and plan.step():
-            self._step_others(optimizer, plan.others)
-        else:
-            self._plans.pop(id(optimizer), None)
-            members = self._step_others(optimizer, list(iterate_parameters(optimizer)))
-            self._plan_next(optimizer, [member for member in members if states.has(member.parameter)])
+        plan, is_counting = self._plans.pop(id(optimizer), None), self._stored[id(optimizer)].is_counting
+        if plan is not None and not is_counting and plan.step():
+            self._plans[id(optimizer)] = plan
+            if any(parameter.grad is not None for parameter in plan.others):
+                step_round = StepRound(optimizer, is_on_host=False)
+                self._step_members(optimizer, step_round, step_round.take(plan.others))
+            return loss
+        step_round = StepRound(optimizer, is_on_host=False)
+        members = step_round.take_rest()
+        self._step_members(optimizer, step_round, members if is_counting else self._step_planned(optimizer, members))
         return loss
 
-    def _step_others(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> list[Member]:
-        if all(parameter.grad is None for parameter in parameters):
-            return []
-        step_round = StepRound(optimizer, is_on_host=False)
-        members = step_round.take(parameters)
-        self._step_members(optimizer, step_round, members)
-        return members
-
-    def _plan_next(self, optimizer: Optimizer, members: Sequence[Member]) -> None:
-        """Plan the next steps once two in a row had the same members."""
-        stepped = [id(member.parameter) for member in members]
-        if self._stepped.get(id(optimizer)) == stepped:
-            self._plans[id(optimizer)] = StepPlan(optimizer, members)
-        self._stepped[id(optimizer)] = stepped
+    def _step_planned(self, optimizer: Optimizer, members: Sequence[Member]) -> list[Member]:
+        """Step the members that can be planned, and keep the plan; return the others."""
+        states = self._stored[id(optimizer)]
+        states.adopt(members)
+        # Whether a step is planned depends on states alone, or a resumed run might round otherwise on a GPU.
+        ours = [member for member in members if states.has(member.parameter)]
+        plan, has_begun = StepPlan(optimizer, ours), all(member.state for member in ours)
+        if not plan.step():
+            return list(members)
+        if has_begun:  # otherwise more will be planned in the next step
+            self._plans[id(optimizer)] = plan
+        others = set(plan.others)
+        return [member for member in members if member.parameter in others]
 
     @override
     def members_step(self) -> MembersStep:

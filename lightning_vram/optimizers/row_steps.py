@@ -19,7 +19,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_vram.core.tensors.codecs import BLOCK_SIZE as ROW
 from lightning_vram.core.tensors.codecs import LowBitTensor, draw_of
-from lightning_vram.optimizers.moment_forms import DIVISORS, Seed, StateForm, seed_of
+from lightning_vram.optimizers.moment_forms import DIVISORS, Seed, StateForm, seed_of_moment
 from lightning_vram.optimizers.step_round import is_lion, steps_like
 from lightning_vram.private_names.dispatcher import EXACT_DIVISION, CompileError, FakeTensor, current_dispatch_mode
 
@@ -192,7 +192,9 @@ def _make_function(rule: Rule, codecs: Sequence[_Codec], *, is_gathered: bool) -
             firsts = torch.arange(weights.shape[0], device=weights.device).unsqueeze(1) * ROW
         for index, (codec, moment) in enumerate(zip(codecs, moments, strict=True)):
             if codec.bits == 16:
-                seed = seed_of(cast(Seed, (count, parameter)), rule.keys[index]) if is_gathered else places[index]
+                seed = (
+                    seed_of_moment(cast(Seed, (count, parameter)), rule.keys[index]) if is_gathered else places[index]
+                )
                 stored[index].copy_(_round(moment, (firsts + columns) * _STRIDE + seed))
             else:
                 # What follows the end of a parameter must not change the scale.
@@ -266,8 +268,7 @@ def can_run(device: torch.device) -> bool:
 
 def compile_ahead(device: torch.device, rule: Rule, form: StateForm) -> None:
     """Compile the steps of a rule for moments in a form, so that the first step need not; log a warning if it fails."""
-    bits = {"bf16": 16, "8bit": 8, "4bit": 4}[form.name]
-    codecs = tuple(_Codec(bits, bits < 16 and key in DIVISORS) for key in rule.keys)
+    codecs = tuple(_Codec(form.bits, form.bits < 16 and key in DIVISORS) for key in rule.keys)
     for is_gathered in (False, True) if can_run(device) else ():
         _function(rule, codecs, device, torch.float32, is_gathered=is_gathered)
 
@@ -320,6 +321,7 @@ class RowSteps:
     """Steps of float32 parameters of one device and one group, with moments stored alike, all in the same step.
 
     Attributes:
+        rule: How they are stepped.
         num_launches: Calls of operators and of compiled functions in a step.
     """
 
@@ -332,7 +334,7 @@ class RowSteps:
         places: Sequence[int],
     ) -> None:
         """Plan a step. ``stored``: of each parameter the weights and moments, flat int16."""
-        self._rule, self._codecs, self._device = rule, codecs, stored[0][0].device
+        self.rule, self._codecs, self._device = rule, codecs, stored[0][0].device
         self._rows = (2 * ROW, *(codec.shorts for codec in codecs))
         in_place, gathered = _cut([one[0].numel() // 2 for one in stored])
         self._in_place = [
@@ -392,9 +394,9 @@ class RowSteps:
             gradients = [one.float() for one in gradients]
         dtype, row = gradients[0].dtype, gradients[0].itemsize // 2 * ROW
         step_in_place, step_gathered = self._functions(dtype)
-        settings_now = _scalars(self._rule.numbers(settings, count), torch.float32)
+        settings_now = _scalars(self.rule.numbers(settings, count), torch.float32)
         for piece, number, place, own_views in self._in_place:
-            draws = [draw_of(place, seed_of((count - 1, number), key)) for key in self._rule.keys]
+            draws = [draw_of(place, seed_of_moment((count - 1, number), key)) for key in self.rule.keys]
             gradient = piece.cut(gradients[piece.parameter], ROW)
             step_in_place(*self._typed(own_views, gradient), settings_now, *_scalars(draws, torch.int64))
         for pieces, views, marks in self._gathered:
@@ -417,18 +419,20 @@ class RowSteps:
         return shorts[0].view(torch.float32).view(-1, ROW), gradient.view(-1, ROW), moments
 
     def _functions(self, dtype: torch.dtype) -> tuple[_Function, _Function]:
-        key = self._rule, self._codecs, self._device, dtype
+        key = self.rule, self._codecs, self._device, dtype
         return _function(*key, is_gathered=False), _function(*key, is_gathered=True)
 
 
 def _mark(pieces: Sequence[_Piece], numbers: Sequence[int], places: Sequence[int]) -> Tensor:
     """Return what :func:`_make_function` reads of gathered rows; at least two, as one would be compiled by itself."""
     marks = [
-        (piece.stop - start, numbers[piece.parameter], (places[piece.parameter] + start) % 2**16)
+        torch.stack([places_of.neg() + piece.stop, places_of * 0 + numbers[piece.parameter], places_of + first])
         for piece in pieces
-        for start in range(piece.start, piece.stop, ROW)
+        for places_of, first in [(torch.arange(piece.start, piece.stop, ROW, device="cpu"), places[piece.parameter])]
     ]
-    return torch.tensor([*marks, *[(0, 0, 0)] * (2 - len(marks))], dtype=torch.int32, device="cpu")
+    padding = max(0, 2 - sum(one.shape[1] for one in marks))
+    found = torch.cat([*marks, torch.zeros(3, padding, dtype=torch.int64, device="cpu")], 1).t()
+    return (found % torch.tensor([2**31, 2**31, 2**16])).int().contiguous()
 
 
 def _codec_of(moment: Tensor) -> _Codec | None:
