@@ -286,8 +286,8 @@ class _Piece(NamedTuple):
 
     def cut(self, flat: Tensor, row: int) -> Tensor:
         """Return this part of a flat tensor with ``row`` elements in a row; its last row may be shorter."""
-        first = self.start // ROW
-        return flat[first * row : (first + self.rows) * row]
+        first, size = self.start // ROW * row, self.rows * row
+        return flat if not first and flat.numel() <= size else flat[first : first + size]  # slicing takes 5 us
 
 
 def _cut(sizes: Sequence[int]) -> tuple[list[_Piece], list[list[_Piece]]]:
@@ -311,10 +311,10 @@ def _cut(sizes: Sequence[int]) -> tuple[list[_Piece], list[list[_Piece]]]:
 
 def _gather(views: Sequence[Tensor], pieces: Sequence[_Piece], rows: int, row: int) -> tuple[Tensor, list[Tensor]]:
     """Return memory of so many rows, in which each piece begins with one, and views of it with the sizes of theirs."""
-    memory = views[0].new_empty(rows * row)
-    sizes = [(len(view), piece.rows * row - len(view)) for view, piece in zip(views, pieces, strict=True)]
-    rest = len(memory) - sum(map(sum, sizes))
-    return memory, list(torch.split(memory, [*chain(*sizes), rest])[:-1:2])
+    memory, used = views[0].new_empty(rows * row), [view.numel() for view in views]
+    gaps = [piece.rows * row - size for piece, size in zip(pieces, used, strict=True)]
+    gaps[-1] += rows * row - sum(used) - sum(gaps)
+    return memory, list(memory.split_with_sizes([*chain(*zip(used, gaps, strict=True))])[::2])
 
 
 class RowSteps:
