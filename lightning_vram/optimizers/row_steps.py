@@ -21,7 +21,7 @@ from lightning_vram.core.tensors.codecs import BLOCK_SIZE as ROW
 from lightning_vram.core.tensors.codecs import LowBitTensor, draw_of
 from lightning_vram.optimizers.moment_forms import DIVISORS, Seed, StateForm, seed_of_moment
 from lightning_vram.optimizers.step_round import is_lion, steps_like
-from lightning_vram.private_names.dispatcher import EXACT_DIVISION, CompileError, FakeTensor, current_dispatch_mode
+from lightning_vram.private_names.dispatcher import EXACT_DIVISION, FakeTensor, copy_each, current_dispatch_mode
 
 DEVICES = {"cuda", "xpu"}  # types of devices with compiled steps: on the host our C is faster
 IN_PLACE = 2**16  # numbers of a parameter from which on it is stepped in place
@@ -29,6 +29,7 @@ SLICE = 2**24  # numbers that one call steps in place
 GATHERED = 2**22  # numbers that one call steps in scratch memory, of at most 12 bytes each
 _STRIDE = draw_of(1, 0)  # from the draw of a place to that of the next one
 _EXAMPLE_ROWS = 1031  # unlike any other size, or torch.compile would take the two for the same
+_failures: list[str] = []  # of torch.compile, in this process
 _log = logging.getLogger(__name__)
 
 Moments = Sequence[Tensor]
@@ -192,9 +193,8 @@ def _make_function(rule: Rule, codecs: Sequence[_Codec], *, is_gathered: bool) -
             firsts = torch.arange(weights.shape[0], device=weights.device).unsqueeze(1) * ROW
         for index, (codec, moment) in enumerate(zip(codecs, moments, strict=True)):
             if codec.bits == 16:
-                seed = (
-                    seed_of_moment(cast(Seed, (count, parameter)), rule.keys[index]) if is_gathered else places[index]
-                )
+                key = rule.keys[index]
+                seed = seed_of_moment(cast(Seed, (count, parameter)), key) if is_gathered else places[index]
                 stored[index].copy_(_round(moment, (firsts + columns) * _STRIDE + seed))
             else:
                 # What follows the end of a parameter must not change the scale.
@@ -207,54 +207,34 @@ def _make_function(rule: Rule, codecs: Sequence[_Codec], *, is_gathered: bool) -
 
 def compile_function(function: Callable[..., None]) -> Callable[..., None]:
     """Compile a step of rows, for any number of them."""
-    return torch.compile(function, fullgraph=True, dynamic=True, options=EXACT_DIVISION)
-
-
-class _Function:
-    """A step of rows, compiled; operator by operator in a process in which that has failed."""
-
-    has_failed = False
-
-    def __init__(self, plain: Callable[..., None], *example: Any) -> None:
-        self._plain, self._compiled = plain, compile_function(plain)
-        try:
-            with torch.no_grad():  # on rows that are nobody's: a step that fails half-way could not be repeated
-                self._compiled(*example)
-        except Exception as error:  # compilers fail in many ways
-            self._fail(error)
-
-    def __call__(self, *arguments: Any) -> None:
-        if not self.has_failed:
-            try:
-                return self._compiled(*arguments)
-            except CompileError as error:  # nothing ran yet; the process may have another number of threads
-                self._fail(error)
-        return self._plain(*arguments)
-
-    def _fail(self, error: Exception) -> None:
-        if not self.has_failed:
-            reason = next(iter(str(error).strip().splitlines()), "")
-            _log.warning(
-                "Optimizer steps with low-precision moments launch more kernels than needed: torch.compile failed "
-                f"({type(error).__name__}: {reason})."
-            )
-        _Function.has_failed = True
+    return torch.compile(function, dynamic=True, options=EXACT_DIVISION)
 
 
 @cache
 def _function(
     rule: Rule, codecs: tuple[_Codec, ...], device: torch.device, dtype: torch.dtype, *, is_gathered: bool
-) -> _Function:
-    """Return the step of rows on a device, with gradients of a dtype."""
+) -> Callable[..., None]:
+    """Return the compiled step of rows on a device with gradients of a dtype; not compiled if that fails."""
     rows, scalar = _EXAMPLE_ROWS, torch.zeros((), dtype=torch.int64, device="cpu")
-    return _Function(
-        _make_function(rule, codecs, is_gathered=is_gathered),
+    plain = _make_function(rule, codecs, is_gathered=is_gathered)
+    example = (
         torch.zeros(rows, ROW, dtype=torch.float32, device=device),
         torch.zeros(rows, ROW, dtype=dtype, device=device),
         [codec.rows(torch.zeros(rows * codec.shorts, dtype=torch.int16, device=device)) for codec in codecs],
         _scalars([0.0] * rule.size, torch.float32),
         *((torch.zeros(rows, 3, dtype=torch.int32, device=device), scalar) if is_gathered else [scalar] * len(codecs)),
     )
+    try:
+        compiled = compile_function(plain)
+        with torch.no_grad():
+            compiled(*example)
+    except Exception as error:  # compilers fail in many ways
+        reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+        if not _failures:
+            _log.warning(f"Optimizer steps launch more kernels than needed: torch.compile failed ({reason}).")
+        _failures.append(reason)
+        return plain
+    return compiled
 
 
 def _scalars(values: Sequence[float], dtype: torch.dtype) -> Numbers:
@@ -263,12 +243,13 @@ def _scalars(values: Sequence[float], dtype: torch.dtype) -> Numbers:
 
 def can_run(device: torch.device) -> bool:
     """Whether compiled steps can run on a device now: ask before each step, as dispatch modes come and go."""
-    return device.type in DEVICES and not _Function.has_failed and current_dispatch_mode() is None
+    return device.type in DEVICES and not _failures and current_dispatch_mode() is None
 
 
 def compile_ahead(device: torch.device, rule: Rule, form: StateForm) -> None:
     """Compile the steps of a rule for moments in a form, so that the first step need not; log a warning if it fails."""
-    codecs = tuple(_Codec(form.bits, form.bits < 16 and key in DIVISORS) for key in rule.keys)
+    bits = form.bits
+    codecs = tuple(_Codec(bits, bits < 16 and key in DIVISORS) for key in rule.keys)
     for is_gathered in (False, True) if can_run(device) else ():
         _function(rule, codecs, device, torch.float32, is_gathered=is_gathered)
 
@@ -317,35 +298,15 @@ def _gather(views: Sequence[Tensor], pieces: Sequence[_Piece], rows: int, row: i
     return memory, list(memory.split_with_sizes([*chain(*zip(used, gaps, strict=True))])[::2])
 
 
+@dataclass(frozen=True)
 class RowSteps:
-    """Steps of float32 parameters of one device and one group, with moments stored alike, all in the same step.
+    """Steps of float32 parameters of one device and one group, with moments stored alike, all in the same step."""
 
-    Attributes:
-        rule: How they are stepped.
-        num_launches: Calls of operators and of compiled functions in a step.
-    """
-
-    def __init__(
-        self,
-        rule: Rule,
-        codecs: tuple[_Codec, ...],
-        stored: Sequence[Sequence[Tensor]],
-        numbers: Sequence[int],
-        places: Sequence[int],
-    ) -> None:
-        """Plan a step. ``stored``: of each parameter the weights and moments, flat int16."""
-        self.rule, self._codecs, self._device = rule, codecs, stored[0][0].device
-        self._rows = (2 * ROW, *(codec.shorts for codec in codecs))
-        in_place, gathered = _cut([one[0].numel() // 2 for one in stored])
-        self._in_place = [
-            (piece, numbers[piece.parameter], places[piece.parameter] + piece.start, self._views(piece, stored))
-            for piece in in_place
-        ]
-        self._gathered = [
-            (pieces, [*zip(*(self._views(piece, stored) for piece in pieces), strict=True)], marks)
-            for pieces, marks in ((some, _mark(some, numbers, places).to(self._device)) for some in gathered)
-        ]
-        self.num_launches = len(in_place) + 3 * len(gathered)
+    rule: Rule
+    codecs: tuple[_Codec, ...]
+    device: torch.device
+    in_place: list[tuple[_Piece, int, int, Sequence[Tensor]]]  # with its number, place, and what is stored
+    gathered: list[tuple[list[_Piece], Sequence[Sequence[Tensor]], Tensor]]  # with what is stored, and marks
 
     @classmethod
     def make(
@@ -366,20 +327,35 @@ class RowSteps:
             numbers: Number of each parameter in the optimizer.
             places: Place of the first weight in the unsharded parameter.
         """
-        codecs = {tuple(map(_codec_of, some)) for some in moments}
+        found = {tuple(map(_codec_of, some)) for some in moments}
         is_other = any(one.dtype != torch.float32 or isinstance(one, FakeTensor) for one in weights)
-        if len(codecs) != 1 or is_other or not can_run(weights[0].device):
+        if len(found) != 1 or None in next(iter(found)) or is_other or not can_run(weights[0].device):
             return None
-        codec = codecs.pop()
-        if None in codec:
-            return None
-        stored = [
-            [getattr(one, "records", one).view(torch.int16).view(-1) for one in (weight, *some)]
-            for weight, some in zip(weights, moments, strict=True)
-        ]
-        made = cls(rule, cast(tuple[_Codec, ...], codec), stored, numbers, places)
+        codecs, device = cast(tuple[_Codec, ...], found.pop()), weights[0].device
+
+        def views(piece: _Piece) -> list[Tensor]:  # flat int16
+            own = (getattr(one, "records", one) for one in (weights[piece.parameter], *moments[piece.parameter]))
+            rows = (2 * ROW, *(codec.shorts for codec in codecs))
+            return [piece.cut(one.view(torch.int16).view(-1), row) for one, row in zip(own, rows, strict=True)]
+
+        in_place, gathered = _cut([one.numel() for one in weights])
+        made = cls(
+            rule,
+            codecs,
+            device,
+            [(one, numbers[one.parameter], places[one.parameter] + one.start, views(one)) for one in in_place],
+            [
+                (some, list(zip(*map(views, some), strict=True)), _mark(some, numbers, places).to(device))
+                for some in gathered
+            ],
+        )
         made._functions(torch.float32)
-        return None if _Function.has_failed else made
+        return None if _failures else made
+
+    @property
+    def num_launches(self) -> int:
+        """Calls of operators and of compiled functions in a step."""
+        return len(self.in_place) + 3 * len(self.gathered)
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], settings: Mapping[str, Any], count: int) -> None:
@@ -394,45 +370,41 @@ class RowSteps:
             gradients = [one.float() for one in gradients]
         dtype, row = gradients[0].dtype, gradients[0].itemsize // 2 * ROW
         step_in_place, step_gathered = self._functions(dtype)
-        settings_now = _scalars(self.rule.numbers(settings, count), torch.float32)
-        for piece, number, place, own_views in self._in_place:
+        values = _scalars(self.rule.numbers(settings, count), torch.float32)
+        for piece, number, place, stored in self.in_place:
             draws = [draw_of(place, seed_of_moment((count - 1, number), key)) for key in self.rule.keys]
             gradient = piece.cut(gradients[piece.parameter], ROW)
-            step_in_place(*self._typed(own_views, gradient), settings_now, *_scalars(draws, torch.int64))
-        for pieces, views, marks in self._gathered:
-            own = [piece.cut(gradients[piece.parameter].view(torch.int16), row) for piece in pieces]
-            sources, rows = [*views, own], [*self._rows, row]
+            step_in_place(*self._typed(stored, gradient), values, *_scalars(draws, torch.int64))
+        for pieces, views, marks in self.gathered:
+            sources = [*views, [piece.cut(gradients[piece.parameter].view(torch.int16), row) for piece in pieces]]
+            rows = (2 * ROW, *(codec.shorts for codec in self.codecs), row)
             scratch = [_gather(some, pieces, len(marks), size) for some, size in zip(sources, rows, strict=True)]
             memories, targets = zip(*scratch, strict=True)
             # All in units of 2 bytes: PyTorch copies a list at once if it has one dtype.
-            torch._foreach_copy_([*chain(*targets)], [*chain(*sources)])
+            copy_each([*chain(*targets)], [*chain(*sources)])
             typed = self._typed(memories[:-1], memories[-1].view(dtype))
-            step_gathered(*typed, settings_now, marks, *_scalars([count - 1], torch.int64))
-            torch._foreach_copy_([*chain(*views)], [*chain(*targets[:-1])])
+            step_gathered(*typed, values, marks, *_scalars([count - 1], torch.int64))
+            copy_each([*chain(*views)], [*chain(*targets[:-1])])
 
-    def _views(self, piece: _Piece, stored: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        return [piece.cut(one, row) for one, row in zip(stored[piece.parameter], self._rows, strict=True)]
-
-    def _typed(self, shorts: Sequence[Tensor], gradient: Tensor) -> tuple[Tensor, Tensor, Moments]:
+    def _typed(self, stored: Sequence[Tensor], gradient: Tensor) -> tuple[Tensor, Tensor, Moments]:
         """Return rows of weights, gradient and moments."""
-        moments = [codec.rows(one) for codec, one in zip(self._codecs, shorts[1:], strict=True)]
-        return shorts[0].view(torch.float32).view(-1, ROW), gradient.view(-1, ROW), moments
+        moments = [codec.rows(one) for codec, one in zip(self.codecs, stored[1:], strict=True)]
+        return stored[0].view(torch.float32).view(-1, ROW), gradient.view(-1, ROW), moments
 
-    def _functions(self, dtype: torch.dtype) -> tuple[_Function, _Function]:
-        key = self.rule, self._codecs, self._device, dtype
+    def _functions(self, dtype: torch.dtype) -> tuple[Callable[..., None], Callable[..., None]]:
+        key = self.rule, self.codecs, self.device, dtype
         return _function(*key, is_gathered=False), _function(*key, is_gathered=True)
 
 
 def _mark(pieces: Sequence[_Piece], numbers: Sequence[int], places: Sequence[int]) -> Tensor:
     """Return what :func:`_make_function` reads of gathered rows; at least two, as one would be compiled by itself."""
+    starts = [torch.arange(piece.start, piece.stop, ROW, device="cpu") for piece in pieces]
     marks = [
-        torch.stack([places_of.neg() + piece.stop, places_of * 0 + numbers[piece.parameter], places_of + first])
-        for piece in pieces
-        for places_of, first in [(torch.arange(piece.start, piece.stop, ROW, device="cpu"), places[piece.parameter])]
+        torch.stack([piece.stop - some, torch.full_like(some, numbers[index]), (some + places[index]) % 2**16], 1)
+        for piece, index, some in zip(pieces, (piece.parameter for piece in pieces), starts, strict=True)
     ]
-    padding = max(0, 2 - sum(one.shape[1] for one in marks))
-    found = torch.cat([*marks, torch.zeros(3, padding, dtype=torch.int64, device="cpu")], 1).t()
-    return (found % torch.tensor([2**31, 2**31, 2**16])).int().contiguous()
+    padding = torch.zeros(max(0, 2 - sum(map(len, marks))), 3, dtype=torch.int64, device="cpu")
+    return torch.cat([*marks, padding]).int()
 
 
 def _codec_of(moment: Tensor) -> _Codec | None:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._dynamo.eval_frame import OptimizedModule
-from torch._dynamo.exc import TorchDynamoException as CompileError
 from torch._functorch import config
 from torch._guards import detect_fake_mode
 from torch._inductor import config as inductor_config
@@ -44,7 +43,6 @@ from typing_extensions import override
 from lightning_vram.private_names.torch import is_compiled_by_lightning, tree_leaves
 
 __all__ = [
-    "CompileError",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",

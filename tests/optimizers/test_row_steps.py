@@ -20,7 +20,7 @@ from lightning_vram.optimizers import row_steps
 from lightning_vram.optimizers.low_precision import LowPrecisionMoments
 from lightning_vram.optimizers.moment_forms import FORMS
 from lightning_vram.optimizers.row_steps import RowSteps, can_run, compile_ahead, rule_of
-from lightning_vram.private_names.dispatcher import CompileError, without_dispatch
+from lightning_vram.private_names.dispatcher import without_dispatch
 
 # Large and small ones, whole rows and not: 2 slices and a rest of 77 in place, others in 2 gathered parts.
 SHAPES = ((1024, 192), (4097,), (64, 128), (2**16 + 77,), (5000,), (16384,))
@@ -31,10 +31,10 @@ EAGER = partial(torch.compile, fullgraph=True, dynamic=True, backend="eager")
 @pytest.fixture(autouse=True)
 def _rows_on_the_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(row_steps, "DEVICES", {"cpu", DEVICE})
-    monkeypatch.setattr(row_steps, "compile_function", EAGER)
+    monkeypatch.setattr(row_steps, "compile_function", lambda plain: plain)
     monkeypatch.setattr(row_steps, "SLICE", 2**17)
     monkeypatch.setattr(row_steps, "GATHERED", 2**15)
-    monkeypatch.setattr(row_steps._Function, "has_failed", False)
+    monkeypatch.setattr(row_steps, "_failures", [])
     row_steps._function.cache_clear()
     yield
     row_steps._function.cache_clear()
@@ -76,8 +76,8 @@ def set_gradients(parameters: Sequence[nn.Parameter]) -> None:
         parameter.grad = torch.randn_like(parameter) * 10 ** float(torch.randn(()))
 
 
-def off_by(ours: Tensor, theirs: Tensor) -> Tensor:
-    """By how many units of its form a moment differs."""
+def off_by(ours: Tensor, theirs: Tensor, noise: Tensor) -> Tensor:
+    """By how many units of its form a moment differs; bf16 numbers may differ by the noise of float32."""
     if isinstance(ours, LowBitTensor):
         scales = [one.records[:, -4:].clone().view(torch.float32) for one in (ours, theirs)]
         assert torch.allclose(*scales, rtol=1e-6)
@@ -85,7 +85,8 @@ def off_by(ours: Tensor, theirs: Tensor) -> Tensor:
         if ours.shape[1] == 64:  # two codes in each byte
             ours, theirs = (torch.stack([one & 15, one >> 4]) for one in (ours, theirs))
     else:
-        ours, theirs = ours.view(torch.int16), theirs.view(torch.int16)
+        is_off = (ours.float() - theirs.float()).abs() > noise
+        ours, theirs = (torch.where(is_off, one.view(torch.int16), 0) for one in (ours, theirs))
     return (ours.int() - theirs.int()).abs()
 
 
@@ -111,7 +112,7 @@ def compare(make: Callable[..., Optimizer], form: str, num_steps: int = 4) -> No
             torch.testing.assert_close(own, their, rtol=2e-6, atol=1e-6)
             for key in stepper.keys:
                 moment = our_optimizer.state[own][key]
-                off = off_by(moment, their_optimizer.state[their][key])
+                off = off_by(moment, their_optimizer.state[their][key], 1e-7 * their.grad.abs().max())
                 assert off.max() <= 1
                 assert off.count_nonzero() <= 1 + off.numel() / 1000  # other draws would change half of them
                 moment.copy_(their_optimizer.state[their][key])
@@ -134,6 +135,11 @@ def test_a_step_in_rows_is_that_of_the_operators(make, form):
     compare(make, form)
 
 
+def test_a_captured_graph_takes_the_same_step(monkeypatch):
+    monkeypatch.setattr(row_steps, "compile_function", EAGER)
+    compare(*CASES[2], num_steps=2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "form"), CASES, ids=IDS)
 def test_a_step_that_inductor_compiled_is_that_of_the_operators(make, form, monkeypatch):
@@ -149,7 +155,10 @@ def test_shards_round_as_the_whole_parameter():
     set_gradients([whole])
     rule = rule_of(AdamW([whole]), AdamW([whole]).param_groups[0])
     moments = [[torch.zeros(one.numel(), dtype=torch.bfloat16) for _ in range(2)] for one in (whole, first, second)]
-    for parts, numbers, places, pair in (([whole], [3], [0], moments[:1]), ([first, second], [3, 3], [0, 2500], moments[1:])):
+    for parts, numbers, places, pair in (
+        ([whole], [3], [0], moments[:1]),
+        ([first, second], [3, 3], [0, 2500], moments[1:]),
+    ):
         rows = RowSteps.make(rule, [one.detach() for one in parts], pair, numbers, places)
         rows.step(list(whole.grad.split([one.numel() for one in parts])), AdamW([whole]).param_groups[0], 1)
     assert torch.equal(whole, torch.cat([first, second]))
@@ -226,40 +235,38 @@ def test_shapes_settings_and_step_counts_compile_nothing_more(monkeypatch):
 
 
 def test_a_compiler_that_fails_is_named_once_and_not_asked_again(monkeypatch, caplog):
-    def fail(function):
-        raise RuntimeError("no g++\nat all")
+    def fail(*arguments):
+        raise RuntimeError("no compiler\nat all")
 
     (parameter,) = random_parameters([(4096,)])
     rule = rule_of(AdamW([parameter]), AdamW([parameter]).param_groups[0])
     moments = [FORMS["8bit"].empty(key, parameter) for key in rule.keys]
-    monkeypatch.setattr(row_steps, "compile_function", lambda plain: partial(fail, plain))
+    monkeypatch.setattr(row_steps, "compile_function", lambda plain: fail)
     for _ in range(2):
         assert RowSteps.make(rule, [parameter.detach()], [moments], [0], [0]) is None
     assert not can_run(torch.device("cpu"))
     assert [record.message for record in caplog.records] == [
-        "Optimizer steps with low-precision moments launch more kernels than needed: torch.compile failed "
-        "(TypeError: fail() missing)."
+        "Optimizer steps launch more kernels than needed: torch.compile failed (RuntimeError: no compiler)."
     ]
 
 
-def test_a_step_that_needs_another_compilation_which_fails_is_taken_without(monkeypatch, caplog):
-    torch.manual_seed(0)
-    parameters = random_parameters([(4096,), (4096,)])
-    with torch.no_grad():
-        parameters[1].copy_(parameters[0])
-    for one in parameters:
+def test_a_dtype_of_gradients_that_fails_to_compile_is_stepped_without(monkeypatch, caplog):
+    def compile_float32(plain):
+        def run(weights, gradient, *others):
+            if gradient.dtype != torch.float32:
+                raise RuntimeError("no such dtype")
+            plain(weights, gradient, *others)
+
+        return run
+
+    monkeypatch.setattr(row_steps, "compile_function", compile_float32)
+    parameters = [nn.Parameter(torch.ones(4096)) for _ in range(2)]
+    for one, dtype in zip(parameters, (torch.float32, torch.bfloat16), strict=True):
         one.grad = torch.ones(4096)
-    steppers = [Stepper(AdamW([one]), "8bit", [one]) for one in parameters]
-    steppers[0].step(1)
-
-    def fail(*arguments):
-        raise CompileError("limit")
-
-    for function in steppers[1].rows._functions(torch.float32):
-        monkeypatch.setattr(function, "_compiled", fail)
-    steppers[1].step(1)
+        stepper = Stepper(AdamW([one]), "8bit", [one])
+        stepper.step(1, dtype)
     assert torch.equal(*parameters)
-    assert "torch.compile failed (TorchDynamoException: limit)" in caplog.text
+    assert "torch.compile failed (RuntimeError: no such dtype)" in caplog.text
     assert not can_run(torch.device("cpu"))
 
 
@@ -269,7 +276,9 @@ def test_parameters_that_rows_do_not_fit_are_left_to_others():
     rule = rule_of(AdamW([first]), AdamW([first]).param_groups[0])
 
     def make(parameters, *forms):
-        moments = [[FORMS[form].empty(key, one) for key in rule.keys] for one, form in zip(parameters, forms, strict=True)]
+        moments = [
+            [FORMS[form].empty(key, one) for key in rule.keys] for one, form in zip(parameters, forms, strict=True)
+        ]
         places = [0] * len(parameters)
         return RowSteps.make(rule, [one.detach() for one in parameters], moments, places, places)
 
