@@ -1,6 +1,5 @@
 """Optimizers that step on the host during training."""
 
-from lightning_vram.optimizers.on_host.averages import HostAverage
 from lightning_vram.optimizers.on_host.host_memory import (
     HostMemory,
     HostNeeds,
@@ -12,7 +11,6 @@ from lightning_vram.optimizers.on_host.optimizers import HostOptimizers, Offload
 from lightning_vram.optimizers.on_host.split_steps import LowPrecisionStates, step_in_parts, upcast_when_stepped
 
 __all__ = [
-    "HostAverage",
     "HostMemory",
     "HostNeeds",
     "HostOptimizers",

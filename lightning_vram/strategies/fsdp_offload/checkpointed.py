@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_vram.core.patching import MethodPatch, replace_by
-from lightning_vram.optimizers.on_host import HostAverage, HostOptimizers
+from lightning_vram.optimizers.averages import HostAverage
+from lightning_vram.optimizers.on_host import HostOptimizers
 from lightning_vram.precision.run import list_averages
 from lightning_vram.private_names.lightning import averaging_callbacks, find_trainer
 from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore
@@ -47,10 +48,8 @@ class RunAverages:
 
     def shard(self, module: Any, sharding: FullSharding, gather: Any) -> None:
         """Shard the averages; ``gather`` makes the state of a sharded module for a checkpoint."""
-        trainer = find_trainer(module)
-        is_copy = trainer is not None and trainer.state.fn == TrainerFn.FITTING  # the callback has just copied it
-        for _, average in list_averages(trainer, module):
-            self._averages.append(HostAverage(average, module, sharding, is_copy=is_copy, gather=gather))
+        for _, average in list_averages(find_trainer(module), module):
+            self._averages.append(HostAverage(average, module, sharding, gather))
 
     def attach(self, optimizers: HostOptimizers) -> None:
         """Update the averages in the thread of the optimizers."""
@@ -59,7 +58,6 @@ class RunAverages:
 
     def expect_checkpoint(self, module: pl.LightningModule | None) -> None:
         """Keep callbacks from loading whole tensors: :meth:`load` does it."""
-        self._remove_patches()
         for callback in averaging_callbacks(None if module is None else find_trainer(module)):
             if type(callback).on_load_checkpoint is WeightAveraging.on_load_checkpoint:
                 self._patches.append(MethodPatch(callback, "on_load_checkpoint", replace_by(lambda *_: None)))
@@ -81,13 +79,10 @@ class RunAverages:
 
     def remove(self, *, make_whole: bool) -> None:
         """Unshard the averages; ``make_whole``: gather them (a collective)."""
-        self._remove_patches()
-        while self._averages:
-            self._averages.pop().remove(make_whole=make_whole)
-
-    def _remove_patches(self) -> None:
         while self._patches:
             self._patches.pop().remove()
+        while self._averages:
+            self._averages.pop().remove(make_whole=make_whole)
 
 
 class CheckpointedStrategy(ConnectedStrategy):

@@ -1,7 +1,8 @@
 import pytest
 
 from lightning_vram.core.host import memory
-from lightning_vram.optimizers.on_host import averages, split_steps
+from lightning_vram.optimizers import averages
+from lightning_vram.optimizers.on_host import split_steps
 
 
 @pytest.fixture
