@@ -140,7 +140,7 @@ class HostAverage(Average):
 
     def __init__(self, average: AveragedModel, module: nn.Module, sharding: FullSharding, gather: Gather) -> None:
         self._sharding, self._gather = sharding, gather
-        self._moving: Ticket | None = None  # unsharded tensors
+        self._moving: Ticket | None = None  # scalars and buffers
         pairs = list(zip(average.to("cpu").module.parameters(), module.parameters(), strict=True))
         made = {own: _make_shard(average, own, shard) for own, shard in pairs if isinstance(shard, DTensor)}
         _replace(average.module, made)
@@ -157,7 +157,11 @@ class HostAverage(Average):
             weights = [parameter.sharded_param for parameter in group.fsdp_params]
             watched = [*weights, *(self._averages[weight] for weight in weights)]
             self.optimizers.work_beside(partial(self._move_group, number, group), group, watched, is_reader=True)
-        self._begin_rest(number, model)
+        averaged, copied = map(_copy_second, self._list_rest(model))  # now: the next forward may write to them
+        if averaged or copied:
+            device = self._sharding.device
+            event = None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
+            self._moving = self.optimizers.work_beside(partial(self._move, number, averaged, copied, event), None, ())
         self.optimizers.arrange_by_forward()
         self.average.n_averaged += 1
         self._sharding.gather_root()
@@ -192,20 +196,6 @@ class HostAverage(Average):
                 own = average[start - parts[0][0] : stop - parts[0][0]]  # the end may be padding of FSDP2
                 yield own, flat_shard.split.read((start, stop))[: own.numel()]
 
-    def _begin_rest(self, number: Tensor, model: nn.Module) -> None:
-        """Move unsharded scalars and buffers, copied now: the next forward may write to them."""
-        averaged, copied = map(_copy_second, self._list_rest(model))
-        if averaged or copied:
-            device = self._sharding.device
-            event = None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
-            self._moving = self.optimizers.work_beside(partial(self._move, number, averaged, copied, event), None, ())
-
-    def _wait_for_rest(self) -> None:
-        """Wait for scalars and buffers; reading a shard waits by itself."""
-        moving, self._moving = self._moving, None
-        if moving is not None:
-            moving.wait()
-
     def _reshard(self) -> None:
         """Reshard the module, with what was written to gathered parameters."""
         for group in self._sharding.groups:
@@ -215,14 +205,16 @@ class HostAverage(Average):
         """Patch for code that reads the average and the module together."""
         self._reshard()
         self._sharding.gather_root()
-        self._wait_for_rest()
+        moving, self._moving = self._moving, None
+        if moving is not None:  # reading a shard waits by itself
+            moving.wait()
         return inner(*args, **kwargs)
 
     def _read_state(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return ``state_dict`` with parameters in the form of checkpoints. A collective."""
-        self._wait_for_rest()
-        state = {key: value for key, value in inner(*args, **kwargs).items() if not key.startswith(_PREFIX)}
-        return state | {_PREFIX + key: value for key, value in self._gather(self.average.module).items()}
+        state = self._settle_first(inner, *args, **kwargs)
+        rest = {key: value for key, value in state.items() if not key.startswith(_PREFIX)}
+        return rest | {_PREFIX + key: value for key, value in self._gather(self.average.module).items()}
 
 
 @torch.no_grad()
