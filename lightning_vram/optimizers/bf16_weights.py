@@ -32,15 +32,13 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 
-from lightning_vram.core.patching import MethodPatch, replace_by
 from lightning_vram.core.tensors.properties import is_dense, is_strided
 from lightning_vram.memory.storages import storage_address
 from lightning_vram.optimizers.bf16_chunks import WeightChunk, list_rests, make_chunks
 from lightning_vram.optimizers.bf16_steps import LeanOptimizers
 from lightning_vram.optimizers.moment_forms import UpdateCheck
-from lightning_vram.optimizers.step_round import iterate_parameters, move_average, steps_like
+from lightning_vram.optimizers.step_round import iterate_parameters, steps_like
 from lightning_vram.private_names.dispatcher import is_traceable_wrapper_subclass
 from lightning_vram.private_names.torch import forward_pre_hooks
 
@@ -278,67 +276,3 @@ def _is_copy(value: Tensor, parameter: nn.Parameter) -> bool:
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.device, storage_address(tensor), tensor.storage_offset(), tensor.shape
-
-
-class LeanAverage:
-    """Makes an ``AveragedModel`` of the module before its conversion average exact weights, in fp32, until removed."""
-
-    def __init__(self, average: AveragedModel, module: nn.Module, lean: LeanParameters) -> None:
-        self._average, self._lean = average, lean
-        self._is_lent = False
-        self._averages = dict(zip(module.parameters(), average.module.parameters(), strict=True))
-        for own in self._averages.values():
-            if own.dtype is torch.bfloat16:
-                own.data = own.data.float()
-        self._patch = MethodPatch(average, "update_parameters", replace_by(self.update))
-
-    @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        """Move the average towards the weights of ``model``."""
-        number = self._average.n_averaged.clone()
-        for parameters, values in self._lean.exact_weights():
-            device = parameters[0].device  # frozen ones yield host tensors
-            theirs = [value.to(device) for value in values]
-            move_average(self._average, number, ([self._averages[p] for p in parameters], ()), (theirs, ()))
-        others, buffers = self._other_parameters(), self._average.module.buffers()
-        move_average(self._average, number, (others.values(), buffers), (others, model.buffers()))
-        self._average.n_averaged += 1
-
-    @torch.no_grad()
-    def swap(self, model: nn.Module) -> None:
-        """Swap weights and average; the next call swaps them back."""
-        for parameters, values in self._lean.exact_weights():
-            averages = {parameter: self._averages[parameter] for parameter in parameters}
-            if not self._is_lent:
-                self._lean.lend(averages)
-            for average, value in zip(averages.values(), values, strict=True):
-                average.copy_(value)
-        if self._is_lent:
-            self._lean.take_back()
-        self._is_lent = not self._is_lent
-        for ours, theirs in self._others(model):
-            saved = ours.clone()
-            ours.copy_(theirs)
-            theirs.copy_(saved)
-
-    @torch.no_grad()
-    def put(self, model: nn.Module) -> None:
-        """Copy the average to the module."""
-        self._lean.lend({parameter: self._averages[parameter] for parameter in self._lean.parameters()})
-        for ours, theirs in self._others(model):
-            theirs.copy_(ours)
-
-    def remove(self) -> None:
-        """Let the average update itself again."""
-        self._patch.remove()
-
-    def _other_parameters(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Return parameters that are not bf16 weights, with their averages."""
-        lean = self._lean.parameters()
-        return {parameter: average for parameter, average in self._averages.items() if parameter not in lean}
-
-    def _others(self, model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield other tensors, of the average and of the module."""
-        for parameter, average in self._other_parameters().items():
-            yield average.data, parameter.data
-        yield from zip(self._average.module.buffers(), model.buffers(), strict=True)

@@ -3,14 +3,12 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 
 from lightning_vram.core.gradients import apply_clip_factor
 from lightning_vram.core.tensors.properties import stored_like
@@ -308,35 +306,3 @@ def _freeze(group: dict[str, Any]) -> dict[str, Any]:
     if any(parameter.is_complex() for parameter in settings.pop("params")):  # which fused kernels do not know
         settings["fused"] = bool(settings.get("fused"))
     return settings
-
-
-Tensors = tuple[Iterable[Tensor], Iterable[Tensor]]  # parameters and buffers
-
-
-def move_average(average: AveragedModel, number: Tensor, ours: Tensors, theirs: Tensors) -> None:
-    """Update ``ours``, a part of an average, towards ``theirs`` by its own ``update_parameters``.
-
-    ``number`` models were averaged before; the count of the average is unchanged.
-    """
-    parameters, buffers = map(list, ours)
-    if not parameters and not average.use_buffers:  # it would read the dtype of the first parameter
-        for own, their in zip(buffers, theirs[1], strict=True):
-            own.detach().copy_(their)
-    elif parameters or buffers:
-        update: Any = type(average).update_parameters
-        part, model = (
-            SimpleNamespace(parameters=[*ones].__iter__, buffers=[*others].__iter__)  # read as a module
-            for ones, others in ((parameters, buffers), theirs)
-        )
-        update(_Part(average, number, part), model)
-
-
-class _Part:
-    """The ``self`` of ``update_parameters``: a part of an average."""
-
-    def __init__(self, average: AveragedModel, number: Tensor, tensors: Any) -> None:
-        self._average = average
-        self.module, self.n_averaged, self.parameters = tensors, number.clone(), tensors.parameters
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._average, name)

@@ -30,7 +30,8 @@ from lightning_vram.core.patching import (
     replace_by,
 )
 from lightning_vram.core.tensors.properties import cast_where
-from lightning_vram.optimizers.bf16_weights import LeanAverage, LeanParameters, iterate_computing, refuse_lost_updates
+from lightning_vram.optimizers.averages import LeanAverage
+from lightning_vram.optimizers.bf16_weights import LeanParameters, iterate_computing, refuse_lost_updates
 from lightning_vram.precision.loss_scaling import ScaledSteps, is_logging, log_of_step
 from lightning_vram.private_names.dispatcher import COMPILED_PART
 from lightning_vram.private_names.lightning import (
@@ -238,18 +239,6 @@ def list_averages(trainer: pl.Trainer | None, module: nn.Module) -> list[tuple[W
     return found
 
 
-def average_exact_weights(
-    trainer: pl.Trainer, module: nn.Module, lean: LeanParameters
-) -> list[MethodPatch | LeanAverage]:
-    """Make averages follow the exact weights, and swap with them, until the returned changes are removed."""
-    changes: list[MethodPatch | LeanAverage] = []
-    for callback, whole in list_averages(trainer, module):
-        average = LeanAverage(whole, module, lean)
-        swap = MethodPatch(callback, SWAP_WITH_AVERAGE, replace_by(average.swap))
-        changes += [swap, MethodPatch(callback, PUT_AVERAGE, replace_by(average.put)), average]
-    return changes
-
-
 class PausedSchedules:
     """Keeps ``lr_scheduler_step`` of a LightningModule from counting skipped steps, until :meth:`remove`.
 
@@ -311,7 +300,10 @@ class PrecisionRun:
     def __post_init__(self) -> None:
         lean = self.changes.lean
         if lean is not None:
-            self.averages = average_exact_weights(self.trainer, self.module, lean)
+            for callback, whole in list_averages(self.trainer, self.module):
+                average = LeanAverage(whole, self.module, lean)
+                swap = MethodPatch(callback, SWAP_WITH_AVERAGE, replace_by(average.swap))
+                self.averages += [swap, MethodPatch(callback, PUT_AVERAGE, replace_by(average.put)), average]
         if lean is not None and self.changes.settings.check_updates:
             lean.check_updates(partial(is_logging, self.module))
         _alive.add(self)

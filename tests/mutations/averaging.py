@@ -10,7 +10,7 @@ from support.sharded_nets import WIDTH, Net, loss_of, make
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
-from lightning_vram.optimizers.on_host.averages import HostAverage
+from lightning_vram.optimizers.averages import HostAverage
 from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
 from lightning_vram.techniques.sharded_checkpoints import gather_module_state
 
@@ -32,7 +32,7 @@ class _Counting(Net):
 def _averaged() -> Iterator[tuple[Any, HostOptimizers, AveragedModel]]:
     average = AveragedModel(make(_Counting), avg_fn=get_ema_avg_fn(0.5), use_buffers=True)
     with late_threads(), trained(net=_Counting) as (network, host):
-        shards = HostAverage(average, network, host._sharding, is_copy=True, gather=gather_module_state)
+        shards = HostAverage(average, network, host._sharding, gather_module_state)
         shards.optimizers = host
         yield network, host, average
         host.finish()

@@ -44,9 +44,10 @@ EXCEPTIONS = {
     ("optimizers.on_host.optimizers", "self._worker.submit(job).wait()"): (
         "the next line takes the result, and fails where there is none"
     ),
-    ("optimizers.on_host.averages", 'return tensor.detach().to("cpu", non_blocking=True, copy=True)'): (
-        _WAITED_FOR + "by HostAverage._move_rest"
-    ),
+    (
+        "optimizers.averages",
+        'return [(own, other.detach().to("cpu", non_blocking=True, copy=True)) for own, other in pairs]',
+    ): (_WAITED_FOR + "by Average._move"),
     ("strategies.fsdp_offload.checkpoint_store", "self.wait()"): _FILES,
     ("strategies.fsdp_offload.checkpointed", "self._store.wait()"): _FILES,
     ("strategies.fsdp_offload.checkpointed", "store.wait()"): _FILES,

@@ -227,22 +227,26 @@ SHARDING = [
     ),
 ]
 
-_AVERAGE = "optimizers.on_host.averages:HostAverage"
+_AVERAGE = "optimizers.averages:HostAverage"
 
 AVERAGES = [
-    Mutation(f"{_AVERAGE}._wait_for_rest", "rest.wait()", "pass", averaging.read_at_once),
-    Mutation(f"{_AVERAGE}._settle_first", "self._wait_for_rest()", "pass", averaging.read_at_once),
-    Mutation(f"{_AVERAGE}._read_state", "self._wait_for_rest()", "pass", averaging.saved_at_once),
-    Mutation(f"{_AVERAGE}._move_rest", "event.synchronize()", "pass", averaging.read_at_once),
+    Mutation(f"{_AVERAGE}._settle_first", "moving.wait()", "pass", averaging.read_at_once),
     Mutation(
-        f"{_AVERAGE}._begin_rest",
+        f"{_AVERAGE}._read_state",
+        "state = self._settle_first(inner, *args, **kwargs)",
+        "state = inner(*args, **kwargs)",
+        averaging.saved_at_once,
+    ),
+    Mutation("optimizers.averages:Average._move", "event.synchronize()", "pass", averaging.read_at_once),
+    Mutation(
+        f"{_AVERAGE}.update",
         'event = None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()',
         "event = torch.Event(device)",
         averaging.read_at_once,
     ),
     Mutation(
         f"{_AVERAGE}.update",
-        "watched = [*weights, *(self._shards[weight] for weight in weights)]",
+        "watched = [*weights, *(self._averages[weight] for weight in weights)]",
         "watched = weights",
         averaging.read_at_once,
     ),

@@ -1,6 +1,5 @@
 """Optimizers that step on the host during training."""
 
-from lightning_vram.optimizers.on_host.averages import HostAverage
 from lightning_vram.optimizers.on_host.host_memory import (
     HostMemory,
     HostNeeds,
@@ -11,7 +10,6 @@ from lightning_vram.optimizers.on_host.host_memory import (
 from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
 
 __all__ = [
-    "HostAverage",
     "HostMemory",
     "HostNeeds",
     "HostOptimizers",

@@ -4,10 +4,9 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
@@ -15,8 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_vram.core.patching import MethodPatch, replace_by
-from lightning_vram.optimizers.on_host import HostAverage, HostOptimizers
-from lightning_vram.precision.run import list_averages
+from lightning_vram.optimizers.averages import HostAverage
 from lightning_vram.private_names.lightning import averaging_callbacks, find_trainer
 from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore
 from lightning_vram.strategies.fsdp_offload.connected import ConnectedStrategy
@@ -27,67 +25,9 @@ from lightning_vram.techniques.sharded_checkpoints import (
     sharded_module_state,
     sharded_optimizer_state,
 )
-from lightning_vram.techniques.sharding import FullSharding
 
 _AVERAGE, _CURRENT = MODULE_STATES
 _REST = "averaging_state"  # key of other values of an average in a checkpoint
-
-
-class RunAverages:
-    """Averages of ``WeightAveraging`` callbacks, which copy the module before it is sharded."""
-
-    def __init__(self) -> None:
-        self._averages: list[HostAverage] = []
-        self._patches: list[MethodPatch] = []
-
-    @staticmethod
-    def copies_of(module: Any) -> list[nn.Module]:
-        """Return the whole copies of the module."""
-        return [average.module for _, average in list_averages(find_trainer(module), module)]
-
-    def shard(self, module: Any, sharding: FullSharding, gather: Any) -> None:
-        """Shard the averages; ``gather`` makes the state of a sharded module for a checkpoint."""
-        trainer = find_trainer(module)
-        is_copy = trainer is not None and trainer.state.fn == TrainerFn.FITTING  # the callback has just copied it
-        for _, average in list_averages(trainer, module):
-            self._averages.append(HostAverage(average, module, sharding, is_copy=is_copy, gather=gather))
-
-    def attach(self, optimizers: HostOptimizers) -> None:
-        """Update the averages in the thread of the optimizers."""
-        for average in self._averages:
-            average.optimizers = optimizers
-
-    def expect_checkpoint(self, module: pl.LightningModule | None) -> None:
-        """Keep callbacks from loading whole tensors: :meth:`load` does it."""
-        self._remove_patches()
-        for callback in averaging_callbacks(None if module is None else find_trainer(module)):
-            if type(callback).on_load_checkpoint is WeightAveraging.on_load_checkpoint:
-                self._patches.append(MethodPatch(callback, "on_load_checkpoint", replace_by(lambda *_: None)))
-
-    def load(self, store: CheckpointStore, checkpoint: Mapping[str, Any], module: nn.Module, *, strict: bool) -> None:
-        """Load the module and the averages, as the callback does. A collective.
-
-        From a checkpoint without averages they start from its weights.
-        """
-        has_average = store.has_state(checkpoint, _CURRENT) and _REST in checkpoint
-        key = _CURRENT if has_average and self._averages else _AVERAGE
-        store.load_module(checkpoint, module, strict=strict, key=key)
-        for average in self._averages:
-            store.load_module(checkpoint, average.average.module, strict=strict and has_average, key=_AVERAGE)
-            if has_average:
-                average.average.load_state_dict(checkpoint[_REST], strict=False)
-            else:
-                rank_zero_warn("The checkpoint has no averaged weights: WeightAveraging starts from its weights.")
-
-    def remove(self, *, make_whole: bool) -> None:
-        """Unshard the averages; ``make_whole``: gather them (a collective)."""
-        self._remove_patches()
-        while self._averages:
-            self._averages.pop().remove(make_whole=make_whole)
-
-    def _remove_patches(self) -> None:
-        while self._patches:
-            self._patches.pop().remove()
 
 
 class CheckpointedStrategy(ConnectedStrategy):
@@ -97,7 +37,8 @@ class CheckpointedStrategy(ConnectedStrategy):
         super().__init__(*given)
         self._store: CheckpointStore | None = None
         self._to_load: tuple[Mapping[str, Any], bool] | None = None
-        self._averages = RunAverages()
+        self._averages: list[HostAverage] = []  # of callbacks, which copy the module before it is sharded
+        self._callback_patches: list[MethodPatch] = []
 
     @abstractmethod
     def _finish_steps(self) -> None:
@@ -170,15 +111,41 @@ class CheckpointedStrategy(ConnectedStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         # Lightning calls this before the setup, as for one device: a later call would lose the user's weights_only.
         self._to_load = checkpoint, strict
-        self._averages.expect_checkpoint(self.lightning_module)
+        trainer = None if self.lightning_module is None else find_trainer(self.lightning_module)
+        for callback in averaging_callbacks(trainer):
+            if type(callback).on_load_checkpoint is WeightAveraging.on_load_checkpoint:  # it would load whole tensors
+                patch = MethodPatch(callback, "on_load_checkpoint", replace_by(lambda *_: None))
+                self._callback_patches.append(patch)
 
     def _load_module(self, module: nn.Module) -> None:
         to_load, self._to_load = self._to_load, None
         if to_load is not None:
-            assert self._store is not None
             self._finish_steps()
             with self._named("loading a checkpoint"):
-                self._averages.load(self._store, to_load[0], module, strict=to_load[1])
+                self._load_weights(module, to_load[0], strict=to_load[1])
+
+    def _load_weights(self, module: nn.Module, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
+        """Load the module and the averages, as the callback does. A collective.
+
+        From a checkpoint without averages they start from its weights.
+        """
+        assert self._store is not None
+        has_average = self._store.has_state(checkpoint, _CURRENT) and _REST in checkpoint
+        key = _CURRENT if has_average and self._averages else _AVERAGE
+        self._store.load_module(checkpoint, module, strict=strict, key=key)
+        for average in (one.average for one in self._averages):
+            self._store.load_module(checkpoint, average.module, strict=strict and has_average, key=_AVERAGE)
+            if has_average:
+                average.load_state_dict(checkpoint[_REST], strict=False)
+            else:
+                rank_zero_warn("The checkpoint has no averaged weights: WeightAveraging starts from its weights.")
+
+    def _remove_averages(self, *, make_whole: bool) -> None:
+        """Unshard the averages; ``make_whole``: gather them (a collective)."""
+        while self._callback_patches:
+            self._callback_patches.pop().remove()
+        while self._averages:
+            self._averages.pop().remove(make_whole=make_whole)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

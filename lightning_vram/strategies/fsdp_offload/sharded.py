@@ -7,7 +7,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -16,9 +15,12 @@ from lightning_vram.core.processes import NumaBinding, bind_to_node_of
 from lightning_vram.core.ranks import check_same_modules, spread_values
 from lightning_vram.memory.host import cores_of_rank
 from lightning_vram.memory.units import format_bytes
+from lightning_vram.optimizers.averages import HostAverage
 from lightning_vram.optimizers.moment_forms import FORMS, HostState, describe_unsupported
 from lightning_vram.optimizers.on_host import HostMemory, HostNeeds, HostOptimizers, add_states, count_host_needs
+from lightning_vram.precision.run import list_averages
 from lightning_vram.private_names.dispatcher import detect_fake_mode
+from lightning_vram.private_names.lightning import find_trainer
 from lightning_vram.strategies.fsdp_offload.arguments import check_master
 from lightning_vram.strategies.fsdp_offload.checkpointed import CheckpointedStrategy
 from lightning_vram.strategies.fsdp_offload.patches import (
@@ -58,7 +60,7 @@ class ShardedStrategy(CheckpointedStrategy):
         self._first_step: FirstStepMemory | None = None  # for device_bytes="auto", until it is measured
         self._inference_modes: dict[Any, bool] = {}
 
-    def _shard(self, module: nn.Module, *, is_stepping_here: bool) -> None:
+    def _shard(self, module: pl.LightningModule, *, is_stepping_here: bool) -> None:
         arguments = self.arguments
         check_same_modules(module)
         spread_values(module)
@@ -96,9 +98,12 @@ class ShardedStrategy(CheckpointedStrategy):
                 num_threads=self._num_threads,
             ),
         )
-        self._averages.shard(module, self._sharding, self._gather_state)
+        for _, average in list_averages(find_trainer(module), module):
+            self._averages.append(HostAverage(average, module, self._sharding, self._gather_state))
 
-    def _check_host_memory(self, module: nn.Module, cast: set[str], low_precision_dtype: torch.dtype | None) -> None:
+    def _check_host_memory(
+        self, module: pl.LightningModule, cast: set[str], low_precision_dtype: torch.dtype | None
+    ) -> None:
         """Refuse a module that exceeds host memory, except in estimates for other machines."""
         self._host_needs = HostNeeds()
         if self.arguments.device_bytes is not None:  # some of it will be on the device
@@ -106,7 +111,7 @@ class ShardedStrategy(CheckpointedStrategy):
         has_copies = self.root_device.type != "cpu" and self.arguments.master != "split"
         copied = cast if has_copies else ()  # gradients have 32 bits in the first batches, split or not
         num_shards = self.device_mesh.size(-1)
-        averages = self._averages.copies_of(module)
+        averages = [average.module for _, average in list_averages(find_trainer(module), module)]
         self._host_needs = count_host_needs(module, num_shards, copied, low_precision_dtype, averages)
         if detect_fake_mode() is None:
             self._host_memory = HostMemory(module, self.optimizers, averages, may_swap=not self._pins_memory)
@@ -150,7 +155,8 @@ class ShardedStrategy(CheckpointedStrategy):
         if self._host_optimizers.unheld:
             name = f"fsdp_offload (moments in {self._host_state})"
             rank_zero_info(describe_unsupported(name, self._host_optimizers.unheld, self._sharding.module))
-        self._averages.attach(self._host_optimizers)
+        for average in self._averages:
+            average.optimizers = self._host_optimizers
         if self.arguments.device_bytes == "auto":
             self._first_step = FirstStepMemory(self._sharding, self.optimizers)
         self._host_optimizers.may_step_early = EarlySteps(trainer)
@@ -200,7 +206,7 @@ class ShardedStrategy(CheckpointedStrategy):
         while self._patches:
             self._patches.pop().remove()
         if sharding is None:
-            self._averages.remove(make_whole=False)
+            self._remove_averages(make_whole=False)
             return
         try:
             if optimizers is not None and not self._has_failed:
@@ -211,7 +217,7 @@ class ShardedStrategy(CheckpointedStrategy):
         finally:
             make_whole = not self._has_failed or self.world_size == 1
             replaced = sharding.remove(make_whole=make_whole)
-            self._averages.remove(make_whole=make_whole)
+            self._remove_averages(make_whole=make_whole)
             if optimizers is not None:
                 optimizers.let_go(replaced)
 

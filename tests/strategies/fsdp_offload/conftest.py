@@ -1,8 +1,7 @@
 import pytest
 
 from lightning_vram.core.host import memory
-from lightning_vram.optimizers import step_loop
-from lightning_vram.optimizers.on_host import averages
+from lightning_vram.optimizers import averages, step_loop
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from support.devices import ACCELERATOR, device_module
 from support.helpers import assert_equal_weights
 from support.offload_nets import MODES, FusedCNN, Odd, Split, leave_group
 
-from lightning_vram.optimizers.on_host import averages
+from lightning_vram.optimizers import averages
 from lightning_vram.private_names.lightning import average_of
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 
