@@ -1,10 +1,10 @@
 """Every optimizer of PyTorch's database and 40 of ``pytorch-optimizer``, in every form: ``optimizer_table.txt``.
 
-A cell compares the weights after five steps in a form with those of the same steps without it:
+A cell compares weights and optimizer states after five steps in a form with those of the same steps without it:
 
 - ``equal``: bitwise identical.
 - ``fused``: bitwise identical to ``fused=True``, the kernel that steps on the host use unless the user chose one.
-- ``bound``: approximate, within the bound of the form (``BOUNDS``).
+- ``bound``: approximate weights, within the bound of the form (``BOUNDS``).
 - ``refused``: a ``ValueError`` with the message of the form (``REFUSALS``).
 - ``fails``: an ``AttributeError``, because the class never calls ``Optimizer.__init__``.
 
@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import pytorch_optimizer
 import torch
-from support.sharded_nets import on_ranks, sharded
+from support.sharded_nets import on_ranks, sharded, whole
 from torch import Tensor, nn
 from torch.optim import LBFGS, AdamW, Muon, Optimizer, SparseAdam
 from torch.testing._internal.common_optimizers import optim_db
@@ -220,22 +220,35 @@ def train(net: nn.Module, optimizer: Optimizer) -> None:
         optimizer.step(partial(closure, seed))
 
 
+def states(net: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+    named = (item for parameter in net.parameters() for item in sorted(optimizer.state.get(parameter, {}).items()))
+    return [whole(torch.as_tensor(value)).double() for _, value in named if isinstance(value, Tensor | float | int)]
+
+
 @cache
-def trained(name: str, **more: Any) -> Tensor:
+def trained(name: str, **more: Any) -> tuple[Tensor, list[Tensor]]:
     net = Net()
-    train(net, SETTINGS[name].make(net, **more))
-    return weights(net)
+    optimizer = SETTINGS[name].make(net, **more)
+    train(net, optimizer)
+    return weights(net), states(net, optimizer)
 
 
-def compare(name: str, form: str, actual: Tensor) -> str:
+def is_same(name: str, net: nn.Module, optimizer: Optimizer, **more: Any) -> bool:
+    expected, of_optimizer = trained(name, **more)
+    found = states(net, optimizer)
+    is_whole = len(found) == len(of_optimizer) and all(map(torch.equal, found, of_optimizer))
+    return is_whole and torch.equal(weights(net), expected)
+
+
+def compare(name: str, form: str, net: nn.Module, optimizer: Optimizer) -> str:
     """Return a cell, or how far off the weights are."""
-    expected = trained(name)
-    if torch.equal(actual, expected):
+    if is_same(name, net, optimizer):
         return "equal"
-    if SETTINGS[name].has_fused and torch.equal(actual, trained(name, fused=True)):
+    if SETTINGS[name].has_fused and is_same(name, net, optimizer, fused=True):
         return "fused"
-    distance, moved = (actual - expected).norm(), (expected - weights(Net())).norm()
-    of_moved, of_weights = BOUNDS.get(form.removeprefix("host "), (0.0, 0.0))
+    expected, _ = trained(name)
+    distance, moved = (weights(net) - expected).norm(), (expected - weights(Net())).norm()
+    of_moved, of_weights = BOUNDS.get(form.removeprefix("host "), (-1.0, 0.0))
     is_near = distance <= of_moved * moved + of_weights * expected.norm()
     return "bound" if is_near else f"off by {distance / moved:.2g} of the steps"
 
@@ -250,7 +263,7 @@ def find_cell(name: str, form: str, around: Around, folder: Path) -> str:
         return "refused" if re.match(message, str(error)) else f"refused by {error}"
     except AttributeError as error:
         return "fails" if "_optimizer_state_dict_pre_hooks" in str(error) else f"fails by {error}"
-    return compare(name, form, weights(net))
+    return compare(name, form, net, optimizer)
 
 
 def is_default(name: str) -> bool:
