@@ -52,18 +52,11 @@ BOUNDS = {
 _LEAN = "bfloat16 parameters cannot be stepped by {name}: use one of"
 _SHARDS = "{name} cannot step on shards: "
 REFUSALS = {
-    "master": _LEAN,
-    "split": _LEAN,
-    "kahan": _LEAN,
-    "stochastic": _LEAN,
+    **dict.fromkeys(("master", "split", "kahan", "stochastic"), _LEAN),
     "backward": "OptimizerInBackward cannot step {name}: use one of",
-    "host": _SHARDS,
-    "host bf16": f"{_SHARDS}|host_state='bf16' is for the moments of .*, got {{name}}: ",
-    "host 8bit": f"{_SHARDS}|host_state='8bit' is for the moments of .*, got {{name}}: ",
-    "host 4bit": f"{_SHARDS}|host_state='4bit' is for the moments of .*, got {{name}}: ",
-    "host split": _SHARDS,
+    **dict.fromkeys(("host", "host split", "2 ranks"), _SHARDS),
+    **{f"host {form}": f"{_SHARDS}|host_state='{form}' is for the moments of .*, got {{name}}: " for form in MOMENTS},
     "nvme": f"{_SHARDS}|nvme_path cannot hold the optimizer state of {{name}}: ",
-    "2 ranks": _SHARDS,
 }
 Make = Callable[[nn.Module], Optimizer]
 Around = Callable[[nn.Module, Make, Path], AbstractContextManager[Optimizer]]
@@ -145,34 +138,24 @@ if_pinned = pytest.mark.skipif(
 
 
 @contextmanager
-def moments(net: nn.Module, make: Make, folder: Path, form: Any) -> Iterator[Optimizer]:
-    low_precision, optimizer = LowPrecisionMoments(net, MOMENTS[form]), make(net)
-    try:
-        low_precision.attach([optimizer])
-        yield optimizer
-    finally:
-        low_precision.let_go()
-
-
-@contextmanager
-def lean(net: nn.Module, make: Make, folder: Path, scheme: str) -> Iterator[Optimizer]:
-    parameters = LeanParameters(net.parameters(), scheme)
+def attached(
+    net: nn.Module, make: Make, folder: Path, create: Callable[[nn.Module], Any], end: str = "let_go"
+) -> Iterator[Optimizer]:
+    form = create(net)
     try:
         optimizer = make(net)
-        parameters.attach([optimizer])
+        form.attach([optimizer])
         yield optimizer
     finally:
-        parameters.restore()
+        getattr(form, end)()
 
 
-@contextmanager
-def in_backward(net: nn.Module, make: Make, folder: Path) -> Iterator[Optimizer]:
-    steps, optimizer = BackwardSteps(net, Clipping()), make(net)
-    try:
-        steps.attach([optimizer])
-        yield optimizer
-    finally:
-        steps.let_go()
+def moments(name: Any) -> Around:
+    return partial(attached, create=lambda net: LowPrecisionMoments(net, MOMENTS[name]))
+
+
+def lean(name: str) -> Around:
+    return partial(attached, create=lambda net: LeanParameters(net.parameters(), f"bf16+{name}"), end="restore")
 
 
 @contextmanager
@@ -193,9 +176,9 @@ def on_host(
 
 
 FORMS: dict[str, Around] = {
-    **{form: partial(moments, form=form) for form in MOMENTS},
-    **{name: partial(lean, scheme=f"bf16+{name}") for name in ("master", "split", "kahan", "stochastic")},
-    "backward": in_backward,
+    **{name: moments(name) for name in MOMENTS},
+    **{name: lean(name) for name in ("master", "split", "kahan", "stochastic")},
+    "backward": partial(attached, create=lambda net: BackwardSteps(net, Clipping())),
     "host": on_host,
     **{f"host {form}": partial(on_host, state=form) for form in MOMENTS},
     "host split": partial(on_host, is_split=True),

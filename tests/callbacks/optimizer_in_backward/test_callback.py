@@ -9,9 +9,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, GradientAccumulationScheduler
 from lightning.pytorch.plugins import MixedPrecision
+from pytorch_optimizer import Lion
 from support.helpers import Forking, LitTiny, PlantedError, TinyCNN, TinyGPT, assert_equal_weights
 from support.host_layers import ADAMW, Layers
-from support.lion import Lion
 from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
