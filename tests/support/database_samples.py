@@ -1,4 +1,4 @@
-"""PyTorch's databases of operators and modules, as programs with arguments of their own."""
+"""PyTorch's databases: operators and modules as programs with arguments of their own; optimizers."""
 
 import copy
 import functools
@@ -65,6 +65,14 @@ def module_programs(part: int, num_parts: int) -> Iterator[Program]:
             module = info.module_cls(*arguments.args, **arguments.kwargs).train(is_training)
             make = functools.partial(_copy_call, module, (inputs.args, inputs.kwargs))
             yield Program(f"{info.name} training={is_training}", make, _call_module, _find_leaves_of_call)
+
+
+def optimizer_infos() -> list[Any]:
+    """Return an ``OptimizerInfo`` for each class of ``torch.optim``."""
+    with _flags_left_open():
+        from torch.testing._internal.common_optimizers import optim_db
+
+    return optim_db
 
 
 def _call(function: Callable[..., Any], arguments: Any) -> Any:

@@ -10,9 +10,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from pytorch_optimizer import Lion
 from support.helpers import assert_equal_weights
 from support.host_layers import ADAMW, Layers
-from support.lion import Lion
 from support.offload_nets import leave_group
 from torch import Tensor
 from torch.optim import SGD, Adam, NAdam

@@ -9,9 +9,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, GradientAccumulationScheduler
 from lightning.pytorch.plugins import MixedPrecision
+from pytorch_optimizer import Lion
 from support.helpers import Forking, LitTiny, PlantedError, TinyCNN, TinyGPT, assert_equal_weights
 from support.host_layers import ADAMW, Layers
-from support.lion import Lion
 from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 
@@ -35,21 +35,10 @@ from lightning_vram.core.tensors.codecs import LowBitTensor
 from lightning_vram.private_names.fsdp2 import local_shard
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-OPTIMIZERS: dict[str, Any] = {
+OPTIMIZERS: dict[str, Any] = {  # all others are in tests/optimizers/optimizer_table.txt
     "AdamW": optim.AdamW,
     "AdamW, fused": partial(optim.AdamW, fused=True),
-    "AdamW, foreach, amsgrad": partial(optim.AdamW, foreach=True, amsgrad=True),
-    "Adam": optim.Adam,
     "SGD": partial(optim.SGD, momentum=0.9, nesterov=True),
-    "RMSprop": partial(optim.RMSprop, momentum=0.5, centered=True),
-    "Adagrad": optim.Adagrad,
-    "Adadelta": optim.Adadelta,
-    "NAdam": optim.NAdam,
-    "RAdam": optim.RAdam,
-    "Adafactor": optim.Adafactor,
-    "Adamax": optim.Adamax,
-    "ASGD": optim.ASGD,
-    "Rprop": optim.Rprop,
 }
 TWO_PASS, PREVIOUS = partial(OptimizerInBackward, "two-pass"), partial(OptimizerInBackward, "previous")
 
@@ -112,19 +101,6 @@ def test_weights_states_and_rates_are_those_of_the_plain_run(make, fit):
         assert ours.state[one].keys() == theirs.state[other].keys()
         for key, value in theirs.state[other].items():
             assert torch.equal(torch.as_tensor(ours.state[one][key]), torch.as_tensor(value))
-
-
-class Muon(Layers):
-    """Muon takes matrices only."""
-
-    def configure_optimizers(self) -> optim.Optimizer:
-        for parameter in self.parameters():
-            parameter.requires_grad_(parameter.dim() == 2)
-        return optim.Muon([one for one in self.parameters() if one.requires_grad], lr=1e-2)
-
-
-def test_muon_is_right_too(assert_same):
-    assert_same(partial(Muon, num_batches=4))
 
 
 @pytest.mark.parametrize(

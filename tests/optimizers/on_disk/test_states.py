@@ -24,22 +24,13 @@ pytestmark = pytest.mark.timeout(60)
 
 SIZES = (9001, 1, 700, 0, 4096, 17, 12_295, 3)
 ADAM = StateLayout((("exp_avg", torch.float32), ("exp_avg_sq", torch.float32)), ("step",))
-CASES = {
+CASES = {  # five steps of all others are in optimizer_table.txt
     "AdamW": (optim.AdamW, {}),
-    "AdamW, fused": (optim.AdamW, {"fused": True}),
-    "AdamW, foreach": (optim.AdamW, {"foreach": True}),
     "Adam, amsgrad": (optim.Adam, {"amsgrad": True, "weight_decay": 0.1}),
     "SGD": (optim.SGD, {}),
-    "SGD, momentum": (optim.SGD, {"momentum": 0.9, "dampening": 0.1}),
-    "SGD, momentum, fused": (optim.SGD, {"momentum": 0.9, "nesterov": True, "fused": True}),
+    "SGD, momentum": (optim.SGD, {"momentum": 0.9, "nesterov": True, "fused": True}),
     "Adagrad": (optim.Adagrad, {"initial_accumulator_value": 0.5, "lr_decay": 0.1}),
-    "RMSprop, centered": (optim.RMSprop, {"centered": True, "momentum": 0.9}),
     "NAdam": (optim.NAdam, {}),
-    "RAdam": (optim.RAdam, {}),
-    "ASGD": (optim.ASGD, {"t0": 3, "lambd": 0.1}),
-    "Rprop": (optim.Rprop, {}),
-    "Adadelta": (optim.Adadelta, {}),
-    "Adamax": (optim.Adamax, {}),
 }
 
 

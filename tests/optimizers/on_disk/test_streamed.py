@@ -15,10 +15,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserW
 
 OPTIMIZERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
-    "Adam amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
-    "SGD momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),
 }
 
 

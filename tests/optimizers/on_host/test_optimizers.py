@@ -46,35 +46,13 @@ PATIENCE = 10  # seconds, of tests that would hang
 HOST_MODES = [mode for mode in MODES if mode != "none"]
 Make = Callable[[Any], Optimizer]
 
-# What the plain run has to name, because on the host ours takes the fused kernel where the user named none.
-FUSED = {
-    "AdamW": optim.AdamW,
-    "Adam amsgrad": partial(optim.Adam, amsgrad=True, weight_decay=0.1),
-    "SGD": partial(optim.SGD, lr=0.1),
-    "SGD momentum": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
-    "Adagrad": optim.Adagrad,
-}
-LOOPED = {
-    "AdamW foreach": partial(optim.AdamW, foreach=True),
-    "AdamW unfused": partial(optim.AdamW, fused=False),
-    "AdamW in a loop": partial(optim.AdamW, foreach=False),
-    "Adam foreach": partial(optim.Adam, foreach=True, amsgrad=True, weight_decay=0.1),
-    "Adam in a loop": partial(optim.Adam, foreach=False, amsgrad=True, weight_decay=0.1),
-    "SGD foreach": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
-    "SGD in a loop": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=False),
-    "Adagrad in a loop": partial(optim.Adagrad, foreach=False),
-    "RMSprop": partial(optim.RMSprop, momentum=0.5, centered=True),
-    "NAdam": optim.NAdam,
-    "RAdam": optim.RAdam,
-    "Rprop": optim.Rprop,
-    "ASGD": optim.ASGD,
-    "Adadelta": optim.Adadelta,
-    "Adamax": optim.Adamax,
-    "Adafactor": optim.Adafactor,
-}
+# Of our optimizer and of the baseline, which has to name the kernel that ours chooses on the host. Five steps of all
+# others are in optimizer_table.txt.
 EXACT: dict[str, tuple[Make, Make]] = {
-    **{name: (kind, partial(kind, fused=True)) for name, kind in FUSED.items()},
-    **{name: (kind, kind) for name, kind in LOOPED.items()},
+    "Adam amsgrad": (partial(optim.Adam, amsgrad=True), partial(optim.Adam, amsgrad=True, fused=True)),
+    "AdamW foreach": (partial(optim.AdamW, foreach=True), partial(optim.AdamW, foreach=True)),
+    "Adagrad in a loop": (partial(optim.Adagrad, foreach=False), partial(optim.Adagrad, foreach=False)),
+    "Adafactor": (optim.Adafactor, optim.Adafactor),
 }
 
 
@@ -99,7 +77,7 @@ def states(net: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_every_optimizer_has_the_bits_of_the_plain_run(mesh, name):
+def test_an_optimizer_has_the_bits_of_the_plain_run_during_and_after(mesh, name):
     ours, theirs = EXACT[name]
     net, plain = make(), make()
     reference = theirs(plain.parameters())
@@ -115,21 +93,8 @@ def test_every_optimizer_has_the_bits_of_the_plain_run(mesh, name):
     for seed in range(3, 5):  # plainly from here
         take_step(net, optimizer, seed)
         take_step(plain, reference, seed)
-    if name in LOOPED:
+    if name != "Adam amsgrad":  # now by the kernel that PyTorch chooses
         assert_same(weights(net), weights(plain))
-
-
-def test_muon_steps_matrices_on_one_rank(mesh):
-    net, plain = make(), make()
-    matrices = lambda net: [p for p in net.parameters() if p.dim() == 2]  # noqa: E731
-    reference = optim.Muon(matrices(plain))
-    with hosted(net) as host:
-        optimizer = optim.Muon(matrices(net))
-        host.attach([optimizer])
-        for seed in range(3):
-            take_step(net, optimizer, seed)
-            take_step(plain, reference, seed)
-    assert_same(weights(net), weights(plain))
 
 
 @pytest.mark.parametrize("is_early", [False, True])
@@ -738,18 +703,9 @@ def leave_out_on_two() -> None:
                     assert_same(weights(net), weights(plain), 1e-5)
 
 
-def refuse_on_two() -> None:
-    net = make()
-    with (
-        hosted(net) as host,
-        pytest.raises(ValueError, match=r"^Adafactor cannot step on shards: "),
-    ):
-        host.attach([optim.Adafactor(net.parameters())])
-
-
 @pytest.mark.slow
 def test_two_ranks_train_as_one(tmp_path):
-    on_ranks(tmp_path, train_on_two, leave_out_on_two, refuse_on_two)
+    on_ranks(tmp_path, train_on_two, leave_out_on_two)
 
 
 def test_states_are_listed_while_a_step_makes_them():
