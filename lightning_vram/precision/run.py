@@ -35,7 +35,6 @@ from lightning_vram.core.tensors.properties import cast_where
 from lightning_vram.optimizers.bf16_weights import LeanAverage, LeanParameters, iterate_computing, refuse_lost_updates
 from lightning_vram.precision.arguments import refuse_optimizers
 from lightning_vram.precision.overflows import is_logging, log_of_step
-from lightning_vram.private_names.dispatcher import COMPILED_PART
 from lightning_vram.private_names.lightning import (
     PUT_AVERAGE,
     SWAP_WITH_AVERAGE,
@@ -199,21 +198,14 @@ def _after_any_step(casts: "ref[WeightCasts]", optimizer: Optimizer, args: Any, 
 
 
 def _find_islands(module: nn.Module, patterns: Sequence[LayerPattern]) -> dict[nn.Module, str]:
-    """Return all modules that match, with their names, also those inside others: these may never be called."""
+    """Return the modules that match, with their names, without those inside others."""
     if not patterns:
         return {}
     try:
-        selection = select_layers(module, patterns)
+        return {layer.module: layer.name for layer in select_layers(module, patterns).layers}
     except ValueError as error:
         message = str(error).replace("layers=", "fp32_modules=", 1)
         raise ValueError(f"LeanMixedPrecision: {message}") from None
-    # A compiled module has two names; the second is that of the module that was compiled.
-    parts = {
-        ".".join(part for part in name.split(".") if part != COMPILED_PART): module
-        for name, module in module.named_modules(remove_duplicate=False)
-    }
-    found = {layer.module: layer.name for layer in selection.layers}
-    return found | {parts[name]: name for name in reversed(selection.nested)}
 
 
 def _lean_parameters(module: nn.Module, islands: Collection[nn.Module]) -> list[nn.Parameter]:

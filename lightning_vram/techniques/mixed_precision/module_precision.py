@@ -60,7 +60,7 @@ class Float32Islands(Swaps):
         self._members = list(dict.fromkeys(member for found in self._islands.values() for member in found))
         with self.all_or_none():
             for member in self._members:
-                _refuse_unchangeable(member)
+                _refuse_lazy(member)
                 _swap(self, _KEY, member, PrecisionState(device_type), _run)
 
     @property
@@ -127,12 +127,7 @@ def _find_callable(module: nn.Module) -> list[nn.Module]:
     return [member for child in module.children() for member in _find_callable(child)]
 
 
-def _refuse_unchangeable(module: nn.Module) -> None:
-    if isinstance(module, torch.jit.ScriptModule):  # traced ones too
-        name = getattr(module, "original_name", type(module).__name__)
-        raise ValueError(
-            f"module {name} cannot change its precision: it is scripted or traced. Script or trace it afterwards."
-        )
+def _refuse_lazy(module: nn.Module) -> None:
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # it changes its class by itself
         raise ValueError(
             f"module {type(module).__name__} cannot change its precision before it knows its sizes: run the model on "

@@ -573,9 +573,19 @@ def test_the_members_of_a_list_of_modules_are_meant():
 def test_a_scripted_module_is_refused_and_nothing_is_changed(traced):
     net, layer = make_net(), nn.Linear(2, 2)
     scripted = torch.jit.trace(layer, torch.ones(1, 2)) if traced else torch.jit.script(layer)
-    message = r"^module Linear cannot change its precision: it is scripted or traced\. Script or trace it afterwards\.$"
+    message = r"^module \w+ cannot be changed: it is scripted or traced\.$"
     with pytest.raises(ValueError, match=message):
         Float32Islands([net.island, scripted, net.after], "cpu")
+    assert type(net.island) is nn.Sequential
+
+
+def test_a_module_without_sizes_is_refused_and_nothing_is_changed():
+    net = make_net()
+    message = (
+        r"^module LazyLinear cannot change its precision before it knows its sizes: run the model on one batch first\.$"
+    )
+    with pytest.raises(ValueError, match=message):
+        Float32Islands([net.island, nn.LazyLinear(2)], "cpu")
     assert type(net.island) is nn.Sequential
 
 
