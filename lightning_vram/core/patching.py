@@ -112,9 +112,11 @@ class Swaps:
         self._key = key
         self.modules: list[nn.Module] = []
 
-    def add(self, module: nn.Module, state: object, run: Run) -> None:
+    def add(
+        self, module: nn.Module, state: object, run: Run, *, in_copies: bool = False, is_lowest: bool = False
+    ) -> None:
         """See :func:`swap_class`."""
-        swap_class(module, self._key, state, run)
+        swap_class(module, self._key, state, run, in_copies=in_copies, is_lowest=is_lowest)
         self.modules.append(module)
 
     @contextmanager

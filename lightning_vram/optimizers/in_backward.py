@@ -83,7 +83,7 @@ class OneStep:
     def take(self, parameter: nn.Parameter) -> bool:
         """Use the gradient of ``parameter``; ``False`` if it is the second one."""
         if self.scaler is not None and self.is_early:
-            self._checks += unscale_part(self.scaler, self.optimizer, [parameter]).values()
+            self._checks += unscale_part(self.scaler, [parameter])
         is_first = self._measure(parameter) if self.is_measuring else self._run(parameter)
         parameter.grad = None
         return is_first

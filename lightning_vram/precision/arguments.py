@@ -11,12 +11,15 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
 
 from lightning_vram.argument_checks import check_positive_int
 from lightning_vram.core.layers import check_layers
 from lightning_vram.memory.device.accelerators import has_native_bf16
 from lightning_vram.optimizers.bf16_weights import SCHEMES
-from lightning_vram.precision.loss_scaling import ON_LIMIT
+from lightning_vram.optimizers.step_round import iterate_parameters
+from lightning_vram.precision.overflows import ON_LIMIT
 from lightning_vram.private_names.torch import can_autocast
 
 Choice = Literal["auto", "bf16", "fp16", "bf16-mixed", "16-mixed"]  # of a user
@@ -145,6 +148,27 @@ def refuse_callbacks(trainer: pl.Trainer, parameters: str) -> None:
                 f"LeanMixedPrecision(parameters={parameters!r}) does not work with {type(callback).__name__}, which "
                 f"{why}."
             )
+
+
+def refuse_optimizers(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that do not work with a loss scale."""
+    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise MisconfigurationException(
+            "LeanMixedPrecision(precision='fp16') does not work with LBFGS, which evaluates the loss several times "
+            "per step, and cannot skip one that overflows. Use precision='bf16', or another optimizer."
+        )
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    owners: dict[Tensor, int] = {}
+    for index, optimizer in enumerate(optimizers):
+        for parameter in iterate_parameters(optimizer):
+            owner = owners.setdefault(parameter, index)
+            if owner != index:
+                kinds = [f"{type(optimizers[place]).__name__} (number {place})" for place in (owner, index)]
+                raise MisconfigurationException(
+                    "LeanMixedPrecision(precision='fp16') does not work with optimizers that share parameters, as "
+                    f"{kinds[0]} and {kinds[1]} share {names.get(parameter, 'one')!r}: each would unscale its "
+                    "gradient. Use precision='bf16', or one optimizer with parameter groups."
+                )
 
 
 def refuse_second_run(running: pl.Trainer, other: pl.Trainer) -> None:

@@ -32,10 +32,10 @@ from lightning_vram.precision.arguments import (
     refuse_strategy,
     resolve_precision,
 )
-from lightning_vram.precision.loss_scaling import OnLimit, OverflowWatch, ScaledSteps
+from lightning_vram.precision.overflows import OnLimit, OverflowWatch
 from lightning_vram.precision.run import ModuleChanges, PrecisionRun, Settings, list_averages, undo_interrupted_runs
 from lightning_vram.private_names.lightning import call_after_closure, is_searching_rate
-from lightning_vram.techniques.mixed_precision import without_optimizers
+from lightning_vram.techniques.mixed_precision import LossScaling
 
 Parameters = Literal["fp32", "bf16+master", "bf16+split", "bf16+kahan", "bf16+stochastic"]
 
@@ -53,7 +53,7 @@ class LeanMixedPrecision(MixedPrecision):
       ``self.clip_gradients`` of manual optimization (https://github.com/Lightning-AI/pytorch-lightning/issues/18089).
     - ``fused=True`` optimizers may be clipped.
     - Optimizers that step after one backward share one loss scale, which changes before the next backward. Gradients
-      of a later step are rescaled with it, also if your code calls the scaler itself.
+      of a later step are rescaled with it.
     - A step whose gradients overflow is skipped on all ranks and logged (``vram/overflow_steps``, ``vram/loss_scale``).
       Learning rate schedulers do not count it.
     - Neither the backward nor the optimizer runs under autocast, in manual optimization either.
@@ -94,9 +94,9 @@ class LeanMixedPrecision(MixedPrecision):
             nothing, if trainable weights are 16-bit already and the optimizer would lose most updates, or if it cannot
             step bfloat16 weights.
         MisconfigurationException: When a run is set up, if the device does not support autocast to this precision, with
-            DeepSpeed, with LBFGS in float16, with ``parameters="bf16+..."`` and ``StochasticWeightAveraging`` or
-            ``ModelPruning``, if the module has grown since ``WeightAveraging`` copied it, or inside a run of another
-            trainer that has this plugin.
+            DeepSpeed, in float16 with LBFGS or with optimizers that share parameters, with ``parameters="bf16+..."``
+            and ``StochasticWeightAveraging`` or ``ModelPruning``, if the module has grown since ``WeightAveraging``
+            copied it, or inside a run of another trainer that has this plugin.
         FloatingPointError: After ``max_consecutive_overflows`` overflows in a row.
 
     Attributes:
@@ -153,16 +153,16 @@ class LeanMixedPrecision(MixedPrecision):
     @property
     def overflow_steps(self) -> int:
         """Optimizer steps that were skipped so far, including the last one."""
-        return self._overflows.num_steps + (self._steps.num_overflowed if self._steps is not None else 0)
+        return self._overflows.num_steps + (self._scaling.num_overflowed if self._scaling is not None else 0)
 
     @property
-    def _steps(self) -> ScaledSteps | None:
-        """Scaled steps of a fit in float16."""
-        return self._run.steps if self._run is not None else None
+    def _scaling(self) -> LossScaling | None:
+        """Loss scaling of a fit in float16."""
+        return self._run.scaling if self._run is not None else None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the run out of copies, such as those of the trainer in worker processes."""
-        return vars(self) | {"_run": None, "scaler": self.scaler and without_optimizers(self.scaler)}
+        return vars(self) | {"_run": None}
 
     # --- set up and undo ---
 
@@ -188,7 +188,7 @@ class LeanMixedPrecision(MixedPrecision):
             self._has_fallen_back, self._ended = False, {}
             self._overflows.num_consecutive = 0
         if not self._has_fallen_back:  # else evaluations compute as the fit did in the end
-            self._start_in(precision, self._run if is_training else None)
+            self._start_in(precision)
         return module
 
     @override
@@ -196,7 +196,8 @@ class LeanMixedPrecision(MixedPrecision):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         if self._run is not None and self._run.changes.is_training:
-            self._run.connect(optimizers, lr_schedulers, holds_lr=self._holds_lr)
+            scaler = self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
+            self._run.connect(optimizers, lr_schedulers, scaler, self._overflows.note, holds_lr=self._holds_lr)
         return model, optimizers, lr_schedulers
 
     @override
@@ -232,25 +233,17 @@ class LeanMixedPrecision(MixedPrecision):
     @override
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        run = self._run
-        steps = run.steps if run is not None and not run.module.automatic_optimization else None
-        if steps is not None:
-            steps.is_deferring = True
-        try:
-            with self.forward_context():
-                yield
-        finally:
-            if steps is not None:
-                steps.is_deferring = False
-        if steps is not None:
-            steps.end()
+        with self.forward_context():
+            yield
         if self._run is not None:
+            if not self._run.module.automatic_optimization:
+                self._end_scaled_steps(self._run)
             self._run.warn_of_idle_islands()
 
     @override
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
-        if self._steps is not None:
-            tensor = self._steps.scale(tensor)
+        if self._scaling is not None:
+            tensor = self._scaling.scale(tensor)
         return Precision.pre_backward(self, tensor, module)
 
     @override
@@ -277,8 +270,8 @@ class LeanMixedPrecision(MixedPrecision):
         if torch.is_autocast_enabled(self.device):  # in manual optimization, whose closure holds a forward
             closure = self.autocast_context_manager()(closure)
         with self._without_autocast():
-            if self._run.steps is not None:
-                return self._scaled_step(self._run, self._run.steps, optimizer, closure, **kwargs)
+            if self._run.scaling is not None:
+                return self._scaled_step(self._run, self._run.scaling, optimizer, closure, **kwargs)
             result = Precision.optimizer_step(self, optimizer, model=model, closure=closure, **kwargs)
         self._run.log_lost_updates()
         return result
@@ -290,8 +283,8 @@ class LeanMixedPrecision(MixedPrecision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        if clip_val > 0 and self._steps is not None:
-            self._steps.unscale(optimizer)
+        if clip_val > 0 and self._run is not None:
+            self._run.unscale(optimizer)
         Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
     @override
@@ -302,16 +295,18 @@ class LeanMixedPrecision(MixedPrecision):
             super().clip_grad_by_norm(optimizer, clip_val)
 
     def _scaled_step(
-        self, run: PrecisionRun, steps: ScaledSteps, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any
+        self, run: PrecisionRun, scaling: LossScaling, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         result = closure()
         has_gradients = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
         if run.module.automatic_optimization and result is None and not has_gradients:
             call_after_closure(self, run.module, optimizer)
             return None
-        steps.unscale(optimizer)
+        scaling.unscale(optimizer)
         call_after_closure(self, run.module, optimizer)
-        output = steps.step(optimizer, **kwargs)
+        output = scaling.step(optimizer, **kwargs)
+        if run.module.automatic_optimization:
+            self._end_scaled_steps(run)
         return result if result is not None else output
 
     def _without_autocast(self) -> AbstractContextManager[Any]:
@@ -321,40 +316,36 @@ class LeanMixedPrecision(MixedPrecision):
 
     # --- the loss scale ---
 
-    def _after_scale_moved(self, num_overflowed: int) -> None:
-        run = self._run
-        assert run is not None
-        assert run.steps is not None
-        is_enough = self._overflows.note(num_overflowed)
-        self._overflows.log(run.module, run.steps.scaling)
-        if num_overflowed and run.paused is not None:
+    def _end_scaled_steps(self, run: PrecisionRun) -> None:
+        """Update the scale, log it, and act on overflows: after a step, or after a training step that has its own."""
+        if run.scaling is None:
+            return
+        run.scaling.update()
+        overflows = self._overflows
+        overflows.log(run.module, run.scaling.scaler.get_scale)
+        if overflows.num_consecutive and run.paused is not None:
             run.paused.pause()
         # a search for the learning rate goes on until the training diverges
-        if is_enough and not is_searching_rate(run.trainer.callbacks):  # type: ignore[attr-defined]
+        if overflows.is_too_many and not is_searching_rate(run.trainer.callbacks):  # type: ignore[attr-defined]
             if self._on_limit == "error":
-                raise self._overflows.error(run.steps.scaling.scale_value)
+                raise overflows.error(run.scaling.scaler.get_scale())
             rank_zero_warn(
-                f"LeanMixedPrecision: gradients overflowed in {self._overflows.num_consecutive} optimizer steps in a "
-                f"row. Training continues in {self._on_limit}."
+                f"LeanMixedPrecision: gradients overflowed in {overflows.num_consecutive} optimizer steps in a row. "
+                f"Training continues in {self._on_limit}."
             )
             self._fall_back(run)
 
-    def _start_in(self, precision: Precision16, run: PrecisionRun | None) -> None:
-        self._has_fallen_back = False
+    def _start_in(self, precision: Precision16) -> None:
         self.precision = precision
-        if precision != "16-mixed":
-            self.scaler = None
-            return
-        self.scaler = self.scaler or self._given_scaler or torch.amp.GradScaler(self.device)
-        if run is not None:
-            run.steps = ScaledSteps(self.scaler, run.over_ranks(), self._after_scale_moved)
+        is_scaled = precision == "16-mixed"
+        self.scaler = self.scaler or self._given_scaler or torch.amp.GradScaler(self.device) if is_scaled else None
 
     def _fall_back(self, run: PrecisionRun) -> None:
         self._has_fallen_back = True
         self.precision = "bf16-mixed" if self._on_limit == "bf16" else "32-true"
         self._overflows.num_consecutive = 0
-        if run.steps is not None:
-            run.steps.scaling.end()
+        if run.scaling is not None:
+            run.scaling.stop()
         run.end_scaling()
         self.scaler = None
 
@@ -383,10 +374,6 @@ class LeanMixedPrecision(MixedPrecision):
             self._overflows.num_consecutive = 0
             if self.scaler is not None and self._on_limit != "error":
                 self._fall_back(self._run)
-        elif self._has_fallen_back:  # in a search for a batch size, say
-            self._start_in("16-mixed", self._run)
-            assert self._run.steps is not None
-            self._run.steps.begin(self._run.trainer.optimizers)
         self._load_scale(state_dict.get("scaler", {}))
         self._run.load_state_dict(state_dict)
 

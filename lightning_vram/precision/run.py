@@ -11,12 +11,14 @@ from weakref import WeakSet, ref
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
 
@@ -32,8 +34,8 @@ from lightning_vram.core.patching import (
 from lightning_vram.core.tensors.properties import cast_where
 from lightning_vram.optimizers.averages import LeanAverage
 from lightning_vram.optimizers.bf16_weights import LeanParameters, iterate_computing, refuse_lost_updates
-from lightning_vram.precision.loss_scaling import ScaledSteps, is_logging, log_of_step
-from lightning_vram.private_names.dispatcher import COMPILED_PART
+from lightning_vram.precision.arguments import refuse_optimizers
+from lightning_vram.precision.overflows import is_logging, log_of_step
 from lightning_vram.private_names.lightning import (
     PUT_AVERAGE,
     SWAP_WITH_AVERAGE,
@@ -42,7 +44,7 @@ from lightning_vram.private_names.lightning import (
     averaging_callbacks,
 )
 from lightning_vram.private_names.torch import NormBase
-from lightning_vram.techniques.mixed_precision import Float32Islands, WeightCasts, keep_norms_low, run_in_fp32
+from lightning_vram.techniques.mixed_precision import Float32Islands, LossScaling, WeightCasts, keep_norms_low
 from lightning_vram.techniques.quantize_frozen_weights import read_weights_as
 
 
@@ -114,7 +116,7 @@ class ModuleChanges:
     def __post_init__(self) -> None:
         with ExitStack() as undo:
             islands = _find_islands(self.module, self.settings.fp32_modules)
-            self._islands, self._island_names = run_in_fp32(islands, self.device_type), islands
+            self._islands, self._island_names = Float32Islands(islands, self.device_type), islands
             undo.callback(self._islands.remove)
             self._inside = {part for island in islands for part in island.modules()}
             if self.settings.low_precision_norms:
@@ -197,21 +199,14 @@ def _after_any_step(casts: "ref[WeightCasts]", optimizer: Optimizer, args: Any, 
 
 
 def _find_islands(module: nn.Module, patterns: Sequence[LayerPattern]) -> dict[nn.Module, str]:
-    """Return all modules that match, with their names, also those inside others: these may never be called."""
+    """Return the modules that match, with their names, without those inside others."""
     if not patterns:
         return {}
     try:
-        selection = select_layers(module, patterns)
+        return {layer.module: layer.name for layer in select_layers(module, patterns).layers}
     except ValueError as error:
         message = str(error).replace("layers=", "fp32_modules=", 1)
         raise ValueError(f"LeanMixedPrecision: {message}") from None
-    # A compiled module has two names; the second is that of the module that was compiled.
-    parts = {
-        ".".join(part for part in name.split(".") if part != COMPILED_PART): module
-        for name, module in module.named_modules(remove_duplicate=False)
-    }
-    found = {layer.module: layer.name for layer in selection.layers}
-    return found | {parts[name]: name for name in reversed(selection.nested)}
 
 
 def _lean_parameters(module: nn.Module, islands: Collection[nn.Module]) -> list[nn.Parameter]:
@@ -292,10 +287,11 @@ class PrecisionRun:
     module: pl.LightningModule
     trainer: pl.Trainer
     changes: ModuleChanges
-    steps: ScaledSteps | None = None  # in float16, while it trains
+    scaling: LossScaling | None = None  # in float16, while it trains
     paused: PausedSchedules | None = None
     has_warned: bool = False  # whether the first training step is over
     averages: list[MethodPatch | LeanAverage] = field(default_factory=list)
+    _patches: list[MethodPatch] = field(default_factory=list)  # of the scaler
 
     def __post_init__(self) -> None:
         lean = self.changes.lean
@@ -309,26 +305,39 @@ class PrecisionRun:
         _alive.add(self)
 
     def connect(
-        self, optimizers: Sequence[Optimizer], schedules: Sequence[LRSchedulerConfig], *, holds_lr: bool
+        self,
+        optimizers: Sequence[Optimizer],
+        schedules: Sequence[LRSchedulerConfig],
+        scaler: GradScaler | None,
+        on_update: Callable[[int], None],
+        *,
+        holds_lr: bool,
     ) -> None:
         """Register the optimizers and schedules of a fit."""
         optimizers = [optimizer for optimizer in optimizers if not isinstance(optimizer, MockOptimizer)]
-        if self.steps is not None and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
-            raise MisconfigurationException(
-                "LeanMixedPrecision(precision='fp16') does not work with LBFGS, which evaluates the loss several times "
-                "per step, and cannot skip one that overflows. Use precision='bf16', or another optimizer."
-            )
+        if scaler is not None:
+            refuse_optimizers(self.module, optimizers)
         self.changes.attach(optimizers)
-        if self.steps is not None:
-            self.steps.begin(optimizers)
+        if scaler is not None:
+            # One rank may have an overflow in sharded or unreduced gradients.
+            over_ranks = partial(self.trainer.strategy.reduce, reduce_op="sum") if self.trainer.world_size > 1 else None
+            self.scaling = LossScaling(scaler, optimizers, over_ranks, on_update)
+            own: dict[str, Callable[..., Any]] = {"scale": self.scaling.scale, "unscale_": self.unscale}
+            self._patches = [MethodPatch(scaler, name, replace_by(call)) for name, call in own.items()]
             if holds_lr and self.module.automatic_optimization and schedules:
                 self.paused = PausedSchedules(self.module, schedules)
 
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Unscale the gradients of ``optimizer``, which may be wrapped, if they are scaled."""
+        if self.scaling is not None:
+            # ``self.optimizers()`` of a LightningModule returns wrappers
+            self.scaling.unscale(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
+
     def end_scaling(self) -> None:
         """Continue without a scale. Calling it again does nothing."""
-        if self.steps is not None:
-            self.steps.remove()
-            self.steps = None
+        while self._patches:
+            self._patches.pop().remove()
+        self.scaling = None
 
     def log_lost_updates(self) -> None:
         """Log the share of updates that rounding undid in the last step, if it was counted."""
@@ -347,12 +356,6 @@ class PrecisionRun:
                 "that reads their weights computes in 16 bits. Name the module that is called, for example "
                 "nn.MultiheadAttention instead of its out_proj."
             )
-
-    def over_ranks(self) -> Callable[[Tensor], Tensor] | None:
-        """Return how ranks agree on an overflow, which one rank may have in sharded or unreduced gradients."""
-        if self.trainer.world_size == 1:
-            return None
-        return lambda found_inf: self.trainer.strategy.reduce(found_inf, reduce_op="sum")
 
     def remove(self) -> None:
         """Undo what was changed. Calling it again does nothing."""

@@ -3,7 +3,7 @@
 import inspect
 import re
 import warnings
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter, methodcaller
@@ -14,7 +14,7 @@ import torch
 import torch.nn.modules.module as hooks_of_all_modules
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
+from torch.amp.grad_scaler import GradScaler
 from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -334,7 +334,6 @@ def outside_of_vmap() -> Iterator[None]:
             torch._C._vmapmode_increment_nesting()
 
 
-OptimizerStates = dict[int, dict[str, Any]]  # state of a scaler for each optimizer, by id
 AVAILABILITY = (torch._C, "_is_autocast_available")  # the function that checks whether a device type supports autocast
 CAST_ARGUMENTS = (torch.amp.autocast_mode, "_cast")
 """The function that casts the arguments of ``custom_fwd``: takes a nest, a device type and a dtype."""
@@ -363,19 +362,8 @@ def set_scale(scaler: GradScaler, scale: Tensor | None) -> None:
     scaler._scale = scale
 
 
-device_of: Callable[[GradScaler], str] = attrgetter("_device")  # the device type for the scale
-optimizer_states: Callable[[GradScaler], OptimizerStates] = attrgetter("_per_optimizer_states")
-"""Return the state of a scaler for each optimizer: the very dictionary."""
-
-
-def set_optimizer_states(scaler: GradScaler, states: OptimizerStates) -> None:
-    """Set the state of ``scaler`` for each optimizer."""
-    scaler._per_optimizer_states = states
-
-
-def no_optimizer_states() -> OptimizerStates:
-    """Return the state of a new scaler."""
-    return defaultdict(_refresh_per_optimizer_state)
+optimizer_states: Callable[[GradScaler], dict[int, dict[str, Any]]] = attrgetter("_per_optimizer_states")
+"""Return the state of a scaler for each optimizer, by id: the very dictionary."""
 
 
 _FLAGS: list[tuple[Any, Any]] = [  # how to read each, and how to write it

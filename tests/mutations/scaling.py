@@ -13,5 +13,5 @@ def overflow_with_the_scale_on_the_host() -> list[Tensor]:
     optimizer = torch.optim.SGD([weight], lr=0.5)
     scaling = LossScaling(GradScaler(DEVICE, init_scale=8.0), [optimizer])
     scaling.scale((weight * float("inf")).sum().cpu()).backward()
-    result = scaling.step(optimizer)
-    return [torch.tensor(result.overflowed), weight.detach().cpu()]
+    scaling.step(optimizer)
+    return [torch.tensor(scaling.num_overflowed), weight.detach().cpu()]

@@ -36,8 +36,8 @@ class Model(pl.LightningModule):
 @pytest.mark.parametrize(
     ("patterns", "before", "after"),
     [
-        (("Head", "**.h.l"), ["head", "head.h.l"], ["head"]),
-        (("body", nn.Linear), ["body", "head.h.l", "body.out_proj"], []),
+        (("Head", "**.h.l"), ["head"], ["head"]),
+        (("body", nn.Linear), ["body", "head.h.l"], []),
         (("**.out_proj",), ["body.out_proj"], ["body.out_proj"]),
         ((), [], []),
     ],

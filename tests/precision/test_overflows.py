@@ -90,48 +90,6 @@ def test_fused_optimizers_are_clipped(algorithm, make_trainer):
     assert trainer.precision_plugin.overflow_steps == 1
 
 
-class TwoSteps(ManualScripted):
-    """One backward, two optimizers."""
-
-    def training_step(self, batch, batch_idx):
-        for optimizer in self.optimizers():
-            optimizer.zero_grad()
-        self.manual_backward((batch * (self.weights[0] + self.weights[1])).sum())
-        for optimizer in self.optimizers():
-            optimizer.step()
-
-
-@pytest.mark.parametrize("gradients", [[1.0, 2.0, 3.0], [1.0, INF, 3.0, 1.0]], ids=["growth", "backoff"])
-def test_several_optimizers_see_one_scale(gradients, make_trainer):
-    # Lightning moves the scale after the first one: the second gets half of its gradient, or twice.
-    model = TwoSteps(gradients, num_weights=2)
-    plugin = LeanMixedPrecision("fp16", scaler=scaler(growth_interval=1))
-    train(model, make_trainer, plugin)
-    expected = torch.full((4,), -sum(g for g in gradients if g != INF))
-    assert torch.equal(model.weights[0], expected)
-    assert torch.equal(model.weights[1], expected)
-
-
-class OneLater(ManualScripted):
-    """The second optimizer steps every other time, the first one always."""
-
-    def training_step(self, batch, batch_idx):
-        first, second = self.optimizers()
-        first.zero_grad()
-        self.manual_backward((batch * (self.weights[0] + self.weights[1])).sum())
-        first.step()
-        if batch_idx % 2:
-            second.step()
-            second.zero_grad()
-
-
-def test_gradients_that_wait_for_a_later_step_follow_the_scale(make_trainer):
-    model = OneLater([1.0, 2.0, 3.0, 4.0], num_weights=2)
-    train(model, make_trainer, LeanMixedPrecision("fp16", scaler=scaler(growth_interval=1)))
-    assert torch.equal(model.weights[0], torch.full((4,), -10.0))
-    assert torch.equal(model.weights[1], torch.full((4,), -10.0))
-
-
 GRADIENTS = [INF, 1.0, INF, INF, 1.0, 1.0, INF, 1.0]
 
 
@@ -296,6 +254,19 @@ def test_one_of_many_steps_in_a_training_step_may_overflow(make_trainer):
     assert trainer.precision_plugin.scaler.get_scale() == 512
 
 
+class ManyOverflow(ManySteps):
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch * (INF if batch_idx == 0 else 1.0), batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:.*in 50 optimizer steps in a row. Training continues in bf16")
+def test_many_steps_of_a_training_step_may_end_the_scaling(make_trainer):
+    model = ManyOverflow([1.0, 1.0])
+    plugin = LeanMixedPrecision("fp16", scaler=scaler(), on_overflow_limit="bf16")
+    assert train(model, make_trainer, plugin).precision == "bf16-mixed"
+    assert plugin.overflow_steps == 50
+
+
 class ScaledByHand(ManualScripted):
     def training_step(self, batch, batch_idx):
         optimizer, scaler = self.optimizers(), self.trainer.precision_plugin.scaler
@@ -328,22 +299,16 @@ def test_gradients_that_were_unscaled_by_hand_are_not_unscaled_again(make_traine
     torch.testing.assert_close(model.weights[0], torch.full((4,), -1.5))
 
 
-class Asks(ManualScripted):
-    """The usual way to tell a step that was skipped."""
-
+class Asks(OneByHand):
     def training_step(self, batch, batch_idx):
-        optimizer, scaler, plugin = self.optimizers(), self.trainer.scaler, self.trainer.precision_plugin
-        optimizer.zero_grad()
-        self.manual_backward((batch * self.weights[0]).sum())
-        scale, num_skipped = scaler.get_scale(), plugin.overflow_steps
-        optimizer.step()
-        self.told = [*getattr(self, "told", []), (scaler.get_scale() < scale, plugin.overflow_steps - num_skipped)]
+        super().training_step(batch, batch_idx)
+        self.told = [*getattr(self, "told", []), self.trainer.precision_plugin.overflow_steps]
 
 
 def test_the_user_can_tell_a_step_that_was_skipped(make_trainer):
     model = Asks([1.0, INF, 1.0])
     trainer = train(model, make_trainer)
-    assert model.told == [(False, 0), (True, 1), (False, 0)]
+    assert model.told == [0, 1, 1]
     assert trainer.scaler.get_scale() == 512
 
 
@@ -372,7 +337,6 @@ def test_steps_by_the_scaler_alone(module, expected, make_trainer):
     model = module([3.0, INF, 4.0])
     trainer = train(model, make_trainer)
     torch.testing.assert_close(model.weights[0], torch.full((4,), expected))
-    assert trainer.precision_plugin.overflow_steps == 1
     assert trainer.scaler.get_scale() == 512
 
 
@@ -474,28 +438,6 @@ def test_a_search_for_the_learning_rate_may_overflow(action, make_trainer, tmp_p
     trainer.fit(model)
     assert trainer.precision == "16-mixed"
     assert plugin.scaler.get_scale() == 1024
-
-
-class Restores(pl.Callback):
-    """As a search for a batch size does, which ends with the state it began with."""
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        plugin = trainer.precision_plugin
-        if batch_idx == 0:
-            self.state = plugin.state_dict()
-        if batch_idx == 2:
-            assert trainer.precision == "bf16-mixed"
-            plugin.load_state_dict(self.state)
-
-
-@pytest.mark.filterwarnings("ignore:.*continues in bf16")
-def test_a_state_from_before_a_fall_back_undoes_it(make_trainer):
-    plugin = LeanMixedPrecision("fp16", scaler=scaler(), max_consecutive_overflows=2, on_overflow_limit="bf16")
-    model = Scripted([1.0, INF, INF, 2.0, INF, 4.0])
-    trainer = train(model, make_trainer, plugin, callbacks=[Restores()])
-    assert trainer.precision == "16-mixed"
-    assert plugin.overflow_steps == 1
-    assert torch.equal(model.weights[0], torch.full((4,), -(1.0 + 0.5 * 2 + 0.25 * 4)))
 
 
 class Inner(Scripted):

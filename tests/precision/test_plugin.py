@@ -13,6 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.helpers import (
     LateTiny,
+    LitApart,
     LitLinear,
     LitManual,
     LitTiny,
@@ -108,7 +109,7 @@ def test_bf16_results_are_those_of_lightning_in(module, make_trainer):
     assert_equal_weights(*weights)
 
 
-class Watched(LitManual):
+class Watched(LitApart):
     """Notes whether autocast is on, where it matters."""
 
     takes_closure = False

@@ -4,7 +4,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
-from support.helpers import Forking, LitManual, LitTiny, TinyCNN, TinyGPT, assert_equal_weights
+from support.helpers import Forking, LitApart, LitTiny, TinyCNN, TinyGPT, assert_equal_weights
 from support.parts import AUTOMATIC_ONLY, KEEPS_RESULT, from_config
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -59,7 +59,7 @@ def test_a_callback_changes_nothing_under_the_plugin(name, kind, net, make_train
 def test_a_callback_changes_nothing_in_manual_optimization(name, kind, make_trainer):
     callback, fitted = from_config(name), []
     for callbacks in ([], [callback]):
-        model = build(TinyGPT, LitManual)
+        model = build(TinyGPT, LitApart)
         make_trainer(callbacks=callbacks, plugins=[make_plugin(kind, TinyGPT)]).fit(model)
         fitted.append(model)
     assert_equal_weights(*fitted)

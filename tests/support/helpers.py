@@ -122,6 +122,14 @@ class LitManual(LitTiny):
         return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.AdamW(self.parameters(), lr=1e-2)]
 
 
+class LitApart(LitManual):
+    """The same, but each optimizer has parameters of its own, as float16 demands."""
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        parameters = list(self.parameters())
+        return [torch.optim.SGD(parameters[::2], lr=0.1), torch.optim.AdamW(parameters[1::2], lr=1e-2)]
+
+
 class LateTiny(LitTiny):
     """The same, but its layers are made in ``configure_model``, after every ``setup`` hook."""
 

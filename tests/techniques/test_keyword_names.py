@@ -12,12 +12,12 @@ from lightning_vram.techniques.activation_checkpointing.apply import apply_activ
 from lightning_vram.techniques.activation_checkpointing.save_policy import parse_save
 from lightning_vram.techniques.in_place_fusion.inplace_abn import apply_inplace_abn
 from lightning_vram.techniques.in_place_fusion.observed_links import Link
-from lightning_vram.techniques.mixed_precision.module_precision import keep_norms_low, run_in_fp32
+from lightning_vram.techniques.mixed_precision.module_precision import Float32Islands, keep_norms_low
 
 NAMES = ["module", "state", "plain", "norm", "layer", "save", "function", "debug"]
 CHANGES = {
     "checkpointing": apply_activation_checkpointing,
-    "fp32": lambda net: run_in_fp32(list(net), "cpu"),
+    "fp32": lambda net: Float32Islands(list(net), "cpu"),
     "low norms": lambda net: keep_norms_low(net, "cpu"),
 }
 PACKAGE = Path(lightning_vram.__file__).parent

@@ -1,16 +1,10 @@
 """Loss scaling, float32 islands, 16-bit norms, shared casts of weights. May import: core, memory."""
 
-from lightning_vram.techniques.mixed_precision.loss_scaling import (
-    LossScaling,
-    note_unscaled,
-    unscale_part,
-    without_optimizers,
-)
+from lightning_vram.techniques.mixed_precision.loss_scaling import LossScaling, note_unscaled, unscale_part
 from lightning_vram.techniques.mixed_precision.module_precision import (
     Float32Islands,
     keep_norms_low,
     list_islands,
-    run_in_fp32,
 )
 from lightning_vram.techniques.mixed_precision.weight_casts import WeightCasts, find_autocast_weights
 
@@ -22,7 +16,5 @@ __all__ = [
     "keep_norms_low",
     "list_islands",
     "note_unscaled",
-    "run_in_fp32",
     "unscale_part",
-    "without_optimizers",
 ]

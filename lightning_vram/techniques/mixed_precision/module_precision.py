@@ -5,8 +5,7 @@ compute as the module did. Loading such a pickle takes this package. In compiled
 under autocast, unless ``torch._functorch.config.backward_pass_autocast`` is ``"off"``.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,76 +14,54 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from lightning_vram.core.patching import Run, has_own_forward, plain_class_forward, restore_class, swap_class
+from lightning_vram.core.patching import Run, Swaps, has_own_forward, plain_class_forward
 from lightning_vram.core.tensors.properties import cast_where, iterate_leaves
 from lightning_vram.private_names.torch import LossBase, is_in_transform
-
-
-@dataclass(frozen=True)
-class PrecisionSwap:
-    """Arguments of :func:`~lightning_vram.core.patching.swap_class`."""
-
-    key: str
-    run: Run
-    is_lowest: bool = False
 
 
 @dataclass(eq=False)
 class PrecisionState:
     """What a module carries, in its ``__dict__``."""
 
-    device_types: tuple[str, ...] = ()  # of autocast, one per PrecisionSwaps that has the module; the last one counts
-    has_run: bool = False  # in eager mode, since the last PrecisionSwaps
+    device_type: str  # of autocast
+    is_stock: bool = False  # a norm of torch, with its own forward
+    has_run: bool = False  # in eager mode
 
 
-class PrecisionSwaps:
-    """Changes modules, all or none, until :meth:`remove`."""
-
-    def __init__(self, swaps: Mapping[nn.Module, PrecisionSwap], device_type: str) -> None:
-        with ExitStack() as undo:
-            for module, swap in swaps.items():
-                _hold(module, swap, device_type)
-                undo.callback(_release, module, swap.key, device_type)
-            self._undo = undo.pop_all()
-        self.num_modules = len(swaps)
-
-    def remove(self) -> None:
-        """Undo the changes, but not those of copies made meanwhile. Twice does nothing."""
-        self._undo.close()
-
-
-def _hold(module: nn.Module, swap: PrecisionSwap, device_type: str) -> None:
-    if swap.key not in vars(module):
-        swap_class(module, swap.key, PrecisionState(), swap.run, in_copies=True, is_lowest=swap.is_lowest)
-    state: PrecisionState = vars(module)[swap.key]
-    state.device_types += (device_type,)
-    state.has_run = False
-
-
-def _release(module: nn.Module, key: str, device_type: str) -> None:
-    state: PrecisionState | None = vars(module).get(key)
-    if state is None:  # other code has restored the class
-        return
-    index = state.device_types.index(device_type)
-    state.device_types = state.device_types[:index] + state.device_types[index + 1 :]
-    if not state.device_types:
-        restore_class(module, key)
-
-
-_KEY = "_fp32_island"
+_KEY, _NORM_KEY = "_fp32_island", "_low_norm"
 _LOW = (torch.float16, torch.bfloat16)
 
 _compiled: set[type[nn.Module]] = set()  # classes with an island in compiled code, which does not report which module
 
 
-class Float32Islands:
-    """Undoes :func:`run_in_fp32`; knows which modules it had no effect on."""
+class Float32Islands(Swaps):
+    """Runs each of ``modules``, and all inside them, in float32 where it is called under autocast.
 
-    def __init__(self, swaps: PrecisionSwaps, islands: Mapping[nn.Module, Iterable[nn.Module]]) -> None:
-        self._swaps = swaps
-        # for each given module the states of those that compute for it: itself, or its members
-        self._islands = {module: {member: vars(member)[_KEY] for member in found} for module, found in islands.items()}
-        self.num_modules = swaps.num_modules
+    16-bit tensors among the arguments, in any pytree or dataclass, are cast to float32. If there was one, float32
+    tensors of the result are cast to its dtype, but not losses (scalars, or of ``nn.MSELoss`` and the like): float16
+    would overflow once they are scaled. The caller does not see what ``forward`` writes into a 16-bit argument.
+    :meth:`remove` leaves copies made meanwhile, and modules that were islands before, as they are.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> islands = Float32Islands([layer], "cpu")
+        >>> with torch.autocast("cpu", dtype=torch.bfloat16):
+        ...     print(layer(torch.ones(1, 2)).dtype)
+        torch.float32
+        >>> islands.idle
+        []
+        >>> islands.remove()
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], device_type: str) -> None:
+        super().__init__(_KEY)
+        # for each given module those that compute for it: itself, or its members
+        self._islands = {module: _find_callable(module) for module in modules}
+        self._members = list(dict.fromkeys(member for found in self._islands.values() for member in found))
+        with self.all_or_none():
+            for member in self._members:
+                _refuse_lazy(member)
+                _swap(self, _KEY, member, PrecisionState(device_type), _run)
 
     @property
     def idle(self) -> list[nn.Module]:
@@ -92,38 +69,17 @@ class Float32Islands:
 
         Islands of a class that was compiled somewhere count as called.
         """
-        states = {member: state for members in self._islands.values() for member, state in members.items()}
-        called = [member for member, state in states.items() if state.has_run or type(member) in _compiled]
+        called = [one for one in self._members if vars(one)[_KEY].has_run or type(one) in _compiled]
         inside = {part for member in called for part in member.modules()}
         return [module for module, members in self._islands.items() if inside.isdisjoint((module, *members))]
 
-    def remove(self) -> None:
-        """Undo the changes, but not those of copies made meanwhile. Twice does nothing."""
-        self._swaps.remove()
 
-
-def run_in_fp32(modules: Iterable[nn.Module], device_type: str) -> Float32Islands:
-    """Run each of ``modules``, and all inside them, in float32 where it is called under autocast.
-
-    16-bit tensors among the arguments, in any pytree or dataclass, are cast to float32. If there was one, float32
-    tensors of the result are cast to its dtype, but not losses (scalars, or of ``nn.MSELoss`` and the like): float16
-    would overflow once they are scaled. The caller does not see what ``forward`` writes into a 16-bit argument.
-
-    Example:
-        >>> layer = nn.Linear(2, 2)
-        >>> handle = run_in_fp32([layer], "cpu")
-        >>> with torch.autocast("cpu", dtype=torch.bfloat16):
-        ...     print(layer(torch.ones(1, 2)).dtype)
-        torch.float32
-        >>> handle.idle
-        []
-        >>> handle.remove()
-    """
-    islands = {module: _find_callable(module) for module in modules}
-    chosen = dict.fromkeys((member for found in islands.values() for member in found), PrecisionSwap(_KEY, _run))
-    for module in chosen:
-        _refuse_unchangeable(module)
-    return Float32Islands(PrecisionSwaps(chosen, device_type), islands)
+def _swap(swaps: Swaps, key: str, module: nn.Module, state: PrecisionState, run: Run) -> None:
+    """Swap ``module``, unless it is: as a copy, or by a run that this one is inside of."""
+    if key in vars(module):
+        vars(vars(module)[key]).update(vars(state))
+    else:
+        swaps.add(module, state, run, in_copies=True, is_lowest=key == _NORM_KEY)
 
 
 def list_islands(module: nn.Module) -> set[nn.Module]:
@@ -136,14 +92,13 @@ def _run(module: nn.Module, state: PrecisionState, original: Callable[..., Any],
         _note_compiled(type(module))
     else:
         state.has_run = True
-    device_type = state.device_types[-1]
-    if not torch.is_autocast_enabled(device_type):
+    if not torch.is_autocast_enabled(state.device_type):
         return original(*args, **kwargs)
     given = [leaf.dtype for value in (*args, *kwargs.values()) for leaf in iterate_leaves(value) if _is_low(leaf)]
     if given:
         args = tuple(cast_where(_is_low, torch.float32, value) for value in args)
         kwargs = {name: cast_where(_is_low, torch.float32, value) for name, value in kwargs.items()}
-    with torch.autocast(device_type, enabled=False):
+    with torch.autocast(state.device_type, enabled=False):
         output = original(*args, **kwargs)
     is_cast_back = given and not isinstance(module, LossBase)
     return cast_where(_is_float32, given[0], output) if is_cast_back else output
@@ -172,12 +127,7 @@ def _find_callable(module: nn.Module) -> list[nn.Module]:
     return [member for child in module.children() for member in _find_callable(child)]
 
 
-def _refuse_unchangeable(module: nn.Module) -> None:
-    if isinstance(module, torch.jit.ScriptModule):  # traced ones too
-        name = getattr(module, "original_name", type(module).__name__)
-        raise ValueError(
-            f"module {name} cannot change its precision: it is scripted or traced. Script or trace it afterwards."
-        )
+def _refuse_lazy(module: nn.Module) -> None:
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # it changes its class by itself
         raise ValueError(
             f"module {type(module).__name__} cannot change its precision before it knows its sizes: run the model on "
@@ -199,7 +149,7 @@ _STOCK = (nn.LayerNorm.forward, nn.RMSNorm.forward)
 _EPS = torch.finfo(torch.float32).eps  # of RMSNorm(eps=None) under autocast; documented: that of the input's dtype
 
 
-def keep_norms_low(model: nn.Module, device_type: str, skip: Collection[nn.Module] = ()) -> PrecisionSwaps:
+def keep_norms_low(model: nn.Module, device_type: str, skip: Collection[nn.Module] = ()) -> Swaps:
     """Let the norms of ``model`` return 16 bit under autocast, except those inside ``skip``.
 
     ``nn.LayerNorm`` and ``nn.RMSNorm`` read 16 bit as well. Of other classes whose name ends alike (transformers') only
@@ -214,48 +164,40 @@ def keep_norms_low(model: nn.Module, device_type: str, skip: Collection[nn.Modul
         >>> handle.remove()
     """
     skipped = {part for module in skip for part in module.modules()}
-    swaps = {part: swap for part in model.modules() if part not in skipped and (swap := _choose(part)) is not None}
-    if not swaps:
+    norms = {part: _is_stock(part) for part in model.modules() if part not in skipped and _is_norm(part)}
+    if not norms:
         outside = " outside of fp32_modules" if skipped else ""
         raise ValueError(
             f"low_precision_norms=True finds no LayerNorm or RMSNorm in {type(model).__name__}{outside}: leave it out."
         )
-    return PrecisionSwaps(swaps, device_type)
+    swaps = Swaps(_NORM_KEY)
+    with swaps.all_or_none():
+        for norm, is_stock in norms.items():
+            _swap(swaps, _NORM_KEY, norm, PrecisionState(device_type, is_stock=is_stock), _run_low_norm)
+    return swaps
 
 
-def _choose(module: nn.Module) -> PrecisionSwap | None:
-    if plain_class_forward(module) in _STOCK and not has_own_forward(module):
-        return _LOW_KERNEL
-    return _LOW_RESULT if type(module).__name__.endswith(_NAMES) else None
+def _is_stock(module: nn.Module) -> bool:
+    return plain_class_forward(module) in _STOCK and not has_own_forward(module)
 
 
-def _run_low_kernel(
+def _is_norm(module: nn.Module) -> bool:
+    return _is_stock(module) or type(module).__name__.endswith(_NAMES)
+
+
+def _run_low_norm(
     norm: nn.Module, state: PrecisionState, original: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call the kernel of a stock norm with everything in 16 bit."""
-    device_type = state.device_types[-1]
-    if not _is_castable(device_type, args, kwargs):
+    if not _is_castable(state.device_type, args, kwargs):
         return original(*args, **kwargs)
-    if not torch.compiler.is_compiling() and getattr(original, "__func__", None) not in _STOCK:
-        # Not the lowest, because of another class swap: keep what another technique does below.
-        return _run_low_result(norm, state, original, *args, **kwargs)
-    dtype = torch.get_autocast_dtype(device_type)
-    with torch.autocast(device_type, enabled=False):
-        (input,) = (*args, *kwargs.values())  # each class has another name for it
-        return _normalize(norm, dtype, input)
-
-
-def _run_low_result(
-    norm: nn.Module, state: PrecisionState, original: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Any:
-    """Call an unknown ``forward``, and cast its output.
-
-    Autocast stays on: without it, CUDA kernels refuse a 16-bit input with float32 gains.
-    """
-    device_type = state.device_types[-1]
-    if not _is_castable(device_type, args, kwargs):
-        return original(*args, **kwargs)
-    dtype = torch.get_autocast_dtype(device_type)
+    dtype = torch.get_autocast_dtype(state.device_type)
+    # Not the lowest, because of another class swap: keep what another technique does below.
+    is_lowest = torch.compiler.is_compiling() or getattr(original, "__func__", None) in _STOCK
+    if state.is_stock and is_lowest:
+        with torch.autocast(state.device_type, enabled=False):
+            (input,) = (*args, *kwargs.values())  # each class has another name for it
+            return _normalize(norm, dtype, input)
+    # Autocast stays on: without it, CUDA kernels refuse a 16-bit input with float32 gains.
     if type(norm).__name__.endswith("RMSNorm"):
         # They normalize in float32 and go on in the dtype of their input. T5LayerNorm, which does not match, goes on
         # in float32 and would save the 16-bit input as well.
@@ -265,10 +207,6 @@ def _run_low_result(
             name, input = next(iter(kwargs.items()))
             kwargs = {**kwargs, name: input.to(dtype)}
     return cast_where(_is_float32, dtype, original(*args, **kwargs))
-
-
-_LOW_KERNEL = PrecisionSwap("_low_norm_kernel", _run_low_kernel, is_lowest=True)
-_LOW_RESULT = PrecisionSwap("_low_norm_result", _run_low_result, is_lowest=True)
 
 
 def _normalize(norm: nn.Module, dtype: torch.dtype, input: Tensor) -> Tensor:

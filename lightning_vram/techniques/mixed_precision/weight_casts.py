@@ -243,8 +243,6 @@ class WeightCasts:
     def __init__(
         self, model: nn.Module, device_type: str, *, recast_in_backward: bool = False, skip: Collection[nn.Module] = ()
     ) -> None:
-        if not _has_autocast(device_type):
-            raise ValueError(f"device_type must be one that torch.autocast knows, got {device_type!r}.")
         if any(_KEY in vars(module) for module in model.modules()):
             raise ValueError(
                 "model is in another running fit, or WeightCasts, with some of its modules, and a module can be in one "
@@ -256,7 +254,6 @@ class WeightCasts:
         self._casts = SharedCasts()
         self._swaps = Swaps(_KEY)
         sharings: dict[int, Sharing] = {}  # by id of the first weight
-        self._undecided: list[tuple[nn.Module, Sharing]] = []
         left_alone = {member for module in skip for member in module.modules()}
         for module in model.modules():
             places = find_places(module, left_alone) if module not in left_alone else ()
@@ -267,8 +264,6 @@ class WeightCasts:
                 sharing = sharings.setdefault(id(parameter_at(module, places[0])), Sharing(self._casts))
             with suppress(ValueError):  # a class that cannot be changed: its module is left alone
                 self._swaps.add(module, _State(device_type, plain_class_forward(module), places, sharing), _run)
-                if sharing is not None:
-                    self._undecided.append((module, sharing))
 
     def after_step(self, parameters: Iterable[Tensor]) -> None:
         """Note that an optimizer has changed ``parameters``: fused kernels count no version.
@@ -285,18 +280,16 @@ class WeightCasts:
 
     def remove(self) -> None:
         """Give every module its class back. Twice does nothing; backwards of earlier forwards still work."""
-        self._undecided.clear()
         self._swaps.remove()
         self._casts.forget()
 
     def _restore_unshared(self) -> None:
-        waiting = [(module, sharing) for module, sharing in self._undecided if not sharing.has_run]
-        if len(waiting) == len(self._undecided):
+        if self._recast_in_backward:
             return
-        for module, sharing in self._undecided:
+        for module in self._swaps.modules:
+            sharing = vars(module)[_KEY].sharing
             if sharing.has_run and not sharing.has_shared:
                 restore_class(module, _KEY)
-        self._undecided = waiting
         self._swaps.modules = [module for module in self._swaps.modules if _KEY in vars(module)]
 
 
@@ -345,10 +338,3 @@ def _is_recorded(weights: dict[Place, Tensor], args: tuple[Any, ...], kwargs: di
     """Whether autograd saves anything: attention takes another path if it does not."""
     tensors = (*weights.values(), *args, *kwargs.values())
     return any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)
-
-
-def _has_autocast(device_type: str) -> bool:
-    try:
-        return torch.amp.is_autocast_available(device_type)
-    except RuntimeError:  # no device at all
-        return False

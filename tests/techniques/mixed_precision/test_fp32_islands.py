@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_vram.core.patching import restore_class, swap_class
 from lightning_vram.core.tensors.properties import iterate_leaves
-from lightning_vram.techniques.mixed_precision.module_precision import keep_norms_low, run_in_fp32
+from lightning_vram.techniques.mixed_precision.module_precision import Float32Islands, keep_norms_low
 
 WIDTH = 8
 LOW = [torch.bfloat16, torch.float16]
@@ -129,7 +129,7 @@ def is_island(net: Net) -> bool:
 def test_results_and_gradients_are_those_of_float32_by_hand(dtype):
     net = make_net()
     plain = train(net, dtype=dtype)
-    run_in_fp32([net.island], "cpu")
+    Float32Islands([net.island], "cpu")
     got = train(net, dtype=dtype)
     assert_same(got, train(make_net(NetByHand), dtype=dtype))
     assert not torch.equal(got[0], plain[0])
@@ -156,7 +156,7 @@ def test_16_bit_tensors_in_any_structure_are_cast_in_and_out(wrap, is_keyword):
 
     given = wrap(torch.ones(2, dtype=torch.float16))
     module = Noted(wrap(torch.full((2,), 3.0)))
-    run_in_fp32([module], "cpu")
+    Float32Islands([module], "cpu")
     with autocast():
         output = module(x=given) if is_keyword else module(given)
     got = module.got[1]["x"] if is_keyword else module.got[0][0]
@@ -170,7 +170,7 @@ def test_16_bit_tensors_in_any_structure_are_cast_in_and_out(wrap, is_keyword):
 def test_other_dtypes_and_the_containers_without_16_bit_tensors_are_handed_in_as_they_are():
     wide, number, cache = torch.ones(2, dtype=torch.float64), torch.tensor(1), {"wide": Batch(torch.ones(2))}
     module = Noted()
-    run_in_fp32([module], "cpu")
+    Float32Islands([module], "cpu")
     with autocast():
         assert module(torch.ones(2).bfloat16(), wide, number, cache) is None
     assert module.got[0][1] is wide
@@ -181,7 +181,7 @@ def test_other_dtypes_and_the_containers_without_16_bit_tensors_are_handed_in_as
 def test_only_float32_results_are_cast_back_and_losses_are_not():
     wide, number, loss = torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int32), torch.tensor(1e5)
     module = Noted((torch.ones(2), wide, number, loss, "text"))
-    run_in_fp32([module], "cpu")
+    Float32Islands([module], "cpu")
     with autocast(torch.float16):
         low, *others = module(torch.ones(2).half())
     assert low.dtype == torch.float16
@@ -191,7 +191,7 @@ def test_only_float32_results_are_cast_back_and_losses_are_not():
 def test_fields_that_need_no_cast_are_the_same_objects_in_a_dataclass_that_does():
     inner, module = Batch(torch.ones(2)), Noted()
     given = Batch({"low": torch.ones(2).half(), "inner": inner}, note=inner)
-    run_in_fp32([module], "cpu")
+    Float32Islands([module], "cpu")
     with autocast():
         module(given)
     (got,), _ = module.got
@@ -205,7 +205,7 @@ def test_fields_that_need_no_cast_are_the_same_objects_in_a_dataclass_that_does(
 def test_losses_of_each_element_stay_float32(make):
     loss, low = make(reduction="none"), torch.full((2, 3), 300.0).half()
     expected = loss(low.float(), torch.zeros(2, 3))
-    run_in_fp32([loss], "cpu")
+    Float32Islands([loss], "cpu")
     with autocast(torch.float16):
         got = loss(low, torch.zeros(2, 3).half())
     assert got.dtype == torch.float32  # 300 ** 2 is infinite in float16
@@ -215,7 +215,7 @@ def test_losses_of_each_element_stay_float32(make):
 def test_float32_in_is_float32_out():
     output = torch.ones(2)
     module = Noted(output)
-    run_in_fp32([module], "cpu")
+    Float32Islands([module], "cpu")
     with autocast():
         assert module(torch.ones(2), labels=torch.ones(2, dtype=torch.int64)) is output
     assert not module.is_autocast
@@ -225,7 +225,7 @@ def test_float32_in_is_float32_out():
 def test_without_autocast_for_the_device_the_module_runs_plainly(device_type):
     given, output = torch.ones(2).bfloat16(), torch.ones(2)
     module = Noted(output)
-    run_in_fp32([module], device_type)
+    Float32Islands([module], device_type)
     with torch.autocast("cpu", enabled=device_type == "cuda"):
         assert module(given) is output
         assert module.is_autocast == (device_type == "cuda")
@@ -234,7 +234,7 @@ def test_without_autocast_for_the_device_the_module_runs_plainly(device_type):
 
 def test_an_exception_leaves_autocast_as_it_was():
     module = Failing()
-    run_in_fp32([module], "cpu")
+    Float32Islands([module], "cpu")
     with autocast(torch.float16):
         with pytest.raises(KeyError, match="theirs"):
             module(torch.ones(2).half())
@@ -246,7 +246,7 @@ def test_an_exception_leaves_autocast_as_it_was():
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_recomputation_in_backward_is_an_island_too(use_reentrant):
     net, calls = make_net(), []
-    run_in_fp32([net.island], "cpu")
+    Float32Islands([net.island], "cpu")
     net.island[0].register_forward_hook(lambda _, args, output: calls.append((args[0].dtype, output.dtype)))
     expected = train(make_net(NetByHand))
     x = make_input()
@@ -271,20 +271,18 @@ def saved(net: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, pickled, saved])
 def test_an_island_that_was_loaded_may_be_one_again_and_stays_one(make_copy):
     net = make_net()
-    run_in_fp32([net.island], "cuda")
+    Float32Islands([net.island], "cuda")
     other = make_copy(net)
-    handle = run_in_fp32([other.island], "cpu")  # it goes by the autocast that is meant now
+    handle = Float32Islands([other.island], "cpu")  # it goes by the autocast that is meant now
     assert is_island(other)
     handle.remove()
-    handle.remove()
-    assert not is_island(other)
-    assert vars(other.island)["_fp32_island"].device_types == ("cuda",)
+    assert is_island(other)
 
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, pickled, saved])
 def test_a_copy_is_an_island_of_its_own(make_copy):
     net = make_net()
-    handle = run_in_fp32([net.island], "cpu")
+    handle = Float32Islands([net.island], "cpu")
     other = make_copy(net)
     handle.remove()
     assert not is_island(net)
@@ -302,7 +300,7 @@ def test_it_compiles_to_one_graph():
     net = make_net()
     compiled = compile_to_one_graph(net)
     before = train(compiled)
-    handle = run_in_fp32([net.island], "cpu")
+    handle = Float32Islands([net.island], "cpu")
     after = train(compiled)  # the graph without the island is not taken
     handle.remove()
     assert_same(train(compiled), before)
@@ -313,7 +311,7 @@ def test_it_compiles_to_one_graph():
 @pytest.mark.parametrize("name", ["island", ""], ids=["submodule", "root"])
 def test_the_compiled_gradients_are_those_of_eager_if_torch_keeps_autocast_out_of_the_backward(name):
     net = make_net()
-    run_in_fp32([net.get_submodule(name)], "cpu")
+    Float32Islands([net.get_submodule(name)], "cpu")
     expected = train(net)
     with torch._functorch.config.patch(backward_pass_autocast="off"):
         assert_same(train(compile_to_one_graph(net)), expected)
@@ -334,7 +332,7 @@ def test_blocks_that_are_compiled_one_by_one_share_their_graphs():
     torch._dynamo.reset()
     counter = CompileCounter()
     net = nn.Sequential(*(Compiled() for _ in range(10)))
-    islands = run_in_fp32([block.island for block in net], "cpu")
+    islands = Float32Islands([block.island for block in net], "cpu")
     norms = keep_norms_low(net, "cpu")
     for block in net:
         block.compile(backend=counter, fullgraph=True)
@@ -346,7 +344,7 @@ def test_blocks_that_are_compiled_one_by_one_share_their_graphs():
         assert torch.equal(net[0](x), copy.deepcopy(net[0]).forward(x))
     for handle in (islands, norms):
         handle.remove()
-    run_in_fp32([block.island for block in net], "cpu")
+    Float32Islands([block.island for block in net], "cpu")
     keep_norms_low(net, "cpu")
     with autocast():
         assert torch.equal(net(x), first)
@@ -377,7 +375,7 @@ class GivesData(nn.Module):
 def test_a_dataclass_that_is_compiled_gives_the_same_result():
     torch._dynamo.reset()
     net = GivesData()
-    run_in_fp32([net.island], "cpu")
+    Float32Islands([net.island], "cpu")
     expected = train(net)
     assert_same(train(torch.compile(net, backend="eager"))[:1], expected[:1])
 
@@ -432,21 +430,21 @@ def nothing_compiled(monkeypatch):
 @pytest.mark.usefixtures("nothing_compiled")
 def test_modules_that_nobody_calls_are_told(names, idle, is_compiled):
     net, x = WithHead(), make_input()
-    handle = run_in_fp32([net.get_submodule(name) for name in names], "cpu")
+    handle = Float32Islands([net.get_submodule(name) for name in names], "cpu")
     assert [net.get_submodule(name) for name in names] == handle.idle
     with autocast():
         (torch.compile(net, backend="eager") if is_compiled else net)(x)
     told = [name for name in idle if name != "layers.0" or not is_compiled]
     assert handle.idle == [net.get_submodule(name) for name in told]
     handle.remove()
-    assert run_in_fp32([net.attention.out_proj], "cpu").idle == [net.attention.out_proj]
+    assert Float32Islands([net.attention.out_proj], "cpu").idle == [net.attention.out_proj]
 
 
 @pytest.mark.usefixtures("nothing_compiled")
 def test_whoever_asks_again_is_told_again():
     net = make_net()
     for _ in range(2):
-        handle = run_in_fp32([net.island], "cpu")
+        handle = Float32Islands([net.island], "cpu")
         assert handle.idle == [net.island]
         net(make_input())
         assert handle.idle == []
@@ -455,7 +453,7 @@ def test_whoever_asks_again_is_told_again():
 def test_an_island_within_a_checkpoint_compiles_to_one_graph():
     torch._dynamo.reset()
     net = make_net()
-    run_in_fp32([net.island], "cpu")
+    Float32Islands([net.island], "cpu")
     run = torch.compile(lambda x: checkpoint(net, x, use_reentrant=False), fullgraph=True, backend="aot_eager")
     with autocast():
         assert torch.equal(run(make_input()), net(make_input()))
@@ -465,7 +463,7 @@ def test_keys_names_hooks_and_signature_are_those_of_the_plain_module():
     net, plain, calls = make_net(), make_net(), []
     net.island.register_forward_pre_hook(lambda _, args: calls.append(args[0].dtype))
     net.island.register_forward_hook(lambda _, args, output: calls.append(output.dtype))
-    run_in_fp32([net.island, net], "cpu")
+    Float32Islands([net.island, net], "cpu")
     assert list(net.state_dict()) == list(plain.state_dict())
     assert [name for name, _ in net.named_modules()] == [name for name, _ in plain.named_modules()]
     assert repr(net) == repr(plain)
@@ -478,26 +476,25 @@ def test_keys_names_hooks_and_signature_are_those_of_the_plain_module():
 def test_remove_leaves_nothing_and_may_be_called_again():
     net = make_net()
     before = [(type(part), dict(vars(part))) for part in net.modules()]
-    handle = run_in_fp32([net.island, net.before, net.island], "cpu")
-    assert handle.num_modules == 2
+    handle = Float32Islands([net.island, net.before, net.island], "cpu")
+    assert len(handle.modules) == 2
     handle.remove()
     handle.remove()
     assert [(type(part), dict(vars(part))) for part in net.modules()] == before
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first in first out", "last in first out"])
-def test_two_on_one_module_come_off_in_any_order(order):
+def test_an_island_inside_of_another_run_stays_one_until_that_ends():
     net = make_net()
-    handles = [run_in_fp32([net.island], "cpu") for _ in range(2)]
-    handles[order[0]].remove()
+    outer, inner = (Float32Islands([net.island], "cpu") for _ in range(2))
+    inner.remove()
     assert is_island(net)
-    handles[order[1]].remove()
+    outer.remove()
     assert type(net.island) is nn.Sequential
 
 
 def test_a_wrapper_that_was_put_on_top_goes_on_when_the_island_is_gone():
     net = make_net()
-    handle = run_in_fp32([net.island], "cpu")
+    handle = Float32Islands([net.island], "cpu")
     inner = net.island.forward
     net.island.forward = lambda x: inner(x)
     assert is_island(net)
@@ -508,7 +505,7 @@ def test_a_wrapper_that_was_put_on_top_goes_on_when_the_island_is_gone():
 def test_a_forward_of_the_users_on_the_instance_is_called_and_put_back():
     module = Noted()
     module.forward = own = module.other
-    handle = run_in_fp32([module], "cpu")
+    handle = Float32Islands([module], "cpu")
     given = torch.tensor([256.0]).bfloat16()
     for other in (module, pickled(module), copy.deepcopy(module)):
         with autocast():
@@ -537,7 +534,7 @@ def test_swapped_classes_go_with_it_in_any_order(order, first_off, has_own):
             swap_class(net.island, "_noting", state, _run)
             off["swap"] = lambda: restore_class(net.island, "_noting")
         else:
-            off["island"] = run_in_fp32([net.island], "cpu").remove
+            off["island"] = Float32Islands([net.island], "cpu").remove
     assert is_island(net)
     assert len(state) == 1  # once, whoever is on top
     off.pop(first_off)()
@@ -554,7 +551,7 @@ def test_swapped_classes_go_with_it_in_any_order(order, first_off, has_own):
 
 def test_a_swapped_island_compiles_to_one_graph():
     net = make_net()
-    run_in_fp32([net.island], "cpu")
+    Float32Islands([net.island], "cpu")
     swap_class(net.island, "_passing", None, _pass)
     assert_same(train(compile_to_one_graph(net)), train(compile_to_one_graph(make_net(NetByHand))))
 
@@ -566,8 +563,8 @@ def _pass(module: nn.Module, state: None, plain: Any, *args: Any, **kwargs: Any)
 def test_the_members_of_a_list_of_modules_are_meant():
     net = make_net()
     net.blocks = nn.ModuleList([nn.ModuleDict({"a": net.island}), net.after])
-    handle = run_in_fp32([net.blocks], "cpu")
-    assert handle.num_modules == 2
+    handle = Float32Islands([net.blocks], "cpu")
+    assert len(handle.modules) == 2
     assert [name for name, part in net.named_modules() if "_fp32_island" in vars(part)] == ["island", "after"]
 
 
@@ -576,9 +573,19 @@ def test_the_members_of_a_list_of_modules_are_meant():
 def test_a_scripted_module_is_refused_and_nothing_is_changed(traced):
     net, layer = make_net(), nn.Linear(2, 2)
     scripted = torch.jit.trace(layer, torch.ones(1, 2)) if traced else torch.jit.script(layer)
-    message = r"^module Linear cannot change its precision: it is scripted or traced\. Script or trace it afterwards\.$"
+    message = r"^module \w+ cannot be changed: it is scripted or traced\.$"
     with pytest.raises(ValueError, match=message):
-        run_in_fp32([net.island, scripted, net.after], "cpu")
+        Float32Islands([net.island, scripted, net.after], "cpu")
+    assert type(net.island) is nn.Sequential
+
+
+def test_a_module_without_sizes_is_refused_and_nothing_is_changed():
+    net = make_net()
+    message = (
+        r"^module LazyLinear cannot change its precision before it knows its sizes: run the model on one batch first\.$"
+    )
+    with pytest.raises(ValueError, match=message):
+        Float32Islands([net.island, nn.LazyLinear(2)], "cpu")
     assert type(net.island) is nn.Sequential
 
 
@@ -589,7 +596,7 @@ def test_a_transformers_model_as_an_island_gives_its_own_result_in_16_bit():
     model = LlamaModel(LlamaConfig(vocab_size=20, **sizes)).eval()
     embeddings = torch.randn(2, 5, 16).bfloat16()
     expected = model(inputs_embeds=embeddings.float()).last_hidden_state
-    run_in_fp32([model], "cpu")
+    Float32Islands([model], "cpu")
     with autocast():
         got = model(inputs_embeds=embeddings).last_hidden_state
     assert torch.equal(got, expected.bfloat16())

@@ -17,7 +17,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from lightning_vram.core.patching import restore_class, swap_class
 from lightning_vram.demos import Block
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
-from lightning_vram.techniques.mixed_precision.module_precision import keep_norms_low, run_in_fp32
+from lightning_vram.techniques.mixed_precision.module_precision import Float32Islands, keep_norms_low
 
 BATCH, LENGTH, WIDTH = 2, 8, 16
 ELEMENTS = BATCH * LENGTH * WIDTH
@@ -82,7 +82,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 
 
 def is_changed(module: nn.Module) -> bool:
-    return not {"_low_norm_kernel", "_low_norm_result", "_fp32_island"}.isdisjoint(vars(module))
+    return not {"_low_norm", "_fp32_island"}.isdisjoint(vars(module))
 
 
 def count_saved_bytes(module: nn.Module, dtype: torch.dtype = torch.bfloat16) -> int:
@@ -102,7 +102,7 @@ def test_the_output_is_the_float32_one_of_the_rounded_input_rounded_once(name, d
     norm.requires_grad_(False)
     plain = norm(x)
     handle = keep_norms_low(norm, "cpu")
-    assert handle.num_modules == 1
+    assert len(handle.modules) == 1
     with autocast(dtype):
         got = norm(x)
     assert got.dtype == dtype
@@ -214,7 +214,7 @@ def test_subclasses_names_and_what_is_skipped():
     )
     handle = keep_norms_low(net, "cpu", skip=[net["island"], net["skipped"]])
     assert [name for name, part in net.named_modules() if is_changed(part)] == ["stock", "own"]
-    assert handle.num_modules == 2
+    assert len(handle.modules) == 2
     with autocast():
         assert net["stock"](input=make_input()).dtype == torch.bfloat16
         low, wide = net["own"](make_input())
@@ -236,7 +236,7 @@ def test_a_model_without_norms_is_refused():
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # that they may still be met is the point
 def test_scripted_parts_are_not_looked_into():
     net = nn.Sequential(nn.LayerNorm(WIDTH), torch.jit.script(nn.LayerNorm(WIDTH)))
-    assert keep_norms_low(net, "cpu").num_modules == 1
+    assert len(keep_norms_low(net, "cpu").modules) == 1
     with autocast():
         assert net(make_input()).shape == (BATCH, LENGTH, WIDTH)
 
@@ -407,7 +407,7 @@ def test_sharded_modules_are_low_and_in_float32_alike(name, is_sharded_first, me
 
     def change(net: ThreeReaders) -> list:
         island = net.readers[0]
-        return [keep_norms_low(net, "cpu", skip=[island]), run_in_fp32([island], "cpu")]
+        return [keep_norms_low(net, "cpu", skip=[island]), Float32Islands([island], "cpu")]
 
     def train(net: ThreeReaders) -> list[Tensor]:
         with autocast():
@@ -448,6 +448,6 @@ def test_transformers_models_give_about_their_result_and_save_less(make, num_nor
 
     plain, plain_bytes = compute(), saved_bytes(model, compute)
     handle = keep_norms_low(model, "cpu")
-    assert handle.num_modules == num_norms
+    assert len(handle.modules) == num_norms
     assert saved_bytes(model, compute) < plain_bytes
     torch.testing.assert_close(compute(), plain, rtol=2e-2, atol=0)

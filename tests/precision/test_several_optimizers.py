@@ -1,0 +1,174 @@
+"""float16 with several optimizers: weights are those of a run in float32, whatever the scale does meanwhile."""
+
+import re
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_vram import LeanMixedPrecision
+
+INF = float("inf")
+GRADIENTS = [1.0, 2.0, -3.0, 5.0, 0.5, 4.0]
+
+
+class Two(pl.LightningModule):
+    """Each of two optimizers has a weight, whose gradient is what the batch says. A third one overflows now and then.
+
+    Nothing is computed in float16, so that results are exact.
+    """
+
+    def __init__(self, order):
+        super().__init__()
+        self.automatic_optimization = False
+        self.weights = nn.ParameterList([nn.Parameter(torch.zeros(4)) for _ in range(3)])
+        self.order = order
+
+    def training_step(self, batch, batch_idx):
+        *optimizers, third = self.optimizers()
+        losses = [(batch * self.weights[0]).sum(), (batch.square() * self.weights[1]).sum()]
+        ORDERS[self.order](self, optimizers, losses, batch_idx)
+        third.zero_grad()
+        self.manual_backward(self.weights[2].sum() * (INF if batch_idx in self.overflows else 1.0))
+        third.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD([weight], lr=0.5, momentum=0.5) for weight in self.weights]
+
+    def train_dataloader(self):
+        return DataLoader(torch.tensor(GRADIENTS), batch_size=1)
+
+
+def both(module, optimizers, losses, batch_idx):
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    module.manual_backward(sum(losses))
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def after_three_batches(module, optimizers, losses, batch_idx):
+    module.manual_backward(sum(losses) / 3)
+    if batch_idx % 3 == 2:
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def at_different_rates(module, optimizers, losses, batch_idx):
+    optimizers[0].zero_grad()
+    module.manual_backward(sum(losses))
+    optimizers[0].step()
+    if batch_idx % 3 == 2:
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+
+
+def one_after_the_other(module, optimizers, losses, batch_idx):
+    for optimizer, loss in zip(optimizers, losses, strict=True):
+        module.toggle_optimizer(optimizer)
+        optimizer.zero_grad()
+        module.manual_backward(loss)
+        optimizer.step()
+        module.untoggle_optimizer(optimizer)
+
+
+def with_closures(module, optimizers, losses, batch_idx):
+    for optimizer, loss in zip(optimizers, losses, strict=True):
+
+        def closure(optimizer=optimizer, loss=loss):
+            optimizer.zero_grad()
+            module.manual_backward(loss)
+
+        optimizer.step(closure=closure)
+
+
+def clipped_between(module, optimizers, losses, batch_idx):
+    for optimizer, loss in zip(optimizers, losses, strict=True):
+        optimizer.zero_grad()
+        module.manual_backward(loss)
+        module.clip_gradients(optimizer, 2.0, "value")
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def with_gradients_of_the_other(module, optimizers, losses, batch_idx):
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+        module.manual_backward(sum(losses), retain_graph=True)
+        optimizer.step()
+
+
+ORDERS = {
+    order.__name__: order
+    for order in (
+        both,
+        after_three_batches,
+        at_different_rates,
+        one_after_the_other,
+        with_closures,
+        clipped_between,
+        with_gradients_of_the_other,
+    )
+}
+
+
+def fit(model, make_trainer, overflows=(), **options):
+    model.overflows = overflows
+    make_trainer(max_epochs=1, limit_val_batches=0, **options).fit(model)
+    return model
+
+
+@pytest.mark.parametrize("overflows", [(), (0, 2, 3)], ids=["grows", "shrinks"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_weights_are_those_of_float32_while_the_scale_moves(order, overflows, make_trainer):
+    plugin = LeanMixedPrecision("fp16", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1))
+    model = fit(Two(order), make_trainer, overflows, plugins=[plugin])
+    expected = fit(Two(order), make_trainer)
+    assert model.weights[0].any()
+    for index in (0, 1):
+        assert torch.equal(model.weights[index], expected.weights[index])
+    assert plugin.overflow_steps == len(overflows)
+    assert plugin.scaler.get_scale() != 1024
+
+
+class Automatic(Two):
+    def __init__(self):
+        super().__init__("both")
+        self.automatic_optimization = True
+
+    def training_step(self, batch, batch_idx):
+        return (batch * self.weights[0]).sum() + (batch.square() * self.weights[1]).sum()
+
+    def configure_optimizers(self):
+        groups = [{"params": [weight], "lr": 0.5**index} for index, weight in enumerate(self.weights)]
+        return torch.optim.SGD(groups, momentum=0.5)
+
+
+def test_accumulated_gradients_are_those_of_float32_under_automatic_optimization(make_trainer):
+    plugin = LeanMixedPrecision("fp16", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1))
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 4.0, "gradient_clip_algorithm": "value"}
+    model = fit(Automatic(), make_trainer, plugins=[plugin], **options)
+    expected = fit(Automatic(), make_trainer, **options)
+    assert model.weights[0].any()
+    for weight, other in zip(model.weights, expected.weights, strict=True):
+        assert torch.equal(weight, other)
+    assert plugin.scaler.get_scale() == 1024 * 2**3
+
+
+class Shared(Two):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.weights[:2], lr=1.0), torch.optim.Adam(self.weights[1:])]
+
+
+def test_parameters_of_two_optimizers_are_refused(make_trainer):
+    message = (
+        "LeanMixedPrecision(precision='fp16') does not work with optimizers that share parameters, as SGD (number 0) "
+        "and Adam (number 1) share 'weights.1': each would unscale its gradient. Use precision='bf16', or one "
+        "optimizer with parameter groups."
+    )
+    with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
+        fit(Shared("both"), make_trainer, plugins=[LeanMixedPrecision("fp16")])
