@@ -121,9 +121,9 @@ _PARAMETER = "techniques.sharding.parameter:ShardedParameter"
 
 SHARDING = [
     Mutation(
-        "techniques.mixed_precision.loss_scaling:LossScaling.unscale",
-        "found_inf += check.to(scale.device)  # is read at once, on the host too",
-        "found_inf += check.to(scale.device, non_blocking=True)",
+        "techniques.mixed_precision.loss_scaling:_join",
+        "found_inf = torch.maximum(found_inf, check.to(scale.device))",
+        "found_inf = torch.maximum(found_inf, check.to(scale.device, non_blocking=True))",
         scaling.overflow_with_the_scale_on_the_host,
     ),
     Mutation(

@@ -43,6 +43,8 @@ def build(net, module=LitTiny):
 @pytest.mark.parametrize("kind", SETTINGS)
 @pytest.mark.parametrize("net", [TinyCNN, TinyGPT])
 def test_a_callback_changes_nothing_under_the_plugin(name, kind, net, make_trainer):
+    if (name, kind) == ("OptimizerInBackward", "lean"):
+        pytest.skip("is refused with bf16 weights, which something else steps already")
     callback, fitted = from_config(name), []
     for callbacks in ([], [callback]):
         model = build(net)

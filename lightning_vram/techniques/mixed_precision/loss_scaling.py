@@ -55,12 +55,19 @@ def _by_layout(parameters: list[Tensor]) -> Iterable[list[Tensor]]:
 
 def note_unscaled(scaler: GradScaler, optimizer: Optimizer, checks: Iterable[Tensor]) -> None:
     """Set the stage of ``optimizer`` in ``scaler`` to unscaled, with what was found."""
-    found_inf: dict[torch.device, Tensor] = {}
-    for check in checks:
-        so_far = found_inf.get(check.device)
-        # The maximum, not a sum: fused kernels subtract it from their step count.
-        found_inf[check.device] = check if so_far is None else torch.maximum(so_far, check)
-    optimizer_states(scaler)[id(optimizer)].update(stage=OptState.UNSCALED, found_inf_per_device=found_inf)
+    found_inf = _join(scaler, checks)
+    optimizer_states(scaler)[id(optimizer)].update(
+        stage=OptState.UNSCALED, found_inf_per_device={found_inf.device: found_inf}
+    )
+
+
+def _join(scaler: GradScaler, checks: Iterable[Tensor]) -> Tensor:
+    scale = scale_of(scaler)
+    assert scale is not None
+    found_inf = torch.zeros_like(scale)
+    for check in checks:  # to be read at once, on the host too; no sum: fused kernels subtract it from their step count
+        found_inf = torch.maximum(found_inf, check.to(scale.device))
+    return found_inf
 
 
 class LossScaling:
@@ -113,12 +120,8 @@ class LossScaling:
         """Unscale the gradients of ``optimizer`` if they are scaled, and look for inf and nan. A collective."""
         if self._stage(optimizer) is not OptState.READY:
             return
-        checks = unscale_part(self.scaler, _parameters_of(optimizer))
-        scale = scale_of(self.scaler)
-        assert scale is not None
-        found_inf = torch.zeros_like(scale)
-        for check in (*checks, *self._earlier.pop(id(optimizer), [])):
-            found_inf += check.to(scale.device)  # is read at once, on the host too
+        checks = unscale_part(self.scaler, _parameters_of(optimizer)) + self._earlier.pop(id(optimizer), [])
+        found_inf = _join(self.scaler, checks)
         if self._over_ranks is not None:
             found_inf = self._over_ranks(found_inf)
         note_unscaled(self.scaler, optimizer, [found_inf])
