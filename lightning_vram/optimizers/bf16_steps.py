@@ -112,7 +112,7 @@ class LeanOptimizers(StepTakeOver):
             self._take_over(optimizer)
             self._handles += [
                 optimizer.register_load_state_dict_pre_hook(self._held.before_load),
-                optimizer.register_load_state_dict_post_hook(self._after_load),
+                optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True),
             ]
             register_optimizer_tensors(optimizer, partial(list_rests, self._chunks))  # self would keep it alive
 
@@ -154,7 +154,7 @@ class LeanOptimizers(StepTakeOver):
         self.num_steps += 1
         if self.check is not None:
             self.check.begin()
-        step_round = StepRound(optimizer, is_on_host=False)
+        step_round = StepRound(optimizer, is_on_host=False, contiguous=self._places)
         by_chunk: dict[WeightChunk | None, list[Member]] = {}
         for member in step_round.take_rest():
             by_chunk.setdefault(self._places.get(member.parameter), []).append(member)

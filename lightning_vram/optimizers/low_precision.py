@@ -56,7 +56,7 @@ class LowPrecisionMoments(StepTakeOver):
             self._stored[id(optimizer)] = states
             self._handles += [
                 optimizer.register_load_state_dict_pre_hook(states.before_load),
-                optimizer.register_load_state_dict_post_hook(states.take_in),
+                optimizer.register_load_state_dict_post_hook(states.take_in, prepend=True),
             ]
             self._take_over(optimizer)
             for group in optimizer.param_groups if not isinstance(form, LibraryForm) else ():

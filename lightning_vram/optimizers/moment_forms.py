@@ -27,7 +27,13 @@ from lightning_vram.core.tensors.codecs import (
     rounded_by_place,
     seed_of,
 )
-from lightning_vram.core.tensors.properties import dense_stride, flat_as_stored, is_dense, state_stored_like
+from lightning_vram.core.tensors.properties import (
+    dense_stride,
+    flat_as_stored,
+    is_dense,
+    state_stored_like,
+    stored_like,
+)
 from lightning_vram.optimizers.step_round import (
     STEPPABLE,
     Member,
@@ -253,7 +259,7 @@ class HeldStates:
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         # load_state_dict compares the numbers
         parameters = dict(zip(saved, iterate_parameters(optimizer), strict=False))
-        states = dict(state_dict["state"])
+        states, self._states = dict(state_dict["state"]), {}  # there may be some of a load that failed
         for key, state in states.items():
             parameter = parameters.get(key)
             if parameter is not None and isinstance(state, Mapping):
@@ -431,7 +437,9 @@ def convert_states(
         state: State = optimizer.state[parameter]
         full = full_sized(parameter.shape, state)
         for key in floating(state):
-            state[key] = state[key].to((full_dtype if key in full else dtype) or parameter.dtype)
+            value = state[key].to((full_dtype if key in full else dtype) or parameter.dtype)
+            is_ordered = key in full and value.layout is torch.strided  # as the weights, for fused kernels
+            state[key] = stored_like(value, parameter) if is_ordered else value
 
 
 def refill_accumulators(optimizer: Optimizer, parameters: Container[nn.Parameter]) -> None:

@@ -264,6 +264,7 @@ class _Stepping:
             member = replace(member, gradient=stored_like(member.gradient, member.shard))
         self.member, self._split, self._place = member, split, place
         self.form = states.form if states is not None and states.has(member.parameter) else None
+        self._is_counting = states is not None and states.is_counting  # compiled code cannot
         self.seed: Seed = 0, 0
         self.fresh: State = {}  # new states, to be published after all parts
 
@@ -279,7 +280,8 @@ class _Stepping:
         else:
             most = numel - numel % BLOCK_SIZE if numel % LANES else numel
             whole = self._make((0, most))
-            if most and adamw_step_of(step_round, whole) is not None and native_step(0) is not None:
+            can_step = native_step(0) is not None and not self._is_counting
+            if most and can_step and adamw_step_of(step_round, whole) is not None:
                 yield whole
                 parts = [(most, numel)] if most < numel else []
             else:

@@ -43,12 +43,13 @@ class _Planned:
 class StepPlan:
     """Steps the members of a step again, in a few calls: compiled code of AdamW on the host, compiled rows on a GPU.
 
-    ``others`` are the parameters of the optimizer that are not planned.
+    ``others`` are the parameters of the optimizer that are not planned, such as those on a second device.
     """
 
     def __init__(self, optimizer: Optimizer, members: Sequence[Member]) -> None:
         self._optimizer = optimizer
         planned = [_plan(one) for one in members if _can_plan(optimizer, one)]
+        planned = [one for one in planned if one.parameter.device == planned[0].parameter.device]
         self._on_host = bool(planned) and planned[0].parameter.is_cpu
         self._rows = [] if self._on_host else self._plan_rows(planned)
         self._planned = planned if self._on_host or self._rows else []

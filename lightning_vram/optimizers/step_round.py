@@ -1,7 +1,7 @@
 """Step a few parameters of an optimizer at a time, on local shards, in any thread; which optimizers allow it."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -150,14 +150,22 @@ class StepRound:
 
     The step runs on local tensors: an operator on a ``DTensor`` costs ten times as much for small parameters. On the
     host it uses the fused kernel if the user chose none by ``fused`` or ``foreach``: only this one reaches the memory
-    bandwidth; its last bit differs from the others. Gradients are multiplied by ``factor`` first, in place.
+    bandwidth; its last bit differs from the others. Gradients are multiplied by ``factor`` first, in place. States of
+    ``contiguous`` parameters are contiguous, whatever their own order in memory is.
     """
 
-    def __init__(self, optimizer: Optimizer, *, is_on_host: bool, factor: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        is_on_host: bool,
+        factor: Tensor | None = None,
+        contiguous: Container[nn.Parameter] = (),
+    ) -> None:
         self.optimizer = optimizer
         self.factor = factor
         self._attributes = dict(vars(optimizer))
-        self._is_on_host = is_on_host
+        self._is_on_host, self._contiguous = is_on_host, contiguous
         self._groups = [_freeze(group) for group in optimizer.param_groups]
         pairs = ((index, one) for index, group in enumerate(optimizer.param_groups) for one in group["params"])
         self._left = {parameter: (index, number) for number, (index, parameter) in enumerate(pairs)}
@@ -173,7 +181,7 @@ class StepRound:
             if isinstance(state.get("step"), int | float):
                 on_device = any(self._groups[index].get(name) for name in ("fused", "capturable"))
                 state["step"] = torch.tensor(float(state["step"]), device=parameter.device if on_device else "cpu")
-            local_state = local_parts(parameter, state)
+            local_state = local_parts(parameter, state, is_contiguous=parameter in self._contiguous)
             shard, gradient = local_shard(parameter), local_shard(parameter.grad)
             for key, value in local_state.items():
                 is_other = isinstance(value, Tensor) and value.dim() and value.shape != shard.shape
@@ -241,11 +249,11 @@ def publish_state(member: Member, local: State) -> None:
             member.state[key] = as_sharded(value, member.parameter, member.shard.shape)
 
 
-def local_parts(parameter: nn.Parameter, state: State) -> State:
+def local_parts(parameter: nn.Parameter, state: State, *, is_contiguous: bool = False) -> State:
     """Return the local tensors of a state, for a step in another thread. Reading ``state`` blocks until that has ended.
 
-    Tensors that user code wrote to it get the strides of the shard, as fused kernels check none; unsharded ones, whole
-    or this rank's part, are sharded.
+    Tensors that user code wrote to it get the strides of the shard (or contiguous ones), as fused kernels check none;
+    unsharded ones, whole or this rank's part, are sharded.
     """
     local, shard, is_sharded = dict(state), local_shard(parameter), isinstance(parameter, DTensor)
     for key, value in state.items():
@@ -255,8 +263,8 @@ def local_parts(parameter: nn.Parameter, state: State) -> State:
         is_fresh = is_sharded and now is value and bool(value.dim())
         if is_fresh and value.shape == parameter.shape != shard.shape:
             now = cut_own_shard(value, cast(DTensor, parameter)).clone()
-        if type(now) is Tensor and now.shape == shard.shape:
-            now = stored_like(now, shard)
+        if type(now) is Tensor and now.layout is torch.strided and now.shape == shard.shape:
+            now = now.contiguous() if is_contiguous else stored_like(now, shard)
         if is_fresh or now is not own:
             state[key] = as_sharded(now, parameter, shard.shape)
         local[key] = now.detach() if is_sharded and now is state[key] else now

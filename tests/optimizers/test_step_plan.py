@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from lightning_vram.core.tensors.codecs import LowBitTensor
+from lightning_vram.optimizers import step_loop, step_plan
 from lightning_vram.optimizers.low_precision import LowPrecisionMoments
 from lightning_vram.optimizers.moment_forms import FORMS, UpdateCheck
 from lightning_vram.optimizers.step_plan import StepPlan
+from lightning_vram.optimizers.step_round import StepRound
 
 pytestmark = needs_compiler
 LAYERS = (160, 4096, 7, 65536, 130)
@@ -180,3 +182,40 @@ def test_lost_updates_are_counted_without_a_plan(planned):
     assert not any(planned)
     assert not stepped
     moments.let_go()
+
+
+def test_lost_updates_are_counted_in_parts(monkeypatch):
+    monkeypatch.setattr(step_loop, "PART_ELEMENTS", 1024)
+    sizes = []
+    step_parts = step_loop.step_parts
+
+    def note(step_round, parts, *others):
+        sizes.append([part.size for part in parts])
+        step_parts(step_round, parts, *others)
+
+    monkeypatch.setattr(step_loop, "step_parts", note)
+    weight = nn.Parameter(torch.ones(4096))
+    optimizer = AdamW([weight], fused=True)
+    check = UpdateCheck(lambda: True)
+    moments = LowPrecisionMoments(nn.ParameterList([weight]), FORMS["bf16"], check=check)
+    moments.attach([optimizer])
+    with coded_in_c():
+        for _ in range(2):
+            weight.grad = torch.ones(4096)
+            check.begin()
+            optimizer.step()
+    assert [size for size in sizes if size] == [[1024]] * 8
+    moments.let_go()
+
+
+def test_only_parameters_of_one_device_are_planned(monkeypatch):
+    monkeypatch.setattr(step_plan, "can_run", lambda device: True)
+    here, there = (nn.Parameter(torch.ones(4096, device=device)) for device in ("cpu", "meta"))
+    optimizer = AdamW([here, there], fused=True)
+    for weight in (here, there):
+        weight.grad = torch.ones_like(weight)
+        moments = {key: torch.zeros_like(weight, dtype=torch.bfloat16) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[weight] = {"step": torch.tensor(1.0), **moments}
+    with coded_in_c():
+        plan = StepPlan(optimizer, StepRound(optimizer, is_on_host=False).take_rest())
+    assert [id(weight) for weight in plan.others] == [id(there)]

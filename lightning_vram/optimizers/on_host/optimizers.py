@@ -70,7 +70,7 @@ class StoredStates:
     def begin(self, optimizer: Optimizer) -> list[RemovableHandle]:
         """Move states there, now and after loading; return handles."""
         self._take_in(optimizer)
-        handles = [optimizer.register_load_state_dict_post_hook(self._take_in)]
+        handles = [optimizer.register_load_state_dict_post_hook(self._take_in, prepend=True)]
         if self._low_precision is not None:
             handles.append(optimizer.register_load_state_dict_pre_hook(self._low_precision.before_load))
         return handles

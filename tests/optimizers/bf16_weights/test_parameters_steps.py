@@ -3,6 +3,7 @@
 import gc
 import re
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -148,7 +149,7 @@ def test_groups_can_be_added_while_training():
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # PyTorch's Adagrad
-@pytest.mark.parametrize("kind", [optim.SGD, optim.Adagrad])
+@pytest.mark.parametrize("kind", [optim.SGD, partial(optim.SGD, momentum=0.9), optim.Adagrad])
 def test_sparse_gradients_step_as_in_fp32(kind):
     tables = [nn.Embedding(5, 3, sparse=True) for _ in range(2)]
     tables[1].load_state_dict(tables[0].state_dict())
@@ -222,3 +223,21 @@ def test_nothing_holds_an_optimizer_that_is_no_longer_used():
     del lean, optimizer  # without restoring
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("scheme", EXACT)
+def test_a_fused_step_of_weights_in_another_order_is_that_of_fp32(scheme):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(4, 3, 2, 2, generator=generator).contiguous(memory_format=torch.channels_last)
+    weights = [nn.Parameter(values.clone()) for _ in range(2)]
+    optimizers = [optim.AdamW([weight], lr=0.1, fused=True) for weight in weights]
+    lean = LeanParameters(weights[:1], scheme)
+    lean.attach(optimizers[:1])
+    for number in range(5):
+        if number == 3:
+            lean.restore()
+        gradient = torch.randn(values.shape, generator=generator).bfloat16()
+        for weight, optimizer in zip(weights, optimizers, strict=True):
+            weight.grad = torch.empty_like(weight).copy_(gradient)
+            optimizer.step()
+    assert torch.equal(*weights)
