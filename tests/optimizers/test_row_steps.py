@@ -365,7 +365,8 @@ def test_planned_steps_of_600_parameters_make_three_calls_for_each_part(calls, m
     with CallCounter() as counter:
         optimizer.step()
     assert len(calls) == 4  # the two large ones in place, and the small ones of each group
-    assert counter.names == [*["aten._foreach_copy_.default"] * 4, "aten._foreach_add_.Scalar"]  # of the counts
+    names = [name for name in counter.names if not name.startswith("profiler")]
+    assert names == [*["aten._foreach_copy_.default"] * 4, "aten._foreach_add_.Scalar"]  # of the counts
     moments.let_go()
 
 
