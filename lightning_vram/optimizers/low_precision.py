@@ -20,7 +20,7 @@ from lightning_vram.optimizers.moment_forms import (
     find_unsupported,
     upcast_when_stepped,
 )
-from lightning_vram.optimizers.row_steps import compile_ahead, rule_of
+from lightning_vram.optimizers.row_steps import compile_ahead, is_ruled, rule_of
 from lightning_vram.optimizers.step_loop import step_in_parts
 from lightning_vram.optimizers.step_plan import StepPlan
 from lightning_vram.optimizers.step_round import Member, StepRound, iterate_parameters
@@ -59,11 +59,10 @@ class LowPrecisionMoments(StepTakeOver):
                 optimizer.register_load_state_dict_post_hook(states.take_in, prepend=True),
             ]
             self._take_over(optimizer)
-            for group in optimizer.param_groups if not isinstance(form, LibraryForm) else ():
-                rule = rule_of(optimizer, group)
-                for device in {parameter.device for parameter in filter(form.takes, group["params"])}:
-                    if rule is not None:
-                        compile_ahead(device, rule, form)
+            groups = () if isinstance(form, LibraryForm) else optimizer.param_groups
+            ruled = chain.from_iterable(group["params"] for group in groups if is_ruled(optimizer, group))
+            for device in {parameter.device for parameter in filter(form.takes, ruled)}:
+                compile_ahead(device, rule_of(optimizer), form)
 
     def let_go(self) -> None:
         """Detach the optimizers; their next step upcasts the moments."""
@@ -85,6 +84,7 @@ class LowPrecisionMoments(StepTakeOver):
                 step_round = StepRound(optimizer, is_on_host=False)
                 self._step_members(optimizer, step_round, step_round.take(plan.others))
             return loss
+        plan = None  # frees memory of earlier moments
         step_round = StepRound(optimizer, is_on_host=False)
         members = step_round.take_rest()
         self._step_members(optimizer, step_round, members if is_counting else self._step_planned(optimizer, members))

@@ -6,8 +6,7 @@ are copied to scratch memory by one call, stepped by one call, and copied back b
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from types import FunctionType
@@ -19,6 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_vram.core.tensors.codecs import BLOCK_SIZE as ROW
 from lightning_vram.core.tensors.codecs import LowBitTensor, draw_of
+from lightning_vram.core.tensors.properties import flat_as_stored
 from lightning_vram.optimizers.moment_forms import DIVISORS, Seed, StateForm, seed_of_moment
 from lightning_vram.optimizers.step_round import is_lion, steps_like
 from lightning_vram.private_names.dispatcher import EXACT_DIVISION, FakeTensor, copy_each, current_dispatch_mode
@@ -36,21 +36,13 @@ Moments = Sequence[Tensor]
 Numbers = Sequence[Tensor]  # scalars on the host; kernels get them as arguments, if each is used with a device's tensor
 
 
-@dataclass(frozen=True)
-class Rule:
-    """How an optimizer steps float32 weights.
+class Rule(NamedTuple):
+    """How an optimizer steps float32 weights."""
 
-    Attributes:
-        keys: Names of the moments.
-        size: How many numbers a step needs.
-        numbers: Returns these, from the settings of a group and the number of the step, from 1 on.
-        step: Returns new weights and moments, from weights, gradient, moments and numbers.
-    """
-
-    keys: tuple[str, ...]
-    size: int
-    numbers: Callable[[Mapping[str, Any], int], list[float]]
-    step: Callable[[Tensor, Tensor, Moments, Numbers], tuple[Tensor, Moments]]
+    keys: tuple[str, ...]  # of the moments
+    size: int  # how many numbers a step needs
+    numbers: Callable[[Mapping[str, Any], int], list[float]]  # from settings of a group, and number of the step
+    step: Callable[[Tensor, Tensor, Moments, Numbers], tuple[Tensor, Moments]]  # of weight, gradient, moments, numbers
 
 
 def _number_adam(settings: Mapping[str, Any], count: int) -> list[float]:
@@ -102,18 +94,23 @@ _SGD = Rule(("momentum_buffer",), 7, _number_sgd, _step_sgd)
 _LION = Rule(("exp_avg",), 4, _number_lion, _step_lion)
 
 
-def rule_of(optimizer: Optimizer, settings: Mapping[str, Any]) -> Rule | None:
-    """Return how an optimizer steps a group with these settings; ``None``: not as a known one."""
+def rule_of(optimizer: Optimizer) -> Rule | None:
+    """Return how a class of optimizers steps; ``None``: not as a known one."""
+    if steps_like(type(optimizer), [Adam, AdamW]):
+        return _ADAM
+    if steps_like(type(optimizer), [SGD]):
+        return _SGD
+    return _LION if is_lion(optimizer) else None
+
+
+def is_ruled(optimizer: Optimizer, settings: Mapping[str, Any]) -> bool:
+    """Whether the rule of an optimizer knows the settings of a group: ask before each step."""
     is_other = any(settings.get(name) for name in ("amsgrad", "differentiable", "capturable", "fixed_decay"))
     is_scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
     values = (*settings.values(), *settings.get("betas", ()))
     if is_other or is_scaled or any(isinstance(one, Tensor) and one.device.type != "cpu" for one in values):
-        return None
-    if steps_like(type(optimizer), [Adam, AdamW]):
-        return _ADAM
-    if steps_like(type(optimizer), [SGD]):
-        return _SGD if settings["momentum"] else None
-    return _LION if settings.get("weight_decouple", True) and is_lion(optimizer) else None
+        return False
+    return bool(settings.get("momentum", True) and settings.get("weight_decouple", True))
 
 
 class _Codec(NamedTuple):
@@ -184,7 +181,7 @@ def _make_function(rule: Rule, codecs: Sequence[_Codec], *, is_gathered: bool) -
     def step(weights: Tensor, gradient: Tensor, stored: Moments, numbers: Numbers, *places: Any) -> None:
         assert weights.shape[1] == ROW  # a constant for the compiler
         moments = [codec.decode(one) for codec, one in zip(codecs, stored, strict=True)]
-        stepped, moments[:] = rule.step(weights, gradient.float(), moments, numbers)
+        stepped, moments[:] = rule.step(weights, gradient, moments, numbers)
         columns = torch.arange(ROW, device=weights.device)
         if is_gathered:
             used, parameter, firsts = (places[0][:, place, None].long() for place in range(3))
@@ -212,14 +209,13 @@ def compile_function(function: Callable[..., None]) -> Callable[..., None]:
 
 @cache
 def _function(
-    rule: Rule, codecs: tuple[_Codec, ...], device: torch.device, dtype: torch.dtype, *, is_gathered: bool
+    rule: Rule, codecs: tuple[_Codec, ...], device: torch.device, *, is_gathered: bool
 ) -> Callable[..., None]:
-    """Return the compiled step of rows on a device with gradients of a dtype; not compiled if that fails."""
+    """Return the compiled step of rows on a device; not compiled if that fails."""
     rows, scalar = _EXAMPLE_ROWS, torch.zeros((), dtype=torch.int64, device="cpu")
     plain = _make_function(rule, codecs, is_gathered=is_gathered)
     example = (
-        torch.zeros(rows, ROW, dtype=torch.float32, device=device),
-        torch.zeros(rows, ROW, dtype=dtype, device=device),
+        *(torch.zeros(rows, ROW, dtype=torch.float32, device=device) for _ in range(2)),
         [codec.rows(torch.zeros(rows * codec.shorts, dtype=torch.int16, device=device)) for codec in codecs],
         _scalars([0.0] * rule.size, torch.float32),
         *((torch.zeros(rows, 3, dtype=torch.int32, device=device), scalar) if is_gathered else [scalar] * len(codecs)),
@@ -246,165 +242,134 @@ def can_run(device: torch.device) -> bool:
     return device.type in DEVICES and not _failures and current_dispatch_mode() is None
 
 
-def compile_ahead(device: torch.device, rule: Rule, form: StateForm) -> None:
+def compile_ahead(device: torch.device, rule: Rule | None, form: StateForm) -> None:
     """Compile the steps of a rule for moments in a form, so that the first step need not; log a warning if it fails."""
-    bits = form.bits
-    codecs = tuple(_Codec(bits, bits < 16 and key in DIVISORS) for key in rule.keys)
-    for is_gathered in (False, True) if can_run(device) else ():
-        _function(rule, codecs, device, torch.float32, is_gathered=is_gathered)
+    if rule is not None and can_run(device):
+        codecs = tuple(_Codec(form.bits, form.bits < 16 and key in DIVISORS) for key in rule.keys)
+        for is_gathered in (False, True):
+            _function(rule, codecs, device, is_gathered=is_gathered)
 
 
-class _Piece(NamedTuple):
-    """Numbers of a parameter; they begin with a row."""
+class Stored(NamedTuple):
+    """A dense parameter and its moments, in the order of ``Rule.keys``: bf16 with its strides, or ``LowBitTensor``."""
 
-    parameter: int  # its index
-    start: int
-    stop: int
-
-    @property
-    def rows(self) -> int:
-        return -(-(self.stop - self.start) // ROW)
-
-    def cut(self, flat: Tensor, row: int) -> Tensor:
-        """Return this part of a flat tensor with ``row`` elements in a row; its last row may be shorter."""
-        first, size = self.start // ROW * row, self.rows * row
-        return flat if not first and flat.numel() <= size else flat[first : first + size]  # slicing takes 5 us
+    weights: Tensor
+    moments: Moments  # all zeros if it was never stepped
+    number: int  # of the parameter in the optimizer
+    place: int  # of its first weight in the unsharded parameter
 
 
-def _cut(sizes: Sequence[int]) -> tuple[list[_Piece], list[list[_Piece]]]:
-    """Return the pieces of parameters to step in place, and those to step together."""
-    in_place: list[_Piece] = []
-    gathered: list[list[_Piece]] = []
-    last = GATHERED
-    for parameter, size in enumerate(sizes):
-        whole = size - size % ROW if size >= IN_PLACE else 0
-        in_place += [_Piece(parameter, start, min(start + SLICE, whole)) for start in range(0, whole, SLICE)]
-        rest = _Piece(parameter, whole, size)
-        if not rest.rows:
-            continue
-        last += rest.rows * ROW
-        if last > GATHERED:
-            gathered.append([])
-            last = rest.rows * ROW
-        gathered[-1].append(rest)
-    return in_place, gathered
+def fits_rows(weights: Tensor) -> bool:
+    """Whether rows can step weights: in place if these are many, and then without a shorter last row."""
+    return weights.dtype == torch.float32 and (weights.numel() < IN_PLACE or not weights.numel() % ROW)
 
 
-def _gather(views: Sequence[Tensor], pieces: Sequence[_Piece], rows: int, row: int) -> tuple[Tensor, list[Tensor]]:
-    """Return memory of so many rows, in which each piece begins with one, and views of it with the sizes of theirs."""
-    memory, used = views[0].new_empty(rows * row), [view.numel() for view in views]
-    gaps = [piece.rows * row - size for piece, size in zip(pieces, used, strict=True)]
-    gaps[-1] += rows * row - sum(used) - sum(gaps)
-    return memory, list(memory.split_with_sizes([*chain(*zip(used, gaps, strict=True))])[::2])
+def plan_rows(rule: Rule, stored: Sequence[Stored]) -> "RowSteps | None":
+    """Plan steps, and compile what they need; ``None`` if these parameters cannot be stepped so."""
+    found = {tuple(map(_codec_of, one.moments)) for one in stored}
+    is_real = all(fits_rows(one.weights) and not isinstance(one.weights, FakeTensor) for one in stored)
+    if len(found) != 1 or None in next(iter(found)) or not is_real or not can_run(stored[0].weights.device):
+        return None
+    rows = RowSteps(rule, cast(tuple[_Codec, ...], found.pop()), stored)
+    return None if _failures else rows
 
 
-@dataclass(frozen=True)
 class RowSteps:
-    """Steps of float32 parameters of one device and one group, with moments stored alike, all in the same step."""
+    """Steps of parameters of one device and one group, with moments stored alike, all in the same step.
 
-    rule: Rule
-    codecs: tuple[_Codec, ...]
-    device: torch.device
-    in_place: list[tuple[_Piece, int, int, Sequence[Tensor]]]  # with its number, place, and what is stored
-    gathered: list[tuple[list[_Piece], Sequence[Sequence[Tensor]], Tensor]]  # with what is stored, and marks
+    It holds their memory, but not the tensors.
+    """
 
-    @classmethod
-    def make(
-        cls,
-        rule: Rule,
-        weights: Sequence[Tensor],
-        moments: Sequence[Moments],
-        numbers: Sequence[int],
-        places: Sequence[int],
-    ) -> "RowSteps | None":
-        """Plan the steps of some parameters, and compile what they need; ``None`` if they cannot be stepped so.
-
-        Args:
-            rule: How their optimizer steps.
-            weights: Flat and contiguous, over the memory of the parameters.
-            moments: For each parameter, stored moments in the order of ``rule.keys``: flat bf16 tensors or
-                ``LowBitTensor``; all zeros if it was never stepped.
-            numbers: Number of each parameter in the optimizer.
-            places: Place of the first weight in the unsharded parameter.
-        """
-        found = {tuple(map(_codec_of, some)) for some in moments}
-        is_other = any(one.dtype != torch.float32 or isinstance(one, FakeTensor) for one in weights)
-        if len(found) != 1 or None in next(iter(found)) or is_other or not can_run(weights[0].device):
-            return None
-        codecs, device = cast(tuple[_Codec, ...], found.pop()), weights[0].device
-
-        def views(piece: _Piece) -> list[Tensor]:  # flat int16
-            own = (getattr(one, "records", one) for one in (weights[piece.parameter], *moments[piece.parameter]))
-            rows = (2 * ROW, *(codec.shorts for codec in codecs))
-            return [piece.cut(one.view(torch.int16).view(-1), row) for one, row in zip(own, rows, strict=True)]
-
-        in_place, gathered = _cut([one.numel() for one in weights])
-        made = cls(
-            rule,
-            codecs,
-            device,
-            [(one, numbers[one.parameter], places[one.parameter] + one.start, views(one)) for one in in_place],
-            [
-                (some, list(zip(*map(views, some), strict=True)), _mark(some, numbers, places).to(device))
-                for some in gathered
-            ],
+    def __init__(self, rule: Rule, codecs: tuple[_Codec, ...], stored: Sequence[Stored]) -> None:
+        self._rule, self._codecs, self._numbers = rule, codecs, [one.number for one in stored]
+        device = stored[0].weights.device
+        self._step_in_place, self._step_gathered = (
+            _function(rule, codecs, device, is_gathered=is_gathered) for is_gathered in (False, True)
         )
-        made._functions(torch.float32)
-        return None if _failures else made
-
-    @property
-    def num_launches(self) -> int:
-        """Calls of operators and of compiled functions in a step."""
-        return len(self.in_place) + 3 * len(self.gathered)
+        self._units = 2 * ROW, *(codec.shorts for codec in codecs)
+        views = [[_shorts_of(tensor) for tensor in (one.weights, *one.moments)] for one in stored]
+        self._slices = [  # index, start, place, and what is stored
+            (index, start, one.place + start, pieces)
+            for index, one in enumerate(stored)
+            if one.weights.numel() >= IN_PLACE
+            for start, *pieces in zip(range(0, one.weights.numel(), SLICE), *self._split(views[index]), strict=True)
+        ]
+        self._parts = []  # indices, rows, what is stored, and marks
+        for batch in _batches(stored):
+            rows = [_num_rows(stored[index]) for index in batch]
+            rows[-1] = max(rows[-1], 2 - sum(rows[:-1]))  # a single row would be compiled by itself
+            marks = torch.cat([_mark(stored[index], count) for index, count in zip(batch, rows, strict=True)])
+            own = list(zip(*(views[index] for index in batch), strict=True))
+            self._parts.append((batch, rows, own, marks.to(device)))
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], settings: Mapping[str, Any], count: int) -> None:
         """Step all parameters.
 
         Args:
-            gradients: Flat and contiguous, in float32, bf16 or fp16.
+            gradients: In float32, with the strides of the parameters.
             settings: Of the group, in this step.
             count: Number of the step, from 1 on. SGD begins its buffer in step 1.
         """
-        if len({one.dtype for one in gradients}) > 1:
-            gradients = [one.float() for one in gradients]
-        dtype, row = gradients[0].dtype, gradients[0].itemsize // 2 * ROW
-        step_in_place, step_gathered = self._functions(dtype)
-        values = _scalars(self.rule.numbers(settings, count), torch.float32)
-        for piece, number, place, stored in self.in_place:
-            draws = [draw_of(place, seed_of_moment((count - 1, number), key)) for key in self.rule.keys]
-            gradient = piece.cut(gradients[piece.parameter], ROW)
-            step_in_place(*self._typed(stored, gradient), values, *_scalars(draws, torch.int64))
-        for pieces, views, marks in self.gathered:
-            sources = [*views, [piece.cut(gradients[piece.parameter].view(torch.int16), row) for piece in pieces]]
-            rows = (2 * ROW, *(codec.shorts for codec in self.codecs), row)
-            scratch = [_gather(some, pieces, len(marks), size) for some, size in zip(sources, rows, strict=True)]
+        values, flat = _scalars(self._rule.numbers(settings, count), torch.float32), list(map(_shorts_of, gradients))
+        for index, start, place, stored in self._slices:
+            seeds = [seed_of_moment((count - 1, self._numbers[index]), key) for key in self._rule.keys]
+            draws = _scalars([draw_of(place, seed) for seed in seeds], torch.int64)
+            gradient = flat[index][2 * start : 2 * (start + SLICE)]
+            self._step_in_place(*self._typed([gradient, *stored]), values, *draws)
+        for batch, rows, stored, marks in self._parts:
+            sources = [[flat[index] for index in batch], *stored]
+            scratch = [_gather(*some, rows) for some in zip(sources, (2 * ROW, *self._units), strict=True)]
             memories, targets = zip(*scratch, strict=True)
             # All in units of 2 bytes: PyTorch copies a list at once if it has one dtype.
             copy_each([*chain(*targets)], [*chain(*sources)])
-            typed = self._typed(memories[:-1], memories[-1].view(dtype))
-            step_gathered(*typed, values, marks, *_scalars([count - 1], torch.int64))
-            copy_each([*chain(*views)], [*chain(*targets[:-1])])
+            self._step_gathered(*self._typed(memories), values, marks, *_scalars([count - 1], torch.int64))
+            copy_each([*chain(*stored)], [*chain(*targets[1:])])
 
-    def _typed(self, stored: Sequence[Tensor], gradient: Tensor) -> tuple[Tensor, Tensor, Moments]:
-        """Return rows of weights, gradient and moments."""
-        moments = [codec.rows(one) for codec, one in zip(self.codecs, stored[1:], strict=True)]
-        return stored[0].view(torch.float32).view(-1, ROW), gradient.view(-1, ROW), moments
+    def _split(self, views: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+        return (torch.split(view, SLICE // ROW * unit) for view, unit in zip(views, self._units, strict=True))
 
-    def _functions(self, dtype: torch.dtype) -> tuple[Callable[..., None], Callable[..., None]]:
-        key = self.rule, self.codecs, self.device, dtype
-        return _function(*key, is_gathered=False), _function(*key, is_gathered=True)
+    def _typed(self, memories: Sequence[Tensor]) -> tuple[Tensor, Tensor, Moments]:
+        """Return rows of weights, gradient and moments, from memory that begins with the gradient."""
+        gradient, weights = (one.view(torch.float32).view(-1, ROW) for one in memories[:2])
+        return weights, gradient, [codec.rows(one) for codec, one in zip(self._codecs, memories[2:], strict=True)]
 
 
-def _mark(pieces: Sequence[_Piece], numbers: Sequence[int], places: Sequence[int]) -> Tensor:
-    """Return what :func:`_make_function` reads of gathered rows; at least two, as one would be compiled by itself."""
-    starts = [torch.arange(piece.start, piece.stop, ROW, device="cpu") for piece in pieces]
-    marks = [
-        torch.stack([piece.stop - some, torch.full_like(some, numbers[index]), (some + places[index]) % 2**16], 1)
-        for piece, index, some in zip(pieces, (piece.parameter for piece in pieces), starts, strict=True)
-    ]
-    padding = torch.zeros(max(0, 2 - sum(map(len, marks))), 3, dtype=torch.int64, device="cpu")
-    return torch.cat([*marks, padding]).int()
+def _shorts_of(tensor: Tensor) -> Tensor:
+    """Return flat memory in units of 2 bytes, without a reference to the tensor."""
+    return flat_as_stored(getattr(tensor, "records", tensor).detach()).view(torch.int16)
+
+
+def _num_rows(one: Stored) -> int:
+    return -(-one.weights.numel() // ROW)
+
+
+def _batches(stored: Sequence[Stored]) -> list[list[int]]:
+    """Return indices of small parameters, those together that one call steps."""
+    batches: list[list[int]] = []
+    left = 0
+    for index, one in enumerate(stored):
+        if one.weights.numel() < IN_PLACE:
+            left -= _num_rows(one) * ROW
+            if left < 0:
+                batches.append([])
+                left = GATHERED - _num_rows(one) * ROW
+            batches[-1].append(index)
+    return batches
+
+
+def _mark(one: Stored, rows: int) -> Tensor:
+    """Return what :func:`_make_function` reads of gathered rows."""
+    starts = torch.arange(0, rows * ROW, ROW, device="cpu")
+    marks = one.weights.numel() - starts, torch.full_like(starts, one.number), (starts + one.place) % 2**16
+    return torch.stack(marks, 1).int()
+
+
+def _gather(views: Sequence[Tensor], unit: int, rows: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+    """Return memory of rows, in which each of some flat tensors begins with one, and views of it with their sizes."""
+    memory, sizes = views[0].new_empty(sum(rows) * unit), [view.numel() for view in views]
+    gaps = [count * unit - size for count, size in zip(rows, sizes, strict=True)]
+    return memory, list(memory.split_with_sizes([*chain(*zip(sizes, gaps, strict=True))])[::2])
 
 
 def _codec_of(moment: Tensor) -> _Codec | None:

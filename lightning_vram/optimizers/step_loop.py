@@ -337,7 +337,9 @@ def _copy(value: Any) -> Any:
 
 def step_in_parts(step_round: StepRound, states: LowPrecisionStates, members: Sequence[Member]) -> None:
     """Step members with low-precision moments, some parts at a time."""
-    _step_all(step_round, states, [_Stepping(member, states) for member in members])
+    for device in dict.fromkeys(member.shard.device for member in members):
+        here = [member for member in members if member.shard.device == device]
+        _step_all(step_round, states, [_Stepping(member, states) for member in here])
 
 
 def _batches(step_round: StepRound, steppings: Sequence[_Stepping]) -> Iterator[list[tuple[_Stepping, Part]]]:

@@ -5,184 +5,164 @@ To read the state of a small parameter takes ten times as long as to step it, an
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from operator import is_
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_vram.core.tensors.codecs import LowBitTensor
 from lightning_vram.core.tensors.native_codecs import COLUMNS, LANES, native_step
-from lightning_vram.core.tensors.properties import flat_as_stored, is_dense
-from lightning_vram.optimizers.moment_forms import first_place
-from lightning_vram.optimizers.row_steps import RowSteps, can_run, rule_of
+from lightning_vram.core.tensors.properties import is_dense, stored_like
+from lightning_vram.optimizers.moment_forms import first_place, make_seeds
+from lightning_vram.optimizers.row_steps import RowSteps, Stored, can_run, fits_rows, is_ruled, plan_rows, rule_of
 from lightning_vram.optimizers.step_loop import ADAMW_STATE, bits_of, has_whole_blocks, memory_of, read_adamw
-from lightning_vram.optimizers.step_round import Member, State, iterate_parameters
+from lightning_vram.optimizers.step_round import Member, iterate_parameters
 from lightning_vram.private_names.dispatcher import add_to_each
 from lightning_vram.private_names.torch import num_writes
 
-_COUNT, _STEP, _NUMBER, _PLACE = range(4, COLUMNS)  # of an item
-
-
-@dataclass(slots=True)
-class _Planned:
-    """A parameter, as it was in the step before."""
-
-    parameter: nn.Parameter
-    group: int  # index of its group
-    number: int  # of the parameter
-    state: State
-    values: list[Any]  # of the state
-    moments: list[Any]
-    stride: tuple[int, ...]
-    count: int  # of its steps so far
+_Alike = tuple[int, int, RowSteps | None, list[int]]  # group, number of steps so far, and indices
 
 
 class StepPlan:
     """Steps the members of a step again, in a few calls: compiled code of AdamW on the host, compiled rows on a GPU.
 
-    ``others`` are the parameters of the optimizer that are not planned, such as those on a second device.
+    ``others`` are the parameters of the optimizer that are not planned. A plan does not keep moments alive.
     """
 
     def __init__(self, optimizer: Optimizer, members: Sequence[Member]) -> None:
-        self._optimizer = optimizer
-        planned = [_plan(one) for one in members if _can_plan(optimizer, one)]
-        planned = [one for one in planned if one.parameter.device == planned[0].parameter.device]
-        self._on_host = bool(planned) and planned[0].parameter.is_cpu
-        self._rows = [] if self._on_host else self._plan_rows(planned)
-        self._planned = planned if self._on_host or self._rows else []
-        self._counters = [one.state["step"] for one in self._planned if "step" in one.state]
-        self._versions = [num_writes(counter) for counter in self._counters]
-        lists = zip(*([one.parameter, *map(memory_of, one.moments)] for one in self._planned), strict=True)
-        self._memory = [tensor for tensors in lists for tensor in tensors]
-        self._sizes, self._addresses = self._measure(), [one.data_ptr() for one in self._memory]
-        self._items = array("q", bytes(8 * COLUMNS * len(self._planned)))
-        for place, column in (
-            (_COUNT, [one.parameter.numel() for one in self._planned]),
-            (_NUMBER, [one.number for one in self._planned]),
-            (_PLACE, [first_place(one.parameter) for one in self._planned]),
-        ):
-            self._items[place::COLUMNS] = array("q", column)
-        self._order = [id(parameter) for parameter in iterate_parameters(optimizer)]
-        known = {one.parameter for one in self._planned}
+        self._optimizer, self._order = optimizer, _order_of(optimizer)
+        self._on_host = bool(members) and members[0].shard.is_cpu
+        has_rows = bool(members) and not self._on_host and can_run(members[0].shard.device)
+        self._rule = rule_of(optimizer) if has_rows else None
+        moments = ADAMW_STATE[1:] if self._rule is None else self._rule.keys
+        self._keys = ("step", *moments) if any("step" in one.state for one in members) else moments
+        planned = [one for one in members if self._can_plan(one)]
+        self._alike = self._plan_alike(planned)
+        self._num_steps = 0  # of this plan
+        planned = planned if self._alike else []
+        self._parameters = [one.parameter for one in planned]
+        self._strides = [one.shard.stride() for one in planned]
+        self._bits = bits_of(planned[0].state[moments[0]]) if planned else 0
+        self._num_counters = len(planned) if "step" in self._keys else 0
+        values = [one.state[key] for key in self._keys for one in planned]
+        self._known = [ref(value, partial(_forget, self._alike)) for value in values]
+        self._versions = list(map(num_writes, values[: self._num_counters]))
+        self._memory = self._measure(values)
+        self._items = array("q", bytes(8 * COLUMNS * len(planned)))
+        for place, (_, _, _, indices) in enumerate(self._alike):
+            for index in indices:
+                one = planned[index]
+                fixed = array("q", (one.shard.numel(), place, one.number, first_place(one.parameter)))
+                self._items[COLUMNS * (index + 1) - len(fixed) : COLUMNS * (index + 1)] = fixed
+        known = set(self._parameters)
         self.others = [parameter for parameter in iterate_parameters(optimizer) if parameter not in known]
         self._idle = [parameter for parameter in self.others if parameter.grad is None]  # would be planned with one
+
+    def _can_plan(self, member: Member) -> bool:
+        """Whether one of the backends steps a member as it is."""
+        state, shard, group = member.state, member.shard, self._optimizer.param_groups[member.group]
+        is_real = type(member.parameter) is nn.Parameter and type(member.own_gradient) is Tensor and is_dense(shard)
+        if not is_real or shard.is_cpu != self._on_host or state.keys() != set(self._keys):
+            return False
+        if not all(isinstance(one, Tensor) and (key == "step" or has_whole_blocks(one)) for key, one in state.items()):
+            return False
+        if not self._on_host:
+            return self._rule is not None and fits_rows(shard) and is_ruled(self._optimizer, group)
+        is_known = tuple(self._keys) == ADAMW_STATE and state["step"].is_cpu and not shard.numel() % LANES
+        return is_known and native_step(0) is not None and read_adamw(self._optimizer, group, 1) is not None
+
+    def _plan_alike(self, planned: Sequence[Member]) -> list[_Alike]:
+        """Return parameters with the same settings and count of steps; none if one cannot be stepped in rows."""
+        indices: dict[tuple[int, int, torch.device], list[int]] = {}
+        # SGD and Lion do not count: it is not their first step.
+        seeds = make_seeds(planned, [{"step": 1} | one.state for one in planned])
+        for index, (one, (count, _)) in enumerate(zip(planned, seeds, strict=True)):
+            indices.setdefault((one.group, count, one.shard.device), []).append(index)
+        alike: list[_Alike] = []
+        for (group, count, _), some in indices.items():
+            rows = None if self._rule is None else plan_rows(self._rule, [self._store(planned[one]) for one in some])
+            if rows is None and not self._on_host:
+                return []
+            alike.append((group, count, rows, some))
+        return alike
+
+    def _store(self, member: Member) -> Stored:
+        assert self._rule is not None
+        moments = [member.state[key] for key in self._rule.keys]
+        return Stored(member.shard, moments, member.number, first_place(member.parameter))
 
     @torch.no_grad()
     def step(self) -> bool:
         """Step; ``False``, and nothing is changed, if one of them is not as it was."""
-        gradients = self._gradients()
-        if not gradients or not (self._step_on_host(gradients) if self._on_host else self._step_rows(gradients)):
+        values, gradients = self._values(), self._gradients()
+        if not values or not gradients or self._measure(values) != self._memory:
             return False
-        add_to_each(self._counters, 1)
-        self._versions = [num_writes(counter) for counter in self._counters]
-        for one in self._planned:
-            one.count += 1
+        counters = values[: self._num_counters]
+        if list(map(num_writes, counters)) != self._versions:
+            return False
+        if not (self._step_on_host(values, gradients) if self._on_host else self._step_rows(gradients)):
+            return False
+        add_to_each(counters, 1)
+        self._versions = list(map(num_writes, counters))
+        self._num_steps += 1
         return True
 
-    def _step_on_host(self, gradients: Sequence[Tensor]) -> bool:
-        native, groups = native_step(0), self._optimizer.param_groups
-        keys = [(one.group, one.count) for one in self._planned]
-        places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
-        found = [read_adamw(self._optimizer, groups[group], count + 1) for group, count in places]
+    def _step_on_host(self, values: Sequence[Any], gradients: Sequence[Tensor]) -> bool:
+        native, groups, count = native_step(0), self._optimizer.param_groups, len(gradients)
+        found = [read_adamw(self._optimizer, groups[one[0]], one[1] + self._num_steps + 1) for one in self._alike]
         steps = [step for step in found if step is not None]
         if native is None or len(steps) < len(found):
             return False
-        addresses, count = [one.data_ptr() for one in self._memory], len(gradients)
-        weights, averages, squares = (addresses[start : start + count] for start in range(0, 3 * count, count))
-        columns = weights, [one.data_ptr() for one in gradients], averages, squares
-        for place, column in (*enumerate(columns), (_STEP, [places[key] for key in keys])):
-            self._items[place::COLUMNS] = array("q", column)
-        native.step_adamw(steps, self._items, bits_of(self._planned[0].moments[0]))
+        moments = list(map(memory_of, values[count:]))
+        for place, column in enumerate((self._parameters, gradients, moments[:count], moments[count:])):
+            self._items[place::COLUMNS] = array("q", [one.data_ptr() for one in column])
+        native.step_adamw(steps, self._items, self._bits)
         return True
-
-    def _plan_rows(self, planned: Sequence[_Planned]) -> list[tuple[RowSteps, list[int]]]:
-        """Return steps of parameters with the same settings and count, and their indices; none if one cannot be."""
-        alike: dict[tuple[int, int], list[int]] = {}
-        for index, one in enumerate(planned):
-            alike.setdefault((one.group, one.count), []).append(index)
-        rows = []
-        for (group, _), indices in alike.items():
-            rule, some = rule_of(self._optimizer, self._optimizer.param_groups[group]), [planned[i] for i in indices]
-            made = (
-                None
-                if rule is None
-                else RowSteps.make(
-                    rule,
-                    [flat_as_stored(one.parameter.detach()) for one in some],
-                    [[_flat(moment) for moment in one.moments] for one in some],
-                    [one.number for one in some],
-                    [first_place(one.parameter) for one in some],
-                )
-            )
-            if made is None:
-                return []
-            rows.append((made, indices))
-        return rows
 
     def _step_rows(self, gradients: Sequence[Tensor]) -> bool:
-        groups = [self._optimizer.param_groups[self._planned[indices[0]].group] for _, indices in self._rows]
-        is_known = all(
-            rule_of(self._optimizer, group) is rows.rule for group, (rows, _) in zip(groups, self._rows, strict=True)
-        )
-        is_same = [one.data_ptr() for one in self._memory] == self._addresses
-        if not is_known or not is_same or not can_run(gradients[0].device):
+        groups = [self._optimizer.param_groups[one[0]] for one in self._alike]
+        is_known = all(is_ruled(self._optimizer, group) for group in groups)
+        if not is_known or not can_run(gradients[0].device):
             return False
-        for group, (rows, indices) in zip(groups, self._rows, strict=True):
-            count = self._planned[indices[0]].count + 1
-            rows.step([flat_as_stored(gradients[index]) for index in indices], group, count)
+        for group, (_, count, rows, indices) in zip(groups, self._alike, strict=True):
+            assert rows is not None
+            rows.step([gradients[index] for index in indices], group, count + self._num_steps + 1)
         return True
 
-    def _measure(self) -> list[tuple[int, bool]]:
-        return [(memory.nbytes, memory.is_cpu) for memory in self._memory]
+    def _values(self) -> list[Any]:
+        """Return the values of states, those of one key together; none if a state or a group is not as it was."""
+        states = [self._optimizer.state.get(parameter, {}) for parameter in self._parameters]
+        values = [state.get(key) for key in self._keys for state in states]
+        is_same = self._order == _order_of(self._optimizer) and set(map(len, states)) == {len(self._keys)}
+        is_same = is_same and all(map(is_, values, (known() for known in self._known)))
+        return values if is_same and self._alike else []
 
     def _gradients(self) -> list[Tensor]:
-        """Return the gradients; none if a parameter is not as it was."""
-        states = self._optimizer.state
-        gradients = [one.parameter.grad for one in self._planned]
-        is_same = (
-            [id(parameter) for parameter in iterate_parameters(self._optimizer)] == self._order
-            and all(
-                states.get(one.parameter) is one.state
-                and len(one.state) == len(one.values)
-                and all(map(is_, one.state.values(), one.values))
-                and type(gradient) is Tensor
-                and gradient.dtype is torch.float32
-                and gradient.stride() == one.stride == one.parameter.stride()
-                for one, gradient in zip(self._planned, gradients, strict=True)
-            )
-            and [num_writes(counter) for counter in self._counters] == self._versions
-            and self._measure() == self._sizes
-            and all(parameter.grad is None for parameter in self._idle)
-        )
-        return [one for one in gradients if one is not None] if is_same else []
+        """Return the gradients in the order of the parameters; none if they cannot be stepped so."""
+        gradients: list[Tensor] = []
+        for parameter, stride in zip(self._parameters, self._strides, strict=True):
+            gradient = parameter.grad
+            is_plain = type(gradient) is Tensor and gradient.dtype is torch.float32 and not gradient.is_sparse
+            if not is_plain or gradient is None or parameter.stride() != stride:
+                return []
+            gradients.append(gradient if gradient.stride() == stride else stored_like(gradient, parameter))
+        return gradients if all(parameter.grad is None for parameter in self._idle) else []
+
+    def _measure(self, values: Sequence[Any]) -> list[tuple[int, ...]]:
+        """Return size and kind of memory; and the place of it, if it is held."""
+        memory = (*self._parameters, *map(memory_of, values[self._num_counters :]))
+        if self._on_host:
+            return [(one.nbytes, one.is_cpu) for one in memory]
+        return [(one.nbytes, one.is_cpu, one.data_ptr()) for one in memory]
 
 
-def _plan(member: Member) -> _Planned:
-    state = member.state
-    moments = [value for key, value in state.items() if key != "step"]
-    count = int(state.get("step", 1))  # SGD and Lion do not count: it is not their first step
-    values, stride = list(state.values()), member.shard.stride()
-    return _Planned(member.parameter, member.group, member.number, state, values, moments, stride, count)
+def _order_of(optimizer: Optimizer) -> list[list[int]]:
+    return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def _can_plan(optimizer: Optimizer, member: Member) -> bool:
-    """Whether one of the backends steps a member as it is."""
-    state, shard, group = member.state, member.shard, optimizer.param_groups[member.group]
-    gradient, moments = member.own_gradient, [value for key, value in state.items() if key != "step"]
-    is_real = type(member.parameter) is nn.Parameter and type(gradient) is Tensor and is_dense(shard)
-    if not is_real or gradient is None or gradient.stride() != shard.stride():
-        return False
-    if not all(isinstance(one, Tensor) and has_whole_blocks(one) for one in moments):
-        return False
-    if shard.is_cpu:
-        is_known = tuple(state) == ADAMW_STATE and native_step(0) is not None and not shard.numel() % LANES
-        return is_known and state["step"].is_cpu and read_adamw(optimizer, group, 1) is not None
-    rule = rule_of(optimizer, group) if can_run(shard.device) else None
-    return rule is not None and tuple(key for key in state if key != "step") == rule.keys
-
-
-def _flat(moment: Tensor) -> Tensor:
-    return moment if isinstance(moment, LowBitTensor) else flat_as_stored(moment)
+def _forget(alike: list[_Alike], _: object) -> None:
+    """Free what a plan holds: a moment is gone."""
+    alike.clear()

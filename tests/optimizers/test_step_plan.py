@@ -1,5 +1,6 @@
 """Steps that are planned: the bits of those that are not, whatever a program does in between."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -117,6 +118,22 @@ def add_group(optimizer: AdamW, number: int) -> None:
         optimizer.add_param_group({"params": [added], "lr": 0.1})
 
 
+def move_to_other_group(optimizer: AdamW, number: int) -> None:
+    if number == 4:
+        first, second = (group["params"] for group in optimizer.param_groups)
+        second.insert(0, first.pop())  # in the same order as before
+
+
+def order_otherwise(optimizer: AdamW, number: int) -> None:
+    if number == 4:
+        optimizer.param_groups[0]["params"].reverse()
+
+
+def expand_gradient(optimizer: AdamW, number: int) -> None:
+    if number == 4:
+        optimizer.param_groups[1]["params"][0].grad = torch.ones(1).expand(65536)
+
+
 def load(optimizer: AdamW, number: int) -> None:
     if number == 4:
         optimizer.load_state_dict(optimizer.state_dict())
@@ -144,6 +161,9 @@ def scale(optimizer: AdamW, number: int) -> None:
         (replace, 7),
         (count_on, 7),
         (add_group, 7),
+        (move_to_other_group, 7),
+        (order_otherwise, 7),
+        (expand_gradient, 7),
         (load, 7),
         (move_weights, 7),
         (scale, 5),
@@ -165,6 +185,24 @@ def test_other_steps_are_not_planned(options, planned):
         assert is_same(train("bf16", **options), theirs)
     assert not any(planned)
     assert not stepped
+
+
+@pytest.mark.parametrize("form", ["bf16", "8bit"])
+def test_a_plan_does_not_keep_moments_that_were_dropped(form, planned):
+    weight = nn.Parameter(torch.ones(4096))
+    optimizer = AdamW([weight], fused=True)
+    moments = LowPrecisionMoments(nn.ParameterList([weight]), FORMS[form])
+    moments.attach([optimizer])
+    with coded_in_c():
+        for _ in range(2):
+            weight.grad = torch.ones(4096)
+            optimizer.step()
+        assert planned == [False, True]
+        dropped = [weakref.ref(optimizer.state[weight][key]) for key in ("exp_avg", "exp_avg_sq")]
+        optimizer.state.clear()
+        assert [one() for one in dropped] == [None, None]
+        optimizer.step()
+    moments.let_go()
 
 
 def test_lost_updates_are_counted_without_a_plan(planned):
