@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adafactor, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, Optimizer, RAdam
+from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -30,6 +30,7 @@ from lightning_vram.core.tensors.codecs import (
 from lightning_vram.core.tensors.properties import dense_stride, flat_as_stored, is_dense, state_stored_like
 from lightning_vram.optimizers.step_round import (
     STEPPABLE,
+    WHOLE,
     Member,
     State,
     as_sharded,
@@ -343,11 +344,7 @@ def upcast_when_stepped(optimizer: Optimizer) -> None:
     _to_upcast[optimizer] = optimizer.register_step_pre_hook(upcast_states)
 
 
-_WHOLE: dict[type[Optimizer], str] = {
-    Adafactor: "it keeps sums over rows and columns of whole matrices",
-    Muon: "it steps whole matrices",
-}
-_ELEMENTWISE = tuple(kind for kind in STEPPABLE if kind not in _WHOLE)
+_ELEMENTWISE = tuple(kind for kind in STEPPABLE if kind not in WHOLE)
 
 
 @dataclass(frozen=True)
@@ -384,8 +381,11 @@ def find_layout(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dty
     """Return what an optimizer stores for a parameter after the first step; uses no random numbers."""
     kind = type(optimizer)
     if not is_elementwise(kind):
-        reasons = (why for whole, why in _WHOLE.items() if steps_like(kind, [whole]))
-        raise _refusal(kind, next(reasons, "its step is not known to treat each weight by itself"))
+        able = ", ".join(known.__name__ for known in _ELEMENTWISE)
+        raise ValueError(
+            f"nvme_path cannot hold the optimizer state of {kind.__name__}: its step is not known to treat each weight "
+            f"by itself; use one of torch.optim's {able}, or leave nvme_path out."
+        )
     proxy = nn.Parameter(torch.zeros((2, 3), dtype=dtype, device="cpu"))  # nothing else in a state has this shape
     proxy.grad = torch.zeros_like(proxy)
     twin = make_twin(kind, vars(optimizer), [{**group, "params": [proxy]}], defaultdict(dict))
@@ -394,53 +394,9 @@ def find_layout(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dty
     with torch.no_grad():
         unhooked_step(kind)(twin)
     state: State = twin.state[proxy]
-    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    elementwise = {key: value.dtype for key, value in tensors.items() if value.shape == proxy.shape}
-    odd = [key for key, value in tensors.items() if key not in elementwise and value.numel() != 1]
-    if odd:
-        raise _refusal(kind, f"{', '.join(odd)} has neither the shape of the parameter nor one element")
+    tensors = ((key, value) for key, value in state.items() if isinstance(value, Tensor))
+    elementwise = {key: value.dtype for key, value in tensors if value.shape == proxy.shape}
     return StateLayout(tuple(elementwise.items()), tuple(key for key in state if key not in elementwise))
-
-
-def _refusal(kind: type[Optimizer], why: str) -> ValueError:
-    able = ", ".join(known.__name__ for known in _ELEMENTWISE)
-    return ValueError(
-        f"nvme_path cannot hold the optimizer state of {kind.__name__}: {why}; use one of torch.optim's {able}, "
-        "or leave nvme_path out."
-    )
-
-
-def floating(state: State) -> list[str]:
-    """Name the floating tensors of a state; those without dimensions (step counts) keep their precision."""
-    tensors = [key for key, value in state.items() if isinstance(value, Tensor) and value.dim()]
-    return [key for key in tensors if state[key].is_floating_point()]
-
-
-def full_sized(shape: torch.Size, state: State) -> list[str]:
-    """Name the floating tensors with one number per weight."""
-    return [key for key in floating(state) if state[key].shape == shape]
-
-
-def convert_states(
-    optimizer: Optimizer, parameters: Container[nn.Parameter], dtype: torch.dtype | None, full_dtype: torch.dtype | None
-) -> None:
-    """Change the dtype of floating state tensors, to ``full_dtype`` if elementwise; ``None``: as the parameter."""
-    for parameter in iterate_parameters(optimizer):
-        if parameter not in parameters or parameter not in optimizer.state:
-            continue
-        state: State = optimizer.state[parameter]
-        full = full_sized(parameter.shape, state)
-        for key in floating(state):
-            state[key] = state[key].to((full_dtype if key in full else dtype) or parameter.dtype)
-
-
-def refill_accumulators(optimizer: Optimizer, parameters: Container[nn.Parameter]) -> None:
-    """Give Adagrad's states, created from bf16 weights, their exact initial value."""
-    for parameter in iterate_parameters(optimizer) if isinstance(optimizer, Adagrad) else ():
-        state = optimizer.state.get(parameter)
-        if parameter in parameters and state and not state["step"]:
-            initial = optimizer.defaults["initial_accumulator_value"]
-            state["sum"] = torch.full_like(state["sum"], initial, dtype=torch.float32)
 
 
 class UpdateCheck:
@@ -458,10 +414,6 @@ class UpdateCheck:
     def is_counting(self) -> bool:
         """Whether this step is counted."""
         return self._counts is not None
-
-    def note(self, numbers: Tensor) -> Tensor | None:
-        """Copy numbers that are about to change, if this step is counted."""
-        return numbers.clone() if self.is_counting else None
 
     def count(self, before: Tensor, stepped: Tensor, saved: Tensor) -> None:
         """Count numbers that the step moved, and those among them stored unchanged. Overwrites ``stepped``."""
