@@ -92,7 +92,7 @@ class LeanAverage(Average):
     def __init__(self, average: AveragedModel, module: nn.Module, lean: LeanParameters) -> None:
         super().__init__(average, module, lean.parameters())
         self._lean = lean
-        self._take_back: list[Callable[[], None]] = []  # of a swap
+        self._take_back: list[Callable[[], None]] = []  # of weights that are swapped now
         for own in chain(self._averages.values(), self._others.values()):
             if own.dtype is torch.bfloat16:
                 own.data = own.data.float()

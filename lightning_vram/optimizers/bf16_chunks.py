@@ -68,7 +68,8 @@ class WeightChunk:
         self._writes: list[int] = []  # to each parameter, once they are counted
         self.is_resting = not parameters[0].requires_grad
         self._codec = self._resting_codec() if self.is_resting else WeightCodec(scheme)
-        weights = self._codec.write(self._gather("cpu" if self.is_resting else parameters[0].device), None)
+        exact, _ = upcast_flat(parameters, "cpu" if self.is_resting else parameters[0].device)
+        weights = self._codec.write(exact, None)
         for parameter in parameters:
             _change_dtype(parameter, torch.bfloat16)
         self._scatter(weights)
@@ -80,7 +81,8 @@ class WeightChunk:
 
     def read(self) -> Tensor:
         """Return exact weights: flat fp32, on the device of the remainder, read-only."""
-        return self._codec.read(self._gather(self.parameters[0].device if self.rest is None else self.rest.device))
+        device = self.parameters[0].device if self.rest is None else self.rest.device
+        return self._codec.read(upcast_flat(self.parameters, device)[0])
 
     def check(self) -> None:
         """Refuse parameters whose dtype was changed."""
@@ -105,15 +107,15 @@ class WeightChunk:
 
     def write(self, exact: Tensor, seed: int, stepped: Collection[nn.Parameter]) -> None:
         """Store stepped weights. Others are not written: a graph may need them."""
-        flat = self._codec.write(exact, seed)
-        pairs = [pair for pair in zip(self.parameters, self.views(flat), strict=True) if pair[0] in stepped]
+        views = views_like(self._codec.write(exact, seed), self.parameters)
+        pairs = [pair for pair in zip(self.parameters, views, strict=True) if pair[0] in stepped]
         copy_each([parameter.detach() for parameter, _ in pairs], [view for _, view in pairs])
 
     def take(self, values: Mapping[nn.Parameter, Tensor]) -> None:
         """Set exact weights of some parameters."""
         self.check()
         exact = self.read()
-        for parameter, view in zip(self.parameters, self.views(exact), strict=True):
+        for parameter, view in zip(self.parameters, views_like(exact, self.parameters), strict=True):
             if parameter in values:
                 view.copy_(values[parameter])
         self._scatter(self._codec.write(exact, None))
@@ -141,14 +143,10 @@ class WeightChunk:
         changes = zip(self.parameters, before, self._writes, strict=bool(before))
         return [parameter for parameter, known, now in changes if now != known]
 
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """Return views of ``flat`` in the shapes of the parameters."""
-        return views_like(flat, self.parameters)
-
     def restore(self) -> None:
         """Restore dtype and exact weights of the parameters that are still bf16."""
-        exact = self.read()
-        for parameter, dtype, values in zip(self.parameters, self._dtypes, self.views(exact), strict=True):
+        views = views_like(self.read(), self.parameters)
+        for parameter, dtype, values in zip(self.parameters, self._dtypes, views, strict=True):
             stop_counting(parameter)
             if parameter.dtype is torch.bfloat16:
                 _change_dtype(parameter, dtype)
@@ -159,11 +157,8 @@ class WeightChunk:
         """Return the codec for host memory: split rounds ties differently from autocast, which master must not."""
         return WeightCodec("bf16+master" if self._scheme == "bf16+master" else "bf16+split")
 
-    def _gather(self, device: torch.device | str) -> Tensor:
-        return upcast_flat(self.parameters, device)[0]
-
     def _scatter(self, flat: Tensor) -> None:
-        self._write(self.views(flat))
+        self._write(views_like(flat, self.parameters))
 
     def _write(self, values: Sequence[Tensor]) -> None:
         copy_each([parameter.detach() for parameter in self.parameters], values)

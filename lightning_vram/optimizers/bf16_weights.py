@@ -55,7 +55,6 @@ from lightning_vram.private_names.dispatcher import copy_each, is_traceable_wrap
 from lightning_vram.private_names.torch import forward_pre_hooks
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
-_DTYPES = (torch.float32, *_LOW_PRECISION)
 SCHEMES = ("bf16+master", "bf16+split", "bf16+kahan", "bf16+stochastic")
 _NUM_WRITES, _NUM_LOOKS = 3, 8  # so many writes to a frozen parameter in fewer steps are refused
 _KINDS = {kind for kind in vars(optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer)} - {Optimizer}
@@ -65,16 +64,13 @@ def check_parameter(parameter: nn.Parameter) -> None:
     """Refuse a parameter that cannot be converted in place without loss."""
     kind: Any = type(parameter)
     data: Any = parameter.data
-    if isinstance(parameter, UninitializedParameter) or parameter.is_meta or is_traceable_wrapper_subclass(data):
+    has_no_values = isinstance(parameter, UninitializedParameter) or parameter.is_meta
+    if has_no_values or is_traceable_wrapper_subclass(data) or parameter.dtype not in (torch.float32, *_LOW_PRECISION):
         raise ValueError(
-            f"A parameter of type {kind.__name__} on {parameter.device} cannot be stored in bfloat16: only plain "
-            "tensors with values can. Initialize lazy and meta parameters first, and leave out quantized and sharded "
-            "ones."
-        )
-    if parameter.dtype not in _DTYPES:
-        raise ValueError(
-            f"A parameter of shape {tuple(parameter.shape)} is {parameter.dtype}: only float32, float16 and bfloat16 "
-            "parameters can be stored in bfloat16. Convert it first, or leave it out."
+            f"A {parameter.dtype} parameter of type {kind.__name__} on {parameter.device} cannot be stored in "
+            "bfloat16: only plain tensors of float32, float16 or bfloat16 can. Initialize lazy and meta parameters "
+            "first, and leave quantized ones out. With FSDP2 give fully_shard(mp_policy=MixedPrecisionPolicy("
+            "param_dtype=torch.bfloat16)) instead."
         )
 
 
@@ -184,7 +180,7 @@ class UpcastStates:
 
 def _make_proxies(chunk: WeightChunk, exact: Tensor, members: Sequence[Member]) -> list[nn.Parameter]:
     """Return fp32 proxies with gradients over the exact weights of a chunk."""
-    views = dict(zip(chunk.parameters, chunk.views(exact), strict=True))
+    views = dict(zip(chunk.parameters, views_like(exact, chunk.parameters), strict=True))
     dense = [member.gradient for member in members if member.gradient.layout is torch.strided]
     upcast = iter(upcast_flat(dense, exact.device)[1])
     gradients = (
@@ -230,7 +226,7 @@ class LeanParameters(StepTakeOver):
         self._dtypes = torch.float32, torch.bfloat16 if has_bf16_states else torch.float32  # of states: all, full-sized
         self._names = dict(names or {})
         self._num_steps = 0
-        self._check: UpdateCheck | None = None
+        self._check = UpdateCheck()
         self._has_stepped: set[int] = set()  # optimizers, by id, since frozen parameters were looked at
         self._num_looks = 0
         self._writes: defaultdict[nn.Parameter, deque[int]] = defaultdict(lambda: deque(maxlen=_NUM_WRITES))
@@ -284,7 +280,7 @@ class LeanParameters(StepTakeOver):
     def exact_weights(self) -> Iterator[tuple[tuple[nn.Parameter, ...], list[Tensor]]]:
         """Yield some parameters at a time, with exact fp32 weights: read-only, valid until the next, frozen on host."""
         for chunk in self._chunks:
-            yield chunk.parameters, chunk.views(chunk.read())
+            yield chunk.parameters, views_like(chunk.read(), chunk.parameters)
 
     @torch.no_grad()
     def take(self, values: Mapping[nn.Parameter, Tensor]) -> None:
@@ -308,7 +304,7 @@ class LeanParameters(StepTakeOver):
     @property
     def lost_updates(self) -> Tensor | None:
         """Share of the last step's updates, 0 to 1, that rounding undid; ``None``: not counted."""
-        return None if self._check is None else self._check.share
+        return self._check.share
 
     def rests(self) -> list[Tensor]:
         """Return the remainders of bf16 weights: flat int16, bf16 or fp32, in the same order on all ranks."""
@@ -344,8 +340,7 @@ class LeanParameters(StepTakeOver):
             self._refuse_frozen_writes()
         self._has_stepped.add(id(optimizer))
         self._num_steps += 1
-        if self._check is not None:
-            self._check.begin()
+        self._check.begin()
         step_round = StepRound(optimizer, is_on_host=False)
         by_chunk: dict[WeightChunk | None, list[Member]] = {}
         for member in step_round.take_rest():
@@ -361,8 +356,7 @@ class LeanParameters(StepTakeOver):
     @torch.no_grad()
     def _step_chunk(self, step_round: StepRound, chunk: WeightChunk, members: Sequence[Member]) -> None:
         exact = chunk.read_for_step()
-        check = self._check if self._check is not None and self._check.is_counting else None
-        before = None if check is None else exact.clone()
+        before = exact.clone() if self._check.is_counting else None
         states = [dict(member.local_state) for member in members]
         shaped = [(member.shard.shape, state) for member, state in zip(members, states, strict=True)]
         upcast = UpcastStates(shaped) if torch.bfloat16 in self._dtypes else None
@@ -375,11 +369,11 @@ class LeanParameters(StepTakeOver):
                 upcast.round(shaped, seed)
             for member, state in zip(members, states, strict=True):
                 publish_state(member, state)
-            stepped = None if check is None else exact.clone()
+            stepped = None if before is None else exact.clone()
             # As in fp32, a step that fails half-way leaves what it has done.
             chunk.write(exact, seed_of(*seed, 0), {member.parameter for member in members})
-        if check is not None and before is not None and stepped is not None:
-            check.count(before, stepped, chunk.read())
+        if before is not None and stepped is not None:
+            self._check.count(before, stepped, chunk.read())
 
     def _refuse_frozen_writes(self) -> None:
         """Refuse frozen parameters that user code moves a little at every step, as momentum encoders do.

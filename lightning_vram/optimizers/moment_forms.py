@@ -281,7 +281,7 @@ class LowPrecisionStates:
         form: StateForm,
         check: "UpdateCheck | None" = None,
     ) -> None:
-        self.form, self._check = form, check
+        self.form, self.check = form, check or UpdateCheck()
         self._optimizer = optimizer
         self.has = takes  # whether the moments of a parameter have the form
         self._held = HeldStates(lambda parameter, state: MOMENTS if takes(parameter) else ())
@@ -290,20 +290,15 @@ class LowPrecisionStates:
         if handle is not None:  # of an earlier run
             handle.remove()
 
-    @property
-    def is_counting(self) -> bool:
-        """Whether lost updates are counted in this step."""
-        return self._check is not None and self._check.is_counting
-
     def rounded(self, form: StateForm, state: State, start: int, seed: Seed, stored: State) -> State:
         """Round the state of a part of a parameter, and count lost updates of existing moments."""
-        if self._check is None or not self._check.is_counting:
+        if not self.check.is_counting:
             return round_state(form, state, start, seed, stored)
         keys = [key for key in MOMENTS if is_low_precision(stored.get(key))]
         before, stepped = [upcast_moment(stored[key]) for key in keys], [state[key].clone() for key in keys]
         rounded = round_state(form, state, start, seed, stored)
         for key, old, new in zip(keys, before, stepped, strict=True):
-            self._check.count(old, new, rounded[key])
+            self.check.count(old, new, rounded[key])
         return rounded
 
     def take_in(self, optimizer: Optimizer) -> None:
@@ -402,7 +397,7 @@ def find_layout(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dty
 class UpdateCheck:
     """Counts updates of weights or moments that rounding undoes; takes 8 bytes per number that is stepped at once."""
 
-    def __init__(self, is_due: Callable[[], bool]) -> None:
+    def __init__(self, is_due: Callable[[], bool] = lambda: False) -> None:
         self._is_due = is_due
         self._counts: list[tuple[Tensor, Tensor]] | None = None
 

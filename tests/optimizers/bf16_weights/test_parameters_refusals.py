@@ -20,6 +20,13 @@ class Named(optim.AdamW):
     """The same step under another name."""
 
 
+WAY_OUT = (
+    "only plain tensors of float32, float16 or bfloat16 can. Initialize lazy and meta parameters first, and leave "
+    "quantized ones out. With FSDP2 give fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)) "
+    "instead."
+)
+
+
 def refusal(message: str):
     return pytest.raises(ValueError, match=f"^{re.escape(message)}$")
 
@@ -34,11 +41,7 @@ def test_an_unknown_scheme_is_refused():
 
 def test_a_parameter_of_another_precision_is_refused_and_no_other_is_converted():
     parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3, 2, dtype=torch.float64))]
-    message = (
-        "A parameter of shape (3, 2) is torch.float64: only float32, float16 and bfloat16 parameters can be stored in "
-        "bfloat16. "
-        "Convert it first, or leave it out."
-    )
+    message = f"A torch.float64 parameter of type Parameter on cpu cannot be stored in bfloat16: {WAY_OUT}"
     with refusal(message):
         LeanParameters(parameters, "bf16+split")
     assert parameters[0].dtype is torch.float32
@@ -48,9 +51,8 @@ def test_a_parameter_of_another_precision_is_refused_and_no_other_is_converted()
 def test_a_parameter_without_values_is_refused(make):
     parameter = make()
     message = (
-        f"A parameter of type {type(parameter).__name__} on {parameter.device} cannot be stored in bfloat16: only "
-        "plain tensors with "
-        "values can. Initialize lazy and meta parameters first, and leave out quantized and sharded ones."
+        f"A torch.float32 parameter of type {type(parameter).__name__} on {parameter.device} cannot be stored in "
+        f"bfloat16: {WAY_OUT}"
     )
     with refusal(message):
         LeanParameters([parameter], "bf16+split")
@@ -58,10 +60,7 @@ def test_a_parameter_without_values_is_refused(make):
 
 def test_a_sharded_parameter_is_refused(mesh):
     layer = fully_shard(nn.Linear(2, 2), mesh=mesh)
-    message = (
-        "A parameter of type DTensor on cpu cannot be stored in bfloat16: only plain tensors with values can. "
-        "Initialize lazy and meta parameters first, and leave out quantized and sharded ones."
-    )
+    message = f"A torch.float32 parameter of type DTensor on cpu cannot be stored in bfloat16: {WAY_OUT}"
     with refusal(message):
         LeanParameters(layer.parameters(), "bf16+split")
 
