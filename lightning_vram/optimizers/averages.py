@@ -91,7 +91,8 @@ class LeanAverage(Average):
 
     def __init__(self, average: AveragedModel, module: nn.Module, lean: LeanParameters) -> None:
         super().__init__(average, module, lean.parameters())
-        self._lean, self._is_lent = lean, False
+        self._lean = lean
+        self._take_back: list[Callable[[], None]] = []  # of weights that are swapped now
         for own in chain(self._averages.values(), self._others.values()):
             if own.dtype is torch.bfloat16:
                 own.data = own.data.float()
@@ -107,14 +108,14 @@ class LeanAverage(Average):
     @torch.no_grad()
     def swap(self, model: nn.Module) -> None:
         """Swap weights and average; the next call swaps them back."""
+        undo, self._take_back = self._take_back, []
         for parameters, values in self._lean.exact_weights():
-            if not self._is_lent:
-                self._lean.lend({parameter: self._averages[parameter] for parameter in parameters})
+            if not undo:
+                self._take_back.append(self._lean.lend({one: self._averages[one] for one in parameters}))
             for parameter, value in zip(parameters, values, strict=True):
                 self._averages[parameter].copy_(value)
-        if self._is_lent:
-            self._lean.take_back()
-        self._is_lent = not self._is_lent
+        for take_back in undo:
+            take_back()
         for own, other in chain(*self._list_rest(model)):
             saved = own.clone()
             own.copy_(other)

@@ -1,12 +1,13 @@
 """Codecs for what bf16 weights lose, and chunks of weights: large enough for few kernels, small in fp32 memory."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
 from lightning_vram.core.tensors.codecs import add_compensation_, compensate_, join_, rounded_by_place, split_
+from lightning_vram.core.tensors.properties import count, count_writes, stop_counting
 from lightning_vram.private_names.dispatcher import copy_each
 
 
@@ -64,10 +65,11 @@ class WeightChunk:
         self.number = number
         self._scheme = scheme
         self._dtypes = tuple(parameter.dtype for parameter in parameters)
-        self._lent: tuple[list[Tensor], WeightCodec, bool] | None = None
+        self._writes: list[int] = []  # to each parameter, once they are counted
         self.is_resting = not parameters[0].requires_grad
         self._codec = self._resting_codec() if self.is_resting else WeightCodec(scheme)
-        weights = self._codec.write(self._gather("cpu" if self.is_resting else parameters[0].device), None)
+        exact, _ = upcast_flat(parameters, "cpu" if self.is_resting else parameters[0].device)
+        weights = self._codec.write(exact, None)
         for parameter in parameters:
             _change_dtype(parameter, torch.bfloat16)
         self._scatter(weights)
@@ -79,7 +81,8 @@ class WeightChunk:
 
     def read(self) -> Tensor:
         """Return exact weights: flat fp32, on the device of the remainder, read-only."""
-        return self._codec.read(self._gather(self.parameters[0].device if self.rest is None else self.rest.device))
+        device = self.parameters[0].device if self.rest is None else self.rest.device
+        return self._codec.read(upcast_flat(self.parameters, device)[0])
 
     def check(self) -> None:
         """Refuse parameters whose dtype was changed."""
@@ -104,53 +107,63 @@ class WeightChunk:
 
     def write(self, exact: Tensor, seed: int, stepped: Collection[nn.Parameter]) -> None:
         """Store stepped weights. Others are not written: a graph may need them."""
-        flat = self._codec.write(exact, seed)
-        pairs = [pair for pair in zip(self.parameters, self.views(flat), strict=True) if pair[0] in stepped]
+        views = views_like(self._codec.write(exact, seed), self.parameters)
+        pairs = [pair for pair in zip(self.parameters, views, strict=True) if pair[0] in stepped]
         copy_each([parameter.detach() for parameter, _ in pairs], [view for _, view in pairs])
 
     def take(self, values: Mapping[nn.Parameter, Tensor]) -> None:
         """Set exact weights of some parameters."""
+        self.check()
         exact = self.read()
-        for parameter, view in zip(self.parameters, self.views(exact), strict=True):
+        for parameter, view in zip(self.parameters, views_like(exact, self.parameters), strict=True):
             if parameter in values:
                 view.copy_(values[parameter])
         self._scatter(self._codec.write(exact, None))
 
-    def lend(self, values: Sequence[Tensor]) -> None:
-        """Set exact values until :meth:`take_back` or the next step."""
+    def lend(self, values: Sequence[Tensor]) -> Callable[[], None]:
+        """Set exact values until the next step, or until the returned function restores the bits from before."""
         weights = [parameter.detach().to("cpu", copy=True) for parameter in self.parameters]
-        self._lent = weights, self._codec, self.is_resting
+        codec, is_resting = self._codec, self.is_resting
         self._codec, self.is_resting = self._resting_codec(), True
         self._scatter(self._codec.write(upcast_flat(values, "cpu")[0], None))
 
-    def take_back(self) -> None:
-        """Restore the bits from before :meth:`lend`."""
-        assert self._lent is not None
-        (weights, self._codec, self.is_resting), self._lent = self._lent, None
-        copy_each([parameter.detach() for parameter in self.parameters], weights)
+        def take_back() -> None:
+            self._codec, self.is_resting = codec, is_resting
+            self._write(weights)
 
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """Return views of ``flat`` in the shapes of the parameters."""
-        return views_like(flat, self.parameters)
+        return take_back
+
+    def find_written(self) -> list[nn.Parameter]:
+        """Return the frozen parameters that other code has written since the last call."""
+        if not self.is_resting:
+            return []
+        for parameter in self.parameters:
+            count(parameter)
+        before, self._writes = self._writes, [count_writes(parameter) for parameter in self.parameters]
+        changes = zip(self.parameters, before, self._writes, strict=bool(before))
+        return [parameter for parameter, known, now in changes if now != known]
 
     def restore(self) -> None:
         """Restore dtype and exact weights of the parameters that are still bf16."""
-        exact = self.read()
-        for parameter, dtype, values in zip(self.parameters, self._dtypes, self.views(exact), strict=True):
+        views = views_like(self.read(), self.parameters)
+        for parameter, dtype, values in zip(self.parameters, self._dtypes, views, strict=True):
+            stop_counting(parameter)
             if parameter.dtype is torch.bfloat16:
                 _change_dtype(parameter, dtype)
                 parameter.copy_(values)
-        self._codec.rest = self._lent = None
+        self._codec.rest = None
 
     def _resting_codec(self) -> WeightCodec:
         """Return the codec for host memory: split rounds ties differently from autocast, which master must not."""
         return WeightCodec("bf16+master" if self._scheme == "bf16+master" else "bf16+split")
 
-    def _gather(self, device: torch.device | str) -> Tensor:
-        return upcast_flat(self.parameters, device)[0]
-
     def _scatter(self, flat: Tensor) -> None:
-        copy_each([parameter.detach() for parameter in self.parameters], self.views(flat))
+        self._write(views_like(flat, self.parameters))
+
+    def _write(self, values: Sequence[Tensor]) -> None:
+        copy_each([parameter.detach() for parameter in self.parameters], values)
+        if self._writes:
+            self._writes = [count_writes(parameter) for parameter in self.parameters]
 
 
 def make_chunks(parameters: Iterable[nn.Parameter], scheme: str) -> list[WeightChunk]:

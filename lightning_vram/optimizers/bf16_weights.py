@@ -18,54 +18,59 @@ the same bit-exact steps on the same gradients, while whole runs differ by round
 Kahan and stochastic rounding) for each weight of the current chunk: four million weights, or one larger parameter.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from copy import copy
-from itertools import pairwise
+from functools import partial
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 
-from lightning_vram.core.tensors.properties import is_dense, is_strided
+from lightning_vram.core.tensors.codecs import rounded_by_place, seed_of
+from lightning_vram.core.tensors.properties import flat_as_stored, is_dense, is_strided, stored_like
 from lightning_vram.memory.storages import storage_address
-from lightning_vram.optimizers.bf16_chunks import WeightChunk, list_rests, make_chunks
-from lightning_vram.optimizers.bf16_steps import LeanOptimizers
-from lightning_vram.optimizers.moment_forms import UpdateCheck
-from lightning_vram.optimizers.step_round import iterate_parameters, steps_like
-from lightning_vram.private_names.dispatcher import is_traceable_wrapper_subclass
+from lightning_vram.memory.tracking.ledger import forget_optimizer_tensors, register_optimizer_tensors
+from lightning_vram.optimizers.bf16_chunks import WeightChunk, list_rests, make_chunks, upcast_flat, views_like
+from lightning_vram.optimizers.moment_forms import HeldStates, Seed, UpdateCheck
+from lightning_vram.optimizers.step_round import (
+    Member,
+    State,
+    StepRound,
+    iterate_parameters,
+    make_proxy,
+    publish_state,
+    steps_like,
+    why_not_steppable,
+)
+from lightning_vram.optimizers.take_over import StepTakeOver
+from lightning_vram.private_names.dispatcher import copy_each, is_traceable_wrapper_subclass
 from lightning_vram.private_names.torch import forward_pre_hooks
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
-_DTYPES = (torch.float32, *_LOW_PRECISION)
 SCHEMES = ("bf16+master", "bf16+split", "bf16+kahan", "bf16+stochastic")
+_NUM_WRITES, _NUM_LOOKS = 3, 8  # so many writes to a frozen parameter in fewer steps are refused
 _KINDS = {kind for kind in vars(optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer)} - {Optimizer}
 
 
 def check_parameter(parameter: nn.Parameter) -> None:
     """Refuse a parameter that cannot be converted in place without loss."""
     kind: Any = type(parameter)
-    if issubclass(kind, DTensor) or isinstance(parameter.data, DTensor):
-        raise ValueError(
-            "Sharded parameters (FSDP2) cannot be stored in bfloat16: the shards are the fp32 master weights already. "
-            "Give fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)) to compute in 16 bits."
-        )
     data: Any = parameter.data
-    if isinstance(parameter, UninitializedParameter) or parameter.is_meta or is_traceable_wrapper_subclass(data):
+    has_no_values = isinstance(parameter, UninitializedParameter) or parameter.is_meta
+    if has_no_values or is_traceable_wrapper_subclass(data) or parameter.dtype not in (torch.float32, *_LOW_PRECISION):
         raise ValueError(
-            f"A parameter of type {kind.__name__} on {parameter.device} cannot be stored in bfloat16: only plain "
-            "tensors with values can. Initialize lazy and meta parameters first, and leave quantized ones out."
-        )
-    if parameter.dtype not in _DTYPES:
-        raise ValueError(
-            f"A parameter of shape {tuple(parameter.shape)} is {parameter.dtype}: only float32, float16 and bfloat16 "
-            "parameters can be stored in bfloat16. Convert it first, or leave it out."
+            f"A {parameter.dtype} parameter of type {kind.__name__} on {parameter.device} cannot be stored in "
+            "bfloat16: only plain tensors of float32, float16 or bfloat16 can. Initialize lazy and meta parameters "
+            "first, and leave quantized ones out. With FSDP2 give fully_shard(mp_policy=MixedPrecisionPolicy("
+            "param_dtype=torch.bfloat16)) instead."
         )
 
 
@@ -87,20 +92,6 @@ def check_memory(parameters: Iterable[nn.Parameter]) -> None:
                 )
 
 
-def check_values(values: Mapping[nn.Parameter, Tensor], lean: Container[nn.Parameter]) -> None:
-    """Refuse weights for parameters that are not stored in bf16, or of another shape."""
-    for parameter, value in values.items():
-        if parameter not in lean:
-            raise ValueError(
-                f"A parameter of shape {tuple(parameter.shape)} is not stored in bfloat16: copy its weights into it."
-            )
-        if value.shape != parameter.shape:
-            raise ValueError(
-                f"A bfloat16 parameter of shape {tuple(parameter.shape)} cannot take weights of shape "
-                f"{tuple(value.shape)}."
-            )
-
-
 def iterate_computing(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules that compute a weight, as parametrizations do: that needs fp32, and their buffers are fp32."""
     for part in module.modules():
@@ -116,8 +107,6 @@ def refuse_lost_updates(optimizers: Iterable[Optimizer]) -> None:
     for optimizer in optimizers:
         if not steps_like(type(optimizer), _KINDS):  # may have no defaults
             continue
-        if getattr(optimizer, "bf16_stochastic_round", False) or optimizer.defaults.get("kahan_sum"):
-            continue
         rounded = [p for p in iterate_parameters(optimizer) if p.requires_grad and p.dtype in _LOW_PRECISION]
         if rounded:
             dtypes = " and ".join(sorted({str(parameter.dtype) for parameter in rounded}))
@@ -128,7 +117,82 @@ def refuse_lost_updates(optimizers: Iterable[Optimizer]) -> None:
             )
 
 
-class LeanParameters:
+def floating(state: State) -> list[str]:
+    """Name the floating tensors of a state; those without dimensions (step counts) keep their precision."""
+    tensors = [key for key, value in state.items() if isinstance(value, Tensor) and value.dim()]
+    return [key for key in tensors if state[key].is_floating_point()]
+
+
+def full_sized(shape: torch.Size, state: State) -> list[str]:
+    """Name the floating tensors with one number per weight."""
+    return [key for key in floating(state) if state[key].shape == shape]
+
+
+def convert_states(
+    optimizer: Optimizer, parameters: Container[nn.Parameter], dtype: torch.dtype | None, full_dtype: torch.dtype | None
+) -> None:
+    """Change the dtype of floating state tensors, to ``full_dtype`` if elementwise; ``None``: as the parameter."""
+    for parameter in iterate_parameters(optimizer):
+        if parameter not in parameters or parameter not in optimizer.state:
+            continue
+        state: State = optimizer.state[parameter]
+        full = full_sized(parameter.shape, state)
+        for key in floating(state):
+            value = state[key].to((full_dtype if key in full else dtype) or parameter.dtype)
+            is_ordered = key in full and value.layout is torch.strided  # as the weights, for fused kernels
+            state[key] = stored_like(value, parameter) if is_ordered else value
+
+
+def refill_accumulators(optimizer: Optimizer, parameters: Container[nn.Parameter]) -> None:
+    """Give Adagrad's states, created from bf16 weights, their exact initial value."""
+    for parameter in iterate_parameters(optimizer) if isinstance(optimizer, Adagrad) else ():
+        state = optimizer.state.get(parameter)
+        if parameter in parameters and state and not state["step"]:
+            initial = optimizer.defaults["initial_accumulator_value"]
+            state["sum"] = torch.full_like(state["sum"], initial, dtype=torch.float32)
+
+
+class UpcastStates:
+    """Replaces elementwise bf16 states by fp32 ones, in place, until :meth:`round`.
+
+    Rounding to nearest would lose what a decay of .999 moves: less than half a unit of bf16 per step.
+    """
+
+    def __init__(self, states: Iterable[tuple[torch.Size, State]]) -> None:
+        slots = [(state, key) for shape, state in states for key in full_sized(shape, state)]
+        self._bf16 = [state[key] for state, key in slots]
+        self._flat, self._fp32 = upcast_flat(self._bf16, self._bf16[0].device if slots else None)
+        for (state, key), fp32 in zip(slots, self._fp32, strict=True):
+            state[key] = fp32
+
+    def round(self, states: Sequence[tuple[torch.Size, State]], seed: Seed) -> None:
+        """Put the bf16 tensors back, stochastically rounded, and round new states, too."""
+        if self._fp32:
+            copy_each(self._bf16, views_like(rounded_by_place(self._flat, 0, seed_of(*seed, 1)), self._bf16))
+        lent = {id(fp32): bf16 for fp32, bf16 in zip(self._fp32, self._bf16, strict=True)}
+        slots = [(state, key) for shape, state in states for key in full_sized(shape, state)]
+        for number, (state, key) in enumerate(slots):
+            value = state[key]
+            if id(value) not in lent:
+                bf16 = torch.empty_like(value, dtype=torch.bfloat16)
+                rounded_by_place(flat_as_stored(value), 0, seed_of(*seed, 2 + number), flat_as_stored(bf16))
+                lent[id(value)] = bf16
+            state[key] = lent[id(value)]
+
+
+def _make_proxies(chunk: WeightChunk, exact: Tensor, members: Sequence[Member]) -> list[nn.Parameter]:
+    """Return fp32 proxies with gradients over the exact weights of a chunk."""
+    views = dict(zip(chunk.parameters, views_like(exact, chunk.parameters), strict=True))
+    dense = [member.gradient for member in members if member.gradient.layout is torch.strided]
+    upcast = iter(upcast_flat(dense, exact.device)[1])
+    gradients = (
+        next(upcast) if one.gradient.layout is torch.strided else one.gradient.to(exact.device, torch.float32)
+        for one in members
+    )
+    return [make_proxy(views[one.parameter], gradient) for one, gradient in zip(members, gradients, strict=True)]
+
+
+class LeanParameters(StepTakeOver):
     """Stores floating parameters as bf16 until :meth:`restore`: the same objects, with other memory.
 
     The remainder of a frozen parameter is in host memory. Values that user code writes to a parameter are rounded:
@@ -157,17 +221,38 @@ class LeanParameters:
         for parameter in unique:
             check_parameter(parameter)
         check_memory(unique)
-        self._names = dict(names or {})
         with torch.no_grad():
             self._chunks = make_chunks(unique, scheme)
-        self._optimizers = LeanOptimizers(self._chunks, scheme, self._names)
+        self._places = places = {parameter: chunk for chunk in self._chunks for parameter in chunk.parameters}
+        has_bf16_states = scheme in ("bf16+kahan", "bf16+stochastic")
+        self._dtypes = torch.float32, torch.bfloat16 if has_bf16_states else torch.float32  # of states: all, full-sized
+        self._names = dict(names or {})
+        self._num_steps = 0
+        self._check = UpdateCheck()
+        self._has_stepped: set[int] = set()  # optimizers, by id, since frozen parameters were looked at
+        self._num_looks = 0
+        self._writes: defaultdict[nn.Parameter, deque[int]] = defaultdict(lambda: deque(maxlen=_NUM_WRITES))
+        self._held = HeldStates(lambda parameter, state: set(state) - {"step"} if parameter in places else ())
+        super().__init__()
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Step optimizers in fp32 from now on; refuse all if one with bf16 weights cannot step in chunks.
 
         Other optimizers of these parameters are attached at their first step. Repeated calls do nothing.
         """
-        self._optimizers.attach(optimizers)
+        fresh = [optimizer for optimizer in optimizers if not self._is_taken(optimizer)]
+        for optimizer in fresh:
+            if self._has_ours(optimizer) and (objection := why_not_steppable(optimizer)):
+                raise ValueError(objection)
+        for optimizer in (one for one in fresh if why_not_steppable(one) is None):
+            refill_accumulators(optimizer, self._places)
+            convert_states(optimizer, self._places, *self._dtypes)
+            self._take_over(optimizer)
+            self._handles += [
+                optimizer.register_load_state_dict_pre_hook(self._held.before_load),
+                optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True),
+            ]
+            register_optimizer_tensors(optimizer, partial(list_rests, self._chunks))  # self would keep it alive
 
     @torch.no_grad()
     def full_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -183,58 +268,45 @@ class LeanParameters:
                 owner = value if named is None or not _is_copy(value, named) else named
                 names.setdefault(_memory(owner), []).append(name)
         full = copy(state_dict)  # with its metadata
-        for chunk in self._chunks:
-            wanted = [names.get(_memory(parameter), []) for parameter in chunk.parameters]
-            if any(wanted):
-                full.update(_copy_values(chunk, wanted))
+        for parameters, values in self.exact_weights():
+            for parameter, value in zip(parameters, values, strict=True):
+                if keys := names.get(_memory(parameter)):
+                    full.update(dict.fromkeys(keys, value.to("cpu", copy=True)))
+            del value, values  # frees the chunk before the next is read
         return full
 
     def parameters(self) -> set[nn.Parameter]:
         """Return the parameters that are stored as bf16."""
-        return {parameter for chunk in self._chunks for parameter in chunk.parameters}
+        return set(self._places)
 
-    @torch.no_grad()
     def exact_weights(self) -> Iterator[tuple[tuple[nn.Parameter, ...], list[Tensor]]]:
         """Yield some parameters at a time, with exact fp32 weights: read-only, valid until the next, frozen on host."""
         for chunk in self._chunks:
-            yield chunk.parameters, chunk.views(chunk.read())
+            yield chunk.parameters, views_like(chunk.read(), chunk.parameters)
 
     @torch.no_grad()
     def take(self, values: Mapping[nn.Parameter, Tensor]) -> None:
-        """Set exact weights, such as those of a checkpoint; refuse all if one does not match."""
-        places = {parameter: chunk for chunk in self._chunks for parameter in chunk.parameters}
-        check_values(values, places)
-        chunks = dict.fromkeys(places[parameter] for parameter in values)
-        for chunk in chunks:
-            chunk.check()
-        for chunk in chunks:
+        """Set exact weights of some parameters, such as those of a checkpoint."""
+        for chunk in dict.fromkeys(self._places[parameter] for parameter in values):
             chunk.take(values)
-        self._optimizers.frozen_writes.pass_over(values)
 
     @torch.no_grad()
-    def lend(self, values: Mapping[nn.Parameter, Tensor]) -> None:
-        """Set exact fp32 values until :meth:`take_back`, in 4 bytes of host memory per weight."""
+    def lend(self, values: Mapping[nn.Parameter, Tensor]) -> Callable[[], None]:
+        """Set exact fp32 values until the returned function is called; takes 4 bytes of host memory per weight."""
+        undo = ExitStack()
         for chunk in self._chunks:
             if chunk.parameters[0] in values:
-                chunk.lend([values[parameter] for parameter in chunk.parameters])
-        self._optimizers.frozen_writes.pass_over(values)
-
-    @torch.no_grad()
-    def take_back(self) -> None:
-        """Undo :meth:`lend`, bit-exact."""
-        for chunk in self._chunks:
-            chunk.take_back()
-            self._optimizers.frozen_writes.pass_over(chunk.parameters)
+                undo.callback(chunk.lend([values[parameter] for parameter in chunk.parameters]))
+        return undo.close
 
     def check_updates(self, is_due: Callable[[], bool]) -> None:
         """Count updates that rounding undoes, in steps that are due."""
-        self._optimizers.check = UpdateCheck(is_due)
+        self._check = UpdateCheck(is_due)
 
     @property
     def lost_updates(self) -> Tensor | None:
         """Share of the last step's updates, 0 to 1, that rounding undid; ``None``: not counted."""
-        check = self._optimizers.check
-        return None if check is None else check.share
+        return self._check.share
 
     def rests(self) -> list[Tensor]:
         """Return the remainders of bf16 weights: flat int16, bf16 or fp32, in the same order on all ranks."""
@@ -242,29 +314,91 @@ class LeanParameters:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps of all optimizers: it seeds the rounding."""
-        return {"num_steps": self._optimizers.num_steps}
+        return {"num_steps": self._num_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the number of steps."""
-        self._optimizers.num_steps = state_dict["num_steps"]
+        self._num_steps = state_dict["num_steps"]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the dtype of the parameters that are still bf16, with exact weights, and detach the optimizers."""
-        self._optimizers.remove_patches()
+        self.remove_patches()
         for chunk in self._chunks:
             chunk.restore()
-        self._optimizers.let_go()
-        self._chunks = []
+        for optimizer in self._taken:
+            forget_optimizer_tensors(optimizer)
+            convert_states(optimizer, self._places, None, None)
+        self._taken, self._chunks = [], []
+        self._places.clear()
 
+    def _has_ours(self, optimizer: Optimizer) -> bool:
+        return any(parameter in self._places for parameter in iterate_parameters(optimizer))
 
-def _copy_values(chunk: WeightChunk, wanted: Iterable[Sequence[str]]) -> dict[str, Tensor]:
-    """Copy exact weights to the host. Returning frees the chunk before the next is read."""
-    copies = {}
-    for keys, values in zip(wanted, chunk.views(chunk.read()), strict=True):
-        if keys:
-            copies.update(dict.fromkeys(keys, values.to("cpu", copy=True)))
-    return copies
+    def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        loss = self._run_closure(optimizer, closure)
+        if id(optimizer) in self._has_stepped or not self._has_stepped:  # once per round of all optimizers
+            self._has_stepped.clear()
+            self._refuse_frozen_writes()
+        self._has_stepped.add(id(optimizer))
+        self._num_steps += 1
+        self._check.begin()
+        step_round = StepRound(optimizer, is_on_host=False, contiguous=self._places)
+        by_chunk: dict[WeightChunk | None, list[Member]] = {}
+        for member in step_round.take_rest():
+            by_chunk.setdefault(self._places.get(member.parameter), []).append(member)
+        for chunk, members in by_chunk.items():
+            # A call per chunk frees all of it before the next one.
+            if chunk is None:
+                step_round.run(members)
+            else:
+                self._step_chunk(step_round, chunk, members)
+        return loss
+
+    @torch.no_grad()
+    def _step_chunk(self, step_round: StepRound, chunk: WeightChunk, members: Sequence[Member]) -> None:
+        exact = chunk.read_for_step()
+        before = exact.clone() if self._check.is_counting else None
+        states = [dict(member.local_state) for member in members]
+        shaped = [(member.shard.shape, state) for member, state in zip(members, states, strict=True)]
+        upcast = UpcastStates(shaped) if torch.bfloat16 in self._dtypes else None
+        try:
+            groups = [member.group for member in members]
+            step_round.step_proxies(groups, _make_proxies(chunk, exact, members), states)
+        finally:
+            seed = self._num_steps, chunk.number
+            if upcast is not None:
+                upcast.round(shaped, seed)
+            for member, state in zip(members, states, strict=True):
+                publish_state(member, state)
+            stepped = None if before is None else exact.clone()
+            # As in fp32, a step that fails half-way leaves what it has done.
+            chunk.write(exact, seed_of(*seed, 0), {member.parameter for member in members})
+        if before is not None and stepped is not None:
+            self._check.count(before, stepped, chunk.read())
+
+    def _refuse_frozen_writes(self) -> None:
+        """Refuse frozen parameters that user code moves a little at every step, as momentum encoders do.
+
+        bf16 loses such updates. Rare writes (loading, copying) are allowed: less than three in eight steps.
+        """
+        self._num_looks += 1
+        for parameter in chain.from_iterable(chunk.find_written() for chunk in self._chunks):
+            writes = self._writes[parameter]
+            writes.append(self._num_looks)
+            if len(writes) == _NUM_WRITES and writes[-1] - writes[0] < _NUM_LOOKS:
+                names = [name for name, known in self._names.items() if known is parameter]
+                raise RuntimeError(
+                    f"The frozen parameter {names[0] if names else f'of shape {tuple(parameter.shape)}'} is written at "
+                    "almost every step, and bfloat16 loses small changes: name its module in fp32_modules=[...]."
+                )
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        for parameter, state in self._held.take():
+            for key, value in state.items():
+                is_tensor = isinstance(value, Tensor)
+                optimizer.state[parameter][key] = value.to(parameter.device, copy=True) if is_tensor else value
+        convert_states(optimizer, self._places, *self._dtypes)
 
 
 def _is_copy(value: Tensor, parameter: nn.Parameter) -> bool:

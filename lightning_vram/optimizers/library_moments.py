@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 from typing_extensions import override
 
 from lightning_vram.core.tensors.codecs import LowBitTensor, decoded
@@ -23,7 +23,6 @@ from lightning_vram.optimizers.step_round import (
     Member,
     State,
     StepRound,
-    is_lion,
     iterate_parameters,
     make_proxy,
     make_twin,
@@ -35,6 +34,8 @@ from lightning_vram.private_names.dispatcher import FakeTensor, current_dispatch
 from lightning_vram.private_names.torch import make_wrapper
 
 Library = Literal["auto", "own", "torchao", "bitsandbytes"]
+_UNKNOWN = ("amsgrad", "maximize", "fused", "capturable")  # settings that no library knows
+_KEYS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,11 +44,6 @@ class CodeMap:
 
     values: Tensor
     block_size: int
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether two codes are in a byte."""
-        return len(self.values) == 16
 
     @lru_cache  # noqa: B019
     def on(self, device: torch.device) -> Tensor:
@@ -68,13 +64,13 @@ class MappedTensor(LowBitTensor):
         """Make a tensor that has no memory but ``records`` and ``scales``, both flat."""
         made: MappedTensor = make_wrapper(cls, shape, dtype=torch.float32, device=records.device)
         made.records, made.scales, made.code_map = records, scales, code_map
-        made.bits, made.is_positive = 4 if code_map.is_packed else 8, bool(code_map.values[0] >= 0)
+        made.bits, made.is_positive = 4 if len(code_map.values) == 16 else 8, bool(code_map.values[0] >= 0)
         return made
 
     @override
     def decode(self, out: Tensor | None = None) -> Tensor:
         codes = self.records
-        if self.code_map.is_packed:
+        if self.bits == 4:
             codes = torch.stack([codes >> 4, codes & 15], dim=-1)
         numbers = self.code_map.on(self.device)[codes.flatten().int()]
         numbers *= self.scales.repeat_interleave(self.code_map.block_size)[: numbers.numel()]
@@ -97,7 +93,7 @@ class MappedTensor(LowBitTensor):
                 is_it = (values[others] * likely == blocks).all(1, keepdim=True)
                 codes, scales = torch.where(is_it, others, codes), torch.where(is_it, likely, scales)
         codes = codes.flatten()[: flat.numel()]
-        self.records.copy_(codes[::2] << 4 | codes[1::2] if self.code_map.is_packed else codes)
+        self.records.copy_(codes[::2] << 4 | codes[1::2] if self.bits == 4 else codes)
         self.scales.copy_(scales.view(-1))
 
     @property
@@ -125,7 +121,8 @@ class MappedTensor(LowBitTensor):
 def empty_mapped(like: Tensor, code_map: CodeMap) -> MappedTensor:
     """Return one of zeros, of the shape and device of a contiguous tensor."""
     count = like.numel()
-    records = torch.zeros(count // 2 if code_map.is_packed else count, dtype=torch.uint8, device=like.device)
+    num_bytes = count // 2 if len(code_map.values) == 16 else count
+    records = torch.zeros(num_bytes, dtype=torch.uint8, device=like.device)
     scales = torch.zeros(-(-count // code_map.block_size), device=like.device)
     return MappedTensor(records, scales, like.shape, code_map)
 
@@ -134,9 +131,6 @@ class LibraryForm(StateForm):
     """Moments in the form of a library, whose kernels step them."""
 
     library: Library  # its name
-    kinds: tuple[type[Optimizer], ...]  # optimizers whose step it has
-    knows_lion = False  # of any package
-    unable: tuple[str, ...] = ("amsgrad", "maximize", "fused", "capturable")  # settings that it does not know
 
     def __init__(self, bits: int) -> None:
         super().__init__("8bit" if bits == 8 else "4bit", f"LowBitOptimizer(bits={bits})", bits)
@@ -146,14 +140,13 @@ class LibraryForm(StateForm):
         name, parameters = type(optimizer).__name__, list(iterate_parameters(optimizer))
         if any(map(is_shard, parameters)):
             return "sharded parameters"
-        if not steps_like(type(optimizer), self.kinds) and not (self.knows_lion and is_lion(optimizer)):
+        if not steps_like(type(optimizer), (Adam, AdamW)):
             return name
-        odd = [f"{name}({key}={group[key]!r})" for group in optimizer.param_groups for key in self._odd(group)]
+        odd = [
+            f"{name}({key}={group[key]!r})" for group in optimizer.param_groups for key in _UNKNOWN if group.get(key)
+        ]
         odd += [f"parameters on {p.device}, only on CUDA" for p in parameters if p.device.type != "cuda"]
         return next(iter(odd), None)
-
-    def _odd(self, group: dict[str, Any]) -> list[str]:
-        return [key for key in self.unable if group.get(key)]
 
     @override
     def holds(self, parameter: nn.Parameter) -> bool:
@@ -171,69 +164,54 @@ class LibraryForm(StateForm):
         """Return the meaning of codes."""
         return _map_of(self.library, self.bits, is_positive)
 
+    @torch.no_grad()
     def step(self, step_round: StepRound, members: Sequence[Member]) -> None:
         """Step members with moments in this form."""
         step_round.scale(members)
         for member in members:
-            settings = step_round.settings_of(member.group)
-            with torch.no_grad():
-                publish_state(member, self._step(member, settings))
+            publish_state(member, self._step(member, step_round.settings_of(member.group)))
 
     def _step(self, member: Member, settings: dict[str, Any]) -> State:
         """Step one member; return its state."""
         raise NotImplementedError
 
-    def _begun(self, member: Member, keys: Sequence[str]) -> State:
-        fresh = {key: self.empty(key, member.shard) for key in keys}
-        return fresh | {key: value for key, value in member.local_state.items() if value is not None}
+    def _begun(self, member: Member) -> State:
+        if member.local_state:
+            return dict(member.local_state)
+        return {"step": torch.tensor(0.0)} | {key: self.empty(key, member.shard) for key in _KEYS}
 
 
 class BitsandbytesForm(LibraryForm):
     """Blocks of 256; the last one of a parameter may be smaller."""
 
     library: Library = "bitsandbytes"
-    kinds, knows_lion = (Adam, AdamW, SGD), True
-    unable = (*LibraryForm.unable, "nesterov", "dampening")
 
     @override
     def why_not(self, optimizer: Optimizer) -> str | None:
-        return super().why_not(optimizer) if self.bits == 8 else f"moments of {self.bits} bits"
-
-    @override
-    def _odd(self, group: dict[str, Any]) -> list[str]:
-        is_coupled = group.get("weight_decay") and not group.get("decoupled_weight_decay", True)
-        return ["weight_decay"] if is_coupled else super()._odd(group)
+        if self.bits != 8:
+            return f"moments of {self.bits} bits"
+        is_adamw = all(group.get("decoupled_weight_decay") for group in optimizer.param_groups)
+        return super().why_not(optimizer) if is_adamw else type(optimizer).__name__
 
     @override
     def _step(self, member: Member, settings: dict[str, Any]) -> State:
-        is_sgd = "momentum" in settings
-        keys = ["momentum_buffer"] if is_sgd else ["exp_avg", "exp_avg_sq"] if "eps" in settings else ["exp_avg"]
-        is_first = not isinstance(member.local_state.get(keys[0]), Tensor)
-        state = self._begun(member, keys)
-        name, betas = {1: "momentum" if is_sgd else "lion", 2: "adam"}[len(keys)], settings.get("betas", (0.0, 0.0))
-        count = 1
-        if is_sgd:
-            count, betas = 1 if is_first else 2, (settings["momentum"], 0.0)
-        elif len(keys) == 2:
-            state["step"] = torch.tensor(0.0) if is_first else state["step"]
-            state["step"] += 1
-            count = int(state["step"])
-        first, second = state[keys[0]], state[keys[1]] if len(keys) == 2 else None
-        maps = [None if one is None else one.code_map.on(one.device) for one in (first, second)]
+        state = self._begun(member)
+        state["step"] += 1
+        first, second = moments = [state[key] for key in _KEYS]
         import_module("bitsandbytes.functional").optimizer_update_8bit_blockwise(
-            name,
+            "adam",
             member.gradient.contiguous().view(-1),
             member.shard.view(-1),
             first.records,
-            None if second is None else second.records,
-            *map(float, betas),
+            second.records,
+            *map(float, settings["betas"]),
             *(0.0, 0.0),
-            float(settings.get("eps", 0.0)),
-            count,
+            float(settings["eps"]),
+            int(state["step"]),
             float(settings["lr"]),
-            *maps,
+            *(one.code_map.on(one.device) for one in moments),
             first.scales,
-            None if second is None else second.scales,
+            second.scales,
             float(settings["weight_decay"]),
         )
         return state
@@ -243,7 +221,6 @@ class TorchaoForm(LibraryForm):
     """Blocks of 256 in 8 bits, of 128 in 4, for parameters of whole blocks. amsgrad fails in torchao 0.18."""
 
     library: Library = "torchao"
-    kinds = (Adam, AdamW)
 
     @override
     def why_not(self, optimizer: Optimizer) -> str | None:
@@ -257,12 +234,11 @@ class TorchaoForm(LibraryForm):
 
     @override
     def _step(self, member: Member, settings: dict[str, Any]) -> State:
-        keys = ["exp_avg", "exp_avg_sq"]
-        state: State = {"step": torch.tensor(0.0)} | self._begun(member, keys)
+        state = self._begun(member)
         proxy = make_proxy(member.shard, member.gradient)
         group = {**settings, "lr": torch.as_tensor(settings["lr"], dtype=torch.float32), "params": [proxy]}
         kind, attributes = _optimizer_of_torchao(self.bits)
-        theirs = state | {key: self._as_theirs(state[key]) for key in keys}
+        theirs = state | {key: self._as_theirs(state[key]) for key in _KEYS}
         attributes = {**attributes, "is_adamw": settings.get("decoupled_weight_decay", True)}
         twin = make_twin(kind, attributes, [group], {proxy: theirs})
         # Compiled code refuses to run under a dispatch mode, such as one that counts memory.

@@ -77,7 +77,7 @@ class LowPrecisionMoments(StepTakeOver):
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         loss = self._run_closure(optimizer, closure)
-        plan, is_counting = self._plans.pop(id(optimizer), None), self._stored[id(optimizer)].is_counting
+        plan, is_counting = self._plans.pop(id(optimizer), None), self._stored[id(optimizer)].check.is_counting
         if plan is not None and not is_counting and plan.step():
             self._plans[id(optimizer)] = plan
             if any(parameter.grad is not None for parameter in plan.others):

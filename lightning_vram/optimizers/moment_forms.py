@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adafactor, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, Optimizer, RAdam
+from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -27,15 +27,10 @@ from lightning_vram.core.tensors.codecs import (
     rounded_by_place,
     seed_of,
 )
-from lightning_vram.core.tensors.properties import (
-    dense_stride,
-    flat_as_stored,
-    is_dense,
-    state_stored_like,
-    stored_like,
-)
+from lightning_vram.core.tensors.properties import dense_stride, flat_as_stored, is_dense, state_stored_like
 from lightning_vram.optimizers.step_round import (
     STEPPABLE,
+    WHOLE,
     Member,
     State,
     as_sharded,
@@ -286,7 +281,7 @@ class LowPrecisionStates:
         form: StateForm,
         check: "UpdateCheck | None" = None,
     ) -> None:
-        self.form, self._check = form, check
+        self.form, self.check = form, check or UpdateCheck()
         self._optimizer = optimizer
         self.has = takes  # whether the moments of a parameter have the form
         self._held = HeldStates(lambda parameter, state: MOMENTS if takes(parameter) else ())
@@ -295,20 +290,15 @@ class LowPrecisionStates:
         if handle is not None:  # of an earlier run
             handle.remove()
 
-    @property
-    def is_counting(self) -> bool:
-        """Whether lost updates are counted in this step."""
-        return self._check is not None and self._check.is_counting
-
     def rounded(self, form: StateForm, state: State, start: int, seed: Seed, stored: State) -> State:
         """Round the state of a part of a parameter, and count lost updates of existing moments."""
-        if self._check is None or not self._check.is_counting:
+        if not self.check.is_counting:
             return round_state(form, state, start, seed, stored)
         keys = [key for key in MOMENTS if is_low_precision(stored.get(key))]
         before, stepped = [upcast_moment(stored[key]) for key in keys], [state[key].clone() for key in keys]
         rounded = round_state(form, state, start, seed, stored)
         for key, old, new in zip(keys, before, stepped, strict=True):
-            self._check.count(old, new, rounded[key])
+            self.check.count(old, new, rounded[key])
         return rounded
 
     def take_in(self, optimizer: Optimizer) -> None:
@@ -349,11 +339,7 @@ def upcast_when_stepped(optimizer: Optimizer) -> None:
     _to_upcast[optimizer] = optimizer.register_step_pre_hook(upcast_states)
 
 
-_WHOLE: dict[type[Optimizer], str] = {
-    Adafactor: "it keeps sums over rows and columns of whole matrices",
-    Muon: "it steps whole matrices",
-}
-_ELEMENTWISE = tuple(kind for kind in STEPPABLE if kind not in _WHOLE)
+_ELEMENTWISE = tuple(kind for kind in STEPPABLE if kind not in WHOLE)
 
 
 @dataclass(frozen=True)
@@ -390,8 +376,11 @@ def find_layout(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dty
     """Return what an optimizer stores for a parameter after the first step; uses no random numbers."""
     kind = type(optimizer)
     if not is_elementwise(kind):
-        reasons = (why for whole, why in _WHOLE.items() if steps_like(kind, [whole]))
-        raise _refusal(kind, next(reasons, "its step is not known to treat each weight by itself"))
+        able = ", ".join(known.__name__ for known in _ELEMENTWISE)
+        raise ValueError(
+            f"nvme_path cannot hold the optimizer state of {kind.__name__}: its step is not known to treat each weight "
+            f"by itself; use one of torch.optim's {able}, or leave nvme_path out."
+        )
     proxy = nn.Parameter(torch.zeros((2, 3), dtype=dtype, device="cpu"))  # nothing else in a state has this shape
     proxy.grad = torch.zeros_like(proxy)
     twin = make_twin(kind, vars(optimizer), [{**group, "params": [proxy]}], defaultdict(dict))
@@ -400,61 +389,15 @@ def find_layout(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dty
     with torch.no_grad():
         unhooked_step(kind)(twin)
     state: State = twin.state[proxy]
-    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    elementwise = {key: value.dtype for key, value in tensors.items() if value.shape == proxy.shape}
-    odd = [key for key, value in tensors.items() if key not in elementwise and value.numel() != 1]
-    if odd:
-        raise _refusal(kind, f"{', '.join(odd)} has neither the shape of the parameter nor one element")
+    tensors = ((key, value) for key, value in state.items() if isinstance(value, Tensor))
+    elementwise = {key: value.dtype for key, value in tensors if value.shape == proxy.shape}
     return StateLayout(tuple(elementwise.items()), tuple(key for key in state if key not in elementwise))
-
-
-def _refusal(kind: type[Optimizer], why: str) -> ValueError:
-    able = ", ".join(known.__name__ for known in _ELEMENTWISE)
-    return ValueError(
-        f"nvme_path cannot hold the optimizer state of {kind.__name__}: {why}; use one of torch.optim's {able}, "
-        "or leave nvme_path out."
-    )
-
-
-def floating(state: State) -> list[str]:
-    """Name the floating tensors of a state; those without dimensions (step counts) keep their precision."""
-    tensors = [key for key, value in state.items() if isinstance(value, Tensor) and value.dim()]
-    return [key for key in tensors if state[key].is_floating_point()]
-
-
-def full_sized(shape: torch.Size, state: State) -> list[str]:
-    """Name the floating tensors with one number per weight."""
-    return [key for key in floating(state) if state[key].shape == shape]
-
-
-def convert_states(
-    optimizer: Optimizer, parameters: Container[nn.Parameter], dtype: torch.dtype | None, full_dtype: torch.dtype | None
-) -> None:
-    """Change the dtype of floating state tensors, to ``full_dtype`` if elementwise; ``None``: as the parameter."""
-    for parameter in iterate_parameters(optimizer):
-        if parameter not in parameters or parameter not in optimizer.state:
-            continue
-        state: State = optimizer.state[parameter]
-        full = full_sized(parameter.shape, state)
-        for key in floating(state):
-            value = state[key].to((full_dtype if key in full else dtype) or parameter.dtype)
-            is_ordered = key in full and value.layout is torch.strided  # as the weights, for fused kernels
-            state[key] = stored_like(value, parameter) if is_ordered else value
-
-
-def refill_accumulators(optimizer: Optimizer, parameters: Container[nn.Parameter]) -> None:
-    """Give Adagrad's states, created from bf16 weights, their exact initial value."""
-    for parameter in iterate_parameters(optimizer) if isinstance(optimizer, Adagrad) else ():
-        state = optimizer.state.get(parameter)
-        if parameter in parameters and state and not state["step"]:
-            initial = optimizer.defaults["initial_accumulator_value"]
-            state["sum"] = torch.full_like(state["sum"], initial, dtype=torch.float32)
 
 
 class UpdateCheck:
     """Counts updates of weights or moments that rounding undoes; takes 8 bytes per number that is stepped at once."""
 
-    def __init__(self, is_due: Callable[[], bool]) -> None:
+    def __init__(self, is_due: Callable[[], bool] = lambda: False) -> None:
         self._is_due = is_due
         self._counts: list[tuple[Tensor, Tensor]] | None = None
 
@@ -466,10 +409,6 @@ class UpdateCheck:
     def is_counting(self) -> bool:
         """Whether this step is counted."""
         return self._counts is not None
-
-    def note(self, numbers: Tensor) -> Tensor | None:
-        """Copy numbers that are about to change, if this step is counted."""
-        return numbers.clone() if self.is_counting else None
 
     def count(self, before: Tensor, stepped: Tensor, saved: Tensor) -> None:
         """Count numbers that the step moved, and those among them stored unchanged. Overwrites ``stepped``."""

@@ -92,7 +92,7 @@ def step_parts(
     step_round: StepRound, parts: Sequence[Part], take: Take | None = None, states: LowPrecisionStates | None = None
 ) -> None:
     """Step parts; ``take``: where upcast moments are, ``states``: what counts lost updates."""
-    is_counting = states is not None and states.is_counting  # needs float32 moments
+    is_counting = states is not None and states.check.is_counting  # needs float32 moments
     left = list(parts) if is_counting else step_natively(step_round, parts)
     weights = [part.read() for part in left]
     proxies = [make_proxy(one[: part.size], part.gradient()) for one, part in zip(weights, left, strict=True)]

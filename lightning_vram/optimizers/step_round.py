@@ -32,7 +32,7 @@ STEPPABLE: tuple[type[Optimizer], ...] = (
     optim.Rprop,
     optim.SGD,
 )
-_WHOLE = (optim.Adafactor, optim.Muon)  # look at the rows and columns of a matrix
+WHOLE = (optim.Adafactor, optim.Muon)  # look at the rows and columns of a matrix
 _NEVER = {
     optim.LBFGS: "it evaluates the model within a step, on one long vector of all parameters",
     optim.SparseAdam: "its gradients are sparse, which FSDP2 does not reduce",
@@ -116,7 +116,7 @@ def refuse_optimizer(optimizer: Optimizer, *, is_split: bool) -> None:
     for kind, reason in _NEVER.items():
         if isinstance(optimizer, kind):
             raise ValueError(f"{name} cannot step on shards: {reason}. Use another optimizer, such as AdamW.")
-    if is_split and steps_like(type(optimizer), _WHOLE):
+    if is_split and steps_like(type(optimizer), WHOLE):
         raise ValueError(
             f"{name} cannot step on shards: it looks at the rows and columns of whole matrices. Use an optimizer that "
             "steps each element by itself, such as AdamW, or a single device."

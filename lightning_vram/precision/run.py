@@ -160,9 +160,8 @@ class ModuleChanges:
         """Load weights exactly that were rounded on loading a checkpoint. Weights that user code changed stay."""
         if self.lean is None:
             return
-        named = self._named_parameters()
-        lean = {name: parameter for name, parameter in named.items() if parameter.dtype is torch.bfloat16}
-        found = {parameter: state_dict[name] for name, parameter in lean.items() if name in state_dict}
+        named, stored = self._named_parameters(), self.lean.parameters()
+        found = {one: state_dict[name] for name, one in named.items() if one in stored and name in state_dict}
         self.lean.take({parameter: value for parameter, value in found.items() if _is_rounded(value, parameter)})
 
     def remove(self) -> None:

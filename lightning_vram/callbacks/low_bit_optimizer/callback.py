@@ -42,7 +42,7 @@ class LowBitOptimizer(MomentsTechnique):
     Args:
         bits: 8 (2.06 bytes per parameter for Adam, 1.03 for SGD and Lion) or 4 (1.06 and 0.53).
         library: Whose kernels compute the step. ``"own"``: all optimizers above, on any device. ``"torchao"``: Adam and
-            AdamW, compiled by ``torch.compile``. ``"bitsandbytes"``: AdamW, SGD and Lion, 8 bits only. ``"auto"``: on
+            AdamW, compiled by ``torch.compile``. ``"bitsandbytes"``: AdamW, 8 bits only. ``"auto"``: on
             CUDA bitsandbytes, else torchao, if it is installed and supports the optimizer; otherwise ``"own"``. torchao
             and bitsandbytes come with the extra ``lowbit``, need unsharded parameters on CUDA and no ``fused``, and
             round in their own way. Checkpoints of all libraries are interchangeable.

@@ -1,7 +1,5 @@
 """Lean parameters: what a step does to them, and what becomes of them."""
 
-import copy
-import pickle
 import re
 
 import pytest
@@ -111,9 +109,9 @@ def test_master_shows_halves_of_frozen_and_lent_weights_as_a_conversion_does():
     lean = LeanParameters(layer.parameters(), "bf16+master")
     assert torch.equal(layer.weight, halves.bfloat16())
     lean.take({layer.weight: torch.ones(1, 64)})
-    lean.lend({layer.weight: halves})
+    take_back = lean.lend({layer.weight: halves})
     assert torch.equal(layer.weight, halves.bfloat16())
-    lean.take_back()
+    take_back()
     assert torch.equal(layer.weight, torch.ones(1, 64).bfloat16())
     lean.take({layer.weight: halves})
     lean.restore()
@@ -225,22 +223,6 @@ def test_strides_empty_and_single_parameters_come_back():
     for parameter, original in zip(parameters, copies, strict=True):
         assert parameter.stride() == original.stride()
         assert torch.allclose(parameter, original, rtol=2**-16)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_copies_and_pickles_train_on_by_themselves(scheme):
-    net, lean, optimizer = lean_net(scheme)
-    take_steps(net, optimizer, 0, 1)
-    ours = (net, lean, optimizer)
-    copies = [copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))]
-    for _, other_lean, other_optimizer in copies:
-        assert "step" not in vars(other_optimizer)
-        other_lean.attach([other_optimizer])
-    for some_net, some_lean, some_optimizer in (ours, *copies):
-        take_steps(some_net, some_optimizer, 2)
-        some_lean.restore()
-    for other_net, _, _ in copies:
-        assert_same_weights(other_net, net)
 
 
 def test_a_module_that_was_converted_meanwhile_is_refused():
@@ -377,21 +359,12 @@ def test_exact_weights_are_taken(scheme, is_frozen):
         assert torch.equal(taken[name], before[name])
 
 
-def test_weights_that_cannot_be_taken_are_refused_and_none_is():
-    net, stranger = make_net(), nn.Parameter(torch.ones(2))
+def test_a_converted_parameter_takes_no_weights():
+    net = make_net()
     lean = LeanParameters(net.parameters(), "bf16+split")
-    before = net[0].bias.detach().clone()
-    good = {net[0].bias: torch.ones(17)}
-    message = "A parameter of shape (2,) is not stored in bfloat16: copy its weights into it."
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        lean.take({**good, stranger: torch.ones(2)})
-    message = "A bfloat16 parameter of shape (5,) cannot take weights of shape (1,)."
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        lean.take({**good, net[1].bias: torch.ones(1)})
     net[1].float()
     with pytest.raises(RuntimeError, match=r"of shape \(5, 17\) is torch\.float32 and no longer"):
-        lean.take({**good, net[1].weight: torch.ones(5, 17)})
-    assert torch.equal(net[0].bias, before)
+        lean.take({net[1].weight: torch.ones(5, 17)})
 
 
 RESTS = {"bf16+master": torch.float32, "bf16+split": torch.int16, "bf16+kahan": torch.bfloat16}

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from lightning_vram.optimizers.bf16_steps import UpcastStates
-from lightning_vram.optimizers.bf16_weights import SCHEMES, LeanParameters
+from lightning_vram.optimizers.bf16_weights import SCHEMES, LeanParameters, UpcastStates
 
 NUM_STEPS = 200
 

@@ -92,22 +92,15 @@ def test_a_subclass_with_the_same_step_is_known() -> None:
     assert sum(find_layout(optimizer, optimizer.param_groups[0], FLOAT).stored_bytes(1)) == 8
 
 
-@pytest.mark.parametrize(
-    ("kind", "why"),
-    [
-        (optim.Muon, "it steps whole matrices"),
-        (optim.Adafactor, "it keeps sums over rows and columns of whole matrices"),
-        (optim.LBFGS, "its step is not known to treat each weight by itself"),
-    ],
-)
-def test_others_are_refused(kind, why) -> None:
+@pytest.mark.parametrize("kind", [optim.Muon, optim.Adafactor, optim.LBFGS])
+def test_others_are_refused(kind) -> None:
     optimizer = kind([nn.Parameter(torch.zeros(3, 3))])
     with pytest.raises(ValueError, match="nvme_path cannot hold") as error:
         find_layout(optimizer, optimizer.param_groups[0], FLOAT)
     assert str(error.value) == (
-        f"nvme_path cannot hold the optimizer state of {kind.__name__}: {why}; use one of torch.optim's Adadelta, "
-        "Adagrad, "
-        "Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD, or leave nvme_path out."
+        f"nvme_path cannot hold the optimizer state of {kind.__name__}: its step is not known to treat each weight by "
+        "itself; use one of torch.optim's Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, "
+        "SGD, or leave nvme_path out."
     )
 
 
