@@ -1,7 +1,7 @@
 """Optimizer state in a file, streamed through a step.
 
-``StatePlaces`` lays the file out and cuts a step into chunks, ``DiskPipeline`` reads and writes them in threads,
-``DiskStates`` steps them, and ``StreamedStates`` connects all of it with an optimizer.
+``StatePlaces`` lays the file out and cuts a step into chunks, ``DiskPipeline`` reads and writes them in threads, and
+``StreamedStates`` steps them for an optimizer.
 """
 
 import mmap
@@ -12,7 +12,6 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_vram.core.host.disk import PAGE_BYTES, DiskFile, bytes_of
 from lightning_vram.core.host.memory import OffloadError
-from lightning_vram.optimizers.moment_forms import (
-    StateForm,
-    StateLayout,
-    find_layout,
-    make_seeds,
-)
+from lightning_vram.optimizers.moment_forms import StateForm, StateLayout, find_layout, make_seeds
 from lightning_vram.optimizers.step_loop import Part, scale_members, step_parts
 from lightning_vram.optimizers.step_round import (
     Member,
@@ -40,6 +34,8 @@ from lightning_vram.private_names.dispatcher import without_dispatch
 from lightning_vram.private_names.fsdp2 import local_shard
 
 CHUNK_ELEMENTS = 2**22  # 16 MiB of each fp32 state
+NUM_BUFFERS = 4
+NUM_THREADS = 4
 # Large parameters are cut at multiples of this: kernels treat the end of a vector differently from its middle, so other
 # cuts could change bits.
 PART_ELEMENTS = 4096
@@ -50,14 +46,8 @@ _SMALL_ALIGNMENT = 64  # enough for any dtype
 class Block:
     """One state of one parameter in the file."""
 
-    layout: StateLayout
-    number: int  # which of its tensors
     position: int  # of its first byte
     next_position: int  # of the next block
-
-    def bytes_of(self, count: int) -> int:
-        """Return the bytes of the first ``count`` weights."""
-        return self.layout.stored_bytes(count)[self.number]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +61,12 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Weights ``start`` to ``stop`` of parameter ``index``, and where each of their states is in the buffer."""
+    """Weights ``start`` to ``stop`` of parameter ``index``, and the bytes of each of their states in the buffer."""
 
     index: int
     start: int
     stop: int
-    offsets: tuple[int, ...]
+    slots: tuple[slice, ...]
 
 
 @dataclass(slots=True)
@@ -93,8 +83,7 @@ class StatePlaces:
     """Positions of all states of parameters with ``sizes`` weights. Each state is contiguous."""
 
     def __init__(self, sizes: Sequence[int], layouts: Sequence[StateLayout]) -> None:
-        self.sizes = tuple(sizes)
-        self._layouts = set(layouts)
+        self.sizes, self.layouts = tuple(sizes), tuple(layouts)
         positions, end = [], 0
         for size, layout in zip(sizes, layouts, strict=True):
             for num_bytes in layout.stored_bytes(size):
@@ -104,13 +93,11 @@ class StatePlaces:
                 end = positions[-1] + num_bytes
         self.total_bytes = end
         spans = pairwise([*positions, end])
-        self.blocks = [
-            [Block(layout, number, *next(spans)) for number in range(len(layout.elementwise))] for layout in layouts
-        ]
+        self.blocks = [[Block(*next(spans)) for _ in layout.elementwise] for layout in layouts]
 
     def buffer_bytes(self, chunk_elements: int) -> int:
         """Return the size of a buffer for any chunk of so many weights."""
-        widest = max((sum(layout.stored_bytes(chunk_elements)) for layout in self._layouts), default=0)
+        widest = max((sum(layout.stored_bytes(chunk_elements)) for layout in set(self.layouts)), default=0)
         lost_bytes = 2 * PAGE_BYTES * max(map(len, self.blocks), default=0)  # between runs
         return min(widest, self.total_bytes) + lost_bytes
 
@@ -134,41 +121,41 @@ class StatePlaces:
     def _add(self, chunk: Chunk, part: tuple[int, int, int], buffer_bytes: int) -> bool:
         """Add weights of a parameter to a chunk, if they fit into the buffer."""
         index, start, stop = part
-        extents, end, offsets = list(chunk.extents), chunk.num_bytes, []
-        for block in self.blocks[index]:
-            before = block.bytes_of(start)
-            position, length = block.position + before, block.bytes_of(stop) - before
+        extents, end, slots = list(chunk.extents), chunk.num_bytes, []
+        ends = map(self.layouts[index].stored_bytes, (start, stop))
+        for block, before, after in zip(self.blocks[index], *ends, strict=True):
+            position, length = block.position + before, after - before
             last = extents[-1] if extents else None
             if last is not None and last.position + last.length == position:
-                offsets.append(last.offset + last.length)
+                offset = last.offset + last.length
                 extents[-1] = Extent(last.position, last.length + length, last.offset)
             else:
-                offsets.append(end + (position - end) % PAGE_BYTES)
-                extents.append(Extent(position, length, offsets[-1]))
+                offset = end + (position - end) % PAGE_BYTES
+                extents.append(Extent(position, length, offset))
+            slots.append(slice(offset, offset + length))
             if stop == self.sizes[index]:  # the gap to the next block is unused: one run may include it
                 last = extents[-1]
                 extents[-1] = Extent(last.position, block.next_position - last.position, last.offset)
             end = extents[-1].offset + extents[-1].length
         if end > buffer_bytes and chunk.spans:
             return False
-        chunk.spans.append(Span(index, start, stop, tuple(offsets)))
+        chunk.spans.append(Span(index, start, stop, tuple(slots)))
         chunk.extents, chunk.num_bytes = extents, end
         chunk.num_elements += stop - start
         return True
 
 
 class DiskPipeline:
-    """A ring of at least two buffers, and the threads that fill and empty it.
+    """A ring of buffers, and the threads that fill and empty it.
 
     A buffer belongs to one at a time: a thread that reads, the caller who steps, a thread that writes and then reads.
     """
 
-    def __init__(self, file: DiskFile, num_buffers: int, num_threads: int) -> None:
+    def __init__(self, file: DiskFile) -> None:
         self._file = file
         self._buffer_bytes = 0
-        self._num_buffers = num_buffers
         self._buffers: list[Tensor] = []
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="lightning_vram nvme_path")
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="lightning_vram nvme_path")
 
     def enlarge(self, buffer_bytes: int) -> None:
         """Set the size of the buffers."""
@@ -182,7 +169,7 @@ class DiskPipeline:
 
     def run(self, chunks: Sequence[Chunk], known: Container[int], step: Callable[[Chunk, Tensor], None]) -> None:
         """Call ``step`` with each chunk and its buffer, in order, in this thread; read only ``known`` parameters."""
-        while len(self._buffers) < min(self._num_buffers, len(chunks)):
+        while len(self._buffers) < min(NUM_BUFFERS, len(chunks)):
             self._buffers.append(_make_buffer(self._buffer_bytes))
         reads = [chunk.extents if any(span.index in known for span in chunk.spans) else [] for chunk in chunks]
         ring = self._buffers[: len(chunks)]
@@ -202,9 +189,10 @@ class DiskPipeline:
             raise
 
     def close(self) -> None:
-        """End the threads without waiting: this is a finalizer (see ``HostWorker.stop``)."""
+        """Close the file, and end the threads without waiting: this is a finalizer (see ``HostWorker.stop``)."""
         self._threads.shutdown(wait=False)
         self._buffers.clear()
+        self._file.close()
 
     def _submit(self, buffer: Tensor, written: Sequence[Extent], read: Sequence[Extent]) -> "Future[None]":
         """Write a buffer, and read the next chunk into it, in a thread."""
@@ -237,159 +225,11 @@ def _make_buffer(num_bytes: int) -> Tensor:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a parameter."""
-
-    index: int  # of the parameter
-    start: int  # its first weight, counted in the flat parameter
-    stop: int  # one past its last
-    # Flat tensors on a buffer, [stop - start], and copies of the values that a parameter has once. Empty if the
-    # parameter has no state yet. The values that the step leaves here are stored.
-    states: State
-
-
-Step = Callable[[Sequence[Piece]], None]
-
-
-class DiskStates:
-    """States of parameters in a temporary file in ``folder``, for one thread at a time.
-
-    A step takes the time to read and write all states: with AdamW 16 bytes per weight of this rank.
-    """
-
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        chunk_elements: int = CHUNK_ELEMENTS,
-        num_buffers: int = 4,
-        num_threads: int = 4,
-    ) -> None:
-        self._layouts: list[StateLayout] = []
-        self._places = StatePlaces([], [])
-        self._chunk_elements = chunk_elements
-        self._planned: tuple[tuple[int, ...], list[Chunk]] = ((), [])
-        self._why_over: str | None = None
-        self._file = DiskFile(folder, "nvme_path", is_direct=True)
-        self._pipeline = DiskPipeline(self._file, num_buffers, num_threads)
-        weakref.finalize(self, _close, self._pipeline, self._file)
-
-    def add(self, sizes: Sequence[int], layouts: Sequence[StateLayout]) -> None:
-        """Add parameters with ``sizes`` weights at the end of the file; on error nothing changes."""
-        self._check()
-        layouts = [*self._layouts, *layouts]
-        places = StatePlaces([*self._places.sizes, *sizes], layouts)
-        num_bytes = max(places.total_bytes, 1) - self._file.num_bytes  # an empty file cannot be mapped
-        if num_bytes > 0:
-            self._file.grow(num_bytes, "for the optimizer state", "or leave nvme_path out")
-        self._layouts, self._places, self._planned = layouts, places, ((), [])
-        self._pipeline.enlarge(places.buffer_bytes(self._chunk_elements))
-
-    def views(self, index: int) -> dict[str, Tensor]:
-        """Return flat states over pages of the file: current and writable between steps, first uninitialized."""
-        self._check()
-        size, mapping = self._places.sizes[index], self._file.mapped()
-        layout = self._layouts[index]
-        views = {}
-        for (key, dtype), block in zip(layout.elementwise, self._places.blocks[index], strict=True):
-            if size:
-                memory = torch.frombuffer(mapping, dtype=torch.uint8, count=block.bytes_of(size), offset=block.position)
-            else:  # an empty tensor cannot lie anywhere
-                memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-            views[key] = layout.slot(key, dtype, memory, size)
-        return views
-
-    def release(self) -> None:
-        """Free the pages that were touched through ``views``."""
-        self._file.release()
-
-    @torch.no_grad()
-    def stream(self, work: Sequence[int], step: Step, known: Mapping[int, State]) -> dict[int, State]:
-        """Step parameters, best in the order of :meth:`add`; return their values that are no elementwise states.
-
-        ``known`` has these values of parameters with a state. ``step`` may replace states of its pieces.
-        """
-        self._check()
-        if len(set(work)) < len(work):
-            raise ValueError("work must not name a parameter twice.")
-        if self._planned[0] != tuple(work):
-            self._planned = (tuple(work), self._places.plan(work, self._chunk_elements))
-        left: dict[int, State] = {}
-
-        def step_chunk(chunk: Chunk, buffer: Tensor) -> None:
-            slots = [_cut_slots(span, self._layouts[span.index], buffer) for span in chunk.spans]
-            pieces = [
-                Piece(i := span.index, span.start, span.stop, _copy_scalars(known[i]) | slot if i in known else {})
-                for span, slot in zip(chunk.spans, slots, strict=True)
-            ]
-            step(pieces)
-            for piece, slot in zip(pieces, slots, strict=True):
-                scalars = _keep_states(piece, slot)
-                if piece.stop == self._places.sizes[piece.index]:
-                    left[piece.index] = scalars
-
-        try:
-            self._pipeline.run(self._planned[1], known, step_chunk)
-        except OffloadError as error:
-            self._why_over = str(error)
-            raise
-        return left
-
-    def _check(self) -> None:
-        if self._why_over is not None:
-            raise OffloadError(self._why_over)
-
-
-def _close(pipeline: DiskPipeline, file: DiskFile) -> None:
-    pipeline.close()  # idle: a running pipeline keeps its owner alive
-    file.close()
-
-
-def _cut_slots(span: Span, layout: StateLayout, buffer: Tensor) -> dict[str, Tensor]:
-    """Return the flat states of a span in ``buffer``."""
-    size = span.stop - span.start
-    ends = zip(layout.stored_bytes(span.start), layout.stored_bytes(span.stop), strict=True)
-    places = zip(layout.elementwise, span.offsets, (stop - start for start, stop in ends), strict=True)
-    return {
-        key: layout.slot(key, dtype, buffer[offset : offset + length], size) for (key, dtype), offset, length in places
-    }
-
-
-def _keep_states(piece: Piece, slots: Mapping[str, Tensor]) -> State:
-    """Copy the states of a stepped piece to its slots; return its other values."""
-    states = piece.states
-    for key, slot in slots.items():
-        left = states.get(key)
-        if left is slot:
-            continue
-        if not isinstance(left, Tensor) or left.numel() != slot.numel() or left.dtype != slot.dtype:
-            raise _mismatch(piece, key, left)
-        slot.copy_(left.reshape(-1))
-    scalars = {key: value for key, value in states.items() if key not in slots}
-    for key, value in scalars.items():
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise _mismatch(piece, key, value)
-    return scalars
-
-
-def _copy_scalars(scalars: Mapping[str, Any]) -> State:
-    """Copy values, so that a failed step does not change them."""
-    return {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in scalars.items()}
-
-
-def _mismatch(piece: Piece, key: str, value: object) -> ValueError:
-    left = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-    return ValueError(
-        f"nvme_path: no space is reserved for the optimizer state {key} = {left} of parameter {piece.index}. Set the "
-        "options of the optimizer (amsgrad, momentum, ...) before training and do not change them."
-    )
-
-
 class StreamedStates:
-    """Stores states of an elementwise optimizer in a file, with file-backed tensors in its ``state``.
+    """Stores states of an elementwise optimizer in a temporary file, with file-backed tensors in its ``state``.
 
-    :meth:`adopt` moves tensors that user code puts there to the disk. ``form`` of moments, where it is supported.
+    :meth:`adopt` moves tensors that user code puts there to the disk. ``form`` of moments, where it is supported. A
+    step takes the time to read and write all states: with AdamW 16 bytes per weight of this rank.
     """
 
     def __init__(
@@ -400,40 +240,27 @@ class StreamedStates:
         form: StateForm | None = None,
     ) -> None:
         self._optimizer, self._wanted, self._form = optimizer, set(parameters), form
-        self._index: dict[nn.Parameter, int] = {}
-        self._forms: list[StateForm | None] = []
-        self._shown: list[State] = []  # file-backed tensors of the optimizer's state
-        self._disk = DiskStates(folder)
+        self._stored: dict[nn.Parameter, _Stored] = {}
+        self._places = StatePlaces([], [])
+        self._why_over: str | None = None
+        self._file = DiskFile(folder, "nvme_path", is_direct=True)
+        self._pipeline = DiskPipeline(self._file)
+        weakref.finalize(self, self._pipeline.close)  # idle: a running one keeps its owner alive
         self.load()
 
     def load(self) -> None:
-        """Move the optimizer's states to the disk."""
-        form = self._form
-        fresh = {
-            parameter: replace(
-                find_layout(self._optimizer, group, parameter.dtype),
-                form=form if form is not None and form.holds(parameter) else None,
-            )
-            for group in self._optimizer.param_groups
-            for parameter in group["params"]
-            if parameter in self._wanted and parameter not in self._index
-        }
-        self._disk.add([local_shard(parameter).numel() for parameter in fresh], list(fresh.values()))
-        self._forms += [layout.form for layout in fresh.values()]
-        for parameter in fresh:
-            index = self._index[parameter] = len(self._index)
-            shape = local_shard(parameter).shape
-            views = self._disk.views(index).items()
-            self._shown.append({key: as_sharded(view.view(shape), parameter, shape) for key, view in views})
-        for parameter, index in self._index.items():
+        """Move the optimizer's states to the disk; on error nothing changes."""
+        self._check()
+        self._add_parameters()
+        for parameter, stored in self._stored.items():
             state = self._optimizer.state.get(parameter, {})
             local_state = local_parts(parameter, state)
-            for key, shown in self._shown[index].items() if _has_begun(state) else ():
+            for key, shown in stored.shown.items() if _has_begun(state) else ():
                 if state.get(key) is not shown:
                     check_state(self._optimizer, parameter, key, local_state.get(key))
                     local_shard(shown).copy_(local_state[key])
                     state[key] = shown
-        self._disk.release()
+        self._file.release()
 
     def adopt(self, members: Sequence[Member], wait: Callable[[], None]) -> None:
         """Add new ``members``, and move states that user code replaced to the disk, once other steps are over."""
@@ -441,44 +268,128 @@ class StreamedStates:
             wait()
             self.load()
 
-    def _is_there(self, member: Member) -> bool:
-        if member.parameter not in self._index:
-            return member.parameter not in self._wanted
-        shown = self._shown[self._index[member.parameter]].items()
-        return not _has_begun(member.state) or all(member.state.get(key) is value for key, value in shown)
-
+    @torch.no_grad()
     def run(self, step_round: StepRound, members: Sequence[Member]) -> None:
-        """Step ``members``."""
+        """Step ``members``, best in the order of the file."""
+        self._check()
         scale_members(step_round, members)
-        by_index = {self._index[member.parameter]: member for member in members}
+        by_index = {self._stored[member.parameter].index: member for member in members}
+        begun = {index for index, member in by_index.items() if _has_begun(member.local_state)}
+        left: dict[int, State] = {}  # values per parameter after the step
 
-        def step(pieces: Sequence[Piece]) -> None:
-            members = [by_index[piece.index] for piece in pieces]
-            seeds = make_seeds(members, [piece.states for piece in pieces])
+        def step(chunk: Chunk, buffer: Tensor) -> None:
+            slots = [_cut_slots(span, self._places.layouts[span.index], buffer) for span in chunk.spans]
+            members = [by_index[span.index] for span in chunk.spans]
+            states = [
+                _copy_scalars(member.local_state, slot) | slot if _has_begun(member.local_state) else {}
+                for member, slot in zip(members, slots, strict=True)
+            ]
+            found = zip(chunk.spans, members, states, make_seeds(members, states), strict=True)
             parts = [
-                Part(member, slice(piece.start, piece.stop), piece.states, self._forms[piece.index], seed)
-                for piece, member, seed in zip(pieces, members, seeds, strict=True)
+                Part(member, slice(span.start, span.stop), state, self._places.layouts[span.index].form, seed)
+                for span, member, state, seed in found
             ]
             step_parts(step_round, parts)
-            for piece, part in zip(pieces, parts, strict=True):
-                piece.states.update(part.state)
+            for span, part, slot in zip(chunk.spans, parts, slots, strict=True):
+                left[span.index] = _keep_states(part, slot)
 
-        self._disk.release()  # pages that a checkpoint has read
-        known = {
-            index: {
-                key: value
-                for key, value in member.local_state.items()
-                if key not in self._shown[index] and not (isinstance(value, Tensor) and value.dim())
-            }
-            for index, member in by_index.items()
-            if _has_begun(member.local_state)
-        }
-        for index, scalars in self._disk.stream(list(by_index), step, known).items():
-            publish_state(by_index[index], scalars)
-            if index not in known:
-                by_index[index].state.update(self._shown[index])
+        self._file.release()  # pages that a checkpoint has read
+        try:
+            self._pipeline.run(self._places.plan(list(by_index), CHUNK_ELEMENTS), begun, step)
+        except OffloadError as error:
+            self._why_over = str(error)
+            raise
+        for index, member in by_index.items():
+            publish_state(member, left[index])
+            if index not in begun:
+                member.state.update(self._stored[member.parameter].shown)
+
+    def _add_parameters(self) -> None:
+        """Add new parameters of the optimizer at the end of the file."""
+        fresh: dict[nn.Parameter, StateLayout] = {}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in self._stored or parameter not in self._wanted:
+                    continue
+                form = self._form if self._form is not None and self._form.holds(parameter) else None
+                fresh[parameter] = replace(find_layout(self._optimizer, group, parameter.dtype), form=form)
+        sizes = [local_shard(parameter).numel() for parameter in fresh]
+        places = StatePlaces([*self._places.sizes, *sizes], [*self._places.layouts, *fresh.values()])
+        num_bytes = max(places.total_bytes, 1) - self._file.num_bytes  # an empty file cannot be mapped
+        if num_bytes > 0:
+            self._file.grow(num_bytes, "for the optimizer state", "or leave nvme_path out")
+        self._places = places
+        self._pipeline.enlarge(places.buffer_bytes(CHUNK_ELEMENTS))
+        for parameter in fresh:
+            index, shape = len(self._stored), local_shard(parameter).shape
+            shown = {key: as_sharded(view.view(shape), parameter, shape) for key, view in self._views(index).items()}
+            self._stored[parameter] = _Stored(index, shown)
+
+    def _views(self, index: int) -> dict[str, Tensor]:
+        """Return flat states over pages of the file: current and writable between steps, first uninitialized."""
+        size, layout, mapping = self._places.sizes[index], self._places.layouts[index], self._file.mapped()
+        views = {}
+        blocks = zip(layout.elementwise, self._places.blocks[index], layout.stored_bytes(size), strict=True)
+        for (key, dtype), block, count in blocks:
+            if size:
+                memory = torch.frombuffer(mapping, dtype=torch.uint8, count=count, offset=block.position)
+            else:  # an empty tensor cannot lie anywhere
+                memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+            views[key] = layout.slot(key, dtype, memory, size)
+        return views
+
+    def _is_there(self, member: Member) -> bool:
+        stored = self._stored.get(member.parameter)
+        if stored is None:
+            return member.parameter not in self._wanted
+        return not _has_begun(member.state) or all(member.state.get(key) is one for key, one in stored.shown.items())
+
+    def _check(self) -> None:
+        if self._why_over is not None:
+            raise OffloadError(self._why_over)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A parameter whose states are in the file."""
+
+    index: int  # in the file
+    shown: State  # file-backed tensors of the optimizer's state
 
 
 def _has_begun(state: State) -> bool:
     """Whether there is a state: the momentum buffer of SGD may be ``None``."""
     return any(value is not None for value in state.values())
+
+
+def _copy_scalars(state: State, slots: Mapping[str, Tensor]) -> State:
+    """Copy the values that a parameter has once, such as the step count, so that a failed step does not change them."""
+    tensors = {key for key, value in state.items() if isinstance(value, Tensor)}
+    scalars = {key: value for key, value in state.items() if key not in slots and not (key in tensors and value.dim())}
+    return {key: value.detach().clone() if key in tensors else value for key, value in scalars.items()}
+
+
+def _cut_slots(span: Span, layout: StateLayout, buffer: Tensor) -> dict[str, Tensor]:
+    """Return the flat states of a span in ``buffer``."""
+    places = zip(layout.elementwise, span.slots, strict=True)
+    return {key: layout.slot(key, dtype, buffer[place], span.stop - span.start) for (key, dtype), place in places}
+
+
+def _keep_states(part: Part, slots: Mapping[str, Tensor]) -> State:
+    """Copy the states of a stepped part to its slots; return its other values."""
+    states = part.stored | part.state
+    for key in {**slots, **states}:
+        value, slot = states.get(key), slots.get(key)
+        fits = not isinstance(value, Tensor) or value.numel() == 1
+        if slot is not None:
+            fits = isinstance(value, Tensor) and (value.numel(), value.dtype) == (slot.numel(), slot.dtype)
+        if not fits:
+            left = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(
+                f"nvme_path: no space is reserved for the optimizer state {key} = {left} of parameter "
+                f"{part.member.number}. Set the options of the optimizer (amsgrad, momentum, ...) before training and "
+                "do not change them."
+            )
+        if slot is not None and value is not slot:
+            slot.copy_(states[key].reshape(-1))
+    return {key: value for key, value in states.items() if key not in slots}

@@ -91,7 +91,16 @@ def count_state_bytes(
     optimizers: Iterable[Optimizer], shards: Mapping[nn.Parameter, nn.Parameter], form: StateForm | None = None
 ) -> int:
     """Count optimizer state of trained weights on this rank; 0 for unknown classes."""
-    return sum(sum(_iterate_states(one, shards, form)) for one in optimizers)
+    known = [one for one in optimizers if why_not_steppable(one) is None and is_elementwise(type(one))]
+    num_bytes = 0
+    for optimizer, group in ((one, group) for one in known for group in one.param_groups):
+        found = [shards.get(parameter, parameter) for parameter in group["params"]]
+        trained = [parameter for parameter in found if parameter.requires_grad]
+        for dtype in {parameter.dtype for parameter in trained}:
+            layout = replace(find_layout(optimizer, group, dtype), form=form if dtype == torch.float32 else None)
+            sizes = (local_shard(parameter).numel() for parameter in trained if parameter.dtype == dtype)
+            num_bytes += sum(sum(layout.stored_bytes(size)) for size in sizes)
+    return num_bytes
 
 
 def add_states(
@@ -116,20 +125,6 @@ def _iterate_shards(module: nn.Module, num_shards: int) -> Iterator[tuple[str, n
         if isinstance(parameter, DTensor) or not parameter.dim() or not parameter.numel():
             continue  # scalars stay on the device
         yield name, parameter, math.ceil(parameter.shape[0] / num_shards) * (parameter.numel() // parameter.shape[0])
-
-
-def _iterate_states(
-    optimizer: Optimizer, shards: Mapping[nn.Parameter, nn.Parameter], form: StateForm | None
-) -> Iterator[int]:
-    if why_not_steppable(optimizer) is not None or not is_elementwise(type(optimizer)):
-        return
-    for group in optimizer.param_groups:
-        parameters = [shards.get(parameter, parameter) for parameter in group["params"]]
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        for dtype in {parameter.dtype for parameter in trained}:
-            layout = replace(find_layout(optimizer, group, dtype), form=form if dtype == torch.float32 else None)
-            sizes = (local_shard(parameter).numel() for parameter in trained if parameter.dtype == dtype)
-            yield sum(sum(layout.stored_bytes(size)) for size in sizes)
 
 
 _DISK, _IN_BF16 = "nvme_path='/a/fast/disk'", "precision='bf16-true'"

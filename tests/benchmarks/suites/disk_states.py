@@ -9,65 +9,47 @@ import mmap
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
-from lightning_vram.optimizers.moment_forms import StateLayout
-from lightning_vram.optimizers.on_disk import DiskStates, Piece
+from lightning_vram.optimizers.on_disk import NUM_THREADS, StreamedStates
+from lightning_vram.optimizers.step_round import StepRound
 from tests.benchmarks.compare import Options
 from tests.benchmarks.measure import Row, compare_seconds, in_turns, time_call
 
 SETTINGS: dict[str, Any] = {"repeats": 5, "parameters": 8, "folder": ""}  # of 16 M weights each: 128 MiB of states
 QUICK: dict[str, Any] = {"repeats": 2, "parameters": 1}
-ADAM = StateLayout((("exp_avg", torch.float32), ("exp_avg_sq", torch.float32)), ("step",))
 PARAMETER_ELEMENTS = 2**24
 RUN_BYTES = 2**24
-NUM_THREADS = 4
-OPTIONS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
 
 
 class Case:
-    """Weights, gradients of every size, and states on disk or in memory."""
+    """An AdamW with weights and gradients of every size, and states on disk or in memory."""
 
-    def __init__(self, folder: Path | None, num_parameters: int, num_buffers: int = 4) -> None:
-        sizes = [PARAMETER_ELEMENTS] * num_parameters
-        self.weights = [torch.randn(size) for size in sizes]
-        self.gradient = torch.randn(PARAMETER_ELEMENTS)
-        self.states = [{} for _ in sizes]
-        self.disk, self.scalars = None, {}
-        if folder is not None:
-            layouts = [ADAM] * num_parameters
-            self.disk = DiskStates(folder, num_buffers=num_buffers, num_threads=NUM_THREADS)
-            self.disk.add(sizes, layouts)
+    def __init__(self, folder: Path | None, num_parameters: int) -> None:
+        self.weights = [nn.Parameter(torch.randn(PARAMETER_ELEMENTS)) for _ in range(num_parameters)]
+        gradient = torch.randn(PARAMETER_ELEMENTS)
+        for weight in self.weights:
+            weight.grad = gradient
+        self.optimizer = torch.optim.AdamW(self.weights, fused=True)
+        self.disk = None if folder is None else StreamedStates(self.optimizer, self.weights, folder)
 
     def step(self) -> None:
+        step_round = StepRound(self.optimizer, is_on_host=True)
+        members = step_round.take_rest()
         if self.disk is not None:
-            self.scalars = self.disk.stream(range(len(self.weights)), self._step, self.scalars)
+            self.disk.run(step_round, members)
         else:
-            self._step([Piece(index, 0, len(weight), self.states[index]) for index, weight in enumerate(self.weights)])
-
-    def _step(self, pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
-            weight = self.weights[piece.index][piece.start : piece.stop]
-            step_adamw(weight, self.gradient[piece.start : piece.stop], piece.states)
+            step_round.run(members)
 
 
-def step_adamw(weight: Tensor, gradient: Tensor, states: dict[str, Tensor]) -> None:
-    """What ``AdamW(fused=True)`` does, without its overhead."""
-    if not states:
-        states.update(step=torch.zeros(()), exp_avg=torch.zeros_like(weight), exp_avg_sq=torch.zeros_like(weight))
-    states["step"] += 1
-    lists = [[value] for value in (weight, gradient, states["exp_avg"], states["exp_avg_sq"])]
-    torch._fused_adamw_(*lists, [], [states["step"]], amsgrad=False, maximize=False, **OPTIONS)
-
-
-def take_turns(disk: DiskStates, *, is_write: bool) -> None:
+def take_turns(disk: StreamedStates, *, is_write: bool) -> None:
     """Read or write the whole file, as many runs at a time as there are threads."""
     file = disk._file
     buffers = [memoryview(mmap.mmap(-1, RUN_BYTES)) for _ in range(NUM_THREADS)]
@@ -114,7 +96,7 @@ def measure(options: Options) -> Iterator[Row]:
         }
 
 
-def _time_cold(disk: DiskStates, run: Callable[[], None]) -> float:
+def _time_cold(disk: StreamedStates, run: Callable[[], None]) -> float:
     """From nothing of the file in the page cache until all is on disk."""
     _write_out(disk, is_forgotten=True)
 
@@ -125,7 +107,7 @@ def _time_cold(disk: DiskStates, run: Callable[[], None]) -> float:
     return time_call(run_and_write)
 
 
-def _write_out(disk: DiskStates, *, is_forgotten: bool = False) -> None:
+def _write_out(disk: StreamedStates, *, is_forgotten: bool = False) -> None:
     """Wait until all is on disk; let the page cache forget it."""
     file = disk._file._file.fileno()
     os.fsync(file)

@@ -55,13 +55,8 @@ def test_ten_steps_give_the_bits_of_states_in_memory(name, mesh, tmp_path):
 
 def test_a_small_ring_streams_in_parts(mesh, tmp_path, monkeypatch):
     expected, _ = train(make(Net), OPTIMIZERS["AdamW"], 3)
-    init = on_disk.DiskStates.__init__
     # 4096 is the least; the net is smaller, so that this only cuts between its parameters
-    monkeypatch.setattr(
-        on_disk.DiskStates,
-        "__init__",
-        lambda self, *args, **kw: init(self, *args, **{**kw, "chunk_elements": 4096}),
-    )
+    monkeypatch.setattr(on_disk, "CHUNK_ELEMENTS", 4096)
     actual, _ = train(make(Net), OPTIMIZERS["AdamW"], 3, tmp_path)
     assert_same(actual, expected)
 
