@@ -14,7 +14,7 @@ from lightning_vram.core.gradients import apply_clip_factor
 from lightning_vram.core.tensors.properties import stored_like
 from lightning_vram.private_names.dispatcher import without_dispatch
 from lightning_vram.private_names.fsdp2 import DTensorSpec, TensorMeta, cut_own_shard, local_shard
-from lightning_vram.private_names.torch import is_wrapped_by_scheduler
+from lightning_vram.private_names.torch import group_reader, is_initialized, is_wrapped_by_scheduler
 
 # Their step treats each parameter by itself and reads only groups and state: we have read their code.
 STEPPABLE: tuple[type[Optimizer], ...] = (
@@ -47,8 +47,9 @@ def unhooked_step(kind: type[Optimizer]) -> Callable[..., Any]:
 
 
 def steps_like(kind: type[Optimizer], known: Iterable[type[Optimizer]]) -> bool:
-    """Whether an optimizer class has the step of one of ``known``."""
-    return unhooked_step(kind) in {unhooked_step(one) for one in known}
+    """Whether an optimizer class has the step of one of ``known``, which reads groups and creates states alike."""
+    parts = unhooked_step(kind), group_reader(kind)
+    return any(parts == (unhooked_step(one), group_reader(one)) for one in known)
 
 
 def has_own_step(optimizer: Optimizer) -> bool:
@@ -113,6 +114,11 @@ def why_not_steppable(
 def refuse_optimizer(optimizer: Optimizer, *, is_split: bool) -> None:
     """Refuse an optimizer whose result on shards would differ; ``is_split``: shards are on several ranks."""
     name = type(optimizer).__name__
+    if not is_initialized(optimizer):
+        raise ValueError(
+            f"{name} cannot step on shards: it never called Optimizer.__init__ and cannot have hooks. Use another "
+            "optimizer, such as AdamW."
+        )
     for kind, reason in _NEVER.items():
         if isinstance(optimizer, kind):
             raise ValueError(f"{name} cannot step on shards: {reason}. Use another optimizer, such as AdamW.")
