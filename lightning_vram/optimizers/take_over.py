@@ -4,7 +4,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -16,9 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.core.patching import MethodPatch, replace_by
 from lightning_vram.optimizers.step_round import (
-    Member,
     State,
-    StepRound,
     as_sharded,
     has_own_step,
     iterate_parameters,
@@ -28,11 +26,7 @@ from lightning_vram.optimizers.step_round import (
 from lightning_vram.private_names.fsdp2 import local_shard
 from lightning_vram.private_names.torch import note_step
 
-Step = Callable[[Callable[[], Any] | None], Any]
-Owner = TypeVar("Owner")
-MembersStep = Callable[[Optimizer, StepRound, Sequence[Member]], None]  # steps some parameters of an optimizer
-
-_handles: list[tuple["ref[Any]", RemovableHandle]] = []
+_handles: list[tuple["ref[StepTakeOver]", RemovableHandle]] = []
 _owners: "WeakKeyDictionary[Optimizer, ref[StepTakeOver]]" = WeakKeyDictionary()
 _stepping: list[Optimizer] = []  # in a replaced step
 
@@ -47,7 +41,10 @@ class StepTakeOver(ABC):
         self._taken: list[Optimizer] = []  # whose step is :meth:`_step`
         self._patches: list[MethodPatch] = []
         self._handles: list[RemovableHandle] = []  # of hooks of optimizers
-        self._handle = redirect_steps(self, StepTakeOver._take_in)
+        _forget_the_dead()
+        weak = ref(self)
+        self._handle = register_optimizer_step_pre_hook(partial(_redirect, weak))
+        _handles.append((weak, self._handle))
 
     @abstractmethod
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
@@ -60,10 +57,6 @@ class StepTakeOver(ABC):
     @abstractmethod
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Step it; its hooks run before and after."""
-
-    def members_step(self) -> MembersStep | None:
-        """Return a function that steps a few parameters of an attached optimizer; ``None``: not allowed."""
-        return None
 
     def remove_patches(self) -> None:
         """Let all optimizers step and load by themselves again."""
@@ -101,12 +94,12 @@ class StepTakeOver(ABC):
         finally:
             _stepping.pop()
 
-    def _take_in(self, optimizer: Optimizer) -> Step | None:
-        """Attach a stepping optimizer that has our parameters, and return how to continue its step."""
+    def _takes_in(self, optimizer: Optimizer) -> bool:
+        """Attach a stepping optimizer that has our parameters; return whether its step is to be replaced now."""
         if (_stepping and optimizer is _stepping[-1]) or not self._has_ours(optimizer):
-            return None
+            return False
         self.attach([optimizer])  # a no-op if it is attached: a step that was bound before bypasses the patch
-        return partial(self._step, optimizer) if self._is_taken(optimizer) else None
+        return self._is_taken(optimizer)
 
     def _is_taken(self, optimizer: Optimizer) -> bool:
         return any(optimizer is one for one in self._taken)
@@ -118,30 +111,17 @@ def owner_of(optimizer: Optimizer) -> StepTakeOver | None:
     return None if owner is None else owner()
 
 
-def redirect_steps(owner: Owner, redirect: Callable[[Owner, Optimizer], Step | None]) -> RemovableHandle:
-    """Ask ``redirect`` at every optimizer step of this process for another step; ``None``: the step is unchanged.
-
-    The other step gets the closure, and runs between the same hooks; its errors end the step. ``owner`` is not kept
-    alive; once it is gone, nothing is asked.
-    """
-    weak = ref(owner)
-
-    def before_step(
-        optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        living = weak()
-        step = None if living is None else redirect(living, optimizer)
-        if step is None:
-            return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        # The running step cannot be stopped, but it begins with its closure.
-        empty = make_twin(type(optimizer), vars(optimizer), [], {})
-        return (empty, partial(step, closure)), {}
-
-    _forget_the_dead()
-    handle = register_optimizer_step_pre_hook(before_step)
-    _handles.append((weak, handle))
-    return handle
+def _redirect(
+    owner: "ref[StepTakeOver]", optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Replace a step that begins, between its hooks; errors of the other step end it."""
+    living = owner()
+    if living is None or not living._takes_in(optimizer):
+        return None
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    # The running step cannot be stopped, but it begins with its closure.
+    empty = make_twin(type(optimizer), vars(optimizer), [], {})
+    return (empty, partial(living._step, optimizer, closure)), {}
 
 
 def _forget_the_dead() -> None:

@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from lightning_vram.optimizers.bf16_weights import LeanParameters
-from lightning_vram.optimizers.take_over import _forget_the_dead, redirect_steps
+from lightning_vram.optimizers.take_over import StepTakeOver, _forget_the_dead
 
 
 @pytest.mark.parametrize("scheme", EXACT)
@@ -129,22 +129,28 @@ def test_hooks_go_with_what_they_serve():
     take_steps(net, optimizer, 0)
 
 
-class Owner:
-    pass
+class Fleeting(StepTakeOver):
+    """Is gone after the first step that it hears of."""
+
+    def attach(self, optimizers):
+        raise AssertionError
+
+    def _has_ours(self, optimizer):
+        calls.append(id(self))
+        owners.clear()
+        gc.collect()
+        return False
+
+    def _step(self, optimizer, closure=None):
+        raise AssertionError
+
+
+calls: list[int] = []
+owners: list[Fleeting] = []
 
 
 def test_what_goes_while_hooks_are_called_does_not_disturb_them():
-    owners = [Owner() for _ in range(3)]
-    calls = []
-
-    def redirect(owner, optimizer):
-        calls.append(id(owner))
-        owners.clear()
-        gc.collect()
-
-    for owner in owners:
-        redirect_steps(owner, redirect)
-    del owner
+    owners.extend(Fleeting() for _ in range(3))
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
     optim.SGD([weight], lr=1.0).step()
