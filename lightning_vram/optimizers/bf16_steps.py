@@ -130,7 +130,7 @@ class LeanOptimizers(StepTakeOver):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is attached to no optimizer.
-        left_out = ("check", "_patches", "_taken", "_handle", "_handles", "_held", "frozen_writes")
+        left_out = ("check", "_patches", "_taken", "_handles", "_held", "frozen_writes")
         return {key: value for key, value in vars(self).items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -4,9 +4,9 @@ Prior art: LOMO (arXiv:2306.09782), ``torch.distributed.optim._apply_optimizer_i
 ``OptimizerInBackwardWrapper``; those change the optimizer that users, schedulers and checkpoints see.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -19,13 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_vram.core.gradients import apply_clip_factor, clip_factor, clip_sharded_values, join_norms, norm_part
-from lightning_vram.core.patching import MethodPatch
 from lightning_vram.core.tensors.properties import is_shard
 from lightning_vram.optimizers.low_precision import LowPrecisionMoments
 from lightning_vram.optimizers.step_round import (
     State,
     StepRound,
-    has_own_step,
     iterate_parameters,
     refuse_optimizer,
     steps_like,
@@ -47,44 +45,53 @@ class Clipping:
     norm: float | None = None  # largest common 2-norm
     by_previous: bool = False  # by the norm of the previous step: that of this step takes a backward of its own
 
+    def factor(self, norm: Tensor | None) -> Tensor | None:
+        """Return what gradients of a common ``norm`` are multiplied by."""
+        return None if self.norm is None or norm is None else clip_factor(norm, self.norm)
 
+
+@dataclass(eq=False)
 class OneStep:
-    """A step of an optimizer, one parameter at a time. Settings are read at the first gradient.
+    """A step of an optimizer, one parameter at a time. Settings are read at the first gradient."""
 
-    ``is_early``: it happens in the backward; otherwise gradients were clipped before. ``moments``, if any, step the
-    parameters. With ``scaler``, an earlier backward finds out whether there is a step at all.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        clipping: Clipping,
-        *,
-        is_early: bool,
-        previous_norm: Tensor | None,
-        moments: LowPrecisionMoments | None = None,
-        scaler: GradScaler | None = None,
-    ) -> None:
-        self.optimizer = optimizer
-        self.is_early = is_early
-        self.is_measuring = False  # in the backward before the one with the steps
-        self.scaler = scaler
-        # Otherwise not all gradients must be known before the first step.
-        self.has_to_measure = scaler is not None or (clipping.norm is not None and previous_norm is None)
-        self._clipping, self._moments = clipping, moments
-        self._norms: dict[nn.Parameter, Tensor | None] = {}  # of gradients so far
-        self._checks: list[Tensor] = []  # of the scaler, for gradients so far
-        self._factor = self._factor_of(previous_norm)
-        self._round: StepRound | None = None
+    optimizer: Optimizer
+    clipping: Clipping
+    is_early: bool  # whether it happens in the backward; otherwise gradients were clipped before
+    has_to_measure: bool  # whether all gradients must be known before the first step
+    factor: Tensor | None  # the factor of this step
+    moments: LowPrecisionMoments | None  # which step the parameters
+    scaler: GradScaler | None
+    is_measuring: bool = False  # in the backward before the one with the steps
+    checks: list[Tensor] = field(default_factory=list)  # of the scaler
+    _norms: dict[nn.Parameter, Tensor | None] = field(default_factory=dict)  # of gradients so far
+    _round: StepRound | None = None
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter) -> bool:
         """Use the gradient of ``parameter`` and free it; ``False`` if it is the second one."""
         if self.scaler is not None and self.is_early:
-            self._checks += unscale_part(self.scaler, [parameter])
-        is_first = self._measure(parameter) if self.is_measuring else self._run(parameter)
+            self.checks += unscale_part(self.scaler, [parameter])
+        is_first = self.measure(parameter) if self.is_measuring else self._run(parameter)
         parameter.grad = None
         return is_first
+
+    def measure(self, parameter: nn.Parameter) -> bool:
+        """Note the norm of a gradient; ``False`` if it is the second one."""
+        assert parameter.grad is not None
+        is_first = parameter not in self._norms
+        self._norms[parameter] = None if self.clipping.norm is None else norm_part(parameter.grad)
+        return is_first
+
+    def end_measuring(self) -> None:
+        """Step from now on, clipped by the norm so far."""
+        self.factor, self._norms = self.clipping.factor(self.norm()), {}
+        self.is_measuring = self.has_to_measure = False
+
+    def norm(self) -> Tensor | None:
+        """Return the common norm of all gradients so far, unclipped; ``None`` without any."""
+        found = (self._norms.get(one) for one in iterate_parameters(self.optimizer))
+        norms = [norm for norm in found if norm is not None]
+        return join_norms(norms) if norms else None
 
     def has_run(self, parameter: nn.Parameter) -> bool:
         """Whether ``parameter`` was stepped."""
@@ -94,35 +101,14 @@ class OneStep:
         """Whether there are gradients that were not used."""
         return any(parameter.grad is not None for parameter in iterate_parameters(self.optimizer))
 
-    def end_measuring(self) -> None:
-        """Step from now on, clipped by the norm so far, and report overflows to the scaler."""
-        self._factor = self._factor_of(self.norm())
-        if self.scaler is not None:
-            note_unscaled(self.scaler, self.optimizer, self._checks)
-        self._norms, self._checks = {}, []
-        self.is_measuring = self.has_to_measure = False
-
-    def norm(self) -> Tensor | None:
-        """Return the common norm of all gradients so far, unclipped; ``None`` without any."""
-        return _join(self._norms.get(one) for one in iterate_parameters(self.optimizer))
-
-    def _factor_of(self, norm: Tensor | None) -> Tensor | None:
-        limit = self._clipping.norm
-        return None if limit is None or norm is None else clip_factor(norm, limit)
-
-    def _measure(self, parameter: nn.Parameter) -> bool:
-        is_first = parameter not in self._norms
-        self._norms[parameter] = None if self._clipping.norm is None else _norm_of(parameter)
-        return is_first
-
     def _run(self, parameter: nn.Parameter) -> bool:
         self._round = self._round or StepRound(self.optimizer, is_on_host=False)
         if not self._round.holds(parameter):
             return False
         if self.is_early:
             self._clip(parameter)
-        if self._moments is not None:
-            self._moments.step_members(self.optimizer, self._round, self._round.take([parameter]))
+        if self.moments is not None:
+            self.moments.step_members(self.optimizer, self._round, self._round.take([parameter]))
         elif is_shard(parameter):
             self._round.run(self._round.take([parameter]))
         else:
@@ -130,21 +116,12 @@ class OneStep:
         return True
 
     def _clip(self, parameter: nn.Parameter) -> None:
-        if self._clipping.by_previous:
-            self._measure(parameter)
-        if self._clipping.value is not None:
-            clip_sharded_values([parameter], self._clipping.value)
-        if self._factor is not None:
-            apply_clip_factor([local_shard(parameter.grad)], self._factor)
-
-
-def _norm_of(parameter: nn.Parameter) -> Tensor | None:
-    return None if parameter.grad is None else norm_part(parameter.grad)
-
-
-def _join(parts: Iterable[Tensor | None]) -> Tensor | None:
-    norms = [norm for norm in parts if norm is not None]
-    return join_norms(norms) if norms else None
+        if self.clipping.by_previous:
+            self.measure(parameter)
+        if self.clipping.value is not None:
+            clip_sharded_values([parameter], self.clipping.value)
+        if self.factor is not None:
+            apply_clip_factor([local_shard(parameter.grad)], self.factor)
 
 
 def refuse_accumulation(name: str, optimizer: Optimizer, *, is_stepped_here: bool) -> None:
@@ -189,35 +166,27 @@ class ReducedBuckets:
     """Replaces the reduction of ``ddp`` by a bit-exact one in a communication hook.
 
     Hooks of parameters would run before the reduction. ``take`` gets a parameter with its gradient while the next
-    bucket is reduced, and returns whether it used it; other parameters get theirs at the end of the backward.
+    bucket is reduced.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, take: Callable[[Any], bool]) -> None:
+    def __init__(self, ddp: DistributedDataParallel, take: Callable[[Any], None]) -> None:
         self.parameters = {one for one in ddp.parameters() if one.requires_grad}
         self.has_reduced = False
-        self._ddp = ddp
+        self.ddp = ddp
         self._take = take
         self._under_way: Sent | None = None
-        self._left: list[tuple[Tensor, Tensor]] = []
         living = ref(self)  # the reducer holds its hook, invisible to the garbage collector
         ddp.register_comm_hook(None, lambda _, bucket: _reduce(living(), bucket))
         drop_reduced_gradients(ddp)
 
     def land(self) -> None:
-        """Wait for the last bucket, and set the gradients that were not used."""
+        """Wait for the last bucket."""
         last, self._under_way = self._under_way, None
         self._use(last)
-        for parameter, gradient in self._left:
-            parameter.grad = gradient
-        self._left = []
-
-    def expect_another(self) -> None:
-        """Reduce the next backward, which has no forward of its own."""
-        prepare_for_backward(self._ddp)
 
     def reduce(self, bucket: Any) -> Any:
         """Begin to reduce a bucket, and use the one before it. A collective."""
-        flat, parameters, group = bucket.buffer(), bucket.parameters(), self._ddp.process_group
+        flat, parameters, group = bucket.buffer(), bucket.parameters(), self.ddp.process_group
         for parameter in parameters:
             parameter.grad = None  # is in the bucket
         flat.mul_(1 / dist.get_world_size(group))
@@ -234,9 +203,7 @@ class ReducedBuckets:
         self.has_reduced = True
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-            if not self._take(parameter):
-                parameter.grad = None
-                self._left.append((parameter, gradient))
+            self._take(parameter)
 
 
 def _reduce(buckets: ReducedBuckets | None, bucket: Any) -> Any:
@@ -285,19 +252,14 @@ class BackwardSteps(StepTakeOver):
         fresh = [one for one in optimizers if not self._is_taken(one)]
         for optimizer in fresh:
             owner = owner_of(optimizer)
-            is_stepped_here = not isinstance(owner, LowPrecisionMoments)
+            why = why_not_steppable(optimizer, f"{NAME} cannot step", f"leave {NAME} out")
             if isinstance(owner, LowPrecisionMoments):
                 self._moments[id(optimizer)] = owner
-            elif not has_own_step(optimizer):
-                raise ValueError(
-                    f"{NAME} cannot step this {type(optimizer).__name__}: something else steps it already, as "
-                    "LeanMixedPrecision(parameters=...) and torch.compile do. Leave one of the two out."
-                )
-            why = why_not_steppable(optimizer, f"{NAME} cannot step", f"leave {NAME} out")
-            if why is not None and is_stepped_here:
+            elif why is not None:
                 raise ValueError(why)
             refuse_optimizer(optimizer, is_split=any(map(is_shard, iterate_parameters(optimizer))))
             if not self._keeps_gradients:
+                is_stepped_here = id(optimizer) not in self._moments
                 refuse_accumulation(f"{NAME}(keep_gradients=False)", optimizer, is_stepped_here=is_stepped_here)
         for optimizer in fresh:
             self._take_over(optimizer)
@@ -312,17 +274,10 @@ class BackwardSteps(StepTakeOver):
     def scaled(self, optimizer: Optimizer, scaler: GradScaler, closure: Any) -> Iterator[None]:
         """Measure in a backward of this block whether ``optimizer`` steps; if so, it runs again, with the steps."""
         self._hook(optimizer)
-        step = self._current = self._begin(optimizer, closure, scaler)
-
-        def unscale(inner: Callable[..., None], /, optimizer: Optimizer) -> None:
-            if step.optimizer is not optimizer or self._again is None:  # otherwise it is unscaled
-                inner(optimizer)
-
-        patch = MethodPatch(scaler, "unscale_", partial(partial, unscale))
+        self._current = self._begin(optimizer, closure, scaler)
         try:
             yield
         finally:
-            patch.remove()
             self._current = self._again = None
 
     def run(self, backward: Callable[..., None], *, is_last: bool) -> None:
@@ -333,18 +288,35 @@ class BackwardSteps(StepTakeOver):
         step = self._current
         if step is None:
             self._accumulate(backward, is_last=is_last)
-        elif self._has_to_measure(step):
+            return
+        if step.has_to_measure and step.has_gradients():
+            step.is_early = False  # of earlier micro-batches: gradients are saved anyway
+        if step.is_early and step.has_to_measure:
             step.is_measuring = True
             self._run(partial(backward, retain_graph=True))
             step.end_measuring()
             if self._buckets is not None:
-                self._buckets.expect_another()
-            if step.scaler is None:
-                self._run(backward)
-            else:
+                prepare_for_backward(self._buckets.ddp)  # the next backward has no forward of its own
+            if step.scaler is not None:
                 self._again = backward
-        else:
-            self._run(backward)
+                return
+        self._run(backward)
+
+    def leaves_clipping(self) -> bool:
+        """Whether gradients exist and are clipped elsewhere, now. If not, a scaler is told what was measured."""
+        step = self._current
+        if step is None:
+            return True
+        if step.scaler is not None and self._again is not None:
+            note_unscaled(step.scaler, step.optimizer, step.checks)
+        if step.is_early and not step.has_gradients():
+            return False
+        step.is_early = False  # optimizer_step called the closure before the step
+        if self._clipping.by_previous:
+            for parameter in iterate_parameters(step.optimizer):
+                if parameter.grad is not None:
+                    step.measure(parameter)
+        return True
 
     def _run(self, backward: Callable[[], None]) -> None:
         backward()
@@ -363,22 +335,6 @@ class BackwardSteps(StepTakeOver):
             self._run(backward)
         finally:
             self._groups = {}
-
-    def _has_to_measure(self, step: OneStep) -> bool:
-        if step.is_early and step.has_to_measure and step.has_gradients():
-            step.is_early = False  # of earlier micro-batches: gradients are saved anyway
-        return step.is_early and step.has_to_measure
-
-    def leaves_clipping(self) -> bool:
-        """Whether gradients exist and are clipped elsewhere, now."""
-        step = self._current
-        if step is not None and step.is_early:
-            if not step.has_gradients():
-                return False
-            step.is_early = False  # optimizer_step called the closure before the step
-        if step is not None and self._clipping.by_previous:
-            self.previous_norm = _join(map(_norm_of, iterate_parameters(step.optimizer)))
-        return True
 
     def _has_ours(self, optimizer: Optimizer) -> bool:
         own = set(self._module.parameters())
@@ -406,7 +362,7 @@ class BackwardSteps(StepTakeOver):
             self._taken_in.clear()
         finally:
             self._current = None
-        if step.is_early and self._clipping.by_previous:
+        if self._clipping.by_previous:
             self.previous_norm = step.norm()
         return loss
 
@@ -422,18 +378,15 @@ class BackwardSteps(StepTakeOver):
         is_early = self._may_be_early is not None and self._may_be_early(closure)
         if not is_early:
             self._refuse_taken_in()
-        if self._clipping.norm is not None or scaler is not None:
-            is_unknown = self._clipping.by_previous and self.previous_norm is None
+        clipping, norm = self._clipping, self.previous_norm if self._clipping.by_previous else None
+        has_to_measure = scaler is not None or (clipping.norm is not None and not clipping.by_previous)
+        if has_to_measure and self._buckets is not None:
             # The first reduction of DDP defines its buckets: that backward cannot run twice.
-            is_early &= not is_unknown and (self._buckets is None or self._buckets.has_reduced)
-        return OneStep(
-            optimizer,
-            self._clipping,
-            is_early=is_early,
-            previous_norm=self.previous_norm if self._clipping.by_previous else None,
-            moments=self._moments.get(id(optimizer)),
-            scaler=scaler,
-        )
+            is_early &= self._buckets.has_reduced
+        if clipping.norm is not None and clipping.by_previous:
+            is_early &= norm is not None
+        moments, factor = self._moments.get(id(optimizer)), clipping.factor(norm)
+        return OneStep(optimizer, clipping, is_early, has_to_measure, factor, moments, scaler)
 
     def _hook(self, optimizer: Optimizer) -> None:
         if self._may_be_early is None:
@@ -443,26 +396,20 @@ class BackwardSteps(StepTakeOver):
                 self._owners[parameter] = optimizer
                 if self._buckets is None or parameter not in self._buckets.parameters:
                     register: Any = parameter.register_post_accumulate_grad_hook
-                    self._handles.append(register(self._after_accumulation))
+                    self._handles.append(register(self._on_gradient))
 
-    def _after_accumulation(self, parameter: nn.Parameter) -> None:  # a hook must return None
-        self._on_gradient(parameter)
-
-    def _on_gradient(self, parameter: nn.Parameter) -> bool:
-        """Step if it is due; ``False`` if the gradient must stay."""
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        """Use the gradient if it is due."""
         step = self._current
         if parameter in self._groups:
             take_in(parameter, self._owners[parameter].state[parameter], self._groups[parameter])
             self._taken_in.add(parameter)
-            return True
-        if step is None or not step.is_early or self._owners.get(parameter) is not step.optimizer:
-            return False
-        return self._take(step, parameter)
+        elif step is not None and step.is_early and self._owners.get(parameter) is step.optimizer:
+            self._take(step, parameter)
 
-    def _take(self, step: OneStep, parameter: nn.Parameter) -> bool:
-        """Step with a gradient; ``False`` if the optimizer no longer has the parameter."""
-        is_taken = step.take(parameter)
-        if is_taken:
+    def _take(self, step: OneStep, parameter: nn.Parameter) -> None:
+        """Step with a gradient, unless the optimizer no longer has the parameter."""
+        if step.take(parameter):
             self._stepped.add(parameter)
         elif any(one is parameter for one in iterate_parameters(step.optimizer)):
             module = getattr(self._module, "module", self._module)  # of DDP
@@ -471,4 +418,3 @@ class BackwardSteps(StepTakeOver):
                 f"{NAME}: {next(names, 'a parameter')!r} got a second gradient in one step, after it was "
                 "stepped with the first. Call backward once per step, and checkpoint with use_reentrant=False."
             )
-        return is_taken

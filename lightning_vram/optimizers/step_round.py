@@ -105,8 +105,8 @@ def why_not_steppable(
         return f"{action} {name}(differentiable=True): leave that off."
     if not has_own_step(optimizer):
         return (
-            f"{action} this {name}, because its step was replaced on the instance (by torch.compile?): replace it "
-            "afterwards or not at all."
+            f"{action} this {name}: something else steps it already, as LeanMixedPrecision(parameters=...) and "
+            "torch.compile do. Leave one of the two out."
         )
     return None
 

@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.core.patching import MethodPatch, replace_by
 from lightning_vram.optimizers.step_round import (
-    State,
     as_sharded,
     has_own_step,
     iterate_parameters,
@@ -40,11 +39,10 @@ class StepTakeOver(ABC):
     def __init__(self) -> None:
         self._taken: list[Optimizer] = []  # whose step is :meth:`_step`
         self._patches: list[MethodPatch] = []
-        self._handles: list[RemovableHandle] = []  # of hooks of optimizers
         _forget_the_dead()
         weak = ref(self)
-        self._handle = register_optimizer_step_pre_hook(partial(_redirect, weak))
-        _handles.append((weak, self._handle))
+        self._handles = [register_optimizer_step_pre_hook(partial(_redirect, weak))]  # and of optimizers
+        _handles.append((weak, self._handles[0]))
 
     @abstractmethod
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
@@ -60,10 +58,6 @@ class StepTakeOver(ABC):
 
     def remove_patches(self) -> None:
         """Let all optimizers step and load by themselves again."""
-        self._handle.remove()
-        for optimizer in self._taken:
-            if owner_of(optimizer) is self:
-                del _owners[optimizer]
         for patch in reversed(self._patches):
             patch.remove()
         for handle in self._handles:
@@ -106,9 +100,9 @@ class StepTakeOver(ABC):
 
 
 def owner_of(optimizer: Optimizer) -> StepTakeOver | None:
-    """Return the last object that took over the step of ``optimizer``."""
-    owner = _owners.get(optimizer)
-    return None if owner is None else owner()
+    """Return the last object that took over the step of ``optimizer``, if it still has it."""
+    owner = _owners.get(optimizer, lambda: None)()
+    return owner if owner is not None and owner._is_taken(optimizer) else None
 
 
 def _redirect(
@@ -151,7 +145,6 @@ class WholeSteps:
         self._written = written
         self._proxies: dict[nn.Parameter, nn.Parameter] = {}  # reused: optimizers may hold more by parameter
         self._given: dict[nn.Parameter, Tensor | None] = {}  # gradients of proxies, when they were set
-        self._states: dict[nn.Parameter, State] = {}  # of the optimizer, during a step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the step as its class has it, without hooks. Its closure sees shards."""
@@ -182,8 +175,7 @@ class WholeSteps:
             proxy.requires_grad_(parameter.requires_grad)
             proxy.grad = self._given[parameter] = local_shard(parameter.grad)
             if parameter in state:
-                own = self._states[parameter] = state.pop(parameter)
-                state[proxy] = {key: local_shard(value) for key, value in own.items()}
+                state[proxy] = {key: local_shard(value) for key, value in state.pop(parameter).items()}
         self._exchange(self._proxies)
 
     def _put_back(self) -> None:
@@ -193,12 +185,9 @@ class WholeSteps:
             if proxy.grad is not given:
                 parameter.grad = as_sharded(proxy.grad, parameter, proxy.shape)
             proxy.grad = None
-            before = self._states.pop(parameter, {})
             if proxy in state:
-                now = state.pop(proxy)
-                fresh = {key: as_sharded(value, parameter, proxy.shape) for key, value in now.items()}
-                known = {key: value for key, value in before.items() if key in now and local_shard(value) is now[key]}
-                state[parameter] = fresh | known
+                local = state.pop(proxy).items()
+                state[parameter] = {key: as_sharded(value, parameter, proxy.shape) for key, value in local}
         self._given = {}
         self._exchange({proxy: parameter for parameter, proxy in self._proxies.items()})
 
