@@ -25,7 +25,8 @@ from lightning_vram.optimizers.step_round import (
 from lightning_vram.private_names.fsdp2 import local_shard
 from lightning_vram.private_names.torch import note_step
 
-_handles: list[tuple["ref[StepTakeOver]", RemovableHandle]] = []
+_living: "WeakKeyDictionary[StepTakeOver, None]" = WeakKeyDictionary()  # in the order of their creation
+_hooks: list[RemovableHandle] = []  # one, while there may be any
 _owners: "WeakKeyDictionary[Optimizer, ref[StepTakeOver]]" = WeakKeyDictionary()
 _stepping: list[Optimizer] = []  # in a replaced step
 
@@ -39,10 +40,10 @@ class StepTakeOver(ABC):
     def __init__(self) -> None:
         self._taken: list[Optimizer] = []  # whose step is :meth:`_step`
         self._patches: list[MethodPatch] = []
-        _forget_the_dead()
-        weak = ref(self)
-        self._handles = [register_optimizer_step_pre_hook(partial(_redirect, weak))]  # and of optimizers
-        _handles.append((weak, self._handles[0]))
+        self._handles: list[RemovableHandle] = []  # of hooks of optimizers
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_redirect))
+        _living[self] = None
 
     @abstractmethod
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
@@ -63,6 +64,9 @@ class StepTakeOver(ABC):
         for handle in self._handles:
             handle.remove()
         self._patches, self._handles = [], []
+        _living.pop(self, None)
+        while _hooks and not _living:
+            _hooks.pop().remove()
 
     @staticmethod
     def _run_closure(optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
@@ -106,24 +110,17 @@ def owner_of(optimizer: Optimizer) -> StepTakeOver | None:
 
 
 def _redirect(
-    owner: "ref[StepTakeOver]", optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Replace a step that begins, between its hooks; errors of the other step end it."""
-    living = owner()
-    if living is None or not living._takes_in(optimizer):
+    given = closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    for owner in list(_living):
+        if owner._takes_in(optimizer):
+            closure = partial(owner._step, optimizer, closure)
+    if closure is given:
         return None
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
     # The running step cannot be stopped, but it begins with its closure.
-    empty = make_twin(type(optimizer), vars(optimizer), [], {})
-    return (empty, partial(living._step, optimizer, closure)), {}
-
-
-def _forget_the_dead() -> None:
-    """Remove hooks of dead owners here: an owner may die while hooks are called."""
-    for weak, handle in list(_handles):
-        if weak() is None:
-            handle.remove()
-            _handles.remove((weak, handle))
+    return (make_twin(type(optimizer), vars(optimizer), [], {}), closure), {}
 
 
 def can_step_wholes(optimizer: Optimizer) -> bool:
