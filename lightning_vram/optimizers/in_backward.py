@@ -6,7 +6,7 @@ Prior art: LOMO (arXiv:2306.09782), ``torch.distributed.optim._apply_optimizer_i
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -17,23 +17,19 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, AdamW, Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.core.gradients import apply_clip_factor, clip_factor, clip_sharded_values, join_norms, norm_part
-from lightning_vram.core.patching import MethodPatch
 from lightning_vram.core.tensors.properties import is_shard
+from lightning_vram.optimizers.low_precision import LowPrecisionMoments
 from lightning_vram.optimizers.step_round import (
     State,
     StepRound,
-    has_own_step,
     iterate_parameters,
-    make_twin,
     refuse_optimizer,
     steps_like,
-    unhooked_step,
     why_not_steppable,
 )
-from lightning_vram.optimizers.take_over import MembersStep, StepTakeOver, owner_of
+from lightning_vram.optimizers.take_over import StepTakeOver, owner_of
 from lightning_vram.private_names.fsdp2 import drop_reduced_gradients, local_shard, prepare_for_backward
 from lightning_vram.private_names.torch import note_step
 from lightning_vram.techniques.mixed_precision import note_unscaled, unscale_part
@@ -49,62 +45,47 @@ class Clipping:
     norm: float | None = None  # largest common 2-norm
     by_previous: bool = False  # by the norm of the previous step: that of this step takes a backward of its own
 
+    def factor(self, norm: Tensor | None) -> Tensor | None:
+        """Return what gradients of a common ``norm`` are multiplied by."""
+        return None if self.norm is None or norm is None else clip_factor(norm, self.norm)
 
+
+@dataclass(eq=False)
 class OneStep:
-    """Steps a parameter, and frees its gradient. Settings are read at the first gradient.
+    """A step of an optimizer, one parameter at a time. Settings are read at the first gradient."""
 
-    ``is_early``: it happens in the backward; otherwise gradients are clipped before. With ``scaler``, an earlier
-    backward finds out whether there is a step at all.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        clipping: Clipping,
-        *,
-        is_early: bool,
-        previous_norm: Tensor | None,
-        members_step: MembersStep | None = None,
-        scaler: GradScaler | None = None,
-    ) -> None:
-        self.optimizer = optimizer
-        self.is_early = is_early
-        self.is_measuring = False  # in the backward before the one with the steps
-        self.has_measured = False
-        self.scaler = scaler
-        self._clipping, self._members_step = clipping, members_step
-        self._norm = previous_norm  # to clip by
-        self._norms: dict[nn.Parameter, Tensor | None] = {}  # of gradients so far
-        self._checks: list[Tensor] = []  # of the scaler, for gradients so far
-        self._factor: Tensor | None = None
-        self._portions: _Portions | None = None
+    optimizer: Optimizer
+    clipping: Clipping
+    is_early: bool  # whether it happens in the backward; otherwise gradients were clipped before
+    has_to_measure: bool  # whether all gradients must be known before the first step
+    factor: Tensor | None  # the factor of this step
+    moments: LowPrecisionMoments | None  # which step the parameters
+    scaler: GradScaler | None
+    is_measuring: bool = False  # in the backward before the one with the steps
+    checks: list[Tensor] = field(default_factory=list)  # of the scaler
+    _norms: dict[nn.Parameter, Tensor | None] = field(default_factory=dict)  # of gradients so far
+    _round: StepRound | None = None
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter) -> bool:
-        """Use the gradient of ``parameter``; ``False`` if it is the second one."""
+        """Use the gradient of ``parameter`` and free it; ``False`` if it is the second one."""
         if self.scaler is not None and self.is_early:
-            self._checks += unscale_part(self.scaler, [parameter])
-        is_first = self._measure(parameter) if self.is_measuring else self._run(parameter)
+            self.checks += unscale_part(self.scaler, [parameter])
+        is_first = self.measure(parameter) if self.is_measuring else self._run(parameter)
         parameter.grad = None
         return is_first
 
-    def has_run(self, parameter: nn.Parameter) -> bool:
-        """Whether ``parameter`` was stepped."""
-        return self._portions is not None and not self._portions.holds(parameter)
-
-    @property
-    def has_to_measure(self) -> bool:
-        """Whether all gradients must be known before the first step."""
-        needs_norm = self._clipping.norm is not None and self._norm is None
-        return self.is_early and not self.has_measured and (needs_norm or self.scaler is not None)
+    def measure(self, parameter: nn.Parameter) -> bool:
+        """Note the norm of a gradient; ``False`` if it is the second one."""
+        assert parameter.grad is not None
+        is_first = parameter not in self._norms
+        self._norms[parameter] = None if self.clipping.norm is None else norm_part(parameter.grad)
+        return is_first
 
     def end_measuring(self) -> None:
-        """Step from now on, clipped by the norm so far, and report overflows to the scaler."""
-        self._norm = self.norm()
-        if self.scaler is not None:
-            note_unscaled(self.scaler, self.optimizer, self._checks)
-        self._norms, self._checks = {}, []
-        self.is_measuring, self.has_measured = False, True
+        """Step from now on, clipped by the norm so far."""
+        self.factor, self._norms = self.clipping.factor(self.norm()), {}
+        self.is_measuring = self.has_to_measure = False
 
     def norm(self) -> Tensor | None:
         """Return the common norm of all gradients so far, unclipped; ``None`` without any."""
@@ -112,58 +93,35 @@ class OneStep:
         norms = [norm for norm in found if norm is not None]
         return join_norms(norms) if norms else None
 
-    def _measure(self, parameter: nn.Parameter) -> bool:
-        assert parameter.grad is not None
-        is_first = parameter not in self._norms
-        self._norms[parameter] = None if self._clipping.norm is None else norm_part(parameter.grad)
-        return is_first
+    def has_run(self, parameter: nn.Parameter) -> bool:
+        """Whether ``parameter`` was stepped."""
+        return self._round is not None and not self._round.holds(parameter)
+
+    def has_gradients(self) -> bool:
+        """Whether there are gradients that were not used."""
+        return any(parameter.grad is not None for parameter in iterate_parameters(self.optimizer))
 
     def _run(self, parameter: nn.Parameter) -> bool:
-        if self._portions is None:
-            self._portions = _Portions(self.optimizer, self._members_step)
-            if self.is_early and self._clipping.norm is not None and self._norm is not None:
-                self._factor = clip_factor(self._norm, self._clipping.norm)
-        if not self._portions.holds(parameter):
+        self._round = self._round or StepRound(self.optimizer, is_on_host=False)
+        if not self._round.holds(parameter):
             return False
-        if self.is_early and self._clipping.by_previous and self._clipping.norm is not None:
-            self._measure(parameter)
-        if self.is_early and self._clipping.value is not None:
-            clip_sharded_values([parameter], self._clipping.value)
-        if self._factor is not None:
-            apply_clip_factor([local_shard(parameter.grad)], self._factor)
-        self._portions.step(parameter)
+        if self.is_early:
+            self._clip(parameter)
+        if self.moments is not None:
+            self.moments.step_members(self.optimizer, self._round, self._round.take([parameter]))
+        elif is_shard(parameter):
+            self._round.run(self._round.take([parameter]))
+        else:
+            self._round.step_alone(parameter)
         return True
 
-
-class _Portions:
-    """A step of an optimizer with its settings now, one parameter at a time."""
-
-    def __init__(self, optimizer: Optimizer, members_step: MembersStep | None) -> None:
-        self._optimizer, self._members_step = optimizer, members_step
-        self._step = unhooked_step(type(optimizer))
-        # Proxies for each parameter, as in StepRound, would double the time in the interpreter.
-        self._groups = [{**group} for group in optimizer.param_groups]
-        self._twin = make_twin(type(optimizer), vars(optimizer), [], optimizer.state)
-        self._places = {one: place for place, group in enumerate(self._groups) for one in group["params"]}
-        self._round: StepRound | None = None  # for shards, and other step functions
-
-    def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether ``parameter`` was not stepped yet."""
-        return parameter in self._places
-
-    def step(self, parameter: nn.Parameter) -> None:
-        group = self._groups[self._places.pop(parameter)]
-        if self._members_step is not None or is_shard(parameter):
-            self._round = self._round or StepRound(self._optimizer, is_on_host=False)
-            members = self._round.take([parameter])
-            if self._members_step is not None:
-                self._members_step(self._optimizer, self._round, members)
-            else:
-                self._round.run(members)
-            return
-        group["params"] = [parameter]
-        self._twin.param_groups = [group]
-        self._step(self._twin)
+    def _clip(self, parameter: nn.Parameter) -> None:
+        if self.clipping.by_previous:
+            self.measure(parameter)
+        if self.clipping.value is not None:
+            clip_sharded_values([parameter], self.clipping.value)
+        if self.factor is not None:
+            apply_clip_factor([local_shard(parameter.grad)], self.factor)
 
 
 def refuse_accumulation(name: str, optimizer: Optimizer, *, is_stepped_here: bool) -> None:
@@ -208,35 +166,27 @@ class ReducedBuckets:
     """Replaces the reduction of ``ddp`` by a bit-exact one in a communication hook.
 
     Hooks of parameters would run before the reduction. ``take`` gets a parameter with its gradient while the next
-    bucket is reduced, and returns whether it used it; other parameters get theirs at the end of the backward.
+    bucket is reduced.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, take: Callable[[Any], bool]) -> None:
+    def __init__(self, ddp: DistributedDataParallel, take: Callable[[Any], None]) -> None:
         self.parameters = {one for one in ddp.parameters() if one.requires_grad}
         self.has_reduced = False
-        self._ddp = ddp
+        self.ddp = ddp
         self._take = take
         self._under_way: Sent | None = None
-        self._left: list[tuple[Tensor, Tensor]] = []
         living = ref(self)  # the reducer holds its hook, invisible to the garbage collector
         ddp.register_comm_hook(None, lambda _, bucket: _reduce(living(), bucket))
         drop_reduced_gradients(ddp)
 
     def land(self) -> None:
-        """Wait for the last bucket, and set the gradients that were not used."""
+        """Wait for the last bucket."""
         last, self._under_way = self._under_way, None
         self._use(last)
-        for parameter, gradient in self._left:
-            parameter.grad = gradient
-        self._left = []
-
-    def expect_another(self) -> None:
-        """Reduce the next backward, which has no forward of its own."""
-        prepare_for_backward(self._ddp)
 
     def reduce(self, bucket: Any) -> Any:
         """Begin to reduce a bucket, and use the one before it. A collective."""
-        flat, parameters, group = bucket.buffer(), bucket.parameters(), self._ddp.process_group
+        flat, parameters, group = bucket.buffer(), bucket.parameters(), self.ddp.process_group
         for parameter in parameters:
             parameter.grad = None  # is in the bucket
         flat.mul_(1 / dist.get_world_size(group))
@@ -253,9 +203,7 @@ class ReducedBuckets:
         self.has_reduced = True
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-            if not self._take(parameter):
-                parameter.grad = None
-                self._left.append((parameter, gradient))
+            self._take(parameter)
 
 
 def _reduce(buckets: ReducedBuckets | None, bucket: Any) -> Any:
@@ -289,9 +237,8 @@ class BackwardSteps(StepTakeOver):
         self._taken_in: set[nn.Parameter] = set()  # since the last step
         self._stepped: set[nn.Parameter] = set()  # in any step
         self.has_zeros = False  # set if gradients are zeroed in place: stepped parameters always have one
-        self._hooks: dict[nn.Parameter, RemovableHandle] = {}
-        self._owners: dict[nn.Parameter, Optimizer] = {}
-        self._steps_of_others: dict[int, MembersStep | None] = {}  # by id of the optimizer
+        self._owners: dict[nn.Parameter, Optimizer] = {}  # of parameters with a hook
+        self._moments: dict[int, LowPrecisionMoments] = {}  # that step an optimizer, by its id
         self._current: OneStep | None = None
         self._again: Callable[[], None] | None = None  # runs the measured backward a second time
         self._buckets: ReducedBuckets | None = None
@@ -305,100 +252,89 @@ class BackwardSteps(StepTakeOver):
         fresh = [one for one in optimizers if not self._is_taken(one)]
         for optimizer in fresh:
             owner = owner_of(optimizer)
-            members_step = None if owner is None else owner.members_step()
-            if members_step is None and not has_own_step(optimizer):
-                raise ValueError(
-                    f"{NAME} cannot step this {type(optimizer).__name__}: something else steps it already, as "
-                    "LeanMixedPrecision(parameters=...) and torch.compile do. Leave one of the two out."
-                )
             why = why_not_steppable(optimizer, f"{NAME} cannot step", f"leave {NAME} out")
-            if why is not None and members_step is None:
+            if isinstance(owner, LowPrecisionMoments):
+                self._moments[id(optimizer)] = owner
+            elif why is not None:
                 raise ValueError(why)
             refuse_optimizer(optimizer, is_split=any(map(is_shard, iterate_parameters(optimizer))))
             if not self._keeps_gradients:
-                refuse_accumulation(f"{NAME}(keep_gradients=False)", optimizer, is_stepped_here=members_step is None)
-            self._steps_of_others[id(optimizer)] = members_step
+                is_stepped_here = id(optimizer) not in self._moments
+                refuse_accumulation(f"{NAME}(keep_gradients=False)", optimizer, is_stepped_here=is_stepped_here)
         for optimizer in fresh:
             self._take_over(optimizer)
 
     def let_go(self) -> None:
         """Let the optimizers step by themselves again."""
         self.remove_patches()
-        for handle in self._hooks.values():
-            handle.remove()
-        self._taken, self._hooks, self._owners = [], {}, {}
+        self._taken, self._owners, self._moments = [], {}, {}
         self._current = self._again = self._buckets = None
 
     @contextmanager
     def scaled(self, optimizer: Optimizer, scaler: GradScaler, closure: Any) -> Iterator[None]:
         """Measure in a backward of this block whether ``optimizer`` steps; if so, it runs again, with the steps."""
         self._hook(optimizer)
-        step = self._current = self._begin(optimizer, closure, scaler)
-
-        def unscale(inner: Callable[..., None], /, optimizer: Optimizer) -> None:
-            if step.optimizer is not optimizer or not step.has_measured:  # otherwise it is unscaled
-                inner(optimizer)
-
-        patch = MethodPatch(scaler, "unscale_", partial(partial, unscale))
+        self._current = self._begin(optimizer, closure, scaler)
         try:
             yield
         finally:
-            patch.remove()
             self._current = self._again = None
 
-    def run_twice(self, backward: Callable[..., None]) -> None:
-        """Run ``backward`` to measure all gradients, and again with the steps, now or in the step."""
+    def run(self, backward: Callable[..., None], *, is_last: bool) -> None:
+        """Run ``backward`` with the steps that are due; ``is_last``: of a gradient accumulation.
+
+        If all gradients must be known before the first step, it runs twice: with a scaler again in the step.
+        """
         step = self._current
-        assert step is not None
-        step.is_measuring = True
-        backward(retain_graph=True)
+        if step is None:
+            self._accumulate(backward, is_last=is_last)
+            return
+        if step.has_to_measure and step.has_gradients():
+            step.is_early = False  # of earlier micro-batches: gradients are saved anyway
+        if step.is_early and step.has_to_measure:
+            step.is_measuring = True
+            self._run(partial(backward, retain_graph=True))
+            step.end_measuring()
+            if self._buckets is not None:
+                prepare_for_backward(self._buckets.ddp)  # the next backward has no forward of its own
+            if step.scaler is not None:
+                self._again = backward
+                return
+        self._run(backward)
+
+    def leaves_clipping(self) -> bool:
+        """Whether gradients exist and are clipped elsewhere, now. If not, a scaler is told what was measured."""
+        step = self._current
+        if step is None:
+            return True
+        if step.scaler is not None and self._again is not None:
+            note_unscaled(step.scaler, step.optimizer, step.checks)
+        if step.is_early and not step.has_gradients():
+            return False
+        step.is_early = False  # optimizer_step called the closure before the step
+        if self._clipping.by_previous:
+            for parameter in iterate_parameters(step.optimizer):
+                if parameter.grad is not None:
+                    step.measure(parameter)
+        return True
+
+    def _run(self, backward: Callable[[], None]) -> None:
+        backward()
         if self._buckets is not None:
             self._buckets.land()
-        step.end_measuring()
-        if self._buckets is not None:
-            self._buckets.expect_another()
-        if step.scaler is not None:
-            self._again = backward
-        else:
-            self.run_once(backward)
 
-    def run_once(self, backward: Callable[..., None], *, is_last: bool = False) -> None:
-        """Run ``backward`` with the steps that are due; ``is_last``: of an accumulation whose gradients are needed."""
-        if self._current is None and is_last:
-            self._refuse_taken_in()
-        elif self._current is None and not self._keeps_gradients:
+    def _accumulate(self, backward: Callable[[], None], *, is_last: bool) -> None:
+        if is_last:
+            self._refuse_taken_in()  # the gradients are needed
+        elif not self._keeps_gradients:
             for optimizer in self._taken:
                 self._hook(optimizer)
             groups = (group for optimizer in self._taken for group in optimizer.param_groups)
             self._groups = {parameter: group for group in groups for parameter in group["params"]}
         try:
-            backward()
+            self._run(backward)
         finally:
             self._groups = {}
-        if self._buckets is not None:
-            self._buckets.land()
-
-    @property
-    def needs_two(self) -> bool:
-        """Whether the next backward must run twice: all gradients must be known before the first step."""
-        step = self._current
-        if step is None or not step.has_to_measure:
-            return False
-        if any(parameter.grad is not None for parameter in iterate_parameters(step.optimizer)):
-            step.is_early = False  # of earlier micro-batches: gradients are saved anyway
-        return step.is_early
-
-    def leaves_clipping(self) -> bool:
-        """Whether gradients exist and are clipped elsewhere, now."""
-        step = self._current
-        if step is not None and step.is_early:
-            if not any(parameter.grad is not None for parameter in iterate_parameters(step.optimizer)):
-                return False
-            step.is_early = False  # optimizer_step called the closure before the step
-        if step is not None and self._clipping.by_previous:
-            norms = [norm_part(one.grad) for one in iterate_parameters(step.optimizer) if one.grad is not None]
-            self.previous_norm = join_norms(norms) if norms else None
-        return True
 
     def _has_ours(self, optimizer: Optimizer) -> bool:
         own = set(self._module.parameters())
@@ -414,7 +350,7 @@ class BackwardSteps(StepTakeOver):
         try:
             with torch.enable_grad():
                 if again is not None:
-                    self.run_once(again)
+                    self._run(again)
                 if closure is not None:
                     loss = closure()
             for parameter in iterate_parameters(optimizer):
@@ -426,7 +362,7 @@ class BackwardSteps(StepTakeOver):
             self._taken_in.clear()
         finally:
             self._current = None
-        if step.is_early and self._clipping.by_previous:
+        if self._clipping.by_previous:
             self.previous_norm = step.norm()
         return loss
 
@@ -442,18 +378,15 @@ class BackwardSteps(StepTakeOver):
         is_early = self._may_be_early is not None and self._may_be_early(closure)
         if not is_early:
             self._refuse_taken_in()
-        if self._clipping.norm is not None or scaler is not None:
-            is_unknown = self._clipping.by_previous and self.previous_norm is None
+        clipping, norm = self._clipping, self.previous_norm if self._clipping.by_previous else None
+        has_to_measure = scaler is not None or (clipping.norm is not None and not clipping.by_previous)
+        if has_to_measure and self._buckets is not None:
             # The first reduction of DDP defines its buckets: that backward cannot run twice.
-            is_early &= not is_unknown and (self._buckets is None or self._buckets.has_reduced)
-        return OneStep(
-            optimizer,
-            self._clipping,
-            is_early=is_early,
-            previous_norm=self.previous_norm if self._clipping.by_previous else None,
-            members_step=self._steps_of_others[id(optimizer)],
-            scaler=scaler,
-        )
+            is_early &= self._buckets.has_reduced
+        if clipping.norm is not None and clipping.by_previous:
+            is_early &= norm is not None
+        moments, factor = self._moments.get(id(optimizer)), clipping.factor(norm)
+        return OneStep(optimizer, clipping, is_early, has_to_measure, factor, moments, scaler)
 
     def _hook(self, optimizer: Optimizer) -> None:
         if self._may_be_early is None:
@@ -463,26 +396,20 @@ class BackwardSteps(StepTakeOver):
                 self._owners[parameter] = optimizer
                 if self._buckets is None or parameter not in self._buckets.parameters:
                     register: Any = parameter.register_post_accumulate_grad_hook
-                    self._hooks[parameter] = register(self._after_accumulation)
+                    self._handles.append(register(self._on_gradient))
 
-    def _after_accumulation(self, parameter: nn.Parameter) -> None:  # a hook must return None
-        self._on_gradient(parameter)
-
-    def _on_gradient(self, parameter: nn.Parameter) -> bool:
-        """Step if it is due; ``False`` if the gradient must stay."""
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        """Use the gradient if it is due."""
         step = self._current
         if parameter in self._groups:
             take_in(parameter, self._owners[parameter].state[parameter], self._groups[parameter])
             self._taken_in.add(parameter)
-            return True
-        if step is None or not step.is_early or self._owners.get(parameter) is not step.optimizer:
-            return False
-        return self._take(step, parameter)
+        elif step is not None and step.is_early and self._owners.get(parameter) is step.optimizer:
+            self._take(step, parameter)
 
-    def _take(self, step: OneStep, parameter: nn.Parameter) -> bool:
-        """Step with a gradient; ``False`` if the optimizer no longer has the parameter."""
-        is_taken = step.take(parameter)
-        if is_taken:
+    def _take(self, step: OneStep, parameter: nn.Parameter) -> None:
+        """Step with a gradient, unless the optimizer no longer has the parameter."""
+        if step.take(parameter):
             self._stepped.add(parameter)
         elif any(one is parameter for one in iterate_parameters(step.optimizer)):
             module = getattr(self._module, "module", self._module)  # of DDP
@@ -491,4 +418,3 @@ class BackwardSteps(StepTakeOver):
                 f"{NAME}: {next(names, 'a parameter')!r} got a second gradient in one step, after it was "
                 "stepped with the first. Call backward once per step, and checkpoint with use_reentrant=False."
             )
-        return is_taken

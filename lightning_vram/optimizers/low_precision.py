@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_vram.optimizers.library_moments import Library, LibraryForm, form_of
 from lightning_vram.optimizers.moment_forms import (
@@ -24,7 +23,7 @@ from lightning_vram.optimizers.row_steps import compile_ahead, is_ruled, rule_of
 from lightning_vram.optimizers.step_loop import step_in_parts
 from lightning_vram.optimizers.step_plan import StepPlan
 from lightning_vram.optimizers.step_round import Member, StepRound, iterate_parameters
-from lightning_vram.optimizers.take_over import MembersStep, StepTakeOver
+from lightning_vram.optimizers.take_over import StepTakeOver
 
 
 class LowPrecisionMoments(StepTakeOver):
@@ -82,12 +81,12 @@ class LowPrecisionMoments(StepTakeOver):
             self._plans[id(optimizer)] = plan
             if any(parameter.grad is not None for parameter in plan.others):
                 step_round = StepRound(optimizer, is_on_host=False)
-                self._step_members(optimizer, step_round, step_round.take(plan.others))
+                self.step_members(optimizer, step_round, step_round.take(plan.others))
             return loss
         plan = None  # frees memory of earlier moments
         step_round = StepRound(optimizer, is_on_host=False)
         members = step_round.take_rest()
-        self._step_members(optimizer, step_round, members if is_counting else self._step_planned(optimizer, members))
+        self.step_members(optimizer, step_round, members if is_counting else self._step_planned(optimizer, members))
         return loss
 
     def _step_planned(self, optimizer: Optimizer, members: Sequence[Member]) -> list[Member]:
@@ -104,11 +103,8 @@ class LowPrecisionMoments(StepTakeOver):
         others = set(plan.others)
         return [member for member in members if member.parameter in others]
 
-    @override
-    def members_step(self) -> MembersStep:
-        return self._step_members
-
-    def _step_members(self, optimizer: Optimizer, step_round: StepRound, members: Sequence[Member]) -> None:
+    def step_members(self, optimizer: Optimizer, step_round: StepRound, members: Sequence[Member]) -> None:
+        """Step a few parameters of an attached optimizer."""
         states = self._stored[id(optimizer)]
         states.adopt(members)
         step_round.run([member for member in members if not states.has(member.parameter)])

@@ -264,7 +264,7 @@ class _Stepping:
             member = replace(member, gradient=stored_like(member.gradient, member.shard))
         self.member, self._split, self._place = member, split, place
         self.form = states.form if states is not None and states.has(member.parameter) else None
-        self._is_counting = states is not None and states.is_counting  # compiled code cannot
+        self._is_counting = states is not None and states.check.is_counting  # compiled code cannot
         self.seed: Seed = 0, 0
         self.fresh: State = {}  # new states, to be published after all parts
 

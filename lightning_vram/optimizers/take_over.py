@@ -4,7 +4,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -16,9 +16,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.core.patching import MethodPatch, replace_by
 from lightning_vram.optimizers.step_round import (
-    Member,
-    State,
-    StepRound,
     as_sharded,
     has_own_step,
     iterate_parameters,
@@ -28,11 +25,8 @@ from lightning_vram.optimizers.step_round import (
 from lightning_vram.private_names.fsdp2 import local_shard
 from lightning_vram.private_names.torch import note_step
 
-Step = Callable[[Callable[[], Any] | None], Any]
-Owner = TypeVar("Owner")
-MembersStep = Callable[[Optimizer, StepRound, Sequence[Member]], None]  # steps some parameters of an optimizer
-
-_handles: list[tuple["ref[Any]", RemovableHandle]] = []
+_living: "WeakKeyDictionary[StepTakeOver, None]" = WeakKeyDictionary()  # in the order of their creation
+_hooks: list[RemovableHandle] = []  # one, while there may be any
 _owners: "WeakKeyDictionary[Optimizer, ref[StepTakeOver]]" = WeakKeyDictionary()
 _stepping: list[Optimizer] = []  # in a replaced step
 
@@ -47,7 +41,9 @@ class StepTakeOver(ABC):
         self._taken: list[Optimizer] = []  # whose step is :meth:`_step`
         self._patches: list[MethodPatch] = []
         self._handles: list[RemovableHandle] = []  # of hooks of optimizers
-        self._handle = redirect_steps(self, StepTakeOver._take_in)
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_redirect))
+        _living[self] = None
 
     @abstractmethod
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
@@ -61,21 +57,16 @@ class StepTakeOver(ABC):
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Step it; its hooks run before and after."""
 
-    def members_step(self) -> MembersStep | None:
-        """Return a function that steps a few parameters of an attached optimizer; ``None``: not allowed."""
-        return None
-
     def remove_patches(self) -> None:
         """Let all optimizers step and load by themselves again."""
-        self._handle.remove()
-        for optimizer in self._taken:
-            if owner_of(optimizer) is self:
-                del _owners[optimizer]
         for patch in reversed(self._patches):
             patch.remove()
         for handle in self._handles:
             handle.remove()
         self._patches, self._handles = [], []
+        _living.pop(self, None)
+        while _hooks and not _living:
+            _hooks.pop().remove()
 
     @staticmethod
     def _run_closure(optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
@@ -101,55 +92,35 @@ class StepTakeOver(ABC):
         finally:
             _stepping.pop()
 
-    def _take_in(self, optimizer: Optimizer) -> Step | None:
-        """Attach a stepping optimizer that has our parameters, and return how to continue its step."""
+    def _takes_in(self, optimizer: Optimizer) -> bool:
+        """Attach a stepping optimizer that has our parameters; return whether its step is to be replaced now."""
         if (_stepping and optimizer is _stepping[-1]) or not self._has_ours(optimizer):
-            return None
+            return False
         self.attach([optimizer])  # a no-op if it is attached: a step that was bound before bypasses the patch
-        return partial(self._step, optimizer) if self._is_taken(optimizer) else None
+        return self._is_taken(optimizer)
 
     def _is_taken(self, optimizer: Optimizer) -> bool:
         return any(optimizer is one for one in self._taken)
 
 
 def owner_of(optimizer: Optimizer) -> StepTakeOver | None:
-    """Return the last object that took over the step of ``optimizer``."""
-    owner = _owners.get(optimizer)
-    return None if owner is None else owner()
+    """Return the last object that took over the step of ``optimizer``, if it still has it."""
+    owner = _owners.get(optimizer, lambda: None)()
+    return owner if owner is not None and owner._is_taken(optimizer) else None
 
 
-def redirect_steps(owner: Owner, redirect: Callable[[Owner, Optimizer], Step | None]) -> RemovableHandle:
-    """Ask ``redirect`` at every optimizer step of this process for another step; ``None``: the step is unchanged.
-
-    The other step gets the closure, and runs between the same hooks; its errors end the step. ``owner`` is not kept
-    alive; once it is gone, nothing is asked.
-    """
-    weak = ref(owner)
-
-    def before_step(
-        optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        living = weak()
-        step = None if living is None else redirect(living, optimizer)
-        if step is None:
-            return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        # The running step cannot be stopped, but it begins with its closure.
-        empty = make_twin(type(optimizer), vars(optimizer), [], {})
-        return (empty, partial(step, closure)), {}
-
-    _forget_the_dead()
-    handle = register_optimizer_step_pre_hook(before_step)
-    _handles.append((weak, handle))
-    return handle
-
-
-def _forget_the_dead() -> None:
-    """Remove hooks of dead owners here: an owner may die while hooks are called."""
-    for weak, handle in list(_handles):
-        if weak() is None:
-            handle.remove()
-            _handles.remove((weak, handle))
+def _redirect(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Replace a step that begins, between its hooks; errors of the other step end it."""
+    given = closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    for owner in list(_living):
+        if owner._takes_in(optimizer):
+            closure = partial(owner._step, optimizer, closure)
+    if closure is given:
+        return None
+    # The running step cannot be stopped, but it begins with its closure.
+    return (make_twin(type(optimizer), vars(optimizer), [], {}), closure), {}
 
 
 def can_step_wholes(optimizer: Optimizer) -> bool:
@@ -171,7 +142,6 @@ class WholeSteps:
         self._written = written
         self._proxies: dict[nn.Parameter, nn.Parameter] = {}  # reused: optimizers may hold more by parameter
         self._given: dict[nn.Parameter, Tensor | None] = {}  # gradients of proxies, when they were set
-        self._states: dict[nn.Parameter, State] = {}  # of the optimizer, during a step
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Run the step as its class has it, without hooks. Its closure sees shards."""
@@ -202,8 +172,7 @@ class WholeSteps:
             proxy.requires_grad_(parameter.requires_grad)
             proxy.grad = self._given[parameter] = local_shard(parameter.grad)
             if parameter in state:
-                own = self._states[parameter] = state.pop(parameter)
-                state[proxy] = {key: local_shard(value) for key, value in own.items()}
+                state[proxy] = {key: local_shard(value) for key, value in state.pop(parameter).items()}
         self._exchange(self._proxies)
 
     def _put_back(self) -> None:
@@ -213,12 +182,9 @@ class WholeSteps:
             if proxy.grad is not given:
                 parameter.grad = as_sharded(proxy.grad, parameter, proxy.shape)
             proxy.grad = None
-            before = self._states.pop(parameter, {})
             if proxy in state:
-                now = state.pop(proxy)
-                fresh = {key: as_sharded(value, parameter, proxy.shape) for key, value in now.items()}
-                known = {key: value for key, value in before.items() if key in now and local_shard(value) is now[key]}
-                state[parameter] = fresh | known
+                local = state.pop(proxy).items()
+                state[parameter] = {key: as_sharded(value, parameter, proxy.shape) for key, value in local}
         self._given = {}
         self._exchange({proxy: parameter for parameter, proxy in self._proxies.items()})
 

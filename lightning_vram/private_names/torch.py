@@ -415,6 +415,16 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks)
 
 
+def is_initialized(optimizer: Optimizer) -> bool:
+    """Whether its class called ``Optimizer.__init__``, and it can have hooks."""
+    return hasattr(optimizer, "_optimizer_state_dict_pre_hooks")
+
+
+def group_reader(kind: type[Optimizer]) -> object:
+    """Return the function with which the step of a class of ``torch.optim`` reads a group and creates states."""
+    return getattr(kind, "_init_group", None)
+
+
 def note_step(optimizer: Optimizer) -> None:
     """Mark for learning-rate schedulers that ``optimizer`` stepped."""
     vars(optimizer)["_opt_called"] = True

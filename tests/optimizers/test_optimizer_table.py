@@ -6,7 +6,6 @@ A cell compares weights and optimizer states after five steps in a form with tho
 - ``fused``: bitwise identical to ``fused=True``, the kernel that steps on the host use unless the user chose one.
 - ``bound``: approximate weights, within the bound of the form (``BOUNDS``).
 - ``refused``: a ``ValueError`` with the message of the form (``REFUSALS``).
-- ``fails``: an ``AttributeError``, because the class never calls ``Optimizer.__init__``.
 
 ``bf16``, ``8bit`` and ``4bit`` leave optimizers that they do not know as they are, which is ``equal``; an ``AdamW``
 within another optimizer gets the form. Settings are those of PyTorch's own tests, and the defaults of
@@ -249,8 +248,6 @@ def find_cell(name: str, form: str, around: Around, folder: Path) -> str:
             train(net, optimizer)
     except ValueError as error:
         return "refused" if re.match(message, str(error)) else f"refused by {error}"
-    except AttributeError as error:
-        return "fails" if "_optimizer_state_dict_pre_hooks" in str(error) else f"fails by {error}"
     return compare(name, form, net, optimizer)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from support.lean_nets import EXACT, assert_same_weights, give_gradients, lean_n
 from torch import nn, optim
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from lightning_vram.optimizers import take_over
 from lightning_vram.optimizers.bf16_weights import LeanParameters
-from lightning_vram.optimizers.take_over import _forget_the_dead, redirect_steps
+from lightning_vram.optimizers.take_over import StepTakeOver
 
 
 @pytest.mark.parametrize("scheme", EXACT)
@@ -110,43 +112,56 @@ def test_others_step_as_ever_while_there_are_lean_parameters_and_after():
         some.restore()
 
 
-def test_hooks_go_with_what_they_serve():
-    gc.collect()
-    _forget_the_dead()  # those of other tests
+@pytest.fixture
+def living(monkeypatch):
+    """Owners of this test alone."""
+    found = WeakKeyDictionary()
+    monkeypatch.setattr(take_over, "_living", found)
+    monkeypatch.setattr(take_over, "_hooks", [])
+    return found
+
+
+def test_their_hook_of_all_steps_goes_with_the_last(living):
     before = len(_global_optimizer_pre_hooks)
     net, lean, optimizer = lean_net("bf16+split")
     twins = lean_net("bf16+split")[:2]
-    assert len(_global_optimizer_pre_hooks) == before + 2
+    assert (len(living), len(_global_optimizer_pre_hooks)) == (2, before + 1)
     own = optim.SGD(twins[0].parameters())
     take_steps(twins[0], own, 0)
     assert "step" in vars(own)
-    lean.restore()
-    assert len(_global_optimizer_pre_hooks) == before + 1
     del twins, own
     gc.collect()
-    _forget_the_dead()  # as the next that comes does
-    assert len(_global_optimizer_pre_hooks) == before
+    assert (len(living), len(_global_optimizer_pre_hooks)) == (1, before + 1)
+    lean.restore()
+    assert (len(living), len(_global_optimizer_pre_hooks)) == (0, before)
     take_steps(net, optimizer, 0)
 
 
-class Owner:
-    pass
+class Fleeting(StepTakeOver):
+    """Is gone once one of them hears of a step."""
 
+    def attach(self, optimizers):
+        raise AssertionError
 
-def test_what_goes_while_hooks_are_called_does_not_disturb_them():
-    owners = [Owner() for _ in range(3)]
-    calls = []
-
-    def redirect(owner, optimizer):
-        calls.append(id(owner))
+    def _has_ours(self, optimizer):
+        calls.append(id(self))
         owners.clear()
         gc.collect()
+        return False
 
-    for owner in owners:
-        redirect_steps(owner, redirect)
-    del owner
+    def _step(self, optimizer, closure=None):
+        raise AssertionError
+
+
+calls: list[int] = []
+owners: list[Fleeting] = []
+
+
+def test_what_goes_while_hooks_are_called_does_not_disturb_them(living):
+    owners.extend(Fleeting() for _ in range(3))
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
     optim.SGD([weight], lr=1.0).step()
-    assert len(calls) == 1
+    assert len(calls) == 3
+    assert not living
     assert torch.equal(weight, torch.zeros(2))

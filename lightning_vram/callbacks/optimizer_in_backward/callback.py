@@ -284,11 +284,8 @@ class OptimizerInBackward(FitTechnique):
     def _backward(self, trainer: pl.Trainer, inner: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
         """Replaces the backward of the precision plugin, between its hooks."""
         assert self._steps is not None
-        backward = partial(inner, *args, **kwargs)
-        if self._steps.needs_two:
-            self._steps.run_twice(backward)
-        else:
-            self._steps.run_once(backward, is_last=not is_accumulating(trainer.fit_loop.epoch_loop))
+        is_last = not is_accumulating(trainer.fit_loop.epoch_loop)
+        self._steps.run(partial(inner, *args, **kwargs), is_last=is_last)
 
     def _optimizer_step(
         self, trainer: Any, inner: Callable[..., Any], /, optimizer: Optimizer, *args: Any, **kwargs: Any

@@ -94,12 +94,12 @@ class StoredStates:
         elif members:
             step_round.run(members)
 
-    def step_on_device(self, step_round: StepRound, members: Sequence[Member], *, is_on_host: bool) -> None:
+    def step_on_device(self, step_round: StepRound, members: Sequence[Member]) -> None:
         """Step members of a group whose shards are on the computing device."""
         if self._low_precision is not None and self._has_device:
             step_in_parts(step_round, self._low_precision, members)
         else:
-            step_round.run(members, is_on_host=is_on_host)
+            step_round.run(members)
 
     def let_go(self, optimizer: Optimizer) -> None:
         """Upcast moments once the optimizer steps by itself."""
@@ -330,8 +330,7 @@ class HostOptimizers(StepTakeOver):
         states = self._stored[id(step_round.optimizer)]
         states.adopt(members, self._worker.drain if self._worker is not None else self.finish)
         if self._worker is None or group.landing is None:
-            is_on_host = group.home.type == "cpu"
-            _run(partial(states.step_on_device, step_round, is_on_host=is_on_host), group, members)
+            _run(partial(states.step_on_device, step_round), group, members)
             return
         self._fresh += [one for one in members if not one.state and one.parameter not in self._stateless]
         job = partial(_run, partial(states.step, step_round, group.flat_shards), group, members)

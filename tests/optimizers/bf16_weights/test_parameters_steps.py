@@ -202,8 +202,8 @@ def test_a_replaced_step_below_is_refused_and_one_above_still_works():
     optimizer = optim.SGD(net.parameters())
     optimizer.step = lambda closure=None: None
     message = (
-        "bfloat16 parameters cannot be stepped by this SGD, because its step was replaced on the instance (by "
-        "torch.compile?): replace it afterwards or not at all."
+        "bfloat16 parameters cannot be stepped by this SGD: something else steps it already, as "
+        "LeanMixedPrecision(parameters=...) and torch.compile do. Leave one of the two out."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         lean.attach([optimizer])
