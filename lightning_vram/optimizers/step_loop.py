@@ -225,13 +225,11 @@ def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def scale_members(step_round: StepRound, members: Sequence[Member]) -> None:
-    """Multiply gradients by the factor of the step, if any; 16-bit ones when they are read."""
-    if step_round.factor is None:
-        return
-    for member in members:
-        if member.own_gradient is not None and low_precision_of(member.own_gradient) is not None:
-            scale_low_precision(member.own_gradient, step_round.factor)
-    step_round.scale([member for member in members if low_precision_of(member.own_gradient) is None])
+    """Multiply gradients by the factor of the step, if any."""
+    if step_round.factor is not None:
+        narrow = (own if low_precision_of(own := one.own_gradient) is not None else None for one in members)
+        gradients = [one.gradient if own is None else own for one, own in zip(members, narrow, strict=True)]
+        scale_gradients(gradients, step_round.factor)
 
 
 class _Scratch:
