@@ -45,18 +45,18 @@ class HostNeeds:
         """The sum of all kinds."""
         return sum(int(getattr(self, kind)) for kind in _KINDS)
 
-    def saved_by_settings(self, *, has_disk: bool) -> "Counter[str]":
-        """Return settings with the bytes that each would save, bit-exact ones first."""
+    @property
+    def savings(self) -> "Counter[str]":
+        """Bytes that each setting would save, bit-exact ones first. States on a disk are not counted: none for them."""
         forms = zip(FORMS, self.low_precision_states, strict=True)
-        # Averages are copied before the module is converted.
-        halved = (self.weights + self.gradients + self.states) // 2 + self.low_precision_copies
-        choices = [
-            ("nvme_path='/a/fast/disk'", self.states, not has_disk),
-            ("master='split'", self.low_precision_copies, self.can_be_split),
-            *((f"host_state={name!r}", self.states - states, states and not has_disk) for name, states in forms),
-            ("precision='bf16-true'", halved, self.can_be_16_bit),
-        ]
-        return Counter({setting: num_bytes for setting, num_bytes, is_open in choices if is_open})
+        saved = Counter({"nvme_path='/a/fast/disk'": self.states})
+        if self.can_be_split:
+            saved["master='split'"] = self.low_precision_copies
+        saved.update({f"host_state={name!r}": self.states - states for name, states in forms if states})
+        if self.can_be_16_bit:  # averages are copied before the module is converted
+            halved = (self.weights + self.gradients + self.states) // 2
+            saved["precision='bf16-true'"] = halved + self.low_precision_copies
+        return saved
 
 
 def count_host_needs(
@@ -158,7 +158,7 @@ class HostMemory:
         held = (t for t in (*of_module, *of_states) if isinstance(t, Tensor) and t.device.type == "cpu")
         self._held = sum(tensor.nbytes for tensor in held)
 
-    def check(self, needs: HostNeeds, name: str, *, has_disk: bool, is_spread: bool) -> None:
+    def check(self, needs: HostNeeds, name: str, *, is_spread: bool) -> None:
         """Refuse needs that exceed the machine of any rank. A collective.
 
         ``is_spread``: with more ranks each would need less.
@@ -168,17 +168,11 @@ class HostMemory:
             machines[machine].append(of_rank)
         for (host, *_), ranks in machines.items():
             where = f"{host} for its {len(ranks)} ranks" if len(ranks) > 1 else host
-            num_machines = len(machines) if is_spread else None
-            _check_machine(name, where, ranks, has_disk=has_disk, num_machines=num_machines)
+            _check_machine(name, where, ranks, len(machines) if is_spread else None)
 
 
 def _check_machine(
-    name: str,
-    where: str,
-    ranks: Iterable[tuple[HostNeeds, int | None, int]],
-    *,
-    has_disk: bool,
-    num_machines: int | None,
+    name: str, where: str, ranks: Iterable[tuple[HostNeeds, int | None, int]], num_machines: int | None
 ) -> None:
     """Refuse the needs of the ranks of a machine; of each, what is available and what its module holds is known."""
     all_needs, available, held = zip(*ranks, strict=True)
@@ -193,7 +187,7 @@ def _check_machine(
 
     if total + margin(total) <= free:
         return
-    saved: Counter[str] = sum((needs.saved_by_settings(has_disk=has_disk) for needs in all_needs), Counter())
+    saved: Counter[str] = sum((needs.savings for needs in all_needs), Counter())
     totals = {setting: total - num_bytes for setting, num_bytes in saved.items()}
     fitting = [f"{key} ({format_bytes(size)})" for key, size in totals.items() if size + margin(size) <= free]
     usable = min(available) - MARGIN_BYTES

@@ -294,8 +294,7 @@ class HostOptimizers(StepTakeOver):
         with self._early_lock:
             if self._early is None or not group.is_complete:
                 return
-            # with the settings after the forward
-            self._round = self._round or StepRound(self._early, is_on_host=self._is_on_host)
+            self._round = self._round or StepRound(self._early, is_on_host=self._is_on_host)  # after the forward
             doubtful = {parameter for parameter, _ in group.doubtful}
             self._submit(self._round, group, [p.sharded_param for p in group.fsdp_params if p not in doubtful])
             if group.landing is not None:  # otherwise this is another thread

@@ -137,11 +137,7 @@ class ShardedStrategy(CheckpointedStrategy):
 
     @property
     def _memory_options(self) -> dict[str, Any]:
-        return {
-            "name": type(self).__name__,
-            "has_disk": self.arguments.nvme_path is not None,
-            "is_spread": self.arguments.shard != "hybrid",
-        }
+        return {"name": type(self).__name__, "is_spread": self.arguments.shard != "hybrid"}
 
     def _attach(self, trainer: pl.Trainer) -> None:
         assert self._sharding is not None

@@ -55,7 +55,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 def refused(needs: HostNeeds, message: str, module: nn.Module | None = None, **options: Any) -> None:
     room = HostMemory(module or nn.Identity(), may_swap=False)
     with pytest.raises(OffloadError, match=f"^{re.escape(message)}$"):
-        room.check(needs, NAME, **{"has_disk": False, "is_spread": False, **options})
+        room.check(needs, NAME, **{"is_spread": False, **options})
 
 
 def weights_alone(needed: str, there: str, margin: str, where: str = "node1") -> str:
@@ -66,7 +66,7 @@ def weights_alone(needed: str, there: str, margin: str, where: str = "node1") ->
 
 
 def accepted(needs: HostNeeds, module: nn.Module | None = None, *, may_swap: bool = False) -> None:
-    HostMemory(module or nn.Identity(), may_swap=may_swap).check(needs, NAME, has_disk=False, is_spread=True)
+    HostMemory(module or nn.Identity(), may_swap=may_swap).check(needs, NAME, is_spread=True)
 
 
 # --- what is needed ---
@@ -165,7 +165,7 @@ def test_averages_are_named_and_given_back_and_stay_wide(host: Any) -> None:
     net = nn.Linear(512, 512, bias=False)  # 1 MiB
     needs = HostNeeds(weights=MIB, gradients=MIB, averages=MIB)
     host(3 * MIB)
-    HostMemory(net, averages=[deepcopy(net)], may_swap=False).check(needs, NAME, has_disk=False, is_spread=False)
+    HostMemory(net, averages=[deepcopy(net)], may_swap=False).check(needs, NAME, is_spread=False)
     refused(
         needs,
         f"{NAME} needs 3.00 MiB of host memory on node1: weights 1.00 MiB, gradients 1.00 MiB, averages of weights "
@@ -193,7 +193,7 @@ def test_weights_that_can_be_split_and_moments_in_fewer_bytes_are_named(host: An
     )
 
 
-def test_a_disk_that_is_used_is_not_named(host: Any) -> None:
+def test_without_states_no_disk_is_named(host: Any) -> None:
     host(2 * GIB)
     refused(
         HostNeeds(weights=GIB, gradients=GIB),
@@ -201,7 +201,6 @@ def test_a_disk_that_is_used_is_not_named(host: Any) -> None:
         "2.00 GiB, including the memory of the module, of which 1.00 GiB must stay free. It would fit with "
         "precision='bf16-true' (1.00 "
         "GiB).",
-        has_disk=True,
     )
 
 
@@ -250,7 +249,7 @@ def test_states_of_a_run_before_are_given_back(host: Any) -> None:
     optimizer.step()
     host(2 * MIB)
     room = HostMemory(net, [optimizer], may_swap=False)
-    room.check(HostNeeds(weights=MIB, gradients=MIB, states=2 * MIB), NAME, has_disk=False, is_spread=False)
+    room.check(HostNeeds(weights=MIB, gradients=MIB, states=2 * MIB), NAME, is_spread=False)
 
 
 def test_a_toy_needs_as_much_again_on_a_machine_that_is_full(host: Any) -> None:

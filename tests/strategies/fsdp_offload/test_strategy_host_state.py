@@ -98,7 +98,7 @@ class OnDisk(Layers):
         for state, before in zip(self.trainer.optimizers[0].state.values(), states, strict=True):
             state.update(before)
         (kept,) = self.trainer.strategy._host_optimizers._stored.values()
-        self.file_bytes = kept._streamed._disk._places.total_bytes
+        self.file_bytes = kept._streamed._places.total_bytes
 
 
 @pytest.mark.parametrize("form", FORMS)
