@@ -47,7 +47,7 @@ class HostNeeds:
 
     @property
     def savings(self) -> "Counter[str]":
-        """Bytes that each setting would save, bit-exact ones first. States on a disk are not counted: none for them."""
+        """Bytes that each setting would save, bit-exact ones first; none for optimizer state that is on a disk."""
         forms = zip(FORMS, self.low_precision_states, strict=True)
         saved = Counter({"nvme_path='/a/fast/disk'": self.states})
         if self.can_be_split:
