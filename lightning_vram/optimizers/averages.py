@@ -4,7 +4,6 @@ PyTorch's ``AveragedModel`` averages what the module holds. Here its own averagi
 run on exact weights, one part after another.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
 from itertools import chain
@@ -32,22 +31,20 @@ Gather = Callable[[nn.Module], dict[str, Any]]
 _PREFIX = "module."  # of the names of weights in the state of an AveragedModel
 
 
-class Average(ABC):
-    """Replaces ``update_parameters`` of an ``AveragedModel`` of ``module``, until :meth:`remove`.
+class Average:
+    """Moves an ``AveragedModel`` of ``module`` by ``update`` instead of its own method, until :meth:`remove`.
 
     ``exact``: parameters whose weights are stored elsewhere; others and buffers are averaged as they are.
     """
 
-    def __init__(self, average: AveragedModel, module: nn.Module, exact: Set[nn.Parameter]) -> None:
+    def __init__(
+        self, average: AveragedModel, module: nn.Module, exact: Set[nn.Parameter], update: Callable[[nn.Module], None]
+    ) -> None:
         self.average = average
         averages = dict(zip(module.parameters(), average.module.parameters(), strict=True))
         self._averages = {parameter: own for parameter, own in averages.items() if parameter in exact}
         self._others = {parameter: own for parameter, own in averages.items() if parameter not in exact}
-        self._patches = [MethodPatch(average, "update_parameters", replace_by(self.update))]
-
-    @abstractmethod
-    def update(self, model: nn.Module) -> None:
-        """Move the average towards the weights and buffers of ``model``, or begin to."""
+        self._patches = [MethodPatch(average, "update_parameters", replace_by(update))]
 
     def remove(self) -> None:
         """Let the average update itself again."""
@@ -90,7 +87,7 @@ class LeanAverage(Average):
     """An average in fp32, made of the module before its conversion to bf16. Swaps with the module by :meth:`swap`."""
 
     def __init__(self, average: AveragedModel, module: nn.Module, lean: LeanParameters) -> None:
-        super().__init__(average, module, lean.parameters())
+        super().__init__(average, module, lean.parameters(), self.update)
         self._lean = lean
         self._take_back: list[Callable[[], None]] = []  # of weights that are swapped now
         for own in chain(self._averages.values(), self._others.values()):
@@ -145,7 +142,7 @@ class HostAverage(Average):
         pairs = list(zip(average.to("cpu").module.parameters(), module.parameters(), strict=True))
         made = {own: _make_shard(average, own, shard) for own, shard in pairs if isinstance(shard, DTensor)}
         _replace(average.module, made)
-        super().__init__(average, module, {shard for own, shard in pairs if own in made})
+        super().__init__(average, module, {shard for own, shard in pairs if own in made}, self.update)
         self._patches.append(MethodPatch(average, "state_dict", partial(partial, self._read_state)))
         for name in ("parameters", "buffers"):
             self._patches.append(MethodPatch(average.module, name, partial(partial, self._settle_first)))

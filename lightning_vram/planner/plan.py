@@ -21,7 +21,7 @@ from lightning_vram.memory.estimate.workspaces import Workspaces, workspaces_of
 from lightning_vram.memory.host import available_host_bytes
 from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.memory.units import KIB, format_bytes, parse_bytes, parse_limit
-from lightning_vram.optimizers.on_host import margin_bytes
+from lightning_vram.optimizers.on_host.host_memory import margin_bytes
 from lightning_vram.planner.alternatives import (
     Alternatives,
     describe_alternatives,

@@ -13,7 +13,7 @@ import yaml  # type: ignore[import-untyped]
 
 from lightning_vram.estimation.fake_trainer import as_list
 from lightning_vram.estimation.step_time import StepTime
-from lightning_vram.optimizers.on_host import margin_bytes
+from lightning_vram.optimizers.on_host.host_memory import margin_bytes
 
 Place = Literal["callbacks", "plugins", "strategy"]
 

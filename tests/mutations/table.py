@@ -191,7 +191,7 @@ SHARDING = [
     ),
     Mutation(f"{_LANE}.fetch", "self._fetched = _record(self.device)", "pass", sharding.fetched_and_written),
     Mutation(
-        "optimizers.on_host.optimizers:_run",
+        "optimizers.on_host.optimizers:StoredStates.step",
         "flat_shard.wait_for_copies()  # of a forward without gradients, after the backward",
         "pass",
         sharding.evaluated_before_the_step,

@@ -1,7 +1,7 @@
 """Check that a host has the memory that a run needs, before it is allocated: the kernel kills processes otherwise."""
 
 import math
-import operator
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,7 +18,6 @@ from lightning_vram.optimizers.moment_forms import FORMS, StateForm, find_layout
 from lightning_vram.optimizers.step_round import why_not_steppable
 from lightning_vram.private_names.fsdp2 import local_shard
 
-_NO_FORMS = (0,) * len(FORMS)
 _KINDS = {  # fields of HostNeeds, and their names in messages
     "weights": "weights",
     "low_precision_copies": "16-bit copies",
@@ -30,7 +29,7 @@ _KINDS = {  # fields of HostNeeds, and their names in messages
 
 @dataclass(frozen=True)
 class HostNeeds:
-    """Bytes of host memory between steps."""
+    """Bytes of host memory of a rank between steps."""
 
     weights: int = 0  # the shards
     low_precision_copies: int = 0  # 16-bit copies for transfers
@@ -39,21 +38,25 @@ class HostNeeds:
     averages: int = 0  # of weights, for a callback
     can_be_16_bit: bool = True  # all weights have 32 bits: 16 bits would halve everything
     can_be_split: bool = False  # split weights would need no copies
-    low_precision_states: tuple[int, ...] = _NO_FORMS  # states in each form of moments; 0 if unsupported
+    low_precision_states: tuple[int, ...] = (0,) * len(FORMS)  # states in each form of moments; 0 if unsupported
 
     @property
     def total(self) -> int:
         """The sum of all kinds."""
         return sum(int(getattr(self, kind)) for kind in _KINDS)
 
-    def __add__(self, other: "HostNeeds") -> "HostNeeds":
-        """Add another rank."""
-        return HostNeeds(
-            **{kind: getattr(self, kind) + getattr(other, kind) for kind in _KINDS},
-            can_be_16_bit=self.can_be_16_bit and other.can_be_16_bit,
-            can_be_split=self.can_be_split or other.can_be_split,
-            low_precision_states=tuple(map(operator.add, self.low_precision_states, other.low_precision_states)),
-        )
+    @property
+    def savings(self) -> "Counter[str]":
+        """Bytes that each setting would save, bit-exact ones first; none for optimizer state that is on a disk."""
+        forms = zip(FORMS, self.low_precision_states, strict=True)
+        saved = Counter({"nvme_path='/a/fast/disk'": self.states})
+        if self.can_be_split:
+            saved["master='split'"] = self.low_precision_copies
+        saved.update({f"host_state={name!r}": self.states - states for name, states in forms if states})
+        if self.can_be_16_bit:  # averages are copied before the module is converted
+            halved = (self.weights + self.gradients + self.states) // 2
+            saved["precision='bf16-true'"] = halved + self.low_precision_copies
+        return saved
 
 
 def count_host_needs(
@@ -67,24 +70,24 @@ def count_host_needs(
 
     ``low_precision``: names of parameters with a copy of ``low_dtype``. ``averages``: whole ones, to be sharded.
     """
-    needs = HostNeeds(
+    weights = copies = gradients = 0
+    for name, parameter, numel in _iterate_shards(module, num_shards):
+        weights += numel * parameter.itemsize
+        gradients += numel * parameter.itemsize if parameter.requires_grad else 0
+        is_bf16 = (parameter.dtype, low_dtype) == (torch.float32, torch.bfloat16)
+        is_split = is_bf16 and not parameter.requires_grad  # as frozen ones always are
+        if low_dtype not in (None, parameter.dtype) and name in low_precision and not is_split:
+            copies += numel * low_dtype.itemsize
+    return HostNeeds(
+        weights,
+        copies,
+        gradients,
         averages=sum(
             numel * parameter.itemsize for one in averages for _, parameter, numel in _iterate_shards(one, num_shards)
         ),
         can_be_16_bit=all(p.dtype == torch.float32 for p in module.parameters()),
+        can_be_split=low_dtype == torch.bfloat16 and copies > 0,
     )
-    for name, parameter, numel in _iterate_shards(module, num_shards):
-        num_bytes = numel * parameter.itemsize
-        has_copy = low_dtype is not None and low_dtype != parameter.dtype and name in low_precision
-        if (parameter.dtype, low_dtype) == (torch.float32, torch.bfloat16) and not parameter.requires_grad:
-            has_copy = False  # frozen ones are split
-        needs += HostNeeds(
-            weights=num_bytes,
-            low_precision_copies=numel * low_dtype.itemsize if has_copy and low_dtype is not None else 0,
-            gradients=num_bytes if parameter.requires_grad else 0,
-            can_be_split=has_copy and low_dtype == torch.bfloat16,
-        )
-    return needs
 
 
 def count_state_bytes(
@@ -127,9 +130,6 @@ def _iterate_shards(module: nn.Module, num_shards: int) -> Iterator[tuple[str, n
         yield name, parameter, math.ceil(parameter.shape[0] / num_shards) * (parameter.numel() // parameter.shape[0])
 
 
-_DISK, _IN_BF16 = "nvme_path='/a/fast/disk'", "precision='bf16-true'"
-
-
 def margin_bytes(taken_bytes: int) -> int:
     """Return what must stay free: as much again for small models, so that a toy runs on a full machine."""
     return min(MARGIN_BYTES, max(0, taken_bytes))
@@ -158,83 +158,45 @@ class HostMemory:
         held = (t for t in (*of_module, *of_states) if isinstance(t, Tensor) and t.device.type == "cpu")
         self._held = sum(tensor.nbytes for tensor in held)
 
-    def check(self, needs: HostNeeds, name: str, *, has_disk: bool, is_spread: bool) -> None:
+    def check(self, needs: HostNeeds, name: str, *, is_spread: bool) -> None:
         """Refuse needs that exceed the machine of any rank. A collective.
 
         ``is_spread``: with more ranks each would need less.
         """
-        machines: dict[tuple[str, ...], _Machine] = {}
-        for key, of_rank in gather_objects((machine_name(), _Machine(needs, self._available, self._held))):
-            machines[key] = machines[key] + of_rank if key in machines else of_rank
-        for (host, *_), machine in machines.items():
-            if not machine.fits(needed := machine.needs):
-                ranks = f" for its {machine.num_ranks} ranks" if machine.num_ranks > 1 else ""
-                fitting = machine.list_fitting(has_disk=has_disk, num_machines=len(machines) if is_spread else None)
-                sizes = {name: getattr(needed, kind) for kind, name in _KINDS.items()}
-                kinds = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items() if size)
-                settings = ", or with ".join(fitting)
-                advice = "No setting would make it fit: use a machine with more memory, or a smaller model."
-                advice = f"It would fit with {settings}." if settings else advice
-                raise OffloadError(
-                    f"{name} needs {format_bytes(needed.total)} of host memory on {host}{ranks}: "
-                    f"{kinds}. Available are {format_bytes(machine.free)}, including the memory of the "
-                    f"module, of which {format_bytes(machine.margin(needed))} must stay free. {advice}"
-                )
+        machines = defaultdict(list)
+        for machine, of_rank in gather_objects((machine_name(), (needs, self._available, self._held))):
+            machines[machine].append(of_rank)
+        for (host, *_), ranks in machines.items():
+            where = f"{host} for its {len(ranks)} ranks" if len(ranks) > 1 else host
+            _check_machine(name, where, ranks, len(machines) if is_spread else None)
 
 
-@dataclass(frozen=True)
-class _Machine:
-    """Needs and free memory of the ranks of a machine."""
+def _check_machine(
+    name: str, where: str, ranks: Iterable[tuple[HostNeeds, int | None, int]], num_machines: int | None
+) -> None:
+    """Refuse the needs of the ranks of a machine; of each, what is available and what its module holds is known."""
+    all_needs, available, held = zip(*ranks, strict=True)
+    if None in available:
+        return
+    free = min(available) + sum(held)
+    sizes = {kind: sum(getattr(needs, field) for needs in all_needs) for field, kind in _KINDS.items()}
+    total = sum(sizes.values())
 
-    needs: HostNeeds  # sum over the ranks
-    available: int | None  # free for all of them; ``None``: unknown
-    held: int  # of their modules
-    num_ranks: int = 1
+    def margin(needed: int) -> int:
+        return margin_bytes(needed - sum(held))
 
-    def __add__(self, other: "_Machine") -> "_Machine":
-        known = [one.available for one in (self, other) if one.available is not None]
-        available = min(known) if len(known) == 2 else None
-        num_ranks = self.num_ranks + other.num_ranks
-        return _Machine(self.needs + other.needs, available, self.held + other.held, num_ranks)
-
-    @property
-    def free(self) -> int:
-        return (self.available or 0) + self.held
-
-    def margin(self, needs: HostNeeds) -> int:
-        return margin_bytes(needs.total - self.held)
-
-    def fits(self, needs: HostNeeds) -> bool:
-        return self.available is None or needs.total + self.margin(needs) <= self.free
-
-    def list_fitting(self, *, has_disk: bool, num_machines: int | None) -> Iterator[str]:
-        """Yield settings that would fit, with their needs."""
-        on_disk = [(_DISK, replace(self.needs, states=0))] if self.needs.states and not has_disk else []
-        choices = [*on_disk, *_list_leaner(self.needs, has_disk=has_disk)]
-        if self.needs.can_be_16_bit:
-            choices.append((_IN_BF16, _halve(self.needs)))
-            choices += [(f"{_DISK} and {_IN_BF16}", _halve(needs)) for _, needs in on_disk]
-        for setting, needs in choices:
-            if self.fits(needs):
-                yield f"{setting} ({format_bytes(needs.total)})"
-        usable = (self.available or 0) - MARGIN_BYTES
-        if num_machines is not None and usable > 0:
-            yield f"{math.ceil(self.needs.total * num_machines / usable)} such machines, each with as many ranks"
-
-
-def _list_leaner(needs: HostNeeds, *, has_disk: bool) -> Iterator[tuple[str, HostNeeds]]:
-    """Yield settings with smaller weights or states: bit-exact ones first."""
-    wholes = {"": needs}
-    if needs.can_be_split:
-        split = replace(needs, low_precision_copies=0)
-        wholes["master='split'"] = split
-        yield "master='split'", split
-    for name, states in zip(FORMS, needs.low_precision_states, strict=True):
-        if 0 < states < needs.states and not has_disk:
-            for setting, whole in wholes.items():
-                yield " and ".join(filter(None, (setting, f"host_state={name!r}"))), replace(whole, states=states)
-
-
-def _halve(needs: HostNeeds) -> HostNeeds:
-    """Return needs in 16 bits, except for averages, which are copied before the module is converted."""
-    return HostNeeds(needs.weights // 2, 0, needs.gradients // 2, needs.states // 2, needs.averages)
+    if total + margin(total) <= free:
+        return
+    saved: Counter[str] = sum((needs.savings for needs in all_needs), Counter())
+    totals = {setting: total - num_bytes for setting, num_bytes in saved.items()}
+    fitting = [f"{key} ({format_bytes(size)})" for key, size in totals.items() if size + margin(size) <= free]
+    usable = min(available) - MARGIN_BYTES
+    if num_machines is not None and usable > 0:
+        fitting.append(f"{math.ceil(total * num_machines / usable)} such machines, each with as many ranks")
+    advice = "No single setting would make it fit: use a machine with more memory, or a smaller model."
+    advice = f"It would fit with {', or with '.join(fitting)}." if fitting else advice
+    kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in sizes.items() if size)
+    raise OffloadError(
+        f"{name} needs {format_bytes(total)} of host memory on {where}: {kinds}. Available are {format_bytes(free)}, "
+        f"including the memory of the module, of which {format_bytes(margin(total))} must stay free. {advice}"
+    )

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +19,9 @@ from lightning_vram.core.host.transfers import HostWorker, Ticket
 from lightning_vram.core.patching import MethodPatch
 from lightning_vram.core.tensors.properties import state_stored_like
 from lightning_vram.memory.tracking.ledger import forget_optimizer_tensors, register_optimizer_tensors
-from lightning_vram.optimizers.moment_forms import (
-    LowPrecisionStates,
-    StateForm,
-    find_unsupported,
-    upcast_when_stepped,
-)
+from lightning_vram.optimizers.moment_forms import LowPrecisionStates, StateForm, find_unsupported, upcast_when_stepped
 from lightning_vram.optimizers.on_disk import StreamedStates
-from lightning_vram.optimizers.step_loop import (
-    scale_gradients,
-    step_flat_shards,
-    step_in_parts,
-)
+from lightning_vram.optimizers.step_loop import scale_gradients, step_flat_shards, step_in_parts
 from lightning_vram.optimizers.step_round import (
     Member,
     StepRound,
@@ -42,7 +33,7 @@ from lightning_vram.optimizers.step_round import (
 from lightning_vram.optimizers.take_over import StepTakeOver, WholeSteps, can_step_wholes, explain_failures
 from lightning_vram.private_names.fsdp2 import calls_derived_dispatch, local_shard
 from lightning_vram.private_names.torch import has_step_hooks, note_step
-from lightning_vram.techniques.sharding import FlatShard, FullSharding, ShardedGroup, fp32_part, low_precision_of
+from lightning_vram.techniques.sharding import FullSharding, ShardedGroup, fp32_part, low_precision_of
 
 
 class StoredStates:
@@ -59,7 +50,7 @@ class StoredStates:
         form: StateForm | None,
         on_device: Collection[nn.Parameter] | None = None,
     ) -> None:
-        self._low_precision, self._has_device = None, bool(on_device)
+        self._low_precision: LowPrecisionStates | None = None
         if form is not None and (on_device is None or form.fits(optimizer)):
             takes = form.takes if folder is None and on_device is not None else form.holds
             chosen = set(filter(takes, {*parameters, *(on_device or ())}))
@@ -68,11 +59,16 @@ class StoredStates:
         self._streamed = None if folder is None else StreamedStates(optimizer, parameters, folder, form)
 
     def begin(self, optimizer: Optimizer) -> list[RemovableHandle]:
-        """Move states there, now and after loading; return handles."""
-        self._take_in(optimizer)
-        handles = [optimizer.register_load_state_dict_post_hook(self._take_in, prepend=True)]
-        if self._low_precision is not None:
-            handles.append(optimizer.register_load_state_dict_pre_hook(self._low_precision.before_load))
+        """Convert moments now, and move what is loaded there; return handles."""
+        streamed, low_precision, handles = self._streamed, self._low_precision, []
+        if streamed is not None:
+            handles.append(optimizer.register_load_state_dict_post_hook(lambda _: streamed.load(), prepend=True))
+        if low_precision is not None:
+            low_precision.take_in(optimizer)
+            handles += [
+                optimizer.register_load_state_dict_pre_hook(low_precision.before_load),
+                optimizer.register_load_state_dict_post_hook(low_precision.take_in, prepend=True),  # before the disk
+            ]
         return handles
 
     def adopt(self, members: Sequence[Member], wait: Callable[[], None]) -> None:
@@ -82,35 +78,21 @@ class StoredStates:
         if self._low_precision is not None:
             self._low_precision.adopt(members)
 
-    def step(self, step_round: StepRound, flat_shards: Sequence[FlatShard], members: Sequence[Member]) -> None:
+    def step(self, step_round: StepRound, group: ShardedGroup, members: Sequence[Member]) -> None:
         """Step members of one group: with states from disk, in parts, or at once."""
-        members = step_flat_shards(
-            step_round, self._low_precision, flat_shards, members, is_whole=self._streamed is not None
-        )
-        if self._streamed is not None:
-            self._streamed.run(step_round, members)
-        elif self._low_precision is not None:
-            step_in_parts(step_round, self._low_precision, members)
+        for flat_shard in group.flat_shards:
+            flat_shard.wait_for_copies()  # of a forward without gradients, after the backward
+        streamed, low_precision = self._streamed if group.landing is not None else None, self._low_precision
+        is_whole = streamed is not None
+        members = step_flat_shards(step_round, low_precision, group.flat_shards, members, is_whole=is_whole)
+        if streamed is not None:
+            streamed.run(step_round, members)
+        elif low_precision is not None and any(low_precision.has(member.parameter) for member in members):
+            step_in_parts(step_round, low_precision, members)
         elif members:
             step_round.run(members)
-
-    def step_on_device(self, step_round: StepRound, members: Sequence[Member]) -> None:
-        """Step members of a group whose shards are on the computing device."""
-        if self._low_precision is not None and self._has_device:
-            step_in_parts(step_round, self._low_precision, members)
-        else:
-            step_round.run(members)
-
-    def let_go(self, optimizer: Optimizer) -> None:
-        """Upcast moments once the optimizer steps by itself."""
-        if self._low_precision is not None:
-            upcast_when_stepped(optimizer)
-
-    def _take_in(self, optimizer: Optimizer) -> None:
-        if self._low_precision is not None:
-            self._low_precision.take_in(optimizer)
-        if self._streamed is not None:
-            self._streamed.load()
+        for flat_shard in group.flat_shards:
+            flat_shard.refresh()
 
 
 def replace_parameters(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
@@ -123,9 +105,6 @@ def replace_parameters(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.
             is_alone = isinstance(parameter, DTensor) and parameter.device_mesh.size() == 1
             local = {key: local_shard(value) if is_alone else value for key, value in state.items()}
             optimizer.state[other] = state_stored_like(local, local_shard(other))
-
-
-Result = TypeVar("Result")
 
 
 class HostOptimizers(StepTakeOver):
@@ -175,7 +154,7 @@ class HostOptimizers(StepTakeOver):
         self._worker = HostWorker("stepping optimizers", num_threads) if sharding.landing is not None else None
         self._groups = sharding.group_of()
         self._attached: list[Optimizer] = []
-        self._early: Callable[[], StepRound] | None = None
+        self._early: Optimizer | None = None  # in the closure of its step
         self._round: StepRound | None = None  # begun in the backward
         self._early_lock = threading.Lock()  # gradients on the device land in another thread
         self._submitted: list[tuple[bool, ShardedGroup, Ticket]] = []  # of the step; whether a forward ignores them
@@ -274,8 +253,8 @@ class HostOptimizers(StepTakeOver):
         for optimizer in self._attached:
             forget_optimizer_tensors(optimizer)
             replace_parameters(optimizer, replaced)
-            if id(optimizer) in self._stored:
-                self._stored[id(optimizer)].let_go(optimizer)
+            if self._form is not None and id(optimizer) in self._stored:
+                upcast_when_stepped(optimizer)
         self._stored, self._groups, self._stateless = {}, {}, set()
         self._attached, self._taken = [], []
 
@@ -284,7 +263,7 @@ class HostOptimizers(StepTakeOver):
         loss, self._submitted = None, []
         if closure is not None:
             if self.may_step_early(closure) and not has_step_hooks(optimizer):
-                self._early, self._round = partial(StepRound, optimizer, is_on_host=self._is_on_host), None
+                self._early, self._round = optimizer, None
             try:
                 with torch.enable_grad():
                     loss = closure()
@@ -315,7 +294,7 @@ class HostOptimizers(StepTakeOver):
         with self._early_lock:
             if self._early is None or not group.is_complete:
                 return
-            self._round = self._round or self._early()  # with the settings after the forward
+            self._round = self._round or StepRound(self._early, is_on_host=self._is_on_host)  # after the forward
             doubtful = {parameter for parameter, _ in group.doubtful}
             self._submit(self._round, group, [p.sharded_param for p in group.fsdp_params if p not in doubtful])
             if group.landing is not None:  # otherwise this is another thread
@@ -329,12 +308,8 @@ class HostOptimizers(StepTakeOver):
         group.forget_whole()
         states = self._stored[id(step_round.optimizer)]
         states.adopt(members, self._worker.drain if self._worker is not None else self.finish)
-        if self._worker is None or group.landing is None:
-            _run(partial(states.step_on_device, step_round), group, members)
-            return
         self._fresh += [one for one in members if not one.state and one.parameter not in self._stateless]
-        job = partial(_run, partial(states.step, step_round, group.flat_shards), group, members)
-        self.work_beside(job, group, list_tensors(members))
+        self.work_beside(partial(states.step, step_round, group, members), group, list_tensors(members))
 
     def work_beside(
         self, job: Callable[[], None], group: ShardedGroup | None, watched: Iterable[Tensor], *, is_reader: bool = False
@@ -348,20 +323,16 @@ class HostOptimizers(StepTakeOver):
             return None
         ticket = self._worker.submit(job)
         if group is not None:
-            is_reader = (
-                is_reader
-                and calls_derived_dispatch
-                and not any(flat_shard.is_split for flat_shard in group.flat_shards)
-            )
+            is_reader = is_reader and calls_derived_dispatch and not any(flat.is_split for flat in group.flat_shards)
             self._submitted.append((is_reader, group, ticket))
             group.steps.begin(ticket, watched, is_reader=is_reader)
         return ticket
 
-    def _compute(self, compute: Callable[[], Result]) -> Result:
+    def _compute(self, compute: Callable[[], Any]) -> Any:
         """Run a function in the threads of the steps, and wait."""
         if self._worker is None:
             return compute()
-        results: list[Result] = []
+        results: list[Any] = []
         stream = nullcontext() if self._sharding.device.type == "cpu" else torch.accelerator.current_stream()
 
         def job() -> None:
@@ -386,11 +357,3 @@ class HostOptimizers(StepTakeOver):
 
     def _has_ours(self, optimizer: Optimizer) -> bool:
         return any(parameter in self._groups for parameter in iterate_parameters(optimizer))
-
-
-def _run(run: Callable[[Sequence[Member]], None], group: ShardedGroup, members: Sequence[Member]) -> None:
-    for flat_shard in group.flat_shards:
-        flat_shard.wait_for_copies()  # of a forward without gradients, after the backward
-    run(members)
-    for flat_shard in group.flat_shards:
-        flat_shard.refresh()

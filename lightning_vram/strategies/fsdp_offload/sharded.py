@@ -17,7 +17,8 @@ from lightning_vram.memory.host import cores_of_rank
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.optimizers.averages import HostAverage
 from lightning_vram.optimizers.moment_forms import FORMS, HostState, describe_unsupported
-from lightning_vram.optimizers.on_host import HostMemory, HostNeeds, HostOptimizers, add_states, count_host_needs
+from lightning_vram.optimizers.on_host import HostOptimizers
+from lightning_vram.optimizers.on_host.host_memory import HostMemory, HostNeeds, add_states, count_host_needs
 from lightning_vram.precision.run import list_averages
 from lightning_vram.private_names.dispatcher import detect_fake_mode
 from lightning_vram.private_names.lightning import find_trainer
@@ -136,11 +137,7 @@ class ShardedStrategy(CheckpointedStrategy):
 
     @property
     def _memory_options(self) -> dict[str, Any]:
-        return {
-            "name": type(self).__name__,
-            "has_disk": self.arguments.nvme_path is not None,
-            "is_spread": self.arguments.shard != "hybrid",
-        }
+        return {"name": type(self).__name__, "is_spread": self.arguments.shard != "hybrid"}
 
     def _attach(self, trainer: pl.Trainer) -> None:
         assert self._sharding is not None

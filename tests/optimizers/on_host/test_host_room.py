@@ -11,11 +11,11 @@ from torch.optim import SGD, Adafactor, Adam, AdamW
 
 from lightning_vram.core.host.memory import OffloadError
 from lightning_vram.memory.units import GIB, MIB
-from lightning_vram.optimizers.on_host import HostMemory, HostNeeds, count_host_needs, host_memory
-from lightning_vram.optimizers.on_host.host_memory import count_state_bytes
+from lightning_vram.optimizers.on_host import host_memory
+from lightning_vram.optimizers.on_host.host_memory import HostMemory, HostNeeds, count_host_needs, count_state_bytes
 
 NAME = "FSDPOffloadStrategy"
-NOTHING_FITS = "No setting would make it fit: use a machine with more memory, or a smaller model."
+NOTHING_FITS = "No single setting would make it fit: use a machine with more memory, or a smaller model."
 
 
 class Net(nn.Module):
@@ -55,7 +55,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 def refused(needs: HostNeeds, message: str, module: nn.Module | None = None, **options: Any) -> None:
     room = HostMemory(module or nn.Identity(), may_swap=False)
     with pytest.raises(OffloadError, match=f"^{re.escape(message)}$"):
-        room.check(needs, NAME, **{"has_disk": False, "is_spread": False, **options})
+        room.check(needs, NAME, **{"is_spread": False, **options})
 
 
 def weights_alone(needed: str, there: str, margin: str, where: str = "node1") -> str:
@@ -66,7 +66,7 @@ def weights_alone(needed: str, there: str, margin: str, where: str = "node1") ->
 
 
 def accepted(needs: HostNeeds, module: nn.Module | None = None, *, may_swap: bool = False) -> None:
-    HostMemory(module or nn.Identity(), may_swap=may_swap).check(needs, NAME, has_disk=False, is_spread=True)
+    HostMemory(module or nn.Identity(), may_swap=may_swap).check(needs, NAME, is_spread=True)
 
 
 # --- what is needed ---
@@ -142,23 +142,22 @@ def test_what_fits_beside_a_gibibyte_is_accepted_and_a_byte_more_refused(host: A
         needs,
         f"{NAME} needs 4.00 GiB of host memory on node1: weights 1.00 GiB, gradients 1.00 GiB, optimizer state "
         "2.00 GiB. Available are 5.00 GiB, including the memory of the module, of which 1.00 GiB must stay free. It "
-        "would fit with nvme_path='/a/fast/disk' (2.00 GiB), or with precision='bf16-true' (2.00 GiB), or with "
-        "nvme_path='/a/fast/disk' and precision='bf16-true' (1.00 GiB).",
+        "would fit with nvme_path='/a/fast/disk' (2.00 GiB), or with precision='bf16-true' (2.00 GiB).",
     )
 
 
 def test_only_what_would_fit_is_named(host: Any) -> None:
-    host(2 * GIB)
+    host(3 * GIB)
     needs = HostNeeds(weights=GIB, low_precision_copies=512 * MIB, gradients=GIB, states=2 * GIB)
     start = (
         f"{NAME} needs 4.50 GiB of host memory on node1: weights 1.00 GiB, 16-bit copies 512.00 MiB, gradients 1.00 "
-        "GiB, optimizer state 2.00 GiB. Available are 2.00 GiB, including the memory of the module, of which 1.00 GiB "
+        "GiB, optimizer state 2.00 GiB. Available are 3.00 GiB, including the memory of the module, of which 1.00 GiB "
         "must stay free. "
     )
-    refused(needs, start + "It would fit with nvme_path='/a/fast/disk' and precision='bf16-true' (1.00 GiB).")
+    refused(needs, start + "It would fit with precision='bf16-true' (2.00 GiB).")
     refused(
         HostNeeds(4 * GIB, can_be_16_bit=False),
-        weights_alone("4.00 GiB", "2.00 GiB", "1.00 GiB") + NOTHING_FITS,
+        weights_alone("4.00 GiB", "3.00 GiB", "1.00 GiB") + NOTHING_FITS,
     )
 
 
@@ -166,7 +165,7 @@ def test_averages_are_named_and_given_back_and_stay_wide(host: Any) -> None:
     net = nn.Linear(512, 512, bias=False)  # 1 MiB
     needs = HostNeeds(weights=MIB, gradients=MIB, averages=MIB)
     host(3 * MIB)
-    HostMemory(net, averages=[deepcopy(net)], may_swap=False).check(needs, NAME, has_disk=False, is_spread=False)
+    HostMemory(net, averages=[deepcopy(net)], may_swap=False).check(needs, NAME, is_spread=False)
     refused(
         needs,
         f"{NAME} needs 3.00 MiB of host memory on node1: weights 1.00 MiB, gradients 1.00 MiB, averages of weights "
@@ -190,12 +189,11 @@ def test_weights_that_can_be_split_and_moments_in_fewer_bytes_are_named(host: An
         f"{NAME} needs 3.50 GiB of host memory on node1: weights 1.00 GiB, 16-bit copies 512.00 MiB, optimizer "
         "state 2.00 GiB. Available are 4.00 GiB, including the memory of the module, of which 1.00 GiB must stay "
         "free. It would fit with nvme_path='/a/fast/disk' (1.50 GiB), or with master='split' (3.00 GiB), or with "
-        "host_state='bf16' (2.50 GiB), or with master='split' and host_state='bf16' (2.00 GiB), or with "
-        "host_state='8bit' (2.00 GiB), or with master='split' and host_state='8bit' (1.50 GiB).",
+        "host_state='bf16' (2.50 GiB), or with host_state='8bit' (2.00 GiB).",
     )
 
 
-def test_a_disk_that_is_used_is_not_named(host: Any) -> None:
+def test_without_states_no_disk_is_named(host: Any) -> None:
     host(2 * GIB)
     refused(
         HostNeeds(weights=GIB, gradients=GIB),
@@ -203,7 +201,6 @@ def test_a_disk_that_is_used_is_not_named(host: Any) -> None:
         "2.00 GiB, including the memory of the module, of which 1.00 GiB must stay free. It would fit with "
         "precision='bf16-true' (1.00 "
         "GiB).",
-        has_disk=True,
     )
 
 
@@ -252,7 +249,7 @@ def test_states_of_a_run_before_are_given_back(host: Any) -> None:
     optimizer.step()
     host(2 * MIB)
     room = HostMemory(net, [optimizer], may_swap=False)
-    room.check(HostNeeds(weights=MIB, gradients=MIB, states=2 * MIB), NAME, has_disk=False, is_spread=False)
+    room.check(HostNeeds(weights=MIB, gradients=MIB, states=2 * MIB), NAME, is_spread=False)
 
 
 def test_a_toy_needs_as_much_again_on_a_machine_that_is_full(host: Any) -> None:

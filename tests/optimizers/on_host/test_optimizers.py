@@ -399,7 +399,7 @@ def test_an_error_of_a_step_reaches_whoever_comes_next(mesh, monkeypatch):
     def fail(*args: Any) -> None:
         raise PlantedError
 
-    monkeypatch.setattr("lightning_vram.optimizers.on_host.optimizers._run", fail)
+    monkeypatch.setattr("lightning_vram.optimizers.on_host.optimizers.StoredStates.step", fail)
     net = make()
     with suppress(PlantedError), sharded(net) as sharding:  # nor can the module be made whole
         host = HostOptimizers(sharding, num_threads=1)
