@@ -273,7 +273,6 @@ class BackwardSteps(StepTakeOver):
     @contextmanager
     def scaled(self, optimizer: Optimizer, scaler: GradScaler, closure: Any) -> Iterator[None]:
         """Measure in a backward of this block whether ``optimizer`` steps; if so, it runs again, with the steps."""
-        self._hook(optimizer)
         self._current = self._begin(optimizer, closure, scaler)
         try:
             yield
@@ -289,6 +288,7 @@ class BackwardSteps(StepTakeOver):
         if step is None:
             self._accumulate(backward, is_last=is_last)
             return
+        self._hook(step.optimizer)  # parameters that the forward added, too: they must not get their gradient twice
         if step.has_to_measure and step.has_gradients():
             step.is_early = False  # of earlier micro-batches: gradients are saved anyway
         if step.is_early and step.has_to_measure:

@@ -317,6 +317,20 @@ class LateHooks(Grouped):
             parameter.register_post_accumulate_grad_hook(halve)
 
 
+class Growing(Grouped):
+    """A training step adds parameters to the optimizer, after the step has begun."""
+
+    def configure_optimizers(self) -> Any:
+        small = [one for one in self.parameters() if one.dim() <= 1]
+        return self.make(small, lr=1e-2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers().optimizer
+        if batch_idx == 1 and len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": [one for one in self.parameters() if one.dim() > 1]})
+        return super().training_step(batch, batch_idx)
+
+
 def halve(parameter: nn.Parameter) -> None:
     assert parameter.grad is not None
     parameter.grad.mul_(0.5)
@@ -325,6 +339,10 @@ def halve(parameter: nn.Parameter) -> None:
 @pytest.mark.parametrize("make", [Zeroing, Shrinking, LateHooks])
 def test_what_the_user_does_to_gradients_and_groups_counts(make, assert_same):
     assert_same(make)
+
+
+def test_two_passes_use_gradients_of_parameters_that_a_training_step_adds_once(assert_same):
+    assert_same(Growing, ours=TWO_PASS, gradient_clip_val=0.02)
 
 
 @pytest.mark.parametrize("make", [Stepping, Hooked])
