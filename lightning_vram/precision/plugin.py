@@ -33,7 +33,7 @@ from lightning_vram.precision.arguments import (
     resolve_precision,
 )
 from lightning_vram.precision.overflows import OnLimit, OverflowWatch
-from lightning_vram.precision.run import ModuleChanges, PrecisionRun, Settings, list_averages, undo_interrupted_runs
+from lightning_vram.precision.run import PrecisionRun, Settings, undo_interrupted_runs
 from lightning_vram.private_names.lightning import call_after_closure, is_searching_rate
 from lightning_vram.techniques.mixed_precision import LossScaling
 
@@ -181,9 +181,7 @@ class LeanMixedPrecision(MixedPrecision):
         is_training = trainer.state.fn == TrainerFn.FITTING
         if is_training and self.settings.is_lean:
             refuse_callbacks(trainer, self.settings.parameters)
-            list_averages(trainer, module)  # refuses a module that has grown
-        changes = ModuleChanges(module, self.device, self.settings, is_training=is_training)
-        self._run = PrecisionRun(module, trainer, changes)
+        self._run = PrecisionRun(module, trainer, self.settings, is_training)
         if is_training:
             self._has_fallen_back, self._ended = False, {}
             self._overflows.num_consecutive = 0
@@ -195,7 +193,7 @@ class LeanMixedPrecision(MixedPrecision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        if self._run is not None and self._run.changes.is_training:
+        if self._run is not None and self._run.is_training:
             scaler = self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
             self._run.connect(optimizers, lr_schedulers, scaler, self._overflows.note, holds_lr=self._holds_lr)
         return model, optimizers, lr_schedulers
@@ -203,7 +201,7 @@ class LeanMixedPrecision(MixedPrecision):
     @override
     def teardown(self) -> None:
         if self._run is not None:
-            if self._run.changes.is_training:
+            if self._run.is_training:
                 self._ended = self._run.state_dict()
             self._run.remove()
             self._run = None
@@ -222,11 +220,10 @@ class LeanMixedPrecision(MixedPrecision):
         settings = self.settings
         mixes_layers = bool(settings.fp32_modules) or settings.low_precision_norms or settings.is_lean
         is_skipped = mixes_layers and self.device != "cuda"
-        calls = self._run.changes.calls if self._run is not None else None
         with (
             self.autocast_context_manager(),
             without_fast_path() if is_skipped else nullcontext(),
-            calls.in_step() if calls is not None else nullcontext(),
+            self._run.in_step() if self._run is not None else nullcontext(),
         ):
             yield
 
@@ -367,7 +364,7 @@ class LeanMixedPrecision(MixedPrecision):
         if "scale" in state_dict:  # of GradScaler.state_dict: all that Lightning's plugins save
             self._load_scale(state_dict)
             return
-        if self._run is None or not self._run.changes.is_training:  # an evaluation does not change the state of the fit
+        if self._run is None or not self._run.is_training:  # an evaluation does not change the state of the fit
             return
         self._overflows.load_state_dict(state_dict["overflows"])
         if state_dict["has_fallen_back"]:
