@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -19,11 +19,11 @@ from lightning_vram.core.layers import check_layers
 from lightning_vram.memory.device.accelerators import has_native_bf16
 from lightning_vram.optimizers.bf16_weights import SCHEMES
 from lightning_vram.optimizers.step_round import iterate_parameters
-from lightning_vram.precision.overflows import ON_LIMIT
 from lightning_vram.private_names.torch import can_autocast
 
 Choice = Literal["auto", "bf16", "fp16", "bf16-mixed", "16-mixed"]  # of a user
 Precision16 = Literal["bf16-mixed", "16-mixed"]  # Lightning's names
+OnLimit = Literal["error", "bf16", "fp32"]
 
 _PRECISIONS: dict[str, Precision16 | None] = {
     "auto": None,
@@ -100,7 +100,7 @@ def check_arguments(
     if "auto" in patterns:
         raise ValueError("LeanMixedPrecision(fp32_modules) cannot be 'auto': name the modules that need float32.")
     _check_one_of("parameters", parameters, ("fp32", *SCHEMES))
-    _check_one_of("on_overflow_limit", on_overflow_limit, ON_LIMIT)
+    _check_one_of("on_overflow_limit", on_overflow_limit, get_args(OnLimit))
     if max_consecutive_overflows is not None:
         check_positive_int("LeanMixedPrecision(max_consecutive_overflows)", max_consecutive_overflows)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
@@ -110,8 +110,8 @@ def check_arguments(
         )
 
 
-def check_combination(precision: str | None, parameters: str, scaler: object) -> None:
-    """Refuse what is only used in the other format: a scaler with bfloat16, bfloat16 weights with float16."""
+def check_combination(precision: str | None, parameters: str, scaler: object, *, check_updates: bool) -> None:
+    """Refuse a scaler with bfloat16, bfloat16 weights with float16, and a count of lost updates where none is lost."""
     if precision == "bf16-mixed" and scaler is not None:
         raise ValueError("LeanMixedPrecision(scaler) is for 'fp16', got one with 'bf16', which has none. Leave it out.")
     if precision == "16-mixed" and parameters != "fp32":
@@ -119,10 +119,6 @@ def check_combination(precision: str | None, parameters: str, scaler: object) ->
             f"LeanMixedPrecision(parameters={parameters!r}) stores bfloat16 weights, which do not work with float16. "
             "Use precision='bf16', or parameters='fp32'."
         )
-
-
-def refuse_check(parameters: str, *, check_updates: bool) -> None:
-    """Refuse to count lost updates with ``parameters`` that lose none."""
     if check_updates and parameters not in ("bf16+kahan", "bf16+stochastic"):
         raise ValueError(
             "LeanMixedPrecision(check_updates=True) counts updates that parameters='bf16+kahan' or 'bf16+stochastic' "
@@ -130,24 +126,20 @@ def refuse_check(parameters: str, *, check_updates: bool) -> None:
         )
 
 
-def refuse_strategy(trainer: pl.Trainer) -> None:
-    """Refuse DeepSpeed, which casts, scales and clips by itself."""
+def refuse_trainer(trainer: pl.Trainer, parameters: str) -> None:
+    """Refuse DeepSpeed, and callbacks that put float32 weights into a module whose ``parameters`` are 16 bit."""
     if isinstance(trainer.strategy, DeepSpeedStrategy):
         raise MisconfigurationException(
             "LeanMixedPrecision does not work with DeepSpeedStrategy, which casts, scales and clips by itself. Use "
             "Trainer(precision=...) there, or another strategy here."
         )
-
-
-def refuse_callbacks(trainer: pl.Trainer, parameters: str) -> None:
-    """Refuse callbacks that put other weights, in float32, into the module."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        why = next((why for kind, why in _REFUSED_CALLBACKS.items() if isinstance(callback, kind)), None)
-        if why is not None:
-            raise MisconfigurationException(
-                f"LeanMixedPrecision(parameters={parameters!r}) does not work with {type(callback).__name__}, which "
-                f"{why}."
-            )
+    for kind, why in _REFUSED_CALLBACKS.items() if parameters != "fp32" else ():
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, kind):
+                raise MisconfigurationException(
+                    f"LeanMixedPrecision(parameters={parameters!r}) does not work with {type(callback).__name__}, "
+                    f"which {why}."
+                )
 
 
 def refuse_optimizers(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:

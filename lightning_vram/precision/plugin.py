@@ -1,7 +1,7 @@
 """The plugin: mixed-precision training in less memory, with correctly unscaled gradients."""
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -22,18 +22,15 @@ from lightning_vram.memory.device.accelerators import current_kind
 from lightning_vram.precision.arguments import (
     DTYPES,
     Choice,
-    Precision16,
+    OnLimit,
     check_arguments,
     check_choice,
     check_combination,
-    refuse_callbacks,
-    refuse_check,
     refuse_second_run,
-    refuse_strategy,
+    refuse_trainer,
     resolve_precision,
 )
-from lightning_vram.precision.overflows import OnLimit, OverflowWatch
-from lightning_vram.precision.run import PrecisionRun, Settings, undo_interrupted_runs
+from lightning_vram.precision.run import OverflowWatch, PrecisionRun, Settings, undo_interrupted_runs
 from lightning_vram.private_names.lightning import call_after_closure, is_searching_rate
 from lightning_vram.techniques.mixed_precision import LossScaling
 
@@ -130,8 +127,7 @@ class LeanMixedPrecision(MixedPrecision):
         check_bool("LeanMixedPrecision(recast_in_backward)", recast_in_backward)
         check_bool("LeanMixedPrecision(hold_lr_on_overflow)", hold_lr_on_overflow)
         check_bool("LeanMixedPrecision(check_updates)", check_updates)
-        check_combination(choice, parameters, scaler)
-        refuse_check(parameters, check_updates=check_updates)
+        check_combination(choice, parameters, scaler, check_updates=check_updates)
         patterns = (fp32_modules,) if isinstance(fp32_modules, str | type) else tuple(fp32_modules)
         self.settings = Settings(patterns, low_precision_norms, recast_in_backward, parameters, check_updates)
         self._holds_lr = hold_lr_on_overflow
@@ -174,19 +170,20 @@ class LeanMixedPrecision(MixedPrecision):
             refuse_second_run(self._run.trainer, trainer)
         self.teardown()  # of an interrupted run
         undo_interrupted_runs()
-        refuse_strategy(trainer)
+        is_training = trainer.state.fn == TrainerFn.FITTING
+        refuse_trainer(trainer, self.settings.parameters if is_training else "fp32")
         self.device = trainer.strategy.root_device.type
         precision = resolve_precision(self._choice, self.device)
-        check_combination(precision, self.settings.parameters, self._given_scaler if self._choice else None)
-        is_training = trainer.state.fn == TrainerFn.FITTING
-        if is_training and self.settings.is_lean:
-            refuse_callbacks(trainer, self.settings.parameters)
+        scaler = self._given_scaler if self._choice else None
+        check_combination(precision, self.settings.parameters, scaler, check_updates=self.settings.check_updates)
         self._run = PrecisionRun(module, trainer, self.settings, is_training)
         if is_training:
             self._has_fallen_back, self._ended = False, {}
             self._overflows.num_consecutive = 0
         if not self._has_fallen_back:  # else evaluations compute as the fit did in the end
-            self._start_in(precision)
+            self.precision = precision
+            is_scaled = precision == "16-mixed"
+            self.scaler = self.scaler or self._given_scaler or torch.amp.GradScaler(self.device) if is_scaled else None
         return module
 
     @override
@@ -247,7 +244,9 @@ class LeanMixedPrecision(MixedPrecision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        with self._without_autocast():  # it is on in manual optimization, whose backward is part of the training step
+        with torch.autocast(
+            self.device, enabled=False
+        ):  # it is on in manual optimization, whose backward is part of the training step
             try:
                 super().backward(tensor, model, optimizer, *args, **kwargs)
             except RuntimeError as error:
@@ -266,7 +265,7 @@ class LeanMixedPrecision(MixedPrecision):
         assert self._run is not None
         if torch.is_autocast_enabled(self.device):  # in manual optimization, whose closure holds a forward
             closure = self.autocast_context_manager()(closure)
-        with self._without_autocast():
+        with torch.autocast(self.device, enabled=False):
             if self._run.scaling is not None:
                 return self._scaled_step(self._run, self._run.scaling, optimizer, closure, **kwargs)
             result = Precision.optimizer_step(self, optimizer, model=model, closure=closure, **kwargs)
@@ -306,11 +305,6 @@ class LeanMixedPrecision(MixedPrecision):
             self._end_scaled_steps(run)
         return result if result is not None else output
 
-    def _without_autocast(self) -> AbstractContextManager[Any]:
-        if not torch.is_autocast_enabled(self.device):
-            return nullcontext()
-        return torch.autocast(self.device, enabled=False)
-
     # --- the loss scale ---
 
     def _end_scaled_steps(self, run: PrecisionRun) -> None:
@@ -331,11 +325,6 @@ class LeanMixedPrecision(MixedPrecision):
                 f"Training continues in {self._on_limit}."
             )
             self._fall_back(run)
-
-    def _start_in(self, precision: Precision16) -> None:
-        self.precision = precision
-        is_scaled = precision == "16-mixed"
-        self.scaler = self.scaler or self._given_scaler or torch.amp.GradScaler(self.device) if is_scaled else None
 
     def _fall_back(self, run: PrecisionRun) -> None:
         self._has_fallen_back = True

@@ -281,7 +281,6 @@ class WeightCasts:
     def remove(self) -> None:
         """Give every module its class back. Twice does nothing; backwards of earlier forwards still work."""
         self._swaps.remove()
-        self._casts.forget()
 
 
 def _run(module: nn.Module, state: _State, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
