@@ -23,14 +23,14 @@ from lightning_vram.precision.arguments import (
     DTYPES,
     Choice,
     OnLimit,
+    Settings,
     check_arguments,
     check_choice,
     check_combination,
-    refuse_second_run,
     refuse_trainer,
     resolve_precision,
 )
-from lightning_vram.precision.run import OverflowWatch, PrecisionRun, Settings, undo_interrupted_runs
+from lightning_vram.precision.run import OverflowWatch, PrecisionRun, undo_interrupted_runs
 from lightning_vram.private_names.lightning import call_after_closure, is_searching_rate
 from lightning_vram.techniques.mixed_precision import LossScaling
 
@@ -127,13 +127,15 @@ class LeanMixedPrecision(MixedPrecision):
         check_bool("LeanMixedPrecision(recast_in_backward)", recast_in_backward)
         check_bool("LeanMixedPrecision(hold_lr_on_overflow)", hold_lr_on_overflow)
         check_bool("LeanMixedPrecision(check_updates)", check_updates)
-        check_combination(choice, parameters, scaler, check_updates=check_updates)
         patterns = (fp32_modules,) if isinstance(fp32_modules, str | type) else tuple(fp32_modules)
         self.settings = Settings(patterns, low_precision_norms, recast_in_backward, parameters, check_updates)
+        check_combination(choice, self.settings, scaler)
         self._holds_lr = hold_lr_on_overflow
         self._choice = choice
         self._on_limit = on_overflow_limit
-        self._overflows = OverflowWatch(max_consecutive_overflows)
+        self._overflows = OverflowWatch(
+            float("inf") if max_consecutive_overflows is None else max_consecutive_overflows
+        )
         self._given_scaler = scaler
         # Lightning's names; "auto" is resolved when the device is known.
         self.precision = choice or "bf16-mixed"
@@ -149,12 +151,8 @@ class LeanMixedPrecision(MixedPrecision):
     @property
     def overflow_steps(self) -> int:
         """Optimizer steps that were skipped so far, including the last one."""
-        return self._overflows.num_steps + (self._scaling.num_overflowed if self._scaling is not None else 0)
-
-    @property
-    def _scaling(self) -> LossScaling | None:
-        """Loss scaling of a fit in float16."""
-        return self._run.scaling if self._run is not None else None
+        scaling = self._run.scaling if self._run is not None else None
+        return self._overflows.num_steps + (scaling.num_overflowed if scaling is not None else 0)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the run out of copies, such as those of the trainer in worker processes."""
@@ -166,16 +164,15 @@ class LeanMixedPrecision(MixedPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         assert isinstance(module, pl.LightningModule)
         trainer = module.trainer
-        if self._run is not None:
-            refuse_second_run(self._run.trainer, trainer)
+        is_training = trainer.state.fn == TrainerFn.FITTING
+        running = self._run.trainer if self._run is not None else None
+        refuse_trainer(trainer, self.settings.parameters if is_training else "fp32", running)
         self.teardown()  # of an interrupted run
         undo_interrupted_runs()
-        is_training = trainer.state.fn == TrainerFn.FITTING
-        refuse_trainer(trainer, self.settings.parameters if is_training else "fp32")
         self.device = trainer.strategy.root_device.type
         precision = resolve_precision(self._choice, self.device)
         scaler = self._given_scaler if self._choice else None
-        check_combination(precision, self.settings.parameters, scaler, check_updates=self.settings.check_updates)
+        check_combination(precision, self.settings, scaler)
         self._run = PrecisionRun(module, trainer, self.settings, is_training)
         if is_training:
             self._has_fallen_back, self._ended = False, {}
@@ -236,17 +233,15 @@ class LeanMixedPrecision(MixedPrecision):
 
     @override
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
-        if self._scaling is not None:
-            tensor = self._scaling.scale(tensor)
+        if self._run is not None and self._run.scaling is not None:
+            tensor = self._run.scaling.scale(tensor)
         return Precision.pre_backward(self, tensor, module)
 
     @override
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        with torch.autocast(
-            self.device, enabled=False
-        ):  # it is on in manual optimization, whose backward is part of the training step
+        with torch.autocast(self.device, enabled=False):  # on in manual optimization, whose training step calls it
             try:
                 super().backward(tensor, model, optimizer, *args, **kwargs)
             except RuntimeError as error:
@@ -317,7 +312,8 @@ class LeanMixedPrecision(MixedPrecision):
         if overflows.num_consecutive and run.paused is not None:
             run.paused.pause()
         # a search for the learning rate goes on until the training diverges
-        if overflows.is_too_many and not is_searching_rate(run.trainer.callbacks):  # type: ignore[attr-defined]
+        is_too_many = overflows.num_consecutive >= overflows.max_consecutive
+        if is_too_many and not is_searching_rate(run.trainer.callbacks):  # type: ignore[attr-defined]
             if self._on_limit == "error":
                 raise overflows.error(run.scaling.scaler.get_scale())
             rank_zero_warn(
@@ -351,7 +347,8 @@ class LeanMixedPrecision(MixedPrecision):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if "scale" in state_dict:  # of GradScaler.state_dict: all that Lightning's plugins save
-            self._load_scale(state_dict)
+            if self.scaler is not None:
+                self.scaler.load_state_dict(state_dict)
             return
         if self._run is None or not self._run.is_training:  # an evaluation does not change the state of the fit
             return
@@ -360,12 +357,9 @@ class LeanMixedPrecision(MixedPrecision):
             self._overflows.num_consecutive = 0
             if self.scaler is not None and self._on_limit != "error":
                 self._fall_back(self._run)
-        self._load_scale(state_dict.get("scaler", {}))
+        if self.scaler is not None and "scaler" in state_dict:
+            self.scaler.load_state_dict(state_dict["scaler"])
         self._run.load_state_dict(state_dict)
-
-    def _load_scale(self, state: dict[str, Any]) -> None:
-        if self.scaler is not None and state:
-            self.scaler.load_state_dict(state)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ from lightning_vram.core.patching import (
 from lightning_vram.core.tensors.properties import cast_where
 from lightning_vram.optimizers.averages import LeanAverage
 from lightning_vram.optimizers.bf16_weights import LeanParameters, iterate_computing, refuse_lost_updates
-from lightning_vram.precision.arguments import refuse_optimizers
+from lightning_vram.precision.arguments import Settings, refuse_optimizers
 from lightning_vram.private_names.lightning import (
     PUT_AVERAGE,
     SWAP_WITH_AVERAGE,
@@ -48,22 +48,6 @@ from lightning_vram.private_names.lightning import (
 from lightning_vram.private_names.torch import NormBase
 from lightning_vram.techniques.mixed_precision import Float32Islands, LossScaling, WeightCasts, keep_norms_low
 from lightning_vram.techniques.quantize_frozen_weights import read_weights_as
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Arguments of the plugin that change the module."""
-
-    fp32_modules: tuple[LayerPattern, ...] = ()
-    low_precision_norms: bool = False  # whether outputs of norms stay in 16 bits
-    recast_in_backward: bool = False  # whether weights are cast again in the backward
-    parameters: str = "fp32"  # how they are stored
-    check_updates: bool = False  # whether to count lost updates
-
-    @property
-    def is_lean(self) -> bool:
-        """Whether parameters are stored in 16 bits."""
-        return self.parameters != "fp32"
 
 
 def _is_rounded(value: Tensor, parameter: Tensor) -> bool:
@@ -119,14 +103,9 @@ def list_averages(trainer: pl.Trainer | None, module: nn.Module) -> list[tuple[W
 class OverflowWatch:
     """Counts skipped steps, and reports when there are too many in a row."""
 
-    max_consecutive: int | None  # None: no limit
+    max_consecutive: float  # inf: no limit
     num_steps: int = 0
     num_consecutive: int = 0
-
-    @property
-    def is_too_many(self) -> bool:
-        """Whether the limit is reached."""
-        return self.max_consecutive is not None and self.num_consecutive >= self.max_consecutive
 
     def note(self, num_overflowed: int) -> None:
         """Count steps between two updates of the scale, of which some overflowed."""
