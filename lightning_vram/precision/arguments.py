@@ -2,7 +2,8 @@
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -15,15 +16,15 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_vram.argument_checks import check_positive_int
-from lightning_vram.core.layers import check_layers
+from lightning_vram.core.layers import LayerPattern, check_layers
 from lightning_vram.memory.device.accelerators import has_native_bf16
 from lightning_vram.optimizers.bf16_weights import SCHEMES
 from lightning_vram.optimizers.step_round import iterate_parameters
-from lightning_vram.precision.overflows import ON_LIMIT
 from lightning_vram.private_names.torch import can_autocast
 
 Choice = Literal["auto", "bf16", "fp16", "bf16-mixed", "16-mixed"]  # of a user
 Precision16 = Literal["bf16-mixed", "16-mixed"]  # Lightning's names
+OnLimit = Literal["error", "bf16", "fp32"]
 
 _PRECISIONS: dict[str, Precision16 | None] = {
     "auto": None,
@@ -33,6 +34,22 @@ _PRECISIONS: dict[str, Precision16 | None] = {
     "16-mixed": "16-mixed",
 }
 DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of the plugin that change the module."""
+
+    fp32_modules: tuple[LayerPattern, ...] = ()
+    low_precision_norms: bool = False  # whether outputs of norms stay in 16 bits
+    recast_in_backward: bool = False  # whether weights are cast again in the backward
+    parameters: str = "fp32"  # how they are stored
+    check_updates: bool = False  # whether to count lost updates
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether parameters are stored in 16 bits."""
+        return self.parameters != "fp32"
 
 
 def check_choice(precision: object) -> Precision16 | None:
@@ -100,7 +117,7 @@ def check_arguments(
     if "auto" in patterns:
         raise ValueError("LeanMixedPrecision(fp32_modules) cannot be 'auto': name the modules that need float32.")
     _check_one_of("parameters", parameters, ("fp32", *SCHEMES))
-    _check_one_of("on_overflow_limit", on_overflow_limit, ON_LIMIT)
+    _check_one_of("on_overflow_limit", on_overflow_limit, get_args(OnLimit))
     if max_consecutive_overflows is not None:
         check_positive_int("LeanMixedPrecision(max_consecutive_overflows)", max_consecutive_overflows)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
@@ -110,44 +127,40 @@ def check_arguments(
         )
 
 
-def check_combination(precision: str | None, parameters: str, scaler: object) -> None:
-    """Refuse what is only used in the other format: a scaler with bfloat16, bfloat16 weights with float16."""
+def check_combination(precision: str | None, settings: Settings, scaler: object) -> None:
+    """Refuse a scaler with bfloat16, bfloat16 weights with float16, and a count of lost updates where none is lost."""
     if precision == "bf16-mixed" and scaler is not None:
         raise ValueError("LeanMixedPrecision(scaler) is for 'fp16', got one with 'bf16', which has none. Leave it out.")
-    if precision == "16-mixed" and parameters != "fp32":
+    if precision == "16-mixed" and settings.is_lean:
         raise ValueError(
-            f"LeanMixedPrecision(parameters={parameters!r}) stores bfloat16 weights, which do not work with float16. "
-            "Use precision='bf16', or parameters='fp32'."
+            f"LeanMixedPrecision(parameters={settings.parameters!r}) stores bfloat16 weights, which do not work with "
+            "float16. Use precision='bf16', or parameters='fp32'."
         )
-
-
-def refuse_check(parameters: str, *, check_updates: bool) -> None:
-    """Refuse to count lost updates with ``parameters`` that lose none."""
-    if check_updates and parameters not in ("bf16+kahan", "bf16+stochastic"):
+    if settings.check_updates and settings.parameters not in ("bf16+kahan", "bf16+stochastic"):
         raise ValueError(
             "LeanMixedPrecision(check_updates=True) counts updates that parameters='bf16+kahan' or 'bf16+stochastic' "
-            f"rounds away, got parameters={parameters!r}, which loses none: leave it out."
+            f"rounds away, got parameters={settings.parameters!r}, which loses none: leave it out."
         )
 
 
-def refuse_strategy(trainer: pl.Trainer) -> None:
-    """Refuse DeepSpeed, which casts, scales and clips by itself."""
+def refuse_trainer(trainer: pl.Trainer, parameters: str, running: pl.Trainer | None) -> None:
+    """Refuse a second run at a time, DeepSpeed, and callbacks that put float32 weights among bf16 ``parameters``."""
+    if running is not None and running is not trainer and running.state.status == TrainerStatus.RUNNING:
+        raise MisconfigurationException(
+            "This LeanMixedPrecision belongs to a trainer that is running. Create another one for the inner trainer."
+        )
     if isinstance(trainer.strategy, DeepSpeedStrategy):
         raise MisconfigurationException(
             "LeanMixedPrecision does not work with DeepSpeedStrategy, which casts, scales and clips by itself. Use "
             "Trainer(precision=...) there, or another strategy here."
         )
-
-
-def refuse_callbacks(trainer: pl.Trainer, parameters: str) -> None:
-    """Refuse callbacks that put other weights, in float32, into the module."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        why = next((why for kind, why in _REFUSED_CALLBACKS.items() if isinstance(callback, kind)), None)
-        if why is not None:
-            raise MisconfigurationException(
-                f"LeanMixedPrecision(parameters={parameters!r}) does not work with {type(callback).__name__}, which "
-                f"{why}."
-            )
+    for kind, why in _REFUSED_CALLBACKS.items() if parameters != "fp32" else ():
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, kind):
+                raise MisconfigurationException(
+                    f"LeanMixedPrecision(parameters={parameters!r}) does not work with {type(callback).__name__}, "
+                    f"which {why}."
+                )
 
 
 def refuse_optimizers(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -169,14 +182,6 @@ def refuse_optimizers(module: nn.Module, optimizers: Sequence[Optimizer]) -> Non
                     f"{kinds[0]} and {kinds[1]} share {names.get(parameter, 'one')!r}: each would unscale its "
                     "gradient. Use precision='bf16', or one optimizer with parameter groups."
                 )
-
-
-def refuse_second_run(running: pl.Trainer, other: pl.Trainer) -> None:
-    """Refuse a run within that of another trainer: a plugin has one scale, and undoes its changes at the end."""
-    if running is not other and running.state.status == TrainerStatus.RUNNING:
-        raise MisconfigurationException(
-            "This LeanMixedPrecision belongs to a trainer that is running. Create another one for the inner trainer."
-        )
 
 
 def _check_one_of(name: str, value: object, known: Sequence[str]) -> None:

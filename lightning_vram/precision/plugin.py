@@ -1,7 +1,7 @@
 """The plugin: mixed-precision training in less memory, with correctly unscaled gradients."""
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -22,18 +22,15 @@ from lightning_vram.memory.device.accelerators import current_kind
 from lightning_vram.precision.arguments import (
     DTYPES,
     Choice,
-    Precision16,
+    OnLimit,
+    Settings,
     check_arguments,
     check_choice,
     check_combination,
-    refuse_callbacks,
-    refuse_check,
-    refuse_second_run,
-    refuse_strategy,
+    refuse_trainer,
     resolve_precision,
 )
-from lightning_vram.precision.overflows import OnLimit, OverflowWatch
-from lightning_vram.precision.run import ModuleChanges, PrecisionRun, Settings, list_averages, undo_interrupted_runs
+from lightning_vram.precision.run import OverflowWatch, PrecisionRun, undo_interrupted_runs
 from lightning_vram.private_names.lightning import call_after_closure, is_searching_rate
 from lightning_vram.techniques.mixed_precision import LossScaling
 
@@ -130,14 +127,15 @@ class LeanMixedPrecision(MixedPrecision):
         check_bool("LeanMixedPrecision(recast_in_backward)", recast_in_backward)
         check_bool("LeanMixedPrecision(hold_lr_on_overflow)", hold_lr_on_overflow)
         check_bool("LeanMixedPrecision(check_updates)", check_updates)
-        check_combination(choice, parameters, scaler)
-        refuse_check(parameters, check_updates=check_updates)
         patterns = (fp32_modules,) if isinstance(fp32_modules, str | type) else tuple(fp32_modules)
         self.settings = Settings(patterns, low_precision_norms, recast_in_backward, parameters, check_updates)
+        check_combination(choice, self.settings, scaler)
         self._holds_lr = hold_lr_on_overflow
         self._choice = choice
         self._on_limit = on_overflow_limit
-        self._overflows = OverflowWatch(max_consecutive_overflows)
+        self._overflows = OverflowWatch(
+            float("inf") if max_consecutive_overflows is None else max_consecutive_overflows
+        )
         self._given_scaler = scaler
         # Lightning's names; "auto" is resolved when the device is known.
         self.precision = choice or "bf16-mixed"
@@ -153,12 +151,8 @@ class LeanMixedPrecision(MixedPrecision):
     @property
     def overflow_steps(self) -> int:
         """Optimizer steps that were skipped so far, including the last one."""
-        return self._overflows.num_steps + (self._scaling.num_overflowed if self._scaling is not None else 0)
-
-    @property
-    def _scaling(self) -> LossScaling | None:
-        """Loss scaling of a fit in float16."""
-        return self._run.scaling if self._run is not None else None
+        scaling = self._run.scaling if self._run is not None else None
+        return self._overflows.num_steps + (scaling.num_overflowed if scaling is not None else 0)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the run out of copies, such as those of the trainer in worker processes."""
@@ -170,32 +164,30 @@ class LeanMixedPrecision(MixedPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         assert isinstance(module, pl.LightningModule)
         trainer = module.trainer
-        if self._run is not None:
-            refuse_second_run(self._run.trainer, trainer)
+        is_training = trainer.state.fn == TrainerFn.FITTING
+        running = self._run.trainer if self._run is not None else None
+        refuse_trainer(trainer, self.settings.parameters if is_training else "fp32", running)
         self.teardown()  # of an interrupted run
         undo_interrupted_runs()
-        refuse_strategy(trainer)
         self.device = trainer.strategy.root_device.type
         precision = resolve_precision(self._choice, self.device)
-        check_combination(precision, self.settings.parameters, self._given_scaler if self._choice else None)
-        is_training = trainer.state.fn == TrainerFn.FITTING
-        if is_training and self.settings.is_lean:
-            refuse_callbacks(trainer, self.settings.parameters)
-            list_averages(trainer, module)  # refuses a module that has grown
-        changes = ModuleChanges(module, self.device, self.settings, is_training=is_training)
-        self._run = PrecisionRun(module, trainer, changes)
+        scaler = self._given_scaler if self._choice else None
+        check_combination(precision, self.settings, scaler)
+        self._run = PrecisionRun(module, trainer, self.settings, is_training)
         if is_training:
             self._has_fallen_back, self._ended = False, {}
             self._overflows.num_consecutive = 0
         if not self._has_fallen_back:  # else evaluations compute as the fit did in the end
-            self._start_in(precision)
+            self.precision = precision
+            is_scaled = precision == "16-mixed"
+            self.scaler = self.scaler or self._given_scaler or torch.amp.GradScaler(self.device) if is_scaled else None
         return module
 
     @override
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        if self._run is not None and self._run.changes.is_training:
+        if self._run is not None and self._run.is_training:
             scaler = self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
             self._run.connect(optimizers, lr_schedulers, scaler, self._overflows.note, holds_lr=self._holds_lr)
         return model, optimizers, lr_schedulers
@@ -203,7 +195,7 @@ class LeanMixedPrecision(MixedPrecision):
     @override
     def teardown(self) -> None:
         if self._run is not None:
-            if self._run.changes.is_training:
+            if self._run.is_training:
                 self._ended = self._run.state_dict()
             self._run.remove()
             self._run = None
@@ -222,11 +214,10 @@ class LeanMixedPrecision(MixedPrecision):
         settings = self.settings
         mixes_layers = bool(settings.fp32_modules) or settings.low_precision_norms or settings.is_lean
         is_skipped = mixes_layers and self.device != "cuda"
-        calls = self._run.changes.calls if self._run is not None else None
         with (
             self.autocast_context_manager(),
             without_fast_path() if is_skipped else nullcontext(),
-            calls.in_step() if calls is not None else nullcontext(),
+            self._run.in_step() if self._run is not None else nullcontext(),
         ):
             yield
 
@@ -242,15 +233,15 @@ class LeanMixedPrecision(MixedPrecision):
 
     @override
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
-        if self._scaling is not None:
-            tensor = self._scaling.scale(tensor)
+        if self._run is not None and self._run.scaling is not None:
+            tensor = self._run.scaling.scale(tensor)
         return Precision.pre_backward(self, tensor, module)
 
     @override
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        with self._without_autocast():  # it is on in manual optimization, whose backward is part of the training step
+        with torch.autocast(self.device, enabled=False):  # on in manual optimization, whose training step calls it
             try:
                 super().backward(tensor, model, optimizer, *args, **kwargs)
             except RuntimeError as error:
@@ -269,7 +260,7 @@ class LeanMixedPrecision(MixedPrecision):
         assert self._run is not None
         if torch.is_autocast_enabled(self.device):  # in manual optimization, whose closure holds a forward
             closure = self.autocast_context_manager()(closure)
-        with self._without_autocast():
+        with torch.autocast(self.device, enabled=False):
             if self._run.scaling is not None:
                 return self._scaled_step(self._run, self._run.scaling, optimizer, closure, **kwargs)
             result = Precision.optimizer_step(self, optimizer, model=model, closure=closure, **kwargs)
@@ -309,11 +300,6 @@ class LeanMixedPrecision(MixedPrecision):
             self._end_scaled_steps(run)
         return result if result is not None else output
 
-    def _without_autocast(self) -> AbstractContextManager[Any]:
-        if not torch.is_autocast_enabled(self.device):
-            return nullcontext()
-        return torch.autocast(self.device, enabled=False)
-
     # --- the loss scale ---
 
     def _end_scaled_steps(self, run: PrecisionRun) -> None:
@@ -326,7 +312,8 @@ class LeanMixedPrecision(MixedPrecision):
         if overflows.num_consecutive and run.paused is not None:
             run.paused.pause()
         # a search for the learning rate goes on until the training diverges
-        if overflows.is_too_many and not is_searching_rate(run.trainer.callbacks):  # type: ignore[attr-defined]
+        is_too_many = overflows.num_consecutive >= overflows.max_consecutive
+        if is_too_many and not is_searching_rate(run.trainer.callbacks):  # type: ignore[attr-defined]
             if self._on_limit == "error":
                 raise overflows.error(run.scaling.scaler.get_scale())
             rank_zero_warn(
@@ -334,11 +321,6 @@ class LeanMixedPrecision(MixedPrecision):
                 f"Training continues in {self._on_limit}."
             )
             self._fall_back(run)
-
-    def _start_in(self, precision: Precision16) -> None:
-        self.precision = precision
-        is_scaled = precision == "16-mixed"
-        self.scaler = self.scaler or self._given_scaler or torch.amp.GradScaler(self.device) if is_scaled else None
 
     def _fall_back(self, run: PrecisionRun) -> None:
         self._has_fallen_back = True
@@ -365,21 +347,19 @@ class LeanMixedPrecision(MixedPrecision):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if "scale" in state_dict:  # of GradScaler.state_dict: all that Lightning's plugins save
-            self._load_scale(state_dict)
+            if self.scaler is not None:
+                self.scaler.load_state_dict(state_dict)
             return
-        if self._run is None or not self._run.changes.is_training:  # an evaluation does not change the state of the fit
+        if self._run is None or not self._run.is_training:  # an evaluation does not change the state of the fit
             return
         self._overflows.load_state_dict(state_dict["overflows"])
         if state_dict["has_fallen_back"]:
             self._overflows.num_consecutive = 0
             if self.scaler is not None and self._on_limit != "error":
                 self._fall_back(self._run)
-        self._load_scale(state_dict.get("scaler", {}))
+        if self.scaler is not None and "scaler" in state_dict:
+            self.scaler.load_state_dict(state_dict["scaler"])
         self._run.load_state_dict(state_dict)
-
-    def _load_scale(self, state: dict[str, Any]) -> None:
-        if self.scaler is not None and state:
-            self.scaler.load_state_dict(state)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What the plugin changes from the setup of a run to its teardown: module, averages of weights, schedules."""
+"""What the plugin changes from the setup of a run to its teardown: module, averages, schedules; skipped steps."""
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,161 +34,27 @@ from lightning_vram.core.patching import (
 from lightning_vram.core.tensors.properties import cast_where
 from lightning_vram.optimizers.averages import LeanAverage
 from lightning_vram.optimizers.bf16_weights import LeanParameters, iterate_computing, refuse_lost_updates
-from lightning_vram.precision.arguments import refuse_optimizers
-from lightning_vram.precision.overflows import is_logging, log_of_step
+from lightning_vram.precision.arguments import Settings, refuse_optimizers
 from lightning_vram.private_names.lightning import (
     PUT_AVERAGE,
     SWAP_WITH_AVERAGE,
     MockOptimizer,
     average_of,
     averaging_callbacks,
+    logging_from,
+    logs_are_due,
+    running_results,
 )
 from lightning_vram.private_names.torch import NormBase
 from lightning_vram.techniques.mixed_precision import Float32Islands, LossScaling, WeightCasts, keep_norms_low
 from lightning_vram.techniques.quantize_frozen_weights import read_weights_as
 
 
-class CallsBetweenSteps(Swaps):
-    """Runs calls of a module and its direct children between steps under autocast, until :meth:`remove`."""
-
-    def __init__(self, module: nn.Module, device_type: str, dtype: torch.dtype) -> None:
-        super().__init__("_lightning_vram_between_steps")
-        self.device_type, self.dtype = device_type, dtype
-        self.is_in_step = False
-        with self.all_or_none():
-            for part in (module, *module.children()):
-                is_called = plain_class_forward(part) is not nn.Module.forward or has_own_forward(part)
-                if is_called and not isinstance(part, torch.jit.ScriptModule):
-                    self.add(part, self, _forward_between_steps)
-
-    @contextmanager
-    def in_step(self) -> Generator[None, None, None]:
-        """Mark a step, which controls autocast itself."""
-        outer, self.is_in_step = self.is_in_step, True
-        try:
-            yield
-        finally:
-            self.is_in_step = outer
-
-
-def _forward_between_steps(
-    module: nn.Module, calls: CallsBetweenSteps, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Any:
-    """Replace ``forward`` of a module."""
-    if calls.is_in_step or torch.is_autocast_enabled(calls.device_type):
-        return forward(*args, **kwargs)
-    with torch.autocast(calls.device_type, dtype=calls.dtype, cache_enabled=False):
-        output = forward(*args, **kwargs)
-    return cast_where(lambda leaf: isinstance(leaf, Tensor) and leaf.dtype == calls.dtype, torch.float32, output)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Arguments of the plugin that change the module."""
-
-    fp32_modules: tuple[LayerPattern, ...] = ()
-    low_precision_norms: bool = False  # whether outputs of norms stay in 16 bits
-    recast_in_backward: bool = False  # whether weights are cast again in the backward
-    parameters: str = "fp32"  # how they are stored
-    check_updates: bool = False  # whether to count lost updates
-
-    @property
-    def is_lean(self) -> bool:
-        """Whether parameters are stored in 16 bits."""
-        return self.parameters != "fp32"
-
-
-@dataclass
-class ModuleChanges:
-    """All changes of a module, with their undo. If one of them cannot be made, nothing is changed."""
-
-    module: pl.LightningModule
-    device_type: str
-    settings: Settings
-    is_training: bool  # otherwise only what changes results is done
-    lean: LeanParameters | None = None
-    calls: CallsBetweenSteps | None = None
-    _islands: Float32Islands = field(init=False)
-    _island_names: dict[nn.Module, str] = field(init=False)
-    _inside: set[nn.Module] = field(init=False)  # the islands, and what is in them
-    _undo: ExitStack = field(default_factory=ExitStack)
-
-    def __post_init__(self) -> None:
-        with ExitStack() as undo:
-            islands = _find_islands(self.module, self.settings.fp32_modules)
-            self._islands, self._island_names = Float32Islands(islands, self.device_type), islands
-            undo.callback(self._islands.remove)
-            self._inside = {part for island in islands for part in island.modules()}
-            if self.settings.low_precision_norms:
-                undo.callback(keep_norms_low(self.module, self.device_type, skip=self._inside).remove)
-            if self.is_training and self.settings.is_lean:
-                parameters = _lean_parameters(self.module, self._inside)
-                self.lean = LeanParameters(parameters, self.settings.parameters, self._named_parameters())
-                undo.callback(self.lean.restore)
-                undo.callback(read_weights_as(self.module, torch.bfloat16, skip=self._inside))
-                self.calls = CallsBetweenSteps(self.module, self.device_type, torch.bfloat16)
-                undo.callback(self.calls.remove)
-            if self.is_training:
-                undo.enter_context(compiled_backward_without_autocast())
-            self._undo = undo.pop_all()
-
-    @property
-    def idle_islands(self) -> list[str]:
-        """Names of ``fp32_modules`` whose ``forward`` was not called so far: nothing of them is in float32."""
-        return [self._island_names[module] for module in self._islands.idle]
-
-    def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let ``optimizers`` step the stored weights, or refuse those that cannot."""
-        lean = self.lean
-        if lean is None:
-            refuse_lost_updates(optimizers)
-        else:
-            lean.attach(optimizers)
-            self._broadcast_rests(lean)
-            # All checkpoints get their weights from here, also those with weights only.
-            strategy, name = self.module.trainer.strategy, "lightning_module_state_dict"
-            self._undo.callback(MethodPatch(strategy, name, lambda inner: lambda: lean.full_state(inner())).remove)
-        # Swap classes only now: code that selects layers by their type has made its parameter groups.
-        recasts = self.settings.recast_in_backward
-        casts = WeightCasts(self.module, self.device_type, recast_in_backward=recasts, skip=self._inside)
-        self._undo.callback(casts.remove)
-        # Of all optimizers: some are made in the midst of training, and steps do not all pass the plugin.
-        hook = register_optimizer_step_post_hook(partial(_after_any_step, ref(casts)))
-        self._undo.callback(hook.remove)
-
-    def load_weights(self, state_dict: Mapping[str, Any]) -> None:
-        """Load weights exactly that were rounded on loading a checkpoint. Weights that user code changed stay."""
-        if self.lean is None:
-            return
-        named, stored = self._named_parameters(), self.lean.parameters()
-        found = {one: state_dict[name] for name, one in named.items() if one in stored and name in state_dict}
-        self.lean.take({parameter: value for parameter, value in found.items() if _is_rounded(value, parameter)})
-
-    def remove(self) -> None:
-        """Undo all. Calling it again does nothing."""
-        self._undo.close()
-
-    def _broadcast_rests(self, lean: LeanParameters) -> None:
-        """Broadcast the remainders of the first replica: DDP has broadcast the bfloat16 weights."""
-        trainer = self.module.trainer
-        if trainer.world_size == 1:
-            return
-        for rest in lean.rests():
-            on_device = rest.to(trainer.strategy.root_device)
-            torch.distributed.broadcast(on_device.view(torch.uint8), 0)  # not all backends know all integers
-            rest.copy_(on_device)
-
-    def _named_parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.module.named_parameters(remove_duplicate=False))
-
-
 def _is_rounded(value: Tensor, parameter: Tensor) -> bool:
     """Whether ``parameter`` holds ``value``, except for rounding to bfloat16."""
-    if value.shape != parameter.shape:
-        return False
-    present = parameter.detach().float()
-    exact = value.to(present)
-    return torch.allclose(present, exact, rtol=torch.finfo(torch.bfloat16).eps, atol=0.0, equal_nan=True)
+    present, eps = parameter.detach().float(), torch.finfo(torch.bfloat16).eps
+    is_alike = value.shape == present.shape
+    return is_alike and torch.allclose(present, value.to(present), rtol=eps, atol=0.0, equal_nan=True)
 
 
 def _after_any_step(casts: "ref[WeightCasts]", optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -233,42 +99,81 @@ def list_averages(trainer: pl.Trainer | None, module: nn.Module) -> list[tuple[W
     return found
 
 
+@dataclass
+class OverflowWatch:
+    """Counts skipped steps, and reports when there are too many in a row."""
+
+    max_consecutive: float  # inf: no limit
+    num_steps: int = 0
+    num_consecutive: int = 0
+
+    def note(self, num_overflowed: int) -> None:
+        """Count steps between two updates of the scale, of which some overflowed."""
+        self.num_steps += num_overflowed
+        self.num_consecutive = self.num_consecutive + 1 if num_overflowed else 0
+
+    def log(self, module: pl.LightningModule, read_scale: Callable[[], float]) -> None:
+        """Log ``vram/overflow_steps`` and ``vram/loss_scale`` of the step that ends."""
+        if is_logging(module, always=self.num_consecutive > 0):
+            log_of_step(module, {"vram/overflow_steps": float(self.num_steps), "vram/loss_scale": read_scale()})
+
+    def error(self, scale: float) -> FloatingPointError:
+        """Return the error of too many steps in a row."""
+        return FloatingPointError(
+            f"LeanMixedPrecision(precision='fp16'): gradients overflowed in {self.num_consecutive} optimizer steps in "
+            f"a row, down to a loss scale of {scale:g}: the training has diverged, or the model leaves the range of "
+            "float16. Lower the learning rate, name the layers that overflow in fp32_modules=[...], use "
+            "LeanMixedPrecision('bf16'), or on_overflow_limit='bf16' to continue in bfloat16."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        return {"num_steps": self.num_steps, "num_consecutive": self.num_consecutive}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from a checkpoint."""
+        self.num_steps, self.num_consecutive = int(state["num_steps"]), int(state["num_consecutive"])
+
+
+def is_logging(module: pl.LightningModule, *, always: bool = False) -> bool:
+    """Whether values of this step are logged; ``always``: whether they could be."""
+    trainer = module.trainer
+    is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+    is_due = is_last or logs_are_due(trainer) or trainer.fast_dev_run  # type: ignore[attr-defined]
+    return not trainer.barebones and running_results(trainer) is not None and bool(is_due or always)
+
+
+def log_of_step(module: pl.LightningModule, values: Mapping[str, float | Tensor]) -> None:
+    """Log values of a step, where :func:`is_logging`."""
+    # Under manual optimization your hook may step, also one that Lightning lets no value of a step be logged from.
+    with logging_from(module, "optimizer_step"):
+        for name, value in values.items():
+            module.log(name, value, on_step=True, on_epoch=False, batch_size=1)
+
+
 class PausedSchedules:
-    """Keeps ``lr_scheduler_step`` of a LightningModule from counting skipped steps, until :meth:`remove`.
+    """Keeps ``lr_scheduler_step`` of a LightningModule from counting skipped steps.
 
     Lightning steps a schedule after every batch that could have stepped the optimizer: 16 times if gradients of 12
     batches overflowed and 4 steps were made. Schedules that count epochs are unchanged.
     """
 
-    def __init__(self, module: pl.LightningModule, configs: Sequence[LRSchedulerConfig]) -> None:
-        self._trainer = module.trainer
+    def __init__(self, trainer: pl.Trainer, configs: Sequence[LRSchedulerConfig]) -> None:
+        self._trainer = trainer
         self._configs = [config for config in configs if config.interval == "step"]
-        self._num_missed = [0] * len(self._configs)  # steps of the optimizer that a schedule has to wait for
-        self._patch = MethodPatch(module, "lr_scheduler_step", partial(partial, self._step))
+        self.num_missed = [0] * len(self._configs)  # steps of the optimizer that a schedule has to wait for
 
     def pause(self) -> None:
         """Count an optimizer step that was skipped."""
-        self._num_missed = [number + 1 for number in self._num_missed]
+        self.num_missed = [number + 1 for number in self.num_missed]
 
-    def remove(self) -> None:
-        """Let schedules step as before. Calling it again does nothing."""
-        self._patch.remove()
-
-    def state_dict(self) -> list[int]:
-        """Return the state for a checkpoint."""
-        return list(self._num_missed)
-
-    def load_state_dict(self, state: Sequence[int]) -> None:
-        """Resume from a checkpoint; the state of other schedules is ignored."""
-        if len(state) == len(self._num_missed):
-            self._num_missed = list(state)
-
-    def _step(self, inner: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> None:
+    def step(self, inner: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> None:
+        """Replace ``lr_scheduler_step``, which is ``inner``."""
         for index, config in enumerate(self._configs):
             # optimizer steps between two of the schedule, which Lightning counts in batches
             num_steps = config.frequency // gcd(config.frequency, self._trainer.accumulate_grad_batches)
-            if config.scheduler is scheduler and self._num_missed[index] >= num_steps:
-                self._num_missed[index] -= num_steps
+            if config.scheduler is scheduler and self.num_missed[index] >= num_steps:
+                self.num_missed[index] -= num_steps
                 return
         inner(scheduler, *args, **kwargs)
 
@@ -281,27 +186,73 @@ _alive: WeakSet["PrecisionRun"] = WeakSet()
 
 @dataclass(eq=False)
 class PrecisionRun:
-    """One run, with all that it changes."""
+    """One run, with all that it changes, and the undo. If one of the changes cannot be made, nothing is changed."""
 
     module: pl.LightningModule
     trainer: pl.Trainer
-    changes: ModuleChanges
+    settings: Settings
+    is_training: bool  # otherwise only what changes results is done
+    lean: LeanParameters | None = None
     scaling: LossScaling | None = None  # in float16, while it trains
     paused: PausedSchedules | None = None
+    is_in_step: bool = False
     has_warned: bool = False  # whether the first training step is over
-    averages: list[MethodPatch | LeanAverage] = field(default_factory=list)
-    _patches: list[MethodPatch] = field(default_factory=list)  # of the scaler
+    _islands: Float32Islands = field(init=False)
+    _island_names: dict[nn.Module, str] = field(init=False)
+    _inside: set[nn.Module] = field(init=False)  # the islands, and what is in them
+    _undo: ExitStack = field(default_factory=ExitStack)
+    _undo_scaling: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
-        lean = self.changes.lean
-        if lean is not None:
-            for callback, whole in list_averages(self.trainer, self.module):
-                average = LeanAverage(whole, self.module, lean)
-                swap = MethodPatch(callback, SWAP_WITH_AVERAGE, replace_by(average.swap))
-                self.averages += [swap, MethodPatch(callback, PUT_AVERAGE, replace_by(average.put)), average]
-        if lean is not None and self.changes.settings.check_updates:
-            lean.check_updates(partial(is_logging, self.module))
+        is_lean = self.is_training and self.settings.is_lean
+        averages = list_averages(self.trainer, self.module) if is_lean else []
+        with ExitStack() as undo:
+            self._island_names = _find_islands(self.module, self.settings.fp32_modules)
+            self._islands = Float32Islands(self._island_names, self.device_type)
+            undo.callback(self._islands.remove)
+            self._inside = {part for island in self._island_names for part in island.modules()}
+            if self.settings.low_precision_norms:
+                undo.callback(keep_norms_low(self.module, self.device_type, skip=self._inside).remove)
+            if is_lean:
+                self._store_in_bf16(undo, averages)
+            if self.is_training:
+                undo.enter_context(compiled_backward_without_autocast())
+            self._undo = undo.pop_all()
         _alive.add(self)
+
+    def _store_in_bf16(self, undo: ExitStack, averages: list[tuple[WeightAveraging, AveragedModel]]) -> None:
+        self.lean = lean = LeanParameters(
+            _lean_parameters(self.module, self._inside), self.settings.parameters, self._named_parameters()
+        )
+        undo.callback(lean.restore)
+        undo.callback(read_weights_as(self.module, torch.bfloat16, skip=self._inside))
+        calls = Swaps("_lightning_vram_between_steps")
+        undo.callback(calls.remove)
+        for part in (self.module, *self.module.children()):
+            is_called = plain_class_forward(part) is not nn.Module.forward or has_own_forward(part)
+            if is_called and not isinstance(part, torch.jit.ScriptModule):
+                calls.add(part, self, _forward_between_steps)
+        for callback, whole in averages:
+            average = LeanAverage(whole, self.module, lean)
+            undo.callback(average.remove)
+            undo.callback(MethodPatch(callback, SWAP_WITH_AVERAGE, replace_by(average.swap)).remove)
+            undo.callback(MethodPatch(callback, PUT_AVERAGE, replace_by(average.put)).remove)
+        if self.settings.check_updates:
+            lean.check_updates(partial(is_logging, self.module))
+
+    @property
+    def device_type(self) -> str:
+        """Type of device that the run computes on."""
+        return self.trainer.strategy.root_device.type
+
+    @contextmanager
+    def in_step(self) -> Generator[None, None, None]:
+        """Mark a step, which controls autocast itself."""
+        outer, self.is_in_step = self.is_in_step, True
+        try:
+            yield
+        finally:
+            self.is_in_step = outer
 
     def connect(
         self,
@@ -312,19 +263,44 @@ class PrecisionRun:
         *,
         holds_lr: bool,
     ) -> None:
-        """Register the optimizers and schedules of a fit."""
+        """Let the optimizers of a fit step the stored weights, or refuse those that cannot; register schedules."""
         optimizers = [optimizer for optimizer in optimizers if not isinstance(optimizer, MockOptimizer)]
         if scaler is not None:
             refuse_optimizers(self.module, optimizers)
-        self.changes.attach(optimizers)
+        if self.lean is None:
+            refuse_lost_updates(optimizers)
+        else:
+            self._attach(self.lean, optimizers)
+        # Swap classes only now: code that selects layers by their type has made its parameter groups.
+        recasts = self.settings.recast_in_backward
+        casts = WeightCasts(self.module, self.device_type, recast_in_backward=recasts, skip=self._inside)
+        self._undo.callback(casts.remove)
+        # Of all optimizers: some are made in the midst of training, and steps do not all pass the plugin.
+        hook = register_optimizer_step_post_hook(partial(_after_any_step, ref(casts)))
+        self._undo.callback(hook.remove)
         if scaler is not None:
             # One rank may have an overflow in sharded or unreduced gradients.
             over_ranks = partial(self.trainer.strategy.reduce, reduce_op="sum") if self.trainer.world_size > 1 else None
             self.scaling = LossScaling(scaler, optimizers, over_ranks, on_update)
-            own: dict[str, Callable[..., Any]] = {"scale": self.scaling.scale, "unscale_": self.unscale}
-            self._patches = [MethodPatch(scaler, name, replace_by(call)) for name, call in own.items()]
+            for name, call in (("scale", self.scaling.scale), ("unscale_", self.unscale)):
+                self._undo_scaling.callback(MethodPatch(scaler, name, replace_by(call)).remove)
+            self._undo.callback(self.end_scaling)
             if holds_lr and self.module.automatic_optimization and schedules:
-                self.paused = PausedSchedules(self.module, schedules)
+                self.paused = PausedSchedules(self.trainer, schedules)
+                patch = MethodPatch(self.module, "lr_scheduler_step", partial(partial, self.paused.step))
+                self._undo.callback(patch.remove)
+
+    def _attach(self, lean: LeanParameters, optimizers: Sequence[Optimizer]) -> None:
+        lean.attach(optimizers)
+        strategy = self.trainer.strategy
+        if self.trainer.world_size > 1:  # DDP has broadcast the bfloat16 weights of the first replica
+            for rest in lean.rests():
+                on_device = rest.to(strategy.root_device)
+                torch.distributed.broadcast(on_device.view(torch.uint8), 0)  # not all backends know all integers
+                rest.copy_(on_device)
+        # All checkpoints get their weights from here, also those with weights only.
+        name = "lightning_module_state_dict"
+        self._undo.callback(MethodPatch(strategy, name, lambda inner: lambda: lean.full_state(inner())).remove)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Unscale the gradients of ``optimizer``, which may be wrapped, if they are scaled."""
@@ -334,22 +310,26 @@ class PrecisionRun:
 
     def end_scaling(self) -> None:
         """Continue without a scale. Calling it again does nothing."""
-        while self._patches:
-            self._patches.pop().remove()
+        self._undo_scaling.close()
         self.scaling = None
 
     def log_lost_updates(self) -> None:
         """Log the share of updates that rounding undid in the last step, if it was counted."""
-        share = None if self.changes.lean is None else self.changes.lean.lost_updates
+        share = None if self.lean is None else self.lean.lost_updates
         if share is not None:
             log_of_step(self.module, {"vram/lost_updates": share})
+
+    @property
+    def idle_islands(self) -> list[str]:
+        """Names of ``fp32_modules`` whose ``forward`` was not called so far: nothing of them is in float32."""
+        return [self._island_names[module] for module in self._islands.idle]
 
     def warn_of_idle_islands(self) -> None:
         """Warn once, after a training step, of ``fp32_modules`` that it did not call."""
         if self.has_warned:
             return
         self.has_warned = True
-        if names := self.changes.idle_islands:
+        if names := self.idle_islands:
             rank_zero_warn(
                 f"LeanMixedPrecision(fp32_modules): the first training step did not call {', '.join(names)}. A module "
                 "that reads their weights computes in 16 bits. Name the module that is called, for example "
@@ -358,30 +338,44 @@ class PrecisionRun:
 
     def remove(self) -> None:
         """Undo what was changed. Calling it again does nothing."""
-        if self.paused is not None:
-            self.paused.remove()
-        self.end_scaling()
-        for change in self.averages:
-            change.remove()
-        self.changes.remove()
+        self._undo.close()
         _alive.discard(self)
 
     def load_weights(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load weights of a checkpoint exactly; with averaging it has them under another key."""
-        has_average = bool(self.averages) and _CURRENT in checkpoint
-        self.changes.load_weights(checkpoint.get(_CURRENT if has_average else "state_dict", {}))
+        """Load weights exactly that were rounded on loading a checkpoint. Weights that user code changed stay."""
+        if self.lean is None:
+            return
+        has_average = _CURRENT in checkpoint and averaging_callbacks(self.trainer)
+        weights = checkpoint.get(_CURRENT if has_average else "state_dict", {})
+        named, stored = self._named_parameters(), self.lean.parameters()
+        found = {one: weights[name] for name, one in named.items() if one in stored and name in weights}
+        self.lean.take({parameter: value for parameter, value in found.items() if _is_rounded(value, parameter)})
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.module.named_parameters(remove_duplicate=False))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        parts = {"held": self.paused, "lean": self.changes.lean}
-        return {name: part.state_dict() for name, part in parts.items() if part is not None}
+        state: dict[str, Any] = {} if self.paused is None else {"held": list(self.paused.num_missed)}
+        return state if self.lean is None else state | {"lean": self.lean.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a checkpoint, with the parts that both have."""
-        if self.paused is not None and "held" in state:
-            self.paused.load_state_dict(state["held"])
-        if self.changes.lean is not None and "lean" in state:
-            self.changes.lean.load_state_dict(state["lean"])
+        """Resume from a checkpoint, with the parts that both have; the state of other schedules is ignored."""
+        if self.paused is not None and len(state.get("held", ())) == len(self.paused.num_missed):
+            self.paused.num_missed = list(state["held"])
+        if self.lean is not None and "lean" in state:
+            self.lean.load_state_dict(state["lean"])
+
+
+def _forward_between_steps(
+    module: nn.Module, run: PrecisionRun, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Replace ``forward`` of a module with bf16 weights, and of its children: hooks call them without autocast."""
+    if run.is_in_step or torch.is_autocast_enabled(run.device_type):
+        return forward(*args, **kwargs)
+    with torch.autocast(run.device_type, dtype=torch.bfloat16, cache_enabled=False):
+        output = forward(*args, **kwargs)
+    return cast_where(lambda leaf: isinstance(leaf, Tensor) and leaf.dtype is torch.bfloat16, torch.float32, output)
 
 
 def undo_interrupted_runs() -> None:

@@ -137,7 +137,7 @@ class Following(Callback):
 
 def bits_of(model: Any) -> list[torch.Tensor]:
     """All that a step begins with."""
-    rests = model.trainer.precision_plugin._run.changes.lean.rests()
+    rests = model.trainer.precision_plugin._run.lean.rests()
     return [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers(), *rests)]
 
 

@@ -7,7 +7,8 @@ from support.helpers import LitTiny, TinyCNN, TinyGPT, describe_module
 from torch import nn
 
 from lightning_vram import LeanMixedPrecision
-from lightning_vram.precision.run import CallsBetweenSteps
+from lightning_vram.precision.arguments import Settings
+from lightning_vram.precision.run import PrecisionRun
 
 
 class Sampling(LitTiny):
@@ -55,13 +56,14 @@ def test_a_step_that_turns_autocast_off_is_not_put_under_it_again(make_trainer):
         make_trainer(plugins=[LeanMixedPrecision("bf16", parameters="bf16+split")]).fit(UnlikeAutocast(TinyCNN()))
 
 
-def test_outside_of_a_step_autocast_of_the_user_counts():
+def test_outside_of_a_step_autocast_of_the_user_counts(make_trainer):
     net = nn.Sequential(nn.Linear(2, 2))
-    calls = CallsBetweenSteps(net, "cpu", torch.bfloat16)
+    trainer = make_trainer(accelerator="cpu")
+    run = PrecisionRun(net, trainer, Settings(parameters="bf16+split"), is_training=True)
     with torch.autocast("cpu", torch.float16):
         assert net(torch.ones(1, 2)).dtype is torch.float16
-    with calls.in_step():
-        assert net(torch.ones(1, 2)).dtype is torch.float32
+    with run.in_step():
+        assert net(torch.ones(1, 2, dtype=torch.bfloat16)).dtype is torch.bfloat16
     assert net(torch.ones(1, 2)).dtype is torch.float32  # computed in bfloat16
-    calls.remove()
+    run.remove()
     assert type(net) is nn.Sequential

@@ -139,9 +139,10 @@ class _SharedCast:
     Autocast's own cache holds casts to the end of its block, also under ``no_grad`` and in checkpointed layers.
     """
 
-    __slots__ = ("_address", "_strides", "_version", "_weight", "storage")
+    __slots__ = ("_address", "_strides", "_version", "_weight", "storage", "user")
 
-    def __init__(self, weight: Tensor, cast: Tensor) -> None:
+    def __init__(self, weight: Tensor, cast: Tensor, user: "_State") -> None:
+        self.user = user  # which the cast was made for
         self._weight = weakref.ref(weight)  # another tensor may get its id after its death
         self._version = num_writes(weight)
         self._address = storage_address(weight)  # ``weight.data = other`` counts no version
@@ -175,45 +176,43 @@ class _UseAgain(torch.autograd.Function):
         return grad.to(ctx.dtype), None, None, None
 
 
+@dataclass(eq=False, slots=True)
+class _State:
+    """What a module carries, in its ``__dict__``. Looking for a cast to share costs some Python at each call."""
+
+    device_type: str
+    forward: Callable[..., Any]  # of its class
+    places: tuple[Place, ...]  # of the weights that ``forward`` reads
+    casts: "SharedCasts | None"  # ``None``: the backward casts again
+    has_run: bool = False  # under autocast, recorded by autograd
+    has_shared: bool = False  # some cast of its weights had several uses
+
+
 class SharedCasts:
     """Casts weights, one cast at a time for all uses."""
 
     def __init__(self) -> None:
         self._casts: dict[tuple[int, torch.dtype, int], _SharedCast] = {}  # by id of the weight, dtype, stream
 
-    def cast(self, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
-        """Return ``weight`` in ``dtype``, differentiably and read-only, and whether it reuses an earlier cast."""
+    def cast(self, weight: Tensor, dtype: torch.dtype, user: _State) -> Tensor:
+        """Return ``weight`` in ``dtype``, differentiably and read-only; mark ``user`` if another use has the cast."""
         has_streams = not (weight.is_cpu or isinstance(weight, FakeTensor))
         if has_streams and is_capturing(weight.device):  # a replay runs without what went before
-            return weight.to(dtype), False
+            return weight.to(dtype)
         key = id(weight), dtype, stream_id(weight.device) if has_streams else 0
         shared = self._casts.get(key)
         storage = shared.storage() if shared is not None and shared.is_of(weight) else None
         if shared is None or storage is None:
             cast = weight.to(dtype)
-            self._casts[key] = _SharedCast(weight, cast)
-            return cast, False
+            self._casts[key] = _SharedCast(weight, cast, user)
+            return cast
+        user.has_shared = shared.user.has_shared = True
         again: Tensor = _UseAgain.apply(weight, dtype, shared, [storage])  # type: ignore[no-untyped-call]
-        return again, True
+        return again
 
     def forget(self) -> None:
         """Reuse no cast made so far: weights may have changed without a new version."""
         self._casts.clear()
-
-
-@dataclass(eq=False, slots=True)
-class Sharing:
-    """Whether the uses of a weight share casts; looking for one costs some Python at each call."""
-
-    casts: SharedCasts
-    has_run: bool = False  # some use ran under autocast, recorded by autograd
-    has_shared: bool = False  # some use found the cast of another
-
-    def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return ``weight`` in ``dtype``, differentiably and read-only."""
-        cast, is_shared = self.casts.cast(weight, dtype)
-        self.has_shared |= is_shared
-        return cast
 
 
 def _recast(weight: Tensor, version: int, dtype: torch.dtype) -> Tensor:
@@ -252,18 +251,15 @@ class WeightCasts:
             hide_warning_of_hooks()
         self._recast_in_backward = recast_in_backward
         self._casts = SharedCasts()
+        casts = None if recast_in_backward else self._casts
         self._swaps = Swaps(_KEY)
-        sharings: dict[int, Sharing] = {}  # by id of the first weight
         left_alone = {member for module in skip for member in module.modules()}
         for module in model.modules():
             places = find_places(module, left_alone) if module not in left_alone else ()
-            if not places:
-                continue
-            sharing = None
-            if not recast_in_backward:
-                sharing = sharings.setdefault(id(parameter_at(module, places[0])), Sharing(self._casts))
-            with suppress(ValueError):  # a class that cannot be changed: its module is left alone
-                self._swaps.add(module, _State(device_type, plain_class_forward(module), places, sharing), _run)
+            if places:
+                state = _State(device_type, plain_class_forward(module), places, casts)
+                with suppress(ValueError):  # a class that cannot be changed: its module is left alone
+                    self._swaps.add(module, state, _run)
 
     def after_step(self, parameters: Iterable[Tensor]) -> None:
         """Note that an optimizer has changed ``parameters``: fused kernels count no version.
@@ -271,45 +267,28 @@ class WeightCasts:
         Modules whose weights had no second use in the first step that ran them get their class back. With
         ``recast_in_backward``, a backward that needs one of these as it was raises ``RuntimeError``.
         """
-        self._restore_unshared()
-        self._casts.forget()  # all: FSDP2 steps on shards, not on the weights of the forward
+        modules = self._swaps.modules
         if self._recast_in_backward:
-            modules = self._swaps.modules
             ours = {id(parameter_at(module, place)) for module in modules for place in vars(module)[_KEY].places}
             increment_version([parameter for parameter in parameters if id(parameter) in ours])
+            return
+        self._casts.forget()  # all: FSDP2 steps on shards, not on the weights of the forward
+        for module in modules:
+            if vars(module)[_KEY].has_run and not vars(module)[_KEY].has_shared:
+                restore_class(module, _KEY)
+        self._swaps.modules = [module for module in modules if _KEY in vars(module)]
 
     def remove(self) -> None:
         """Give every module its class back. Twice does nothing; backwards of earlier forwards still work."""
         self._swaps.remove()
-        self._casts.forget()
-
-    def _restore_unshared(self) -> None:
-        if self._recast_in_backward:
-            return
-        for module in self._swaps.modules:
-            sharing = vars(module)[_KEY].sharing
-            if sharing.has_run and not sharing.has_shared:
-                restore_class(module, _KEY)
-        self._swaps.modules = [module for module in self._swaps.modules if _KEY in vars(module)]
-
-
-@dataclass(eq=False, slots=True)
-class _State:
-    """What a module carries, in its ``__dict__``."""
-
-    device_type: str
-    forward: Callable[..., Any]  # of its class
-    places: tuple[Place, ...]  # of the weights that ``forward`` reads
-    sharing: Sharing | None  # ``None``: the backward casts again
 
 
 def _run(module: nn.Module, state: _State, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     is_autocast = torch.is_grad_enabled() and torch.is_autocast_enabled(state.device_type)
     if torch.compiler.is_compiling() or not is_autocast:
         return original(*args, **kwargs)
-    sharing = state.sharing
-    if sharing is not None:
-        sharing.has_run = True
+    if state.casts is not None:
+        state.has_run = True
         # A saved result keeps a cast alive, which recomputation would find where the forward had made it.
         if is_in_selective_checkpoint():
             return original(*args, **kwargs)
@@ -319,8 +298,8 @@ def _run(module: nn.Module, state: _State, original: Callable[..., Any], /, *arg
     weights = read_weights(module, state.places, state.device_type) if dtype in _LOW_PRECISION and is_stock else {}
     if not weights or not _is_recorded(weights, args, kwargs):
         return original(*args, **kwargs)
-    if sharing is not None:
-        casts = {place: sharing.cast(weight, dtype) for place, weight in weights.items()}
+    if state.casts is not None:
+        casts = {place: state.casts.cast(weight, dtype, state) for place, weight in weights.items()}
         return state.forward(with_weights(module, casts), *args, **kwargs)
     if not may_set_hooks():
         return original(*args, **kwargs)

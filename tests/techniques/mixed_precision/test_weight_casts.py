@@ -875,9 +875,9 @@ def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     calls: list[torch.dtype] = []
     cast = SharedCasts.cast
 
-    def counting(self: SharedCasts, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
+    def counting(self: SharedCasts, weight: Tensor, dtype: torch.dtype, user: object) -> Tensor:
         calls.append(dtype)
-        return cast(self, weight, dtype)
+        return cast(self, weight, dtype, user)  # type: ignore[arg-type]
 
     monkeypatch.setattr(SharedCasts, "cast", counting)
     return calls

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.precision.run import ModuleChanges, Settings
+from lightning_vram.precision.arguments import Settings
+from lightning_vram.precision.run import PrecisionRun
 from lightning_vram.techniques.mixed_precision import module_precision
 
 
@@ -44,17 +45,17 @@ class Model(pl.LightningModule):
     ids=str,
 )
 def test_all_that_match_are_islands_and_those_that_nobody_calls_are_named(
-    patterns, before, after, is_compiled, monkeypatch
+    patterns, before, after, is_compiled, monkeypatch, make_trainer
 ):
     monkeypatch.setattr(module_precision, "_compiled", set())  # another test may have compiled an island of the class
     model = Model()
     if is_compiled:
         model.head = torch.compile(model.head, backend="eager")
-    changes = ModuleChanges(model, "cpu", Settings(fp32_modules=patterns), is_training=False)
-    assert sorted(changes.idle_islands) == sorted(before)
+    run = PrecisionRun(model, make_trainer(accelerator="cpu"), Settings(fp32_modules=patterns), is_training=False)
+    assert sorted(run.idle_islands) == sorted(before)
     assert sum("_fp32_island" in vars(part) for part in model.modules()) == len(before)
     with torch.autocast("cpu", torch.bfloat16):
         model(torch.ones(2, 1, 4))
-    assert changes.idle_islands == after
-    changes.remove()
+    assert run.idle_islands == after
+    run.remove()
     assert not any("_fp32_island" in vars(part) for part in model.modules())
