@@ -82,10 +82,6 @@ class Part:
         if self.split is not None:
             self.split.write(self.split_range, weights)
 
-    def gradient(self) -> Tensor:
-        """Return the gradient in float32."""
-        return cut_gradient(self.member, self.range)
-
 
 @torch.no_grad()
 def step_parts(
@@ -95,7 +91,7 @@ def step_parts(
     is_counting = states is not None and states.check.is_counting  # needs float32 moments
     left = list(parts) if is_counting else step_natively(step_round, parts)
     weights = [part.read() for part in left]
-    proxies = [make_proxy(one[: part.size], part.gradient()) for one, part in zip(weights, left, strict=True)]
+    proxies = [make_proxy(one[: part.size], cut_gradient(part)) for one, part in zip(weights, left, strict=True)]
     for part in left:
         part.state = dict(part.stored) if part.form is None else upcast_state(part.stored, take)
     if left:
@@ -112,8 +108,7 @@ def step_natively(step_round: StepRound, parts: Sequence[Part]) -> list[Part]:
     left: list[Part] = []
     calls: dict[int, tuple[list[AdamWStep], array[int]]] = {}  # by the bits of moments
     gradients = []  # which must live until the calls
-    count = sum(part.size for part in parts)
-    native = native_step(3 * count)
+    native = native_step(3 * sum(part.size for part in parts))
     for part in parts:
         step = None if native is None else adamw_step_of(step_round, part)
         if step is None or native is None:
@@ -122,7 +117,7 @@ def step_natively(step_round: StepRound, parts: Sequence[Part]) -> list[Part]:
             if not _step_split(native, step, part):
                 left.append(part)
         else:
-            item = _make_item(part, gradient := part.gradient())
+            item = _make_item(part, gradient := cut_gradient(part))
             if item is None:
                 left.append(part)
                 continue
@@ -185,7 +180,7 @@ def _step_split(native: NativeCodecs, step: AdamWStep, part: Part) -> bool:
     is_known = all(
         (one.dtype == torch.float32 and not isinstance(one, LowBitTensor)) or has_whole_blocks(one) for one in moments
     )
-    numbers, factor = low_precision_part(part.member.own_gradient, part.range) or (part.gradient(), 1.0)
+    numbers, factor = low_precision_part(part.member.own_gradient, part.range) or (cut_gradient(part), 1.0)
     is_known = is_known and numbers.dtype in {torch.float32, torch.bfloat16}
     tensors = upper, lower, numbers, *map(memory_of, moments)
     if places is None or not is_known or upper.numel() % LANES or numbers.numel() != upper.numel() or not part.size:
@@ -209,11 +204,12 @@ def bits_of(moment: Any) -> int:
     return int(moment.bits) if isinstance(moment, LowBitTensor) else 8 * int(moment.itemsize)
 
 
-def cut_gradient(member: Member, part: slice) -> Tensor:
-    """Return a flat part of a gradient."""
+def cut_gradient(part: Part) -> Tensor:
+    """Return the gradient of a part, float32."""
+    member = part.member
     if member.own_gradient is not None and low_precision_of(member.own_gradient) is not None:
-        return fp32_part(member.own_gradient, part)
-    return flat_as_stored(stored_like(member.gradient, member.shard))[part]
+        return fp32_part(member.own_gradient, part.range)
+    return flat_as_stored(stored_like(member.gradient, member.shard))[part.range]
 
 
 def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
@@ -238,18 +234,15 @@ class _Scratch:
     def __init__(self, like: Tensor) -> None:
         self._like = like
         self._blocks: list[Tensor] = []
-        self._next = 0
+        self.num_taken = 0  # blocks, by a batch
 
     def take(self, count: int) -> Tensor:
-        place, self._next = self._next, self._next + 1
+        place, self.num_taken = self.num_taken, self.num_taken + 1
         if place == len(self._blocks):
             self._blocks.append(self._like.new_empty(count, dtype=torch.float32))
         elif self._blocks[place].numel() < count:
             self._blocks[place] = self._like.new_empty(count, dtype=torch.float32)
         return self._blocks[place][:count]
-
-    def reuse(self) -> None:
-        self._next = 0
 
 
 class _Stepping:
@@ -263,12 +256,9 @@ class _Stepping:
         self.member, self._split, self._place = member, split, place
         self.form = states.form if states is not None and states.has(member.parameter) else None
         self._is_counting = states is not None and states.check.is_counting  # compiled code cannot
+        self.part_elements = PART_ELEMENTS if member.shard.device.type == "cpu" else _ON_DEVICE
         self.seed: Seed = 0, 0
         self.fresh: State = {}  # new states, to be published after all parts
-
-    @property
-    def part_elements(self) -> int:
-        return PART_ELEMENTS if self.member.shard.device.type == "cpu" else _ON_DEVICE
 
     def cut(self, step_round: StepRound) -> Iterator[Part]:
         """Yield parts. Compiled code steps a parameter as one, except for the end, which torch rounds differently."""
@@ -301,36 +291,30 @@ class _Stepping:
         first = 0 if self._split is None else self._split.parts[self._place][0][0]
         start, numel = part[0] - first, self.member.shard.numel()
         found = slice(start, max(min(part[1] - first, numel), start))  # the end of a shard may be padding of FSDP2
-        stored = {
-            key: self._cut(key, value, found) if self._is_elementwise(value) else _copy(value)
-            for key, value in self.member.local_state.items()
-        }
+        stored = {key: self._cut(key, value, found) for key, value in self.member.local_state.items()}
         return Part(self.member, found, stored, self.form, self.seed, self._split, part)
 
     def _whole(self, key: str, value: Tensor) -> Tensor:
         """Return a whole stored state, new if there was none."""
-        whole = self.fresh.get(key, self.member.local_state.get(key))
-        if not self._is_elementwise(whole):
-            self.fresh[key] = whole = self._empty(key, value)
-        assert isinstance(whole, Tensor)
-        return whole
-
-    def _empty(self, key: str, value: Tensor) -> Tensor:
+        whole, like = self.fresh.get(key, self.member.local_state.get(key)), self.member.shard
+        if isinstance(whole, Tensor) and whole.shape == like.shape:
+            return whole
         if self.form is not None and key in MOMENTS:
-            return self.form.empty(key, self.member.shard)
-        return torch.empty_like(self.member.shard, dtype=value.dtype, device=value.device, requires_grad=False)
+            made = self.form.empty(key, like)
+        else:
+            made = torch.empty_like(like, dtype=value.dtype, device=value.device, requires_grad=False)
+        self.fresh[key] = made
+        return made
 
-    def _cut(self, key: str, value: Tensor, part: slice) -> Tensor:
+    def _cut(self, key: str, value: Any, part: slice) -> Any:
+        """Return a part of a tensor with one number per weight; a copy of another value."""
+        if not isinstance(value, Tensor):
+            return value
+        if value.shape != self.member.shard.shape:
+            return value.clone()
         if self.form is not None and key in MOMENTS:
             return self.form.cut(value, part.start, part.stop)
         return flat_as_stored(value)[part]
-
-    def _is_elementwise(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.shape == self.member.shard.shape
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def step_in_parts(step_round: StepRound, states: LowPrecisionStates, members: Sequence[Member]) -> None:
@@ -368,7 +352,7 @@ def _step_all(step_round: StepRound, states: LowPrecisionStates | None, stepping
         step_parts(step_round, [part for _, part in batch], scratch.take, states)
         for stepping, part in batch:
             stepping.save(part)
-        scratch.reuse()
+        scratch.num_taken = 0
     for stepping in steppings:
         publish_state(stepping.member, stepping.fresh)
 
