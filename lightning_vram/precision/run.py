@@ -145,7 +145,7 @@ def is_logging(module: pl.LightningModule, *, always: bool = False) -> bool:
 
 def log_of_step(module: pl.LightningModule, values: Mapping[str, float | Tensor]) -> None:
     """Log values of a step, where :func:`is_logging`."""
-    # Under manual optimization your hook may step, also one that Lightning lets no value of a step be logged from.
+    # Under manual optimization a step may end in a hook that Lightning lets no values be logged from.
     with logging_from(module, "optimizer_step"):
         for name, value in values.items():
             module.log(name, value, on_step=True, on_epoch=False, batch_size=1)
