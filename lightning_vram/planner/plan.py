@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_vram.argument_checks import check_positive_int
+from lightning_vram.core.host.memory import margin_bytes
 from lightning_vram.estimation.batches import batch_size_of, first_batch
 from lightning_vram.estimation.estimate import Progress, needed_bytes, spec_of
 from lightning_vram.estimation.fake_trainer import RunCallbacks, check_run_callbacks
@@ -21,7 +22,6 @@ from lightning_vram.memory.estimate.workspaces import Workspaces, workspaces_of
 from lightning_vram.memory.host import available_host_bytes
 from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.memory.units import KIB, format_bytes, parse_bytes, parse_limit
-from lightning_vram.optimizers.on_host.host_memory import margin_bytes
 from lightning_vram.planner.alternatives import (
     Alternatives,
     describe_alternatives,

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import yaml  # type: ignore[import-untyped]
 
+from lightning_vram.core.host.memory import margin_bytes
 from lightning_vram.estimation.fake_trainer import as_list
 from lightning_vram.estimation.step_time import StepTime
-from lightning_vram.optimizers.on_host.host_memory import margin_bytes
 
 Place = Literal["callbacks", "plugins", "strategy"]
 

@@ -213,6 +213,11 @@ def check_host_bytes(needed_bytes: int, taken_bytes: int = 0) -> None:
     )
 
 
+def margin_bytes(taken_bytes: int) -> int:
+    """Return what must stay free: as much again for small models, so that a toy runs on a full machine."""
+    return min(MARGIN_BYTES, max(0, taken_bytes))
+
+
 def make_host_bytes(num_bytes: int, *, pin_memory: bool) -> Tensor:
     """Return a flat tensor of bytes on the host."""
     return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin_memory)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_vram.core.host.memory import MARGIN_BYTES, OffloadError
+from lightning_vram.core.host.memory import MARGIN_BYTES, OffloadError, margin_bytes
 from lightning_vram.core.ranks import gather_objects
 from lightning_vram.memory.host import available_host_bytes, free_swap_bytes, machine_name
 from lightning_vram.memory.units import format_bytes
@@ -128,11 +128,6 @@ def _iterate_shards(module: nn.Module, num_shards: int) -> Iterator[tuple[str, n
         if isinstance(parameter, DTensor) or not parameter.dim() or not parameter.numel():
             continue  # scalars stay on the device
         yield name, parameter, math.ceil(parameter.shape[0] / num_shards) * (parameter.numel() // parameter.shape[0])
-
-
-def margin_bytes(taken_bytes: int) -> int:
-    """Return what must stay free: as much again for small models, so that a toy runs on a full machine."""
-    return min(MARGIN_BYTES, max(0, taken_bytes))
 
 
 class HostMemory:

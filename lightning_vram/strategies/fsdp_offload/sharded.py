@@ -17,8 +17,7 @@ from lightning_vram.memory.host import cores_of_rank
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.optimizers.averages import HostAverage
 from lightning_vram.optimizers.moment_forms import FORMS, HostState, describe_unsupported
-from lightning_vram.optimizers.on_host import HostOptimizers
-from lightning_vram.optimizers.on_host.host_memory import HostMemory, HostNeeds, add_states, count_host_needs
+from lightning_vram.optimizers.on_host import HostMemory, HostNeeds, HostOptimizers, add_states, count_host_needs
 from lightning_vram.precision.run import list_averages
 from lightning_vram.private_names.dispatcher import detect_fake_mode
 from lightning_vram.private_names.lightning import find_trainer
