@@ -303,7 +303,7 @@ class BackwardSteps(StepTakeOver):
         self._run(backward)
 
     def leaves_clipping(self) -> bool:
-        """Whether gradients exist and are clipped elsewhere, now. If not, a scaler is told what was measured."""
+        """Whether gradients exist now, and the caller clips them. Reports measured overflows to the scaler, if any."""
         step = self._current
         if step is None:
             return True

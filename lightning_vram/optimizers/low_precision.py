@@ -1,7 +1,7 @@
 """Low-precision moments: 4, 2.06 or 1.06 bytes per weight for Adam instead of 8.
 
-A step runs torch's own kernel on parts of some million weights, with moments upcast to float32 and rounded afterwards:
-12 bytes per weight of a part. Kernels with bf16 moments would round to nearest, and lose what a decay of .999 moves.
+Steps are planned where compiled code can run (``step_plan.py``). The others run torch's own kernel on parts of some
+million weights (``step_loop.py``), with moments upcast to float32 and rounded afterwards: 12 bytes per weight.
 """
 
 from collections.abc import Callable, Sequence

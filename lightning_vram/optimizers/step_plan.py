@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -23,7 +23,12 @@ from lightning_vram.optimizers.step_round import Member, iterate_parameters
 from lightning_vram.private_names.dispatcher import add_to_each
 from lightning_vram.private_names.torch import num_writes
 
-_Alike = tuple[int, int, RowSteps | None, list[int]]  # group, number of steps so far, and indices
+
+class _Alike(NamedTuple):  # parameters with the same settings and number of steps
+    group: int
+    num_steps: int  # before this plan
+    rows: RowSteps | None  # on a GPU
+    indices: list[int]
 
 
 class StepPlan:
@@ -52,8 +57,8 @@ class StepPlan:
         self._versions = list(map(num_writes, values[: self._num_counters]))
         self._memory = self._measure(values)
         self._items = array("q", bytes(8 * COLUMNS * len(planned)))
-        for place, (_, _, _, indices) in enumerate(self._alike):
-            for index in indices:
+        for place, alike in enumerate(self._alike):
+            for index in alike.indices:
                 one = planned[index]
                 fixed = array("q", (one.shard.numel(), place, one.number, first_place(one.parameter)))
                 self._items[COLUMNS * (index + 1) - len(fixed) : COLUMNS * (index + 1)] = fixed
@@ -86,7 +91,7 @@ class StepPlan:
             rows = None if self._rule is None else plan_rows(self._rule, [self._store(planned[one]) for one in some])
             if rows is None and not self._on_host:
                 return []
-            alike.append((group, count, rows, some))
+            alike.append(_Alike(group, count, rows, some))
         return alike
 
     def _store(self, member: Member) -> Stored:
@@ -112,7 +117,7 @@ class StepPlan:
 
     def _step_on_host(self, values: Sequence[Any], gradients: Sequence[Tensor]) -> bool:
         native, groups, count = native_step(0), self._optimizer.param_groups, len(gradients)
-        found = [read_adamw(self._optimizer, groups[one[0]], one[1] + self._num_steps + 1) for one in self._alike]
+        found = [read_adamw(self._optimizer, groups[a.group], a.num_steps + self._num_steps + 1) for a in self._alike]
         steps = [step for step in found if step is not None]
         if native is None or len(steps) < len(found):
             return False
@@ -123,13 +128,13 @@ class StepPlan:
         return True
 
     def _step_rows(self, gradients: Sequence[Tensor]) -> bool:
-        groups = [self._optimizer.param_groups[one[0]] for one in self._alike]
+        groups = [self._optimizer.param_groups[alike.group] for alike in self._alike]
         is_known = all(is_ruled(self._optimizer, group) for group in groups)
         if not is_known or not can_run(gradients[0].device):
             return False
-        for group, (_, count, rows, indices) in zip(groups, self._alike, strict=True):
-            assert rows is not None
-            rows.step([gradients[index] for index in indices], group, count + self._num_steps + 1)
+        for group, alike in zip(groups, self._alike, strict=True):
+            assert alike.rows is not None
+            alike.rows.step([gradients[index] for index in alike.indices], group, alike.num_steps + self._num_steps + 1)
         return True
 
     def _values(self) -> list[Any]:
