@@ -257,3 +257,10 @@ def test_only_parameters_of_one_device_are_planned(monkeypatch):
     with coded_in_c():
         plan = StepPlan(optimizer, StepRound(optimizer, is_on_host=False).take_rest())
     assert [id(weight) for weight in plan.others] == [id(there)]
+
+
+def test_a_parameter_that_was_left_out_once_is_planned_again(planned):
+    with coded_in_c():
+        train("bf16", leave_out)
+    # The first step, the one without the parameter, and the one that has it again are planned anew.
+    assert [number for number, is_known in enumerate(planned) if not is_known] == [0, 4, 6]
