@@ -3,9 +3,10 @@
 import pickle
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from functools import partial
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from pathlib import PurePath
 from typing import IO, Any, NoReturn
 
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState, alloc_storage, free_storage
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
@@ -30,7 +31,7 @@ from torch.serialization import _get_layout
 from lightning_vram.private_names.dispatcher import without_dispatch
 from lightning_vram.private_names.torch import PARAMETERS, local_shard_of, own_parameters
 
-__all__ = ["DTensorSpec", "FSDPParamGroup", "TensorMeta"]
+__all__ = ["DTensorSpec", "FSDPParamGroup", "TensorMeta", "free_storage"]
 
 MARKS = ("_fsdp", "_is_fsdp", "__composable_api")  # prefixes of attributes that fully_shard leaves on modules
 RANKS_MARK = "_is_fsdp_managed_module"  # by which transformers knows that ranks must run the same layers
@@ -224,6 +225,59 @@ class GroupBase(FSDPParamGroup):
     """Parameters that are all-gathered together; their dtypes are those of the all-gather."""
 
     fsdp_params: Any
+    parameters: list[Any]  # all of them, in loops of ours; FSDP2 sees fewer while :meth:`showing` some
+
+    @contextmanager
+    def showing(self, parameters: Sequence[Any]) -> Generator[None, None, None]:
+        """Let FSDP2 see only some parameters; with none, its loops over them do nothing."""
+        self.fsdp_params = parameters
+        try:
+            yield
+        finally:
+            self.fsdp_params = self.parameters
+
+    def use_wholes(self) -> None:
+        """Put the gathered parameters into the modules."""
+        raise NotImplementedError
+
+    def use_shards(self) -> None:
+        """Put the shards into the modules, and free the gathered parameters."""
+        raise NotImplementedError
+
+    def _to_unsharded(self) -> None:
+        if not self.is_unsharded:
+            self.use_wholes()
+            self._sharded_state = ShardedState.UNSHARDED
+
+    def _to_sharded(self) -> None:
+        if not self.is_sharded:
+            self.use_shards()
+            self._sharded_state = ShardedState.SHARDED
+
+    def fill(self, parameters: Sequence[Any]) -> None:
+        """Copy the inputs of the all-gather to the gathered parameters, all at once: there is one rank."""
+        inputs = [parameter.all_gather_inputs[0] for parameter in parameters]
+        for parameter, given in zip(parameters, inputs, strict=True):
+            parameter.init_all_gather_outputs([given.numel()], [given.dtype], 1, self.device)
+            alloc_storage(parameter.all_gather_outputs[0])
+        outputs = [parameter.all_gather_outputs[0] for parameter in parameters]
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(outputs)):
+            torch._foreach_copy_(outputs, inputs)
+        for parameter in parameters:
+            if parameter.whole is None:
+                parameter.init_unsharded_param()
+
+    def take_gradients(self) -> dict[Any, Tensor]:
+        """End the backward on one rank, where nothing is reduced; return the gradients."""
+        taken = {}
+        for parameter in self.parameters:
+            whole = parameter.whole
+            if whole is not None and whole.grad is not None:
+                taken[parameter] = whole.grad
+                whole.grad = None
+        with self.showing(()):
+            FSDPParamGroup.post_backward(self)
+        return taken
 
     def given_up(self) -> None:
         """Called before the reset after an error."""
@@ -266,8 +320,7 @@ class GroupBase(FSDPParamGroup):
 
     def forget_whole(self) -> None:
         """Reshard, if it is all-gathered."""
-        if not self.is_sharded:
-            self._to_sharded()  # type: ignore[no-untyped-call]
+        self._to_sharded()
 
     # --- streams, of devices that have them ---
 
@@ -307,19 +360,16 @@ class GroupBase(FSDPParamGroup):
 
     def reduce_parts(self, parts: Iterable[tuple[Sequence[Any], torch.dtype | None]]) -> None:
         """Reduce the gradients of each group of parameters in a dtype; ``None``: its own."""
-        parameters, sharded, training = self.fsdp_params, self._sharded_state, self._training_state
-        try:
-            for part, dtype in parts:
-                self.fsdp_params = part
-                self._sharded_state, self._training_state = sharded, training
-                self._reduce_dtype = dtype
-                event: Any = self._post_reduce_event
-                self._post_reduce_event = None  # otherwise the computation waits for it
+        sharded, training = self._sharded_state, self._training_state
+        for part, dtype in parts:
+            self._sharded_state, self._training_state = sharded, training
+            self._reduce_dtype = dtype
+            event: Any = self._post_reduce_event
+            self._post_reduce_event = None  # otherwise the computation waits for it
+            with self.showing(part):
                 FSDPParamGroup.post_backward(self)
-                if self._post_reduce_event is None:
-                    self._post_reduce_event = event
-        finally:
-            self.fsdp_params = parameters
+            if self._post_reduce_event is None:
+                self._post_reduce_event = event
 
     def _init_mp_dtypes(self) -> None:
         for parameter in self.fsdp_params:
@@ -340,8 +390,45 @@ class GroupBase(FSDPParamGroup):
         super()._reset_iter_state()
 
 
+class _OwnSetattr:
+    """The parameters of a module whose ``__setattr__`` is its own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def get(self, name: str) -> Any:
+        return own_parameters(getattr(self._module, "owner", self._module)).get(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value)
+
+
 class ParameterBase(FSDPParam):
-    """A parameter whose gradient keeps the dtype in which it was computed and reduced."""
+    """A parameter whose gradient keeps the dtype in which it was computed and reduced.
+
+    Where FSDP2 has properties, which cost calls for each parameter and gather, it has attributes. They hide those.
+
+    Attributes:
+        all_gather_inputs: What the next all-gather reads: one flat shard on the device. To be set before it.
+        whole: The all-gathered parameter, now or last; ``None`` before the first time.
+        places: Where the module and others that share the parameter have it: parameters of a module, and the name.
+    """
+
+    all_gather_inputs: Any = ()
+    offload_to_cpu = False  # the copy of a gradient to the host is not FSDP2's
+    whole: Any = None
+    places: list[tuple[Any, str]]
+    _sharded_local_tensor = torch.empty(0)  # of which FSDP2 only reads whether it has extensions
+
+    def begin(self) -> None:
+        """Initialize."""
+        vars(self).update(all_gather_inputs=(), offload_to_cpu=False)
+        info = self._module_info
+        modules = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
+        self.places = [
+            (own_parameters(m) if type(m).__setattr__ is nn.Module.__setattr__ else _OwnSetattr(m), name)
+            for m, name in zip(*modules, strict=True)
+        ]
 
     @property
     def gathered_dtype(self) -> torch.dtype:
@@ -349,19 +436,9 @@ class ParameterBase(FSDPParam):
         return self.sharded_param.dtype
 
     @property
-    def module(self) -> nn.Module:
-        """The first module that has it."""
-        return place_of(self)[0]
-
-    @property
-    def key(self) -> str:
-        """Its name in that module."""
-        return self._module_info.param_name
-
-    @property
     def name(self) -> str:
         """Its name in the root, once the root has run."""
-        return self._param_fqn or self.key
+        return self._param_fqn or self._module_info.param_name
 
     @property
     def memory(self) -> Tensor:
@@ -372,30 +449,16 @@ class ParameterBase(FSDPParam):
     def memory(self, value: Tensor) -> None:
         self._sharded_param_data = value
 
-    @property
-    def whole(self) -> nn.Parameter | None:
-        """The all-gathered parameter, now or last; ``None`` before the first time."""
-        return getattr(self, "_unsharded_param", None)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is all-gathered."""
-        return self.sharded_state == ShardedState.UNSHARDED
-
-    @property
-    def is_shard(self) -> bool:
-        """Whether it is sharded."""
-        return self.sharded_state == ShardedState.SHARDED
+    def init_unsharded_param(self) -> None:
+        """Create :attr:`whole` after the first all-gather, or the first in another dtype."""
+        super().init_unsharded_param()
+        self.whole = self._unsharded_param
 
     def forget_whole(self) -> None:
         """Create :attr:`whole` anew the next time, because the all-gather dtype changes."""
         self.all_gather_outputs = []
+        self.whole = None
         vars(self).pop("_unsharded_param", None)
-
-    @property
-    def _sharded_local_tensor(self) -> Tensor:
-        # FSDP2 only reads its extensions: that needs no wait, and is no write.
-        return self._sharded_param_data
 
     @property
     def sharded_grad_dtype(self) -> None:
@@ -410,6 +473,9 @@ class ParameterBase(FSDPParam):
         """Dtype in which a backward accumulates gradients."""
         return self.gathered_dtype
 
+
+memory_of: Callable[[Any], Tensor] = attrgetter("_sharded_param_data")
+"""Return the memory of a parameter's shard."""
 
 calls_derived_dispatch = torch.torch_version.TorchVersion("2.13") <= torch.__version__
 """Whether operators call ``__torch_dispatch__`` of classes derived from ``DTensor``: otherwise only reads are seen."""

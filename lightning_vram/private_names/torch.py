@@ -132,6 +132,16 @@ free_pinned_memory: Callable[[], None] = getattr(torch._C, "_host_emptyCache", l
 """Free the pinned memory that torch caches."""
 
 
+def is_hooked(tensor: Tensor) -> bool:
+    """Whether a leaf has hooks on its gradient, or on its accumulation."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def accumulation_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
+    """Return the hooks that wait for the gradient to be accumulated."""
+    return list((parameter._post_accumulate_grad_hooks or {}).values())
+
+
 def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     """Return the hooks of ``Tensor.register_hook``."""
     return list((tensor._backward_hooks or {}).values())

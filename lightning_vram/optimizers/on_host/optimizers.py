@@ -301,8 +301,8 @@ class HostOptimizers(StepTakeOver):
                 self.arrange_by_forward()
 
     def _submit(self, step_round: StepRound, group: ShardedGroup, parameters: Iterable[nn.Parameter]) -> None:
-        with group.steps.reading_for_step():
-            members = step_round.take(parameters)
+        group.steps.wait()
+        members = step_round.take(parameters)
         if not members:
             return
         group.forget_whole()
@@ -352,7 +352,6 @@ class HostOptimizers(StepTakeOver):
             group.forget_whole()
             for flat_shard in group.flat_shards:
                 flat_shard.refresh()
-            group.steps.guard()
         self._sharding.gather_root()
 
     def _has_ours(self, optimizer: Optimizer) -> bool:

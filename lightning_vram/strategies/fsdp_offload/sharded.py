@@ -36,6 +36,7 @@ from lightning_vram.techniques.sharding import (
     FullSharding,
     ShardingOptions,
     WholeNumbers,
+    find_named_weights,
     plan_sharding_groups,
 )
 
@@ -69,6 +70,7 @@ class ShardedStrategy(CheckpointedStrategy):
             low_precision_dtype = _LOW_PRECISION.get(self.precision_plugin.precision)
         check_master(arguments.master, low_precision_dtype, self.precision_plugin.precision, type(self).__name__)
         cast = find_autocast_weights(module, list_islands(module)) if low_precision_dtype is not None else set()
+        cast -= find_named_weights(module)
         names = {name for name, parameter in module.named_parameters() if parameter in cast}
         plan = plan_sharding_groups(module, arguments.wrap, min_params=arguments.min_params)
         strided = [name for name, parameter in module.named_parameters() if not parameter.is_contiguous()]

@@ -15,6 +15,7 @@ from lightning_vram.techniques.sharding.gathered import (
 )
 from lightning_vram.techniques.sharding.group import ShardedGroup
 from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
+from lightning_vram.techniques.sharding.low_precision import find_named_weights
 from lightning_vram.techniques.sharding.materialization import has_meta, materialize
 from lightning_vram.techniques.sharding.removal import can_recover, discard_failed_iteration
 
@@ -27,6 +28,7 @@ __all__ = [
     "WholeNumbers",
     "can_recover",
     "discard_failed_iteration",
+    "find_named_weights",
     "fp32_part",
     "has_meta",
     "low_precision_of",

@@ -1,6 +1,5 @@
 """Shard a module over ranks with FSDP2, its shards on the host or on the device, and undo it."""
 
-import warnings
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,10 +16,8 @@ from lightning_vram.core.host.memory import HostBuffers
 from lightning_vram.core.host.transfers import HostWorker
 from lightning_vram.core.patching import mixin_for, remove_mixin
 from lightning_vram.memory.device.accelerators import current_kind, free_memory_of
-from lightning_vram.private_names.dispatcher import is_compiled_part
 from lightning_vram.private_names.fsdp2 import (
     RANKS_MARK,
-    announce_backward,
     end_backward_once,
     groups_of,
     place_of,
@@ -29,10 +26,11 @@ from lightning_vram.private_names.fsdp2 import (
     state_of,
 )
 from lightning_vram.private_names.torch import own_parameters
-from lightning_vram.techniques.sharding.flat_shards import FlatShard, Place
-from lightning_vram.techniques.sharding.gathered import WeightReads
+from lightning_vram.techniques.sharding.flat_shards import Place
+from lightning_vram.techniques.sharding.gathered import disown
 from lightning_vram.techniques.sharding.group import DeviceShare, ShardedGroup, ViewProofState, take_over
 from lightning_vram.techniques.sharding.grouping import ShardingPlan
+from lightning_vram.techniques.sharding.low_precision import LowPrecisionTrial
 from lightning_vram.techniques.sharding.materialization import has_meta, materialize
 from lightning_vram.techniques.sharding.removal import WholeParameters
 
@@ -72,6 +70,7 @@ class FullSharding:
         groups: In the order of the module.
         home: Device of the shards that are not on the accelerator.
         on_landed: Called in another thread when gradients of a group are on the host; may be set.
+        is_inside: Whether a whole training step runs within the root's forward.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, options: ShardingOptions) -> None:
@@ -84,12 +83,13 @@ class FullSharding:
         self.groups: list[ShardedGroup] = []
         self.on_landed: Callable[[ShardedGroup], None] | None = None
         self._options = options
-        self._is_inside = False
+        self.is_inside = False
         self._share = DeviceShare()
         self._whole = WholeParameters(module)
         self._sharded: list[nn.Module] = []
         self._places: dict[int, Place] = {}  # by id of the module
         self.shards: Mapping[nn.Parameter, nn.Parameter] = self._whole.shards  # of the parameters before
+        self._trial = LowPrecisionTrial(module, ())
         replicated = self._replicate(plan)
         try:
             parts = [[module.get_submodule(name) for name in names] for names in (*plan.groups, ("",))]
@@ -102,17 +102,16 @@ class FullSharding:
             self.remove()
             raise
         self._used = UsedParameters(self.groups, replicated, mesh)
-        compiled = {p for part in module.modules() if is_compiled_part(part) for p in part.parameters()}
-        self._trial = LowPrecisionTrial(self.groups, compiled)
+        self._trial = LowPrecisionTrial(module, self.groups)
 
     @contextmanager
     def inside_step(self) -> Generator[None, None, None]:
         """The root's forward runs a whole training step, which may contain backwards and optimizer steps."""
-        self._is_inside = True
+        self.is_inside = True
         try:
             yield
         finally:
-            self._is_inside = False
+            self.is_inside = False
         self._trial.end_batch()  # if there was a backward in it
 
     # --- called by groups ---
@@ -132,23 +131,18 @@ class FullSharding:
         if group is self.groups[-1]:
             self.buffers.end_backward()
             self._trial.decide(self._used.settle(self._trial.end_backward()))
-            if not self._is_inside:
+            if not self.is_inside:
                 self._trial.end_batch()
             self.gather_root()
 
     def gather_root(self) -> None:
         """Within the root's forward, gather parameters outside all groups again, which are needed at once."""
-        if self._is_inside:
+        if self.is_inside:
             for group in [group for group in self.groups if group.home.type != "cpu"][:1]:
                 group.show_writes()
             for group in groups_of(self.module):
                 group.unshard()
                 group.wait_for_unshard()
-
-    def _notice_backward(self) -> None:
-        """Announce a backward within the root's forward: FSDP2 misses it if none of its layers takes part."""
-        if self._is_inside:
-            announce_backward(self.module)
 
     # --- called by optimizers and strategies ---
 
@@ -188,20 +182,26 @@ class FullSharding:
         for group in self.groups:
             with suppress(Exception):  # of a failed step; it is raised where steps are finished
                 group.steps.wait()
-        replaced: dict[nn.Parameter, nn.Parameter] = {}
-        if make_whole and self._whole.can_restore:
-            # Not self.groups: after an early error some are still FSDP2's own.
-            for group in {group: None for module in self._sharded for group in groups_of(module)}:
-                if isinstance(group, ShardedGroup):
-                    group.forget_whole()
-                replaced |= self._whole.restore(group)
-            for module in self._sharded:
-                remove_hooks(module)
-                remove_mixin(module, FSDPModule)
-            self._whole.restore_rest()
+        self._trial.remove()
+        replaced = self._restore() if make_whole and self._whole.can_restore else {}
         if self.landing is not None:
             self.landing.stop()
         self.buffers.close()
+        return replaced
+
+    def _restore(self) -> dict[nn.Parameter, nn.Parameter]:
+        replaced: dict[nn.Parameter, nn.Parameter] = {}
+        # Not self.groups: after an early error some are still FSDP2's own.
+        for group in {group: None for module in self._sharded for group in groups_of(module)}:
+            if isinstance(group, ShardedGroup):
+                group.forget_whole()
+            replaced |= self._whole.restore(group)
+        for shard in replaced:
+            disown(shard)
+        for module in self._sharded:
+            remove_hooks(module)
+            remove_mixin(module, FSDPModule)
+        self._whole.restore_rest()
         return replaced
 
     def _replicate(self, plan: ShardingPlan) -> list[nn.Parameter]:
@@ -259,8 +259,6 @@ class FullSharding:
             for group in groups_of(part):
                 if not isinstance(group, ShardedGroup):
                     self.groups.append(take_over(group, self, dtype_of, self._places[id(part)]))
-                    for parameter in group.fsdp_params if part is self.module else ():
-                        parameter.on_gradient = self._notice_backward
         if options.device_bytes is not None:
             self._share.limit(self.groups)
         if self.landing is not None and all(group.landing is None for group in self.groups):
@@ -375,75 +373,3 @@ class UsedParameters:
 def _device_for_flags() -> torch.device | None:
     has_host = any("cpu" in part or part == "gloo" for part in dist.get_backend_config().split(","))
     return torch.device("cpu") if has_host else torch.device(current_kind(), torch.accelerator.current_device_index())
-
-
-_NUM_BATCHES = 8  # after which unused weights no longer delay the decision
-
-
-class LowPrecisionTrial:
-    """Finds out which weights that autocast casts can be transferred in 16 bit.
-
-    ``compiled``: parameters of compiled code, whose uses cannot be observed. It casts them as eager code does; calls
-    are counted.
-    """
-
-    def __init__(self, groups: Iterable[ShardedGroup], compiled: Collection[nn.Parameter] = ()) -> None:
-        self._flat_shards = [(group, flat) for group in groups for flat in group.flat_shards if flat.has_low_precision]
-        self._num_batches = 0
-        self._unused: list[bool] = []  # per flat shard: whether a weight was not used yet
-        for _, flat in self._flat_shards:
-            flat.is_on_trial = True
-            for parameter in flat.parameters:
-                parameter.reads = None if parameter.sharded_param in compiled else WeightReads()
-
-    def end_backward(self) -> list[bool]:
-        """Return the observations of this rank, for :meth:`decide`."""
-        for reads in self._on_trial():
-            reads.end_backward()
-        flags = []
-        for group, flat in self._flat_shards:
-            seen = [parameter.reads for parameter in flat.parameters if parameter.reads is not None]
-            has_more_calls = group.has_more_calls and len(seen) < len(flat.parameters)  # observed ones are counted
-            flags.append(has_more_calls or any(reads.needs_fp32 for reads in seen))
-            flags.append(not all(reads.is_used for reads in seen))
-        return flags
-
-    def decide(self, flags: Sequence[bool]) -> None:
-        """Transfer flat shards in fp32 from now on, by the flags of :meth:`end_backward` on any rank."""
-        flat_shards, self._flat_shards, self._unused = self._flat_shards, [], []
-        for (group, flat), needs_fp32, is_unused in zip(flat_shards, flags[::2], flags[1::2], strict=True):
-            if needs_fp32:
-                if not flat.is_on_trial:
-                    warnings.warn(
-                        f"The layer of weight {flat.parameters[0].name!r} was called more often before a backward "
-                        "than in earlier batches: in this step its gradients were added in 16 bit. From now on its "
-                        "weights are transferred in 32 bit. FSDPOffloadStrategy(narrow_transfers=False) avoids this.",
-                        stacklevel=2,
-                    )
-                self._end(flat)
-                flat.needs_fp32 = True
-            else:
-                self._flat_shards.append((group, flat))
-                self._unused.append(is_unused)
-
-    def end_batch(self) -> None:
-        """After a batch, transfer flat shards in 16 bit whose weights were all used."""
-        self._num_batches += bool(self._unused)
-        unused, self._unused = self._unused, []
-        for (group, flat), is_unused in zip(self._flat_shards, unused, strict=False):
-            if flat.is_on_trial and (not is_unused or self._num_batches >= _NUM_BATCHES):
-                self._end(flat)
-                group.allow_calls()
-
-    def forget(self) -> None:
-        """Drop the uses of a discarded iteration."""
-        for reads in self._on_trial():
-            reads.forget_uses()
-
-    def _on_trial(self) -> list[WeightReads]:
-        return [p.reads for _, flat in self._flat_shards for p in flat.parameters if p.reads is not None]
-
-    def _end(self, flat: FlatShard) -> None:
-        flat.is_on_trial = False
-        for parameter in flat.parameters:
-            parameter.reads = None

@@ -3,11 +3,8 @@
 A flat shard is a run of parameters' shards in one allocation, so that one copy brings all of them to the device.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,7 +13,7 @@ from torch import Tensor
 from lightning_vram.core.host.memory import SplitWeights, make_host_tensor
 from lightning_vram.core.host.transfers import Ticket
 from lightning_vram.private_names.dispatcher import FakeTensor
-from lightning_vram.private_names.fsdp2 import own_shard_of, set_own_shard
+from lightning_vram.private_names.fsdp2 import memory_of, own_shard_of, set_own_shard
 from lightning_vram.private_names.torch import count_storage_users, num_writes, storage_identity
 from lightning_vram.techniques.sharding.gathered import unwatch, watch
 
@@ -40,6 +37,7 @@ class FlatShard:
     Attributes:
         shards: The flat shard; ``None`` while only ``split`` is stored.
         resident: The copy on the device, if any.
+        was_written: Whether code has written to gathered parameters in a step.
         may_take: Asked before the copy grows by so many bytes, as when weights turn out to need fp32; if refused, the
             copy is dropped. May be set.
     """
@@ -56,7 +54,7 @@ class FlatShard:
         is_split: bool = False,
     ) -> None:
         self.parameters, self.dtype, self.device = list(parameters), dtype, device
-        self.is_fp32 = self.is_on_trial = self.needs_fp32 = False
+        self.is_fp32 = self.is_on_trial = self.needs_fp32 = self.was_written = False
         self._sizes = [parameter.memory.numel() for parameter in parameters]
         self.numel: int = sum(self._sizes)
         self.shards: Tensor | None = _gather(parameters, self._sizes, home, pin_memory=pin_memory)
@@ -87,7 +85,7 @@ class FlatShard:
     def _version(self) -> int:
         """Grows with every counted write."""
         flat = 0 if self.shards is None else num_writes(self.shards)
-        return flat + sum(num_writes(parameter.memory) for parameter in self.parameters)
+        return flat + sum(map(num_writes, map(memory_of, self.parameters)))
 
     @property
     def has_copies(self) -> bool:
@@ -277,7 +275,7 @@ def _side_stream(device: torch.device) -> Any:
 
 
 class ShardSteps:
-    """Pending optimizer steps on the shards of one group: code that reads what a step writes waits for it.
+    """Pending optimizer steps on the shards of one group: code that uses what a step reads or writes waits for it.
 
     A job that only reads shards, as for an average of weights, blocks writes to them, not the fetch for the next
     forward.
@@ -286,16 +284,15 @@ class ShardSteps:
     def __init__(self, flat_shards: Sequence[FlatShard]) -> None:
         self._flat_shards = flat_shards
         self._pending: list[tuple[Ticket, list[Tensor], bool]] = []  # jobs in their order
-        self._reader: int | None = None  # the thread that reads for a step
 
     def begin(self, ticket: Ticket, watched: Iterable[Tensor], *, is_reader: bool = False) -> None:
-        """Block use of ``watched`` tensors until ``ticket``, of a job after those before; a reader writes no shards."""
+        """Block use of the shards and ``watched`` tensors until ``ticket``, of a job after those before.
+
+        A reader writes no shards.
+        """
         if self._pending and self._pending[-1][0].is_done:
             self._end(len(self._pending))  # all: else the list would grow where no step follows
         watched = list(watched)
-        for flat in self._flat_shards:
-            if flat.is_split:  # the job splits all of it
-                watched += [parameter.sharded_param for parameter in flat.parameters]
         self._pending.append((ticket, watched, is_reader))
         watch(watched, self.wait)
 
@@ -319,53 +316,22 @@ class ShardSteps:
                 unwatch(watched)
             for _, watched, _ in self._pending:
                 watch(watched, self.wait)
-            self.guard()
-
-    def guard(self) -> None:
-        """Have :meth:`touch` called when code accesses a shard, which it may write to."""
-        for flat in self._flat_shards:
-            if flat.has_copies or flat.own_device != flat.device:
-                watch((parameter.sharded_param for parameter in flat.parameters), partial(self.touch, flat))
-            for parameter in flat.parameters if flat.is_split else ():
-                parameter.watch_gradient()
+            for flat in (flat for flat in self._flat_shards if flat.is_split):
+                for parameter in flat.parameters:
+                    parameter.watch_gradient()
 
     def rest(self) -> None:
         """Split shards again that code has read; no step may be pending."""
-        splittable = (flat for flat in self._flat_shards if flat.is_split and flat.split is not None)
-        joined = [flat for flat in splittable if flat.shards is not None]
-        for flat in joined:
-            flat.refresh()
-        if joined:
-            self.guard()
+        for flat in self._flat_shards:
+            if flat.is_split and flat.split is not None and flat.shards is not None:
+                flat.refresh()
 
     def touch(self, flat: FlatShard) -> None:
         """Refresh copies after the write that may follow; wait for steps, and until the device has read the shards."""
         self.wait()
-        if not self._is_reading_for_step:
-            flat.wait_for_copies()
-            flat.open()
+        flat.wait_for_copies()
+        flat.open()
         flat.touch()
-
-    def read_gradient(self, parameter: Any) -> None:
-        """Upcast a 16-bit gradient, unless for a step, which upcasts chunk by chunk.
-
-        No step reads it meanwhile: access to a gradient of a pending step goes through :meth:`wait` first.
-        """
-        if not self._is_reading_for_step:
-            parameter.upcast_gradient()
-
-    @property
-    def _is_reading_for_step(self) -> bool:
-        return self._reader == threading.get_ident()
-
-    @contextmanager
-    def reading_for_step(self) -> Iterator[None]:
-        """Access in this thread does not wait: the write that follows is in another thread, which waits."""
-        self._reader = threading.get_ident()
-        try:
-            yield
-        finally:
-            self._reader = None
 
 
 # PCIe transfers of a group in a step of one micro-batch, by the place of its shards:

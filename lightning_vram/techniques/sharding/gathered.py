@@ -1,50 +1,120 @@
-"""Tensor classes of shards and gathered weights: assignment to ``data``, waits before reads, observed uses."""
+"""Tensor classes of shards, gathered weights, and what a pending step writes: who reads them waits, writes count."""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn import functional as F
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_vram.core.ranks import RankAgreement, RankAgreementError
 from lightning_vram.core.tensors.properties import OURS, CountedParameter, add_parameter_class, while_plain
-from lightning_vram.private_names.dispatcher import DispatchKey, FakeTensor, is_key_excluded
-from lightning_vram.private_names.fsdp2 import AskedDTensor, local_shard, read_numbers_by, set_own_shard
-from lightning_vram.private_names.torch import current_graph_task_id, local_shard_of, tree_leaves
+from lightning_vram.private_names.dispatcher import DispatchKey, is_key_excluded, is_mutable
+from lightning_vram.private_names.fsdp2 import (
+    AskedDTensor,
+    local_shard,
+    own_shard_of,
+    read_numbers_by,
+    set_own_shard,
+)
+from lightning_vram.private_names.torch import local_shard_of, tree_leaves
 
-_GATHERED = f"{OURS}gathered"
+_OWNER = f"{OURS}owner"
 
 
-class SettableShard(DTensor):
-    """Class of sharded parameters. A ``DTensor`` ignores ``parameter.data = values``, as averages of weights do it."""
+class ShardOwner(Protocol):
+    """What stands behind a shard."""
+
+    @property
+    def used(self) -> Tensor | None:
+        """The gathered parameter while it is used in place of the shard."""
+
+    def before_use(self) -> None:
+        """Make the shard hold its values: somebody will read, and perhaps write to it."""
+
+    def after_write(self) -> None:
+        """Take over what an operator has written to the shard."""
+
+
+class OwnedShard(AskedDTensor):
+    """Class of sharded parameters: code that uses the values goes through the owner of the shard.
+
+    ``parameter.data = values``, which a ``DTensor`` ignores, writes to it. Before torch 2.13 operators on shards are
+    not seen, only reads. Steps and transfers read the local tensor past this class.
+    """
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        shards = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, OwnedShard)]
+        for shard in shards:
+            _owner_of(shard).before_use()
+        for shard in shards:
+            shard.__class__ = DTensor
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            for shard in shards:
+                shard.__class__ = OwnedShard
+        if is_mutable(func):
+            for leaf in tree_leaves((args[:1], kwargs.get("out"))):
+                if isinstance(leaf, OwnedShard):
+                    _owner_of(leaf).after_write()
+        return result
+
+    # full_tensor() and others read this without dispatch.
+    @override
+    def give_local(self) -> Tensor:
+        _owner_of(self).before_use()
+        return own_shard_of(self)
 
     @property
     def data(self) -> Tensor:
-        """That of the gathered parameter, if there is one."""
-        gathered: Tensor | None = gathered_of(self)
-        if gathered is not None:
-            return gathered.data
+        """That of the gathered parameter, while that is used."""
+        owner = _owner_of(self)
+        if owner.used is not None:
+            return owner.used.data
+        owner.before_use()
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        gathered = gathered_of(self)
-        set_values(self if gathered is None else gathered.data, values)
+        used = _owner_of(self).used
+        set_values(self if used is None else used.data, values)
 
     # Copies and files have DTensor's class.
     def __deepcopy__(self, memo: Any) -> Any:
+        _owner_of(self).before_use()
         return while_plain(self, DTensor, lambda: self.__deepcopy__(memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        _owner_of(self).before_use()
         return while_plain(self, DTensor, lambda: self.__reduce_ex__(protocol))
+
+
+def _owner_of(shard: Tensor) -> ShardOwner:
+    owner: ShardOwner = vars(shard)[_OWNER]
+    return owner
+
+
+def own(shard: Tensor, owner: ShardOwner) -> None:
+    """Let ``owner`` stand behind a shard; those of other subclasses stay what they are."""
+    if type(shard) is DTensor:
+        vars(shard)[_OWNER] = owner
+        shard.__class__ = OwnedShard
+
+
+def disown(shard: Tensor) -> None:
+    """Undo :func:`own`."""
+    if isinstance(shard, OwnedShard):
+        shard.__class__ = DTensor
+        del vars(shard)[_OWNER]
 
 
 class GatheredParameter(CountedParameter):
@@ -66,23 +136,6 @@ class GatheredParameter(CountedParameter):
 add_parameter_class(GatheredParameter)
 
 
-def gathered_of(shard: Tensor) -> Tensor | None:
-    """Return the gathered parameter of a shard, if any."""
-    return vars(shard).get(_GATHERED)
-
-
-def set_gathered(shard: Tensor, gathered: Tensor | None) -> None:
-    """Set or clear (``None``) the gathered parameter of a shard."""
-    vars(shard)[_GATHERED] = gathered
-
-
-def make_settable(shards: Iterable[Tensor]) -> None:
-    """Let ``shard.data = values`` write to ``shards``."""
-    for shard in shards:
-        if type(shard) is DTensor:
-            shard.__class__ = SettableShard
-
-
 @torch.no_grad()
 def set_values(parameter: Tensor, values: Tensor) -> None:
     """Copy whole or equally sharded ``values`` into ``parameter``; ``RuntimeError`` for another shape or dtype."""
@@ -101,26 +154,19 @@ def set_values(parameter: Tensor, values: Tensor) -> None:
 
 
 _WAIT = f"{OURS}wait_until_written"  # an attribute: what it refers to may refer to the tensor
-_CLASS, _AFTER = f"{OURS}class_when_written", f"{OURS}after_use"
 
 
 class WatchedShard(AskedDTensor):
-    """First base of a watched ``DTensor``'s class. The writer uses the local tensor, which is not watched."""
+    """Class of a ``DTensor`` while watched. The writer uses the local tensor, which is not watched."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        watched = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, WatchedShard)]
-        after = [notify for leaf in watched if (notify := vars(leaf).get(_AFTER)) is not None]
-        for leaf in watched:
+        for leaf in tree_leaves((args, kwargs)):
             wait_until_written(leaf)
-        result = func(*args, **(kwargs or {}))
-        for notify in after:
-            notify(func)
-        return result
+        return func(*args, **(kwargs or {}))
 
-    # full_tensor() and others read this without dispatch.
     @override
     def give_local(self) -> Tensor:
         wait_until_written(self)
@@ -129,8 +175,6 @@ class WatchedShard(AskedDTensor):
     @property
     def data(self) -> Tensor:
         """Wait, then as of its own class."""
-        if _AFTER in vars(self) and (gathered := gathered_of(self)) is not None:  # nothing is being written
-            return gathered.data
         wait_until_written(self)
         return self.data
 
@@ -164,126 +208,39 @@ class WatchedTensor(Tensor):
         return func(*args, **(kwargs or {}))
 
 
-_WATCHED = WatchedShard, WatchedTensor
+_WATCHED: dict[type, type] = {DTensor: WatchedShard, Tensor: WatchedTensor}
+_PLAIN = {watched: plain for plain, watched in _WATCHED.items()}
 
 
-@cache
-def _watched(kind: type) -> type:
-    return type(f"Watched{kind.__name__}", (WatchedShard, kind), {}) if issubclass(kind, DTensor) else WatchedTensor
-
-
-def watch(tensors: Iterable[Tensor], wait: Callable[[], None], *, after: Callable[[Any], None] | None = None) -> None:
-    """Call ``wait`` once, before one of ``tensors`` is read, and ``after`` with the operator that used it.
+def watch(tensors: Iterable[Tensor], wait: Callable[[], None]) -> None:
+    """Call ``wait`` once, before one of ``tensors`` is read: gradients and moments; shards have owners.
 
     Tensors of other subclasses are skipped.
     """
     for tensor in tensors:
-        if isinstance(tensor, DTensor) or type(tensor) in (Tensor, WatchedTensor):
-            if not isinstance(tensor, _WATCHED):
-                vars(tensor)[_CLASS] = type(tensor)
-                tensor.__class__ = _watched(type(tensor))
-            vars(tensor)[_WAIT] = wait
-            vars(tensor).pop(_AFTER, None)
-            if after is not None:
-                vars(tensor)[_AFTER] = after
+        kind = type(tensor)
+        if kind in _WATCHED:
+            tensor.__class__ = _WATCHED[kind]
+        elif kind not in _PLAIN:
+            continue
+        vars(tensor)[_WAIT] = wait
 
 
 def unwatch(tensors: Iterable[Tensor]) -> None:
     """Undo :func:`watch`."""
     for tensor in tensors:
-        if isinstance(tensor, _WATCHED):
-            tensor.__class__ = vars(tensor).pop(_CLASS)
-            vars(tensor).pop(_WAIT, None)
-            vars(tensor).pop(_AFTER, None)
+        plain = _PLAIN.get(type(tensor))
+        if plain is not None:
+            tensor.__class__ = plain
+            del vars(tensor)[_WAIT]
 
 
 def wait_until_written(value: Any) -> None:
     """Wait until ``value``, if it is a watched tensor, is written."""
-    if isinstance(value, _WATCHED):
-        wait = vars(value).get(_WAIT)
+    if type(value) in _PLAIN:
+        wait = vars(value)[_WAIT]
         unwatch([value])
-        if wait is not None:
-            wait()
-
-
-_READS = f"{OURS}reads"
-_CASTING = {F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d}
-_CASTING |= {F.multi_head_attention_forward, torch.addmm}  # addmm: of transformers' Conv1D
-_PROPERTIES: Any = Tensor
-_HARMLESS = {_PROPERTIES.grad.__get__, _PROPERTIES.grad.__set__, _PROPERTIES.grad_fn.__get__}
-_HARMLESS |= {_PROPERTIES.requires_grad.__set__, Tensor.requires_grad_}
-# Compares dtypes to choose a path that autocast excludes.
-_ATTENTION = nn.MultiheadAttention.forward.__code__
-# Not values of the weight, such as its shape. Not its dtype: tensors cast to that differ.
-_FACTS = (int, str, torch.device, torch.layout, RemovableHandle)
-
-
-class WeightReads:
-    """Observed uses of a gathered weight until the end of a backward: whether 16 bit give the same results.
-
-    They do if only autocast reads the values, which casts at each use, and no backward sums gradients of several uses:
-    the baseline does that in fp32.
-    """
-
-    def __init__(self) -> None:
-        self.is_used = False
-        self.needs_fp32 = False
-        self._num_uses = [0, 0]  # before the backward, and in it, where checkpoints compute again
-
-    def note(self, weight: Tensor, func: Any, result: Any) -> None:
-        """Record a function of the weight and its result."""
-        if func in _CASTING:
-            self.is_used = True
-            self.needs_fp32 |= not torch.is_autocast_enabled(weight.device.type)
-            self._num_uses[current_graph_task_id() != -1] += torch.is_grad_enabled() and weight.requires_grad
-        elif func not in _HARMLESS and not _is_asked_by_attention(func):
-            self.needs_fp32 |= not all(isinstance(leaf, _FACTS) for leaf in tree_leaves(result))
-
-    def end_backward(self) -> None:
-        """Evaluate the uses of this backward."""
-        self.needs_fp32 |= max(self._num_uses) > 1
-        self.forget_uses()
-
-    def forget_uses(self) -> None:
-        """Count from zero."""
-        self._num_uses = [0, 0]
-
-
-def _is_asked_by_attention(func: Any) -> bool:
-    """Whether torch's attention reads the dtype of a weight: the caller of :meth:`WeightReads.note`'s caller."""
-    return func == _PROPERTIES.dtype.__get__ and sys._getframe(3).f_code is _ATTENTION
-
-
-class ObservedParameter(GatheredParameter):
-    """Class of a gathered weight on trial: same results, some microseconds later."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        weights = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is ObservedParameter]
-        for weight in weights:
-            weight.__class__ = GatheredParameter  # type: ignore[assignment]
-        try:
-            result = func(*args, **(kwargs or {}))
-        finally:
-            for weight in weights:
-                weight.__class__ = ObservedParameter
-        for weight in weights:
-            vars(weight)[_READS].note(weight, func, result)
-        return result
-
-
-add_parameter_class(ObservedParameter)
-
-
-def observe(weight: Any, reads: WeightReads | None) -> None:
-    """Let ``reads`` record uses of a gathered weight; ``None``: none. A fake tensor keeps its class: it is cast."""
-    if isinstance(weight, FakeTensor):
-        if reads is not None:
-            reads.is_used = True
-        return
-    if type(weight) in (nn.Parameter, GatheredParameter, ObservedParameter):  # else it refuses writes
-        weight.__class__ = GatheredParameter if reads is None else ObservedParameter
-        vars(weight)[_READS] = reads
+        wait()
 
 
 _LOW_PRECISION = f"{OURS}low_precision"

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_vram.core.host.transfers import HostWorker, Ticket
-from lightning_vram.core.tensors.properties import sharded_modules
-from lightning_vram.private_names.fsdp2 import FSDPParamGroup, GroupBase, StateBase
-from lightning_vram.private_names.torch import base_of, tree_map_only
+from lightning_vram.core.tensors.properties import count_writes, sharded_modules
+from lightning_vram.private_names.fsdp2 import FSDPParamGroup, GroupBase, StateBase, free_storage
+from lightning_vram.private_names.torch import base_of, num_writes, tree_map_only
 from lightning_vram.techniques.sharding.flat_shards import (
     FlatShard,
     Place,
@@ -21,8 +21,7 @@ from lightning_vram.techniques.sharding.flat_shards import (
     plan_copies,
     plan_residency,
 )
-from lightning_vram.techniques.sharding.gathered import make_settable
-from lightning_vram.techniques.sharding.parameter import ShardedParameter
+from lightning_vram.techniques.sharding.parameter import Announcement, ShardedParameter
 
 if TYPE_CHECKING:
     from lightning_vram.techniques.sharding.apply import FullSharding
@@ -39,6 +38,7 @@ class ShardedGroup(GroupBase):
     * A parameter without a gradient on this rank contributes zeros if another rank has one; FSDP2 would reduce the
       gradient of another parameter with theirs.
     * Gathering waits for a pending step that writes the shards.
+    * On one rank nothing is all-gathered or reduced: FSDP2 would copy each parameter and gradient once more.
     """
 
     flat_shards: list[FlatShard]
@@ -75,10 +75,41 @@ class ShardedGroup(GroupBase):
             # Not torch.accelerator's stream: it does not know events of torch.cuda, and would not wait.
             self.device_handle.current_stream().wait_event(self._fetched)
         self._fetched = None
-        super().wait_for_unshard()
+        if is_waiting and self.num_shards == 1:
+            for flat in self.flat_shards:
+                self.fill(flat.parameters)
+            with self.showing(()):
+                super().wait_for_unshard()
+        else:
+            super().wait_for_unshard()
         if is_waiting:
             for flat in self.flat_shards:
                 flat.note_read()
+
+    def use_wholes(self) -> None:
+        """Put the gathered parameters into the modules, and remember how often they were written."""
+        for parameter in self.parameters:
+            shard, whole, wants = parameter.sharded_param, parameter.whole, parameter.wants_gradient
+            if shard.requires_grad != wants or whole.requires_grad != wants:
+                parameter.agree_on_gradient()
+            for place, name in parameter.places:
+                if place.get(name) is not shard:
+                    parameter.refuse_replacement()
+                place[name] = whole
+            parameter.version = count_writes(whole) if vars(whole) else num_writes(whole)
+            parameter.all_gather_inputs = ()
+
+    def use_shards(self) -> None:
+        """Put the shards into the modules, with what was written to the gathered parameters, and free those."""
+        for parameter in self.parameters:
+            shard, whole, wants = parameter.sharded_param, parameter.whole, parameter.wants_gradient
+            if shard.requires_grad != wants or whole.requires_grad != wants:
+                parameter.agree_on_gradient()
+            if num_writes(whole) != parameter.version or vars(whole):  # code has got .data, or sets attributes
+                parameter.take_over_writes()
+            for place, name in parameter.places:
+                place[name] = shard
+            free_storage(parameter.all_gather_outputs[0])
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Count the calls whose gradients will follow."""
@@ -111,8 +142,7 @@ class ShardedGroup(GroupBase):
     def _fetch_flat_shards(self) -> None:
         for flat in self.flat_shards:
             for parameter, shard in zip(flat.parameters, flat.fetch(), strict=True):
-                parameter.fetched = shard
-        self.steps.guard()
+                parameter.all_gather_inputs = (shard,)
 
     # --- when its gradients are there ---
 
@@ -124,19 +154,23 @@ class ShardedGroup(GroupBase):
             return
         self.wait_for_gradients()
         absent = self._fill_in()
-        arrivals = self._reduce()
+        self._reduce()
         self._num_returns += 1
+        arrivals = [(parameter, parameter.sent) for parameter in self.parameters if parameter.sent is not None]
         if not arrivals:
             return
-        self.doubtful += [arrival for arrival in arrivals if arrival[0] in absent]
-        certain = [arrival for arrival in arrivals if arrival[0] not in absent]
-        self.present.update(parameter for parameter, _ in certain)
+        for parameter, _ in arrivals:
+            parameter.sent = parameter.buffer = None
+        if absent:
+            self.doubtful += [arrival for arrival in arrivals if arrival[0] in absent]
+            arrivals = [arrival for arrival in arrivals if arrival[0] not in absent]
+        self.present.update(dict(arrivals))
         if self.landing is None:
             with self.device_handle.stream(self.reduce_stream):
-                self._land(certain, None)
+                self._land(arrivals, None)
                 self.await_reduce_stream()
         else:
-            self._landing = self.landing.submit(partial(self._land, certain, self.reduced_event))
+            self._landing = self.landing.submit(partial(self._land, arrivals, self.reduced_event))
 
     def finalize_backward(self) -> None:
         """Wait until the gradients are on the host."""
@@ -169,39 +203,56 @@ class ShardedGroup(GroupBase):
         if landing is not None:
             landing.wait()
 
+    @property
+    def _is_alone(self) -> bool:
+        return bool(self.mesh_info.mesh.size() == 1 and self.gradient_divide_factor is None)
+
     def _fill_in(self) -> set[ShardedParameter]:
         """Give zeros to parameters without a gradient, which another rank may have."""
-        if self.mesh_info.mesh.size() == 1:
+        if self._is_alone:
             return set()
         absent = set()
-        for parameter in self.fsdp_params:
+        for parameter in self.parameters:
             whole = parameter.whole
             if whole is not None and whole.requires_grad and whole.grad is None:
                 whole.grad = torch.zeros(whole.shape, dtype=parameter.gathered_dtype, device=whole.device)
                 absent.add(parameter)
         return absent
 
-    def _reduce(self) -> list[H2DCopy]:
-        for parameter, buffer in self._buffers():
-            parameter.begin_reduction(buffer)
+    def _reduce(self) -> None:
+        """Reduce the gradients, and send them to the host."""
+        for flat in self.flat_shards:
+            flat.release_gradients()
+            if self.device != self.home:
+                self._spread_buffer(flat)
+        if self._is_alone:
+            self._send_alone()
+            return
+        for parameter in self.parameters:
+            parameter.begin_reduction()
         try:
             dtype = torch.float32 if self.mesh_info.mesh.size() > 1 else None
             parts = ((flat.parameters, flat.transfer_dtype.itemsize < 4) for flat in self.flat_shards)
             self.reduce_parts((parameters, dtype if is_low else None) for parameters, is_low in parts)
         finally:
-            sent = [(parameter, parameter.end_reduction()) for parameter in self.fsdp_params]
-        return [(parameter, gradient) for parameter, gradient in sent if gradient is not None]
+            for parameter in self.parameters:
+                parameter.end_reduction()
 
-    def _buffers(self) -> Iterable[tuple[ShardedParameter, Tensor | None]]:
-        """Yield the host memory of each gradient, one after the other in one buffer."""
-        for flat in self.flat_shards:
-            sizes = [parameter.sharded_size.numel() for parameter in flat.parameters]
-            flat.release_gradients()
-            if self.device == self.home:
-                yield from ((parameter, None) for parameter in flat.parameters)
-            else:
-                buffer = self.owner.buffers.take(sum(sizes), flat.transfer_dtype)
-                yield from zip(flat.parameters, torch.split(buffer, sizes), strict=True)
+    def _spread_buffer(self, flat: FlatShard) -> None:
+        """Give each gradient its place in host memory, one after the other."""
+        sizes = [parameter.sharded_size.numel() for parameter in flat.parameters]
+        parts = torch.split(self.owner.buffers.take(sum(sizes), flat.transfer_dtype), sizes)
+        for parameter, part in zip(flat.parameters, parts, strict=True):
+            parameter.buffer = part
+
+    def _send_alone(self) -> None:
+        stream = self.reduce_stream
+        gradients = self.take_gradients()
+        stream.wait_stream(self.device_handle.current_stream())
+        with self.device_handle.stream(stream):
+            for parameter, gradient in gradients.items():
+                parameter.send(gradient)
+            self.await_reduce_stream()
 
     def _land(self, arrivals: Sequence[H2DCopy], event: torch.Event | None) -> None:
         if event is not None:
@@ -265,18 +316,18 @@ def take_over(
 
     host.flat_shards = []
     host.steps = ShardSteps(host.flat_shards)
-    for parameter in host.fsdp_params:
+    host.parameters = list(host.fsdp_params)
+    announcement = Announcement(owner) if owner.module in host.modules else None
+    for parameter in host.parameters:
         parameter.__class__ = ShardedParameter
-    for (_, _, is_trained), alike in groupby(sorted(host.fsdp_params, key=key), key):
+    for (_, _, is_trained), alike in groupby(sorted(host.parameters, key=key), key):
         parameters = list(alike)
         dtype = dtype_of(parameters[0]) or parameters[0].sharded_param.dtype
         kinds = {"is_resident": place == "copy", "is_split": place != "device" and (owner.is_split or not is_trained)}
         flat = FlatShard(parameters, dtype, host.home, host.device, pin_memory=owner.pin_memory, **kinds)
         host.flat_shards.append(flat)
         for parameter in parameters:
-            parameter.begin(flat, partial(host.steps.touch, flat))
-            parameter.read_gradient = partial(host.steps.read_gradient, parameter)
-        make_settable(parameter.sharded_param for parameter in parameters)
+            parameter.take_over(host, flat, announcement)
     host.flat_shards.sort(key=lambda flat: flat.numel)  # the computation waits for all but the last to be reduced
     return host  # type: ignore[no-any-return]
 

@@ -67,13 +67,13 @@ def _iterate_chains(root: nn.Module) -> Iterator[tuple[list[nn.Module], Chain]]:
     for module in root.modules():
         kind = type(module)
         if kind not in known:
-            known[kind] = _read_chains(kind)
-        followed = (_follow(module, chain[start:]) for chain in known[kind] for start in range(len(chain)))
+            known[kind] = read_chains(kind)
+        followed = (follow_chain(module, chain[start:]) for chain in known[kind] for start in range(len(chain)))
         yield from ((path, rest) for path, rest in followed if path and rest)
 
 
-def _read_chains(kind: type) -> set[Chain]:
-    """Return the chains in a class's entries, and in the methods that they name."""
+def read_chains(kind: type) -> set[Chain]:
+    """Return the chains of attributes in the entries of a class of modules, and in the methods that they name."""
     chains: set[Chain] = set()
     waiting, seen = list(_ENTRIES), set(_ENTRIES)
     while waiting:
@@ -102,7 +102,7 @@ def _chains_of(code: CodeType) -> Iterator[Chain]:
             yield from _chains_of(inner)
 
 
-def _follow(module: nn.Module, chain: Chain) -> tuple[list[nn.Module], Chain]:
+def follow_chain(module: nn.Module, chain: Chain) -> tuple[list[nn.Module], Chain]:
     """Return the modules along a chain, and the rest of it."""
     path: list[nn.Module] = []
     for position, name in enumerate(chain):

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import pickle
 import weakref
 from collections.abc import Callable
@@ -10,45 +9,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.helpers import PlantedError
+from support.shard_reads import NEW, READS, save, values_of
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_vram.techniques.sharding.gathered import WatchedShard, unwatch, wait_until_written, watch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
-OLD, NEW = 2.0, 7.0
-
-
-def save(tensor: Tensor) -> Tensor:
-    file = io.BytesIO()
-    torch.save(tensor, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-READS: dict[str, Callable[[DTensor], Tensor]] = {
-    "operator": lambda p: p * 1,
-    "second argument": lambda p: torch.mul(torch.ones_like(p), p),
-    "list of tensors": lambda p: torch.stack([p, p])[0],
-    "foreach": lambda p: torch._foreach_mul([p, p], 1.0)[1],
-    "keyword": lambda p: torch.add(input=p, other=0.0),
-    "to_local": lambda p: p.to_local(),
-    "full_tensor": lambda p: p.full_tensor(),
-    "redistribute": lambda p: p.redistribute(placements=[Replicate()]),
-    "local tensor": lambda p: p._local_tensor,
-    "flatten": lambda p: getattr(p, p.__tensor_flatten__()[0][0]),
-    "data": lambda p: p.data.to_local(),
-    "detach": lambda p: p.detach().to_local(),
-    "clone": lambda p: p.clone(),
-    "copy": lambda p: copy.copy(p),
-    "deepcopy": lambda p: copy.deepcopy(p),
-    "pickle": lambda p: pickle.loads(pickle.dumps(p)),
-    "torch.save": save,
-    "copy_ from it": lambda p: torch.zeros_like(p).copy_(p),
-    "norm": lambda p: p.norm() / p.numel() ** 0.5,
-    "item": lambda p: torch.tensor(p.mean().item()),
-    "tolist": lambda p: torch.tensor(p.full_tensor().tolist()),
-}
+OLD = 2.0
 
 
 class Write:
@@ -73,10 +41,6 @@ def parameter(shard) -> DTensor:
     return nn.Parameter(shard)
 
 
-def values(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 @pytest.mark.parametrize("what", ["shard", "parameter"])
@@ -85,7 +49,7 @@ def test_every_way_to_read_gives_what_was_written(request, what, read):
     write = Write(tensor)
     watch([tensor], write)
     assert isinstance(tensor, WatchedShard)
-    result = values(read(tensor))
+    result = values_of(read(tensor))
     assert torch.equal(result, torch.full_like(result, NEW))
     assert write.num_calls == 1
     assert type(tensor) is DTensor

@@ -1,0 +1,156 @@
+"""Shards whose values code sets."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from support.helpers import PlantedError
+from support.shard_reads import NEW, READS, values_of
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from lightning_vram.private_names.fsdp2 import calls_derived_dispatch
+from lightning_vram.techniques.sharding.gathered import OwnedShard, disown, own
+
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
+VALUES = torch.arange(6.0).view(3, 2)
+
+
+class Owner:
+    """Writes to its shard late, as a step does, when somebody wants to use it."""
+
+    used = None
+
+    def __init__(self, shard, is_late=False):
+        self.local, self.is_late = shard._local_tensor.detach(), is_late
+        self.num_uses = self.num_writes = 0
+
+    def before_use(self):
+        self.num_uses += 1
+        if self.is_late:
+            self.local.fill_(NEW)
+            self.is_late = False
+
+    def after_write(self):
+        self.num_writes += 1
+
+
+@pytest.fixture
+def shard(mesh):
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(3, 2), mesh, [Shard(0)]))
+    own(parameter, Owner(parameter))
+    return parameter
+
+
+@pytest.fixture
+def late(mesh):
+    """A shard, and its owner, which has yet to write to it."""
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(3, 2), mesh, [Shard(0)]))
+    owner = Owner(parameter, is_late=True)
+    own(parameter, owner)
+    return parameter, owner
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_every_way_to_read_goes_through_the_owner(late, read):
+    parameter, owner = late
+    result = values_of(read(parameter))
+    assert torch.equal(result, torch.full_like(result, NEW))
+    assert owner.num_uses >= 1
+    assert owner.num_writes == 0
+    assert type(parameter) is OwnedShard
+
+
+def test_text_shows_what_was_written(late):
+    assert "7." in repr(late[0])
+
+
+def test_what_is_no_value_asks_nobody(late):
+    parameter, owner = late
+    assert parameter.shape == (3, 2)
+    assert parameter.requires_grad
+    assert parameter.grad is None
+    assert parameter.placements == (Shard(0),)
+    assert isinstance(parameter, DTensor)
+    assert isinstance(parameter, nn.Parameter)
+    hash(parameter)
+    assert owner.num_uses == 0
+
+
+needs_dispatch = pytest.mark.skipif(not calls_derived_dispatch, reason="not seen before torch 2.13")
+
+
+@needs_dispatch
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("use", "num_writes"),
+    [
+        (lambda p, other: p.add_(1), 1),
+        (lambda p, other: torch.add(other, 1, out=p), 1),
+        (lambda p, other: torch._foreach_add_([p, other], 1), 1),
+        (lambda p, other: other.copy_(p), 0),
+        (lambda p, other: other.lerp_(p, 0.5), 0),
+    ],
+)
+def test_the_owner_is_told_of_writes_to_the_shard_only(late, use, num_writes):
+    parameter, owner = late
+    use(parameter, torch.ones_like(parameter))
+    assert owner.num_writes == num_writes
+
+
+def test_an_error_of_the_owner_reaches_the_reader_and_changes_nothing(late):
+    parameter, owner = late
+
+    def fail():
+        raise PlantedError
+
+    owner.before_use = fail
+    with pytest.raises(PlantedError):
+        parameter.norm()
+    assert type(parameter) is OwnedShard
+
+
+def test_a_gradient_flows_to_the_shard(late):
+    parameter, _ = late
+    (parameter * parameter).sum().backward()
+    assert torch.equal(parameter.grad.full_tensor(), torch.full((3, 2), 2 * NEW))
+
+
+def test_whole_values_are_taken(shard):
+    local = shard._local_tensor
+    shard.data = VALUES
+    assert torch.equal(shard.full_tensor(), VALUES)
+    assert shard._local_tensor is local  # the memory of its lane
+
+
+def test_sharded_values_are_taken(shard, mesh):
+    shard.data = distribute_tensor(VALUES, mesh, [Shard(0)])
+    shard.data = shard.data * 0.5 + shard.data * 0.5
+    assert torch.equal(shard.full_tensor(), VALUES)
+
+
+@pytest.mark.parametrize("values", [torch.zeros(2, 3), torch.zeros(3, 2, dtype=torch.bfloat16)])
+def test_other_shapes_and_dtypes_are_refused(shard, values):
+    message = (
+        rf"^While fsdp_offload shards a model, `parameter\.data = values` needs the same shape and dtype: "
+        rf"the parameter has \(3, 2\) and torch.float32, the values have \({values.shape[0]}, "
+        rf"{values.shape[1]}\) and {values.dtype}\.$"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        shard.data = values
+
+
+def test_copies_and_files_are_plain_shards(shard):
+    shard.data = VALUES
+    for twin in (copy.deepcopy(shard), pickle.loads(pickle.dumps(shard))):
+        assert type(twin) is DTensor
+        assert torch.equal(twin.full_tensor(), VALUES)
+    assert type(shard) is OwnedShard
+
+
+def test_without_an_owner_it_is_a_plain_shard(shard):
+    disown(shard)
+    assert type(shard) is DTensor
+    assert list(vars(shard)) == ["_is_param"]
