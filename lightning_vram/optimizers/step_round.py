@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from lightning_vram.core.gradients import apply_clip_factor
 from lightning_vram.core.tensors.properties import stored_like
 from lightning_vram.private_names.dispatcher import without_dispatch
-from lightning_vram.private_names.fsdp2 import DTensorSpec, TensorMeta, cut_own_shard, local_shard
-from lightning_vram.private_names.torch import group_reader, is_initialized, is_wrapped_by_scheduler
+from lightning_vram.private_names.fsdp2 import DTensorSpec, TensorMeta, cut_own_shard, local_shard, own_shard_of
+from lightning_vram.private_names.torch import group_reader, is_initialized, is_wrapped_by_scheduler, local_shard_of
 
 # Their step treats each parameter by itself and reads only groups and state: we have read their code.
 STEPPABLE: tuple[type[Optimizer], ...] = (
@@ -137,7 +137,7 @@ def iterate_parameters(optimizer: Optimizer) -> Iterable[nn.Parameter]:
 State = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Member:
     """A parameter to step."""
 
@@ -173,32 +173,41 @@ class StepRound:
         self._attributes = dict(vars(optimizer))
         self._is_on_host, self._contiguous = is_on_host, contiguous
         self._groups = [_freeze(group) for group in optimizer.param_groups]
-        pairs = ((index, one) for index, group in enumerate(optimizer.param_groups) for one in group["params"])
-        self._left = {parameter: (index, number) for number, (index, parameter) in enumerate(pairs)}
+        self._left: dict[nn.Parameter, tuple[int, int]] = {}  # group and number
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                self._left[parameter] = index, len(self._left)
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether the optimizer has ``parameter``, and it was not taken yet."""
         return parameter in self._left
 
     def take(self, parameters: Iterable[nn.Parameter]) -> list[Member]:
-        """Return the parameters with a gradient that were not taken yet."""
+        """Return the parameters with a gradient that were not taken yet. No step of them may be pending."""
         members = []
         for parameter in parameters:
-            if parameter.grad is None or parameter not in self._left:
+            own_gradient = parameter.grad
+            if own_gradient is None or parameter not in self._left:
                 continue
             index, number = self._left.pop(parameter)
             state = self.optimizer.state[parameter]
             if isinstance(state.get("step"), int | float):
                 on_device = any(self._groups[index].get(name) for name in ("fused", "capturable"))
                 state["step"] = torch.tensor(float(state["step"]), device=parameter.device if on_device else "cpu")
-            local_state = local_parts(parameter, state, is_contiguous=parameter in self._contiguous)
-            shard, gradient = local_shard(parameter), local_shard(parameter.grad)
-            for key, value in local_state.items():
-                is_other = isinstance(value, Tensor) and value.dim() and value.shape != shard.shape
-                if is_other and self.settings_of(index).get("fused"):  # kernels that check no sizes
-                    check_state(self.optimizer, parameter, key, value)
-            members.append(Member(index, number, parameter, shard, gradient, state, local_state, parameter.grad))
+            # Past the classes of shards and of 16-bit gradients: the step waits for who has read them.
+            shard = own_shard_of(parameter) if isinstance(parameter, DTensor) else parameter
+            gradient = own_shard_of(own_gradient) if isinstance(own_gradient, DTensor) else own_gradient
+            local_state = local_parts(parameter, state, shard, is_contiguous=parameter in self._contiguous)
+            members.append(Member(index, number, parameter, shard, gradient, state, local_state, own_gradient))
+        self._check_sizes(members)
         return members
+
+    def _check_sizes(self, members: Iterable[Member]) -> None:
+        for one in members:
+            for key, value in one.local_state.items():
+                is_other = isinstance(value, Tensor) and value.dim() and value.shape != one.shard.shape
+                if is_other and self.settings_of(one.group).get("fused"):  # kernels that check no sizes
+                    check_state(self.optimizer, one.parameter, key, value)
 
     def take_rest(self) -> list[Member]:
         """Return all parameters with a gradient that were not taken yet."""
@@ -208,11 +217,17 @@ class StepRound:
     def run(self, members: Sequence[Member]) -> None:
         """Step ``members``, and write their states to the optimizer."""
         self.scale(members)
-        proxies = [make_proxy(one.shard, stored_like(one.gradient, one.shard)) for one in members]
-        groups, states = [member.group for member in members], [dict(member.local_state) for member in members]
+        proxies, groups, states = [], [], []
+        for one in members:
+            proxies.append(proxy := nn.Parameter(one.shard))
+            is_alike = one.gradient.is_contiguous() and one.shard.is_contiguous()
+            proxy.grad = one.gradient if is_alike else stored_like(one.gradient, one.shard)
+            groups.append(one.group)
+            states.append(dict(one.local_state))
         self.step_proxies(groups, proxies, states)
         for member, state in zip(members, states, strict=True):
-            publish_state(member, state)
+            if [*map(id, state.values())] != [*map(id, member.local_state.values())]:
+                publish_state(member, state)
 
     @torch.no_grad()
     def step_alone(self, parameter: nn.Parameter) -> None:
@@ -230,9 +245,11 @@ class StepRound:
     def step_proxies(self, groups: Sequence[int], proxies: Sequence[nn.Parameter], states: Sequence[State]) -> None:
         """Step local parameters of some groups, with states that change in place."""
         seen: dict[int, dict[str, Any]] = {}
-        for index, proxy in zip(groups, proxies, strict=True):  # some shards may stay on the device
-            settings = self.settings_of(index) if proxy.device.type == "cpu" else self._groups[index]
-            seen.setdefault(index, {**settings, "params": []})["params"].append(proxy)
+        for index, proxy in zip(groups, proxies, strict=True):
+            if index not in seen:  # some shards may stay on the device
+                settings = self.settings_of(index) if proxy.device.type == "cpu" else self._groups[index]
+                seen[index] = {**settings, "params": []}
+            seen[index]["params"].append(proxy)
         all_states: defaultdict[Tensor, State] = defaultdict(dict, zip(proxies, states, strict=True))
         kind = type(self.optimizer)
         unhooked_step(kind)(make_twin(kind, self._attributes, list(seen.values()), all_states))
@@ -257,21 +274,25 @@ def publish_state(member: Member, local: State) -> None:
             member.state[key] = as_sharded(value, member.parameter, member.shard.shape)
 
 
-def local_parts(parameter: nn.Parameter, state: State, *, is_contiguous: bool = False) -> State:
+def local_parts(
+    parameter: nn.Parameter, state: State, shard: Tensor | None = None, *, is_contiguous: bool = False
+) -> State:
     """Return the local tensors of a state, for a step in another thread. Reading ``state`` blocks until that has ended.
 
-    Tensors that user code wrote to it get the strides of the shard (or contiguous ones), as fused kernels check none;
-    unsharded ones, whole or this rank's part, are sharded.
+    Tensors that user code wrote to it get the strides of the ``shard`` (or contiguous ones), as fused kernels check
+    none; unsharded ones, whole or this rank's part, are sharded.
     """
-    local, shard, is_sharded = dict(state), local_shard(parameter), isinstance(parameter, DTensor)
+    shard = local_shard(parameter) if shard is None else shard
+    local, is_sharded, is_plain = dict(state), isinstance(parameter, DTensor), shard.is_contiguous()
     for key, value in state.items():
         if not isinstance(value, Tensor):
             continue
-        now = own = local_shard(value)
+        now = own = local_shard_of(value) if isinstance(value, DTensor) else value
         is_fresh = is_sharded and now is value and bool(value.dim())
         if is_fresh and value.shape == parameter.shape != shard.shape:
             now = cut_own_shard(value, cast(DTensor, parameter)).clone()
-        if type(now) is Tensor and now.layout is torch.strided and now.shape == shard.shape:
+        is_alike = type(now) is Tensor and now.layout is torch.strided and now.shape == shard.shape
+        if is_alike and not (is_plain and now.is_contiguous()):
             now = now.contiguous() if is_contiguous else stored_like(now, shard)
         if is_fresh or now is not own:
             state[key] = as_sharded(now, parameter, shard.shape)
@@ -303,9 +324,9 @@ def as_sharded(value: Any, parameter: nn.Parameter, shape: torch.Size) -> Any:
 
 
 def list_tensors(members: Iterable[Member]) -> list[Tensor]:
-    """Return the tensors that a step reads and writes, as user code sees them."""
+    """Return the gradients and states of a step, as user code sees them."""
     # Each state is copied at once: the submitted step may be adding to it.
-    found = [value for one in members for value in (one.parameter, one.parameter.grad, *one.state.values())]
+    found = [value for one in members for value in (one.own_gradient, *one.state.values())]
     return [value for value in found if isinstance(value, Tensor)]
 
 
@@ -319,6 +340,6 @@ def make_proxy(shard: Tensor, gradient: Tensor) -> nn.Parameter:
 def _freeze(group: dict[str, Any]) -> dict[str, Any]:
     """Copy the settings of a group: schedulers change it."""
     settings = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
-    if any(parameter.is_complex() for parameter in settings.pop("params")):  # which fused kernels do not know
+    if any(map(torch.is_complex, settings.pop("params"))):  # which fused kernels do not know
         settings["fused"] = bool(settings.get("fused"))
     return settings

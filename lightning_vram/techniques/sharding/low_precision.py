@@ -27,7 +27,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 def find_named_weights(root: nn.Module) -> set[nn.Parameter]:
     """Find the parameters that code of the model's classes names, so that it may see their dtype or round values.
 
-    They are named as ``self.layer.weight``; as ``layer.weight``, for layers in lists; or by ``self.layer.parameters()``.
+    That is by ``self.layer.weight``; by ``layer.weight``, for layers in lists; and by ``self.layer.parameters()``.
     The code of forwards and steps is inspected, not run; that of hooks is not.
     """
     found: set[nn.Parameter] = set()
