@@ -12,6 +12,7 @@ from typing import IO, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.checkpoint import metadata as classes
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -261,7 +262,7 @@ class GroupBase(FSDPParamGroup):
             parameter.init_all_gather_outputs([given.numel()], [given.dtype], 1, self.device)
             alloc_storage(parameter.all_gather_outputs[0])
         outputs = [parameter.all_gather_outputs[0] for parameter in parameters]
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(outputs)):
+        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(outputs)):
             torch._foreach_copy_(outputs, inputs)
         for parameter in parameters:
             if parameter.whole is None:
@@ -451,7 +452,7 @@ class ParameterBase(FSDPParam):
 
     def init_unsharded_param(self) -> None:
         """Create :attr:`whole` after the first all-gather, or the first in another dtype."""
-        super().init_unsharded_param()
+        super().init_unsharded_param()  # type: ignore[no-untyped-call]
         self.whole = self._unsharded_param
 
     def forget_whole(self) -> None:

@@ -44,6 +44,9 @@ EXCEPTIONS = {
     ("optimizers.on_host.optimizers", "self._worker.submit(job).wait()"): (
         "the next line takes the result, and fails where there is none"
     ),
+    ("optimizers.on_host.optimizers", "group.steps.wait()"): (
+        "what the next lines read of a pending step, its optimizer state, waits by itself"
+    ),
     (
         "optimizers.averages",
         'return [(own, other.detach().to("cpu", non_blocking=True, copy=True)) for own, other in pairs]',
@@ -70,9 +73,9 @@ EXCEPTIONS = {
     ),
     (
         f"{_SHARDING}.parameter",
-        "return self._buffer[: gradient.numel()].view(gradient.shape).copy_(gradient, non_blocking=True)",
+        "sent = self.buffer[: sent.numel()].view(sent.shape).copy_(sent, non_blocking=True)",
     ): _WAITED_FOR + "by ShardedGroup._land, and by _call_hooks",
     (f"{_SHARDING}.parameter", "torch.accelerator.current_stream().synchronize()"): (
-        _SEVERAL + "_take_over_writes, of shards on the device"
+        _SEVERAL + "take_over_writes, of shards on the device"
     ),
 }

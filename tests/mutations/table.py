@@ -204,20 +204,21 @@ SHARDING = [
     ),
     Mutation("techniques.sharding.apply:FullSharding.wait_for_steps", "group.steps.wait()", "pass", sharding.finished),
     Mutation(
-        f"{_PARAMETER}.to_sharded_dtensor",
+        f"{_PARAMETER}._call_hooks",
         "torch.accelerator.current_stream().synchronize()",
         "pass",
         sharding.hooks_on_accumulation,
     ),
     Mutation(
-        f"{_PARAMETER}._call_hooks",
-        "torch.accelerator.current_stream().synchronize()",
-        "pass",
-        sharding.hooks_on_gradients,
+        f"{_PARAMETER}.send", "gradient.record_stream(torch.accelerator.current_stream())", "pass", sharding.replicas
     ),
     Mutation(
-        f"{_PARAMETER}._send", "gradient.record_stream(torch.accelerator.current_stream())", "pass", sharding.replicas
+        f"{_GROUP}._send_alone",
+        "stream.wait_stream(self.device_handle.current_stream())",
+        "pass",
+        sharding.on_the_host,
     ),
+    Mutation(f"{_GROUP}._send_alone", "self.await_reduce_stream()", "pass", sharding.on_the_host),
     Mutation("core.gradients:_Bucket.land", "self.work.wait()", "pass", sharding.averaged),
     Mutation(
         "core.host.transfers:Ticket.wait",

@@ -56,7 +56,7 @@ class OwnedShard(AskedDTensor):
         for shard in shards:
             _owner_of(shard).before_use()
         for shard in shards:
-            shard.__class__ = DTensor
+            shard.__class__ = DTensor  # type: ignore[assignment]
         try:
             result = func(*args, **kwargs)
         finally:
@@ -113,7 +113,7 @@ def own(shard: Tensor, owner: ShardOwner) -> None:
 def disown(shard: Tensor) -> None:
     """Undo :func:`own`."""
     if isinstance(shard, OwnedShard):
-        shard.__class__ = DTensor
+        shard.__class__ = DTensor  # type: ignore[assignment]
         del vars(shard)[_OWNER]
 
 

@@ -88,7 +88,9 @@ class LowPrecisionTrial:
 
     def __init__(self, root: nn.Module, groups: Iterable[ShardedGroup]) -> None:
         compiled = {layer for part in root.modules() if is_compiled_part(part) for layer in part.modules()}
-        attention = {part.out_proj: part for part in root.modules() if isinstance(part, nn.MultiheadAttention)}
+        attention: dict[nn.Module, nn.Module] = {
+            part.out_proj: part for part in root.modules() if isinstance(part, nn.MultiheadAttention)
+        }
         self._flat_shards = [(group, flat) for group in groups for flat in group.flat_shards if flat.has_low_precision]
         self._layers: dict[FlatShard, list[LayerCalls]] = {}
         self._used: list[FlatShard] = []  # in this batch

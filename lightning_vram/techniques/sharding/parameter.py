@@ -2,10 +2,11 @@
 
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_vram.core.tensors.properties import count_writes
 from lightning_vram.private_names.fsdp2 import (
@@ -97,8 +98,9 @@ class ShardedParameter(ParameterBase):
         """Create the gathered parameter, if there is none, so that it counts writes."""
         if self.whole is None:
             super().init_unsharded_param()
-            if type(self.whole) is nn.Parameter:  # else it is fake, or refuses writes
-                self.whole.__class__ = GatheredParameter
+            whole: Any = self.whole
+            if type(whole) is nn.Parameter:  # else it is fake, or refuses writes
+                whole.__class__ = GatheredParameter
             self._is_hooked = False
             self._hook()
 
@@ -149,7 +151,7 @@ class ShardedParameter(ParameterBase):
     @torch.no_grad()
     def after_write(self) -> None:
         """Update the gathered parameter from the shard."""
-        used, shard = self.used, self.sharded_param
+        used, shard = self.used, cast(DTensor, self.sharded_param)
         if used is None:
             return
         if shard.device_mesh.size() > 1:
@@ -164,7 +166,7 @@ class ShardedParameter(ParameterBase):
     @torch.no_grad()
     def take_over_writes(self) -> None:
         """Update the shard from writes to the gathered parameter, if there were any."""
-        whole, shard, flat = self.whole, self.sharded_param, self.flat_shard
+        whole, shard, flat = self.whole, cast(DTensor, self.sharded_param), self.flat_shard
         if count_writes(whole) == self.version:
             return
         self.version = count_writes(whole)
