@@ -23,6 +23,7 @@ from lightning_vram.private_names.dispatcher import UnwrappedMode
 from lightning_vram.private_names.torch import RESET_ATTENTION, storage_key
 
 _RESETS = ("reset_parameters", RESET_ATTENTION, "init_weights")  # without arguments
+_INITIALIZER = "_init_weights"  # with the part to initialize: a convention of many models, not a name of torch
 _TRANSFORMERS = "transformers.modeling_utils"  # whose ``init_weights`` calls ``_init_weights``, and ties weights again
 
 
@@ -124,7 +125,7 @@ def _iterate_initializers(
         if reset is not None:
             yield f"{names[part]}:{scope}:reset", reset
     for part, scope in scopes.items():
-        initializers = (getattr(outer, "_init_weights", None) for outer in _outwards(model, names[part]))
+        initializers = (getattr(outer, _INITIALIZER, None) for outer in _outwards(model, names[part]))
         initialize = next((call for call in initializers if _takes(call, part)), None)
         if initialize is not None:
             yield f"{names[part]}:{scope}", partial(initialize, part)
