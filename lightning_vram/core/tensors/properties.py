@@ -52,13 +52,13 @@ def add_parameter_class(kind: type[nn.Parameter]) -> None:
 def while_plain(tensor: Any, kind: type, do: Callable[[], Result]) -> Result:
     """Copy or save ``tensor`` as one of class ``kind`` that has no attribute of ours."""
     ours, known = type(tensor), vars(tensor)
-    aside = {key: known.pop(key) for key in list(known) if key.startswith(OURS)}
+    tensor.__dict__ = {key: value for key, value in known.items() if not key.startswith(OURS)}  # a file may hold it
     tensor.__class__ = kind
     try:
         return do()
     finally:
         tensor.__class__ = ours
-        known.update(aside)
+        tensor.__dict__ = known
 
 
 def is_strided(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Tensor classes of shards, gathered weights, and what a pending step writes: who reads them waits, writes count."""
+"""Tensor classes of shards, of what a pending step writes, and of gathered weights: reads wait, writes count."""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -21,30 +21,30 @@ from lightning_vram.private_names.fsdp2 import (
     read_numbers_by,
     set_own_shard,
 )
-from lightning_vram.private_names.torch import local_shard_of, tree_leaves
+from lightning_vram.private_names.torch import tree_leaves
 
 _OWNER = f"{OURS}owner"
 
 
-class ShardOwner(Protocol):
-    """What stands behind a shard."""
+class Owner(Protocol):
+    """What stands behind a ``DTensor``."""
 
     @property
     def used(self) -> Tensor | None:
         """The gathered parameter while it is used in place of the shard."""
 
-    def before_use(self) -> None:
-        """Make the shard hold its values: somebody will read, and perhaps write to it."""
+    def before_use(self, tensor: Tensor) -> None:
+        """Make the tensor hold its values: somebody will read, and perhaps write to it."""
 
     def after_write(self) -> None:
-        """Take over what an operator has written to the shard."""
+        """Take over what an operator has written to the tensor."""
 
 
-class OwnedShard(AskedDTensor):
-    """Class of sharded parameters: code that uses the values goes through the owner of the shard.
+class OwnedTensor(AskedDTensor):
+    """Class of sharded parameters, and of gradients and moments in a pending step: their use goes through an owner.
 
-    ``parameter.data = values``, which a ``DTensor`` ignores, writes to it. Before torch 2.13 operators on shards are
-    not seen, only reads. Steps and transfers read the local tensor past this class.
+    ``parameter.data = values``, which a ``DTensor`` ignores, writes to it. Before torch 2.13 operators are not seen,
+    only reads. Steps and transfers use the local tensor, past this class.
     """
 
     @classmethod
@@ -52,26 +52,27 @@ class OwnedShard(AskedDTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        shards = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, OwnedShard)]
-        for shard in shards:
-            _owner_of(shard).before_use()
-        for shard in shards:
-            shard.__class__ = DTensor  # type: ignore[assignment]
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, OwnedTensor):
+                _owner_of(leaf).before_use(leaf)
+        owned = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, OwnedTensor)]  # still
+        for tensor in owned:
+            tensor.__class__ = DTensor  # type: ignore[assignment]
         try:
             result = func(*args, **kwargs)
         finally:
-            for shard in shards:
-                shard.__class__ = OwnedShard
-        if is_mutable(func):
+            for tensor in owned:
+                tensor.__class__ = OwnedTensor
+        if owned and is_mutable(func):
             for leaf in tree_leaves((args[:1], kwargs.get("out"))):
-                if isinstance(leaf, OwnedShard):
+                if isinstance(leaf, OwnedTensor):
                     _owner_of(leaf).after_write()
         return result
 
     # full_tensor() and others read this without dispatch.
     @override
     def give_local(self) -> Tensor:
-        _owner_of(self).before_use()
+        _owner_of(self).before_use(self)
         return own_shard_of(self)
 
     @property
@@ -80,7 +81,7 @@ class OwnedShard(AskedDTensor):
         owner = _owner_of(self)
         if owner.used is not None:
             return owner.used.data
-        owner.before_use()
+        owner.before_use(self)
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @data.setter
@@ -90,31 +91,31 @@ class OwnedShard(AskedDTensor):
 
     # Copies and files have DTensor's class.
     def __deepcopy__(self, memo: Any) -> Any:
-        _owner_of(self).before_use()
+        _owner_of(self).before_use(self)
         return while_plain(self, DTensor, lambda: self.__deepcopy__(memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _owner_of(self).before_use()
+        _owner_of(self).before_use(self)
         return while_plain(self, DTensor, lambda: self.__reduce_ex__(protocol))
 
 
-def _owner_of(shard: Tensor) -> ShardOwner:
-    owner: ShardOwner = vars(shard)[_OWNER]
+def _owner_of(tensor: Tensor) -> Owner:
+    owner: Owner = vars(tensor)[_OWNER]
     return owner
 
 
-def own(shard: Tensor, owner: ShardOwner) -> None:
-    """Let ``owner`` stand behind a shard; those of other subclasses stay what they are."""
-    if type(shard) is DTensor:
-        vars(shard)[_OWNER] = owner
-        shard.__class__ = OwnedShard
+def own(tensor: Tensor, owner: Owner) -> None:
+    """Let ``owner`` stand behind a ``DTensor``; those of other subclasses stay what they are."""
+    if type(tensor) is DTensor:
+        vars(tensor)[_OWNER] = owner
+        tensor.__class__ = OwnedTensor
 
 
-def disown(shard: Tensor) -> None:
+def disown(tensor: Tensor) -> None:
     """Undo :func:`own`."""
-    if isinstance(shard, OwnedShard):
-        shard.__class__ = DTensor  # type: ignore[assignment]
-        del vars(shard)[_OWNER]
+    if type(tensor) is OwnedTensor:
+        tensor.__class__ = DTensor  # type: ignore[assignment]
+        del vars(tensor)[_OWNER]
 
 
 class GatheredParameter(CountedParameter):
@@ -153,47 +154,23 @@ def set_values(parameter: Tensor, values: Tensor) -> None:
     parameter.copy_(values)
 
 
+class _Pending:
+    """Owner of a tensor until somebody uses it."""
+
+    used = None
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
+
+    def before_use(self, tensor: Tensor) -> None:
+        disown(tensor)
+        self._wait()
+
+    def after_write(self) -> None:
+        """The tensor is no longer owned then."""
+
+
 _WAIT = f"{OURS}wait_until_written"  # an attribute: what it refers to may refer to the tensor
-
-
-class WatchedShard(AskedDTensor):
-    """Class of a ``DTensor`` while watched. The writer uses the local tensor, which is not watched."""
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            wait_until_written(leaf)
-        return func(*args, **(kwargs or {}))
-
-    @override
-    def give_local(self) -> Tensor:
-        wait_until_written(self)
-        return local_shard_of(self)
-
-    @property
-    def data(self) -> Tensor:
-        """Wait, then as of its own class."""
-        wait_until_written(self)
-        return self.data
-
-    @data.setter
-    def data(self, values: Tensor) -> None:
-        wait_until_written(self)
-        self.data = values
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        wait_until_written(self)
-        return self.__deepcopy__(memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        wait_until_written(self)
-        return self.__reduce_ex__(protocol)
-
-    def __repr__(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
-        wait_until_written(self)
-        return repr(self)
 
 
 class WatchedTensor(Tensor):
@@ -204,43 +181,37 @@ class WatchedTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         for leaf in tree_leaves((args, kwargs)):
-            wait_until_written(leaf)
+            if type(leaf) is WatchedTensor:
+                wait = vars(leaf)[_WAIT]
+                unwatch([leaf])
+                wait()
         return func(*args, **(kwargs or {}))
 
 
-_WATCHED: dict[type, type] = {DTensor: WatchedShard, Tensor: WatchedTensor}
-_PLAIN = {watched: plain for plain, watched in _WATCHED.items()}
-
-
 def watch(tensors: Iterable[Tensor], wait: Callable[[], None]) -> None:
-    """Call ``wait`` once, before one of ``tensors`` is read: gradients and moments; shards have owners.
+    """Call ``wait`` once, before one of ``tensors`` is used: gradients and moments; shards have owners for good.
 
     Tensors of other subclasses are skipped.
     """
+    pending = _Pending(wait)
     for tensor in tensors:
         kind = type(tensor)
-        if kind in _WATCHED:
-            tensor.__class__ = _WATCHED[kind]
-        elif kind not in _PLAIN:
-            continue
-        vars(tensor)[_WAIT] = wait
+        if kind is Tensor or kind is WatchedTensor:
+            tensor.__class__ = WatchedTensor
+            vars(tensor)[_WAIT] = wait
+        elif kind is DTensor or (kind is OwnedTensor and type(vars(tensor)[_OWNER]) is _Pending):
+            tensor.__class__ = OwnedTensor
+            vars(tensor)[_OWNER] = pending
 
 
 def unwatch(tensors: Iterable[Tensor]) -> None:
     """Undo :func:`watch`."""
     for tensor in tensors:
-        plain = _PLAIN.get(type(tensor))
-        if plain is not None:
-            tensor.__class__ = plain
+        if type(tensor) is WatchedTensor:
+            tensor.__class__ = Tensor  # type: ignore[assignment]
             del vars(tensor)[_WAIT]
-
-
-def wait_until_written(value: Any) -> None:
-    """Wait until ``value``, if it is a watched tensor, is written."""
-    if type(value) in _PLAIN:
-        wait = vars(value)[_WAIT]
-        unwatch([value])
-        wait()
+        elif type(tensor) is OwnedTensor and type(vars(tensor)[_OWNER]) is _Pending:
+            disown(tensor)
 
 
 _LOW_PRECISION = f"{OURS}low_precision"

@@ -10,6 +10,7 @@ import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from types import CodeType
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_vram.argument_checks import check_positive_int
 from lightning_vram.core.tensors.properties import sharded_modules
 from lightning_vram.private_names.torch import own_children, own_parameters
 
@@ -34,21 +36,19 @@ def find_read_modules(root: nn.Module) -> set[nn.Module]:
     whose parameters an outer forward or step names (``hidden @ self.embedding.weight.T``), where they would still be
     shards. The code is inspected, not run; reads by an index (``self.layers[0].weight``) or by ``getattr`` are missed.
     """
-    read = {
-        module
-        for module in root.modules()
-        if type(module).forward is nn.Module.forward and "forward" not in vars(module)  # ModuleList and such
-    }
-    for path, rest in _iterate_chains(root):
-        owner, name = path[-1], rest[0]
-        is_parameter = name in own_parameters(owner) or is_parametrized(owner, name)
-        if is_parameter and not (len(rest) > 1 and rest[1] in _HARMLESS):
-            read.update(path)
+    read: set[nn.Module] = set()
     for module in root.modules():
+        if type(module).forward is nn.Module.forward and "forward" not in vars(module):  # ModuleList and such
+            read.add(module)
         if isinstance(module, nn.MultiheadAttention):
             read.update(part for part in module.modules() if part is not module)
         elif is_parametrized(module):
             read.update(module.parametrizations.modules())  # type: ignore[union-attr]
+    for path, rest in _follow_all(root):
+        owner, name = path[-1], rest[0]
+        is_parameter = name in own_parameters(owner) or is_parametrized(owner, name)
+        if is_parameter and not (len(rest) > 1 and rest[1] in _HARMLESS):
+            read.update(path)
     return read
 
 
@@ -56,35 +56,47 @@ def find_entered_modules(root: nn.Module) -> set[nn.Module]:
     """Find modules of which an outer forward or step calls another method than ``forward``."""
     return {
         path[-1]
-        for path, (name, *_) in _iterate_chains(root)
+        for path, (name, *_) in _follow_all(root)
         if not hasattr(nn.Module, name) and inspect.isfunction(getattr(type(path[-1]), name, None))
     }
 
 
-def _iterate_chains(root: nn.Module) -> Iterator[tuple[list[nn.Module], Chain]]:
-    """Yield modules along each chain of attributes in a module's code (``self.a.b``), and the rest of the chain."""
+def iterate_chains(root: nn.Module) -> Iterator[tuple[nn.Module, Chain]]:
+    """Yield the modules, each with all chains of attributes in the code of its class (``self.a.b``)."""
     known: dict[type, set[Chain]] = {}
     for module in root.modules():
         kind = type(module)
         if kind not in known:
-            known[kind] = read_chains(kind)
-        followed = (follow_chain(module, chain[start:]) for chain in known[kind] for start in range(len(chain)))
-        yield from ((path, rest) for path, rest in followed if path and rest)
+            known[kind] = _read_chains(kind)
+        yield from ((module, chain) for chain in known[kind])
 
 
-def read_chains(kind: type) -> set[Chain]:
+def follow(module: nn.Module, chain: Chain) -> Iterator[tuple[list[nn.Module], Chain]]:
+    """Yield the modules along ``chain`` from each of its attributes on, and the rest, if neither is empty."""
+    for start in range(len(chain)):
+        path, rest = [module], chain[start:]
+        while rest and (child := own_children(path[-1]).get(rest[0])) is not None:
+            path.append(child)
+            rest = rest[1:]
+        if rest and len(path) > 1:
+            yield path[1:], rest
+
+
+def _follow_all(root: nn.Module) -> Iterator[tuple[list[nn.Module], Chain]]:
+    for module, chain in iterate_chains(root):
+        yield from follow(module, chain)
+
+
+def _read_chains(kind: type) -> set[Chain]:
     """Return the chains of attributes in the entries of a class of modules, and in the methods that they name."""
     chains: set[Chain] = set()
-    waiting, seen = list(_ENTRIES), set(_ENTRIES)
-    while waiting:
-        attribute: Any = getattr(kind, waiting.pop(), None)
-        function = inspect.unwrap(attribute) if callable(attribute) else None
-        found = set(_chains_of(function.__code__)) if inspect.isfunction(function) else set()
-        chains |= found
-        called = {name for chain in found for name in chain if not hasattr(nn.Module, name)} - seen
-        called = {name for name in called if callable(inspect.getattr_static(kind, name, None))}
-        seen |= called
-        waiting += called
+    names = list(_ENTRIES)
+    for name in names:  # the list grows
+        function = inspect.unwrap(inspect.getattr_static(kind, name, None))
+        if inspect.isfunction(function):
+            found = set(_chains_of(function.__code__))
+            chains |= found
+            names += {part for chain in found for part in chain if not hasattr(nn.Module, part)}.difference(names)
     return chains
 
 
@@ -102,18 +114,7 @@ def _chains_of(code: CodeType) -> Iterator[Chain]:
             yield from _chains_of(inner)
 
 
-def follow_chain(module: nn.Module, chain: Chain) -> tuple[list[nn.Module], Chain]:
-    """Return the modules along a chain, and the rest of it."""
-    path: list[nn.Module] = []
-    for position, name in enumerate(chain):
-        child = own_children(module).get(name)
-        if child is None:
-            return path, chain[position:]
-        module = child
-        path.append(module)
-    return path, ()
-
-
+Group = list[nn.Module]
 Wrap = Literal["auto"] | Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool]
 _MIN_PARAMS = 1_000_000
 
@@ -146,7 +147,7 @@ def plan_sharding_groups(module: nn.Module, wrap: Wrap = "auto", *, min_params: 
             it.
 
     Raises:
-        TypeError: If ``wrap`` is none of these.
+        TypeError: If ``wrap`` is none of these, or ``min_params`` no integer.
         ValueError: If ``wrap`` matches nothing or what cannot be a group, ``min_params`` is not positive, or the model
             has parameters without a shape, or expanded ones.
 
@@ -159,14 +160,11 @@ def plan_sharding_groups(module: nn.Module, wrap: Wrap = "auto", *, min_params: 
     names = {part: name for name, part in module.named_modules()}
     skipped = {inner for part in sharded_modules(module) for inner in part.modules()}
     read = find_read_modules(module)
-    if module in skipped:
-        groups = []
-    elif isinstance(wrap, str):
+    if isinstance(wrap, str):
         groups = _plan_alone(module, min_params, read, skipped)
     else:
         chosen = _choose(wrap, names, read)
-        groups = [[part] for part in chosen if part not in skipped]
-        separate_shared_owners(module, groups, read, skipped)
+        groups = separate_shared_owners(module, [[part] for part in chosen if part not in skipped], read, skipped)
     order = {part: position for position, part in enumerate(names)}
     groups = [sorted(group, key=order.__getitem__) for group in groups]
     groups.sort(key=lambda group: order[group[0]])
@@ -174,68 +172,12 @@ def plan_sharding_groups(module: nn.Module, wrap: Wrap = "auto", *, min_params: 
     return ShardingPlan(named, _name_unshardable(module, skipped))
 
 
-def _plan_alone(
-    module: nn.Module, min_params: int, read: set[nn.Module], skipped: set[nn.Module]
-) -> list[list[nn.Module]]:
-    if sum(parameter.numel() for parameter in module.parameters()) < 2 * min_params:
-        return []
-    groups = find_sharding_blocks(module, min_params, read, skipped)
-    found = {part for group in groups for part in group}
-    separate_shared_owners(module, groups, read, skipped)
-    sizes = count_own_params(module, groups, skipped)
-    enough = min_params / 2  # for the rest of a group without the parameters it shares
-    return [group for group, size in zip(groups, sizes, strict=True) if size >= enough or not found.issuperset(group)]
-
-
-def _choose(
-    wrap: Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool],
-    names: dict[nn.Module, str],
-    read: set[nn.Module],
-) -> list[nn.Module]:
-    """Return the modules that the user wants, in the model's order."""
-    inner = {part: name for part, name in names.items() if name}
-    if callable(wrap):
-        chosen = [part for part, name in inner.items() if part not in read and wrap(name, part)]
-        if not chosen:
-            raise ValueError(f"wrap={wrap!r} matches no module. {_list_classes(inner)}")
-        return chosen
-    wanted: dict[nn.Module, None] = {}
-    for kind in wrap:
-        matched = [p for p in inner if (type(p).__name__ == kind if isinstance(kind, str) else isinstance(p, kind))]
-        if not matched:
-            raise ValueError(f"wrap={kind!r} matches no module. {_list_classes(inner)}")
-        unfit = [inner[part] for part in matched if part in read]
-        if unfit:
-            raise ValueError(
-                f"wrap={kind!r} matches {unfit[0]!r}, whose parameters are used without calling it: "
-                "name the class of its parent or of its children."
-            )
-        wanted.update(dict.fromkeys(matched))
-    return [part for part in inner if part in wanted]
-
-
-def _list_classes(parts: Iterable[nn.Module]) -> str:
-    return f"The model has the classes {', '.join(sorted({type(part).__name__ for part in parts}))}."
-
-
-def _name_unshardable(module: nn.Module, skipped: set[nn.Module]) -> tuple[str, ...]:
-    ours = {p for part in module.modules() if part not in skipped for p in part.parameters(recurse=False)}
-    named = module.named_parameters(remove_duplicate=False)
-    return tuple(name for name, parameter in named if parameter in ours and not (parameter.dim() and parameter.numel()))
-
-
-def _check(module: nn.Module, wrap: object, min_params: int) -> None:
-    is_classes = isinstance(wrap, Sequence) and all(isinstance(kind, str | type) for kind in wrap)
-    if isinstance(wrap, type) or not (is_classes or callable(wrap)):
+def _check(module: nn.Module, wrap: Any, min_params: int) -> None:
+    is_function = callable(wrap) and not isinstance(wrap, type)
+    is_list = isinstance(wrap, Sequence) and len(wrap) > 0 and not isinstance(wrap, str)
+    if not (wrap == "auto" or is_function or (is_list and all(isinstance(kind, str | type) for kind in wrap))):
         raise TypeError(f"wrap must be 'auto', a list of classes or their names, or a function, got {wrap!r}.")
-    if isinstance(wrap, str) and wrap != "auto":
-        raise ValueError(
-            f"wrap must be 'auto', a list of classes or their names, or a function, got {wrap!r}: write a list."
-        )
-    if not isinstance(wrap, str) and is_classes and not wrap:
-        raise ValueError("wrap must name at least one class, got an empty list.")
-    if min_params < 1:
-        raise ValueError(f"min_params must be at least 1, got {min_params}.")
+    check_positive_int("min_params", min_params)
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise ValueError(f"Parameter {name!r} has no shape yet: run the model on a batch before it is sharded.")
@@ -246,49 +188,87 @@ def _check(module: nn.Module, wrap: object, min_params: int) -> None:
             )
 
 
+def _plan_alone(module: nn.Module, min_params: int, read: set[nn.Module], skipped: set[nn.Module]) -> list[Group]:
+    if sum(parameter.numel() for parameter in module.parameters()) < 2 * min_params:
+        return []
+    finder = _BlockFinder(module, min_params, read, skipped)
+    finder.split(module)
+    found = {part for group in finder.groups for part in group}
+    groups = separate_shared_owners(module, finder.groups, read, skipped)
+    sizes = count_own_params(module, groups, skipped)
+    enough = min_params / 2  # for the rest of a group without the parameters it shares
+    return [group for group, size in zip(groups, sizes, strict=True) if size >= enough or not found.issuperset(group)]
+
+
+def _choose(
+    wrap: Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool],
+    names: dict[nn.Module, str],
+    read: set[nn.Module],
+) -> list[nn.Module]:
+    """Return the modules that the user wants."""
+    kinds = wrap if isinstance(wrap, Sequence) else [wrap]
+    parts = {part: name for part, name in names.items() if name and (kinds is wrap or part not in read)}
+    chosen: list[nn.Module] = []
+    for kind in kinds:
+        matched = [part for part, name in parts.items() if _is_chosen(kind, name, part)]
+        unfit = [parts[part] for part in matched if part in read]
+        if unfit:
+            raise ValueError(
+                f"wrap={kind!r} matches {unfit[0]!r}, whose parameters are used without calling it: "
+                "name the class of its parent or of its children."
+            )
+        if not matched:
+            classes = ", ".join(sorted({type(part).__name__ for part in parts}))
+            raise ValueError(f"wrap={kind!r} matches no module. The model has the classes {classes}.")
+        chosen += matched
+    return list(dict.fromkeys(chosen))
+
+
+def _is_chosen(kind: str | type[nn.Module] | Callable[[str, nn.Module], bool], name: str, part: nn.Module) -> bool:
+    if isinstance(kind, str):
+        return type(part).__name__ == kind
+    return isinstance(part, kind) if isinstance(kind, type) else kind(name, part)
+
+
+def _name_unshardable(module: nn.Module, skipped: set[nn.Module]) -> tuple[str, ...]:
+    ours = {p for part in module.modules() if part not in skipped for p in part.parameters(recurse=False)}
+    named = module.named_parameters(remove_duplicate=False)
+    return tuple(name for name, parameter in named if parameter in ours and not (parameter.dim() and parameter.numel()))
+
+
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _COARSE_BLOCK = 4  # look into a block with more than 1/4 of all parameters
 _COARSE_PART = 2  # and into any other part with more than 1/2
 
-Group = list[nn.Module]
 
-
-def find_sharding_blocks(
-    root: nn.Module, min_params: int, read: set[nn.Module], skipped: set[nn.Module]
-) -> list[Group]:
-    """Cut ``root`` into groups of modules that are gathered together, in its order and not nested.
+class _BlockFinder:
+    """Cuts ``root`` into groups of modules that are gathered together, in its order and not nested.
 
     What the model declares comes first (``_no_split_modules`` of transformers), then the children of a container that
     has several of one class. Small neighbours in an ``nn.Sequential`` or ``nn.ModuleList`` are merged; of the rest,
     every outermost large part is a group: embeddings, heads. ``read`` modules are no group on their own, ``skipped``
     ones in none.
     """
-    finder = _BlockFinder(root, min_params, read, skipped)
-    finder.split(root)
-    return finder.groups
 
-
-class _BlockFinder:
     def __init__(self, root: nn.Module, min_params: int, read: set[nn.Module], skipped: set[nn.Module]) -> None:
         self.groups: list[Group] = []
         self._min_params, self._read = min_params, read
         self._entered = find_entered_modules(root)
         self._done = set(skipped)
-        self._sizes: dict[nn.Module, int] = {}
-        names: set[str] = set()
-        for module in root.modules():
-            declared = getattr(module, "_no_split_modules", None)
-            names.update(declared if isinstance(declared, Iterable) else ())
-        self._declared = {part for part in root.modules() if part is not root and type(part).__name__ in names}
-        self._blocks = self._declared.union(*map(_find_repeated, root.modules())) - self._read
-        self._total = self._size(root)
+        parts = list(root.modules())
+        self._sizes = {part: sum(parameter.numel() for parameter in part.parameters()) for part in parts}
+        self._total = self._sizes[root]
+        declared = [getattr(part, "_no_split_modules", None) for part in parts]
+        kinds = {kind for names in declared if isinstance(names, Iterable) for kind in names}
+        self._declared = {part for part in parts if part is not root and type(part).__name__ in kinds}
+        self._blocks = self._declared.union(*map(_find_repeated, parts)) - read
 
     def split(self, module: nn.Module) -> None:
         """Find the groups inside ``module``, which is not one itself."""
         run: Group = []
         last: Group | None = None  # a group that just ended
         for child in module.children():
-            if child in self._done or not self._size(child):
+            if child in self._done or not self._sizes[child]:
                 continue
             self._done.add(child)
             if not self._goes_with_siblings(child, module):
@@ -296,7 +276,7 @@ class _BlockFinder:
                 self._place(child)
                 continue
             run.append(child)
-            if sum(map(self._size, run)) >= self._min_params:
+            if sum(self._sizes[part] for part in run) >= self._min_params:
                 self.groups.append(run)
                 run, last = [], run
         if last is not None:
@@ -304,7 +284,7 @@ class _BlockFinder:
 
     def _place(self, module: nn.Module) -> None:
         """Make a group of ``module`` or of its parts, or leave it to the root."""
-        if self._size(module) < self._min_params:
+        if self._sizes[module] < self._min_params:
             return
         num_before = len(self.groups)
         if self._is_looked_into(module):
@@ -321,22 +301,17 @@ class _BlockFinder:
     def _is_looked_into(self, module: nn.Module) -> bool:
         if module in self._read or module in self._declared:
             return module in self._read
-        if self._size(module) < 2 * self._min_params:
+        if self._sizes[module] < 2 * self._min_params:
             return module in self._entered
         inner = {part for part in module.modules() if part is not module}
         if inner & self._declared or module in self._entered:
             return True
-        fraction = self._total / self._size(module)
+        fraction = self._total / self._sizes[module]
         if module in self._blocks:  # a Sequential runs all of its children; a block's list of experts may not
             sequences = (part for part in module.modules() if isinstance(part, nn.Sequential))
             has_stages = any(_is_composite(child) for part in sequences for child in _find_repeated(part))
             return fraction < _COARSE_BLOCK and has_stages
         return fraction < _COARSE_PART or any(map(_is_composite, inner & self._blocks))
-
-    def _size(self, module: nn.Module) -> int:
-        if module not in self._sizes:
-            self._sizes[module] = sum(parameter.numel() for parameter in module.parameters())
-        return self._sizes[module]
 
 
 def _find_repeated(container: nn.Module) -> Group:
@@ -357,31 +332,28 @@ _OUTSIDE = -1  # of all groups
 
 def separate_shared_owners(
     root: nn.Module, groups: list[Group], fixed: set[nn.Module], skipped: set[nn.Module]
-) -> None:
-    """Change ``groups`` in place so that every parameter is in one: FSDP2 refuses one of two groups.
+) -> list[Group]:
+    """Return ``groups`` changed so that every parameter is in one: FSDP2 refuses one of two groups.
 
     Modules that share a parameter become a group of their own. If one of them is in ``fixed``, which is only gathered
-    as part of another module, their groups are merged, or given up to the next outer one. ``groups`` may be nested; the
-    inner one then has its parameters.
+    as part of another module, their groups are given up to the next outer one. ``groups`` may be nested; the inner one
+    then has its parameters.
     """
     given_up = {root, *fixed}
     while True:
         homes = _find_homes(root, groups, skipped)
         owners = _find_conflict(homes)
         if not owners:
-            return
-        if given_up.isdisjoint(owners):
-            _gather(groups, owners)
-            continue
+            return groups
+        is_free = given_up.isdisjoint(owners)
         indices = set().union(*(homes[owner] for owner in owners))
-        inside = [index for index in sorted(indices) if index != _OUTSIDE]
-        joined = [module for index in inside for module in groups[index]]
-        for index in reversed(inside):
-            del groups[index]
-        if _OUTSIDE in indices:
-            given_up.update(joined)
+        touched = [g for i, g in enumerate(groups) if (not set(g).isdisjoint(owners) if is_free else i in indices)]
+        groups = [group for group in groups if group not in touched]
+        modules = [module for group in touched for module in group]
+        if is_free:
+            groups.append(_outermost([*modules, *owners]))
         else:
-            groups.append(_outermost(joined))
+            given_up.update(modules)
 
 
 def count_own_params(root: nn.Module, groups: list[Group], skipped: set[nn.Module]) -> list[int]:
@@ -399,47 +371,23 @@ def _find_homes(root: nn.Module, groups: list[Group], skipped: set[nn.Module]) -
     homes: dict[nn.Module, set[int]] = defaultdict(set)
     for start, index in {root: _OUTSIDE, **units}.items():
         waiting = [start]
-        while waiting:
-            module = waiting.pop()
-            if index in homes[module]:
-                continue
-            homes[module].add(index)
-            waiting += [child for child in module.children() if child not in units and child not in skipped]
+        for module in waiting:  # the list grows
+            if index not in homes[module]:
+                homes[module].add(index)
+                waiting += [child for child in module.children() if child not in units and child not in skipped]
     return homes
 
 
 def _find_conflict(homes: dict[nn.Module, set[int]]) -> Group:
-    """Return modules in different groups that share parameters, or one whole shared module if there is one."""
+    """Return modules in different groups that share a parameter, or one whole shared module if there is one."""
+    owners: dict[nn.Parameter, Group] = defaultdict(list)
     for module, indices in homes.items():
         if len(indices) > 1 and any(True for _ in module.parameters()):
             return [module]
-    owners: dict[nn.Parameter, Group] = defaultdict(list)
-    for module in homes:
         for parameter in set(module.parameters(recurse=False)):
             owners[parameter].append(module)
-    for sharing in owners.values():
-        if len(set().union(*(homes[owner] for owner in sharing))) > 1:
-            return _with_linked(sharing, owners)
-    return []
-
-
-def _with_linked(sharing: Group, owners: dict[nn.Parameter, Group]) -> Group:
-    """Add the modules that share other parameters with these."""
-    found = dict.fromkeys(sharing)
-    waiting = list(sharing)
-    while waiting:
-        for parameter in waiting.pop().parameters(recurse=False):
-            new = [owner for owner in owners[parameter] if owner not in found]
-            found.update(dict.fromkeys(new))
-            waiting += new
-    return list(found)
-
-
-def _gather(groups: list[Group], owners: Group) -> None:
-    """Make one group of the owners and all that they are grouped with."""
-    touched = [group for group in groups if not set(group).isdisjoint(owners)]
-    groups[:] = [group for group in groups if group not in touched]
-    groups.append(_outermost([*(module for group in touched for module in group), *owners]))
+    conflicts = (sharing for sharing in owners.values() if len(set().union(*(homes[owner] for owner in sharing))) > 1)
+    return next(conflicts, [])
 
 
 def _outermost(modules: Group) -> Group:
@@ -449,13 +397,7 @@ def _outermost(modules: Group) -> Group:
 
 
 def order_inner_first(groups: list[Group]) -> Iterator[Group]:
-    """Yield ``groups``, nested ones before outer ones; groups that contain each other are merged."""
-    parts = {id(group): {part for module in group for part in module.modules()} - set(group) for group in groups}
-    waiting = list(groups)
-    while waiting:
-        free = [g for g in waiting if not any(parts[id(g)] & set(other) for other in waiting if other is not g)]
-        if not free:
-            yield _outermost([module for group in waiting for module in group])
-            return
-        yield from free
-        waiting = [group for group in waiting if not any(group is one for one in free)]
+    """Yield ``groups``, nested ones before outer ones."""
+    parts = [{part for module in group for part in module.modules()} - set(group) for group in groups]
+    inner = {i: [j for j, other in enumerate(groups) if not part.isdisjoint(other)] for i, part in enumerate(parts)}
+    yield from (groups[index] for index in TopologicalSorter(inner).static_order())

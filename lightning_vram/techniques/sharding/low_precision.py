@@ -15,7 +15,7 @@ from lightning_vram.private_names.fsdp2 import place_of
 from lightning_vram.private_names.torch import current_graph_task_id, own_children, own_parameters
 from lightning_vram.techniques.sharding.flat_shards import FlatShard
 from lightning_vram.techniques.sharding.group import ShardedGroup
-from lightning_vram.techniques.sharding.grouping import follow_chain, read_chains
+from lightning_vram.techniques.sharding.grouping import follow, iterate_chains
 from lightning_vram.techniques.sharding.parameter import ShardedParameter
 
 _ALL = ("parameters", "named_parameters")
@@ -31,20 +31,19 @@ def find_named_weights(root: nn.Module) -> set[nn.Parameter]:
     The code of forwards and steps is inspected, not run; that of hooks is not.
     """
     found: set[nn.Parameter] = set()
-    for module in root.modules():
+    for module, chain in iterate_chains(root):
         if type(module).__module__.startswith("torch.nn."):
             continue  # it names weights to choose a fast path
-        for chain in read_chains(type(module)):
-            if chain[0] in _NAMES:
-                lists = (child for child in own_children(module).values() if isinstance(child, _CONTAINERS))
-                found.update(parameter for child in lists for parameter in child.parameters())
-            for start in range(len(chain)):
-                path, rest = follow_chain(module, chain[start:])
-                owner = path[-1] if path else module
-                if rest and rest[0] in _ALL and (path or not start):
-                    found.update(owner.parameters())
-                elif path and rest and not (len(rest) > 1 and rest[1] in _FACTS):
-                    found.update(p for p in [own_parameters(owner).get(rest[0])] if p is not None)
+        if chain[0] in _NAMES:
+            lists = (child for child in own_children(module).values() if isinstance(child, _CONTAINERS))
+            found.update(parameter for child in lists for parameter in child.parameters())
+        if chain[0] in _ALL:
+            found.update(module.parameters())
+        for (*_, owner), rest in follow(module, chain):
+            if rest[0] in _ALL:
+                found.update(owner.parameters())
+            elif not (len(rest) > 1 and rest[1] in _FACTS):
+                found.update(p for p in [own_parameters(owner).get(rest[0])] if p is not None)
     return found
 
 

@@ -2,29 +2,34 @@
 
 A model larger than host memory can be built if each block is materialized and sharded before the next one. Values
 depend on the seed and module names, not on ranks or order; they have the distributions of the constructor, but are not
-the same numbers. Missing is what an outer constructor did to its parts (GPT scales some weights by depth), unless its
-``_init_weights`` does it; ``nn.Transformer`` resets its layers only if materialized as a whole.
+the same numbers. Missing is what an outer constructor did to its parts (GPT scales some weights by depth), unless one
+of its initializers does it.
 """
 
 import hashlib
 import inspect
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils import swap_tensors
+from typing_extensions import override
 
-from lightning_vram.private_names.torch import RESET_ATTENTION, own_buffers, own_parameters
+from lightning_vram.core.operators import iterate_written
+from lightning_vram.memory.storages import iterate_storages
+from lightning_vram.private_names.dispatcher import UnwrappedMode
+from lightning_vram.private_names.torch import RESET_ATTENTION, storage_key
+
+_RESETS = ("reset_parameters", RESET_ATTENTION, "init_weights")  # without arguments
+_INITIALIZER = "_init_weights"  # with the part to initialize: a convention of many models, not a name of torch
+_TRANSFORMERS = "transformers.modeling_utils"  # whose ``init_weights`` calls ``_init_weights``, and ties weights again
 
 
 def has_meta(module: nn.Module) -> bool:
     """Whether a parameter or buffer of ``module`` is a meta tensor."""
-    return any(tensor.is_meta for tensor in _all_tensors(module))
+    return any(tensor.is_meta for _, tensor in _named_tensors(module))
 
 
 def materialize(
@@ -32,62 +37,52 @@ def materialize(
 ) -> None:
     """Give meta parameters and buffers of ``module`` host memory and initial values, in place: tied ones stay tied.
 
-    Values come from each module's ``reset_parameters()``, children first, then from ``_init_weights(part)`` of the
-    nearest module around it that has one. Other tensors, and the caller's RNG state, are unchanged.
+    Values come from ``reset_parameters()`` or ``init_weights()`` of each module in and around ``module``, inner ones
+    first, then from ``_init_weights(part)`` of the nearest module around each part that has one. Other tensors of
+    ``model``, and the caller's RNG state, are unchanged.
 
     Args:
         module: Not sharded yet.
         seed: The same on all ranks.
-        model: The whole model, for names and the ``_init_weights`` around ``module``; ``None``: ``module``.
+        model: The whole model, for names and the initializers around ``module``; ``None``: ``module``.
         uninitialized_ok: Set tensors without an initializer to zero: a checkpoint will be loaded.
 
     Raises:
         TypeError: If some classes do not initialize all tensors.
-        ValueError: If a parameter has no shape yet, or ``module`` is not in ``model``.
     """
     model = model or module
-    _check(module, model)
-    owners = {part for part in module.modules() if any(tensor.is_meta for _, tensor in _own_tensors(part))}
-    if not owners:
+    fresh = {id(tensor): tensor for _, tensor in _named_tensors(module) if tensor.is_meta}
+    if not fresh:
         return
-    whole = {part for part in module.modules() if all(tensor.is_meta for tensor in _all_tensors(part))}
-    fresh = [_allocate(tensor) for tensor in _all_tensors(module) if tensor.is_meta]
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), spare_others(model, fresh):
-        for name, initialize in iterate_initializers(module, model, owners | whole):
+    others = [tensor for _, tensor in _named_tensors(model) if id(tensor) not in fresh]
+    for tensor in fresh.values():
+        _allocate(tensor)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), _Unchanged(others):
+        for name, initialize in _iterate_initializers(module, model, fresh):
             digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
             torch.default_generator.manual_seed(int.from_bytes(digest))
             initialize()
-        _settle(owners, fresh, uninitialized_ok=uninitialized_ok)
+        _settle(module, fresh, uninitialized_ok=uninitialized_ok)
 
 
-def _check(module: nn.Module, model: nn.Module) -> None:
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if is_lazy(tensor):
-            raise ValueError(f"{name!r} has no shape yet: run the model on a batch before it is sharded.")
-    if not any(module is part for part in model.modules()):
-        raise ValueError(f"materialize(model) must contain the module, got {type(model).__name__} without it.")
+def _named_tensors(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers, each once."""
+    yield from module.named_parameters(recurse=recurse)
+    yield from module.named_buffers(recurse=recurse)
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for named in (own_parameters(module), own_buffers(module)):
-        yield from ((name, tensor) for name, tensor in named.items() if tensor is not None)
+def _allocate(tensor: Tensor) -> None:
+    """Give ``tensor`` memory, filled with a marker.
 
-
-def _all_tensors(module: nn.Module) -> list[Tensor]:
-    """Parameters and buffers, each once."""
-    return [*{id(tensor): tensor for part in module.modules() for _, tensor in _own_tensors(part)}.values()]
-
-
-def _allocate(tensor: Tensor) -> Tensor:
-    """Give ``tensor`` memory in place, filled with a marker."""
-    values = torch.empty_like(tensor.detach(), device="cpu", requires_grad=False)
-    values.fill_(_marker(values.dtype))
-    fresh: Any = nn.Parameter(values, requires_grad=False) if isinstance(tensor, nn.Parameter) else values
+    ``Module.to_empty`` would make new objects, which are neither tied nor in the caller's lists, and empty those that
+    have values.
+    """
+    fresh: Any = torch.empty_like(tensor.detach(), device="cpu")
+    fresh.fill_(_marker(tensor.dtype))
     fresh.__class__ = type(tensor)
-    vars(fresh).update({name: value for name, value in vars(tensor).items() if name != _INITIALIZED})
+    vars(fresh).update(vars(tensor))
     fresh.requires_grad_(tensor.requires_grad)
     swap_tensors(tensor, fresh)  # type: ignore[no-untyped-call]
-    return tensor
 
 
 def _marker(dtype: torch.dtype) -> float | int | bool:
@@ -96,15 +91,18 @@ def _marker(dtype: torch.dtype) -> float | int | bool:
     return False if dtype is torch.bool else torch.iinfo(dtype).max
 
 
-def _settle(owners: set[nn.Module], fresh: list[Tensor], *, uninitialized_ok: bool) -> None:
+def _settle(module: nn.Module, fresh: Collection[int], *, uninitialized_ok: bool) -> None:
     """Zero or refuse uninitialized tensors."""
     missed: dict[str, str] = {}
-    for owner in owners:
-        for name, tensor in _own_tensors(owner):
-            has_marker = tensor.dtype is not torch.bool and any(tensor is one for one in fresh)
-            if has_marker and _is_marker(tensor).any():
-                missed.setdefault(type(owner).__name__, name)
-                tensor[_is_marker(tensor)] = 0
+    owned = ((part, *named) for part in module.modules() for named in _named_tensors(part, recurse=False))
+    for part, name, tensor in owned:
+        if id(tensor) not in fresh or tensor.dtype is torch.bool:
+            continue
+        marker = _marker(tensor.dtype)
+        is_missed = tensor.isnan() if marker != marker else tensor == marker
+        if is_missed.any():
+            missed.setdefault(type(part).__name__, name)
+            tensor.masked_fill_(is_missed, 0)
     if missed and not uninitialized_ok:
         shown = ", ".join(f"{kind} ({name})" for kind, name in sorted(missed.items())[:5])
         raise TypeError(
@@ -113,82 +111,32 @@ def _settle(owners: set[nn.Module], fresh: list[Tensor], *, uninitialized_ok: bo
         )
 
 
-def _is_marker(tensor: Tensor) -> Tensor:
-    value = _marker(tensor.dtype)
-    return tensor.isnan() if value != value else tensor == value
-
-
-_RESETS = ("reset_parameters", RESET_ATTENTION)
-_INITIALIZER = "_init_weights"
-_INITIALIZED = "_is_hf_initialized"  # transformers from 5.0 skips tensors with this mark
-
-
-def iterate_initializers(
-    module: nn.Module, model: nn.Module, empty: Container[nn.Module]
+def _iterate_initializers(
+    module: nn.Module, model: nn.Module, fresh: Collection[int]
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield named calls that initialize ``module``, a part of ``model``: resets first, and inner parts first.
-
-    ``empty``: modules that own a tensor without values, or have nothing else. Only these are initialized, except by an
-    ``_init_weights`` that spares marked tensors (:func:`spare_others`), which is called for modules around them, too:
-    some of transformers fill the weights of their children.
-    """
+    """Yield named calls that initialize the ``fresh`` tensors (ids) in ``module``, a part of ``model``."""
     names = {part: name for name, part in model.named_modules()}
-    inside = set(module.modules())
-    parts = [part for part in reversed(names) if part in inside]
-    for part in parts:
-        reset = next(filter(_takes, (getattr(part, name, None) for name in _RESETS)), None)
-        if part in empty and reset is not None:
-            yield f"{names[part]}:reset", _keeping(part, reset)
-    path = names[module].split(".")
-    around = [model.get_submodule(".".join(path[:length])) for length in reversed(range(len(path)))] if path[0] else []
-    for part in chain(parts, around):
-        owner = _find_owner(model, names[part])
-        if owner is not None and (part in empty or _spares(owner)):
-            scope = "" if part in inside else names[module]
-            yield f"{names[part]}:{scope}", _keeping(part, partial(getattr(owner, _INITIALIZER), part))
+    inside = [part for part in module.modules() if any(id(tensor) in fresh for _, tensor in _named_tensors(part))]
+    scopes = dict.fromkeys(reversed(inside), "")
+    scopes |= {part: names[module] for part in _outwards(model, names[module]) if part is not module}
+    for part, scope in scopes.items():
+        resets = (getattr(part, name, None) for name in _RESETS)
+        reset = next((call for call in resets if _takes(call) and call.__module__ != _TRANSFORMERS), None)
+        if reset is not None:
+            yield f"{names[part]}:{scope}:reset", reset
+    for part, scope in scopes.items():
+        initializers = (getattr(outer, _INITIALIZER, None) for outer in _outwards(model, names[part]))
+        initialize = next((call for call in initializers if _takes(call, part)), None)
+        if initialize is not None:
+            yield f"{names[part]}:{scope}", partial(initialize, part)
 
 
-@contextmanager
-def spare_others(model: nn.Module, fresh: Sequence[Tensor]) -> Iterator[None]:
-    """Mark all parameters and buffers of ``model`` but ``fresh`` ones as initialized, within the block."""
-    known = {id(tensor) for tensor in fresh}
-    others = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in known and not hasattr(t, _INITIALIZED)]
-    for tensor in others:
-        setattr(tensor, _INITIALIZED, True)
-    try:
-        yield
-    finally:
-        for tensor in others:
-            delattr(tensor, _INITIALIZED)
-
-
-def _keeping(part: nn.Module, initialize: Callable[[], object]) -> Callable[[], None]:
-    """Return ``initialize``, but marked tensors of ``part`` itself keep their values."""
-
-    def run() -> None:
-        saved = [(tensor, tensor.clone()) for _, tensor in _own_tensors(part) if hasattr(tensor, _INITIALIZED)]
-        initialize()
-        for tensor, values in saved:
-            tensor.copy_(values)
-
-    return run
-
-
-def _find_owner(model: nn.Module, name: str) -> nn.Module | None:
-    """Return the nearest module, from ``name`` outwards, that initializes its parts."""
-    parts = name.split(".") if name else []
-    for length in range(len(parts), -1, -1):
-        owner = model.get_submodule(".".join(parts[:length]))
-        if _takes(getattr(owner, _INITIALIZER, None), owner):
-            return owner
-    return None
-
-
-def _spares(owner: nn.Module) -> bool:
-    """Whether its ``_init_weights`` is transformers', which respects the mark; imports nothing."""
-    return hasattr(owner, "_initialize_weights") and any(
-        base.__module__ == "transformers.modeling_utils" for base in type(owner).__mro__
-    )
+def _outwards(model: nn.Module, name: str) -> Iterator[nn.Module]:
+    """Yield the module ``name`` of ``model`` and those around it, inner ones first."""
+    while name:
+        yield model.get_submodule(name)
+        name = name.rpartition(".")[0]
+    yield model
 
 
 def _takes(function: Any, *args: Any) -> bool:
@@ -197,3 +145,18 @@ def _takes(function: Any, *args: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return True
+
+
+class _Unchanged(UnwrappedMode):
+    """Skips writes to ``tensors`` in a ``with`` block: initializers write to all of a module, and to its children."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages = {storage_key(storage) for tensor in tensors for storage, _ in iterate_storages(tensor)}
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in iterate_written(func, args, kwargs):
+            if any(storage_key(storage) in self._storages for storage, _ in iterate_storages(tensor)):
+                return tensor
+        return func(*args, **kwargs or {})

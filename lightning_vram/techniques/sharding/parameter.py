@@ -142,7 +142,7 @@ class ShardedParameter(ParameterBase):
         """The gathered parameter while the group is gathered."""
         return self.whole if self.group.is_unsharded else None
 
-    def before_use(self) -> None:
+    def before_use(self, *unused: object) -> None:
         """Wait until the shard may be read and written, and update it from the gathered parameter."""
         self.group.steps.touch(self.flat_shard)
         if self.used is not None:

@@ -1,6 +1,6 @@
 """Undo FSDP2 on a module, or reset it after a failed iteration: PyTorch has nothing, or not enough, for it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -42,15 +42,14 @@ class WholeParameters:
     def __init__(self, module: nn.Module) -> None:
         parts = list(module.modules())
         self.can_restore = not any(p.is_meta for p in module.parameters())
-        self._marks = [(part, set(vars(part))) for part in parts]
-        self._places = [(part, key, p) for part in parts for key, p in own_parameters(part).items() if p is not None]
-        self._originals = {(id(part), key): p for part, key, p in self._places}
         self.shards: dict[nn.Parameter, nn.Parameter] = {}
-        self._classes: dict[int, type] = {}
+        owned = ((part, key, p) for part in parts for key, p in own_parameters(part).items())
+        self._originals = {(id(part), key): p for part, key, p in owned if p is not None}
+        self._as_was = {p: (type(p), p.device, p.shape, p.stride()) for p in self._originals.values()}
+        buffers = ((part, key, b) for part in parts for key, b in own_buffers(part).items())
+        self._buffers = [(part, key, b.device) for part, key, b in buffers if b is not None]
+        self._marks = [(part, set(vars(part))) for part in parts]
         self._hooks: list[RemovableHandle] = []
-        self._as_was = {id(p): (p.device, p.shape, p.stride()) for _, _, p in self._places}
-        buffers = [(part, key, b) for part in parts for key, b in own_buffers(part).items() if b is not None]
-        self._buffers = [(part, key, buffer.device) for part, key, buffer in buffers]
 
     @torch.no_grad()
     def make_contiguous(self, modules: Iterable[nn.Module]) -> None:
@@ -58,34 +57,30 @@ class WholeParameters:
 
         Convolutions run in ``channels_last`` if weight or input is: a hook converts the input.
         """
-        for part in {part: None for module in modules for part in module.modules()}:
-            for key, parameter in own_parameters(part).items():
-                if parameter is None or id(parameter) not in self._as_was:
-                    continue
-                _, shape, stride = self._as_was[id(parameter)]
-                is_last = len(shape) in _CHANNELS_LAST and stride[1] == 1 != stride[0] and stride[-1] == shape[1]
-                if is_last and key == "weight" and isinstance(part, ConvBase):
-                    arrange = partial(_arrange, _CHANNELS_LAST[len(shape)])
-                    self._hooks.append(part.register_forward_pre_hook(arrange))
-                if not parameter.is_contiguous():
-                    parameter.data = parameter.data.contiguous()
+        for part, key, parameter in _iterate_owned(modules):
+            if parameter not in self._as_was:  # sharded already
+                continue
+            _, _, shape, stride = self._as_was[parameter]
+            order = _CHANNELS_LAST.get(len(shape)) if key == "weight" and isinstance(part, ConvBase) else None
+            if order is not None and stride[1] == 1 != stride[0] and stride[-1] == shape[1]:
+                self._hooks.append(part.register_forward_pre_hook(partial(_arrange, order)))
+            if not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()
 
     def release(self, modules: Iterable[nn.Module]) -> None:
         """Free the memory of sharded parameters; the objects stay."""
-        for part in (part for module in modules for part in module.modules()):
-            for key, now in own_parameters(part).items():
-                original = self._originals.get((id(part), key))
-                if original is None or now is None or now is original or original in self.shards:
-                    continue
-                _hand_over(original, now)
-                _, shape, stride = self._as_was[id(original)]
-                if original.stride() != stride:
-                    vars(now)[WHOLE_LAYOUT] = torch.empty_strided(shape, stride, device="meta")
-                self.shards[original] = now
-                if self.can_restore:
-                    original.data = original.data.new_empty(0)
-                    self._classes[id(original)] = type(original)
-                    original.__class__ = ReleasedParameter
+        for part, key, shard in _iterate_owned(modules):
+            original = self._originals.get((id(part), key), shard)
+            if shard is original or original in self.shards:
+                continue
+            _hand_over(original, shard)
+            _, _, shape, stride = self._as_was[original]
+            if original.stride() != stride:
+                vars(shard)[WHOLE_LAYOUT] = torch.empty_strided(shape, stride, device="meta")
+            self.shards[original] = shard
+            if self.can_restore:
+                original.data = original.data.new_empty(0)
+                original.__class__ = ReleasedParameter
 
     @torch.no_grad()
     def restore(self, group: ShardedGroup) -> dict[nn.Parameter, nn.Parameter]:
@@ -94,7 +89,7 @@ class WholeParameters:
         for parameter in group.fsdp_params:
             (module, key), shard = place_of(parameter), parameter.sharded_param
             original = self._originals[id(module), key]
-            original.__class__ = self._classes.pop(id(original), type(original))
+            original.__class__ = self._as_was[original][0]
             original.grad = None
             is_alone = shard.device_mesh.size() == 1
             values = local_shard_of(shard).clone() if is_alone else shard.full_tensor()
@@ -113,8 +108,8 @@ class WholeParameters:
             buffer = own_buffers(part).get(key)
             if buffer is not None and buffer.device != device:
                 own_buffers(part)[key] = buffer.to(device)
-        for _, _, parameter in self._places:
-            if (parameter.device, parameter.shape, parameter.stride()) != self._as_was[id(parameter)]:
+        for parameter, (_, device, _, stride) in self._as_was.items():
+            if (parameter.device, parameter.stride()) != (device, stride):
                 gradient, parameter.grad = parameter.grad, None
                 parameter.data = self._placed(parameter.data, parameter)
                 parameter.grad = None if gradient is None else self._placed(gradient, parameter)
@@ -127,9 +122,14 @@ class WholeParameters:
 
     def _placed(self, values: Tensor, original: nn.Parameter) -> Tensor:
         """Return values on a parameter's original device, and in its memory layout."""
-        device, shape, stride = self._as_was[id(original)]
+        _, device, shape, stride = self._as_was[original]
         values = values.to(device)
         return stored_as(values, stride) if values.shape == shape else values
+
+
+def _iterate_owned(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    for part in (part for module in modules for part in module.modules()):
+        yield from ((part, key, parameter) for key, parameter in own_parameters(part).items() if parameter is not None)
 
 
 def _arrange(order: torch.memory_format, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -150,7 +150,7 @@ can_recover = can_reset  # whether PyTorch is 2.13 or newer
 
 
 def discard_failed_iteration(module: nn.Module) -> None:
-    """Reset all FSDP2 models in ``module`` after a failed forward or backward.
+    """Reset all FSDP2 models in ``module`` after a failed forward or backward; needs :func:`can_recover`.
 
     Call it outside the ``except`` block, when nothing holds the graph, on every rank: all must have failed or given up
     at the same collective. Afterwards parameters are sharded. Gradients accumulated unreduced
@@ -158,23 +158,13 @@ def discard_failed_iteration(module: nn.Module) -> None:
     save them before and put them back.
 
     Raises:
-        RuntimeError: If this PyTorch cannot do it, or ``module`` is only a part of an FSDP2 model.
+        RuntimeError: If ``module`` is only a part of an FSDP2 model.
     """
     parts = list(sharded_modules(module))
-    if not parts:
-        return
-    if not can_recover():
-        raise RuntimeError(
-            "An FSDP2 model cannot continue after a failed forward or backward before PyTorch 2.13: "
-            "upgrade, or choose a size that fits from the start."
-        )
-    roots = [part for part in parts if is_root(part)]
-    if not roots and any(is_root(part) is False for part in parts):
-        raise RuntimeError(
-            f"discard_failed_iteration(module) needs the whole FSDP2 model, got a submodule: {type(module).__name__}."
-        )
-    for root in roots:
-        root.reset_iter_state()
+    inner = {part for outer in parts for part in sharded_modules(outer) if part is not outer}
+    for part in parts:
+        if part not in inner and is_root(part) is not None:  # it ran
+            part.reset_iter_state()
     # PyTorch up to 2.14 keeps unreduced gradients, and the buffers of a layer whose all-gather ran out of memory.
     for parameter in (p for part in parts for group in groups_of(part) for p in group.fsdp_params):
         discard_step(parameter)

@@ -709,7 +709,7 @@ def test_two_ranks_train_as_one(tmp_path):
 
 
 def test_states_are_listed_while_a_step_makes_them():
-    member = SimpleNamespace(parameter=nn.Parameter(torch.ones(1)), state={})
+    member = SimpleNamespace(own_gradient=torch.ones(1), state={})
     is_over = threading.Event()
 
     def make_states():

@@ -31,7 +31,7 @@ def materialize_by_group(model: nn.Module, seed: int = 0) -> None:
     materialize(model, seed=seed)
 
 
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "nn_transformer"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_values_are_distributed_as_those_of_a_model_that_is_built_with_memory(name):
     plain, model = make_model(name), on_meta(ARCHITECTURES[name])
     tensors = [*model.parameters(), *model.buffers()]
@@ -101,6 +101,14 @@ def test_tied_parameters_stay_tied_and_keep_their_first_values():
     materialize(model, seed=0)
     assert model.head.weight is model.embedding.weight
     assert torch.equal(model.head.weight, before)
+
+
+def test_a_head_of_transformers_that_the_user_has_untied_stays_untied():
+    """Their ``init_weights`` would tie it again."""
+    model = on_meta(ARCHITECTURES["tied_llama"])
+    model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
+    materialize(model, seed=0)
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
 
 
 def test_frozen_parameters_stay_frozen_and_attributes_stay():
@@ -196,15 +204,40 @@ def test_a_block_can_be_sharded_before_the_next_one_has_memory(mesh):
     assert torch.equal(compute_loss("tiny_lm", model, inputs), compute_loss("tiny_lm", whole, inputs))
 
 
+class ResetsAll(nn.Module):
+    """Initializes all of its parts, as ``nn.Transformer``, and its own scale without ``reset_parameters``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.scale = nn.Parameter(torch.empty(2, 3))
+
+    def init_weights(self, gain: float = 2.0) -> None:
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.orthogonal_(parameter, gain)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.layers[0](hidden)
+
+
+def test_an_outer_initializer_reaches_parts_that_are_sharded_first_and_each_once(mesh):
+    model = on_meta(ResetsAll)
+    for number in (0, 1):
+        materialize(model.layers[number], seed=0, model=model)
+        fully_shard(model.layers[number], mesh=mesh)
+    model.layers[2] = nn.Linear(3, 3)
+    before = [layer.weight.detach().clone() for layer in model.layers]
+    materialize(model, seed=0)
+    first, second = (layer.weight.full_tensor() for layer in model.layers[:2])
+    for weight in (first, second):
+        torch.testing.assert_close(weight @ weight.T, 4 * torch.eye(3))
+    assert not torch.equal(first, second)
+    assert all(torch.equal(layer.weight, weight) for layer, weight in zip(model.layers, before, strict=True))
+    torch.testing.assert_close(model.scale @ model.scale.T, 4 * torch.eye(2))
+
+
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_lazy_layers_are_refused():
-    model = nn.Sequential(nn.LazyLinear(2))
-    with pytest.raises(
-        ValueError, match=r"^'0\.weight' has no shape yet: run the model on a batch before it is sharded"
-    ):
-        materialize(model, seed=0)
-
-
-def test_a_module_of_another_model_is_refused():
-    with pytest.raises(ValueError, match=r"^materialize\(model\) must contain the module, got Linear without it\.$"):
-        materialize(nn.Linear(1, 1), seed=0, model=nn.Linear(1, 1))
+    with pytest.raises(ValueError, match=r"^Attempted to use an uninitialized parameter .* Call `forward` with"):
+        materialize(on_meta(lambda: nn.LazyLinear(2)), seed=0)

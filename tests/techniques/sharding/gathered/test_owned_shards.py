@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_vram.private_names.fsdp2 import calls_derived_dispatch
-from lightning_vram.techniques.sharding.gathered import OwnedShard, disown, own
+from lightning_vram.techniques.sharding.gathered import OwnedTensor, disown, own
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 VALUES = torch.arange(6.0).view(3, 2)
@@ -26,7 +26,7 @@ class Owner:
         self.local, self.is_late = shard._local_tensor.detach(), is_late
         self.num_uses = self.num_writes = 0
 
-    def before_use(self):
+    def before_use(self, tensor):
         self.num_uses += 1
         if self.is_late:
             self.local.fill_(NEW)
@@ -60,7 +60,7 @@ def test_every_way_to_read_goes_through_the_owner(late, read):
     assert torch.equal(result, torch.full_like(result, NEW))
     assert owner.num_uses >= 1
     assert owner.num_writes == 0
-    assert type(parameter) is OwnedShard
+    assert type(parameter) is OwnedTensor
 
 
 def test_text_shows_what_was_written(late):
@@ -103,13 +103,13 @@ def test_the_owner_is_told_of_writes_to_the_shard_only(late, use, num_writes):
 def test_an_error_of_the_owner_reaches_the_reader_and_changes_nothing(late):
     parameter, owner = late
 
-    def fail():
+    def fail(tensor):
         raise PlantedError
 
     owner.before_use = fail
     with pytest.raises(PlantedError):
         parameter.norm()
-    assert type(parameter) is OwnedShard
+    assert type(parameter) is OwnedTensor
 
 
 def test_a_gradient_flows_to_the_shard(late):
@@ -147,7 +147,7 @@ def test_copies_and_files_are_plain_shards(shard):
     for twin in (copy.deepcopy(shard), pickle.loads(pickle.dumps(shard))):
         assert type(twin) is DTensor
         assert torch.equal(twin.full_tensor(), VALUES)
-    assert type(shard) is OwnedShard
+    assert type(shard) is OwnedTensor
 
 
 def test_without_an_owner_it_is_a_plain_shard(shard):
