@@ -39,25 +39,20 @@ def connect(cluster_environment: ClusterEnvironment, backend: str, *, timeout: t
     It is destroyed at exit without a barrier: a rank does not wait for one that died. NCCL connects at once, so network
     errors are raised here and not in the first collective.
     """
-    if not dist.is_available():
-        raise RuntimeError("This torch was built without torch.distributed: use one that has it, or a single device.")
     if dist.is_initialized():
         return
     rank, world_size = cluster_environment.global_rank(), cluster_environment.world_size()
     os.environ["MASTER_ADDR"] = cluster_environment.main_address
     os.environ["MASTER_PORT"] = str(cluster_environment.main_port)
     with naming_lost_peers(rank, world_size, lambda: "making the process group"):
-        store, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=timeout))
-        store.set_timeout(timeout)
+        store, *_ = next(rendezvous("env://", rank, world_size, timeout=timeout))
         store = attempt_store(store, rank, world_size, timeout)
         device_id = None if device.type == "cpu" else device
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
         )
     leave_group_at_exit()
-    rank_zero_info(
-        f"{'-' * 100}\ndistributed_backend={backend}\nAll {world_size} processes are connected.\n{'-' * 100}"
-    )
+    rank_zero_info(f"All {world_size} processes are connected, over {backend}.")
 
 
 class ConnectedStrategy(PlainStrategy):
@@ -154,17 +149,16 @@ class ConnectedStrategy(PlainStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if dist.is_available() and dist.is_initialized():
+        if dist.is_initialized():
             with self._named("barrier"):
                 dist.barrier(device_ids=None if self.root_device.type == "cpu" else [self.root_device.index])
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not (dist.is_available() and dist.is_initialized()):
-            return obj
         objects = [obj]
-        with self._named("broadcast"):
-            dist.broadcast_object_list(objects, src)
+        if dist.is_initialized():
+            with self._named("broadcast"):
+                dist.broadcast_object_list(objects, src)
         return objects[0]
 
     @override

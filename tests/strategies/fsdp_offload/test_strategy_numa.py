@@ -11,7 +11,7 @@ from support.offload_nets import Fused, leave_group
 
 from lightning_vram.core.processes import NumaBinding
 from lightning_vram.private_names.torch import bind_threads
-from lightning_vram.strategies.fsdp_offload import sharded
+from lightning_vram.strategies.fsdp_offload import strategy
 
 pytestmark = [
     pytest.mark.distributed,
@@ -36,7 +36,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         bind_threads(logical_cpu_indices={max(noted.before)})
         return NumaBinding(frozenset(noted.before), 1, "Rank 0 is on node 1.")
 
-    monkeypatch.setattr(sharded, "bind_to_node_of", bind)
+    monkeypatch.setattr(strategy, "bind_to_node_of", bind)
     return noted
 
 
