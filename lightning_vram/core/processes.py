@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -24,13 +23,13 @@ import torch.distributed as dist
 from lightning_vram.core.ranks import RankAgreement, gather_objects
 from lightning_vram.memory.device.accelerators import pci_address
 from lightning_vram.memory.host import (
-    BoundThreads,
     cores_by_node,
     cores_of_rank,
     machine_name,
     node_of_pci_device,
     own_cores,
 )
+from lightning_vram.private_names.torch import bind_threads
 
 # Destroying a group does not join gloo's threads while anybody (a wrapper, a mesh) still refers to it. One that drops
 # a tensor and asks for the interpreter's lock when Python is already ending would abort the process; torch has no call
@@ -58,24 +57,16 @@ def _leave() -> None:
 
 
 @dataclass(frozen=True)
-class _Claim:
-    machine: tuple[str, ...]
-    node: int | None  # of its device; None: it is not bound
-    cores: frozenset[int]  # that it will run on
-    nodes: frozenset[int]  # that it may run on now
-
-
-@dataclass(frozen=True)
 class NumaBinding:
-    """Bound threads of this rank, until :meth:`undo`."""
+    """All threads of this process, bound to the NUMA node of its device until :meth:`undo`."""
 
-    threads: BoundThreads
-    num_threads: int  # that this rank can keep busy while the other ranks of the node do the same
-    description: str  # which ranks of this machine are on which node
+    cores_before: frozenset[int]
+    num_threads: int  # that this rank can keep busy while the other ranks of the machine do the same
+    description: str
 
     def undo(self) -> None:
         """Let the threads run where they ran before."""
-        self.threads.undo()
+        bind_threads(logical_cpu_indices=set(self.cores_before))
 
 
 def bind_to_node_of(
@@ -87,36 +78,24 @@ def bind_to_node_of(
     process is bound already, or a node has no rank and ``idle_nodes_ok`` is false: its cores and memory bandwidth would
     be idle. ``root`` is where ``proc`` and ``sys`` are mounted.
     """
-    claim = _claim(device, root)
-    on_machine = [(rank, other) for rank, other in enumerate(gather_objects(claim)) if other.machine == claim.machine]
-    taken = {other.node for _, other in on_machine}
-    is_idle = any(node not in taken for _, other in on_machine for node in other.nodes)
-    if claim.node is None or claim.cores == own_cores() or (is_idle and not idle_nodes_ok):
+    own, address = own_cores(), pci_address(device)
+    usable: dict[int | None, frozenset[int]] = {node: cores & own for node, cores in cores_by_node(root).items()}
+    node = node_of_pci_device(address, root) if address is not None else None
+    cores = usable.get(node) or own
+    claims = [claim for claim in gather_objects((machine_name(), node, cores)) if claim[0] == machine_name()]
+    nodes = [other for _, other, _ in claims]
+    is_idle = any(of_node and each not in nodes for each, of_node in usable.items())
+    if cores == own or (is_idle and not idle_nodes_ok):
         return None
+    num_sharing = sum(not cores.isdisjoint(of_rank) for _, _, of_rank in claims)
     num_threads = cores_of_rank(local_world_size, root)  # before: then it counts those of all nodes
-    shares = (Fraction(1, sum(core in other.cores for _, other in on_machine)) for core in claim.cores)
     try:
-        threads = BoundThreads(claim.cores)
+        bind_threads(logical_cpu_indices=set(cores))
     except OSError:
         return None
-    return NumaBinding(threads, max(1, min(num_threads, int(sum(shares)))), _describe(on_machine))
-
-
-def _claim(device: torch.device, root: Path) -> _Claim:
-    nodes, own, address = cores_by_node(root), own_cores(), pci_address(device)
-    node = node_of_pci_device(address, root) if address is not None and len(nodes) > 1 else None
-    cores = nodes.get(node, frozenset()) & own if node is not None else frozenset()
-    usable = frozenset(number for number, of_node in nodes.items() if of_node & own)
-    return _Claim(machine_name(), node if cores else None, cores or own, usable)
-
-
-def _describe(on_machine: list[tuple[int, _Claim]]) -> str:
-    ranks: dict[int, list[int]] = {}
-    for rank, claim in on_machine:
-        if claim.node is not None:
-            ranks.setdefault(claim.node, []).append(rank)
-    nodes = "; ".join(f"{', '.join(map(str, ranks[node]))} on node {node}" for node in sorted(ranks))
-    return f"Threads and host memory of each rank are bound to the NUMA node of its device: rank {nodes}."
+    text = "Threads and host memory of each rank are bound to the NUMA node of its device"
+    num_threads = max(1, min(num_threads, len(cores) // num_sharing))
+    return NumaBinding(own, num_threads, f"{text}: the ranks of this machine to {', '.join(map(str, nodes))}.")
 
 
 Handler = Callable[[int, Any], Any] | int | None

@@ -193,35 +193,15 @@ def _describe_error(error: BaseException) -> tuple[int, str, str]:
     return rank, kind.__name__, str(error)
 
 
-# Nobody answered in time: the peer may still live. Of gloo, of the store, and of NCCL's watchdog.
-_SILENT = re.compile(
-    r"Timed out waiting \d"  # gloo: "... 3000ms for recv operation to complete"
-    r"|Timed out after \d+ seconds waiting for clients"  # TCPStore, on rank 0
-    r"|timed out connecting(?!.*refused)"
-    r"|Application timeout caused pair closure"  # gloo: another thread of this rank waited too long
-    r"|(failed to pass|timed out in) monitoredBarrier"
-    r"|wait timeout after \d+ ?ms"  # TCPStore
-    r"|client socket has timed out"
-    r"|Socket Timeout"
-    r"|Watchdog caught collective operation timeout"
-    r"|ran for \d+ milliseconds before timing out"
-    r"|NCCL operations have failed or timed out",
+# Words of gloo, of the store and of NCCL about a rank that did not answer in time, or whose connection broke.
+_LOST = re.compile(
+    r"timed out (waiting \d|after \d+ seconds waiting|connecting|in monitoredBarrier)|failed to pass monitoredBarrier"
+    r"|timeout caused pair closure|wait timeout after|socket has timed out|socket timeout|watchdog caught collective"
+    r"|before timing out|operations have failed or timed out|connection (reset|closed|refused|was likely closed)"
+    r"|broken pipe|socket closed|ncclRemoteError|remote process exit|communicator was aborted",
     re.IGNORECASE,
 )
-# A connection broke: the process behind it is gone. Searched second, since a timeout on one pair breaks the others.
-_BROKEN = re.compile(
-    r"Connection (reset|closed) by (remote )?peer"
-    r"|Connection refused"
-    r"|Broken pipe"
-    r"|Connection was likely closed"  # TCPStore: "failed to recv, got 0 bytes ..."
-    r"|Socket closed"
-    r"|ncclRemoteError|remote process (exited|exiting)"
-    r"|NCCL communicator was aborted",
-    re.IGNORECASE,
-)
-_ADDRESS = re.compile(r"\[([0-9a-f.:]+)\]:\d+|\b(\d+\.\d+\.\d+\.\d+)<\d+>", re.IGNORECASE)  # gloo; NCCL
 _log = logging.getLogger(__name__)
-_LOOK = "See the log of the rank that failed first"
 
 
 class LostPeerError(RuntimeError):
@@ -231,116 +211,64 @@ class LostPeerError(RuntimeError):
 class naming_lost_peers:  # noqa: N801 - a context, used as one
     """A context in which the loss of another rank is raised, and logged, as a :class:`LostPeerError`.
 
-    The backends' "Connection reset by peer" and "Timed out waiting 1800000ms" name no rank, step or cause: ``describe``
-    is called after an error and says where the run is. It has no state, and may be nested: the innermost one names the
-    place. Only a ``RuntimeError`` with the words of a ``torch.distributed`` backend or its store counts; out of memory,
-    and all else, passes unchanged.
+    It adds rank and place to the words of the ``torch.distributed`` backend: ``describe`` is called after an error and
+    returns the place. Contexts may be nested: the innermost one names the place. Out of memory, and all other errors,
+    pass unchanged.
 
     Example:
-        >>> with naming_lost_peers(0, 2, lambda: "step 12, backward", timedelta(minutes=30)):
+        >>> with naming_lost_peers(0, 2, lambda: "step 12, backward"):
         ...     pass
     """
 
-    def __init__(self, rank: int, world_size: int, describe: Callable[[], str], timeout: timedelta) -> None:
-        self._rank = rank
-        self._world_size = world_size
-        self._describe = describe
-        self._timeout = timeout
+    def __init__(self, rank: int, world_size: int, describe: Callable[[], str]) -> None:
+        self._rank, self._world_size, self._describe = rank, world_size, describe
 
     def __enter__(self) -> None:
         """Do nothing."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Log and raise a :class:`LostPeerError` in place of the backend's error; let any other pass."""
-        if error is None or not isinstance(error, RuntimeError) or isinstance(error, LostPeerError):
+        if not isinstance(error, RuntimeError) or isinstance(error, LostPeerError):
             return
-        text = str(error)
-        if isinstance(error, RankAgreementError):  # the backend's words are what it was raised from
-            text = f"{text} {error.__cause__}"
-        if _SILENT.search(text):
-            message = self._silent()
-        elif _BROKEN.search(text):
-            message = self._broken(text)
-        else:
-            return
-        if not is_out_of_memory(error):  # NCCL, too, reports memory that ran out as a failed system call
+        words = str(error.__cause__ if isinstance(error, RankAgreementError) else error).rstrip(".")
+        if _LOST.search(words) and not is_out_of_memory(error):  # NCCL reports memory that ran out as a failed call
+            message = (
+                f"Rank {self._rank} of {self._world_size} on {socket.gethostname()}, {self._describe()}, lost another "
+                f"rank: {words}. See the log of the rank that failed first; if it is only slow, increase `timeout=`."
+            )
             _log.error(message)  # at once: srun and torchrun end this process, too, maybe before Python's traceback
             raise LostPeerError(message) from error
 
-    def _silent(self) -> str:
-        return (
-            f"{self._here()} waited {self._timeout.total_seconds():g} s for another rank, which did not answer: "
-            f"it hangs, has died, or runs other collectives. {_LOOK}; if it is only slow, increase `timeout=`."
-        )
-
-    def _broken(self, text: str) -> str:
-        found = _ADDRESS.search(text)
-        peer = f"a process on {found[1] or found[2]}" if found else "another rank"
-        return (
-            f"{self._here()} lost {peer}: the connection broke. It failed with an error, or was killed, for example "
-            f"for lack of host memory. {_LOOK}."
-        )
-
-    def _here(self) -> str:
-        return f"Rank {self._rank} of {self._world_size} on {socket.gethostname()}, {self._describe()},"
-
 
 _POLL_SECONDS = 0.01
-_MEETING = "lightning_vram/attempt"
 
 
 def attempt_store(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
     """Return a view of ``store`` which holds nothing of an earlier attempt; a collective over all ranks.
 
-    ``torchrun`` restarts its workers, but their store belongs to the agent and lives on: the second attempt connects to
-    the addresses of dead processes ("Gloo connectFullMesh failed ... Connection refused"), since newer releases of
-    torch put no ``/worker/attempt_N`` before the keys. So rank 0 draws a new prefix, and all agree on it. Stale keys
-    mislead no rank: each answer is filed under a number that its reader drew. Without an agent the store is new.
+    ``torchrun`` restarts its workers, but its agent keeps their store, with the addresses of dead processes, and counts
+    restarts on each node by itself (pytorch#135712). So rank 0 draws a prefix for this attempt, and hands it out until
+    all have it: under a number that each rank draws, so that no rank reads an earlier answer.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return store
-    meeting = PrefixStore(_MEETING, store)
-    prefix = _hand_out(meeting, world_size, timeout) if rank == 0 else _ask(meeting, rank, timeout)
-    return PrefixStore(prefix, store)
-
-
-def _hand_out(store: Store, world_size: int, timeout: timedelta) -> str:
-    """Answer every rank until all have confirmed: a hello may be of the dead attempt, and be written anew."""
-    prefix = f"{_MEETING}/{uuid.uuid4().hex}"
-    answered = dict.fromkeys(range(1, world_size), "")
+    own = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"lightning_vram/{rank}", own)
+        store.wait([own], timeout)
+        prefix = store.get(own).decode()
+        store.add(prefix, 1)
+        return PrefixStore(prefix, store)
+    keys = [f"lightning_vram/{each}" for each in range(1, world_size)]
+    store.wait(keys, timeout)
     deadline = time.monotonic() + timeout.total_seconds()
-    while True:
-        for rank, nonce in list(answered.items()):
-            if store.check([f"confirmed/{prefix}/{rank}"]):
-                del answered[rank]
-            elif store.check([f"hello/{rank}"]) and (fresh := store.get(f"hello/{rank}").decode()) != nonce:
-                store.set(f"ack/{rank}/{fresh}", prefix)
-                answered[rank] = fresh
-        if not answered:
-            return prefix
+    while store.add(own, 0) < len(keys):
         if time.monotonic() > deadline:
-            missing = ", ".join(map(str, answered))
-            raise LostPeerError(_too_late(0, timeout, f"rank(s) {missing} of {world_size}"))
+            raise dist.DistStoreError(f"wait timeout after {timeout.total_seconds():g} s, keys: {keys}")
+        for answer in store.multi_get(keys):  # of this attempt, or still of an earlier one
+            store.set(answer.decode(), own)
         time.sleep(_POLL_SECONDS)
-
-
-def _ask(store: Store, rank: int, timeout: timedelta) -> str:
-    nonce = uuid.uuid4().hex
-    store.set(f"hello/{rank}", nonce)
-    try:
-        store.wait([f"ack/{rank}/{nonce}"], timeout)
-    except RuntimeError as error:  # DistStoreError, and DistNetworkError if the agent is gone
-        raise LostPeerError(_too_late(rank, timeout, "rank 0")) from error
-    prefix = store.get(f"ack/{rank}/{nonce}").decode()
-    store.set(f"confirmed/{prefix}/{rank}", nonce)
-    return prefix
-
-
-def _too_late(rank: int, timeout: timedelta, who: str) -> str:
-    return (
-        f"Rank {rank} waited {timeout.total_seconds():g} s to create the process group, but {who} did not connect. See "
-        "the log of that rank; if it only starts slowly, increase `timeout=`."
-    )
+    return PrefixStore(own, store)
 
 
 _MISSING = "is missing"

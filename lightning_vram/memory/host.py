@@ -3,8 +3,7 @@
 import os
 import re
 import socket
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -96,7 +95,6 @@ def _number(file: Path) -> int | None:
 
 
 _NO_NODE = -1
-_TASKS = Path("/proc/self/task")
 
 
 def cores_by_node(root: Path = Path("/")) -> dict[int, frozenset[int]]:
@@ -122,33 +120,6 @@ def node_of_pci_device(address: str, root: Path = Path("/")) -> int | None:
 def own_cores() -> frozenset[int]:
     """Return the cores that this thread may run on; none where the system does not tell (macOS, Windows)."""
     return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
-
-
-class BoundThreads:
-    """Bind all threads of this process, and those they start, to ``cores`` until :meth:`undo`."""
-
-    def __init__(self, cores: Iterable[int]) -> None:
-        cores = set(cores)
-        self._of_all = own_cores()
-        self._before: dict[int, frozenset[int]] = {}
-        os.sched_setaffinity(0, cores)  # first, so that an error leaves nothing half done
-        for thread in _threads():
-            with suppress(OSError):  # one that has ended meanwhile
-                is_own = thread == threading.get_native_id()
-                self._before[thread] = self._of_all if is_own else frozenset(os.sched_getaffinity(thread))
-                os.sched_setaffinity(thread, cores)
-
-    def undo(self) -> None:
-        """Let each thread run where it could before; younger ones where the thread that was bound could."""
-        for thread in _threads():
-            with suppress(OSError):
-                os.sched_setaffinity(thread, self._before.get(thread, self._of_all))
-
-
-def _threads() -> list[int]:
-    with suppress(OSError):
-        return [int(name) for name in os.listdir(_TASKS)]
-    return [threading.get_native_id()]
 
 
 def _parse_list(text: str) -> frozenset[int]:

@@ -23,6 +23,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
 from torch.nn.modules.loss import _Loss as LossBase
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.nn.utils import parametrize
+from torch.numa.binding import _bind_all_threads_in_current_process_to_logical_cpus as bind_threads
 from torch.optim import Optimizer
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils import _foreach_utils
@@ -39,6 +40,7 @@ __all__ = [
     "LossBase",
     "NormBase",
     "StopRecomputation",
+    "bind_threads",
     "tree_flatten",
     "tree_is_leaf",
     "tree_leaves",

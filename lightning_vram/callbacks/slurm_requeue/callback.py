@@ -136,7 +136,7 @@ class SlurmRequeue(Callback):
             let_through()
             return
         self._peers = naming_lost_peers(
-            trainer.global_rank, trainer.world_size, lambda: f"step {trainer.global_step}, after a batch", timeout
+            trainer.global_rank, trainer.world_size, lambda: f"step {trainer.global_step}, after a batch"
         )
         self._replace_handlers(trainer)
         vote = StopVote(self._agreement, self._signals)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import lightning.pytorch as pl
 import torch
@@ -25,23 +25,24 @@ from lightning_vram.precision import LeanMixedPrecision
 
 Master = Literal["fp32", "split"]
 Offload = Literal["params", "optimizer", "none"]
-OffloadPart = Literal["parameters", "gradients", "optimizer"]
 DeviceBytes = int | float | str | None
 Shard = Literal["full", "grad_op", "hybrid"]
 StateDictType = Literal["full", "sharded"]
 Wrap = str | Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool]
 NAME = "FSDPOffloadStrategy"
-_CHOICES: dict[str, Any] = {
-    "offload": Offload,
-    "master": Master,
-    "host_state": HostState,
-    "shard": Shard,
-    "state_dict_type": StateDictType,
+_ON_HOST = {  # arguments that need an offload, and what they do
+    "pin_memory": "pins offloaded tensors, but offload='none' offloads none.",
+    "bind_to_numa_node": "binds the threads of optimizer steps on the host, but offload='none' has none.",
+    "master": "is a format of weights on the host, but offload='none' keeps them on the device.",
+    "host_state": "is a format of moments on the host, but offload='none' keeps them on the device. Use "
+    "MomentsInBF16 or LowBitOptimizer there.",
+    "nvme_path": "stores optimizer state of steps on the host, but offload='none' has none.",
 }
-_PARTS: dict[frozenset[str], Offload] = {
-    frozenset(("parameters", "gradients", "optimizer")): "params",
-    frozenset(("gradients", "optimizer")): "optimizer",
-    frozenset(): "none",
+_UNSUPPORTED: dict[type[pl.Callback], str] = {
+    StochasticWeightAveraging: "it copies the module, and a sharded module cannot be copied. Use WeightAveraging, "
+    "or train with 'ddp' or a single device.",
+    ModelPruning: "it replaces parameters, which a sharded module does not support. Prune with 'ddp' or a single "
+    "device.",
 }
 
 
@@ -72,63 +73,25 @@ class OffloadArguments:
 
 def check_arguments(**given: Any) -> OffloadArguments:
     """Check each argument, and combinations."""
-    given["offload"] = _read_offload(given["offload"])
-    for key, kind in _CHOICES.items():
-        if given[key] not in get_args(kind):
-            raise ValueError(
-                f"{NAME}({key}) must be one of {', '.join(map(repr, get_args(kind)))}, got {given[key]!r}."
-            )
+    if given["reshard_after_forward"] is None:
+        given["reshard_after_forward"] = given["shard"] != "grad_op"
+    for key, kind in get_type_hints(OffloadArguments).items():
+        _check_kind(f"{NAME}({key})", given[key], kind)
     _check_wrap(given["wrap"])
-    check_positive_int(f"{NAME}(min_params)", given["min_params"])
-    for key in ("cpu_threads", "data_parallel_replicate_size"):
-        if given[key] is not None:
-            check_positive_int(f"{NAME}({key})", given[key])
-    for key in ("narrow_transfers", "async_save", "verify", "init_on_meta"):
-        check_bool(f"{NAME}({key})", given[key])
-    for key in ("bind_to_numa_node", "pin_memory", "reshard_after_forward"):
-        if given[key] is not None:
-            check_bool(f"{NAME}({key})", given[key])
     _check_together(given)
-    return OffloadArguments(
-        **given
-        | {
-            "reshard_after_forward": _choose_reshard(given["shard"], given["reshard_after_forward"]),
-            "device_bytes": _read_device_bytes(given["device_bytes"], given["offload"]),
-            "nvme_path": _check_path(given["nvme_path"], given["offload"]),
-            "timeout": _read_timeout(given["timeout"]),
-        }
-    )
+    given["device_bytes"] = _read_device_bytes(given["device_bytes"], given["offload"])
+    given["nvme_path"] = _read_path(given["nvme_path"])
+    given["timeout"] = _read_timeout(given["timeout"])
+    return OffloadArguments(**given)
 
 
-def _read_offload(offload: Any) -> Any:
-    """Convert a list of offloaded tensors to a mode."""
-    if not isinstance(offload, set | frozenset | list | tuple):
-        return offload
-    mode = _PARTS.get(frozenset(offload)) if all(isinstance(part, str) for part in offload) else None
-    if mode is None:
-        known = ", ".join(f"[{', '.join(map(repr, parts))}]" for parts in (sorted(one) for one in _PARTS))
-        raise ValueError(
-            f"{NAME}(offload) as a list must be one of {known}, in any order, got {offload!r}: offloading "
-            "parameters offloads gradients, and offloading gradients offloads the optimizer."
-        )
-    return mode
-
-
-def _read_device_bytes(device_bytes: Any, offload: str) -> Any:
-    if device_bytes is None:
-        return None
-    if offload != "params":
-        raise ValueError(
-            f"{NAME}(device_bytes={device_bytes!r}) chooses what stays on the device: it needs the default "
-            f"offload='params', got offload={offload!r}."
-        )
-    if isinstance(device_bytes, float):
-        if not 0 <= device_bytes <= 1:
-            raise ValueError(
-                f"{NAME}(device_bytes) as a float is a share of the model state, from 0.0 to 1.0, got {device_bytes}."
-            )
-        return device_bytes
-    return "auto" if device_bytes == "auto" else parse_bytes(device_bytes, f"{NAME}(device_bytes)")
+def _check_kind(name: str, value: Any, kind: Any) -> None:
+    if get_origin(kind) is Literal and value not in get_args(kind):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(kind)))}, got {value!r}.")
+    if kind is bool or (kind == bool | None and value is not None):
+        check_bool(name, value)
+    if kind is int or (kind == int | None and value is not None):
+        check_positive_int(name, value)
 
 
 def _check_wrap(wrap: Any) -> None:
@@ -141,50 +104,45 @@ def _check_wrap(wrap: Any) -> None:
 
 
 def _check_together(given: dict[str, Any]) -> None:
+    for key, text in _ON_HOST.items() if given["offload"] == "none" else ():
+        if given[key] not in (None, False, "fp32"):
+            raise ValueError(f"{NAME}({key}={given[key]!r}) {text}")
     if given["data_parallel_replicate_size"] is not None and given["shard"] != "hybrid":
         raise ValueError(
             f"{NAME}(data_parallel_replicate_size={given['data_parallel_replicate_size']}) needs shard='hybrid', got "
             f"shard={given['shard']!r}."
         )
-    if given["pin_memory"] and given["offload"] == "none":
-        raise ValueError(f"{NAME}(pin_memory=True) pins offloaded tensors, but offload='none' offloads none.")
-    if given["bind_to_numa_node"] and given["offload"] == "none":
-        raise ValueError(
-            f"{NAME}(bind_to_numa_node=True) binds the threads of optimizer steps on the host, but offload='none' has "
-            "none."
-        )
-    if given["master"] == "split" and given["offload"] == "none":
-        raise ValueError(
-            f"{NAME}(master='split') is a format of weights on the host, but offload='none' keeps them on the device."
-        )
-    if given["host_state"] != "fp32" and given["offload"] == "none":
-        raise ValueError(
-            f"{NAME}(host_state={given['host_state']!r}) is a format of moments on the host, but offload='none' keeps "
-            "them on the device. Use MomentsInBF16 or LowBitOptimizer there."
-        )
     if given["master"] == "split" and not given["narrow_transfers"]:
         raise ValueError(
             f"{NAME}(master='split') needs 16-bit transfers, got narrow_transfers=False. Leave one of them out."
         )
-
-
-def _choose_reshard(shard: str, reshard_after_forward: Any) -> bool:
-    if shard == "grad_op" and reshard_after_forward:
+    if given["shard"] == "grad_op" and given["reshard_after_forward"]:
         raise ValueError(
             f"{NAME}(shard='grad_op') keeps layers whole after the forward, but reshard_after_forward=True shards "
             "them. Leave one of them out."
         )
-    return shard != "grad_op" if reshard_after_forward is None else bool(reshard_after_forward)
 
 
-def _check_path(path: Any, offload: str) -> Path | None:
-    if path is None:
+def _read_device_bytes(device_bytes: Any, offload: str) -> Any:
+    if device_bytes is None:
         return None
-    if offload == "none":
-        raise ValueError(f"{NAME}(nvme_path) stores optimizer state of steps on the host, but offload='none' has none.")
-    if not isinstance(path, str | Path):
+    if offload != "params":
+        raise ValueError(
+            f"{NAME}(device_bytes={device_bytes!r}) chooses what stays on the device: it needs the default "
+            f"offload='params', got offload={offload!r}."
+        )
+    is_share = isinstance(device_bytes, float)
+    if is_share and not 0 <= device_bytes <= 1:
+        raise ValueError(
+            f"{NAME}(device_bytes) as a float is a share of the model state, from 0.0 to 1.0, got {device_bytes}."
+        )
+    return device_bytes if is_share or device_bytes == "auto" else parse_bytes(device_bytes, f"{NAME}(device_bytes)")
+
+
+def _read_path(path: Any) -> Path | None:
+    if path is not None and not isinstance(path, str | Path):
         raise TypeError(f"{NAME}(nvme_path) must be a path or None, got {path!r} of type {type(path).__name__}.")
-    return Path(path)
+    return None if path is None else Path(path)
 
 
 def _read_timeout(timeout: Any) -> timedelta:
@@ -195,23 +153,12 @@ def _read_timeout(timeout: Any) -> timedelta:
     return period
 
 
-def check_run(trainer: pl.Trainer, name: str) -> None:
-    """Refuse callbacks that cannot work with sharded parameters."""
+def check_run(trainer: pl.Trainer, device: torch.device, device_bytes: DeviceBytes, name: str) -> None:
+    """Refuse unsupported callbacks, and ``device_bytes="auto"`` without allocator statistics."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging):
-            raise MisconfigurationException(
-                f"{type(callback).__name__} does not work with {name}: it copies the module, and a sharded module "
-                "cannot be copied. Use WeightAveraging, or train with 'ddp' or a single device."
-            )
-        if isinstance(callback, ModelPruning):
-            raise MisconfigurationException(
-                f"{type(callback).__name__} does not work with {name}: it replaces parameters, which a sharded module "
-                "does not support. Prune with 'ddp' or a single device."
-            )
-
-
-def check_device_bytes(device_bytes: Any, device: torch.device, name: str) -> None:
-    """Refuse ``device_bytes="auto"`` without allocator statistics."""
+        for kind, reason in _UNSUPPORTED.items():
+            if isinstance(callback, kind):
+                raise MisconfigurationException(f"{type(callback).__name__} does not work with {name}: {reason}")
     if device_bytes == "auto" and not has_cache(device):
         raise MisconfigurationException(
             f"{name}(device_bytes='auto') measures free device memory, and {device} has no allocator statistics. Give "
@@ -220,16 +167,12 @@ def check_device_bytes(device_bytes: Any, device: torch.device, name: str) -> No
 
 
 def check_module(module: pl.LightningModule, name: str) -> None:
-    """Refuse a module without parameters."""
+    """Refuse a module without parameters, and layers with sparse gradients."""
     if next(module.parameters(), None) is None:
         raise ValueError(
             f"{name}: {type(module).__name__} has no parameters to shard. Create its layers in __init__ or "
             "configure_model, or use a single device."
         )
-
-
-def check_gradients(module: nn.Module, name: str) -> None:
-    """Refuse layers with sparse gradients."""
     for path, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             raise ValueError(

@@ -1,9 +1,6 @@
 """Processes of a run: how they connect, and name a lost one."""
 
-import logging
 import os
-from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -30,22 +27,10 @@ from lightning_vram.private_names.lightning import (
 )
 from lightning_vram.strategies.fsdp_offload.arguments import OffloadArguments
 
-_log = logging.getLogger(__name__)
-
 
 def default_backend(device: torch.device) -> str:
-    """Choose the backend for training on ``device``, with gloo for tensors on the host.
-
-    Example:
-        >>> default_backend(torch.device("cuda", 0))
-        'cpu:gloo,cuda:nccl'
-    """
-    if device.type == "cpu":
-        return "gloo"
-    own = dist.Backend.default_device_backend_map.get(device.type)
-    if own is None:
-        raise ValueError(f"default_backend(device) does not know a backend for {device.type!r}; pass one by name.")
-    return f"cpu:gloo,{device.type}:{own}"
+    """Choose the backend for training on ``device``, with gloo for tensors on the host."""
+    return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
 def connect(cluster_environment: ClusterEnvironment, backend: str, *, timeout: timedelta, device: torch.device) -> None:
@@ -54,30 +39,20 @@ def connect(cluster_environment: ClusterEnvironment, backend: str, *, timeout: t
     It is destroyed at exit without a barrier: a rank does not wait for one that died. NCCL connects at once, so network
     errors are raised here and not in the first collective.
     """
-    if not dist.is_available():
-        raise RuntimeError("This torch was built without torch.distributed: use one that has it, or a single device.")
     if dist.is_initialized():
-        _log.debug("Using the existing process group.")
         return
     rank, world_size = cluster_environment.global_rank(), cluster_environment.world_size()
     os.environ["MASTER_ADDR"] = cluster_environment.main_address
     os.environ["MASTER_PORT"] = str(cluster_environment.main_port)
-    _log.info("Connecting rank %d of %d over %s.", rank, world_size, backend)
-    with naming_lost_peers(rank, world_size, lambda: "making the process group", timeout):
-        store, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=timeout))
-        store.set_timeout(timeout)
+    with naming_lost_peers(rank, world_size, lambda: "making the process group"):
+        store, *_ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+        store = attempt_store(store, rank, world_size, timeout)
+        device_id = None if device.type == "cpu" else device
         dist.init_process_group(
-            backend,
-            store=attempt_store(store, rank, world_size, timeout),
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-            device_id=None if device.type == "cpu" else device,
+            backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
         )
     leave_group_at_exit()
-    rank_zero_info(
-        f"{'-' * 100}\ndistributed_backend={backend}\nAll {world_size} processes are connected.\n{'-' * 100}"
-    )
+    rank_zero_info(f"All {world_size} processes are connected, over {backend}.")
 
 
 class ConnectedStrategy(PlainStrategy):
@@ -90,10 +65,8 @@ class ConnectedStrategy(PlainStrategy):
         self.arguments = arguments
         super().__init__(*given)
         self.num_nodes = 1
-        self._backend = process_group_backend
+        self.process_group_backend = process_group_backend
         self._mesh: DeviceMesh | None = None
-        self._peers: naming_lost_peers | None = None
-        self._phase = "setup"
 
     @property
     def is_distributed(self) -> bool:
@@ -110,11 +83,6 @@ class ConnectedStrategy(PlainStrategy):
     def num_processes(self) -> int:
         """Processes on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def process_group_backend(self) -> str | None:
-        """Backend of the process group."""
-        return self._backend
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -145,19 +113,15 @@ class ConnectedStrategy(PlainStrategy):
         self.set_world_ranks()
         if self.world_size > 1:  # a run on one rank draws the same numbers as the baseline
             reset_seed()
-        self._backend = self._backend or default_backend(self.root_device)
-        self._check_backend(self._backend)
-        self._peers = naming_lost_peers(self.global_rank, self.world_size, self._describe, self.arguments.timeout)
-        with self._peers:
-            connect(self.cluster_environment, self._backend, timeout=self.arguments.timeout, device=self.root_device)
-            self._mesh = self._make_mesh()
-
-    def _check_backend(self, backend: str) -> None:
+        backend = self.process_group_backend = self.process_group_backend or default_backend(self.root_device)
         if self.arguments.offload != "none" and "gloo" not in backend:
             raise ValueError(
                 f"FSDPOffloadStrategy(process_group_backend={backend!r}) has no backend for host tensors: use "
                 "'cpu:gloo,cuda:nccl', or leave it out."
             )
+        with self._named("setup"):
+            connect(self.cluster_environment, backend, timeout=self.arguments.timeout, device=self.root_device)
+            self._mesh = self._make_mesh()
 
     def set_world_ranks(self) -> None:
         """Set the rank in the environment and for loggers."""
@@ -185,17 +149,16 @@ class ConnectedStrategy(PlainStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if dist.is_available() and dist.is_initialized():
+        if dist.is_initialized():
             with self._named("barrier"):
                 dist.barrier(device_ids=None if self.root_device.type == "cpu" else [self.root_device.index])
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not (dist.is_available() and dist.is_initialized()):
-            return obj
         objects = [obj]
-        with self._named("broadcast"):
-            dist.broadcast_object_list(objects, src)
+        if dist.is_initialized():
+            with self._named("broadcast"):
+                dist.broadcast_object_list(objects, src)
         return objects[0]
 
     @override
@@ -205,18 +168,10 @@ class ConnectedStrategy(PlainStrategy):
         with self._named("reduce"):
             return reduce_over_ranks(tensor, group, reduce_op)
 
-    @contextmanager
-    def _named(self, phase: str) -> Generator[None, None, None]:
-        """Name the current phase in errors about a lost rank."""
-        outer, self._phase = self._phase, phase
-        try:
-            with self._peers or nullcontext():
-                yield
-        finally:
-            self._phase = outer
+    def _named(self, phase: str) -> naming_lost_peers:
+        """Name step and phase in errors about a lost rank."""
+        return naming_lost_peers(self.global_rank, self.world_size, lambda: f"step {self._count_steps()}, {phase}")
 
-    def _describe(self) -> str:
-        module = self.lightning_module
-        trainer = find_trainer(module) if module is not None else None
-        step = trainer.global_step if trainer is not None else 0
-        return f"step {step}, {self._phase}"
+    def _count_steps(self) -> int:
+        trainer = find_trainer(self.lightning_module) if self.lightning_module is not None else None
+        return trainer.global_step if trainer is not None else 0

@@ -1,12 +1,10 @@
 """Patches of Lightning for sharded parameters, and when steps may be early."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.distributed.tensor import DTensor
@@ -21,46 +19,38 @@ from lightning_vram.private_names.lightning import runs_in_hook
 from lightning_vram.techniques.sharding import FullSharding
 
 
-def clip_on_shards(precision: Precision, optimizers: HostOptimizers, may_wait: Callable[[], bool]) -> list[MethodPatch]:
-    """Clip on the local gradients, for any plugin: the dispatch of ``DTensor`` takes longer than the arithmetic."""
+def patch_trainer(trainer: pl.Trainer, optimizers: HostOptimizers, sharding: FullSharding) -> list[MethodPatch]:
+    """Make clipping, ``toggle_optimizer`` and ``log`` work on shards; steps are early where nothing reads gradients."""
+    module, precision = trainer.lightning_module, trainer.precision_plugin
+    optimizers.may_step_early = EarlySteps(trainer)
 
+    # for any plugin, on the local gradients: the dispatch of DTensor takes longer than the arithmetic
     def clip_norm(optimizer: Optimizer, clip_val: float) -> None:
-        optimizers.clip_norm(optimizer, clip_val, may_wait=may_wait())
+        optimizers.clip_norm(optimizer, clip_val, may_wait=may_clip_late(trainer))
 
     def clip_value(optimizer: Optimizer, clip_val: float) -> None:
         clip_sharded_values(iterate_parameters(optimizer), clip_val)
 
-    return [
-        MethodPatch(precision, "clip_grad_by_norm", replace_by(clip_norm)),
-        MethodPatch(precision, "clip_grad_by_value", replace_by(clip_value)),
-    ]
+    def follow(toggle: Callable[..., None]) -> Callable[..., None]:
+        def toggle_gathered(*args: Any, **kwargs: Any) -> None:
+            toggle(*args, **kwargs)
+            sharding.agree_on_gradients()
 
+        return toggle_gathered
 
-def follow_toggles(module: pl.LightningModule, sharding: FullSharding) -> list[MethodPatch]:
-    """Apply ``toggle_optimizer`` of manual optimization to gathered parameters, too."""
-    follow = partial(_then, sharding.agree_on_gradients)
-    return [MethodPatch(module, name, follow) for name in ("toggle_optimizer", "untoggle_optimizer")]
-
-
-def log_numbers(module: pl.LightningModule) -> MethodPatch:
-    """Convert sharded tensors to numbers for ``module.log``, which could not add them up."""
-
-    def make(log: Callable[..., None]) -> Callable[..., None]:
-        def log_number(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    def take_numbers(log: Callable[..., None]) -> Callable[..., None]:
+        def log_number(name: str, value: Any, *args: Any, **kwargs: Any) -> None:  # it could not add up sharded tensors
             log(name, value.item() if isinstance(value, DTensor) else value, *args, **kwargs)
 
         return log_number
 
-    return MethodPatch(module, "log", make)
-
-
-def _then(follow: Callable[[], None], inner: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result = inner(*args, **kwargs)
-        follow()
-        return result
-
-    return call
+    return [
+        MethodPatch(precision, "clip_grad_by_norm", replace_by(clip_norm)),
+        MethodPatch(precision, "clip_grad_by_value", replace_by(clip_value)),
+        MethodPatch(module, "toggle_optimizer", follow),
+        MethodPatch(module, "untoggle_optimizer", follow),
+        MethodPatch(module, "log", take_numbers),
+    ]
 
 
 class EarlySteps:

@@ -1,45 +1,67 @@
 """Train any LightningModule sharded (FSDP2), its parameters and its optimizers on the host."""
 
-from collections.abc import Callable, Collection, Generator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import fields
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_vram.core.patching import without_fast_path
-from lightning_vram.core.ranks import on_all_ranks
-from lightning_vram.optimizers.moment_forms import HostState
+from lightning_vram.core.processes import NumaBinding, bind_to_node_of
+from lightning_vram.core.ranks import check_same_modules, on_all_ranks, spread_values
+from lightning_vram.memory.host import cores_of_rank
+from lightning_vram.memory.units import format_bytes
+from lightning_vram.optimizers.averages import HostAverage
+from lightning_vram.optimizers.moment_forms import FORMS, HostState, describe_unsupported
+from lightning_vram.optimizers.on_host import HostMemory, HostNeeds, HostOptimizers, add_states, count_host_needs
+from lightning_vram.precision.run import list_averages
+from lightning_vram.private_names.dispatcher import detect_fake_mode
+from lightning_vram.private_names.lightning import find_trainer
 from lightning_vram.strategies.fsdp_offload.arguments import (
     DeviceBytes,
     Master,
     Offload,
-    OffloadPart,
+    OffloadArguments,
     Shard,
     StateDictType,
     Wrap,
     check_arguments,
     check_cores,
-    check_device_bytes,
-    check_gradients,
     check_layer_drop,
     check_loss,
+    check_master,
     check_module,
     check_run,
     fitting_precision,
 )
-from lightning_vram.strategies.fsdp_offload.sharded import ShardedStrategy
+from lightning_vram.strategies.fsdp_offload.checkpointed import CheckpointedStrategy
+from lightning_vram.strategies.fsdp_offload.patches import patch_trainer
+from lightning_vram.techniques.mixed_precision import find_autocast_weights, list_islands
+from lightning_vram.techniques.sharding import (
+    FirstStepMemory,
+    FullSharding,
+    ShardingOptions,
+    WholeNumbers,
+    find_named_weights,
+    plan_sharding_groups,
+)
+
+_LOW_PRECISION = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-class FSDPOffloadStrategy(ShardedStrategy):
+class FSDPOffloadStrategy(CheckpointedStrategy):
     """Train models larger than GPU memory: weights, gradients and optimizer state stay on the host (FSDP2).
 
     Also known as CPU offload, ZeRO-Offload (Ren et al., 2021) or ZeRO-3 with offload; with ``nvme_path`` as
@@ -66,9 +88,9 @@ class FSDPOffloadStrategy(ShardedStrategy):
 
     Mixed precision is that of :class:`~lightning_vram.LeanMixedPrecision`, also for ``precision="bf16-mixed"``. Weights
     that autocast casts at every use (linear layers, convolutions, attention) are copied to the device in 16 bit, and
-    their gradients back: 6 bytes per weight and step instead of 12. The first batches determine these weights: those
-    used several times before a backward, or read in another way, stay in 32 bit. Master weights, optimizer state and
-    checkpoints are fp32.
+    their gradients back: 6 bytes per weight and step instead of 12. Weights that code of the model names, and those of
+    layers that are called several times before a backward, or without autocast, stay in 32 bit; the first batch is
+    computed in 32 bit, and counts the calls. Master weights, optimizer state and checkpoints are fp32.
 
     ``WeightAveraging`` keeps its average as a shard on the host. ``StochasticWeightAveraging``, which copies the
     module, and ``ModelPruning`` are not supported.
@@ -76,7 +98,7 @@ class FSDPOffloadStrategy(ShardedStrategy):
     Args:
         offload: Tensors on the host. ``"params"``: parameters, gradients and optimizer state; needs the least device
             memory. ``"optimizer"``: these, and a weight copy on the device (16 bit where possible). ``"none"``:
-            sharding only. Or a list: ``["parameters", "gradients", "optimizer"]``, its last two, or ``[]``.
+            sharding only.
         device_bytes: Device memory of each rank that may hold what ``"params"`` would offload: copies of weights first,
             then weights with gradients and optimizer state, counted as for AdamW. All-gathered layers and activations
             are extra. Bytes, text such as ``"8GiB"``, or a share of the total from ``0.0`` to ``1.0``. ``"auto"``:
@@ -102,8 +124,8 @@ class FSDPOffloadStrategy(ShardedStrategy):
         cpu_threads: Threads of an optimizer step. ``None``: the cores of this rank, independent of ``OMP_NUM_THREADS``.
         bind_to_numa_node: Whether threads and host memory of a rank are bound to the NUMA node of its device during
             ``fit``. ``None``: if every node of the machine has a rank.
-        narrow_transfers: Whether mixed precision copies weights in 16 bit. A use of a weight that begins only in later
-            batches is not detected; ``False`` copies 32 bit.
+        narrow_transfers: Whether mixed precision copies weights in 16 bit. Uses of a weight by hooks, or through
+            ``getattr``, are not detected; ``False`` copies 32 bit. A write to such a weight in a step is an error.
         state_dict_type: ``"full"``: checkpoints are single files, as in the baseline. ``"sharded"``: folders that all
             ranks write. Both load with either setting, on any number of ranks.
         async_save: Whether checkpoints are written in the background, from a copy on the host.
@@ -142,7 +164,7 @@ class FSDPOffloadStrategy(ShardedStrategy):
     def __init__(  # noqa: PLR0913 - set by name in configuration files
         self,
         *,
-        offload: Offload | Collection[OffloadPart] = "params",
+        offload: Offload = "params",
         device_bytes: DeviceBytes = None,
         master: Master = "fp32",
         host_state: HostState = "fp32",
@@ -168,29 +190,20 @@ class FSDPOffloadStrategy(ShardedStrategy):
         checkpoint_io: Any = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        arguments = check_arguments(
-            offload=offload,
-            device_bytes=device_bytes,
-            master=master,
-            host_state=host_state,
-            shard=shard,
-            wrap=wrap,
-            min_params=min_params,
-            data_parallel_replicate_size=data_parallel_replicate_size,
-            reshard_after_forward=reshard_after_forward,
-            pin_memory=pin_memory,
-            nvme_path=nvme_path,
-            cpu_threads=cpu_threads,
-            bind_to_numa_node=bind_to_numa_node,
-            narrow_transfers=narrow_transfers,
-            state_dict_type=state_dict_type,
-            async_save=async_save,
-            verify=verify,
-            init_on_meta=init_on_meta,
-            timeout=timeout,
-        )
-        given = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        super().__init__(arguments, process_group_backend, *given)
+        given = locals()  # by name, as OffloadArguments has them
+        arguments = check_arguments(**{field.name: given[field.name] for field in fields(OffloadArguments)})
+        plugins = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        super().__init__(arguments, process_group_backend, *plugins)
+        # Form of all moments, set by MomentsInBF16 or LowBitOptimizer before the setup; ``None``: as ``host_state``.
+        self.moments: HostState | None = None
+        self._sharding: FullSharding | None = None
+        self._host_optimizers: HostOptimizers | None = None
+        self._undo = ExitStack()  # of what a run has changed outside of its module
+        self._has_failed = False
+        self._check_memory: Callable[[HostNeeds], None] | None = None  # until the optimizers are set up
+        self._host_needs = HostNeeds()
+        self._binding: NumaBinding | None = None
+        self._first_step: FirstStepMemory | None = None  # for device_bytes="auto", until it is measured
 
     def make_again(self) -> "FSDPOffloadStrategy":
         """Return a new strategy with the same arguments, not attached to a Trainer."""
@@ -215,14 +228,12 @@ class FSDPOffloadStrategy(ShardedStrategy):
         assert self.lightning_module is not None
         self._has_failed = False
         self.accelerator.setup(trainer)
-        check_run(trainer, type(self).__name__)
-        check_device_bytes(self.arguments.device_bytes, self.root_device, type(self).__name__)
+        check_run(trainer, self.root_device, self.arguments.device_bytes, type(self).__name__)
         is_stepping_here = self.arguments.offload != "none" and trainer.state.fn == TrainerFn.FITTING
         if is_stepping_here and self.arguments.cpu_threads is None:
             check_cores(self._num_threads, type(self).__name__)
         module = self.lightning_module
         check_module(module, type(self).__name__)
-        check_gradients(module, type(self).__name__)
         check_layer_drop(module, self.world_size, type(self).__name__)
         with self._named("setup"):
             self.model = self.precision_plugin.convert_module(self.sync_layers(module))
@@ -234,9 +245,10 @@ class FSDPOffloadStrategy(ShardedStrategy):
             if trainer.state.fn == TrainerFn.FITTING:
                 self.reset_optimizers()
                 self.setup_optimizers(trainer)
-                self._check_states()
+                self._check_optimizer_memory()
                 on_all_ranks(lambda: self._attach(trainer), "The optimizers could not be set up")
-                self._attach_numbers()
+                if detect_fake_mode() is None:  # estimates have no other ranks
+                    self._undo.callback(WholeNumbers(self.arguments.timeout).remove)
             self.setup_precision_plugin()
         self._turn_off_inference_mode(trainer)
 
@@ -248,21 +260,163 @@ class FSDPOffloadStrategy(ShardedStrategy):
     def teardown(self) -> None:
         assert self.cluster_environment is not None
         assert self.accelerator is not None
-        for loop, inference_mode in self._inference_modes.items():
-            loop.inference_mode = inference_mode
-        self._inference_modes = {}
         try:
+            self._undo.close()
             if self._store is not None and not self._has_failed:
                 self._store.wait()
             self._unshard()
         finally:
-            binding, self._binding = self._binding, None
-            if binding is not None:
-                binding.undo()
+            self._binding = None
             self.precision_plugin.teardown()
             self.cluster_environment.teardown()
             self.accelerator.teardown()
             self.checkpoint_io.teardown()
+
+    def _shard(self, module: pl.LightningModule, *, is_stepping_here: bool) -> None:
+        arguments = self.arguments
+        check_same_modules(module)
+        spread_values(module)
+        low_precision_dtype = None
+        if arguments.narrow_transfers and isinstance(self.precision_plugin, MixedPrecision):
+            low_precision_dtype = _LOW_PRECISION.get(self.precision_plugin.precision)
+        check_master(arguments.master, low_precision_dtype, self.precision_plugin.precision, type(self).__name__)
+        cast = set()
+        if low_precision_dtype is not None:
+            cast = find_autocast_weights(module, list_islands(module)) - find_named_weights(module)
+        names = {name for name, parameter in module.named_parameters() if parameter in cast}
+        plan = plan_sharding_groups(module, arguments.wrap, min_params=arguments.min_params)
+        strided = [name for name, parameter in module.named_parameters() if not parameter.is_contiguous()]
+        if strided:
+            rank_zero_info(
+                f"fsdp_offload stores {len(strided)} parameters contiguously until the run ends, for example "
+                f"{strided[0]}; channels_last convolutions still compute in channels_last."
+            )
+        if is_stepping_here:
+            self._check_host_memory(module, names, low_precision_dtype)
+        seed = torch.tensor(torch.initial_seed() % 2**31)
+        self._sharding = FullSharding(
+            module,
+            self.device_mesh,
+            plan,
+            ShardingOptions(
+                on_host=arguments.offload != "none",
+                is_resident=arguments.offload == "optimizer",
+                device_bytes=0 if isinstance(arguments.device_bytes, str) else arguments.device_bytes,  # "auto"
+                is_split=arguments.master == "split",
+                reshard_after_forward=arguments.reshard_after_forward,
+                pin_memory=self._pins_memory,
+                low_precision_dtype=low_precision_dtype,
+                low_precision=names,
+                uninitialized_ok=self._to_load is not None,
+                seed=int(self.broadcast(seed)),
+                num_threads=self._num_threads,
+            ),
+        )
+        for _, average in list_averages(find_trainer(module), module):
+            self._averages.append(HostAverage(average, module, self._sharding, self._gather_state))
+
+    def _check_host_memory(
+        self, module: pl.LightningModule, cast: set[str], low_precision_dtype: torch.dtype | None
+    ) -> None:
+        """Refuse a module that exceeds host memory, except in estimates for other machines."""
+        self._host_needs = HostNeeds()
+        if self.arguments.device_bytes is not None:  # some of it will be on the device
+            return
+        has_copies = self.root_device.type != "cpu" and self.arguments.master != "split"
+        copied = cast if has_copies else ()  # gradients have 32 bits in the first batches, split or not
+        num_shards = self.device_mesh.size(-1)
+        averages = [average.module for _, average in list_averages(find_trainer(module), module)]
+        self._host_needs = count_host_needs(module, num_shards, copied, low_precision_dtype, averages)
+        if detect_fake_mode() is None:
+            memory = HostMemory(module, self.optimizers, averages, may_swap=not self._pins_memory)
+            is_spread = self.arguments.shard != "hybrid"
+            self._check_memory = partial(memory.check, name=type(self).__name__, is_spread=is_spread)
+            self._check_memory(self._host_needs)
+
+    def _check_optimizer_memory(self) -> None:
+        """Refuse optimizer state that exceeds host memory with the rest."""
+        assert self._sharding is not None
+        check, self._check_memory = self._check_memory, None
+        if self._host_needs.total and self.arguments.nvme_path is None:
+            form = FORMS.get(self._host_state)
+            self._host_needs = add_states(self._host_needs, self.optimizers, self._sharding.shards, form)
+        if check is not None:
+            check(self._host_needs)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of this rank between steps, as counted at the setup; 0 with ``device_bytes``."""
+        return self._host_needs.total
+
+    def _attach(self, trainer: pl.Trainer) -> None:
+        assert self._sharding is not None
+        self._host_optimizers = HostOptimizers(
+            self._sharding,
+            num_threads=self._num_threads,
+            nvme_path=self.arguments.nvme_path,
+            form=FORMS.get(self._host_state),
+            is_form_everywhere=self.moments is not None,
+        )
+        self._host_optimizers.attach(self.optimizers)
+        if self._host_optimizers.unheld:
+            name = f"fsdp_offload (moments in {self._host_state})"
+            rank_zero_info(describe_unsupported(name, self._host_optimizers.unheld, self._sharding.module))
+        for average in self._averages:
+            average.optimizers = self._host_optimizers
+        if self.arguments.device_bytes == "auto":
+            self._first_step = FirstStepMemory(self._sharding, self.optimizers)
+        for patch in patch_trainer(trainer, self._host_optimizers, self._sharding):
+            self._undo.callback(patch.remove)
+
+    @property
+    def _host_state(self) -> HostState:
+        return self.moments or self.arguments.host_state
+
+    @property
+    def _pins_memory(self) -> bool:
+        pins = self.arguments.pin_memory
+        return self.root_device.type != "cpu" and self.arguments.offload != "none" if pins is None else pins
+
+    @property
+    def _num_threads(self) -> int:
+        cores = cores_of_rank(self.num_processes) if self._binding is None else self._binding.num_threads
+        return self.arguments.cpu_threads or cores
+
+    def _turn_off_inference_mode(self, trainer: pl.Trainer) -> None:
+        """FSDP2 reuses tensors in later steps, which inference mode forbids."""
+        fit_loop = trainer.fit_loop.epoch_loop.val_loop
+        for loop in (fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            self._undo.callback(setattr, loop, "inference_mode", loop.inference_mode)
+            loop.inference_mode = False
+
+    def _bind_to_numa_node(self) -> None:
+        wanted = self.arguments.bind_to_numa_node
+        if wanted is False or detect_fake_mode() is not None:
+            return
+        self._binding = bind_to_node_of(self.root_device, self.num_processes, idle_nodes_ok=wanted is True)
+        if self._binding is not None:
+            self._undo.callback(self._binding.undo)
+            rank_zero_info(self._binding.description)
+
+    def _unshard(self) -> None:
+        sharding, self._sharding = self._sharding, None
+        optimizers, self._host_optimizers = self._host_optimizers, None
+        self._first_step = None
+        if sharding is None:
+            self._remove_averages(make_whole=False)
+            return
+        try:
+            if optimizers is not None and not self._has_failed:
+                optimizers.finish()
+        except BaseException:
+            self._has_failed = True
+            raise
+        finally:
+            make_whole = not self._has_failed or self.world_size == 1
+            replaced = sharding.remove(make_whole=make_whole)
+            self._remove_averages(make_whole=make_whole)
+            if optimizers is not None:
+                optimizers.let_go(replaced)
 
     # --- steps ---
 
@@ -298,7 +452,33 @@ class FSDPOffloadStrategy(ShardedStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         with self._named("optimizer step"):
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        num_bytes = self._first_step.note_step(optimizer) if self._first_step is not None else None
+        if num_bytes is not None:
+            self._first_step = None
+            rank_zero_info(f"fsdp_offload keeps a copy of weights on the device, {format_bytes(num_bytes)} on rank 0.")
+        return result
+
+    @override
+    def _rest_shards(self) -> None:
+        for group in self._sharding.groups if self._sharding is not None else ():
+            if group.is_sharded:
+                group.steps.rest()
+
+    @override
+    def model_to_device(self) -> None:
+        """Do nothing: sharding has placed parameters and buffers."""
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict)
+        if self._sharding is not None:  # a tuner restores its start
+            self._load_module(self._sharding.module)
+
+    @override
+    def _finish_steps(self) -> None:
+        if self._host_optimizers is not None:
+            self._host_optimizers.finish()
 
 
 STRATEGY_NAMES: dict[str, Offload] = {"fsdp_offload": "params", "fsdp_offload_optimizer": "optimizer"}

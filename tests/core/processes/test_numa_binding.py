@@ -1,7 +1,8 @@
 """A rank is bound to the node of its device where that helps, and told how many threads it has there."""
 
+import os
+import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from support.helpers import write_files
 
 from lightning_vram.core import processes
 from lightning_vram.core.processes import bind_to_node_of
+from lightning_vram.memory.host import own_cores
 
 CARD = torch.device("cuda", 0)
 ADDRESSES = ["0000:3b:00.0", "0000:3c:00.0", "0000:d8:00.0", "0000:d9:00.0"]  # two on each node
@@ -23,23 +25,32 @@ def root(tmp_path: Path) -> Path:
     return write_files(tmp_path, nodes | devices)
 
 
+class _AsksOthersError(Exception):
+    """A rank has said what it would do."""
+
+
 @pytest.fixture
 def bind(monkeypatch: pytest.MonkeyPatch, root: Path) -> Any:
     """Binds the first of several ranks; returns what it is told, and the cores that its threads are bound to."""
     bound: list[Any] = []
-    monkeypatch.setattr(
-        processes, "BoundThreads", lambda cores: bound.append(set(cores)) or SimpleNamespace(undo=bound.clear)
-    )
+    monkeypatch.setattr(processes, "bind_threads", lambda logical_cpu_indices: bound.append(logical_cpu_indices))
 
     def bind(devices: list[int | None], own: list[set[int]] | None = None, **options: Any) -> tuple[Any, list[Any]]:
         bound.clear()
         own = own or [set(range(8))] * len(devices)
-        claims = []
+        claims: list[Any] = []
+
+        def claim(value: Any) -> Any:
+            claims.insert(0, value)
+            raise _AsksOthersError
+
+        monkeypatch.setattr(processes, "gather_objects", claim)
         for device, cores in reversed(list(zip(devices, own, strict=True))):
             address = None if device is None else ADDRESSES[device]
             monkeypatch.setattr(processes, "pci_address", lambda _, address=address: address)
             monkeypatch.setattr(processes, "own_cores", lambda cores=cores: frozenset(cores))
-            claims.insert(0, processes._claim(CARD, root))
+            with pytest.raises(_AsksOthersError):
+                bind_to_node_of(CARD, len(devices), root=root)
         monkeypatch.setattr("lightning_vram.memory.host.os.sched_getaffinity", lambda _: own[0], raising=False)
         monkeypatch.setattr(processes, "gather_objects", lambda _: claims)
         return bind_to_node_of(CARD, len(devices), root=root, **options), bound
@@ -51,13 +62,12 @@ def test_ranks_on_both_nodes_share_theirs(bind: Any) -> None:
     binding, bound = bind([0, 1, 2, 3])
     assert bound == [{0, 1, 2, 3}]
     assert binding.num_threads == 2  # as without: 8 cores of 4 ranks
-    where = "rank 0, 1 on node 0; 2, 3 on node 1"
-    assert (
-        binding.description
-        == f"Threads and host memory of each rank are bound to the NUMA node of its device: {where}."
+    assert binding.description == (
+        "Threads and host memory of each rank are bound to the NUMA node of its device: the ranks of this machine to "
+        "0, 0, 1, 1."
     )
     binding.undo()
-    assert bound == []
+    assert bound == [{0, 1, 2, 3}, set(range(8))]
 
 
 def test_a_crowded_node_gives_fewer_threads(bind: Any) -> None:
@@ -67,6 +77,8 @@ def test_a_crowded_node_gives_fewer_threads(bind: Any) -> None:
     assert binding.num_threads == 4
     binding, _ = bind([0, 1, 1, 1, 2])
     assert binding.num_threads == 1
+    binding, _ = bind([0, 1], idle_nodes_ok=True)
+    assert binding.num_threads == 2
 
 
 def test_a_node_is_not_left_idle_unless_told_to(bind: Any) -> None:
@@ -101,12 +113,57 @@ def test_a_device_that_does_not_tell_is_left_alone(bind: Any, tmp_path: Path) ->
 
 def test_a_machine_of_one_node_is_left_alone(bind: Any, root: Path) -> None:
     (root / "sys/devices/system/node/node1/cpulist").unlink()
+    (root / "sys/devices/system/node/node0/cpulist").write_text("0-7")
     assert bind([0], idle_nodes_ok=True) == (None, [])
 
 
 def test_a_system_that_forbids_it_is_left_alone(bind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(cores: set[int]) -> None:
+    def refuse(logical_cpu_indices: set[int]) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(processes, "BoundThreads", refuse)
+    monkeypatch.setattr(processes, "bind_threads", refuse)
     assert bind([0, 2]) == (None, [])
+
+
+class Sleeper:
+    """A thread that is there until :meth:`end`."""
+
+    def __init__(self) -> None:
+        self._may_end, started = threading.Event(), threading.Event()
+
+        def run() -> None:
+            started.set()
+            self._may_end.wait()
+
+        self._thread = threading.Thread(target=run)
+        self._thread.start()
+        started.wait()
+
+    @property
+    def cores(self) -> set[int]:
+        assert self._thread.native_id is not None
+        return os.sched_getaffinity(self._thread.native_id)
+
+    def end(self) -> None:
+        self._may_end.set()
+        self._thread.join()
+
+
+@pytest.mark.skipif(len(own_cores()) < 2, reason="needs two cores of Linux")
+def test_all_threads_are_bound_and_run_where_they_did_before_afterwards(
+    monkeypatch: pytest.MonkeyPatch, root: Path
+) -> None:
+    before = os.sched_getaffinity(0)
+    first = {min(before)}
+    write_files(root, {"sys/devices/system/node/node0/cpulist": str(min(before))})
+    write_files(root, {"sys/devices/system/node/node1/cpulist": ",".join(map(str, before - first))})
+    monkeypatch.setattr(processes, "pci_address", lambda _: ADDRESSES[0])
+    older = Sleeper()
+    binding = bind_to_node_of(CARD, 1, idle_nodes_ok=True, root=root)
+    assert binding is not None
+    younger = Sleeper()
+    assert [os.sched_getaffinity(0), older.cores, younger.cores] == [first] * 3
+    binding.undo()
+    assert [os.sched_getaffinity(0), older.cores, younger.cores] == [before] * 3
+    older.end()
+    younger.end()

@@ -1,14 +1,12 @@
-"""Nodes are read from ``/sys``; threads that were bound run where they did before afterwards."""
+"""Nodes are read from ``/sys``."""
 
-import os
-import threading
 from pathlib import Path
 
 import pytest
 from support.helpers import write_files
 
 from lightning_vram.memory import host
-from lightning_vram.memory.host import BoundThreads, cores_by_node, node_of_pci_device, own_cores
+from lightning_vram.memory.host import cores_by_node, node_of_pci_device, own_cores
 
 NODES = "sys/devices/system/node"
 TWO_SOCKETS = {
@@ -38,63 +36,3 @@ def test_the_node_of_a_device(tmp_path: Path, address: str, node: int | None) ->
 def test_where_the_system_has_no_affinity_there_are_no_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(host.os, "sched_getaffinity", raising=False)
     assert own_cores() == frozenset()
-
-
-class Sleeper:
-    """A thread that is there until :meth:`end`."""
-
-    def __init__(self) -> None:
-        self._may_end, started = threading.Event(), threading.Event()
-
-        def run() -> None:
-            started.set()
-            self._may_end.wait()
-
-        self._thread = threading.Thread(target=run)
-        self._thread.start()
-        started.wait()
-
-    @property
-    def cores(self) -> set[int]:
-        assert self._thread.native_id is not None
-        return os.sched_getaffinity(self._thread.native_id)
-
-    def end(self) -> None:
-        self._may_end.set()
-        self._thread.join()
-
-
-needs_cores = pytest.mark.skipif(len(own_cores()) < 2, reason="needs two cores of Linux")
-
-
-@needs_cores
-def test_all_threads_are_bound_and_run_where_they_did_before_afterwards() -> None:
-    before = os.sched_getaffinity(0)
-    first, last = {min(before)}, {max(before)}
-    older = Sleeper()
-    os.sched_setaffinity(older._thread.native_id, last)
-    bound = BoundThreads(first)
-    younger = Sleeper()
-    assert [os.sched_getaffinity(0), older.cores, younger.cores] == [first] * 3
-    bound.undo()
-    assert [os.sched_getaffinity(0), older.cores, younger.cores] == [before, last, before]
-    older.end()
-    younger.end()
-
-
-@needs_cores
-def test_cores_that_are_not_there_change_nothing() -> None:
-    before = os.sched_getaffinity(0)
-    with pytest.raises(OSError, match="Invalid argument"):
-        BoundThreads({100_000})
-    assert os.sched_getaffinity(0) == before
-
-
-@needs_cores
-def test_where_threads_are_not_listed_the_own_one_is_bound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(host, "_TASKS", tmp_path / "nothing")
-    before = os.sched_getaffinity(0)
-    bound = BoundThreads({min(before)})
-    assert os.sched_getaffinity(0) == {min(before)}
-    bound.undo()
-    assert os.sched_getaffinity(0) == before

@@ -10,8 +10,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.helpers import ForkingOffload, assert_equal_weights
 from support.offload_nets import Odd, Split, leave_group
 
-from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
-
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
@@ -139,18 +137,3 @@ def test_what_a_host_has_left_is_not_measured(train):
     )
     with pytest.raises(MisconfigurationException, match=message.replace("FSDPOffloadStrategy", "ForkingOffload")):
         train("auto")
-
-
-@pytest.mark.parametrize(
-    ("offload", "mode"),
-    [
-        (["parameters", "gradients", "optimizer"], "params"),
-        ({"optimizer", "gradients"}, "optimizer"),
-        ((), "none"),
-        ("optimizer", "optimizer"),
-    ],
-)
-def test_what_is_offloaded_may_be_listed(offload, mode):
-    strategy = FSDPOffloadStrategy(offload=offload)
-    assert strategy.arguments.offload == mode
-    assert strategy.make_again().arguments == strategy.arguments

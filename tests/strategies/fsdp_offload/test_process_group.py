@@ -66,9 +66,7 @@ def test_the_host_is_always_reached_over_gloo(device: str, backend: str):
 
 
 def test_a_device_without_a_backend_is_refused():
-    with pytest.raises(
-        ValueError, match=r"^default_backend\(device\) does not know a backend for 'meta'; pass one by name\.$"
-    ):
+    with pytest.raises(ValueError, match=r"^Default backend not registered for device : meta$"):
         default_backend(torch.device("meta"))
 
 
@@ -101,7 +99,7 @@ def test_a_group_of_the_users_own_stays_theirs(one_rank: None, at_exit: list[Cal
 
 
 def test_a_rank_that_never_comes_is_an_error_after_the_timeout(port: int):
-    message = rf"^Rank 0 of 2 on {socket.gethostname()}, making the process group, waited 1 s for another rank"
+    message = rf"^Rank 0 of 2 on {socket.gethostname()}, making the process group, lost another rank: Timed out after "
     with pytest.raises(LostPeerError, match=message):
         connect(Environment(0, 2, port), "gloo", timeout=SHORT, device=CPU)
     assert not dist.is_initialized()

@@ -10,8 +10,8 @@ from support.helpers import ForkingOffload, PlantedError, fail_in
 from support.offload_nets import Fused, leave_group
 
 from lightning_vram.core.processes import NumaBinding
-from lightning_vram.memory.host import BoundThreads
-from lightning_vram.strategies.fsdp_offload import sharded
+from lightning_vram.private_names.torch import bind_threads
+from lightning_vram.strategies.fsdp_offload import strategy
 
 pytestmark = [
     pytest.mark.distributed,
@@ -33,9 +33,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     def bind(device: Any, local_world_size: int, *, idle_nodes_ok: bool) -> NumaBinding:
         noted.asked.append((str(device), local_world_size, idle_nodes_ok))
-        return NumaBinding(BoundThreads({max(noted.before)}), 1, "Rank 0 is on node 1.")
+        bind_threads(logical_cpu_indices={max(noted.before)})
+        return NumaBinding(frozenset(noted.before), 1, "Rank 0 is on node 1.")
 
-    monkeypatch.setattr(sharded, "bind_to_node_of", bind)
+    monkeypatch.setattr(strategy, "bind_to_node_of", bind)
     return noted
 
 

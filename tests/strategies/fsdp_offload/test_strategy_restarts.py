@@ -107,4 +107,4 @@ def test_the_rank_that_is_left_says_where_it_was_and_why(how, tmp_path):
     message = file.read_text()
     assert message.startswith("Rank 0 of 2 on ")
     assert "step 3, training_step" in message
-    assert ("It failed with an error" if how == "killed" else "waited 10 s") in message
+    assert ("peer" if how == "killed" else "Timed out waiting 10000ms") in message
