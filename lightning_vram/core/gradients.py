@@ -18,17 +18,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
-from lightning_vram.private_names.dispatcher import copy_each, multiply_each, norm_each, order_by_group
-from lightning_vram.private_names.fsdp2 import (
+from lightning_vram.private_names.ddp import (
     can_sync_buffers,
     delays_reductions,
     forget_used_parameters,
     has_optimizer_in_backward,
     is_reduced_by_compiler,
-    local_shard,
     logged_by,
 )
-from lightning_vram.private_names.fsdp2 import sync_buffers as broadcast_buffers
+from lightning_vram.private_names.ddp import sync_buffers as broadcast_buffers
+from lightning_vram.private_names.dispatcher import copy_each, multiply_each, norm_each, order_by_group
+from lightning_vram.private_names.fsdp2 import (
+    local_shard,
+)
 from lightning_vram.private_names.torch import sparse_values
 
 if dist.is_available():

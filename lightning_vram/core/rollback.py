@@ -22,8 +22,8 @@ from lightning_vram.core.module_state import (
 from lightning_vram.core.random_state import AmbientState, global_sources
 from lightning_vram.core.tensors.properties import is_shard, num_bytes_of
 from lightning_vram.memory.storages import version_of
+from lightning_vram.private_names.ddp import is_part_of_flat_parameter
 from lightning_vram.private_names.dispatcher import OptimizedModule
-from lightning_vram.private_names.fsdp2 import is_part_of_flat_parameter
 from lightning_vram.private_names.torch import (
     BUFFERS,
     PARAMETERS,

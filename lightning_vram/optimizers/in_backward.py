@@ -30,7 +30,10 @@ from lightning_vram.optimizers.step_round import (
     why_not_steppable,
 )
 from lightning_vram.optimizers.take_over import StepTakeOver, owner_of
-from lightning_vram.private_names.fsdp2 import drop_reduced_gradients, local_shard, prepare_for_backward
+from lightning_vram.private_names.ddp import drop_reduced_gradients, prepare_for_backward
+from lightning_vram.private_names.fsdp2 import (
+    local_shard,
+)
 from lightning_vram.private_names.torch import note_step
 from lightning_vram.techniques.mixed_precision import note_unscaled, unscale_part
 
