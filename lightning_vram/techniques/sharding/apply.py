@@ -28,7 +28,7 @@ from lightning_vram.private_names.fsdp2 import (
 from lightning_vram.private_names.torch import own_parameters
 from lightning_vram.techniques.sharding.flat_shards import Place
 from lightning_vram.techniques.sharding.gathered import disown
-from lightning_vram.techniques.sharding.group import DeviceShare, ShardedGroup, ViewProofState, take_over
+from lightning_vram.techniques.sharding.group import ShardedGroup, ViewProofState, keep_copies, plan_places, take_over
 from lightning_vram.techniques.sharding.grouping import ShardingPlan
 from lightning_vram.techniques.sharding.low_precision import LowPrecisionTrial
 from lightning_vram.techniques.sharding.materialization import has_meta, materialize
@@ -77,24 +77,20 @@ class FullSharding:
         self.module, self.mesh = module, mesh
         self.device = _device_of(mesh)
         self.home = torch.device("cpu") if options.on_host else self.device
-        self.pin_memory, self.is_split = options.pin_memory, options.is_split
+        self.options = options
         self.buffers = HostBuffers(pin_memory=options.pin_memory)
         self.landing = HostWorker("landing gradients", options.num_threads) if options.on_host else None
         self.groups: list[ShardedGroup] = []
         self.on_landed: Callable[[ShardedGroup], None] | None = None
-        self._options = options
         self.is_inside = False
-        self._share = DeviceShare()
         self._whole = WholeParameters(module)
-        self._sharded: list[nn.Module] = []
-        self._places: dict[int, Place] = {}  # by id of the module
+        self._sharded: dict[nn.Module, None] = {}
         self.shards: Mapping[nn.Parameter, nn.Parameter] = self._whole.shards  # of the parameters before
         self._trial = LowPrecisionTrial(module, ())
         replicated = self._replicate(plan)
         try:
-            parts = [[module.get_submodule(name) for name in names] for names in (*plan.groups, ("",))]
-            for modules, place in zip(parts, self._plan_places(parts, replicated), strict=True):
-                self._shard(modules, replicated, place)
+            for names in (*plan.groups, ("",)):
+                self._shard([module.get_submodule(name) for name in names], replicated)
             self._take_over()
             for part in module.modules() if mesh.size() == 1 else ():
                 vars(part).pop(RANKS_MARK, None)  # for which transformers skip no layers (LayerDrop)
@@ -169,7 +165,7 @@ class FullSharding:
     def keep_copies(self, device_bytes: int) -> int:
         """Keep copies of shards on the device from now on, as far as they fit; return their bytes."""
         self.wait_for_steps()
-        return self._share.keep_copies(self.groups, device_bytes)
+        return keep_copies(self.groups, device_bytes)
 
     def remove(self, *, make_whole: bool = True) -> dict[nn.Parameter, nn.Parameter]:
         """Restore the module with its current values; return the parameters by the shards they replace.
@@ -212,16 +208,8 @@ class FullSharding:
                 parameter.data = parameter.data.to(self.device)
         return list(parameters.values())
 
-    def _plan_places(self, parts: list[list[nn.Module]], replicated: list[nn.Parameter]) -> list[Place]:
-        options = self._options
-        if not options.on_host or options.device_bytes is None:
-            return ["device" if not options.on_host else "copy" if options.is_resident else "host"] * len(parts)
-        parameters = self.module.named_parameters()
-        dtypes = {p: options.low_precision_dtype for name, p in parameters if name in options.low_precision}
-        return self._share.plan(parts, replicated, dtypes, self.mesh.size(-1), options.device_bytes)
-
-    def _shard(self, modules: list[nn.Module], replicated: list[nn.Parameter], place: Place) -> None:
-        options = self._options
+    def _shard(self, modules: list[nn.Module], replicated: list[nn.Parameter]) -> None:
+        options = self.options
         if all(isinstance(module, FSDPModule) for module in modules):
             return
         for module in modules:
@@ -229,7 +217,7 @@ class FullSharding:
                 materialize(module, seed=options.seed, model=self.module, uninitialized_ok=options.uninitialized_ok)
             prepare_class(type(module), mixin_for)
         self._whole.make_contiguous(modules)
-        policy: OffloadPolicy = OffloadPolicy() if place == "device" else CPUOffloadPolicy(pin_memory=False)
+        policy = CPUOffloadPolicy(pin_memory=False) if options.on_host else OffloadPolicy()
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=self.mesh,
@@ -238,8 +226,7 @@ class FullSharding:
             offload_policy=policy,
             ignored_params=set(replicated),
         )
-        self._sharded += modules
-        self._places.update((id(module), place) for module in modules)
+        self._sharded.update(dict.fromkeys(modules))
         self._whole.release(modules)
 
     def _take_over(self) -> None:
@@ -248,19 +235,22 @@ class FullSharding:
             for name, part in self.module.named_modules()
             for key in own_parameters(part)
         }
-        options = self._options
+        options = self.options
 
         def dtype_of(parameter: Any) -> torch.dtype | None:
             module, key = place_of(parameter)
             return options.low_precision_dtype if names[id(module), key] in options.low_precision else None
 
-        for part in (part for part in self.module.modules() if id(part) in self._places):
+        groups: dict[Any, None] = {}
+        for part in (part for part in self.module.modules() if part in self._sharded):
             state_of(part).__class__ = ViewProofState
-            for group in groups_of(part):
-                if not isinstance(group, ShardedGroup):
-                    self.groups.append(take_over(group, self, dtype_of, self._places[id(part)]))
-        if options.device_bytes is not None:
-            self._share.limit(self.groups)
+            groups.update(dict.fromkeys(groups_of(part)))
+        place: Place = "device" if not options.on_host else "copy" if options.is_resident else "host"
+        places = [place] * len(groups)
+        if options.on_host and options.device_bytes is not None:
+            places = plan_places(groups, dtype_of, options.device_bytes)
+        for group, place in zip(groups, places, strict=True):
+            self.groups.append(take_over(group, self, dtype_of, place))
         if self.landing is not None and all(group.landing is None for group in self.groups):
             self.landing.stop()
             self.landing, self.home = None, self.device
@@ -351,23 +341,18 @@ class UsedParameters:
         somewhere = {parameter for parameter, flag in zip(self._sharded, is_used, strict=False) if flag}
         for group in self._groups:
             group.settle(somewhere.__contains__)
-        self._average(p for p, flag in zip(self._replicated, is_used[len(self._sharded) :], strict=True) if flag)
+        for parameter, flag in zip(self._replicated, is_used[len(self._sharded) :], strict=True):
+            if flag:
+                self._average(parameter)
         return [bool(flag) for flag in is_noted]
 
     @torch.no_grad()
-    def _average(self, parameters: Iterable[nn.Parameter]) -> None:
-        gradients = []
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradients.append(parameter.grad)
-        if not gradients:
-            return
-        flat = torch.cat([gradient.flatten().double() for gradient in gradients])
-        dist.all_reduce(flat)
-        means = torch.split(flat / self._num_ranks, [gradient.numel() for gradient in gradients])
-        for gradient, mean in zip(gradients, means, strict=True):
-            gradient.copy_(mean.view_as(gradient))
+    def _average(self, parameter: nn.Parameter) -> None:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        mean = parameter.grad.double()
+        dist.all_reduce(mean)
+        parameter.grad.copy_(mean / self._num_ranks)
 
 
 def _device_for_flags() -> torch.device | None:

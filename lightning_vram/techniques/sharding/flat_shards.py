@@ -3,7 +3,7 @@
 A flat shard is a run of parameters' shards in one allocation, so that one copy brings all of them to the device.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,8 +38,7 @@ class FlatShard:
         shards: The flat shard; ``None`` while only ``split`` is stored.
         resident: The copy on the device, if any.
         was_written: Whether code has written to gathered parameters in a step.
-        may_take: Asked before the copy grows by so many bytes, as when weights turn out to need fp32; if refused, the
-            copy is dropped. May be set.
+        may_grow: Whether the copy becomes larger when weights turn out to need fp32, or is dropped.
     """
 
     def __init__(  # noqa: PLR0913 - one caller
@@ -66,7 +65,7 @@ class FlatShard:
         is_low_precision = self.has_low_precision and home != device and not self.is_split
         self._low_precision = make_host_tensor(self.numel, dtype, pin_memory=pin_memory) if is_low_precision else None
         self.resident = self._make_copy() if is_resident else None
-        self.may_take: Callable[[int], bool] = lambda num_bytes: True
+        self.may_grow = True
         self._seen = -1  # version of the shards that the copies are of
         self._fetched: torch.Event | None = None
         self._arrived: torch.Event | None = None
@@ -127,8 +126,7 @@ class FlatShard:
         self.dtype, self.is_fp32, self._low_precision, self._seen = self.own_dtype, False, None, -1
         self.is_split, self.split = False, None
         if self.resident is not None:
-            is_kept = self.may_take(self.numel * self.dtype.itemsize - self.resident.nbytes)
-            self.resident = self._make_copy() if is_kept else None
+            self.resident = self._make_copy() if self.may_grow else None
 
     def keep_copy(self) -> None:
         """Keep a copy on the device from now on. No step may be pending, nor device work."""
@@ -392,18 +390,3 @@ def plan_residency(groups: Sequence[ShardBytes], budget_bytes: int) -> list[Plac
             places[index] = place
             budget_bytes -= num_bytes
     return places
-
-
-def plan_copies(copy_bytes: Sequence[int], budget_bytes: int) -> list[bool]:
-    """Choose the groups with a copy on the device: the first ones, as far as they fit."""
-    chosen = []
-    for num_bytes in copy_bytes:
-        chosen.append(num_bytes <= budget_bytes)
-        budget_bytes -= num_bytes * chosen[-1]
-    return chosen
-
-
-def count_taken(groups: Iterable[ShardBytes], places: Iterable[Place]) -> int:
-    """Return the device bytes of a plan."""
-    pairs = zip(groups, places, strict=True)
-    return sum({"host": 0, "copy": group.copy_bytes, "device": group.device_bytes}[place] for group, place in pairs)

@@ -1,24 +1,23 @@
 """FSDP2's parameter group with shards on the host, and how device memory is divided among groups."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import chain, compress, groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import OffloadPolicy
 
 from lightning_vram.core.host.transfers import HostWorker, Ticket
-from lightning_vram.core.tensors.properties import count_writes, sharded_modules
-from lightning_vram.private_names.fsdp2 import FSDPParamGroup, GroupBase, StateBase, free_storage
+from lightning_vram.core.tensors.properties import count_writes
+from lightning_vram.private_names.fsdp2 import FSDPParamGroup, GroupBase, StateBase, free_storage, memory_of
 from lightning_vram.private_names.torch import base_of, num_writes, tree_map_only
 from lightning_vram.techniques.sharding.flat_shards import (
     FlatShard,
     Place,
     ShardSteps,
     count_shard_bytes,
-    count_taken,
-    plan_copies,
     plan_residency,
 )
 from lightning_vram.techniques.sharding.parameter import Announcement, ShardedParameter
@@ -301,30 +300,26 @@ def take_over(
 ) -> ShardedGroup:
     """Turn FSDP2's object into a :class:`ShardedGroup`.
 
-    ``dtype_of``: what autocast casts a parameter (FSDP2's object) to, if it does. ``place``: on the device only if
-    FSDP2 has put the shards there.
+    ``dtype_of``: what autocast casts a parameter (FSDP2's object) to, if it does.
     """
     host: Any = group
     host.__class__ = ShardedGroup
     host.owner, host.present, host.doubtful = owner, set(), []
     host.home, host.landing = (host.device, None) if place == "device" else (owner.home, owner.landing)
-
-    def key(parameter: Any) -> tuple[str, str, bool]:
-        # Adapters are read in forms that need fp32; the frozen weights next to them are not.
-        own = parameter.sharded_param.dtype
-        return str(own), str(dtype_of(parameter) or own), parameter.sharded_param.requires_grad
-
-    host.flat_shards = []
+    host.offload_policy = OffloadPolicy()  # FSDP2 only checks by it where shards are
+    host.parameters, host.flat_shards = list(host.fsdp_params), []
     host.steps = ShardSteps(host.flat_shards)
-    host.parameters = list(host.fsdp_params)
-    announcement = Announcement(owner) if owner.module in host.modules else None
+    options, alike = owner.options, defaultdict(list)
     for parameter in host.parameters:
         parameter.__class__ = ShardedParameter
-    for (_, _, is_trained), alike in groupby(sorted(host.parameters, key=key), key):
-        parameters = list(alike)
-        dtype = dtype_of(parameters[0]) or parameters[0].sharded_param.dtype
-        kinds = {"is_resident": place == "copy", "is_split": place != "device" and (owner.is_split or not is_trained)}
-        flat = FlatShard(parameters, dtype, host.home, host.device, pin_memory=owner.pin_memory, **kinds)
+        own, is_trained = parameter.sharded_param.dtype, parameter.sharded_param.requires_grad
+        # Adapters are read in forms that need fp32; the frozen weights next to them are not.
+        alike[own, dtype_of(parameter) or own, is_trained].append(parameter)
+    announcement = Announcement(owner) if owner.module in host.modules else None
+    for (_, dtype, is_trained), parameters in alike.items():
+        kinds = {"is_resident": place == "copy", "is_split": place != "device" and (options.is_split or not is_trained)}
+        flat = FlatShard(parameters, dtype, host.home, host.device, pin_memory=options.pin_memory, **kinds)
+        flat.may_grow = options.device_bytes is None
         host.flat_shards.append(flat)
         for parameter in parameters:
             parameter.take_over(host, flat, announcement)
@@ -332,69 +327,36 @@ def take_over(
     return host  # type: ignore[no-any-return]
 
 
-class DeviceShare:
-    """Divides device memory among the groups of one module, on one rank."""
+def plan_places(
+    groups: Iterable[FSDPParamGroup], dtype_of: Callable[[Any], torch.dtype | None], device_bytes: float
+) -> list[Place]:
+    """Choose where the shards of FSDP2's objects are stored, in the order of computation.
 
-    def __init__(self) -> None:
-        self._spare_bytes = 0
+    ``dtype_of``: as of :func:`take_over`. ``device_bytes``: the budget of this rank; a ``float`` is a share of what all
+    would take.
+    """
 
-    def plan(
-        self,
-        parts: Sequence[Sequence[nn.Module]],
-        replicated: Iterable[nn.Parameter],
-        dtypes: Mapping[nn.Parameter, torch.dtype | None],
-        num_shards: int,
-        device_bytes: float,
-    ) -> list[Place]:
-        """Choose where shards are stored, before there are any.
+    def describe(parameter: Any) -> tuple[int, torch.dtype, torch.dtype, bool]:
+        own = parameter.sharded_param.dtype
+        return memory_of(parameter).numel(), own, dtype_of(parameter) or own, parameter.sharded_param.requires_grad
 
-        Args:
-            parts: Modules that are sharded together, in the order of sharding, the root last; a parameter belongs to
-                the first part that has it. The forward begins with the root.
-            replicated: Parameters that are not sharded.
-            dtypes: Transfer dtypes, where not a parameter's own.
-            num_shards: Of each parameter.
-            device_bytes: The budget; a ``float`` is a share of what all would take.
-        """
-        claimed = {id(parameter) for parameter in replicated}
-        sharded = (part for module in chain.from_iterable(parts) for part in sharded_modules(module))
-        claimed |= {id(parameter) for part in sharded for parameter in part.parameters()}
-        needs = []
-        for modules in parts:
-            ours = {id(p): p for module in modules for p in module.parameters() if id(p) not in claimed}
-            claimed |= ours.keys()
-            sizes = (-(-p.shape[0] // num_shards) * (p.numel() // p.shape[0]) for p in ours.values())  # padded
-            kinds = ((p.dtype, dtypes.get(p) or p.dtype, p.requires_grad) for p in ours.values())
-            needs.append(count_shard_bytes([(size, *kind) for size, kind in zip(sizes, kinds, strict=True)]))
-        is_share = isinstance(device_bytes, float)
-        budget_bytes = int(device_bytes * sum(need.device_bytes for need in needs) if is_share else device_bytes)
-        *others, root = needs
-        root_place, *places = plan_residency([root, *others], budget_bytes)
-        self._spare_bytes = budget_bytes - count_taken(needs, [*places, root_place])
-        return [*places, root_place]
+    needs = [count_shard_bytes(map(describe, group.fsdp_params)) for group in groups]
+    if isinstance(device_bytes, float):
+        device_bytes *= sum(need.device_bytes for need in needs)
+    return plan_residency(needs, int(device_bytes))
 
-    def limit(self, groups: Sequence[ShardedGroup]) -> None:
-        """Let flat shards of ``groups`` ask before their copies exceed the plan."""
-        for flat in (flat for group in groups for flat in group.flat_shards):
-            flat.may_take = self._may_take
 
-    def _may_take(self, num_bytes: int) -> bool:
-        is_there = num_bytes <= self._spare_bytes
-        self._spare_bytes -= num_bytes * is_there
-        return is_there
-
-    def keep_copies(self, groups: Sequence[ShardedGroup], device_bytes: int) -> int:
-        """Keep copies of shards on the device, as far as they fit; return their bytes. No step may be pending."""
-        hosted = [group.flat_shards for group in groups if group.landing is not None]
-        missing = [[flat for flat in flat_shards if flat.resident is None] for flat_shards in hosted]
-        sizes = [sum(flat.numel * flat.dtype.itemsize for flat in flat_shards) for flat_shards in missing]
-        chosen = plan_copies(sizes, device_bytes)
-        taken_bytes = sum(compress(sizes, chosen))
-        self._spare_bytes = device_bytes - taken_bytes
-        for flat in chain.from_iterable(compress(missing, chosen)):
-            flat.keep_copy()
-        self.limit(groups)
-        if any(chosen) and torch.accelerator.is_available():
-            # Another stream will write to memory that the computation has just freed.
-            torch.accelerator.synchronize()
-        return taken_bytes
+def keep_copies(groups: Iterable[ShardedGroup], device_bytes: int) -> int:
+    """Keep copies of shards on the device, as far as they fit; return their bytes. No step may be pending."""
+    taken_bytes = 0
+    for group in (group for group in groups if group.landing is not None):
+        missing = [flat for flat in group.flat_shards if flat.resident is None]
+        num_bytes = sum(flat.numel * flat.dtype.itemsize for flat in missing)
+        if num_bytes <= device_bytes - taken_bytes:
+            taken_bytes += num_bytes
+            for flat in missing:
+                flat.keep_copy()
+    if taken_bytes and torch.accelerator.is_available():
+        # Another stream will write to memory that the computation has just freed.
+        torch.accelerator.synchronize()
+    return taken_bytes

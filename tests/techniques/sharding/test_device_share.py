@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from support.sharded_nets import WIDTH, Net, assert_same, hosted, make, sharded, take_step, weights
+from support.sharded_nets import WIDTH, Net, assert_same, hosted, make, on_ranks, sharded, take_step, weights
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-
-from lightning_vram.techniques.sharding.group import DeviceShare
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 BLOCK = WIDTH * 9 + 9 + 9 * WIDTH + WIDTH
@@ -15,56 +13,58 @@ NORM = 2 * WIDTH
 ALL = 3 * BLOCK + HEAD + NORM
 
 
-def parts_of(net):
-    return [[net.blocks[0]], [net.blocks[1]], [net.blocks[2]], [net.head], [net]]
+def plan(net, device_bytes, **options):
+    """Return the places of groups: the root, the blocks, the head."""
+    with sharded(net, device_bytes=device_bytes, **options) as sharding:
+        copied = [group.flat_shards[0].resident is not None for group in sharding.groups]
+        pairs = zip(sharding.groups, copied, strict=True)
+        return ["device" if group.landing is None else "copy" if is_copied else "host" for group, is_copied in pairs]
 
 
-def plan(net, device_bytes, *, replicated=(), dtypes=None, num_shards=1):
-    return DeviceShare().plan(parts_of(net), replicated, dtypes or {}, num_shards, device_bytes)
-
-
-def test_the_root_comes_first_and_has_what_no_other_part_has():
+def test_the_root_comes_first_and_has_what_no_other_part_has(mesh):
     net = make()
     assert plan(net, 0) == ["host"] * 5
-    assert plan(net, 4 * NORM) == ["host"] * 4 + ["copy"]
-    assert plan(net, 4 * (NORM + BLOCK)) == ["copy", *["host"] * 3, "copy"]
+    assert plan(net, 4 * NORM) == ["copy"] + ["host"] * 4
+    assert plan(net, 4 * (NORM + BLOCK)) == ["copy", "copy", *["host"] * 3]
     assert plan(net, 4 * ALL) == ["copy"] * 5
-    assert plan(net, 4 * ALL + 12 * NORM) == ["copy"] * 4 + ["device"]
-    assert plan(net, 16 * ALL - 1) == ["device"] * 3 + ["copy", "device"]
+    assert plan(net, 4 * ALL + 12 * NORM) == ["device"] + ["copy"] * 4
+    assert plan(net, 16 * ALL - 1) == ["device"] * 4 + ["copy"]
     assert plan(net, 16 * ALL) == ["device"] * 5
 
 
-def test_a_share_is_one_of_all_that_could_be_there():
+def test_a_share_is_one_of_all_that_could_be_there(mesh):
     net = make()
     for share in (0.0, 0.2, 0.25, 0.6, 1.0):
         assert plan(net, share) == plan(net, int(share * 16 * ALL))
 
 
-def test_each_rank_counts_its_shards_and_what_they_are_padded_by():
-    net = make()
+def count_padding():
     norm = 2 * 2  # 6 elements, over 4 ranks
-    assert plan(net, 4 * norm, num_shards=4) == ["host"] * 4 + ["copy"]
-    assert plan(net, 4 * norm - 1, num_shards=4) == ["host"] * 5
+    assert plan(make(), 4 * norm) == ["copy"] + ["host"] * 4
+    assert plan(make(), 4 * norm - 1) == ["host"] * 5
 
 
-def test_weights_that_are_sent_in_16_bit_have_smaller_copies():
+def test_each_rank_counts_its_shards_and_what_they_are_padded_by(tmp_path):
+    on_ranks(tmp_path, count_padding, num_ranks=4)
+
+
+def test_weights_that_are_sent_in_16_bit_have_smaller_copies(mesh):
     net = make()
-    dtypes = dict.fromkeys(net.parameters(), torch.bfloat16)
-    assert plan(net, 2 * ALL, dtypes=dtypes) == ["copy"] * 5
+    narrow = {"low_precision_dtype": torch.bfloat16, "low_precision": {name for name, _ in net.named_parameters()}}
+    assert plan(net, 2 * ALL, **narrow) == ["copy"] * 5
     assert plan(net, 2 * ALL) != ["copy"] * 5
 
 
 def test_what_is_not_sharded_here_takes_nothing(mesh):
     net = make()
-    assert plan(net, 1, replicated=net.parameters()) == ["host"] * 5
     fully_shard(net.blocks[0], mesh=mesh)
-    assert plan(net, 16 * (ALL - BLOCK)) == ["host", *["device"] * 4]
+    assert plan(net, 16 * (ALL - BLOCK)) == ["device"] * 4
 
 
-def test_tied_weights_are_of_the_first_part_that_has_them():
+def test_tied_weights_are_of_the_first_part_that_has_them(mesh):
     net = make()
     net.blocks[2].up.weight = net.blocks[0].up.weight
-    assert plan(net, 4 * (ALL - 9 * WIDTH)) == ["copy"] * 5
+    assert set(plan(net, 4 * (ALL - 9 * WIDTH))) == {"copy"}
 
 
 def held_bytes(sharding, optimizer):
@@ -143,7 +143,7 @@ class Frozen(Net):
 
 def test_frozen_layers_come_first(mesh):
     net, plain = make(Frozen), make(Frozen)
-    assert plan(net, 4 * 3 * BLOCK) == ["device"] * 3 + ["host", "host"]
+    assert plan(make(Frozen), 4 * 3 * BLOCK) == ["host", *["device"] * 3, "host"]
     reference = torch.optim.SGD(plain.head.parameters(), 0.1)
     with hosted(net, device_bytes=4 * 3 * BLOCK) as host:
         optimizer = torch.optim.SGD(net.head.parameters(), 0.1)

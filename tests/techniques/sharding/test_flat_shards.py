@@ -245,12 +245,11 @@ def test_who_writes_to_shards_waits_for_what_is_on_its_way_to_a_resident_copy(ne
 
 @torch.no_grad()
 @pytest.mark.parametrize("is_allowed", [True, False])
-def test_a_copy_that_would_grow_asks_first(net, is_allowed):
-    flat_shard, asked = make_lane(net, dtype=torch.bfloat16, is_resident=True), []
-    flat_shard.may_take = lambda num_bytes: asked.append(num_bytes) or is_allowed
+def test_a_copy_that_would_grow_is_dropped_unless_it_may(net, is_allowed):
+    flat_shard = make_lane(net, dtype=torch.bfloat16, is_resident=True)
+    flat_shard.may_grow = is_allowed
     assert_fetches(flat_shard, net, torch.bfloat16)
     flat_shard.stay_fp32()
-    assert asked == [2 * NUMEL]  # from two bytes to four
     assert (flat_shard.resident is not None) == is_allowed
     assert_fetches(flat_shard, net, torch.float32)
     net.up.weight.fill_(3)
