@@ -99,8 +99,11 @@ class LowPrecisionTrial:
             for parameter in flat.parameters:
                 layer = place_of(parameter)[0]
                 layer = attention.get(layer, layer)  # its forward reads this weight
-                if layer not in compiled:
-                    calls.setdefault(layer, LayerCalls(layer, flat.device)).parameters.append(parameter)
+                if layer in compiled:
+                    continue
+                if layer not in calls:
+                    calls[layer] = LayerCalls(layer, flat.device)
+                calls[layer].parameters.append(parameter)
             self._layers[flat] = list(calls.values())
 
     def end_backward(self) -> list[bool]:
