@@ -44,7 +44,7 @@ from lightning_vram.optimizers.step_round import (
     why_not_steppable,
 )
 from lightning_vram.private_names.dispatcher import FakeTensor
-from lightning_vram.private_names.fsdp2 import local_shard, place_of_own_shard
+from lightning_vram.private_names.fsdp2 import local_shard, place_of_own_shard, stored_shard
 
 HostState = Literal["fp32", "bf16", "8bit", "4bit"]
 Seed = tuple[int, int]  # of stochastic rounding: the number of a step, and of a parameter
@@ -316,7 +316,7 @@ class LowPrecisionStates:
                 self._convert(member.parameter, member.state, member.local_state)
 
     def _convert(self, parameter: nn.Parameter, state: State, local_state: State) -> None:
-        shard = local_shard(parameter)
+        shard = stored_shard(parameter)
         for key in MOMENTS:
             value = local_state.get(key)
             if value is not None:
@@ -334,7 +334,7 @@ def upcast_when_stepped(optimizer: Optimizer) -> None:
         for parameter, state in optimizer.state.items():
             is_rounded = any(is_low_precision(local_shard(state.get(key))) for key in MOMENTS)
             if parameter.dtype == torch.float32 and is_rounded:
-                state.update(state_stored_like(upcast_state(state), local_shard(parameter)))
+                state.update(state_stored_like(upcast_state(state), stored_shard(parameter)))
 
     _to_upcast[optimizer] = optimizer.register_step_pre_hook(upcast_states)
 

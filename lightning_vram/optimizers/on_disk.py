@@ -31,7 +31,7 @@ from lightning_vram.optimizers.step_round import (
     publish_state,
 )
 from lightning_vram.private_names.dispatcher import without_dispatch
-from lightning_vram.private_names.fsdp2 import local_shard
+from lightning_vram.private_names.fsdp2 import local_shard, stored_shard
 
 CHUNK_ELEMENTS = 2**22  # 16 MiB of each fp32 state
 NUM_BUFFERS = 4
@@ -313,7 +313,7 @@ class StreamedStates:
                     continue
                 form = self._form if self._form is not None and self._form.holds(parameter) else None
                 fresh[parameter] = replace(find_layout(self._optimizer, group, parameter.dtype), form=form)
-        sizes = [local_shard(parameter).numel() for parameter in fresh]
+        sizes = [stored_shard(parameter).numel() for parameter in fresh]
         places = StatePlaces([*self._places.sizes, *sizes], [*self._places.layouts, *fresh.values()])
         num_bytes = max(places.total_bytes, 1) - self._file.num_bytes  # an empty file cannot be mapped
         if num_bytes > 0:
@@ -321,7 +321,7 @@ class StreamedStates:
         self._places = places
         self._pipeline.enlarge(places.buffer_bytes(CHUNK_ELEMENTS))
         for parameter in fresh:
-            index, shape = len(self._stored), local_shard(parameter).shape
+            index, shape = len(self._stored), stored_shard(parameter).shape
             shown = {key: as_sharded(view.view(shape), parameter, shape) for key, view in self._views(index).items()}
             self._stored[parameter] = _Stored(index, shown)
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_vram.core.gradients import apply_clip_factor
 from lightning_vram.core.tensors.properties import stored_like
 from lightning_vram.private_names.dispatcher import without_dispatch
-from lightning_vram.private_names.fsdp2 import DTensorSpec, TensorMeta, cut_own_shard, local_shard, own_shard_of
+from lightning_vram.private_names.fsdp2 import DTensorSpec, TensorMeta, cut_own_shard, local_shard, stored_shard
 from lightning_vram.private_names.torch import group_reader, is_initialized, is_wrapped_by_scheduler, local_shard_of
 
 # Their step treats each parameter by itself and reads only groups and state: we have read their code.
@@ -195,8 +195,7 @@ class StepRound:
                 on_device = any(self._groups[index].get(name) for name in ("fused", "capturable"))
                 state["step"] = torch.tensor(float(state["step"]), device=parameter.device if on_device else "cpu")
             # Past the classes of shards and of 16-bit gradients: the step waits for who has read them.
-            shard = own_shard_of(parameter) if isinstance(parameter, DTensor) else parameter
-            gradient = own_shard_of(own_gradient) if isinstance(own_gradient, DTensor) else own_gradient
+            shard, gradient = stored_shard(parameter), stored_shard(own_gradient)
             local_state = local_parts(parameter, state, shard, is_contiguous=parameter in self._contiguous)
             members.append(Member(index, number, parameter, shard, gradient, state, local_state, own_gradient))
         self._check_sizes(members)
@@ -282,7 +281,7 @@ def local_parts(
     Tensors that user code wrote to it get the strides of the ``shard`` (or contiguous ones), as fused kernels check
     none; unsharded ones, whole or this rank's part, are sharded.
     """
-    shard = local_shard(parameter) if shard is None else shard
+    shard = stored_shard(parameter) if shard is None else shard
     local, is_sharded, is_plain = dict(state), isinstance(parameter, DTensor), shard.is_contiguous()
     for key, value in state.items():
         if not isinstance(value, Tensor):
@@ -302,7 +301,7 @@ def local_parts(
 
 def check_state(optimizer: Optimizer, parameter: nn.Parameter, key: str, value: object) -> None:
     """Refuse a value that user code wrote to an elementwise state if its shape is wrong."""
-    if isinstance(value, Tensor) and local_shard(value).shape == local_shard(parameter).shape:
+    if isinstance(value, Tensor) and local_shard(value).shape == stored_shard(parameter).shape:
         return
     number = next(number for number, one in enumerate(iterate_parameters(optimizer)) if one is parameter)
     found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)

@@ -499,6 +499,11 @@ own_shard_of: Callable[[Any], Tensor] = _slot.__get__
 set_own_shard: Callable[[Any, Tensor], None] = _slot.__set__  # set the local shard of a ``DTensor`` of any class
 
 
+def stored_shard(value: Any) -> Any:
+    """Return :func:`own_shard_of` of a ``DTensor``, anything else unchanged: for steps, and for shapes."""
+    return own_shard_of(value) if isinstance(value, DTensor) else value
+
+
 def local_shard(value: Any) -> Any:
     """Return this rank's shard of a ``DTensor``, the very tensor, outside autograd; anything else unchanged."""
     return local_shard_of(value) if isinstance(value, DTensor) else value
