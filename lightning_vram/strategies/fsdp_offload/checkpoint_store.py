@@ -3,20 +3,17 @@
 After an interrupted save, the last good checkpoint of that name can be loaded. An error of one rank is raised on all.
 """
 
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from lightning_vram.core.ranks import current_rank, num_ranks, on_all_ranks
@@ -26,15 +23,17 @@ from lightning_vram.strategies.fsdp_offload.checkpoint_writing import local_path
 from lightning_vram.techniques.sharded_checkpoints import (
     MODULE_STATES,
     REST_FILE,
+    Pairs,
     ShardedFolder,
     check_archive,
-    check_groups,
     explained,
     is_sharded_folder,
     load_module_state,
     load_optimizer_state,
+    match_parameters,
     parameters_by_name,
     read_values,
+    read_whole,
     recover,
     snapshot,
 )
@@ -43,62 +42,30 @@ _WAY_OUT = "Return the optimizer the checkpoint was saved with: the same paramet
 _PLAIN = {"capturable": False, "differentiable": False, "foreign": False, "fused": False}  # kernels change no state
 
 
-def check_states(
-    module: nn.Module,
-    optimizer: Optimizer,
-    states: Sequence[Mapping[str, Any]],
-    saved_groups: Sequence[Mapping[str, Any]],
-    index: int,
-) -> None:
-    """Compare shapes, dtypes and names with the parameters; states of unknown optimizers are not checked.
+def check_states(module: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any], index: int) -> None:
+    """Compare shapes and names with the parameters; states of unknown optimizers are not checked.
 
     ``torch.optim`` only counts parameters, but fused kernels trust the shapes: with states of other parameters they
-    write out of bounds. ``states``: per parameter in the order of the groups, tensors or metadata of a sharded
-    checkpoint; empty without state.
+    write out of bounds. ``state_dict`` has a number for each parameter, in their order.
     """
     names = {id(parameter): name for name, parameter in reversed(list(parameters_by_name(module).items()))}
-    remaining = iter(states)
-    for place, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
+    for place, (group, saved) in enumerate(zip(optimizer.param_groups, state_dict["param_groups"], strict=True)):
         _check_names(group, saved, f"group {place} of optimizer {index}")
         layouts: dict[torch.dtype, StateLayout] = {}
-        for number, parameter in enumerate(group["params"]):
-            state = next(remaining)
-            if state and is_elementwise(type(optimizer)):
-                dtype = parameter.dtype
-                if dtype not in layouts:
-                    layouts[dtype] = find_layout(optimizer, {**group, **saved, **_PLAIN}, dtype)
+        for number, (key, parameter) in enumerate(zip(saved["params"], group["params"], strict=True)):
+            state = state_dict["state"].get(key)
+            if not state or not is_elementwise(type(optimizer)):
+                continue
+            dtype = parameter.dtype
+            if dtype not in layouts:
+                layouts[dtype] = find_layout(optimizer, {**group, **saved, **_PLAIN}, dtype)
+            complaint = _compare(state, parameter, layouts[dtype])
+            if complaint:
                 name = names.get(id(parameter), f"parameter {number} in group {place}")
-                for complaint in _compare(state, parameter, layouts[dtype]):
-                    kind = type(optimizer).__name__
-                    raise ValueError(
-                        f"The checkpoint's state of {name} in optimizer {index} does not suit {kind}: {complaint}. "
-                        f"{_WAY_OUT}"
-                    )
-
-
-def in_order(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the state of each parameter of an optimizer, in the order of the groups; empty where there is none."""
-    keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-    return [state_dict["state"].get(key, {}) for key in keys]
-
-
-def check_form(state_dict: Any, index: int) -> None:
-    """Refuse a damaged optimizer state."""
-    if not (
-        isinstance(state_dict, dict)
-        and _are_groups(state_dict.get("param_groups"))
-        and isinstance(state_dict.get("state"), dict)
-    ):
-        raise ValueError(
-            f"The checkpoint's state of optimizer {index} lacks 'param_groups' or 'state': the file is damaged. Resume "
-            "from another checkpoint."
-        )
-
-
-def _are_groups(groups: Any) -> bool:
-    return isinstance(groups, list) and all(
-        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
-    )
+                raise ValueError(
+                    f"The checkpoint's state of {name} in optimizer {index} does not suit {type(optimizer).__name__}: "
+                    f"{complaint}. {_WAY_OUT}"
+                )
 
 
 def _check_names(group: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
@@ -108,42 +75,16 @@ def _check_names(group: Mapping[str, Any], saved: Mapping[str, Any], where: str)
         raise ValueError(f"The checkpoint has {other} where {where} has {own}. {_WAY_OUT}")
 
 
-def _compare(state: Any, parameter: Tensor, layout: StateLayout) -> Iterator[str]:
-    if not isinstance(state, dict):
-        yield "it is not a dict"
-        return
-    for name in (*(name for name, _ in layout.elementwise), *layout.others):
+def _compare(state: Mapping[str, Any], parameter: Tensor, layout: StateLayout) -> str | None:
+    names = [name for name, _ in layout.elementwise]
+    for name in (*names, *layout.others):
         if name not in state:
-            yield f"it has no {name}"
-    for name, _ in layout.elementwise:
-        if state.get(name) is not None:
-            yield from _compare_elements(name, state[name], parameter)
-    for name in layout.others:
-        if state.get(name) is not None and not _is_number(state[name]):
-            yield f"its {name} is not a number"
-
-
-def _compare_elements(name: str, value: Any, parameter: Tensor) -> Iterator[str]:
-    found = _shape_and_dtype(value)
-    if found is None:
-        yield f"its {name} is not a tensor"
-        return
-    shape, dtype = found
-    if shape != tuple(parameter.shape):
-        yield f"its {name} has shape {list(shape)}, the parameter {list(parameter.shape)}"
-    if dtype.is_complex != parameter.is_complex() or not (dtype.is_complex or dtype.is_floating_point):
-        yield f"its {name} has dtype {dtype}, the parameter {parameter.dtype}"
-
-
-def _is_number(value: Any) -> bool:
-    found = _shape_and_dtype(value)
-    return math.prod(found[0]) == 1 if found is not None else isinstance(value, int | float)
-
-
-def _shape_and_dtype(value: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
-    if isinstance(value, TensorStorageMetadata):
-        return tuple(value.size), value.properties.dtype
-    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
+            return f"it has no {name}"
+    for name in names:
+        value = state[name]
+        if isinstance(value, Tensor) and value.shape != parameter.shape:
+            return f"its {name} has shape {list(value.shape)}, the parameter {list(parameter.shape)}"
+    return None
 
 
 PathLike = str | os.PathLike[str]
@@ -170,7 +111,8 @@ class CheckpointStore:
         self._is_main = is_main
         self._saving: tuple[str, Future[None]] | None = None
         self._removals: list[Future[None]] = []
-        self._folder: ShardedFolder | None = None
+        self._states: dict[str, Any] = {}  # of the opened folder
+        self._read: Callable[[Pairs], None] = read_whole  # tensors of the opened checkpoint
         self._threads = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         # Two threads on one gloo group mix up their messages and abort the process.
         is_distributed = dist.is_available() and dist.is_initialized()
@@ -192,7 +134,7 @@ class CheckpointStore:
     def open(self, path: PathLike, *, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint, its tensors mapped from the file; of a folder, all but the states. A collective."""
         self.wait()
-        self._folder = None
+        self._states, self._read = {}, read_whole
         location = _shared(path)
         failed = f"The checkpoint {location} could not be read"
         if not is_local(location):
@@ -203,47 +145,42 @@ class CheckpointStore:
         on_all_ranks(lambda: recover(local) if self._is_main else None, failed)
         on_all_ranks(lambda: _check_exists(local), failed)
         if local.is_dir():
-            self._folder = ShardedFolder(local, weights_only=weights_only, verify=self._verify)
-            rest = _check_kind(self._folder.read_rest(), location)
-            return {**rest, "optimizer_states": []} if self._folder.has_optimizers else rest
+            folder = ShardedFolder(local, weights_only=weights_only, verify=self._verify)
+            rest = _check_kind(folder.read_rest(), location)
+            self._states, self._read = folder.read_states(), folder.read_tensors
+            return {**rest, "optimizer_states": []} if "optimizer_states" in self._states else rest
         if self._verify:
             on_all_ranks(lambda: check_archive(local, current_rank(), num_ranks()), failed)
         return _check_kind(on_all_ranks(lambda: read_values(local, weights_only=weights_only), failed), location)
 
     def has_state(self, checkpoint: Mapping[str, Any], key: str) -> bool:
         """Whether the opened checkpoint has the state of a module under this key."""
-        return self._folder.has_state(key) if self._folder is not None else key in checkpoint
+        return key in (self._states or checkpoint)
 
     def load_module(
         self, checkpoint: Mapping[str, Any], module: nn.Module, *, strict: bool, key: str = "state_dict"
     ) -> None:
         """Load a module in place from the opened checkpoint; on error nothing changes. A collective."""
-        if self._folder is not None:
-            self._folder.load_module(module, strict=strict, key=key)
-        elif isinstance(checkpoint.get(key), Mapping):
-            load_module_state(module, checkpoint[key], strict=strict)
-        else:
+        state = (self._states or checkpoint).get(key)
+        if not isinstance(state, Mapping):
             raise ValueError("The file is not a Trainer checkpoint: it has no state_dict.")
+        load_module_state(module, state, strict=strict, read=self._read)
 
     def load_optimizers(
         self, checkpoint: Mapping[str, Any], module: nn.Module, optimizers: Sequence[Optimizer]
     ) -> None:
         """Load optimizers, in the saved order, from the opened checkpoint; on error nothing changes. A collective."""
-        if self._folder is not None:
-            self._folder.load_optimizers(module, optimizers, check_states=check_states)
-            return
-        states = checkpoint.get("optimizer_states") or []
+        states = (self._states or checkpoint).get("optimizer_states") or []
         if len(states) != len(optimizers):
             raise ValueError(
                 f"The checkpoint has the state of {len(states)} optimizers, but configure_optimizers returned "
                 f"{len(optimizers)}; save_weights_only=True saves none."
             )
+        states = [match_parameters(module, *pair) for pair in zip(optimizers, states, strict=True)]
         for index, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
-            check_form(state, index)
-            check_groups(optimizer, state)
-            check_states(module, optimizer, in_order(state), state["param_groups"], index)
+            check_states(module, optimizer, state, index)
         for optimizer, state in zip(optimizers, states, strict=True):
-            load_optimizer_state(optimizer, state)
+            load_optimizer_state(optimizer, state, read=self._read)
 
     def remove(self, path: PathLike) -> None:
         """Delete a checkpoint if it exists; during a save, once that has succeeded."""

@@ -1,7 +1,6 @@
 """Write a checkpoint on all ranks, complete or not at all; convert a sharded one to a single file."""
 
 import contextlib
-import re
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,14 +14,17 @@ from lightning_vram.core.ranks import current_rank, on_all_ranks
 from lightning_vram.private_names.lightning import is_local, save_whole
 from lightning_vram.techniques.sharded_checkpoints import (
     MODULE_STATES,
+    Pairs,
     ShardedFolder,
     count_bytes,
     delete,
     delete_leftovers,
     is_sharded_folder,
     naming_full_disk,
+    prepare,
     publish,
     remove,
+    renamed,
     save_values,
     temporary_path,
     write_folder,
@@ -141,15 +143,9 @@ def consolidate(
         raise IsADirectoryError(f"{output} is a folder: name a file to write.")
     on_progress("verifying checksums" if verify else "reading", 0.0)
     source = ShardedFolder(folder, weights_only=weights_only, verify=verify)
-    checkpoint = {**source.read_states(partial(on_progress, "reading")), **source.read_rest()}
-    roots = sorted((key for key in checkpoint if re.fullmatch(r"optimizer_\d+", key)), key=lambda key: int(key[10:]))
-    optimizer_states = [_numbered(checkpoint.pop(root)) for root in roots]
-    whole = {**checkpoint, "optimizer_states": optimizer_states} if roots else checkpoint
-    write_checkpoint(whole, str(output), sharded=False, group=None, on_progress=partial(on_progress, "writing"))
-
-
-def _numbered(state: dict[str, Any]) -> dict[str, Any]:
-    numbers = {name: number for number, name in enumerate(name for g in state["param_groups"] for name in g["params"])}
-    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
-    values = {numbers.get(name, name): value for name, value in state.get("state", {}).items()}
-    return {**state, "state": values, "param_groups": groups}
+    pairs: Pairs = []
+    checkpoint = {**prepare(source.read_states(), pairs), **source.read_rest()}
+    source.read_tensors(pairs, partial(on_progress, "reading"))
+    if "optimizer_states" in checkpoint:
+        checkpoint["optimizer_states"] = [renamed(state) for state in checkpoint["optimizer_states"]]
+    write_checkpoint(checkpoint, str(output), sharded=False, group=None, on_progress=partial(on_progress, "writing"))

@@ -20,7 +20,6 @@ import zipfile
 import zlib
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -134,30 +133,17 @@ _CHUNK_BYTES = 2**23
 _WAY_OUT = "Resume from another checkpoint, or load this one without the check: verify=False."
 
 
-@dataclass
-class Checksum:
-    """Size and CRC-32 of a file, or of its beginning."""
-
-    num_bytes: int = 0
-    crc32: int = 0
-
-    def add(self, data: bytes | memoryview) -> None:
-        """Continue with the bytes that follow."""
-        self.num_bytes += memoryview(data).nbytes
-        self.crc32 = zlib.crc32(data, self.crc32)
-
-
 def check_folder(folder: Path, part: int = 0, num_parts: int = 1) -> None:
     """Raise ``CheckpointError`` if files differ from their checksums, if any; each rank reads one part of the files."""
     if not (folder / CHECKSUM_FILE).is_file():
         return
     try:
         entries = json.loads((folder / CHECKSUM_FILE).read_text(encoding="utf-8"))
-        written = {str(name): Checksum(**each) for name, each in entries.items()}
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        written = sorted((-entry["num_bytes"], name, entry["crc32"]) for name, entry in entries.items())
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{CHECKSUM_FILE} is damaged. {_WAY_OUT}") from error
-    for name in sorted(written, key=lambda name: (-written[name].num_bytes, name))[part::num_parts]:
-        _check_file(folder / name, written[name])
+    for negative_bytes, name, crc32 in written[part::num_parts]:  # the largest first
+        _check_file(folder / name, -negative_bytes, crc32)
 
 
 def check_archive(path: Path, part: int = 0, num_parts: int = 1) -> None:
@@ -183,17 +169,16 @@ def is_archive(path: Path) -> bool:
         return file.read(4) == b"PK\x03\x04"
 
 
-def _check_file(path: Path, written: Checksum) -> None:
+def _check_file(path: Path, num_bytes: int, crc32: int) -> None:
     if not path.is_file():
         raise CheckpointError(f"its file {path.name} is missing. Resume from another checkpoint.")
-    size = path.stat().st_size
-    if size != written.num_bytes:
-        raise CheckpointError(f"{path.name} is damaged: it has {size} bytes instead of {written.num_bytes}. {_WAY_OUT}")
-    found = Checksum()
+    size, found = path.stat().st_size, 0
+    if size != num_bytes:
+        raise CheckpointError(f"{path.name} is damaged: it has {size} bytes instead of {num_bytes}. {_WAY_OUT}")
     with path.open("rb", buffering=0) as file:
         while data := file.read(_CHUNK_BYTES):
-            found.add(data)
-    if found != written:
+            found = zlib.crc32(data, found)
+    if found != crc32:
         raise CheckpointError(f"{path.name} is damaged: its checksum differs. {_WAY_OUT}")
 
 
@@ -201,28 +186,30 @@ Result = TypeVar("Result")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+class _CheckedFile(io.BufferedWriter):
+    """Computes the CRC-32 of what is written."""
+
+    crc32 = 0
+
+    def write(self, data: Any) -> int:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        return super().write(data)
+
+
 class CheckedFiles(FileSystem):
-    """Collects the checksum of each completely written file, by name."""
+    """Writes files, and collects the checksum of each complete one, by name."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.checksums: dict[str, Checksum] = {}
+        self.checksums: dict[str, dict[str, int]] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        """Open a file; its checksum is complete when it is closed."""
-        with super().create_stream(path, mode) as stream:
-            if "w" not in mode:
-                yield stream
-                return
-            checked = _CheckedStream(stream)
-            yield checked
-            self.checksums[Path(path).name] = checked.checksum
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Rename a file and its checksum."""
-        super().rename(path, new_path)
-        self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
+        """Create a file; its checksum is complete when it is closed."""
+        with _CheckedFile(io.FileIO(path, mode)) as stream:
+            yield stream
+        name = Path(path).name.removesuffix(".tmp")  # which torch then renames ".metadata.tmp" to
+        self.checksums[name] = {"num_bytes": os.path.getsize(path), "crc32": stream.crc32}
 
 
 class CheckedWriter(FileSystemWriter):
@@ -272,31 +259,6 @@ def naming_full_disk(write: Callable[[], Result], folder: Path, num_bytes: int) 
             f"{format_bytes(free)} were free. Free some space, or save to another disk. A previous checkpoint of "
             "this name is unchanged."
         ) from error
-
-
-class _CheckedStream(io.BufferedIOBase):
-    def __init__(self, stream: io.IOBase) -> None:
-        super().__init__()
-        self.checksum = Checksum()
-        self._stream: Any = stream
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self._stream.write(view)
-        self.checksum.add(view)
-        return view.nbytes
-
-    def tell(self) -> int:
-        return self.checksum.num_bytes
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def fileno(self) -> int:
-        return int(self._stream.fileno())
 
 
 _CLASS = re.compile(r"GLOBAL ([\w.]+)")  # in the message of torch.load(weights_only=True)

@@ -23,11 +23,12 @@ from lightning_vram.strategies.fsdp_offload import checkpoint_writing, checkpoin
 from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 from lightning_vram.techniques.sharded_checkpoints import files
-from lightning_vram.techniques.sharded_checkpoints.folder import sharded_module_state, sharded_optimizer_state
 from lightning_vram.techniques.sharded_checkpoints.states import (
     count_bytes,
     gather_module_state,
     gather_optimizer_state,
+    sharded_module_state,
+    sharded_optimizer_state,
 )
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_vram.core.ranks import CheckpointError
 from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore
 from lightning_vram.techniques.sharded_checkpoints.files import CHECKSUM_FILE, check_archive
-from lightning_vram.techniques.sharded_checkpoints.folder import sharded_module_state
+from lightning_vram.techniques.sharded_checkpoints.states import sharded_module_state
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 WAY_OUT = "Resume from another checkpoint, or load this one without the check: verify=False."

@@ -13,13 +13,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 
-from lightning_vram.strategies.fsdp_offload.checkpoint_store import check_states
-from lightning_vram.techniques.sharded_checkpoints.folder import (
-    ShardedFolder,
-    sharded_module_state,
-    sharded_optimizer_state,
-    write_folder,
-)
+from lightning_vram.techniques.sharded_checkpoints.folder import write_folder
+from lightning_vram.techniques.sharded_checkpoints.states import sharded_module_state, sharded_optimizer_state
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -120,19 +115,26 @@ def test_a_folder_of_another_module_or_optimizer_is_refused(one_rank: None, tmp_
     with pytest.raises(ValueError, match=r"it lacks scale; it has, unlike the module, left\.over\. Load"):
         read_folder(path, net, [], strict=True)
     read_folder(path, net, [optimizer], strict=False)
-    source = ShardedFolder(path)
-    with pytest.raises(ValueError, match=r"^Optimizer 0 has") as caught:
-        source.load_optimizers(net, [SGD([net.scale])], check_states=check_states)
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    first, second = (list(group["params"]) for group in optimizer.param_groups)
+    sizes = [len(first), len(second)]
+    for groups, found in [
+        ([[net.scale]], "SGD of configure_optimizers has [1]"),
+        (
+            [second[:1] + first[1:], first[:1] + second[1:]],
+            f"SGD of configure_optimizers has {sizes}, with other names",
+        ),
+    ]:
+        with pytest.raises(ValueError, match="parameters in its groups") as caught:
+            read_folder(path, net, [SGD([{"params": group} for group in groups])], strict=False)
+        assert str(caught.value) == (
+            f"The checkpoint's optimizer has {sizes} parameters in its groups, {found}. Return the optimizer the "
+            "checkpoint was saved with."
+        )
+    with pytest.raises(ValueError, match="save_weights_only") as caught:
+        read_folder(path, net, [optimizer, SGD([net.scale])], strict=False)
     assert str(caught.value) == (
-        f"Optimizer 0 has {sizes} parameters in {path}, and [1] or other ones in configure_optimizers. Return the "
-        "optimizer that the checkpoint was saved with."
-    )
-    with pytest.raises(ValueError, match="fewer") as caught:
-        source.load_optimizers(net, [optimizer, SGD([net.scale])], check_states=check_states)
-    assert str(caught.value) == (
-        f"The checkpoint {path} has no state of optimizer 1: it was saved with fewer, or with "
-        f"save_weights_only=True. Use it for validate, test and predict."
+        "The checkpoint has the state of 1 optimizers, but configure_optimizers returned 2; save_weights_only=True "
+        "saves none."
     )
 
 
