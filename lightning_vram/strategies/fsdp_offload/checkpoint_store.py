@@ -27,11 +27,11 @@ from lightning_vram.techniques.sharded_checkpoints import (
     ShardedFolder,
     check_archive,
     explained,
+    first_names,
     is_sharded_folder,
     load_module_state,
     load_optimizer_state,
     match_parameters,
-    parameters_by_name,
     read_values,
     read_whole,
     recover,
@@ -48,7 +48,7 @@ def check_states(module: nn.Module, optimizer: Optimizer, state_dict: Mapping[st
     ``torch.optim`` only counts parameters, but fused kernels trust the shapes: with states of other parameters they
     write out of bounds. ``state_dict`` has a number for each parameter, in their order.
     """
-    names = {id(parameter): name for name, parameter in reversed(list(parameters_by_name(module).items()))}
+    names = first_names(module)
     for place, (group, saved) in enumerate(zip(optimizer.param_groups, state_dict["param_groups"], strict=True)):
         _check_names(group, saved, f"group {place} of optimizer {index}")
         layouts: dict[torch.dtype, StateLayout] = {}
@@ -202,14 +202,8 @@ class CheckpointStore:
             future.result()
 
     def _copy(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        if self._sharded:
-            copied: dict[str, Any] = snapshot(dict(checkpoint))
-            return copied
-        own_copies: dict[str, Any] = {
-            key: checkpoint[key] for key in (*MODULE_STATES, "optimizer_states") if key in checkpoint
-        }
-        rest: dict[str, Any] = snapshot({key: value for key, value in checkpoint.items() if key not in own_copies})
-        return own_copies | rest
+        gathered = () if self._sharded else (*MODULE_STATES, "optimizer_states")  # which are copies
+        return {key: value if key in gathered else snapshot(value) for key, value in checkpoint.items()}
 
 
 def _check_kind(checkpoint: Any, location: str) -> dict[str, Any]:

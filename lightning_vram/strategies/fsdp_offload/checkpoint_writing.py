@@ -25,24 +25,18 @@ from lightning_vram.techniques.sharded_checkpoints import (
     publish,
     remove,
     renamed,
-    save_values,
     temporary_path,
+    write_file,
     write_folder,
 )
 
 
 def write_checkpoint(
-    checkpoint: Mapping[str, Any],
-    location: str,
-    *,
-    sharded: bool,
-    group: dist.ProcessGroup | None,
-    on_progress: Callable[[float], None] = lambda done: None,
+    checkpoint: Mapping[str, Any], location: str, *, sharded: bool, group: dist.ProcessGroup | None
 ) -> None:
     """Replace the checkpoint at a path, or remote address, that is the same on every rank. A collective.
 
-    On error, nothing changes at the path. A thread needs its own ``group``. ``on_progress`` gets the written share of a
-    full local checkpoint.
+    On error, nothing changes at the path. A thread needs its own ``group``.
     """
     failed = f"The checkpoint {location} could not be saved"
 
@@ -53,17 +47,14 @@ def write_checkpoint(
         on_main(lambda: save_whole(dict(checkpoint), location))
         return
     path = local_path(location)
-    temporary = temporary_path(path)
+    on_main(lambda: _prepare(path))
+    if not sharded:
+        on_main(lambda: write_file(dict(checkpoint), path))
+        return
+    temporary, num_bytes = temporary_path(path), count_bytes(checkpoint)
+    write = partial(write_folder, *_split(checkpoint), temporary, group)
     try:
-        on_main(lambda: _prepare(path, temporary if sharded else None))
-        num_bytes = count_bytes(checkpoint)
-        if sharded:
-            states, rest = _split(checkpoint)
-            write = partial(write_folder, states, rest, temporary, group)
-            on_all_ranks(lambda: naming_full_disk(write, path.parent, num_bytes), failed, group)
-        else:
-            count = partial(_CountedFile, num_bytes, on_progress)
-            on_main(lambda: naming_full_disk(lambda: _write_file(checkpoint, temporary, count), path.parent, num_bytes))
+        on_all_ranks(lambda: naming_full_disk(write, path.parent, num_bytes), failed, group)
         on_main(lambda: naming_full_disk(lambda: publish(temporary, path), path.parent, num_bytes))
     except BaseException:
         if current_rank() == 0:
@@ -88,24 +79,6 @@ def local_path(location: str) -> Path:
     return Path(location.removeprefix("file://"))
 
 
-def _write_file(checkpoint: Mapping[str, Any], path: Path, count: Callable[[Any], "_CountedFile"]) -> None:
-    with path.open("wb") as file:
-        save_values(dict(checkpoint), count(file))
-
-
-class _CountedFile:
-    """A file for ``torch.save`` that reports its written share."""
-
-    def __init__(self, num_bytes: int, on_progress: Callable[[float], None], file: Any) -> None:
-        self._file, self._num_bytes, self._on_progress = file, num_bytes, on_progress
-        self.flush = file.flush
-
-    def write(self, data: Any) -> int:
-        written = int(self._file.write(data))
-        self._on_progress(min(1.0, self._file.tell() / max(1, self._num_bytes)))
-        return written
-
-
 def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     rest = dict(checkpoint)
     states = {key: rest.pop(key) for key in MODULE_STATES if key in rest}
@@ -113,15 +86,13 @@ def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     return states, rest
 
 
-def _prepare(path: Path, folder: Path | None) -> None:
+def _prepare(path: Path) -> None:
     if path.is_dir() and not is_sharded_folder(path) and any(path.iterdir()):
         raise IsADirectoryError(
             f"{path} is a folder, but not a checkpoint, and is not overwritten. Choose another name."
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     delete_leftovers(path)
-    if folder is not None:
-        folder.mkdir()
 
 
 def consolidate(
@@ -148,4 +119,5 @@ def consolidate(
     source.read_tensors(pairs, partial(on_progress, "reading"))
     if "optimizer_states" in checkpoint:
         checkpoint["optimizer_states"] = [renamed(state) for state in checkpoint["optimizer_states"]]
-    write_checkpoint(checkpoint, str(output), sharded=False, group=None, on_progress=partial(on_progress, "writing"))
+    _prepare(output)
+    write_file(checkpoint, output, partial(on_progress, "writing"))

@@ -32,6 +32,7 @@ from torch.futures import Future
 
 from lightning_vram.core.ranks import CheckpointError
 from lightning_vram.memory.units import format_bytes
+from lightning_vram.techniques.sharded_checkpoints.states import count_bytes
 
 _AT_FDCWD = -100  # of Linux's fcntl.h: paths are relative to the working directory
 _RENAME_EXCHANGE = 2
@@ -186,14 +187,15 @@ Result = TypeVar("Result")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class _CheckedFile(io.BufferedWriter):
-    """Computes the CRC-32 of what is written."""
+class _WatchedFile(io.BufferedWriter):
+    """Calls ``on_write`` with what was written."""
 
-    crc32 = 0
+    on_write: Callable[[Any], None]
 
     def write(self, data: Any) -> int:
-        self.crc32 = zlib.crc32(data, self.crc32)
-        return super().write(data)
+        written = super().write(data)
+        self.on_write(data)
+        return written
 
 
 class CheckedFiles(FileSystem):
@@ -206,10 +208,17 @@ class CheckedFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
         """Create a file; its checksum is complete when it is closed."""
-        with _CheckedFile(io.FileIO(path, mode)) as stream:
+        crc32 = 0
+
+        def on_write(data: Any) -> None:
+            nonlocal crc32
+            crc32 = zlib.crc32(data, crc32)
+
+        with _WatchedFile(Path(path).open("wb", 0)) as stream:
+            stream.on_write = on_write
             yield stream
         name = Path(path).name.removesuffix(".tmp")  # which torch then renames ".metadata.tmp" to
-        self.checksums[name] = {"num_bytes": os.path.getsize(path), "crc32": stream.crc32}
+        self.checksums[name] = {"num_bytes": os.path.getsize(path), "crc32": crc32}
 
 
 class CheckedWriter(FileSystemWriter):
@@ -229,6 +238,29 @@ def save_values(values: Any, file: Any) -> None:
     """Call ``torch.save``, but raise the disk's own error."""
     with naming_disk_errors():
         torch.save(values, file)
+
+
+def write_file(values: Any, path: Path, on_progress: Callable[[float], None] = lambda done: None) -> None:
+    """Replace a file by one of ``torch.save``, or leave it unchanged; ``on_progress`` gets the written share.
+
+    Raises:
+        CheckpointError: If the disk is full.
+        OSError: If the file cannot be written.
+    """
+    temporary, num_bytes = temporary_path(path), count_bytes(values)
+
+    def write() -> None:
+        with _WatchedFile(temporary.open("wb", 0)) as file:
+            file.on_write = lambda _: on_progress(min(1.0, file.tell() / max(1, num_bytes)))
+            save_values(values, file)
+        publish(temporary, path)
+
+    try:
+        naming_full_disk(write, path.parent, num_bytes)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            delete(temporary)
+        raise
 
 
 @contextmanager
@@ -262,7 +294,6 @@ def naming_full_disk(write: Callable[[], Result], folder: Path, num_bytes: int) 
 
 
 _CLASS = re.compile(r"GLOBAL ([\w.]+)")  # in the message of torch.load(weights_only=True)
-_REASON = re.compile(r"WeightsUnpickler error:\s*(.*)")
 _MAX_REASON = 200
 
 
@@ -296,17 +327,12 @@ def explained(read: Callable[[], Result], name: str) -> Result:
         first = error.failures[min(error.failures)][0] if isinstance(error, CheckpointException) else error
         if isinstance(first, _CLEAR):
             raise first from error
-        raise _describe(first, name) from error
-
-
-def _describe(error: BaseException, name: str) -> Exception:
-    text = str(error)
-    found = _CLASS.search(text)
-    if isinstance(error, pickle.UnpicklingError) and found:
-        return ForbiddenClassError(
-            f"{name} contains {found[1]}, and weights_only=True, the default, loads only tensors and basic types. "
-            "If you trust its source: trainer.fit(..., weights_only=False), or allow the class with "
-            "torch.serialization.add_safe_globals."
-        )
-    reason = (_REASON.search(text) or re.match(r"(.*)", text))[1].strip()[:_MAX_REASON]  # type: ignore[index]
-    return CheckpointError(f"{name} is damaged or not a checkpoint ({type(error).__name__}: {reason})")
+        found = _CLASS.search(str(first)) if isinstance(first, pickle.UnpicklingError) else None
+        if found:
+            raise ForbiddenClassError(
+                f"{name} contains {found[1]}, and weights_only=True, the default, loads only tensors and basic types. "
+                "If you trust its source: trainer.fit(..., weights_only=False), or allow the class with "
+                "torch.serialization.add_safe_globals."
+            ) from error
+        reason = str(first).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0][:_MAX_REASON]
+        raise CheckpointError(f"{name} is damaged or not a checkpoint ({type(first).__name__}: {reason})") from error

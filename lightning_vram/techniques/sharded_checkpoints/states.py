@@ -10,7 +10,7 @@ buffers on the device, takes a step to create optimizer state, and drops the ver
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -42,11 +42,14 @@ def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
     return {clean_name(name): parameter for name, parameter in module.named_parameters(remove_duplicate=False)}
 
 
+def first_names(module: nn.Module) -> dict[int, str]:
+    """Return the first clean name of each parameter, by its ``id``."""
+    return {id(parameter): name for name, parameter in reversed(list(parameters_by_name(module).items()))}
+
+
 def names_in_optimizer(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """Name an optimizer's parameters by group, by first clean name; ``ValueError`` if one is not the module's."""
-    names: dict[int, str] = {}
-    for name, parameter in parameters_by_name(module).items():
-        names.setdefault(id(parameter), name)
+    names = first_names(module)
     groups = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
     for index, group in enumerate(groups):
         if None in group:
@@ -61,25 +64,20 @@ def check_fit(own: Mapping[str, Any], given: Mapping[str, Any], *, strict: bool)
     """Raise ``ValueError`` if the given values do not fit those of a module, before anything is loaded."""
     complaints = []
     if strict:
-        complaints += _list("lacks", own.keys() - given.keys())
-        complaints += _list("has, unlike the module,", given.keys() - own.keys())
+        complaints += [f"lacks {name}" for name in sorted(own.keys() - given.keys())]
+        complaints += [f"has, unlike the module, {name}" for name in sorted(given.keys() - own.keys())]
     for name, value in given.items():
         shape = value.shape if isinstance(value, Tensor) else None
         if name in own and isinstance(own[name], Tensor) and shape != own[name].shape:
             found = "no tensor" if shape is None else list(shape)
             complaints.append(f"has {found} for {name} of shape {list(own[name].shape)}")
     if complaints:
+        more = f" and {len(complaints) - _MOST_NAMES} more" if len(complaints) > _MOST_NAMES else ""
         raise ValueError(
-            f"The checkpoint does not fit the module: it {'; it '.join(complaints[:_MOST_NAMES])}. Load it into the "
-            "module it was saved from; self.strict_loading = False in the LightningModule allows for missing and "
+            f"The checkpoint does not fit the module: it {'; it '.join(complaints[:_MOST_NAMES])}{more}. Load it into "
+            "the module it was saved from; self.strict_loading = False in the LightningModule allows for missing and "
             "additional names."
         )
-
-
-def _list(what: str, keys: Iterable[str]) -> list[str]:
-    names = sorted(keys)
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return [f"{what} {', '.join(names[:_MOST_NAMES])}{more}"] if names else []
 
 
 def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
@@ -139,12 +137,11 @@ def sharded_module_state(module: nn.Module) -> dict[str, Any]:
 
 def gather_module_state(module: nn.Module) -> dict[str, Any]:
     """Return the whole ``state_dict()`` on the host of rank 0, with clean names; empty elsewhere. A collective."""
-    state = sharded_module_state(module)
-    first_names: dict[int, str] = {}
+    state, names = sharded_module_state(module), first_names(module)
     # tied by identity, so that all ranks agree: empty parts all have address 0
     for name, parameter in parameters_by_name(module).items():
         if name in state:
-            state[name] = state[first_names.setdefault(id(parameter), name)]
+            state[name] = state.get(names[id(parameter)], state[name])
     return _gather(state)
 
 
@@ -211,7 +208,7 @@ def match_parameters(module: nn.Module, optimizer: Optimizer, state_dict: Mappin
 
     ``ValueError`` if the number of groups, or of parameters in one, or their names differ.
     """
-    saved = [[_clean(key) for key in group] for group in _keys(state_dict)]
+    saved = _keys(state_dict)
     has_names = any(isinstance(key, str) for group in saved for key in group)
     own = names_in_optimizer(module, optimizer) if has_names else saved
     saved_sizes = [len(group) for group in saved]
@@ -223,12 +220,7 @@ def match_parameters(module: nn.Module, optimizer: Optimizer, state_dict: Mappin
             f"configure_optimizers has {own_sizes}{others}. Return the optimizer the checkpoint was saved with."
         )
     groups = [{**group, "params": keys} for group, keys in zip(state_dict["param_groups"], own, strict=True)]
-    state = {_clean(key): values for key, values in state_dict["state"].items()}
-    return renamed({**state_dict, "state": state, "param_groups": groups})
-
-
-def _clean(key: Any) -> Any:
-    return clean_name(key) if isinstance(key, str) else key
+    return renamed({**state_dict, "param_groups": groups})
 
 
 def read_whole(pairs: Pairs) -> None:
@@ -284,11 +276,8 @@ def load_module_state(
         else:
             loaded[keys[name]] = prepare(value, pairs)
     read(pairs)
-    metadata = metadata_of(state_dict)
-    if metadata is not None:
-        set_metadata(loaded, metadata)
-    incompatible: IncompatibleKeys = module.load_state_dict(loaded, strict=strict)
-    return incompatible
+    set_metadata(loaded, metadata_of(state_dict) or {})
+    return module.load_state_dict(loaded, strict=strict)  # type: ignore[no-any-return]
 
 
 def load_optimizer_state(

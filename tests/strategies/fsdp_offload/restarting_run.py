@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_vram.strategies.fsdp_offload import checkpoint_writing
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
+from lightning_vram.techniques.sharded_checkpoints import files
 
 NUM_STEPS = 6
 _IS_FIRST = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -59,7 +60,7 @@ def kill_in_save() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         publish(temporary, path)
 
-    checkpoint_writing.publish = killing_publish
+    checkpoint_writing.publish = files.publish = killing_publish  # of folders, and of files
 
 
 def main(folder: Path, kind: str, dies_in: str) -> None:

@@ -182,7 +182,7 @@ def save_beside_the_training(folder: Path, sharded: bool) -> None:
     dist.barrier()
     assert (first.exists(), second.exists()) == (False, True)
 
-    patch.setattr(checkpoint_writing, "publish", fail_as_a_full_disk)
+    patch.setattr(checkpoint_writing if sharded else files, "publish", fail_as_a_full_disk)
     store.save(dump(net, optimizer, sharded), first)
     store.remove(second)
     with pytest.raises(CheckpointError, match="is full: the checkpoint needs"):
@@ -242,7 +242,7 @@ def save_and_be_killed(folder: Path, sharded: bool, where: str) -> None:
     if where == "in the data":
         patch.setattr(os, "fsync", kill)
     elif where == "before publishing":
-        patch.setattr(checkpoint_writing, "publish", kill)
+        patch.setattr(checkpoint_writing if sharded else files, "publish", kill)
     else:
         rename = os.rename
         patch.setattr(files, "_exchange", lambda *paths: False)
