@@ -37,9 +37,8 @@ class StreamedCheckpointIO(TorchCheckpointIO):
 
         Raises:
             TypeError: If there are ``storage_options``.
-            CheckpointError: If the disk is full. A previous file of this name is unchanged.
             IsADirectoryError: If there is a folder of this name.
-            OSError: If the file cannot be written.
+            OSError: If the file cannot be written, for example to a full disk. A previous one is unchanged.
         """
         if storage_options is not None or not is_local(str(path)):
             super().save_checkpoint(checkpoint, path, storage_options)

@@ -98,19 +98,12 @@ class CheckpointStore:
     """
 
     def __init__(
-        self,
-        *,
-        sharded: bool,
-        asynchronous: bool,
-        is_main: bool,
-        timeout: timedelta | None = None,
-        verify: bool = True,
+        self, *, sharded: bool, asynchronous: bool, timeout: timedelta | None = None, verify: bool = True
     ) -> None:
         self._sharded = sharded
         self._verify = verify
-        self._is_main = is_main
-        self._saving: tuple[str, Future[None]] | None = None
-        self._removals: list[Future[None]] = []
+        self._saving = ""  # the location of the pending save
+        self._jobs: list[Future[None]] = []  # the pending save, and removals after it
         self._states: dict[str, Any] = {}  # of the opened folder
         self._read: Callable[[Pairs], None] = read_whole  # tensors of the opened checkpoint
         self._threads = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
@@ -127,9 +120,13 @@ class CheckpointStore:
         if self._threads is None:
             write_checkpoint(checkpoint, location, sharded=self._sharded, group=None)
             return
-        copied = on_all_ranks(lambda: self._copy(checkpoint), f"The checkpoint {location} could not be copied")
-        written = self._threads.submit(write_checkpoint, copied, location, sharded=self._sharded, group=self._group)
-        self._saving = location, written
+        gathered = () if self._sharded else (*MODULE_STATES, "optimizer_states")  # which are copies
+        copied = on_all_ranks(
+            lambda: {key: value if key in gathered else snapshot(value) for key, value in checkpoint.items()},
+            f"The checkpoint {location} could not be copied",
+        )
+        job = self._threads.submit(write_checkpoint, copied, location, sharded=self._sharded, group=self._group)
+        self._saving, self._jobs = location, [job]
 
     def open(self, path: PathLike, *, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint, its tensors mapped from the file; of a folder, all but the states. A collective."""
@@ -142,7 +139,7 @@ class CheckpointStore:
             load = partial(load_on_host, location, weights_only=True if weights_only is None else weights_only)
             return _check_kind(on_all_ranks(lambda: explained(load, location), failed), location)
         local = local_path(location)
-        on_all_ranks(lambda: recover(local) if self._is_main else None, failed)
+        on_all_ranks(lambda: recover(local) if current_rank() == 0 else None, failed)
         on_all_ranks(lambda: _check_exists(local), failed)
         if local.is_dir():
             folder = ShardedFolder(local, weights_only=weights_only, verify=self._verify)
@@ -185,25 +182,20 @@ class CheckpointStore:
     def remove(self, path: PathLike) -> None:
         """Delete a checkpoint if it exists; during a save, once that has succeeded."""
         location = str(path)
-        if self._saving is not None and self._saving[0] == location:
+        if self._saving == location:
             self.wait()
-        if not self._is_main:
+        if current_rank() != 0:
             return
-        if self._saving is not None and self._threads is not None:
-            self._removals.append(self._threads.submit(_remove_after, self._saving[1], location))
+        if self._jobs and self._threads is not None:
+            self._jobs.append(self._threads.submit(_remove_after, self._jobs[0], location))
         else:
             remove_checkpoint(location)
 
     def wait(self) -> None:
         """Wait for a pending save, and raise its error."""
-        saving, self._saving = self._saving, None
-        removals, self._removals = self._removals, []
-        for future in (*removals, *([saving[1]] if saving else [])):  # removals first: they never fail
-            future.result()
-
-    def _copy(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        gathered = () if self._sharded else (*MODULE_STATES, "optimizer_states")  # which are copies
-        return {key: value if key in gathered else snapshot(value) for key, value in checkpoint.items()}
+        jobs, self._jobs, self._saving = self._jobs, [], ""
+        for job in reversed(jobs):  # removals first: they never fail
+            job.result()
 
 
 def _check_kind(checkpoint: Any, location: str) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Write a checkpoint on all ranks, complete or not at all; convert a sharded one to a single file."""
 
-import contextlib
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,16 +15,11 @@ from lightning_vram.techniques.sharded_checkpoints import (
     MODULE_STATES,
     Pairs,
     ShardedFolder,
-    count_bytes,
-    delete,
     delete_leftovers,
     is_sharded_folder,
-    naming_full_disk,
     prepare,
-    publish,
     remove,
     renamed,
-    temporary_path,
     write_file,
     write_folder,
 )
@@ -48,19 +42,10 @@ def write_checkpoint(
         return
     path = local_path(location)
     on_main(lambda: _prepare(path))
-    if not sharded:
+    if sharded:
+        on_all_ranks(partial(write_folder, *_split(checkpoint), path, group), failed, group)
+    else:
         on_main(lambda: write_file(dict(checkpoint), path))
-        return
-    temporary, num_bytes = temporary_path(path), count_bytes(checkpoint)
-    write = partial(write_folder, *_split(checkpoint), temporary, group)
-    try:
-        on_all_ranks(lambda: naming_full_disk(write, path.parent, num_bytes), failed, group)
-        on_main(lambda: naming_full_disk(lambda: publish(temporary, path), path.parent, num_bytes))
-    except BaseException:
-        if current_rank() == 0:
-            with contextlib.suppress(OSError):
-                delete(temporary)
-        raise
 
 
 def remove_checkpoint(location: str) -> None:
@@ -116,8 +101,9 @@ def consolidate(
     source = ShardedFolder(folder, weights_only=weights_only, verify=verify)
     pairs: Pairs = []
     checkpoint = {**prepare(source.read_states(), pairs), **source.read_rest()}
-    source.read_tensors(pairs, partial(on_progress, "reading"))
+    num_bytes = max(1, sum(into.nbytes for _, into in pairs))
+    source.read_tensors(pairs, lambda read: on_progress("reading", read / num_bytes))
     if "optimizer_states" in checkpoint:
         checkpoint["optimizer_states"] = [renamed(state) for state in checkpoint["optimizer_states"]]
     _prepare(output)
-    write_file(checkpoint, output, partial(on_progress, "writing"))
+    write_file(checkpoint, output, lambda written: on_progress("writing", min(1.0, written / num_bytes)))

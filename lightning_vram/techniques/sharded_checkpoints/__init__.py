@@ -2,15 +2,11 @@
 
 from lightning_vram.techniques.sharded_checkpoints.files import (
     check_archive,
-    delete,
     delete_leftovers,
     explained,
-    naming_full_disk,
-    publish,
     read_values,
     recover,
     remove,
-    temporary_path,
     write_file,
 )
 from lightning_vram.techniques.sharded_checkpoints.folder import (
@@ -22,7 +18,6 @@ from lightning_vram.techniques.sharded_checkpoints.folder import (
 )
 from lightning_vram.techniques.sharded_checkpoints.states import (
     Pairs,
-    count_bytes,
     first_names,
     gather_module_state,
     gather_optimizer_state,
@@ -43,8 +38,6 @@ __all__ = [
     "Pairs",
     "ShardedFolder",
     "check_archive",
-    "count_bytes",
-    "delete",
     "delete_leftovers",
     "explained",
     "first_names",
@@ -54,9 +47,7 @@ __all__ = [
     "load_module_state",
     "load_optimizer_state",
     "match_parameters",
-    "naming_full_disk",
     "prepare",
-    "publish",
     "read_values",
     "read_whole",
     "recover",
@@ -65,7 +56,6 @@ __all__ = [
     "sharded_module_state",
     "sharded_optimizer_state",
     "snapshot",
-    "temporary_path",
     "write_file",
     "write_folder",
 ]

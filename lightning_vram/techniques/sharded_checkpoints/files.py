@@ -8,7 +8,6 @@ the disk briefly holds both.
 
 import contextlib
 import ctypes
-import errno
 import hashlib
 import io
 import json
@@ -18,7 +17,7 @@ import re
 import shutil
 import zipfile
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,8 +30,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from lightning_vram.core.ranks import CheckpointError
-from lightning_vram.memory.units import format_bytes
-from lightning_vram.techniques.sharded_checkpoints.states import count_bytes
 
 _AT_FDCWD = -100  # of Linux's fcntl.h: paths are relative to the working directory
 _RENAME_EXCHANGE = 2
@@ -45,7 +42,7 @@ def temporary_path(path: Path) -> Path:
 
 def publish(temporary: Path, path: Path) -> None:
     """Rename ``temporary`` to ``path``, synced, and delete the old content; on ``OSError``, ``path`` is unchanged."""
-    for written in _contents(temporary):
+    for written in (*temporary.rglob("*"), temporary):
         _sync(written)
     is_folder = path.is_dir() and not path.is_symlink()
     if not os.path.lexists(path) or not (is_folder or temporary.is_dir()):
@@ -97,13 +94,6 @@ def _hidden(path: Path, purpose: str) -> Path:
     # without the name itself: Lightning resumes from any file whose name contains "hpc_ckpt_"
     digest = hashlib.sha256(path.name.encode()).hexdigest()[:16]
     return path.with_name(f".{digest}.{purpose}")
-
-
-def _contents(path: Path) -> Iterator[Path]:
-    if path.is_dir():
-        for inner in path.iterdir():
-            yield from _contents(inner)
-    yield path
 
 
 def _sync(path: Path) -> None:
@@ -184,7 +174,6 @@ def _check_file(path: Path, num_bytes: int, crc32: int) -> None:
 
 
 Result = TypeVar("Result")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class _WatchedFile(io.BufferedWriter):
@@ -240,23 +229,14 @@ def save_values(values: Any, file: Any) -> None:
         torch.save(values, file)
 
 
-def write_file(values: Any, path: Path, on_progress: Callable[[float], None] = lambda done: None) -> None:
-    """Replace a file by one of ``torch.save``, or leave it unchanged; ``on_progress`` gets the written share.
-
-    Raises:
-        CheckpointError: If the disk is full.
-        OSError: If the file cannot be written.
-    """
-    temporary, num_bytes = temporary_path(path), count_bytes(values)
-
-    def write() -> None:
+def write_file(values: Any, path: Path, on_write: Callable[[int], None] = lambda num_bytes: None) -> None:
+    """Replace a file by one of ``torch.save``, or leave it unchanged; ``on_write`` gets the number of bytes so far."""
+    temporary = temporary_path(path)
+    try:
         with _WatchedFile(temporary.open("wb", 0)) as file:
-            file.on_write = lambda _: on_progress(min(1.0, file.tell() / max(1, num_bytes)))
+            file.on_write = lambda _: on_write(file.tell())
             save_values(values, file)
         publish(temporary, path)
-
-    try:
-        naming_full_disk(write, path.parent, num_bytes)
     except BaseException:
         with contextlib.suppress(OSError):
             delete(temporary)
@@ -275,22 +255,6 @@ def naming_disk_errors() -> Generator[None, None, None]:
         if cause is None:
             raise
         raise cause from None
-
-
-def naming_full_disk(write: Callable[[], Result], folder: Path, num_bytes: int) -> Result:
-    """Write, and raise ``CheckpointError`` with the bytes needed and free if the disk of ``folder`` is full."""
-    free = shutil.disk_usage(folder).free
-    try:
-        return write()
-    except (OSError, CheckpointException) as error:
-        errors = [each for each, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-        if not any(isinstance(each, OSError) and each.errno in _FULL for each in errors):
-            raise
-        raise CheckpointError(
-            f"the disk of {folder} is full: the checkpoint needs {format_bytes(num_bytes)}, and "
-            f"{format_bytes(free)} were free. Free some space, or save to another disk. A previous checkpoint of "
-            "this name is unchanged."
-        ) from error
 
 
 _CLASS = re.compile(r"GLOBAL ([\w.]+)")  # in the message of torch.load(weights_only=True)

@@ -5,6 +5,7 @@ The layout is that of Lightning's ``ModelParallelStrategy``: ``torch.distributed
 ever holds more than its part; what is the same on all ranks, such as buffers, rank 0 writes.
 """
 
+import contextlib
 import io
 import json
 import re
@@ -33,11 +34,14 @@ from lightning_vram.techniques.sharded_checkpoints.files import (
     CHECKSUM_FILE,
     CheckedWriter,
     check_folder,
+    delete,
     explained,
+    publish,
     read_values,
     save_values,
+    temporary_path,
 )
-from lightning_vram.techniques.sharded_checkpoints.states import Pairs, count_bytes, map_leaves
+from lightning_vram.techniques.sharded_checkpoints.states import Pairs, map_leaves
 
 METADATA_FILE, REST_FILE = ".metadata", "meta.pt"
 MODULE_STATES = ("state_dict", "current_model_state")  # with averaged weights, these are in the first
@@ -96,12 +100,12 @@ class ShardedFolder:
         optimizers = [{"state": {}, **states.pop(root)} for root in roots]
         return {**states, "optimizer_states": optimizers} if optimizers else states
 
-    def read_tensors(self, pairs: Pairs, on_progress: Callable[[float], None] = lambda done: None) -> None:
-        """Read tensors of :meth:`read_states` into others, sharded ones in part; ``on_progress`` gets the share."""
-        self._load({self._keys[value]: into for value, into in pairs}, on_progress)
+    def read_tensors(self, pairs: Pairs, on_read: Callable[[int], None] = lambda num_bytes: None) -> None:
+        """Read tensors of :meth:`read_states` into others, sharded ones in part; ``on_read`` gets the bytes so far."""
+        self._load({self._keys[value]: into for value, into in pairs}, on_read)
 
-    def _load(self, flat: dict[str, Any], on_progress: Callable[[float], None] = lambda done: None) -> dict[str, Any]:
-        planner = _LoadPlanner(count_bytes(flat), on_progress, weights_only=self._weights_only)
+    def _load(self, flat: dict[str, Any], on_read: Callable[[int], None] = lambda num_bytes: None) -> dict[str, Any]:
+        planner = _LoadPlanner(on_read, weights_only=self._weights_only)
         reader = _Reader(self._folder, self._metadata)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process may read a folder
@@ -142,15 +146,14 @@ class _Reader(FileSystemReader):
 class _LoadPlanner(DefaultLoadPlanner):
     """For a flat state."""
 
-    def __init__(self, num_bytes: int, on_progress: Callable[[float], None], *, weights_only: bool | None) -> None:
+    def __init__(self, on_read: Callable[[int], None], *, weights_only: bool | None) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._num_bytes, self._read_bytes, self._on_progress = num_bytes, 0, on_progress
-        self._weights_only = weights_only
+        self._num_bytes, self._on_read, self._weights_only = 0, on_read, weights_only
 
     @override
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        self._read_bytes += tensor.nbytes
-        self._on_progress(self._read_bytes / max(1, self._num_bytes))
+        self._num_bytes += tensor.nbytes
+        self._on_read(self._num_bytes)
 
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -167,25 +170,33 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 def write_folder(
-    state: Mapping[str, Any], rest: Mapping[str, Any], folder: Path, process_group: dist.ProcessGroup | None
+    state: Mapping[str, Any], rest: Mapping[str, Any], path: Path, process_group: dist.ProcessGroup | None
 ) -> None:
-    """Write a checkpoint into an empty folder, the same for all ranks. A collective.
+    """Replace the checkpoint at a path, the same for all ranks; on error, nothing changes there. A collective.
 
-    ``state``: ``state_dict`` and ``optimizer_0``, ... as the functions above return them; ``rest``: rank 0's is
-    written. A thread needs its own ``process_group``. If a rank cannot write its part, all raise
-    ``CheckpointException``; rank 0 alone raises an ``OSError`` of the rest.
+    ``state``: ``state_dict`` and ``optimizer_0``, ... not gathered; ``rest``: rank 0's is written. A thread needs its
+    own ``process_group``. If a rank cannot write its part, all raise ``CheckpointException``; what only rank 0 does
+    raises only there.
     """
-    writer = CheckedWriter(folder)
-    save(
-        map_leaves(dict(state), lambda leaf: leaf),  # new dicts: torch may flatten them
-        storage_writer=writer,
-        planner=_SavePlanner(dedup_save_to_lowest_rank=True),
-        process_group=process_group,
-    )
-    of_ranks = gather_objects(writer.files.checksums, process_group)
-    if current_rank() == 0:
-        with writer.files.create_stream(folder / REST_FILE, "wb") as file:
-            save_values(dict(rest), file)
-        of_ranks.append(writer.files.checksums)  # with that of the rest
-        checksums = {name: checksum for each in of_ranks for name, checksum in each.items()}
-        (folder / CHECKSUM_FILE).write_text(json.dumps(dict(sorted(checksums.items()))))
+    temporary = temporary_path(path)
+    writer = CheckedWriter(temporary)
+    try:
+        save(
+            map_leaves(dict(state), lambda leaf: leaf),  # new dicts: torch may flatten them
+            storage_writer=writer,
+            planner=_SavePlanner(dedup_save_to_lowest_rank=True),
+            process_group=process_group,
+        )
+        of_ranks = gather_objects(writer.files.checksums, process_group)
+        if current_rank() == 0:
+            with writer.files.create_stream(temporary / REST_FILE, "wb") as file:
+                save_values(dict(rest), file)
+            of_ranks.append(writer.files.checksums)  # with that of the rest
+            checksums = {name: checksum for each in of_ranks for name, checksum in each.items()}
+            (temporary / CHECKSUM_FILE).write_text(json.dumps(dict(sorted(checksums.items()))))
+            publish(temporary, path)
+    except BaseException:
+        if current_rank() == 0:
+            with contextlib.suppress(OSError):
+                delete(temporary)
+        raise

@@ -97,21 +97,6 @@ def snapshot(tree: Any) -> Any:
     return map_leaves(tree, _copy_leaf)
 
 
-def count_bytes(tree: Any) -> int:
-    """Count the bytes of all tensors of a tree, each once, sharded ones with the parts of all ranks."""
-    sizes: dict[int, int] = {}
-    waiting = [tree]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, Tensor):
-            sizes[id(part)] = part.numel() * part.element_size()
-        elif isinstance(part, dict):
-            waiting += part.values()
-        elif type(part) in (list, tuple):
-            waiting += part
-    return sum(sizes.values())
-
-
 def copy_to_host(tensor: Tensor) -> Tensor:
     """Copy a regular tensor, detached."""
     return tensor.detach().to("cpu", copy=True)
@@ -257,10 +242,9 @@ def load_module_state(
 
     ``state_dict`` is the same on every rank. On ``ValueError``, if it does not fit, nothing has changed on any rank.
     """
-    keys: dict[str, str] = {}
-    own: dict[str, Any] = {}
-    for key, value in module.state_dict().items():
-        keys[clean_name(key)], own[clean_name(key)] = key, value
+    state = module.state_dict()
+    own = {clean_name(key): value for key, value in state.items()}
+    keys = dict(zip(own, state, strict=True))
     # empty extra states are not in a folder
     given: dict[str, Any] = {name: value for name, value in own.items() if isinstance(value, dict) and not value}
     given |= {clean_name(key): value for key, value in state_dict.items()}
@@ -268,16 +252,15 @@ def load_module_state(
     pairs: Pairs = []
     loaded: OrderedDict[str, Any] = OrderedDict()
     for name, value in given.items():
-        if name not in own:
-            loaded[name] = value
-        elif isinstance(own[name], Tensor):
-            pairs.append((value, own[name]))
-            loaded[keys[name]] = own[name]
-        else:
-            loaded[keys[name]] = prepare(value, pairs)
+        make = partial(_own_or_empty, own.get(name))
+        loaded[keys.get(name, name)] = prepare(value, pairs, make) if name in own else value
     read(pairs)
     set_metadata(loaded, metadata_of(state_dict) or {})
     return module.load_state_dict(loaded, strict=strict)  # type: ignore[no-any-return]
+
+
+def _own_or_empty(own: Any, value: Tensor) -> Tensor:
+    return own if isinstance(own, Tensor) else empty_like(value)
 
 
 def load_optimizer_state(

@@ -102,7 +102,7 @@ def test_a_trainer_a_sharded_run_and_a_trainer_take_turns(
     sharded = build()
     fully_shard(sharded, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
     optimizer = sharded.configure_optimizers()
-    store = CheckpointStore(sharded=True, asynchronous=False, is_main=True)
+    store = CheckpointStore(sharded=True, asynchronous=False)
     rest = load(store, tmp_path / "plain.ckpt", sharded, [optimizer])
     states = [sharded_optimizer_state(sharded, optimizer)]
     store.save({**rest, "state_dict": sharded_module_state(sharded), "optimizer_states": states}, tmp_path / "folder")

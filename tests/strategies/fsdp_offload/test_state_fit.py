@@ -121,7 +121,7 @@ def test_nothing_is_loaded_if_one_optimizer_does_not_fit(one_rank: None, tmp_pat
         name = 0
     assert isinstance(states[1]["state"][name]["exp_avg"], Tensor)
     states[1]["state"][name] = {**states[1]["state"][name], "exp_avg": torch.zeros(3, 7)}
-    store = CheckpointStore(sharded=sharded, asynchronous=False, is_main=True)
+    store = CheckpointStore(sharded=sharded, asynchronous=False)
     store.save({"state_dict": module_state, "optimizer_states": states}, tmp_path / "a.ckpt")
     fresh = [AdamW(weights[:3]), AdamW(weights[3:])]
     checkpoint = store.open(tmp_path / "a.ckpt")

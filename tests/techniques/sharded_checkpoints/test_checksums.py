@@ -21,7 +21,7 @@ WAY_OUT = "Resume from another checkpoint, or load this one without the check: v
 
 
 def make_store(*, sharded: bool, verify: bool = True) -> CheckpointStore:
-    return CheckpointStore(sharded=sharded, asynchronous=False, is_main=True, verify=verify)
+    return CheckpointStore(sharded=sharded, asynchronous=False, verify=verify)
 
 
 def save(net: nn.Module, path: Path, *, sharded: bool) -> None:
@@ -126,7 +126,7 @@ def test_ranks_share_the_entries(tmp_path: Path):
 
 def refuse_on_all_ranks(folder: Path) -> None:
     net, path = make_net(), folder / "a.ckpt"
-    store = CheckpointStore(sharded=True, asynchronous=False, is_main=torch.distributed.get_rank() == 0)
+    store = CheckpointStore(sharded=True, asynchronous=False)
     store.save({"state_dict": sharded_module_state(net)}, path)
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
