@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,19 +15,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_vram.core.ranks import current_rank, num_ranks, on_all_ranks
+from lightning_vram.core.ranks import current_rank, gather_objects, num_ranks, on_all_ranks
 from lightning_vram.optimizers.moment_forms import StateLayout, find_layout, is_elementwise
 from lightning_vram.private_names.lightning import is_local, load_on_host
 from lightning_vram.strategies.fsdp_offload.checkpoint_writing import local_path, remove_checkpoint, write_checkpoint
 from lightning_vram.techniques.sharded_checkpoints import (
     MODULE_STATES,
-    REST_FILE,
     Pairs,
     ShardedFolder,
     check_archive,
     explained,
     first_names,
-    is_sharded_folder,
     load_module_state,
     load_optimizer_state,
     match_parameters,
@@ -114,7 +111,7 @@ class CheckpointStore:
     def save(self, checkpoint: Mapping[str, Any], path: PathLike) -> None:
         """Save a checkpoint of Lightning at rank 0's path, with states that are sharded or gathered. A collective."""
         self.wait()
-        location = _shared(path)
+        location = gather_objects(str(path))[0]
         if self._sharded and not is_local(location):
             raise ValueError(f"Sharded checkpoints need a local path, got {location!r}. Save full checkpoints there.")
         if self._threads is None:
@@ -132,23 +129,25 @@ class CheckpointStore:
         """Read a checkpoint, its tensors mapped from the file; of a folder, all but the states. A collective."""
         self.wait()
         self._states, self._read = {}, read_whole
-        location = _shared(path)
+        location = gather_objects(str(path))[0]
         failed = f"The checkpoint {location} could not be read"
+        local = local_path(location)
         if not is_local(location):
             # By default, Lightning reads http addresses with weights_only=False.
             load = partial(load_on_host, location, weights_only=True if weights_only is None else weights_only)
-            return _check_kind(on_all_ranks(lambda: explained(load, location), failed), location)
-        local = local_path(location)
-        on_all_ranks(lambda: recover(local) if current_rank() == 0 else None, failed)
-        on_all_ranks(lambda: _check_exists(local), failed)
-        if local.is_dir():
-            folder = ShardedFolder(local, weights_only=weights_only, verify=self._verify)
-            rest = _check_kind(folder.read_rest(), location)
-            self._states, self._read = folder.read_states(), folder.read_tensors
-            return {**rest, "optimizer_states": []} if "optimizer_states" in self._states else rest
-        if self._verify:
-            on_all_ranks(lambda: check_archive(local, current_rank(), num_ranks()), failed)
-        return _check_kind(on_all_ranks(lambda: read_values(local, weights_only=weights_only), failed), location)
+            read = partial(explained, load, location)
+        else:
+            on_all_ranks(lambda: recover(local) if current_rank() == 0 else None, failed)
+            if local.is_dir():
+                folder = ShardedFolder(local, weights_only=weights_only, verify=self._verify)
+                rest = folder.read_rest()
+                self._states, self._read = folder.read_states(), folder.read_tensors
+                return {**rest, "optimizer_states": []} if "optimizer_states" in self._states else rest
+            if self._verify:
+                on_all_ranks(lambda: check_archive(local, current_rank(), num_ranks()), failed)
+            read = partial(read_values, local, weights_only=weights_only)
+        checkpoint: dict[str, Any] = on_all_ranks(read, failed)
+        return checkpoint
 
     def has_state(self, checkpoint: Mapping[str, Any], key: str) -> bool:
         """Whether the opened checkpoint has the state of a module under this key."""
@@ -198,27 +197,6 @@ class CheckpointStore:
             job.result()
 
 
-def _check_kind(checkpoint: Any, location: str) -> dict[str, Any]:
-    if not isinstance(checkpoint, dict):
-        raise ValueError(f"{location} is not a Trainer checkpoint: it contains a {type(checkpoint).__name__}.")
-    return checkpoint
-
-
-def _check_exists(path: Path) -> None:
-    if not (path.is_file() or is_sharded_folder(path)):
-        raise FileNotFoundError(
-            f"{path} is not a checkpoint: neither a file nor a folder with .metadata and {REST_FILE}, which a complete "
-            "sharded checkpoint has."
-        )
-
-
 def _remove_after(written: Future[None], location: str) -> None:
     if written.exception() is None:
         remove_checkpoint(location)
-
-
-def _shared(path: PathLike) -> str:
-    paths = [str(path)]
-    if dist.is_available() and dist.is_initialized():
-        dist.broadcast_object_list(paths)
-    return paths[0]

@@ -12,7 +12,6 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning_vram.core.ranks import current_rank, on_all_ranks
 from lightning_vram.private_names.lightning import is_local, save_whole
 from lightning_vram.techniques.sharded_checkpoints import (
-    MODULE_STATES,
     Pairs,
     ShardedFolder,
     delete_leftovers,
@@ -43,7 +42,7 @@ def write_checkpoint(
     path = local_path(location)
     on_main(lambda: _prepare(path))
     if sharded:
-        on_all_ranks(partial(write_folder, *_split(checkpoint), path, group), failed, group)
+        on_all_ranks(partial(write_folder, checkpoint, path, group), failed, group)
     else:
         on_main(lambda: write_file(dict(checkpoint), path))
 
@@ -62,13 +61,6 @@ def remove_checkpoint(location: str) -> None:
 def local_path(location: str) -> Path:
     """Convert an address without a protocol, or with ``file://``, to a path."""
     return Path(location.removeprefix("file://"))
-
-
-def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    rest = dict(checkpoint)
-    states = {key: rest.pop(key) for key in MODULE_STATES if key in rest}
-    states |= {f"optimizer_{index}": state for index, state in enumerate(rest.pop("optimizer_states", []))}
-    return states, rest
 
 
 def _prepare(path: Path) -> None:

@@ -11,7 +11,6 @@ from lightning_vram.techniques.sharded_checkpoints.files import (
 )
 from lightning_vram.techniques.sharded_checkpoints.folder import (
     MODULE_STATES,
-    REST_FILE,
     ShardedFolder,
     is_sharded_folder,
     write_folder,
@@ -34,7 +33,6 @@ from lightning_vram.techniques.sharded_checkpoints.states import (
 
 __all__ = [
     "MODULE_STATES",
-    "REST_FILE",
     "Pairs",
     "ShardedFolder",
     "check_archive",

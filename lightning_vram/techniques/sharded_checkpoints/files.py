@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -97,15 +97,13 @@ def _hidden(path: Path, purpose: str) -> Path:
 
 
 def _sync(path: Path) -> None:
-    try:
+    # not possible for folders on Windows and some network file systems
+    with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
         handle = os.open(path, os.O_RDONLY)
-    except PermissionError:  # Windows opens no folders
-        return
-    try:
-        with contextlib.nullcontext() if path.is_file() else contextlib.suppress(OSError):
-            os.fsync(handle)  # fails for folders on some network file systems
-    finally:
-        os.close(handle)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -173,9 +171,6 @@ def _check_file(path: Path, num_bytes: int, crc32: int) -> None:
         raise CheckpointError(f"{path.name} is damaged: its checksum differs. {_WAY_OUT}")
 
 
-Result = TypeVar("Result")
-
-
 class _WatchedFile(io.BufferedWriter):
     """Calls ``on_write`` with what was written."""
 
@@ -197,17 +192,16 @@ class CheckedFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
         """Create a file; its checksum is complete when it is closed."""
-        crc32 = 0
+        name = Path(path).name.removesuffix(".tmp")  # which torch then renames ".metadata.tmp" to
+        checksum = self.checksums[name] = {"num_bytes": 0, "crc32": 0}
 
         def on_write(data: Any) -> None:
-            nonlocal crc32
-            crc32 = zlib.crc32(data, crc32)
+            checksum["num_bytes"] += memoryview(data).nbytes
+            checksum["crc32"] = zlib.crc32(data, checksum["crc32"])
 
         with _WatchedFile(Path(path).open("wb", 0)) as stream:
             stream.on_write = on_write
             yield stream
-        name = Path(path).name.removesuffix(".tmp")  # which torch then renames ".metadata.tmp" to
-        self.checksums[name] = {"num_bytes": os.path.getsize(path), "crc32": crc32}
 
 
 class CheckedWriter(FileSystemWriter):
@@ -282,7 +276,7 @@ def read_values(path: Path, *, weights_only: bool | None) -> Any:
     )
 
 
-def explained(read: Callable[[], Result], name: str) -> Result:
+def explained(read: Callable[[], Any], name: str) -> Any:
     """Read, with the errors of :func:`read_values` for ``name``."""
     try:
         return read()

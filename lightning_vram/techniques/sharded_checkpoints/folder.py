@@ -169,20 +169,20 @@ class _SavePlanner(DefaultSavePlanner):
         return decoded(super().lookup_object(index))
 
 
-def write_folder(
-    state: Mapping[str, Any], rest: Mapping[str, Any], path: Path, process_group: dist.ProcessGroup | None
-) -> None:
+def write_folder(checkpoint: Mapping[str, Any], path: Path, process_group: dist.ProcessGroup | None) -> None:
     """Replace the checkpoint at a path, the same for all ranks; on error, nothing changes there. A collective.
 
-    ``state``: ``state_dict`` and ``optimizer_0``, ... not gathered; ``rest``: rank 0's is written. A thread needs its
-    own ``process_group``. If a rank cannot write its part, all raise ``CheckpointException``; what only rank 0 does
-    raises only there.
+    Its states are not gathered; of the rest, rank 0's is written. A thread needs its own ``process_group``. If a rank
+    cannot write its part, all raise ``CheckpointException``; what only rank 0 does raises only there.
     """
+    rest = dict(checkpoint)
+    states = {key: rest.pop(key) for key in MODULE_STATES if key in rest}
+    states |= {f"optimizer_{index}": state for index, state in enumerate(rest.pop("optimizer_states", ()))}
     temporary = temporary_path(path)
     writer = CheckedWriter(temporary)
     try:
         save(
-            map_leaves(dict(state), lambda leaf: leaf),  # new dicts: torch may flatten them
+            map_leaves(states, lambda leaf: leaf),  # new dicts: torch may flatten them
             storage_writer=writer,
             planner=_SavePlanner(dedup_save_to_lowest_rank=True),
             process_group=process_group,
@@ -190,7 +190,7 @@ def write_folder(
         of_ranks = gather_objects(writer.files.checksums, process_group)
         if current_rank() == 0:
             with writer.files.create_stream(temporary / REST_FILE, "wb") as file:
-                save_values(dict(rest), file)
+                save_values(rest, file)
             of_ranks.append(writer.files.checksums)  # with that of the rest
             checksums = {name: checksum for each in of_ranks for name, checksum in each.items()}
             (temporary / CHECKSUM_FILE).write_text(json.dumps(dict(sorted(checksums.items()))))

@@ -94,21 +94,12 @@ def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
 
 def snapshot(tree: Any) -> Any:
     """Copy a tree to the host. Sharded tensors stay sharded."""
-    return map_leaves(tree, _copy_leaf)
+    return map_leaves(tree, lambda leaf: copy_to_host(leaf) if isinstance(leaf, Tensor) else copy.deepcopy(leaf))
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
-    """Copy a regular tensor, detached."""
+    """Copy a tensor, or this rank's part of a sharded one, detached."""
     return tensor.detach().to("cpu", copy=True)
-
-
-def _copy_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, DTensor):
-        with torch.no_grad():
-            return wrap_like(copy_to_host(leaf.to_local()), leaf)
-    if isinstance(leaf, Tensor):
-        return copy_to_host(leaf)
-    return copy.deepcopy(leaf)
 
 
 def sharded_module_state(module: nn.Module) -> dict[str, Any]:

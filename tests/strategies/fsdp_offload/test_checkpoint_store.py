@@ -105,10 +105,12 @@ def meet_errors(folder: Path, sharded: bool) -> None:
 
     with pytest.raises(FileNotFoundError) as not_found:
         store.open(folder / "none.ckpt")
-    assert str(not_found.value) == (
-        f"{folder / 'none.ckpt'} is not a checkpoint: neither a file nor a folder with .metadata and "
-        f"meta.pt, which a complete sharded checkpoint has."
-    )
+    assert str(not_found.value) == f"[Errno 2] No such file or directory: '{folder / 'none.ckpt'}'"
+    (folder / "empty").mkdir(exist_ok=True)
+    dist.barrier()
+    with pytest.raises(FileNotFoundError) as not_found:
+        store.open(folder / "empty")
+    assert str(not_found.value) == f"[Errno 2] No such file or directory: '{folder / 'empty' / '.metadata'}'"
     with pytest.raises(IsADirectoryError) as no_checkpoint:
         store.save(dump(net, optimizer, sharded), folder)
     assert str(no_checkpoint.value) == (

@@ -24,11 +24,11 @@ def write_for_one(folder: Path) -> None:
     net = make_net()
     optimizers = make_adamw(net), make_sgd(net)
     train(net, optimizers[0], 2)
-    state = {"state_dict": sharded_module_state(net)}
-    state |= {f"optimizer_{i}": sharded_optimizer_state(net, optimizer) for i, optimizer in enumerate(optimizers)}
+    states = [sharded_optimizer_state(net, optimizer) for optimizer in optimizers]
     (folder / "f").mkdir(exist_ok=True)
     dist.barrier()
-    write_folder(state, {"epoch": 4}, folder / "f", None)
+    checkpoint = {"state_dict": sharded_module_state(net), "optimizer_states": states, "epoch": 4}
+    write_folder(checkpoint, folder / "f", None)
     loss = train(net, optimizers[0], 2, first=2)
     if dist.get_rank() == 0:
         torch.save(loss, folder / "loss.pt")

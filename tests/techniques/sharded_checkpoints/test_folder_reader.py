@@ -40,8 +40,8 @@ def folder(trained: tuple[nn.Module, Optimizer], tmp_path: Path) -> Path:
     net, optimizer = trained
     path = tmp_path / "a.ckpt"
     path.mkdir()
-    state = {"state_dict": sharded_module_state(net), "optimizer_0": sharded_optimizer_state(net, optimizer)}
-    write_folder(state, {"epoch": 1}, path, None)
+    states = [sharded_optimizer_state(net, optimizer)]
+    write_folder({"state_dict": sharded_module_state(net), "optimizer_states": states, "epoch": 1}, path, None)
     return path
 
 

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserW
 def states(net: Any, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
     return {
         "state_dict": sharded_module_state(net),
-        **{f"optimizer_{i}": sharded_optimizer_state(net, each) for i, each in enumerate(optimizers)},
+        "optimizer_states": [sharded_optimizer_state(net, each) for each in optimizers],
     }
 
 
@@ -37,7 +37,7 @@ def exchange_folders_with_lightning(folder: Path) -> None:
     optimizer = make_adamw(net)
     train(net, optimizer, 2)
     ours, theirs = make_folder(folder / "ours"), make_folder(folder / "theirs")
-    write_folder(states(net, optimizer), {"epoch": 1}, ours, None)
+    write_folder({**states(net, optimizer), "epoch": 1}, ours, None)
     options = StateDictOptions(cpu_offload=True)  # as ModelParallelStrategy saves
     converted = {
         "state_dict": get_model_state_dict(net, options=options),
@@ -73,7 +73,7 @@ def save_rank_zeros_buffers(folder: Path) -> None:
     net.note = {"seen": dist.get_rank() + 7}
     path = make_folder(folder / "buffers")
     before = [p.to_local().data_ptr() for p in net.parameters() if isinstance(p, DTensor)]
-    write_folder(states(net), {"rank": dist.get_rank()}, path, None)
+    write_folder({**states(net), "rank": dist.get_rank()}, path, None)
     dist.barrier()
     assert read_folder(path, net, [], strict=True) == {"rank": 0}
     assert net.blocks[0].norm.running_mean.tolist() == [1.0] * 3
@@ -93,7 +93,7 @@ def test_an_optimizer_that_never_stepped_has_no_state_to_save(one_rank: None, tm
     for optimizer in optimizers:
         optimizer.register_step_pre_hook(lambda *_: steps.append(1))
     weights = [whole(p).clone() for p in net.parameters()]
-    write_folder(states(net, *optimizers), {}, make_folder(tmp_path / "f"), None)
+    write_folder(states(net, *optimizers), make_folder(tmp_path / "f"), None)
     others = make_adamw(net), make_sgd(net)
     others[0].param_groups[1]["lr"] = 9.0
     read_folder(tmp_path / "f", net, list(others), strict=True)
@@ -111,7 +111,7 @@ def test_a_folder_of_another_module_or_optimizer_is_refused(one_rank: None, tmp_
     path = make_folder(tmp_path / "f")
     state = states(net, optimizer)
     state["state_dict"]["left.over"] = state["state_dict"].pop("scale")
-    write_folder(state, {}, path, None)
+    write_folder(state, path, None)
     with pytest.raises(ValueError, match=r"it lacks scale; it has, unlike the module, left\.over\. Load"):
         read_folder(path, net, [], strict=True)
     read_folder(path, net, [optimizer], strict=False)
