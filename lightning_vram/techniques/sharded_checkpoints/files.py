@@ -224,7 +224,10 @@ def save_values(values: Any, file: Any) -> None:
 
 
 def write_file(values: Any, path: Path, on_write: Callable[[int], None] = lambda num_bytes: None) -> None:
-    """Replace a file by one of ``torch.save``, or leave it unchanged; ``on_write`` gets the number of bytes so far."""
+    """Replace a file by one of ``torch.save``; ``on_write`` gets the number of bytes so far.
+
+    On error, such as ``OSError`` of a full disk, the file is unchanged.
+    """
     temporary = temporary_path(path)
     try:
         with _WatchedFile(temporary.open("wb", 0)) as file:

@@ -50,14 +50,14 @@ def first_names(module: nn.Module) -> dict[int, str]:
 def names_in_optimizer(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """Name an optimizer's parameters by group, by first clean name; ``ValueError`` if one is not the module's."""
     names = first_names(module)
-    groups = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
+    groups: list[list[Any]] = [[names.get(id(one)) for one in group["params"]] for group in optimizer.param_groups]
     for index, group in enumerate(groups):
         if None in group:
             raise ValueError(
                 f"Parameter {group.index(None)} in group {index} of {type(optimizer).__name__} does not belong to "
                 "the module; sharded checkpoints store optimizer state by name. Save full checkpoints."
             )
-    return [[name for name in group if name is not None] for group in groups]
+    return groups
 
 
 def check_fit(own: Mapping[str, Any], given: Mapping[str, Any], *, strict: bool) -> None:
