@@ -6,7 +6,6 @@ state goes to its device: the host holds weights and optimizer state once more. 
 
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
 from lightning_vram.private_names.lightning import is_local
-from lightning_vram.techniques.sharded_checkpoints import (
-    count_bytes,
-    delete,
-    naming_full_disk,
-    publish,
-    read_values,
-    save_values,
-    temporary_path,
-)
+from lightning_vram.techniques.sharded_checkpoints import read_values, write_file
 
 
 class StreamedCheckpointIO(TorchCheckpointIO):
@@ -46,9 +37,8 @@ class StreamedCheckpointIO(TorchCheckpointIO):
 
         Raises:
             TypeError: If there are ``storage_options``.
-            CheckpointError: If the disk is full. A previous file of this name is unchanged.
             IsADirectoryError: If there is a folder of this name.
-            OSError: If the file cannot be written.
+            OSError: If the file cannot be written, for example to a full disk. A previous one is unchanged.
         """
         if storage_options is not None or not is_local(str(path)):
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -57,7 +47,7 @@ class StreamedCheckpointIO(TorchCheckpointIO):
         if file.is_dir():
             raise IsADirectoryError(f"{file} is a folder; a checkpoint is a file. Choose another name.")
         file.parent.mkdir(parents=True, exist_ok=True)
-        naming_full_disk(partial(_write, checkpoint, file), file.parent, count_bytes(checkpoint))
+        write_file(checkpoint, file)
 
     @override
     def load_checkpoint(
@@ -76,17 +66,6 @@ class StreamedCheckpointIO(TorchCheckpointIO):
         if map_location is not None or not os.path.isfile(path):
             return super().load_checkpoint(path, map_location or _on_host, weights_only)
         return read_values(Path(path), weights_only=weights_only)  # type: ignore[no-any-return]
-
-
-def _write(checkpoint: dict[str, Any], file: Path) -> None:
-    temporary = temporary_path(file)
-    try:
-        with temporary.open("wb") as opened:
-            save_values(checkpoint, opened)
-        publish(temporary, file)
-    except BaseException:
-        delete(temporary)
-        raise
 
 
 def _on_host(storage: Any, location: str) -> Any:

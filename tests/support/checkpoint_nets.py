@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.optim import SGD, AdamW, Optimizer
 
-from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore, check_states
-from lightning_vram.techniques.sharded_checkpoints.folder import ShardedFolder
+from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore
 
 WIDTH = 6
 
@@ -120,34 +119,26 @@ def _run(rank: int, world_size: int, store: Path, work: Callable[..., None], fol
         dist.destroy_process_group()
 
 
-def read_folder(
-    folder: Path,
-    module: nn.Module,
-    optimizers: Sequence[Optimizer],
-    *,
-    strict: bool,
-    weights_only: bool | None = None,
-) -> dict[str, Any]:
-    """Load a sharded checkpoint, and return the rest of it."""
-    source = ShardedFolder(folder, weights_only=weights_only)
-    rest = source.read_rest()
-    source.load_module(module, strict=strict)
-    if optimizers:
-        source.load_optimizers(module, optimizers, check_states=check_states)
-    return rest
-
-
 def load(
     store: CheckpointStore,
     path: str | Path,
     module: nn.Module,
     optimizers: Sequence[Optimizer] = (),
     *,
+    strict: bool = True,
     weights_only: bool | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint into a module and its optimizers; returns the rest."""
     checkpoint = store.open(path, weights_only=weights_only)
-    store.load_module(checkpoint, module, strict=True)
+    store.load_module(checkpoint, module, strict=strict)
     if optimizers:
         store.load_optimizers(checkpoint, module, optimizers)
     return {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+
+
+def read_folder(
+    folder: Path, module: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool, weights_only: bool | None = None
+) -> dict[str, Any]:
+    """Load a sharded checkpoint, and return the rest of it."""
+    store = CheckpointStore(sharded=True, asynchronous=False)
+    return load(store, folder, module, optimizers, strict=strict, weights_only=weights_only)

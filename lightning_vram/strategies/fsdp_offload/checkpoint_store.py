@@ -3,38 +3,34 @@
 After an interrupted save, the last good checkpoint of that name can be loaded. An error of one rank is raised on all.
 """
 
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from lightning_vram.core.ranks import current_rank, num_ranks, on_all_ranks
+from lightning_vram.core.ranks import current_rank, gather_objects, num_ranks, on_all_ranks
 from lightning_vram.optimizers.moment_forms import StateLayout, find_layout, is_elementwise
 from lightning_vram.private_names.lightning import is_local, load_on_host
 from lightning_vram.strategies.fsdp_offload.checkpoint_writing import local_path, remove_checkpoint, write_checkpoint
 from lightning_vram.techniques.sharded_checkpoints import (
     MODULE_STATES,
-    REST_FILE,
+    Pairs,
     ShardedFolder,
     check_archive,
-    check_groups,
     explained,
-    is_sharded_folder,
+    first_names,
     load_module_state,
     load_optimizer_state,
-    parameters_by_name,
+    match_parameters,
     read_values,
+    read_whole,
     recover,
     snapshot,
 )
@@ -43,62 +39,30 @@ _WAY_OUT = "Return the optimizer the checkpoint was saved with: the same paramet
 _PLAIN = {"capturable": False, "differentiable": False, "foreign": False, "fused": False}  # kernels change no state
 
 
-def check_states(
-    module: nn.Module,
-    optimizer: Optimizer,
-    states: Sequence[Mapping[str, Any]],
-    saved_groups: Sequence[Mapping[str, Any]],
-    index: int,
-) -> None:
-    """Compare shapes, dtypes and names with the parameters; states of unknown optimizers are not checked.
+def check_states(module: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any], index: int) -> None:
+    """Compare shapes and names with the parameters; states of unknown optimizers are not checked.
 
     ``torch.optim`` only counts parameters, but fused kernels trust the shapes: with states of other parameters they
-    write out of bounds. ``states``: per parameter in the order of the groups, tensors or metadata of a sharded
-    checkpoint; empty without state.
+    write out of bounds. ``state_dict`` has a number for each parameter, in their order.
     """
-    names = {id(parameter): name for name, parameter in reversed(list(parameters_by_name(module).items()))}
-    remaining = iter(states)
-    for place, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
+    names = first_names(module)
+    for place, (group, saved) in enumerate(zip(optimizer.param_groups, state_dict["param_groups"], strict=True)):
         _check_names(group, saved, f"group {place} of optimizer {index}")
         layouts: dict[torch.dtype, StateLayout] = {}
-        for number, parameter in enumerate(group["params"]):
-            state = next(remaining)
-            if state and is_elementwise(type(optimizer)):
-                dtype = parameter.dtype
-                if dtype not in layouts:
-                    layouts[dtype] = find_layout(optimizer, {**group, **saved, **_PLAIN}, dtype)
+        for number, (key, parameter) in enumerate(zip(saved["params"], group["params"], strict=True)):
+            state = state_dict["state"].get(key)
+            if not state or not is_elementwise(type(optimizer)):
+                continue
+            dtype = parameter.dtype
+            if dtype not in layouts:
+                layouts[dtype] = find_layout(optimizer, {**group, **saved, **_PLAIN}, dtype)
+            complaint = _compare(state, parameter, layouts[dtype])
+            if complaint:
                 name = names.get(id(parameter), f"parameter {number} in group {place}")
-                for complaint in _compare(state, parameter, layouts[dtype]):
-                    kind = type(optimizer).__name__
-                    raise ValueError(
-                        f"The checkpoint's state of {name} in optimizer {index} does not suit {kind}: {complaint}. "
-                        f"{_WAY_OUT}"
-                    )
-
-
-def in_order(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the state of each parameter of an optimizer, in the order of the groups; empty where there is none."""
-    keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-    return [state_dict["state"].get(key, {}) for key in keys]
-
-
-def check_form(state_dict: Any, index: int) -> None:
-    """Refuse a damaged optimizer state."""
-    if not (
-        isinstance(state_dict, dict)
-        and _are_groups(state_dict.get("param_groups"))
-        and isinstance(state_dict.get("state"), dict)
-    ):
-        raise ValueError(
-            f"The checkpoint's state of optimizer {index} lacks 'param_groups' or 'state': the file is damaged. Resume "
-            "from another checkpoint."
-        )
-
-
-def _are_groups(groups: Any) -> bool:
-    return isinstance(groups, list) and all(
-        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
-    )
+                raise ValueError(
+                    f"The checkpoint's state of {name} in optimizer {index} does not suit {type(optimizer).__name__}: "
+                    f"{complaint}. {_WAY_OUT}"
+                )
 
 
 def _check_names(group: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
@@ -108,42 +72,16 @@ def _check_names(group: Mapping[str, Any], saved: Mapping[str, Any], where: str)
         raise ValueError(f"The checkpoint has {other} where {where} has {own}. {_WAY_OUT}")
 
 
-def _compare(state: Any, parameter: Tensor, layout: StateLayout) -> Iterator[str]:
-    if not isinstance(state, dict):
-        yield "it is not a dict"
-        return
-    for name in (*(name for name, _ in layout.elementwise), *layout.others):
+def _compare(state: Mapping[str, Any], parameter: Tensor, layout: StateLayout) -> str | None:
+    names = [name for name, _ in layout.elementwise]
+    for name in (*names, *layout.others):
         if name not in state:
-            yield f"it has no {name}"
-    for name, _ in layout.elementwise:
-        if state.get(name) is not None:
-            yield from _compare_elements(name, state[name], parameter)
-    for name in layout.others:
-        if state.get(name) is not None and not _is_number(state[name]):
-            yield f"its {name} is not a number"
-
-
-def _compare_elements(name: str, value: Any, parameter: Tensor) -> Iterator[str]:
-    found = _shape_and_dtype(value)
-    if found is None:
-        yield f"its {name} is not a tensor"
-        return
-    shape, dtype = found
-    if shape != tuple(parameter.shape):
-        yield f"its {name} has shape {list(shape)}, the parameter {list(parameter.shape)}"
-    if dtype.is_complex != parameter.is_complex() or not (dtype.is_complex or dtype.is_floating_point):
-        yield f"its {name} has dtype {dtype}, the parameter {parameter.dtype}"
-
-
-def _is_number(value: Any) -> bool:
-    found = _shape_and_dtype(value)
-    return math.prod(found[0]) == 1 if found is not None else isinstance(value, int | float)
-
-
-def _shape_and_dtype(value: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
-    if isinstance(value, TensorStorageMetadata):
-        return tuple(value.size), value.properties.dtype
-    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
+            return f"it has no {name}"
+    for name in names:
+        value = state[name]
+        if isinstance(value, Tensor) and value.shape != parameter.shape:
+            return f"its {name} has shape {list(value.shape)}, the parameter {list(parameter.shape)}"
+    return None
 
 
 PathLike = str | os.PathLike[str]
@@ -157,20 +95,14 @@ class CheckpointStore:
     """
 
     def __init__(
-        self,
-        *,
-        sharded: bool,
-        asynchronous: bool,
-        is_main: bool,
-        timeout: timedelta | None = None,
-        verify: bool = True,
+        self, *, sharded: bool, asynchronous: bool, timeout: timedelta | None = None, verify: bool = True
     ) -> None:
         self._sharded = sharded
         self._verify = verify
-        self._is_main = is_main
-        self._saving: tuple[str, Future[None]] | None = None
-        self._removals: list[Future[None]] = []
-        self._folder: ShardedFolder | None = None
+        self._saving = ""  # the location of the pending save
+        self._jobs: list[Future[None]] = []  # the pending save, and removals after it
+        self._states: dict[str, Any] = {}  # of the opened folder
+        self._read: Callable[[Pairs], None] = read_whole  # tensors of the opened checkpoint
         self._threads = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         # Two threads on one gloo group mix up their messages and abort the process.
         is_distributed = dist.is_available() and dist.is_initialized()
@@ -179,123 +111,92 @@ class CheckpointStore:
     def save(self, checkpoint: Mapping[str, Any], path: PathLike) -> None:
         """Save a checkpoint of Lightning at rank 0's path, with states that are sharded or gathered. A collective."""
         self.wait()
-        location = _shared(path)
+        location = gather_objects(str(path))[0]
         if self._sharded and not is_local(location):
             raise ValueError(f"Sharded checkpoints need a local path, got {location!r}. Save full checkpoints there.")
         if self._threads is None:
             write_checkpoint(checkpoint, location, sharded=self._sharded, group=None)
             return
-        copied = on_all_ranks(lambda: self._copy(checkpoint), f"The checkpoint {location} could not be copied")
-        written = self._threads.submit(write_checkpoint, copied, location, sharded=self._sharded, group=self._group)
-        self._saving = location, written
+        gathered = () if self._sharded else (*MODULE_STATES, "optimizer_states")  # which are copies
+        copied = on_all_ranks(
+            lambda: {key: value if key in gathered else snapshot(value) for key, value in checkpoint.items()},
+            f"The checkpoint {location} could not be copied",
+        )
+        job = self._threads.submit(write_checkpoint, copied, location, sharded=self._sharded, group=self._group)
+        self._saving, self._jobs = location, [job]
 
     def open(self, path: PathLike, *, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint, its tensors mapped from the file; of a folder, all but the states. A collective."""
         self.wait()
-        self._folder = None
-        location = _shared(path)
+        self._states, self._read = {}, read_whole
+        location = gather_objects(str(path))[0]
         failed = f"The checkpoint {location} could not be read"
+        local = local_path(location)
         if not is_local(location):
             # By default, Lightning reads http addresses with weights_only=False.
             load = partial(load_on_host, location, weights_only=True if weights_only is None else weights_only)
-            return _check_kind(on_all_ranks(lambda: explained(load, location), failed), location)
-        local = local_path(location)
-        on_all_ranks(lambda: recover(local) if self._is_main else None, failed)
-        on_all_ranks(lambda: _check_exists(local), failed)
-        if local.is_dir():
-            self._folder = ShardedFolder(local, weights_only=weights_only, verify=self._verify)
-            rest = _check_kind(self._folder.read_rest(), location)
-            return {**rest, "optimizer_states": []} if self._folder.has_optimizers else rest
-        if self._verify:
-            on_all_ranks(lambda: check_archive(local, current_rank(), num_ranks()), failed)
-        return _check_kind(on_all_ranks(lambda: read_values(local, weights_only=weights_only), failed), location)
+            read = partial(explained, load, location)
+        else:
+            on_all_ranks(lambda: recover(local) if current_rank() == 0 else None, failed)
+            if local.is_dir():
+                folder = ShardedFolder(local, weights_only=weights_only, verify=self._verify)
+                rest = folder.read_rest()
+                self._states, self._read = folder.read_states(), folder.read_tensors
+                return {**rest, "optimizer_states": []} if "optimizer_states" in self._states else rest
+            if self._verify:
+                on_all_ranks(lambda: check_archive(local, current_rank(), num_ranks()), failed)
+            read = partial(read_values, local, weights_only=weights_only)
+        checkpoint: dict[str, Any] = on_all_ranks(read, failed)
+        return checkpoint
 
     def has_state(self, checkpoint: Mapping[str, Any], key: str) -> bool:
         """Whether the opened checkpoint has the state of a module under this key."""
-        return self._folder.has_state(key) if self._folder is not None else key in checkpoint
+        return key in (self._states or checkpoint)
 
     def load_module(
         self, checkpoint: Mapping[str, Any], module: nn.Module, *, strict: bool, key: str = "state_dict"
     ) -> None:
         """Load a module in place from the opened checkpoint; on error nothing changes. A collective."""
-        if self._folder is not None:
-            self._folder.load_module(module, strict=strict, key=key)
-        elif isinstance(checkpoint.get(key), Mapping):
-            load_module_state(module, checkpoint[key], strict=strict)
-        else:
+        state = (self._states or checkpoint).get(key)
+        if not isinstance(state, Mapping):
             raise ValueError("The file is not a Trainer checkpoint: it has no state_dict.")
+        load_module_state(module, state, strict=strict, read=self._read)
 
     def load_optimizers(
         self, checkpoint: Mapping[str, Any], module: nn.Module, optimizers: Sequence[Optimizer]
     ) -> None:
         """Load optimizers, in the saved order, from the opened checkpoint; on error nothing changes. A collective."""
-        if self._folder is not None:
-            self._folder.load_optimizers(module, optimizers, check_states=check_states)
-            return
-        states = checkpoint.get("optimizer_states") or []
+        states = (self._states or checkpoint).get("optimizer_states") or []
         if len(states) != len(optimizers):
             raise ValueError(
                 f"The checkpoint has the state of {len(states)} optimizers, but configure_optimizers returned "
                 f"{len(optimizers)}; save_weights_only=True saves none."
             )
+        states = [match_parameters(module, *pair) for pair in zip(optimizers, states, strict=True)]
         for index, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
-            check_form(state, index)
-            check_groups(optimizer, state)
-            check_states(module, optimizer, in_order(state), state["param_groups"], index)
+            check_states(module, optimizer, state, index)
         for optimizer, state in zip(optimizers, states, strict=True):
-            load_optimizer_state(optimizer, state)
+            load_optimizer_state(optimizer, state, read=self._read)
 
     def remove(self, path: PathLike) -> None:
         """Delete a checkpoint if it exists; during a save, once that has succeeded."""
         location = str(path)
-        if self._saving is not None and self._saving[0] == location:
+        if self._saving == location:
             self.wait()
-        if not self._is_main:
+        if current_rank() != 0:
             return
-        if self._saving is not None and self._threads is not None:
-            self._removals.append(self._threads.submit(_remove_after, self._saving[1], location))
+        if self._jobs and self._threads is not None:
+            self._jobs.append(self._threads.submit(_remove_after, self._jobs[0], location))
         else:
             remove_checkpoint(location)
 
     def wait(self) -> None:
         """Wait for a pending save, and raise its error."""
-        saving, self._saving = self._saving, None
-        removals, self._removals = self._removals, []
-        for future in (*removals, *([saving[1]] if saving else [])):  # removals first: they never fail
-            future.result()
-
-    def _copy(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        if self._sharded:
-            copied: dict[str, Any] = snapshot(dict(checkpoint))
-            return copied
-        own_copies: dict[str, Any] = {
-            key: checkpoint[key] for key in (*MODULE_STATES, "optimizer_states") if key in checkpoint
-        }
-        rest: dict[str, Any] = snapshot({key: value for key, value in checkpoint.items() if key not in own_copies})
-        return own_copies | rest
-
-
-def _check_kind(checkpoint: Any, location: str) -> dict[str, Any]:
-    if not isinstance(checkpoint, dict):
-        raise ValueError(f"{location} is not a Trainer checkpoint: it contains a {type(checkpoint).__name__}.")
-    return checkpoint
-
-
-def _check_exists(path: Path) -> None:
-    if not (path.is_file() or is_sharded_folder(path)):
-        raise FileNotFoundError(
-            f"{path} is not a checkpoint: neither a file nor a folder with .metadata and {REST_FILE}, which a complete "
-            "sharded checkpoint has."
-        )
+        jobs, self._jobs, self._saving = self._jobs, [], ""
+        for job in reversed(jobs):  # removals first: they never fail
+            job.result()
 
 
 def _remove_after(written: Future[None], location: str) -> None:
     if written.exception() is None:
         remove_checkpoint(location)
-
-
-def _shared(path: PathLike) -> str:
-    paths = [str(path)]
-    if dist.is_available() and dist.is_initialized():
-        dist.broadcast_object_list(paths)
-    return paths[0]

@@ -1,7 +1,5 @@
 """Write a checkpoint on all ranks, complete or not at all; convert a sharded one to a single file."""
 
-import contextlib
-import re
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,33 +12,24 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning_vram.core.ranks import current_rank, on_all_ranks
 from lightning_vram.private_names.lightning import is_local, save_whole
 from lightning_vram.techniques.sharded_checkpoints import (
-    MODULE_STATES,
+    Pairs,
     ShardedFolder,
-    count_bytes,
-    delete,
     delete_leftovers,
     is_sharded_folder,
-    naming_full_disk,
-    publish,
+    prepare,
     remove,
-    save_values,
-    temporary_path,
+    renamed,
+    write_file,
     write_folder,
 )
 
 
 def write_checkpoint(
-    checkpoint: Mapping[str, Any],
-    location: str,
-    *,
-    sharded: bool,
-    group: dist.ProcessGroup | None,
-    on_progress: Callable[[float], None] = lambda done: None,
+    checkpoint: Mapping[str, Any], location: str, *, sharded: bool, group: dist.ProcessGroup | None
 ) -> None:
     """Replace the checkpoint at a path, or remote address, that is the same on every rank. A collective.
 
-    On error, nothing changes at the path. A thread needs its own ``group``. ``on_progress`` gets the written share of a
-    full local checkpoint.
+    On error, nothing changes at the path. A thread needs its own ``group``.
     """
     failed = f"The checkpoint {location} could not be saved"
 
@@ -51,23 +40,11 @@ def write_checkpoint(
         on_main(lambda: save_whole(dict(checkpoint), location))
         return
     path = local_path(location)
-    temporary = temporary_path(path)
-    try:
-        on_main(lambda: _prepare(path, temporary if sharded else None))
-        num_bytes = count_bytes(checkpoint)
-        if sharded:
-            states, rest = _split(checkpoint)
-            write = partial(write_folder, states, rest, temporary, group)
-            on_all_ranks(lambda: naming_full_disk(write, path.parent, num_bytes), failed, group)
-        else:
-            count = partial(_CountedFile, num_bytes, on_progress)
-            on_main(lambda: naming_full_disk(lambda: _write_file(checkpoint, temporary, count), path.parent, num_bytes))
-        on_main(lambda: naming_full_disk(lambda: publish(temporary, path), path.parent, num_bytes))
-    except BaseException:
-        if current_rank() == 0:
-            with contextlib.suppress(OSError):
-                delete(temporary)
-        raise
+    on_main(lambda: _prepare(path))
+    if sharded:
+        on_all_ranks(partial(write_folder, checkpoint, path, group), failed, group)
+    else:
+        on_main(lambda: write_file(dict(checkpoint), path))
 
 
 def remove_checkpoint(location: str) -> None:
@@ -86,40 +63,13 @@ def local_path(location: str) -> Path:
     return Path(location.removeprefix("file://"))
 
 
-def _write_file(checkpoint: Mapping[str, Any], path: Path, count: Callable[[Any], "_CountedFile"]) -> None:
-    with path.open("wb") as file:
-        save_values(dict(checkpoint), count(file))
-
-
-class _CountedFile:
-    """A file for ``torch.save`` that reports its written share."""
-
-    def __init__(self, num_bytes: int, on_progress: Callable[[float], None], file: Any) -> None:
-        self._file, self._num_bytes, self._on_progress = file, num_bytes, on_progress
-        self.flush = file.flush
-
-    def write(self, data: Any) -> int:
-        written = int(self._file.write(data))
-        self._on_progress(min(1.0, self._file.tell() / max(1, self._num_bytes)))
-        return written
-
-
-def _split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    rest = dict(checkpoint)
-    states = {key: rest.pop(key) for key in MODULE_STATES if key in rest}
-    states |= {f"optimizer_{index}": state for index, state in enumerate(rest.pop("optimizer_states", []))}
-    return states, rest
-
-
-def _prepare(path: Path, folder: Path | None) -> None:
+def _prepare(path: Path) -> None:
     if path.is_dir() and not is_sharded_folder(path) and any(path.iterdir()):
         raise IsADirectoryError(
             f"{path} is a folder, but not a checkpoint, and is not overwritten. Choose another name."
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     delete_leftovers(path)
-    if folder is not None:
-        folder.mkdir()
 
 
 def consolidate(
@@ -141,15 +91,11 @@ def consolidate(
         raise IsADirectoryError(f"{output} is a folder: name a file to write.")
     on_progress("verifying checksums" if verify else "reading", 0.0)
     source = ShardedFolder(folder, weights_only=weights_only, verify=verify)
-    checkpoint = {**source.read_states(partial(on_progress, "reading")), **source.read_rest()}
-    roots = sorted((key for key in checkpoint if re.fullmatch(r"optimizer_\d+", key)), key=lambda key: int(key[10:]))
-    optimizer_states = [_numbered(checkpoint.pop(root)) for root in roots]
-    whole = {**checkpoint, "optimizer_states": optimizer_states} if roots else checkpoint
-    write_checkpoint(whole, str(output), sharded=False, group=None, on_progress=partial(on_progress, "writing"))
-
-
-def _numbered(state: dict[str, Any]) -> dict[str, Any]:
-    numbers = {name: number for number, name in enumerate(name for g in state["param_groups"] for name in g["params"])}
-    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
-    values = {numbers.get(name, name): value for name, value in state.get("state", {}).items()}
-    return {**state, "state": values, "param_groups": groups}
+    pairs: Pairs = []
+    checkpoint = {**prepare(source.read_states(), pairs), **source.read_rest()}
+    num_bytes = max(1, sum(into.nbytes for _, into in pairs))
+    source.read_tensors(pairs, lambda read: on_progress("reading", read / num_bytes))
+    if "optimizer_states" in checkpoint:
+        checkpoint["optimizer_states"] = [renamed(state) for state in checkpoint["optimizer_states"]]
+    _prepare(output)
+    write_file(checkpoint, output, lambda written: on_progress("writing", min(1.0, written / num_bytes)))

@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -92,14 +93,13 @@ class CheckpointedStrategy(ConnectedStrategy):
             # before the first run there is nothing to overlap with
             store = self._store or self._make_store(asynchronous=False)
             store.save(checkpoint, filepath)
-            if not self._is_running:  # the next run may resume from it
+            trainer = self._trainer
+            if trainer is None or trainer.state.status != TrainerStatus.RUNNING:  # the next run may resume from it
                 store.wait()
 
     @property
-    def _is_running(self) -> bool:
-        module = self.lightning_module
-        trainer = find_trainer(module) if module is not None else None
-        return trainer is not None and trainer.state.status == TrainerStatus.RUNNING
+    def _trainer(self) -> pl.Trainer | None:
+        return None if self.lightning_module is None else find_trainer(self.lightning_module)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -111,8 +111,7 @@ class CheckpointedStrategy(ConnectedStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         # Lightning calls this before the setup, as for one device: a later call would lose the user's weights_only.
         self._to_load = checkpoint, strict
-        trainer = None if self.lightning_module is None else find_trainer(self.lightning_module)
-        for callback in averaging_callbacks(trainer):
+        for callback in averaging_callbacks(self._trainer):
             if type(callback).on_load_checkpoint is WeightAveraging.on_load_checkpoint:  # it would load whole tensors
                 patch = MethodPatch(callback, "on_load_checkpoint", replace_by(lambda *_: None))
                 self._callback_patches.append(patch)
@@ -170,7 +169,6 @@ class CheckpointedStrategy(ConnectedStrategy):
         return CheckpointStore(
             sharded=arguments.state_dict_type == "sharded",
             asynchronous=asynchronous,
-            is_main=self.is_global_zero,
             timeout=arguments.timeout,
             verify=arguments.verify,
         )

@@ -8,7 +8,6 @@ the disk briefly holds both.
 
 import contextlib
 import ctypes
-import errno
 import hashlib
 import io
 import json
@@ -18,11 +17,10 @@ import re
 import shutil
 import zipfile
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -32,7 +30,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from lightning_vram.core.ranks import CheckpointError
-from lightning_vram.memory.units import format_bytes
 
 _AT_FDCWD = -100  # of Linux's fcntl.h: paths are relative to the working directory
 _RENAME_EXCHANGE = 2
@@ -45,7 +42,7 @@ def temporary_path(path: Path) -> Path:
 
 def publish(temporary: Path, path: Path) -> None:
     """Rename ``temporary`` to ``path``, synced, and delete the old content; on ``OSError``, ``path`` is unchanged."""
-    for written in _contents(temporary):
+    for written in (*temporary.rglob("*"), temporary):
         _sync(written)
     is_folder = path.is_dir() and not path.is_symlink()
     if not os.path.lexists(path) or not (is_folder or temporary.is_dir()):
@@ -99,23 +96,14 @@ def _hidden(path: Path, purpose: str) -> Path:
     return path.with_name(f".{digest}.{purpose}")
 
 
-def _contents(path: Path) -> Iterator[Path]:
-    if path.is_dir():
-        for inner in path.iterdir():
-            yield from _contents(inner)
-    yield path
-
-
 def _sync(path: Path) -> None:
-    try:
+    # not possible for folders on Windows and some network file systems
+    with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
         handle = os.open(path, os.O_RDONLY)
-    except PermissionError:  # Windows opens no folders
-        return
-    try:
-        with contextlib.nullcontext() if path.is_file() else contextlib.suppress(OSError):
-            os.fsync(handle)  # fails for folders on some network file systems
-    finally:
-        os.close(handle)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -134,30 +122,17 @@ _CHUNK_BYTES = 2**23
 _WAY_OUT = "Resume from another checkpoint, or load this one without the check: verify=False."
 
 
-@dataclass
-class Checksum:
-    """Size and CRC-32 of a file, or of its beginning."""
-
-    num_bytes: int = 0
-    crc32: int = 0
-
-    def add(self, data: bytes | memoryview) -> None:
-        """Continue with the bytes that follow."""
-        self.num_bytes += memoryview(data).nbytes
-        self.crc32 = zlib.crc32(data, self.crc32)
-
-
 def check_folder(folder: Path, part: int = 0, num_parts: int = 1) -> None:
     """Raise ``CheckpointError`` if files differ from their checksums, if any; each rank reads one part of the files."""
     if not (folder / CHECKSUM_FILE).is_file():
         return
     try:
         entries = json.loads((folder / CHECKSUM_FILE).read_text(encoding="utf-8"))
-        written = {str(name): Checksum(**each) for name, each in entries.items()}
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        written = sorted((-entry["num_bytes"], name, entry["crc32"]) for name, entry in entries.items())
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{CHECKSUM_FILE} is damaged. {_WAY_OUT}") from error
-    for name in sorted(written, key=lambda name: (-written[name].num_bytes, name))[part::num_parts]:
-        _check_file(folder / name, written[name])
+    for negative_bytes, name, crc32 in written[part::num_parts]:  # the largest first
+        _check_file(folder / name, -negative_bytes, crc32)
 
 
 def check_archive(path: Path, part: int = 0, num_parts: int = 1) -> None:
@@ -183,46 +158,50 @@ def is_archive(path: Path) -> bool:
         return file.read(4) == b"PK\x03\x04"
 
 
-def _check_file(path: Path, written: Checksum) -> None:
+def _check_file(path: Path, num_bytes: int, crc32: int) -> None:
     if not path.is_file():
         raise CheckpointError(f"its file {path.name} is missing. Resume from another checkpoint.")
-    size = path.stat().st_size
-    if size != written.num_bytes:
-        raise CheckpointError(f"{path.name} is damaged: it has {size} bytes instead of {written.num_bytes}. {_WAY_OUT}")
-    found = Checksum()
+    size, found = path.stat().st_size, 0
+    if size != num_bytes:
+        raise CheckpointError(f"{path.name} is damaged: it has {size} bytes instead of {num_bytes}. {_WAY_OUT}")
     with path.open("rb", buffering=0) as file:
         while data := file.read(_CHUNK_BYTES):
-            found.add(data)
-    if found != written:
+            found = zlib.crc32(data, found)
+    if found != crc32:
         raise CheckpointError(f"{path.name} is damaged: its checksum differs. {_WAY_OUT}")
 
 
-Result = TypeVar("Result")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+class _WatchedFile(io.BufferedWriter):
+    """Calls ``on_write`` with what was written."""
+
+    on_write: Callable[[Any], None]
+
+    def write(self, data: Any) -> int:
+        written = super().write(data)
+        self.on_write(data)
+        return written
 
 
 class CheckedFiles(FileSystem):
-    """Collects the checksum of each completely written file, by name."""
+    """Writes files, and collects the checksum of each complete one, by name."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.checksums: dict[str, Checksum] = {}
+        self.checksums: dict[str, dict[str, int]] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        """Open a file; its checksum is complete when it is closed."""
-        with super().create_stream(path, mode) as stream:
-            if "w" not in mode:
-                yield stream
-                return
-            checked = _CheckedStream(stream)
-            yield checked
-            self.checksums[Path(path).name] = checked.checksum
+        """Create a file; its checksum is complete when it is closed."""
+        name = Path(path).name.removesuffix(".tmp")  # which torch then renames ".metadata.tmp" to
+        checksum = self.checksums[name] = {"num_bytes": 0, "crc32": 0}
 
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Rename a file and its checksum."""
-        super().rename(path, new_path)
-        self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
+        def on_write(data: Any) -> None:
+            checksum["num_bytes"] += memoryview(data).nbytes
+            checksum["crc32"] = zlib.crc32(data, checksum["crc32"])
+
+        with _WatchedFile(Path(path).open("wb", 0)) as stream:
+            stream.on_write = on_write
+            yield stream
 
 
 class CheckedWriter(FileSystemWriter):
@@ -244,6 +223,23 @@ def save_values(values: Any, file: Any) -> None:
         torch.save(values, file)
 
 
+def write_file(values: Any, path: Path, on_write: Callable[[int], None] = lambda num_bytes: None) -> None:
+    """Replace a file by one of ``torch.save``; ``on_write`` gets the number of bytes so far.
+
+    On error, such as ``OSError`` of a full disk, the file is unchanged.
+    """
+    temporary = temporary_path(path)
+    try:
+        with _WatchedFile(temporary.open("wb", 0)) as file:
+            file.on_write = lambda _: on_write(file.tell())
+            save_values(values, file)
+        publish(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            delete(temporary)
+        raise
+
+
 @contextmanager
 def naming_disk_errors() -> Generator[None, None, None]:
     """Raise the disk's own error; ``torch.save`` reports a broken archive instead."""
@@ -258,49 +254,7 @@ def naming_disk_errors() -> Generator[None, None, None]:
         raise cause from None
 
 
-def naming_full_disk(write: Callable[[], Result], folder: Path, num_bytes: int) -> Result:
-    """Write, and raise ``CheckpointError`` with the bytes needed and free if the disk of ``folder`` is full."""
-    free = shutil.disk_usage(folder).free
-    try:
-        return write()
-    except (OSError, CheckpointException) as error:
-        errors = [each for each, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-        if not any(isinstance(each, OSError) and each.errno in _FULL for each in errors):
-            raise
-        raise CheckpointError(
-            f"the disk of {folder} is full: the checkpoint needs {format_bytes(num_bytes)}, and "
-            f"{format_bytes(free)} were free. Free some space, or save to another disk. A previous checkpoint of "
-            "this name is unchanged."
-        ) from error
-
-
-class _CheckedStream(io.BufferedIOBase):
-    def __init__(self, stream: io.IOBase) -> None:
-        super().__init__()
-        self.checksum = Checksum()
-        self._stream: Any = stream
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self._stream.write(view)
-        self.checksum.add(view)
-        return view.nbytes
-
-    def tell(self) -> int:
-        return self.checksum.num_bytes
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def fileno(self) -> int:
-        return int(self._stream.fileno())
-
-
 _CLASS = re.compile(r"GLOBAL ([\w.]+)")  # in the message of torch.load(weights_only=True)
-_REASON = re.compile(r"WeightsUnpickler error:\s*(.*)")
 _MAX_REASON = 200
 
 
@@ -325,7 +279,7 @@ def read_values(path: Path, *, weights_only: bool | None) -> Any:
     )
 
 
-def explained(read: Callable[[], Result], name: str) -> Result:
+def explained(read: Callable[[], Any], name: str) -> Any:
     """Read, with the errors of :func:`read_values` for ``name``."""
     try:
         return read()
@@ -334,17 +288,12 @@ def explained(read: Callable[[], Result], name: str) -> Result:
         first = error.failures[min(error.failures)][0] if isinstance(error, CheckpointException) else error
         if isinstance(first, _CLEAR):
             raise first from error
-        raise _describe(first, name) from error
-
-
-def _describe(error: BaseException, name: str) -> Exception:
-    text = str(error)
-    found = _CLASS.search(text)
-    if isinstance(error, pickle.UnpicklingError) and found:
-        return ForbiddenClassError(
-            f"{name} contains {found[1]}, and weights_only=True, the default, loads only tensors and basic types. "
-            "If you trust its source: trainer.fit(..., weights_only=False), or allow the class with "
-            "torch.serialization.add_safe_globals."
-        )
-    reason = (_REASON.search(text) or re.match(r"(.*)", text))[1].strip()[:_MAX_REASON]  # type: ignore[index]
-    return CheckpointError(f"{name} is damaged or not a checkpoint ({type(error).__name__}: {reason})")
+        found = _CLASS.search(str(first)) if isinstance(first, pickle.UnpicklingError) else None
+        if found:
+            raise ForbiddenClassError(
+                f"{name} contains {found[1]}, and weights_only=True, the default, loads only tensors and basic types. "
+                "If you trust its source: trainer.fit(..., weights_only=False), or allow the class with "
+                "torch.serialization.add_safe_globals."
+            ) from error
+        reason = str(first).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0][:_MAX_REASON]
+        raise CheckpointError(f"{name} is damaged or not a checkpoint ({type(first).__name__}: {reason})") from error

@@ -1,13 +1,16 @@
-"""Full state dicts of a sharded module and its optimizers, as if nothing were sharded.
+"""State dicts of a sharded module and its optimizers: full, as if nothing were sharded, and sharded.
 
-To save, rank 0 collects them in host memory; the other ranks hold one whole parameter at a time. To load, each rank
-cuts its own part out of a memory-mapped file: nothing is sent or copied to the device. A model that exceeds the host
-memory of one machine needs sharded checkpoints (``folder.py``).
+To save a full one, rank 0 collects it in host memory; the other ranks hold one whole parameter at a time. To load, each
+rank reads its own part, of a memory-mapped file or of a folder (``folder.py``): nothing is sent or copied to the
+device. A model that exceeds the host memory of one machine needs sharded checkpoints.
+
+``torch.distributed.checkpoint.state_dict`` does not serve here: it refuses a module with parameters on the host and
+buffers on the device, takes a step to create optimizer state, and drops the versions of modules.
 """
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -26,6 +29,7 @@ from lightning_vram.private_names.torch import CHECKPOINT_WRAPPED, IncompatibleK
 
 _WRAPPERS = (COMPILED_PART, CHECKPOINT_WRAPPED)
 _MOST_NAMES = 10  # in a message
+Pairs = list[tuple[Tensor, Tensor]]  # of a whole tensor in a checkpoint, and one to read it, or the own part, into
 
 
 def clean_name(name: str) -> str:
@@ -38,47 +42,42 @@ def parameters_by_name(module: nn.Module) -> dict[str, nn.Parameter]:
     return {clean_name(name): parameter for name, parameter in module.named_parameters(remove_duplicate=False)}
 
 
+def first_names(module: nn.Module) -> dict[int, str]:
+    """Return the first clean name of each parameter, by its ``id``."""
+    return {id(parameter): name for name, parameter in reversed(list(parameters_by_name(module).items()))}
+
+
 def names_in_optimizer(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """Name an optimizer's parameters by group, by first clean name; ``ValueError`` if one is not the module's."""
-    names: dict[int, str] = {}
-    for name, parameter in parameters_by_name(module).items():
-        names.setdefault(id(parameter), name)
-    groups = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
+    names = first_names(module)
+    groups: list[list[Any]] = [[names.get(id(one)) for one in group["params"]] for group in optimizer.param_groups]
     for index, group in enumerate(groups):
         if None in group:
             raise ValueError(
                 f"Parameter {group.index(None)} in group {index} of {type(optimizer).__name__} does not belong to "
                 "the module; sharded checkpoints store optimizer state by name. Save full checkpoints."
             )
-    return [[name for name in group if name is not None] for group in groups]
+    return groups
 
 
-def check_fit(module_state: Mapping[str, Any], shapes: Mapping[str, Sequence[int] | None], *, strict: bool) -> None:
-    """Raise ``ValueError`` if a checkpoint does not fit a module, before anything is loaded.
-
-    Names are clean ones; the shape of what is not a tensor is ``None``.
-    """
+def check_fit(own: Mapping[str, Any], given: Mapping[str, Any], *, strict: bool) -> None:
+    """Raise ``ValueError`` if the given values do not fit those of a module, before anything is loaded."""
     complaints = []
     if strict:
-        complaints += _list("lacks", module_state.keys() - shapes.keys())
-        complaints += _list("has, unlike the module,", shapes.keys() - module_state.keys())
-    for name, shape in shapes.items():
-        own = module_state.get(name)
-        if isinstance(own, Tensor) and (shape is None or tuple(shape) != tuple(own.shape)):
+        complaints += [f"lacks {name}" for name in sorted(own.keys() - given.keys())]
+        complaints += [f"has, unlike the module, {name}" for name in sorted(given.keys() - own.keys())]
+    for name, value in given.items():
+        shape = value.shape if isinstance(value, Tensor) else None
+        if name in own and isinstance(own[name], Tensor) and shape != own[name].shape:
             found = "no tensor" if shape is None else list(shape)
-            complaints.append(f"has {found} for {name} of shape {list(own.shape)}")
+            complaints.append(f"has {found} for {name} of shape {list(own[name].shape)}")
     if complaints:
+        more = f" and {len(complaints) - _MOST_NAMES} more" if len(complaints) > _MOST_NAMES else ""
         raise ValueError(
-            f"The checkpoint does not fit the module: it {'; it '.join(complaints[:_MOST_NAMES])}. Load it into the "
-            "module it was saved from; self.strict_loading = False in the LightningModule allows for missing and "
+            f"The checkpoint does not fit the module: it {'; it '.join(complaints[:_MOST_NAMES])}{more}. Load it into "
+            "the module it was saved from; self.strict_loading = False in the LightningModule allows for missing and "
             "additional names."
         )
-
-
-def _list(what: str, keys: Iterable[str]) -> list[str]:
-    names = sorted(keys)
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return [f"{what} {', '.join(names[:_MOST_NAMES])}{more}"] if names else []
 
 
 def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
@@ -95,144 +94,59 @@ def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
 
 def snapshot(tree: Any) -> Any:
     """Copy a tree to the host. Sharded tensors stay sharded."""
-    return map_leaves(tree, _copy_leaf)
-
-
-def count_bytes(tree: Any) -> int:
-    """Count the bytes of all tensors of a tree, each once, sharded ones with the parts of all ranks."""
-    sizes: dict[int, int] = {}
-    waiting = [tree]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, Tensor):
-            sizes[id(part)] = part.numel() * part.element_size()
-        elif isinstance(part, dict):
-            waiting += part.values()
-        elif type(part) in (list, tuple):
-            waiting += part
-    return sum(sizes.values())
+    return map_leaves(tree, lambda leaf: copy_to_host(leaf) if isinstance(leaf, Tensor) else copy.deepcopy(leaf))
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
-    """Copy a regular tensor, detached."""
+    """Copy a tensor, or this rank's part of a sharded one, detached."""
     return tensor.detach().to("cpu", copy=True)
 
 
-def _copy_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, DTensor):
-        with torch.no_grad():
-            return wrap_like(copy_to_host(leaf.to_local()), leaf)
-    if isinstance(leaf, Tensor):
-        return copy_to_host(leaf)
-    return copy.deepcopy(leaf)
+def sharded_module_state(module: nn.Module) -> dict[str, Any]:
+    """Return a module's own tensors, not gathered, under clean names."""
+    state = module.state_dict()
+    result = OrderedDict((clean_name(key), value) for key, value in state.items())
+    metadata = metadata_of(state) or {}  # versions of modules, which baseline checkpoints have
+    set_metadata(result, OrderedDict((clean_name(name), each) for name, each in metadata.items()))
+    return result
 
 
 def gather_module_state(module: nn.Module) -> dict[str, Any]:
     """Return the whole ``state_dict()`` on the host of rank 0, with clean names; empty elsewhere. A collective."""
-    is_main, state = current_rank() == 0, module.state_dict()
+    state, names = sharded_module_state(module), first_names(module)
     # tied by identity, so that all ranks agree: empty parts all have address 0
-    tied_to = {name: id(parameter) for name, parameter in parameters_by_name(module).items()}
-    gathered: dict[int | str, Any] = {}
-    result: OrderedDict[str, Any] = OrderedDict()
-    for key, value in state.items():
-        name = clean_name(key)
-        owner = tied_to.get(name, name)
-        if owner not in gathered:
-            gathered[owner] = _whole(value, keep=is_main)
-        result[name] = gathered[owner]
-    metadata = metadata_of(state) or {}  # versions of modules, which baseline checkpoints have
-    set_metadata(result, OrderedDict((clean_name(name), each) for name, each in metadata.items()))
-    return result if is_main else {}
+    for name, parameter in parameters_by_name(module).items():
+        if name in state:
+            state[name] = state.get(names[id(parameter)], state[name])
+    return _gather(state)
+
+
+def sharded_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's own state, not gathered, with clean names instead of numbers; creates no state."""
+    return renamed(optimizer.state_dict(), names_in_optimizer(module, optimizer))
 
 
 def gather_optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     """Return the whole ``state_dict()`` on the host of rank 0; empty elsewhere. A collective."""
-    is_main = current_rank() == 0
-    result: dict[str, Any] = map_leaves(optimizer.state_dict(), lambda leaf: _whole(leaf, keep=is_main))
-    if not is_main:
-        return {}
-    for own, group in zip(optimizer.param_groups, result["param_groups"], strict=True):
-        for parameter, key in zip(own["params"], group["params"], strict=True):
-            if key in result["state"] and hasattr(parameter, WHOLE_LAYOUT):
-                layout = getattr(parameter, WHOLE_LAYOUT)
-                result["state"][key] = state_stored_like(result["state"][key], layout)
+    result = _gather(optimizer.state_dict())
+    own = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for key, parameter in zip(chain.from_iterable(_keys(result)), own, strict=False):
+        if key in result["state"] and hasattr(parameter, WHOLE_LAYOUT):
+            result["state"][key] = state_stored_like(result["state"][key], getattr(parameter, WHOLE_LAYOUT))
     return result
 
 
-def load_module_state(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool) -> IncompatibleKeys:
-    """Load whole tensors into a sharded module, in place, as ``load_state_dict`` does.
+def _gather(state: dict[str, Any]) -> dict[str, Any]:
+    is_main = current_rank() == 0
+    gathered: dict[int, Any] = {}
 
-    ``state_dict`` is the same on every rank. On ``ValueError``, if it does not fit, nothing has changed on any rank.
-    """
-    own = module.state_dict()
-    own_keys, own_state = {clean_name(key): key for key in own}, {clean_name(key): own[key] for key in own}
-    given = {clean_name(key): value for key, value in state_dict.items()}
-    shapes = {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in given.items()}
-    check_fit(own_state, shapes, strict=strict)
-    own_form: OrderedDict[str, Any] = OrderedDict(
-        (own_keys.get(name, name), _placed_like(value, own_state.get(name))) for name, value in given.items()
-    )
-    metadata = metadata_of(state_dict)
-    if metadata is not None:
-        set_metadata(own_form, metadata)
-    keys: IncompatibleKeys = module.load_state_dict(own_form, strict=strict)
-    return keys
+    def gather(leaf: Any) -> Any:
+        if id(leaf) not in gathered:
+            gathered[id(leaf)] = _whole(leaf, keep=is_main)
+        return gathered[id(leaf)]
 
-
-def check_groups(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` if the number of groups, or of parameters in one, differs."""
-    saved_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
-    own_sizes = [len(group["params"]) for group in optimizer.param_groups]
-    if saved_sizes != own_sizes:
-        raise ValueError(
-            f"The checkpoint's optimizer has {saved_sizes} parameters in its groups, {type(optimizer).__name__} of "
-            f"configure_optimizers has {own_sizes}. Return the optimizer the checkpoint was saved with."
-        )
-
-
-def load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Load whole tensors, the same on every rank, into an optimizer; states become sharded as parameters are."""
-    check_groups(optimizer, state_dict)
-    keys, own = (
-        chain.from_iterable(group["params"] for group in groups)
-        for groups in (state_dict["param_groups"], optimizer.param_groups)
-    )
-    parameters = dict(zip(keys, own, strict=True))
-    state = {
-        key: _load_state(values, parameters[key], optimizer.state.get(parameters[key], {}))
-        if key in parameters
-        else values
-        for key, values in state_dict["state"].items()
-    }
-    optimizer.load_state_dict({**state_dict, "state": state})
-
-
-def is_sharded_state(shape: torch.Size, parameter: Tensor, current: Any) -> bool:
-    """Whether a state of this whole shape is sharded as its parameter: not ``step``, nor what is whole now."""
-    is_plain_now = isinstance(current, Tensor) and not isinstance(current, DTensor)
-    return isinstance(parameter, DTensor) and tuple(shape) == tuple(parameter.shape) and not is_plain_now
-
-
-def _load_state(values: Mapping[str, Any], parameter: Tensor, current: Mapping[str, Any]) -> dict[str, Any]:
-    # copies: a mapped file would be copied page by page at the first step, and stay open
-    def load(name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if not is_sharded_state(value.shape, parameter, current.get(name)):
-            return copy_to_host(value)
-        empty = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-        assert isinstance(empty, DTensor)
-        empty.to_local().copy_(cut_own_shard(value, empty))
-        return empty
-
-    return {name: map_leaves(value, partial(load, name)) for name, value in values.items()}
-
-
-def _placed_like(value: Any, own: Any) -> Any:
-    if not (isinstance(value, Tensor) and isinstance(own, DTensor)):
-        return value
-    # DTensor.from_local would move it to the mesh's device
-    return wrap_like(cut_own_shard(value, own).to(own.dtype), own)
+    result: dict[str, Any] = map_leaves(state, gather)
+    return result if is_main else {}
 
 
 def _whole(value: Any, *, keep: bool) -> Any:
@@ -246,3 +160,121 @@ def _whole(value: Any, *, keep: bool) -> Any:
     if isinstance(value, Tensor):
         return copy_to_host(decoded(value)) if keep else None
     return value
+
+
+def _keys(state_dict: Mapping[str, Any]) -> list[list[Any]]:
+    """Return what an optimizer's state calls its parameters, by group."""
+    return [group["params"] for group in state_dict.get("param_groups", ())]
+
+
+def renamed(state_dict: Mapping[str, Any], names: Sequence[Sequence[Any]] | None = None) -> dict[str, Any]:
+    """Return an optimizer's state with other names for its parameters, by group; ``None``: numbered in their order."""
+    saved = _keys(state_dict)
+    if names is None:
+        numbers = iter(range(sum(map(len, saved))))
+        names = [[next(numbers) for _ in group] for group in saved]
+    new = dict(zip(chain.from_iterable(saved), chain.from_iterable(names), strict=True))
+    groups = [{**group, "params": list(own)} for group, own in zip(state_dict["param_groups"], names, strict=True)]
+    state = {new.get(key, key): values for key, values in state_dict["state"].items()}
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def match_parameters(module: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved state with parameters numbered in the optimizer's order, by name if the state has names.
+
+    ``ValueError`` if the number of groups, or of parameters in one, or their names differ.
+    """
+    saved = _keys(state_dict)
+    has_names = any(isinstance(key, str) for group in saved for key in group)
+    own = names_in_optimizer(module, optimizer) if has_names else saved
+    saved_sizes = [len(group) for group in saved]
+    own_sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if saved_sizes != own_sizes or [set(group) for group in saved] != [set(group) for group in own]:
+        others = ", with other names" if saved_sizes == own_sizes else ""
+        raise ValueError(
+            f"The checkpoint's optimizer has {saved_sizes} parameters in its groups, {type(optimizer).__name__} of "
+            f"configure_optimizers has {own_sizes}{others}. Return the optimizer the checkpoint was saved with."
+        )
+    groups = [{**group, "params": keys} for group, keys in zip(state_dict["param_groups"], own, strict=True)]
+    return renamed({**state_dict, "param_groups": groups})
+
+
+def read_whole(pairs: Pairs) -> None:
+    """Copy whole tensors, or of those for sharded ones the own part: nothing is sent."""
+    with torch.no_grad():
+        for value, into in pairs:
+            if isinstance(into, DTensor):
+                into.to_local().copy_(cut_own_shard(value, into))
+            else:
+                into.copy_(value)
+
+
+def empty_like(value: Tensor) -> Tensor:
+    """Return a tensor on the host for a whole one: a mapped file would be copied page by page, and stay open."""
+    return torch.empty_like(value, device="cpu")
+
+
+def prepare(tree: Any, pairs: Pairs, make: Callable[[Tensor], Tensor] = empty_like) -> Any:
+    """Return a tree with tensors that ``make`` returns for its own; ``pairs`` gets both."""
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        pairs.append((leaf, make(leaf)))
+        return pairs[-1][1]
+
+    return map_leaves(tree, convert)
+
+
+def load_module_state(
+    module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool, read: Callable[[Pairs], None] = read_whole
+) -> IncompatibleKeys:
+    """Load whole tensors into a sharded module, in place, as ``load_state_dict`` does.
+
+    ``state_dict`` is the same on every rank. On ``ValueError``, if it does not fit, nothing has changed on any rank.
+    """
+    state = module.state_dict()
+    own = {clean_name(key): value for key, value in state.items()}
+    keys = dict(zip(own, state, strict=True))
+    # empty extra states are not in a folder
+    given: dict[str, Any] = {name: value for name, value in own.items() if isinstance(value, dict) and not value}
+    given |= {clean_name(key): value for key, value in state_dict.items()}
+    check_fit(own, given, strict=strict)
+    pairs: Pairs = []
+    loaded: OrderedDict[str, Any] = OrderedDict()
+    for name, value in given.items():
+        make = partial(_own_or_empty, own.get(name))
+        loaded[keys.get(name, name)] = prepare(value, pairs, make) if name in own else value
+    read(pairs)
+    set_metadata(loaded, metadata_of(state_dict) or {})
+    return module.load_state_dict(loaded, strict=strict)  # type: ignore[no-any-return]
+
+
+def _own_or_empty(own: Any, value: Tensor) -> Tensor:
+    return own if isinstance(own, Tensor) else empty_like(value)
+
+
+def load_optimizer_state(
+    optimizer: Optimizer, state_dict: Mapping[str, Any], *, read: Callable[[Pairs], None] = read_whole
+) -> None:
+    """Load a state of :func:`match_parameters`, the same on every rank; it becomes sharded as parameters are."""
+    pairs: Pairs = []
+    state = dict(state_dict["state"])
+    own = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for key, parameter in zip(chain.from_iterable(_keys(state_dict)), own, strict=True):
+        current = optimizer.state.get(parameter, {})
+        if key in state:
+            state[key] = {
+                name: prepare(value, pairs, partial(_empty_state, parameter, current.get(name)))
+                for name, value in state[key].items()
+            }
+    read(pairs)
+    optimizer.load_state_dict({**state_dict, "state": state})
+
+
+def _empty_state(parameter: Tensor, current: Any, value: Tensor) -> Tensor:
+    """Return a tensor that is sharded as its parameter; not for ``step``, nor if it is whole now."""
+    is_plain_now = isinstance(current, Tensor) and not isinstance(current, DTensor)
+    if isinstance(parameter, DTensor) and value.shape == parameter.shape and not is_plain_now:
+        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+    return empty_like(value)

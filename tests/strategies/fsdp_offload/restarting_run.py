@@ -14,8 +14,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_vram.strategies.fsdp_offload import checkpoint_writing
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
+from lightning_vram.techniques.sharded_checkpoints import files
+from lightning_vram.techniques.sharded_checkpoints import folder as sharded_folder
 
 NUM_STEPS = 6
 _IS_FIRST = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -51,7 +52,7 @@ class KillInStep(pl.Callback):
 
 def kill_in_save() -> None:
     """Rank 0 dies in the second save, when all is written and nothing is under its name."""
-    publish, calls = checkpoint_writing.publish, []
+    publish, calls = files.publish, []
 
     def killing_publish(temporary: Path, path: Path) -> None:
         calls.append(path)
@@ -59,7 +60,7 @@ def kill_in_save() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         publish(temporary, path)
 
-    checkpoint_writing.publish = killing_publish
+    sharded_folder.publish = files.publish = killing_publish
 
 
 def main(folder: Path, kind: str, dies_in: str) -> None:

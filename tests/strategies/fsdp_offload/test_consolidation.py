@@ -14,11 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore
 from lightning_vram.strategies.fsdp_offload.checkpoint_writing import consolidate
-from lightning_vram.techniques.sharded_checkpoints.folder import (
-    sharded_module_state,
-    sharded_optimizer_state,
-    write_folder,
-)
+from lightning_vram.techniques.sharded_checkpoints.folder import write_folder
+from lightning_vram.techniques.sharded_checkpoints.states import sharded_module_state, sharded_optimizer_state
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -27,11 +24,11 @@ def write_for_one(folder: Path) -> None:
     net = make_net()
     optimizers = make_adamw(net), make_sgd(net)
     train(net, optimizers[0], 2)
-    state = {"state_dict": sharded_module_state(net)}
-    state |= {f"optimizer_{i}": sharded_optimizer_state(net, optimizer) for i, optimizer in enumerate(optimizers)}
+    states = [sharded_optimizer_state(net, optimizer) for optimizer in optimizers]
     (folder / "f").mkdir(exist_ok=True)
     dist.barrier()
-    write_folder(state, {"epoch": 4}, folder / "f", None)
+    checkpoint = {"state_dict": sharded_module_state(net), "optimizer_states": states, "epoch": 4}
+    write_folder(checkpoint, folder / "f", None)
     loss = train(net, optimizers[0], 2, first=2)
     if dist.get_rank() == 0:
         torch.save(loss, folder / "loss.pt")
@@ -105,7 +102,7 @@ def test_a_trainer_a_sharded_run_and_a_trainer_take_turns(
     sharded = build()
     fully_shard(sharded, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
     optimizer = sharded.configure_optimizers()
-    store = CheckpointStore(sharded=True, asynchronous=False, is_main=True)
+    store = CheckpointStore(sharded=True, asynchronous=False)
     rest = load(store, tmp_path / "plain.ckpt", sharded, [optimizer])
     states = [sharded_optimizer_state(sharded, optimizer)]
     store.save({**rest, "state_dict": sharded_module_state(sharded), "optimizer_states": states}, tmp_path / "folder")

@@ -10,9 +10,12 @@ from support.checkpoint_nets import make_net, train
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
-from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore, check_form, check_states, in_order
-from lightning_vram.techniques.sharded_checkpoints.folder import sharded_module_state, sharded_optimizer_state
-from lightning_vram.techniques.sharded_checkpoints.states import gather_optimizer_state
+from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore, check_states
+from lightning_vram.techniques.sharded_checkpoints.states import (
+    gather_optimizer_state,
+    sharded_module_state,
+    sharded_optimizer_state,
+)
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 WAY_OUT = "Return the optimizer the checkpoint was saved with: the same parameters, in the same order."
@@ -34,8 +37,7 @@ def make_states(kind: Callable[..., Optimizer] = AdamW) -> tuple[nn.Module, Opti
 
 
 def check(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    check_form(state, 0)
-    check_states(module, optimizer, in_order(state), state["param_groups"], 0)
+    check_states(module, optimizer, state, 0)
 
 
 def refusal(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> str:
@@ -75,24 +77,12 @@ def test_names_are_compared_where_both_have_them():
     )
 
 
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({"exp_avg": torch.zeros(3)}, "its exp_avg has shape [3], the parameter [3, 4]"),
-        (
-            {"exp_avg": torch.zeros(3, 4, dtype=torch.int64)},
-            "its exp_avg has dtype torch.int64, the parameter torch.float32",
-        ),
-        ({"exp_avg_sq": "x"}, "its exp_avg_sq is not a tensor"),
-        ({"step": "x"}, "its step is not a number"),
-        ({"step": torch.ones(2)}, "its step is not a number"),
-    ],
-)
-def test_a_state_that_no_step_leaves_is_refused(change: dict[str, Any], complaint: str):
+def test_a_state_of_another_shape_is_refused():
     module, optimizer, state = make_states()
-    state["state"][0].update(change)
+    state["state"][0]["exp_avg"] = torch.zeros(3)
     assert refusal(module, optimizer, state) == (
-        f"The checkpoint's state of 0.weight in optimizer 0 does not suit AdamW: {complaint}. {WAY_OUT}"
+        "The checkpoint's state of 0.weight in optimizer 0 does not suit AdamW: its exp_avg has shape [3], the "
+        f"parameter [3, 4]. {WAY_OUT}"
     )
 
 
@@ -114,16 +104,6 @@ def test_an_optimizer_that_nobody_has_read_may_keep_what_it_likes():
     check(module, optimizer, state)
 
 
-@pytest.mark.parametrize("state", [3, {"state": 3}, {"state": {}, "param_groups": [{}]}, {"param_groups": []}])
-def test_what_is_no_state_at_all_is_refused(state: Any):
-    with pytest.raises(ValueError, match="optimizer 1") as caught:
-        check_form(state, 1)
-    assert str(caught.value) == (
-        "The checkpoint's state of optimizer 1 lacks 'param_groups' or 'state': the file is damaged. "
-        "Resume from another checkpoint."
-    )
-
-
 @pytest.mark.parametrize("sharded", [False, True], ids=["full", "sharded"])
 def test_nothing_is_loaded_if_one_optimizer_does_not_fit(one_rank: None, tmp_path: Path, sharded: bool):
     net = make_net()
@@ -141,7 +121,7 @@ def test_nothing_is_loaded_if_one_optimizer_does_not_fit(one_rank: None, tmp_pat
         name = 0
     assert isinstance(states[1]["state"][name]["exp_avg"], Tensor)
     states[1]["state"][name] = {**states[1]["state"][name], "exp_avg": torch.zeros(3, 7)}
-    store = CheckpointStore(sharded=sharded, asynchronous=False, is_main=True)
+    store = CheckpointStore(sharded=sharded, asynchronous=False)
     store.save({"state_dict": module_state, "optimizer_states": states}, tmp_path / "a.ckpt")
     fresh = [AdamW(weights[:3]), AdamW(weights[3:])]
     checkpoint = store.open(tmp_path / "a.ckpt")

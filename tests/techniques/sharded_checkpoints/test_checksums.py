@@ -14,14 +14,14 @@ from torch import nn
 from lightning_vram.core.ranks import CheckpointError
 from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore
 from lightning_vram.techniques.sharded_checkpoints.files import CHECKSUM_FILE, check_archive
-from lightning_vram.techniques.sharded_checkpoints.folder import sharded_module_state
+from lightning_vram.techniques.sharded_checkpoints.states import sharded_module_state
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 WAY_OUT = "Resume from another checkpoint, or load this one without the check: verify=False."
 
 
 def make_store(*, sharded: bool, verify: bool = True) -> CheckpointStore:
-    return CheckpointStore(sharded=sharded, asynchronous=False, is_main=True, verify=verify)
+    return CheckpointStore(sharded=sharded, asynchronous=False, verify=verify)
 
 
 def save(net: nn.Module, path: Path, *, sharded: bool) -> None:
@@ -126,7 +126,7 @@ def test_ranks_share_the_entries(tmp_path: Path):
 
 def refuse_on_all_ranks(folder: Path) -> None:
     net, path = make_net(), folder / "a.ckpt"
-    store = CheckpointStore(sharded=True, asynchronous=False, is_main=torch.distributed.get_rank() == 0)
+    store = CheckpointStore(sharded=True, asynchronous=False)
     store.save({"state_dict": sharded_module_state(net)}, path)
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:

@@ -20,10 +20,9 @@ from lightning_vram.strategies.fsdp_offload.checkpoint_writing import consolidat
 from lightning_vram.techniques.sharded_checkpoints.files import CHECKSUM_FILE
 from lightning_vram.techniques.sharded_checkpoints.folder import (
     ShardedFolder,
-    sharded_module_state,
-    sharded_optimizer_state,
     write_folder,
 )
+from lightning_vram.techniques.sharded_checkpoints.states import sharded_module_state, sharded_optimizer_state
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -41,8 +40,8 @@ def folder(trained: tuple[nn.Module, Optimizer], tmp_path: Path) -> Path:
     net, optimizer = trained
     path = tmp_path / "a.ckpt"
     path.mkdir()
-    state = {"state_dict": sharded_module_state(net), "optimizer_0": sharded_optimizer_state(net, optimizer)}
-    write_folder(state, {"epoch": 1}, path, None)
+    states = [sharded_optimizer_state(net, optimizer)]
+    write_folder({"state_dict": sharded_module_state(net), "optimizer_states": states, "epoch": 1}, path, None)
     return path
 
 
@@ -106,7 +105,7 @@ def test_an_entry_that_would_run_something_does_not(folder: Path, trained: tuple
         with pytest.raises(pickle.UnpicklingError) as caught:
             read_folder(folder, net, [optimizer], strict=True, weights_only=weights_only)
         assert str(caught.value) == (
-            f"The checkpoint {folder} could not be read: state_dict._extra_state.seen contains posix.mkdir, "
+            f"The checkpoint {folder} could not be read: optimizer_0.param_groups.0.amsgrad contains posix.mkdir, "
             f"and weights_only=True, the default, loads only tensors and basic types. If you trust its "
             f"source: trainer.fit(..., weights_only=False), or allow the class with "
             f"torch.serialization.add_safe_globals."

@@ -13,13 +13,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 
-from lightning_vram.strategies.fsdp_offload.checkpoint_store import check_states
-from lightning_vram.techniques.sharded_checkpoints.folder import (
-    ShardedFolder,
-    sharded_module_state,
-    sharded_optimizer_state,
-    write_folder,
-)
+from lightning_vram.techniques.sharded_checkpoints.folder import write_folder
+from lightning_vram.techniques.sharded_checkpoints.states import sharded_module_state, sharded_optimizer_state
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -27,7 +22,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserW
 def states(net: Any, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
     return {
         "state_dict": sharded_module_state(net),
-        **{f"optimizer_{i}": sharded_optimizer_state(net, each) for i, each in enumerate(optimizers)},
+        "optimizer_states": [sharded_optimizer_state(net, each) for each in optimizers],
     }
 
 
@@ -42,7 +37,7 @@ def exchange_folders_with_lightning(folder: Path) -> None:
     optimizer = make_adamw(net)
     train(net, optimizer, 2)
     ours, theirs = make_folder(folder / "ours"), make_folder(folder / "theirs")
-    write_folder(states(net, optimizer), {"epoch": 1}, ours, None)
+    write_folder({**states(net, optimizer), "epoch": 1}, ours, None)
     options = StateDictOptions(cpu_offload=True)  # as ModelParallelStrategy saves
     converted = {
         "state_dict": get_model_state_dict(net, options=options),
@@ -78,7 +73,7 @@ def save_rank_zeros_buffers(folder: Path) -> None:
     net.note = {"seen": dist.get_rank() + 7}
     path = make_folder(folder / "buffers")
     before = [p.to_local().data_ptr() for p in net.parameters() if isinstance(p, DTensor)]
-    write_folder(states(net), {"rank": dist.get_rank()}, path, None)
+    write_folder({**states(net), "rank": dist.get_rank()}, path, None)
     dist.barrier()
     assert read_folder(path, net, [], strict=True) == {"rank": 0}
     assert net.blocks[0].norm.running_mean.tolist() == [1.0] * 3
@@ -98,7 +93,7 @@ def test_an_optimizer_that_never_stepped_has_no_state_to_save(one_rank: None, tm
     for optimizer in optimizers:
         optimizer.register_step_pre_hook(lambda *_: steps.append(1))
     weights = [whole(p).clone() for p in net.parameters()]
-    write_folder(states(net, *optimizers), {}, make_folder(tmp_path / "f"), None)
+    write_folder(states(net, *optimizers), make_folder(tmp_path / "f"), None)
     others = make_adamw(net), make_sgd(net)
     others[0].param_groups[1]["lr"] = 9.0
     read_folder(tmp_path / "f", net, list(others), strict=True)
@@ -116,23 +111,27 @@ def test_a_folder_of_another_module_or_optimizer_is_refused(one_rank: None, tmp_
     path = make_folder(tmp_path / "f")
     state = states(net, optimizer)
     state["state_dict"]["left.over"] = state["state_dict"].pop("scale")
-    write_folder(state, {}, path, None)
+    write_folder(state, path, None)
     with pytest.raises(ValueError, match=r"it lacks scale; it has, unlike the module, left\.over\. Load"):
         read_folder(path, net, [], strict=True)
     read_folder(path, net, [optimizer], strict=False)
-    source = ShardedFolder(path)
-    with pytest.raises(ValueError, match=r"^Optimizer 0 has") as caught:
-        source.load_optimizers(net, [SGD([net.scale])], check_states=check_states)
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    first, second = (list(group["params"]) for group in optimizer.param_groups)
+    sizes = [len(first), len(second)]
+    for groups, found in [
+        ([[net.scale]], "[1]"),
+        ([second[:1] + first[1:], first[:1] + second[1:]], f"{sizes}, with other names"),
+    ]:
+        with pytest.raises(ValueError, match="parameters in its groups") as caught:
+            read_folder(path, net, [SGD([{"params": group} for group in groups])], strict=False)
+        assert str(caught.value) == (
+            f"The checkpoint's optimizer has {sizes} parameters in its groups, SGD of configure_optimizers has {found}"
+            ". Return the optimizer the checkpoint was saved with."
+        )
+    with pytest.raises(ValueError, match="save_weights_only") as caught:
+        read_folder(path, net, [optimizer, SGD([net.scale])], strict=False)
     assert str(caught.value) == (
-        f"Optimizer 0 has {sizes} parameters in {path}, and [1] or other ones in configure_optimizers. Return the "
-        "optimizer that the checkpoint was saved with."
-    )
-    with pytest.raises(ValueError, match="fewer") as caught:
-        source.load_optimizers(net, [optimizer, SGD([net.scale])], check_states=check_states)
-    assert str(caught.value) == (
-        f"The checkpoint {path} has no state of optimizer 1: it was saved with fewer, or with "
-        f"save_weights_only=True. Use it for validate, test and predict."
+        "The checkpoint has the state of 1 optimizers, but configure_optimizers returned 2; save_weights_only=True "
+        "saves none."
     )
 
 

@@ -4,10 +4,9 @@ from collections import OrderedDict
 
 import torch
 from support.checkpoint_nets import make_net
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from lightning_vram.techniques.sharded_checkpoints.states import count_bytes, map_leaves, snapshot
+from lightning_vram.techniques.sharded_checkpoints.states import map_leaves, snapshot
 
 
 def test_a_snapshot_shares_nothing_with_what_it_was_taken_of(one_rank: None):
@@ -36,17 +35,3 @@ def test_classes_and_attributes_of_dicts_stay():
     mapped = map_leaves(state, lambda leaf: leaf + 1)
     assert type(mapped) is OrderedDict
     assert (mapped, mapped._metadata) == (OrderedDict(a=2), state._metadata)
-
-
-def test_bytes_are_counted_once_and_with_the_parts_of_all_ranks(mesh: DeviceMesh):
-    tied = torch.ones(3)
-    sharded = DTensor.from_local(torch.ones(2, 5), mesh, [Shard(0)])
-    assert count_bytes({"a": tied, "b": [tied, torch.ones(4, dtype=torch.int8)], "c": "text", "d": sharded}) == 56
-
-
-def test_what_cannot_be_written_to_is_counted():
-    class Frozen(dict):
-        def __setitem__(self, key, value):
-            raise TypeError("frozen")
-
-    assert count_bytes(Frozen(weight=torch.ones(4), more=[torch.ones(2)])) == 24
