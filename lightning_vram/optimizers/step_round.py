@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, cast
 
 import torch
@@ -151,13 +152,17 @@ class Member:
     own_gradient: Tensor | None = None  # of the parameter, which may have lost it when it is stepped
 
 
+KnownStates = dict[nn.Parameter, tuple[list[Any], State]]  # values of the optimizer, and local tensors
+
+
 class StepRound:
     """One step, with the settings (such as learning rates) at the time this is created.
 
     The step runs on local tensors: an operator on a ``DTensor`` costs ten times as much for small parameters. On the
     host it uses the fused kernel if the user chose none by ``fused`` or ``foreach``: only this one reaches the memory
     bandwidth; its last bit differs from the others. Gradients are multiplied by ``factor`` first, in place. States of
-    ``contiguous`` parameters are contiguous, whatever their own order in memory is.
+    ``contiguous`` parameters are contiguous, whatever their own order in memory is. ``known``: of sharded parameters,
+    kept from step to step, so that states are read again only if code has replaced them.
     """
 
     def __init__(
@@ -167,8 +172,10 @@ class StepRound:
         is_on_host: bool,
         factor: Tensor | None = None,
         contiguous: Container[nn.Parameter] = (),
+        known: KnownStates | None = None,
     ) -> None:
         self.optimizer = optimizer
+        self._known: KnownStates = {} if known is None else known
         self.factor = factor
         self._attributes = dict(vars(optimizer))
         self._is_on_host, self._contiguous = is_on_host, contiguous
@@ -190,23 +197,31 @@ class StepRound:
             if own_gradient is None or parameter not in self._left:
                 continue
             index, number = self._left.pop(parameter)
-            state = self.optimizer.state[parameter]
-            if isinstance(state.get("step"), int | float):
-                on_device = any(self._groups[index].get(name) for name in ("fused", "capturable"))
-                state["step"] = torch.tensor(float(state["step"]), device=parameter.device if on_device else "cpu")
+            state, is_sharded = self.optimizer.state[parameter], isinstance(parameter, DTensor)
             # Past the classes of shards and of 16-bit gradients: the step waits for who has read them.
-            shard, gradient = stored_shard(parameter), stored_shard(own_gradient)
-            local_state = local_parts(parameter, state, shard, is_contiguous=parameter in self._contiguous)
-            members.append(Member(index, number, parameter, shard, gradient, state, local_state, own_gradient))
-        self._check_sizes(members)
+            shard = own_shard_of(parameter) if is_sharded else parameter
+            gradient = own_shard_of(own_gradient) if is_sharded else own_gradient
+            values, local = self._known.get(parameter, ([], {}))
+            if len(values) == len(state) > 0 and all(map(is_, values, state.values())):
+                local = dict(local)
+            else:
+                local = self._read_state(index, parameter, shard)
+                if is_sharded:
+                    self._known[parameter] = [*state.values()], dict(local)
+            members.append(Member(index, number, parameter, shard, gradient, state, local, own_gradient))
         return members
 
-    def _check_sizes(self, members: Iterable[Member]) -> None:
-        for one in members:
-            for key, value in one.local_state.items():
-                is_other = isinstance(value, Tensor) and value.dim() and value.shape != one.shard.shape
-                if is_other and self.settings_of(one.group).get("fused"):  # kernels that check no sizes
-                    check_state(self.optimizer, one.parameter, key, value)
+    def _read_state(self, index: int, parameter: nn.Parameter, shard: Tensor) -> State:
+        state = self.optimizer.state[parameter]
+        if isinstance(state.get("step"), int | float):
+            on_device = any(self._groups[index].get(name) for name in ("fused", "capturable"))
+            state["step"] = torch.tensor(float(state["step"]), device=parameter.device if on_device else "cpu")
+        local = local_parts(parameter, state, shard, is_contiguous=parameter in self._contiguous)
+        for key, value in local.items():
+            is_other = isinstance(value, Tensor) and value.dim() and value.shape != shard.shape
+            if is_other and self.settings_of(index).get("fused"):  # kernels that check no sizes
+                check_state(self.optimizer, parameter, key, value)
+        return local
 
     def take_rest(self) -> list[Member]:
         """Return all parameters with a gradient that were not taken yet."""
@@ -339,6 +354,7 @@ def make_proxy(shard: Tensor, gradient: Tensor) -> nn.Parameter:
 def _freeze(group: dict[str, Any]) -> dict[str, Any]:
     """Copy the settings of a group: schedulers change it."""
     settings = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
-    if any(map(torch.is_complex, settings.pop("params"))):  # which fused kernels do not know
+    if any(dtype.is_complex for dtype in {parameter.dtype for parameter in settings.pop("params")}):
+        # Fused kernels do not know them.
         settings["fused"] = bool(settings.get("fused"))
     return settings

@@ -23,6 +23,7 @@ from lightning_vram.optimizers.moment_forms import LowPrecisionStates, StateForm
 from lightning_vram.optimizers.on_disk import StreamedStates
 from lightning_vram.optimizers.step_loop import scale_gradients, step_flat_shards, step_in_parts
 from lightning_vram.optimizers.step_round import (
+    KnownStates,
     Member,
     StepRound,
     iterate_parameters,
@@ -161,6 +162,7 @@ class HostOptimizers(StepTakeOver):
         self._nvme_path, self._form, self._is_form_everywhere = nvme_path, form, is_form_everywhere
         self.unheld: set[nn.Parameter] = set()  # trained parameters whose moments cannot have the form
         self._stored: dict[int, StoredStates] = {}  # by id of the optimizer
+        self._known: dict[int, KnownStates] = {}  # by id of the optimizer
         self._fresh: list[Member] = []  # of the step, without states
         self._stateless: set[nn.Parameter] = set()  # without states after a step, as of SGD
         self._factors: dict[int, Tensor] = {}  # of pending gradient scaling, by id of the optimizer
@@ -255,7 +257,7 @@ class HostOptimizers(StepTakeOver):
             replace_parameters(optimizer, replaced)
             if self._form is not None and id(optimizer) in self._stored:
                 upcast_when_stepped(optimizer)
-        self._stored, self._groups, self._stateless = {}, {}, set()
+        self._stored, self._known, self._groups, self._stateless = {}, {}, {}, set()
         self._attached, self._taken = [], []
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -270,7 +272,7 @@ class HostOptimizers(StepTakeOver):
             finally:
                 self._early = None
         factor = self._factors.pop(id(optimizer), None)
-        step_round, self._round = self._round or StepRound(optimizer, is_on_host=self._is_on_host, factor=factor), None
+        step_round, self._round = self._round or self._begin_round(optimizer, factor), None
         for group in self._sharding.groups:
             self._submit(step_round, group, [parameter.sharded_param for parameter in group.fsdp_params])
         step_round.run(step_round.take_rest())
@@ -281,6 +283,10 @@ class HostOptimizers(StepTakeOver):
             self.finish()
             self._stateless.update(member.parameter for member in fresh if not member.state)
         return loss
+
+    def _begin_round(self, optimizer: Optimizer, factor: Tensor | None = None) -> StepRound:
+        known = self._known.setdefault(id(optimizer), {})
+        return StepRound(optimizer, is_on_host=self._is_on_host, factor=factor, known=known)
 
     def arrange_by_forward(self) -> None:
         """Order jobs as the next forward needs them: first layers first, averages last."""
@@ -294,7 +300,7 @@ class HostOptimizers(StepTakeOver):
         with self._early_lock:
             if self._early is None or not group.is_complete:
                 return
-            self._round = self._round or StepRound(self._early, is_on_host=self._is_on_host)  # after the forward
+            self._round = self._round or self._begin_round(self._early)  # after the forward
             doubtful = {parameter for parameter, _ in group.doubtful}
             self._submit(self._round, group, [p.sharded_param for p in group.fsdp_params if p not in doubtful])
             if group.landing is not None:  # otherwise this is another thread

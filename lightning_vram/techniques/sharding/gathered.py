@@ -211,7 +211,8 @@ def unwatch(tensors: Iterable[Tensor]) -> None:
             tensor.__class__ = Tensor  # type: ignore[assignment]
             del vars(tensor)[_WAIT]
         elif type(tensor) is OwnedTensor and type(vars(tensor)[_OWNER]) is _Pending:
-            disown(tensor)
+            tensor.__class__ = DTensor  # type: ignore[assignment]
+            del vars(tensor)[_OWNER]
 
 
 _LOW_PRECISION = f"{OURS}low_precision"

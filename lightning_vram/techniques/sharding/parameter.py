@@ -16,6 +16,7 @@ from lightning_vram.private_names.fsdp2 import (
     look_past_attribute,
     own_shard_of,
     place_of,
+    wrap_like,
 )
 from lightning_vram.private_names.torch import accumulation_hooks, gradient_hooks, is_hooked, local_shard_of
 from lightning_vram.techniques.sharding.flat_shards import FlatShard
@@ -220,7 +221,8 @@ class ShardedParameter(ParameterBase):
             # It was computed, or reduced over replicas, on another stream: its memory must not be reused before this
             # one gets here.
             gradient.record_stream(torch.accelerator.current_stream())
-        sent = gradient.to(self.flat_shard.transfer_dtype)
+        dtype = self.flat_shard.transfer_dtype
+        sent = gradient if gradient.dtype == dtype else gradient.to(dtype)
         if self.buffer is not None:
             sent = self.buffer[: sent.numel()].view(sent.shape).copy_(sent, non_blocking=True)
         self.sent = sent
@@ -247,19 +249,18 @@ class ShardedParameter(ParameterBase):
                 for hook in accumulation_hooks(shard):
                     hook(shard)
 
-    @torch.no_grad()
     def land(self, gradient: Tensor) -> None:
         """Accumulate a gradient that is on the host."""
         shard: Any = self.sharded_param
         if shard.grad is not None:
             own_shard_of(shard.grad).add_(gradient)
         elif gradient.dtype == shard.dtype:
-            shard.grad = super().to_sharded_dtensor(gradient)
+            shard.grad = wrap_like(gradient, shard)
         elif not self.flat_shard.keeps_gradients:
-            shard.grad = super().to_sharded_dtensor(gradient.to(shard.dtype))
+            shard.grad = wrap_like(gradient.to(shard.dtype), shard)
         else:
             nothing = torch.full((), torch.nan, dtype=shard.dtype)
-            shard.grad = proxy = super().to_sharded_dtensor(nothing.expand(gradient.shape))
+            shard.grad = proxy = wrap_like(nothing.expand(gradient.shape), shard)
             keep_low_precision(proxy, gradient)
             self._low_precision = weakref.ref(proxy)
             self.watch_gradient()
