@@ -14,7 +14,14 @@ from torch.optim import Optimizer
 from lightning_vram.core.gradients import apply_clip_factor
 from lightning_vram.core.tensors.properties import stored_like
 from lightning_vram.private_names.dispatcher import without_dispatch
-from lightning_vram.private_names.fsdp2 import DTensorSpec, TensorMeta, cut_own_shard, local_shard, stored_shard
+from lightning_vram.private_names.fsdp2 import (
+    DTensorSpec,
+    TensorMeta,
+    cut_own_shard,
+    local_shard,
+    own_shard_of,
+    stored_shard,
+)
 from lightning_vram.private_names.torch import group_reader, is_initialized, is_wrapped_by_scheduler, local_shard_of
 
 # Their step treats each parameter by itself and reads only groups and state: we have read their code.
@@ -200,7 +207,7 @@ class StepRound:
             state, is_sharded = self.optimizer.state[parameter], isinstance(parameter, DTensor)
             # Past the classes of shards and of 16-bit gradients: the step waits for who has read them.
             shard = own_shard_of(parameter) if is_sharded else parameter
-            gradient = own_shard_of(own_gradient) if is_sharded else own_gradient
+            gradient = own_shard_of(own_gradient) if isinstance(own_gradient, DTensor) else own_gradient
             values, local = self._known.get(parameter, ([], {}))
             if len(values) == len(state) > 0 and all(map(is_, values, state.values())):
                 local = dict(local)
