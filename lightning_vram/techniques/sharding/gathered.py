@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,20 +24,6 @@ from lightning_vram.private_names.fsdp2 import (
 from lightning_vram.private_names.torch import tree_leaves
 
 _OWNER = f"{OURS}owner"
-
-
-class Owner(Protocol):
-    """What stands behind a ``DTensor``."""
-
-    @property
-    def used(self) -> Tensor | None:
-        """The gathered parameter while it is used in place of the shard."""
-
-    def before_use(self, tensor: Tensor) -> None:
-        """Make the tensor hold its values: somebody will read, and perhaps write to it."""
-
-    def after_write(self) -> None:
-        """Take over what an operator has written to the tensor."""
 
 
 class OwnedTensor(AskedDTensor):
@@ -80,7 +66,7 @@ class OwnedTensor(AskedDTensor):
         """That of the gathered parameter, while that is used."""
         owner = _owner_of(self)
         if owner.used is not None:
-            return owner.used.data
+            return owner.used.data  # type: ignore[no-any-return]
         owner.before_use(self)
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
@@ -99,13 +85,16 @@ class OwnedTensor(AskedDTensor):
         return while_plain(self, DTensor, lambda: self.__reduce_ex__(protocol))
 
 
-def _owner_of(tensor: Tensor) -> Owner:
-    owner: Owner = vars(tensor)[_OWNER]
-    return owner
+def _owner_of(tensor: Tensor) -> Any:
+    return vars(tensor)[_OWNER]
 
 
-def own(tensor: Tensor, owner: Owner) -> None:
-    """Let ``owner`` stand behind a ``DTensor``; those of other subclasses stay what they are."""
+def own(tensor: Tensor, owner: Any) -> None:
+    """Let ``owner`` stand behind a ``DTensor``; those of other subclasses stay what they are.
+
+    Its ``before_use(tensor)`` makes the tensor hold its values, its ``after_write()`` takes over what an operator has
+    written, and ``used`` is the gathered parameter while that is used in place of the shard, or ``None``.
+    """
     if type(tensor) is DTensor:
         vars(tensor)[_OWNER] = owner
         tensor.__class__ = OwnedTensor
@@ -165,9 +154,6 @@ class _Pending:
     def before_use(self, tensor: Tensor) -> None:
         disown(tensor)
         self._wait()
-
-    def after_write(self) -> None:
-        """The tensor is no longer owned then."""
 
 
 _WAIT = f"{OURS}wait_until_written"  # an attribute: what it refers to may refer to the tensor

@@ -155,11 +155,13 @@ class ShardedGroup(GroupBase):
         absent = self._fill_in()
         self._reduce()
         self._num_returns += 1
-        arrivals = [(parameter, parameter.sent) for parameter in self.parameters if parameter.sent is not None]
+        arrivals = []
+        for parameter in self.parameters:
+            if parameter.sent is not None:
+                arrivals.append((parameter, parameter.sent))
+            parameter.sent = parameter.buffer = None
         if not arrivals:
             return
-        for parameter, _ in arrivals:
-            parameter.sent = parameter.buffer = None
         if absent:
             self.doubtful += [arrival for arrival in arrivals if arrival[0] in absent]
             arrivals = [arrival for arrival in arrivals if arrival[0] not in absent]

@@ -6,6 +6,7 @@ the baseline does in fp32.
 
 import warnings
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,7 +57,7 @@ class LayerCalls:
         self._device_type = device.type
         self._is_plain = False  # called without autocast
         self._num_calls = [0, 0]  # before the backward, and in it, where checkpoints compute again
-        self._handle = layer.register_forward_pre_hook(self._note)
+        self.handle = layer.register_forward_pre_hook(self._note)
 
     def _note(self, *unused: object) -> None:
         self.is_used = True
@@ -73,10 +74,6 @@ class LayerCalls:
         """Count from zero."""
         self._num_calls = [0, 0]
 
-    def end(self) -> None:
-        """Count no more."""
-        self._handle.remove()
-
 
 class LowPrecisionTrial:
     """Decides which flat shards that autocast would cast are transferred in 16 bits, by calls of layers in a batch.
@@ -87,9 +84,7 @@ class LowPrecisionTrial:
 
     def __init__(self, root: nn.Module, groups: Iterable[ShardedGroup]) -> None:
         compiled = {layer for part in root.modules() if is_compiled_part(part) for layer in part.modules()}
-        attention: dict[nn.Module, nn.Module] = {
-            part.out_proj: part for part in root.modules() if isinstance(part, nn.MultiheadAttention)
-        }
+        attention: Any = {part.out_proj: part for part in root.modules() if isinstance(part, nn.MultiheadAttention)}
         self._flat_shards = [(group, flat) for group in groups for flat in group.flat_shards if flat.has_low_precision]
         self._layers: dict[FlatShard, list[LayerCalls]] = {}
         self._used: list[FlatShard] = []  # in this batch
@@ -118,8 +113,8 @@ class LowPrecisionTrial:
             flags.append(not layers or any(calls.is_used for calls in layers))
             for calls in layers:
                 calls.forget()
-            for calls in (calls for calls in layers if calls.is_used):
-                calls.end()
+                if calls.is_used:
+                    calls.handle.remove()
             self._layers[flat] = [calls for calls in layers if not calls.is_used]
         return flags
 
@@ -161,4 +156,4 @@ class LowPrecisionTrial:
 
     def _end(self, flat: FlatShard) -> None:
         for calls in self._layers.pop(flat):
-            calls.end()
+            calls.handle.remove()
