@@ -20,12 +20,10 @@ from lightning_vram.private_names.fsdp2 import (
     RANKS_MARK,
     end_backward_once,
     groups_of,
-    place_of,
     prepare_class,
     remove_hooks,
     state_of,
 )
-from lightning_vram.private_names.torch import own_parameters
 from lightning_vram.techniques.sharding.flat_shards import Place
 from lightning_vram.techniques.sharding.gathered import disown
 from lightning_vram.techniques.sharding.group import ShardedGroup, ViewProofState, keep_copies, plan_places, take_over
@@ -230,16 +228,11 @@ class FullSharding:
         self._whole.release(modules)
 
     def _take_over(self) -> None:
-        names = {
-            (id(part), key): f"{name}.{key}" if name else key
-            for name, part in self.module.named_modules()
-            for key in own_parameters(part)
-        }
         options = self.options
+        low_precision = {p for name, p in self.module.named_parameters() if name in options.low_precision}
 
         def dtype_of(parameter: Any) -> torch.dtype | None:
-            module, key = place_of(parameter)
-            return options.low_precision_dtype if names[id(module), key] in options.low_precision else None
+            return options.low_precision_dtype if parameter.sharded_param in low_precision else None
 
         groups: dict[Any, None] = {}
         for part in (part for part in self.module.modules() if part in self._sharded):
