@@ -59,7 +59,7 @@ EXCEPTIONS = {
     ("techniques.activation_offload.items", "self.host_copy.fetch(sent, self._place.copies.mark()).wait(sent)"): (
         "on the host only; bytes that are not there yet look as if they were written, and are sent again"
     ),
-    (f"{_SHARDING}.group", "torch.accelerator.synchronize()"): (
+    (f"{_SHARDING}.apply", "torch.accelerator.synchronize()"): (
         "memory that work under way still reads: no scenario has the allocator hand out such a block at that moment"
     ),
     (f"{_SHARDING}.group", "self.copy_in_stream.wait_stream(self.device_handle.current_stream())"): (

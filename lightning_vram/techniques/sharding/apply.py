@@ -26,7 +26,7 @@ from lightning_vram.private_names.fsdp2 import (
 )
 from lightning_vram.techniques.sharding.flat_shards import Place
 from lightning_vram.techniques.sharding.gathered import disown
-from lightning_vram.techniques.sharding.group import ShardedGroup, ViewProofState, keep_copies, plan_places, take_over
+from lightning_vram.techniques.sharding.group import ShardedGroup, ViewProofState, plan_places, take_over
 from lightning_vram.techniques.sharding.grouping import ShardingPlan
 from lightning_vram.techniques.sharding.low_precision import LowPrecisionTrial
 from lightning_vram.techniques.sharding.materialization import has_meta, materialize
@@ -163,7 +163,18 @@ class FullSharding:
     def keep_copies(self, device_bytes: int) -> int:
         """Keep copies of shards on the device from now on, as far as they fit; return their bytes."""
         self.wait_for_steps()
-        return keep_copies(self.groups, device_bytes)
+        taken_bytes = 0
+        for group in (group for group in self.groups if group.landing is not None):
+            missing = [flat for flat in group.flat_shards if flat.resident is None]
+            num_bytes = sum(flat.numel * flat.dtype.itemsize for flat in missing)
+            if num_bytes <= device_bytes - taken_bytes:
+                taken_bytes += num_bytes
+                for flat in missing:
+                    flat.keep_copy()
+        if taken_bytes and torch.accelerator.is_available():
+            # Another stream will write to memory that the computation has just freed.
+            torch.accelerator.synchronize()
+        return taken_bytes
 
     def remove(self, *, make_whole: bool = True) -> dict[nn.Parameter, nn.Parameter]:
         """Restore the module with its current values; return the parameters by the shards they replace.

@@ -25,7 +25,7 @@ from lightning_vram.techniques.sharding.parameter import Announcement, ShardedPa
 if TYPE_CHECKING:
     from lightning_vram.techniques.sharding.apply import FullSharding
 
-H2DCopy = tuple[ShardedParameter, Tensor]
+Arrival = tuple[ShardedParameter, Tensor]  # a gradient on the host
 
 
 class ShardedGroup(GroupBase):
@@ -46,7 +46,7 @@ class ShardedGroup(GroupBase):
     landing: HostWorker | None  # where its gradients come from another device
     steps: ShardSteps
     present: set[ShardedParameter]  # that had a gradient here, in this backward
-    doubtful: list[H2DCopy]  # of those that had none
+    doubtful: list[Arrival]  # of those that had none
     _fetched: torch.Event | None = None
     _landing: Ticket | None = None
     _num_calls: int = 0
@@ -255,7 +255,7 @@ class ShardedGroup(GroupBase):
                 parameter.send(gradient)
             self.await_reduce_stream()
 
-    def _land(self, arrivals: Sequence[H2DCopy], event: torch.Event | None) -> None:
+    def _land(self, arrivals: Sequence[Arrival], event: torch.Event | None) -> None:
         if event is not None:
             event.synchronize()
         for parameter, gradient in arrivals:
@@ -346,19 +346,3 @@ def plan_places(
     if isinstance(device_bytes, float):
         device_bytes *= sum(need.device_bytes for need in needs)
     return plan_residency(needs, int(device_bytes))
-
-
-def keep_copies(groups: Iterable[ShardedGroup], device_bytes: int) -> int:
-    """Keep copies of shards on the device, as far as they fit; return their bytes. No step may be pending."""
-    taken_bytes = 0
-    for group in (group for group in groups if group.landing is not None):
-        missing = [flat for flat in group.flat_shards if flat.resident is None]
-        num_bytes = sum(flat.numel * flat.dtype.itemsize for flat in missing)
-        if num_bytes <= device_bytes - taken_bytes:
-            taken_bytes += num_bytes
-            for flat in missing:
-                flat.keep_copy()
-    if taken_bytes and torch.accelerator.is_available():
-        # Another stream will write to memory that the computation has just freed.
-        torch.accelerator.synchronize()
-    return taken_bytes

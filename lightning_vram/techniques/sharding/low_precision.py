@@ -87,7 +87,7 @@ class LowPrecisionTrial:
         attention: Any = {part.out_proj: part for part in root.modules() if isinstance(part, nn.MultiheadAttention)}
         self._flat_shards = [(group, flat) for group in groups for flat in group.flat_shards if flat.has_low_precision]
         self._layers: dict[FlatShard, list[LayerCalls]] = {}
-        self._used: list[FlatShard] = []  # in this batch
+        self._used: set[FlatShard] = set()
         for _, flat in self._flat_shards:
             flat.is_on_trial = True
             calls: dict[nn.Module, LayerCalls] = {}
@@ -124,7 +124,7 @@ class LowPrecisionTrial:
         for (group, flat), needs_fp32, is_used in zip(flat_shards, flags[::2], flags[1::2], strict=True):
             if not needs_fp32:
                 self._flat_shards.append((group, flat))
-                self._used += [flat] if is_used else []
+                self._used.update([flat] if is_used else [])
                 continue
             if not flat.is_on_trial:
                 warnings.warn(
@@ -133,14 +133,12 @@ class LowPrecisionTrial:
                     "weights are transferred in 32 bit. FSDPOffloadStrategy(narrow_transfers=False) avoids this.",
                     stacklevel=2,
                 )
-            self._end(flat)
             flat.is_on_trial, flat.needs_fp32 = False, True
 
     def end_batch(self) -> None:
         """After a batch, transfer flat shards in 16 bit whose layers were called."""
-        used, self._used = self._used, []
         for group, flat in self._flat_shards:
-            if flat.is_on_trial and flat in used:
+            if flat.is_on_trial and flat in self._used:
                 flat.is_on_trial = False
                 group.allow_calls()
 
@@ -151,9 +149,5 @@ class LowPrecisionTrial:
 
     def remove(self) -> None:
         """Remove all hooks."""
-        for _, flat in self._flat_shards:
-            self._end(flat)
-
-    def _end(self, flat: FlatShard) -> None:
-        for calls in self._layers.pop(flat):
+        for calls in (calls for layers in self._layers.values() for calls in layers):
             calls.handle.remove()
