@@ -1,22 +1,16 @@
-"""Private names of FSDP2, ``DTensor`` and sharded checkpoints."""
+"""Private names of FSDP2 and ``DTensor``."""
 
-import pickle
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter, methodcaller
-from pathlib import PurePath
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed._composable_state import _module_state_mapping
-from torch.distributed.checkpoint import metadata as classes
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState, alloc_storage, free_storage
@@ -26,10 +20,9 @@ from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.serialization import _get_layout
 
 from lightning_vram.private_names.dispatcher import without_dispatch
-from lightning_vram.private_names.torch import PARAMETERS, local_shard_of, own_parameters
+from lightning_vram.private_names.torch import PARAMETERS, base_of, local_shard_of, own_parameters, tree_map_only
 
 __all__ = ["DTensorSpec", "FSDPParamGroup", "TensorMeta", "free_storage"]
 
@@ -202,23 +195,30 @@ class _InGraph:
         self.__self__.post_backward()
 
 
-class StateBase(FSDPState):
-    """The state of a module."""
+class ViewProofState(FSDPState):
+    """The state of a module: hooks the base of an output that is a view.
+
+    FSDP2 gathers for the backward in a hook on the output. An in-place operator on a view (a linear layer on more than
+    two dimensions returns one) makes a new view without the hook; the base keeps its own.
+    """
 
     @property
     def _pre_backward(self) -> _InGraph:  # type: ignore[override]
         return _InGraph(self)
 
-    def find_hooked(self, output: Any) -> Any:
-        """Return the tensors to set hooks on, from those that a layer returns."""
-        return output
-
     def _register_pre_backward_hook(self, output: Any) -> Any:
         is_transformed = getattr(torch._C, "_are_functorch_transforms_active", bool)
         if not torch.is_grad_enabled() or is_transformed():
             return super()._register_pre_backward_hook(output)
-        super()._register_pre_backward_hook(self.find_hooked(output))
+        super()._register_pre_backward_hook(tree_map_only(Tensor, _hold, output))
         return output
+
+
+def _hold(tensor: Tensor) -> Tensor:
+    base = base_of(tensor)
+    if base is None or not base.requires_grad or base.is_leaf:  # a parameter would collect hooks
+        return tensor
+    return base
 
 
 class GroupBase(FSDPParamGroup):
@@ -555,41 +555,3 @@ def cut_own_shard(whole: Tensor, like: DTensor | DTensorSpec) -> Tensor:
     for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         part = part.narrow(dimension, offset, length)
     return part
-
-
-_KNOWN: dict[tuple[str, str], Any] = {
-    **{(classes.__name__, name): getattr(classes, name) for name in classes.__all__},
-    (classes.__name__, _MEM_FORMAT_ENCODING.__name__): _MEM_FORMAT_ENCODING,
-    (_StorageInfo.__module__, _StorageInfo.__name__): _StorageInfo,
-    (_get_layout.__module__, _get_layout.__name__): _get_layout,
-    ("torch", "Size"): torch.Size,
-    ("collections", "OrderedDict"): OrderedDict,
-}
-
-
-def read_metadata(file: IO[bytes]) -> Metadata:
-    """Read ``.metadata`` without running code: contents that ``FileSystemWriter`` never writes raise an error."""
-    metadata = _Reader(file).load()
-    if not isinstance(metadata, Metadata):
-        raise pickle.UnpicklingError(f"it is a {type(metadata).__name__}")
-    return metadata
-
-
-class _Reader(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        known = _KNOWN.get((module, name))
-        if known is not None:
-            return known
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if module.split(".")[0] == "pathlib" and name.endswith("Path"):  # where it was written, perhaps on Windows
-            return PurePath
-        if (module, name) == ("builtins", "getattr"):  # Python 3.11 pickles members of an Enum by it
-            return _member
-        raise pickle.UnpicklingError(f"it holds {module}.{name}")
-
-
-def _member(kind: type, name: str) -> Any:
-    if kind is not _MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError("it holds builtins.getattr")
-    return _MEM_FORMAT_ENCODING[name]

@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from lightning_vram.core.ranks import current_rank, gather_objects, num_ranks, on_all_ranks
 from lightning_vram.core.tensors.codecs import decoded
-from lightning_vram.private_names.fsdp2 import read_metadata
+from lightning_vram.private_names.checkpoints import read_metadata
 from lightning_vram.techniques.sharded_checkpoints.files import (
     CHECKSUM_FILE,
     CheckedWriter,

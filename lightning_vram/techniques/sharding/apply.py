@@ -18,6 +18,7 @@ from lightning_vram.core.patching import mixin_for, remove_mixin
 from lightning_vram.memory.device.accelerators import current_kind, free_memory_of
 from lightning_vram.private_names.fsdp2 import (
     RANKS_MARK,
+    ViewProofState,
     end_backward_once,
     groups_of,
     prepare_class,
@@ -26,7 +27,7 @@ from lightning_vram.private_names.fsdp2 import (
 )
 from lightning_vram.techniques.sharding.flat_shards import Place
 from lightning_vram.techniques.sharding.gathered import disown
-from lightning_vram.techniques.sharding.group import ShardedGroup, ViewProofState, plan_places, take_over
+from lightning_vram.techniques.sharding.group import ShardedGroup, plan_places, take_over
 from lightning_vram.techniques.sharding.grouping import ShardingPlan
 from lightning_vram.techniques.sharding.low_precision import LowPrecisionTrial
 from lightning_vram.techniques.sharding.materialization import has_meta, materialize
@@ -73,7 +74,7 @@ class FullSharding:
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, options: ShardingOptions) -> None:
         self.module, self.mesh = module, mesh
-        self.device = _device_of(mesh)
+        self.device = _device_of(mesh.device_type)
         self.home = torch.device("cpu") if options.on_host else self.device
         self.options = options
         self.buffers = HostBuffers(pin_memory=options.pin_memory)
@@ -287,10 +288,8 @@ class FirstStepMemory:
         return self._sharding.keep_copies(max(0, self._memory.room_bytes() - was_more_bytes - total_bytes // _MARGIN))
 
 
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+def _device_of(kind: str) -> torch.device:
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 _OTHER_ORDER = (
@@ -336,7 +335,9 @@ class UsedParameters:
         present = {parameter for group in self._groups for parameter in group.present}
         flags = [parameter in present for parameter in self._sharded]
         flags += [parameter.grad is not None for parameter in self._replicated]
-        used = torch.tensor([order, -order, *noted, *flags], dtype=torch.int64, device=_device_for_flags())
+        has_host = any("cpu" in part or part == "gloo" for part in dist.get_backend_config().split(","))
+        device = _device_of("cpu" if has_host else current_kind())
+        used = torch.tensor([order, -order, *noted, *flags], dtype=torch.int64, device=device)
         dist.all_reduce(used, op=dist.ReduceOp.MAX)
         largest, smallest, *rest = used.tolist()
         is_noted, is_used = rest[: len(noted)], rest[len(noted) :]
@@ -357,8 +358,3 @@ class UsedParameters:
         mean = parameter.grad.double()
         dist.all_reduce(mean)
         parameter.grad.copy_(mean / self._num_ranks)
-
-
-def _device_for_flags() -> torch.device | None:
-    has_host = any("cpu" in part or part == "gloo" for part in dist.get_backend_config().split(","))
-    return torch.device("cpu") if has_host else torch.device(current_kind(), torch.accelerator.current_device_index())

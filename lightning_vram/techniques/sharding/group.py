@@ -11,8 +11,8 @@ from torch.distributed.fsdp import OffloadPolicy
 
 from lightning_vram.core.host.transfers import HostWorker, Ticket
 from lightning_vram.core.tensors.properties import count_writes
-from lightning_vram.private_names.fsdp2 import FSDPParamGroup, GroupBase, StateBase, free_storage, memory_of
-from lightning_vram.private_names.torch import base_of, num_writes, tree_map_only
+from lightning_vram.private_names.fsdp2 import FSDPParamGroup, GroupBase, free_storage, memory_of
+from lightning_vram.private_names.torch import num_writes
 from lightning_vram.techniques.sharding.flat_shards import (
     FlatShard,
     Place,
@@ -276,25 +276,6 @@ class ShardedGroup(GroupBase):
         self._landing, self._fetched = None, None
         self._num_calls, self._num_returns, self._may_return = 0, 0, False
         self.present, self.doubtful = set(), []
-
-
-class ViewProofState(StateBase):
-    """Replaces the class of FSDP2's state: hooks the base of an output that is a view.
-
-    FSDP2 gathers for the backward in a hook on the output. An in-place operator on a view (a linear layer on more than
-    two dimensions returns one) makes a new view without the hook; the base keeps its own.
-    """
-
-    def find_hooked(self, output: Any) -> Any:
-        """Return ``output`` with bases instead of views."""
-        return tree_map_only(Tensor, _hold, output)
-
-
-def _hold(tensor: Tensor) -> Tensor:
-    base = base_of(tensor)
-    if base is None or not base.requires_grad or base.is_leaf:  # a parameter would collect hooks
-        return tensor
-    return base
 
 
 def take_over(

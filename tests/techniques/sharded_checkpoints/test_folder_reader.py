@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.optim import Optimizer
 
 from lightning_vram.core.ranks import CheckpointError
-from lightning_vram.private_names.fsdp2 import read_metadata
+from lightning_vram.private_names.checkpoints import read_metadata
 from lightning_vram.strategies.fsdp_offload.checkpoint_writing import consolidate
 from lightning_vram.techniques.sharded_checkpoints.files import CHECKSUM_FILE
 from lightning_vram.techniques.sharded_checkpoints.folder import (
