@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.checkpoint import metadata as classes
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -31,7 +32,7 @@ from torch.serialization import _get_layout
 from lightning_vram.private_names.dispatcher import without_dispatch
 from lightning_vram.private_names.torch import PARAMETERS, local_shard_of, own_parameters
 
-__all__ = ["DTensorSpec", "FSDPParamGroup", "TensorMeta", "free_storage"]
+__all__ = ["DTensorSpec", "FSDPParamGroup", "TensorMeta", "free_storage", "unflatten_state_dict"]
 
 MARKS = ("_fsdp", "_is_fsdp", "__composable_api")  # prefixes of attributes that fully_shard leaves on modules
 RANKS_MARK = "_is_fsdp_managed_module"  # by which transformers knows that ranks must run the same layers
