@@ -53,7 +53,7 @@ def consolidate_folder(args: Sequence[str]) -> Iterator[str]:
         raise FileNotFoundError(f"{given.folder} is not a sharded checkpoint: a folder with .metadata and meta.pt.")
     from lightning_vram.core.ranks import CheckpointError
     from lightning_vram.report.progress import ProgressDisplay
-    from lightning_vram.strategies.fsdp_offload import consolidate
+    from lightning_vram.techniques.sharded_checkpoints import consolidate
 
     options = {"weights_only": given.weights_only == "true", "verify": given.verify == "true"}
     try:

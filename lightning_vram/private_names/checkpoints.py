@@ -7,9 +7,12 @@ from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import metadata as classes
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.serialization import _get_layout
+
+__all__ = ["read_metadata", "unflatten_state_dict"]
 
 _KNOWN: dict[tuple[str, str], Any] = {
     **{(classes.__name__, name): getattr(classes, name) for name in classes.__all__},

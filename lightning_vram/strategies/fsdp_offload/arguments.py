@@ -2,10 +2,10 @@
 
 import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import lightning.pytorch as pl
@@ -20,15 +20,9 @@ from torch.distributed.tensor import DTensor
 from lightning_vram.argument_checks import check_bool, check_positive_int
 from lightning_vram.memory.device.accelerators import has_cache
 from lightning_vram.memory.units import parse_bytes
-from lightning_vram.optimizers.moment_forms import HostState
 from lightning_vram.precision import LeanMixedPrecision
 
-Master = Literal["fp32", "split"]
 Offload = Literal["params", "optimizer", "none"]
-DeviceBytes = int | float | str | None
-Shard = Literal["full", "grad_op", "hybrid"]
-StateDictType = Literal["full", "sharded"]
-Wrap = str | Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool]
 NAME = "FSDPOffloadStrategy"
 _ON_HOST = {  # arguments that need an offload, and what they do
     "pin_memory": "pins offloaded tensors, but offload='none' offloads none.",
@@ -38,51 +32,22 @@ _ON_HOST = {  # arguments that need an offload, and what they do
     "MomentsInBF16 or LowBitOptimizer there.",
     "nvme_path": "stores optimizer state of steps on the host, but offload='none' has none.",
 }
-_UNSUPPORTED: dict[type[pl.Callback], str] = {
-    StochasticWeightAveraging: "it copies the module, and a sharded module cannot be copied. Use WeightAveraging, "
-    "or train with 'ddp' or a single device.",
-    ModelPruning: "it replaces parameters, which a sharded module does not support. Prune with 'ddp' or a single "
-    "device.",
-}
+OF_TRAINER = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
 
 
-@dataclass(frozen=True)
-class OffloadArguments:
-    """Checked arguments of the strategy."""
-
-    offload: Offload
-    device_bytes: DeviceBytes
-    master: Master
-    host_state: HostState
-    shard: Shard
-    wrap: Wrap
-    min_params: int
-    data_parallel_replicate_size: int | None
-    reshard_after_forward: bool
-    pin_memory: bool | None
-    nvme_path: Path | None
-    cpu_threads: int | None
-    bind_to_numa_node: bool | None
-    narrow_transfers: bool
-    state_dict_type: StateDictType
-    async_save: bool
-    verify: bool
-    init_on_meta: bool
-    timeout: timedelta
-
-
-def check_arguments(**given: Any) -> OffloadArguments:
-    """Check each argument, and combinations."""
-    if given["reshard_after_forward"] is None:
-        given["reshard_after_forward"] = given["shard"] != "grad_op"
-    for key, kind in get_type_hints(OffloadArguments).items():
+def check_arguments(init: Callable[..., None], given: dict[str, Any]) -> SimpleNamespace:
+    """Check each argument of ``init``, by its annotation, and combinations; return all but those of the Trainer."""
+    kinds = {key: kind for key, kind in get_type_hints(init).items() if key not in (*OF_TRAINER, "return")}
+    for key, kind in kinds.items():
         _check_kind(f"{NAME}({key})", given[key], kind)
-    _check_wrap(given["wrap"])
-    _check_together(given)
-    given["device_bytes"] = _read_device_bytes(given["device_bytes"], given["offload"])
-    given["nvme_path"] = _read_path(given["nvme_path"])
-    given["timeout"] = _read_timeout(given["timeout"])
-    return OffloadArguments(**given)
+    arguments = SimpleNamespace(**{key: given[key] for key in kinds})
+    _check_together(vars(arguments))
+    if arguments.reshard_after_forward is None:
+        arguments.reshard_after_forward = arguments.shard != "grad_op"
+    arguments.device_bytes = _read_device_bytes(arguments.device_bytes, arguments.offload)
+    arguments.nvme_path = None if arguments.nvme_path is None else Path(arguments.nvme_path)
+    arguments.timeout = _read_timeout(arguments.timeout)
+    return arguments
 
 
 def _check_kind(name: str, value: Any, kind: Any) -> None:
@@ -94,15 +59,6 @@ def _check_kind(name: str, value: Any, kind: Any) -> None:
         check_positive_int(name, value)
 
 
-def _check_wrap(wrap: Any) -> None:
-    is_list = isinstance(wrap, list | tuple) and all(isinstance(one, str | type) for one in wrap) and len(wrap) > 0
-    if wrap != "auto" and not is_list and not (callable(wrap) and not isinstance(wrap, type)):
-        raise TypeError(
-            f"{NAME}(wrap) must be 'auto', a list of classes or class names, or a function of a module's name and the "
-            f"module, got {wrap!r}."
-        )
-
-
 def _check_together(given: dict[str, Any]) -> None:
     for key, text in _ON_HOST.items() if given["offload"] == "none" else ():
         if given[key] not in (None, False, "fp32"):
@@ -111,10 +67,6 @@ def _check_together(given: dict[str, Any]) -> None:
         raise ValueError(
             f"{NAME}(data_parallel_replicate_size={given['data_parallel_replicate_size']}) needs shard='hybrid', got "
             f"shard={given['shard']!r}."
-        )
-    if given["master"] == "split" and not given["narrow_transfers"]:
-        raise ValueError(
-            f"{NAME}(master='split') needs 16-bit transfers, got narrow_transfers=False. Leave one of them out."
         )
     if given["shard"] == "grad_op" and given["reshard_after_forward"]:
         raise ValueError(
@@ -139,12 +91,6 @@ def _read_device_bytes(device_bytes: Any, offload: str) -> Any:
     return device_bytes if is_share or device_bytes == "auto" else parse_bytes(device_bytes, f"{NAME}(device_bytes)")
 
 
-def _read_path(path: Any) -> Path | None:
-    if path is not None and not isinstance(path, str | Path):
-        raise TypeError(f"{NAME}(nvme_path) must be a path or None, got {path!r} of type {type(path).__name__}.")
-    return None if path is None else Path(path)
-
-
 def _read_timeout(timeout: Any) -> timedelta:
     is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool) and math.isfinite(timeout)
     period = timedelta(seconds=timeout) if is_number else timeout
@@ -153,12 +99,14 @@ def _read_timeout(timeout: Any) -> timedelta:
     return period
 
 
-def check_run(trainer: pl.Trainer, device: torch.device, device_bytes: DeviceBytes, name: str) -> None:
+def check_run(trainer: pl.Trainer, device: torch.device, device_bytes: Any, name: str) -> None:
     """Refuse unsupported callbacks, and ``device_bytes="auto"`` without allocator statistics."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for kind, reason in _UNSUPPORTED.items():
-            if isinstance(callback, kind):
-                raise MisconfigurationException(f"{type(callback).__name__} does not work with {name}: {reason}")
+        if isinstance(callback, StochasticWeightAveraging | ModelPruning):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} does not work with {name}: it copies or replaces parameters, and these are "
+                "shards. Average with WeightAveraging; prune with 'ddp' or a single device."
+            )
     if device_bytes == "auto" and not has_cache(device):
         raise MisconfigurationException(
             f"{name}(device_bytes='auto') measures free device memory, and {device} has no allocator statistics. Give "
@@ -196,7 +144,9 @@ def check_layer_drop(module: nn.Module, num_ranks: int, name: str) -> None:
 def check_master(master: str, low_precision_dtype: torch.dtype | None, precision: str, name: str) -> None:
     """Refuse to split weights that are not transferred as bf16."""
     if master == "split" and low_precision_dtype != torch.bfloat16:
-        raise ValueError(f"{name}(master='split') needs precision='bf16-mixed', got {precision!r}.")
+        raise ValueError(
+            f"{name}(master='split') needs precision='bf16-mixed' with narrow_transfers=True, got {precision!r}."
+        )
 
 
 def check_cores(num_threads: int, name: str) -> None:

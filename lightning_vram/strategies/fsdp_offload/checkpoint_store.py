@@ -4,21 +4,23 @@ After an interrupted save, the last good checkpoint of that name can be loaded. 
 """
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_vram.core.ranks import current_rank, gather_objects, num_ranks, on_all_ranks
 from lightning_vram.optimizers.moment_forms import StateLayout, find_layout, is_elementwise
-from lightning_vram.private_names.lightning import is_local, load_on_host
-from lightning_vram.strategies.fsdp_offload.checkpoint_writing import local_path, remove_checkpoint, write_checkpoint
+from lightning_vram.private_names.lightning import is_local, load_on_host, save_whole
 from lightning_vram.techniques.sharded_checkpoints import (
     MODULE_STATES,
     Pairs,
@@ -29,10 +31,14 @@ from lightning_vram.techniques.sharded_checkpoints import (
     load_module_state,
     load_optimizer_state,
     match_parameters,
+    prepare_path,
     read_values,
     read_whole,
     recover,
+    remove,
     snapshot,
+    write_file,
+    write_folder,
 )
 
 _WAY_OUT = "Return the optimizer the checkpoint was saved with: the same parameters, in the same order."
@@ -48,15 +54,11 @@ def check_states(module: nn.Module, optimizer: Optimizer, state_dict: Mapping[st
     names = first_names(module)
     for place, (group, saved) in enumerate(zip(optimizer.param_groups, state_dict["param_groups"], strict=True)):
         _check_names(group, saved, f"group {place} of optimizer {index}")
-        layouts: dict[torch.dtype, StateLayout] = {}
+        if not is_elementwise(type(optimizer)):
+            continue
+        layout = find_layout(optimizer, {**group, **saved, **_PLAIN}, torch.float32)  # for its names
         for number, (key, parameter) in enumerate(zip(saved["params"], group["params"], strict=True)):
-            state = state_dict["state"].get(key)
-            if not state or not is_elementwise(type(optimizer)):
-                continue
-            dtype = parameter.dtype
-            if dtype not in layouts:
-                layouts[dtype] = find_layout(optimizer, {**group, **saved, **_PLAIN}, dtype)
-            complaint = _compare(state, parameter, layouts[dtype])
+            complaint = _compare(state_dict["state"].get(key, {}), parameter, layout)
             if complaint:
                 name = names.get(id(parameter), f"parameter {number} in group {place}")
                 raise ValueError(
@@ -73,15 +75,53 @@ def _check_names(group: Mapping[str, Any], saved: Mapping[str, Any], where: str)
 
 
 def _compare(state: Mapping[str, Any], parameter: Tensor, layout: StateLayout) -> str | None:
-    names = [name for name, _ in layout.elementwise]
-    for name in (*names, *layout.others):
+    elementwise = [name for name, _ in layout.elementwise]
+    for name in (*elementwise, *layout.others) if state else ():
         if name not in state:
             return f"it has no {name}"
-    for name in names:
         value = state[name]
-        if isinstance(value, Tensor) and value.shape != parameter.shape:
+        if name in elementwise and isinstance(value, Tensor) and value.shape != parameter.shape:
             return f"its {name} has shape {list(value.shape)}, the parameter {list(parameter.shape)}"
     return None
+
+
+def write_checkpoint(
+    checkpoint: Mapping[str, Any], location: str, *, sharded: bool, group: dist.ProcessGroup | None
+) -> None:
+    """Replace the checkpoint at a path, or remote address, that is the same on every rank. A collective.
+
+    On error, nothing changes at the path. A thread needs its own ``group``.
+    """
+    failed = f"The checkpoint {location} could not be saved"
+
+    def on_main(action: Callable[[], None]) -> None:
+        on_all_ranks(action if current_rank() == 0 else lambda: None, failed, group)
+
+    if not is_local(location):
+        on_main(lambda: save_whole(dict(checkpoint), location))
+        return
+    path = local_path(location)
+    on_main(lambda: prepare_path(path))
+    if sharded:
+        on_all_ranks(partial(write_folder, checkpoint, path, group), failed, group)
+    else:
+        on_main(lambda: write_file(dict(checkpoint), path))
+
+
+def remove_checkpoint(location: str) -> None:
+    """Delete a checkpoint if it exists, or warn."""
+    try:
+        if is_local(location):
+            remove(local_path(location))
+        elif (files := get_filesystem(location)).exists(location):
+            files.rm(location, recursive=True)
+    except OSError as error:
+        warnings.warn(f"The checkpoint {location} could not be removed: {error}.", stacklevel=3)
+
+
+def local_path(location: str) -> Path:
+    """Convert an address without a protocol, or with ``file://``, to a path."""
+    return Path(location.removeprefix("file://"))
 
 
 PathLike = str | os.PathLike[str]
@@ -148,10 +188,6 @@ class CheckpointStore:
             read = partial(read_values, local, weights_only=weights_only)
         checkpoint: dict[str, Any] = on_all_ranks(read, failed)
         return checkpoint
-
-    def has_state(self, checkpoint: Mapping[str, Any], key: str) -> bool:
-        """Whether the opened checkpoint has the state of a module under this key."""
-        return key in (self._states or checkpoint)
 
     def load_module(
         self, checkpoint: Mapping[str, Any], module: nn.Module, *, strict: bool, key: str = "state_dict"

@@ -1,14 +1,11 @@
 """Checkpoints of a sharded run, and its averages of weights."""
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
@@ -16,7 +13,8 @@ from typing_extensions import override
 
 from lightning_vram.core.patching import MethodPatch, replace_by
 from lightning_vram.optimizers.averages import HostAverage
-from lightning_vram.private_names.lightning import averaging_callbacks, find_trainer
+from lightning_vram.optimizers.on_host import HostOptimizers
+from lightning_vram.private_names.lightning import averaging_callbacks
 from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore
 from lightning_vram.strategies.fsdp_offload.connected import ConnectedStrategy
 from lightning_vram.techniques.sharded_checkpoints import (
@@ -26,6 +24,7 @@ from lightning_vram.techniques.sharded_checkpoints import (
     sharded_module_state,
     sharded_optimizer_state,
 )
+from lightning_vram.techniques.sharding import FullSharding
 
 _AVERAGE, _CURRENT = MODULE_STATES
 _REST = "averaging_state"  # key of other values of an average in a checkpoint
@@ -36,18 +35,16 @@ class CheckpointedStrategy(ConnectedStrategy):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
+        self._sharding: FullSharding | None = None
+        self._host_optimizers: HostOptimizers | None = None
         self._store: CheckpointStore | None = None
         self._to_load: tuple[Mapping[str, Any], bool] | None = None
         self._averages: list[HostAverage] = []  # of callbacks, which copy the module before it is sharded
         self._callback_patches: list[MethodPatch] = []
 
-    @abstractmethod
     def _finish_steps(self) -> None:
-        """Wait for pending optimizer steps."""
-
-    @abstractmethod
-    def _rest_shards(self) -> None:
-        """Free memory in which shards were read."""
+        if self._host_optimizers is not None:
+            self._host_optimizers.finish()
 
     @override
     def setup_environment(self) -> None:
@@ -61,7 +58,9 @@ class CheckpointedStrategy(ConnectedStrategy):
         assert self.lightning_module is not None
         self._finish_steps()
         state = self._gather_state(self.lightning_module)
-        self._rest_shards()
+        for group in self._sharding.groups if self._sharding is not None else ():
+            if group.is_sharded:
+                group.steps.rest()  # frees memory in which shards were read
         return state
 
     def _gather_state(self, module: nn.Module) -> dict[str, Any]:
@@ -84,11 +83,6 @@ class CheckpointedStrategy(ConnectedStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if storage_options is not None:
             raise TypeError("FSDPOffloadStrategy.save_checkpoint(storage_options=...) is not supported: leave it out.")
-        if self._store is None and self.world_size > 1:
-            raise MisconfigurationException(
-                f"Trainer.save_checkpoint: the {self.world_size} processes connect in the first fit, validate, test or "
-                "predict. Save after that, or save module.state_dict()."
-            )
         with self._named("saving a checkpoint"):
             # before the first run there is nothing to overlap with
             store = self._store or self._make_store(asynchronous=False)
@@ -96,10 +90,6 @@ class CheckpointedStrategy(ConnectedStrategy):
             trainer = self._trainer
             if trainer is None or trainer.state.status != TrainerStatus.RUNNING:  # the next run may resume from it
                 store.wait()
-
-    @property
-    def _trainer(self) -> pl.Trainer | None:
-        return None if self.lightning_module is None else find_trainer(self.lightning_module)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -115,6 +105,8 @@ class CheckpointedStrategy(ConnectedStrategy):
             if type(callback).on_load_checkpoint is WeightAveraging.on_load_checkpoint:  # it would load whole tensors
                 patch = MethodPatch(callback, "on_load_checkpoint", replace_by(lambda *_: None))
                 self._callback_patches.append(patch)
+        if self._sharding is not None:  # a tuner restores its start
+            self._load_module(self._sharding.module)
 
     def _load_module(self, module: nn.Module) -> None:
         to_load, self._to_load = self._to_load, None
@@ -129,7 +121,7 @@ class CheckpointedStrategy(ConnectedStrategy):
         From a checkpoint without averages they start from its weights.
         """
         assert self._store is not None
-        has_average = self._store.has_state(checkpoint, _CURRENT) and _REST in checkpoint
+        has_average = _REST in checkpoint
         key = _CURRENT if has_average and self._averages else _AVERAGE
         self._store.load_module(checkpoint, module, strict=strict, key=key)
         for average in (one.average for one in self._averages):

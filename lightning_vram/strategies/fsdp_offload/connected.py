@@ -2,8 +2,10 @@
 
 import os
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -25,7 +27,6 @@ from lightning_vram.private_names.lightning import (
     make_script_launcher,
     reduce_over_ranks,
 )
-from lightning_vram.strategies.fsdp_offload.arguments import OffloadArguments
 
 
 def default_backend(device: torch.device) -> str:
@@ -61,11 +62,11 @@ class ConnectedStrategy(PlainStrategy):
     ``given``: accelerator, devices, environment and plugins, set by the Trainer.
     """
 
-    def __init__(self, arguments: OffloadArguments, process_group_backend: str | None, *given: Any) -> None:
+    def __init__(self, arguments: SimpleNamespace, *given: Any) -> None:
         self.arguments = arguments
         super().__init__(*given)
         self.num_nodes = 1
-        self.process_group_backend = process_group_backend
+        self.process_group_backend: str | None = arguments.process_group_backend
         self._mesh: DeviceMesh | None = None
 
     @property
@@ -168,10 +169,13 @@ class ConnectedStrategy(PlainStrategy):
         with self._named("reduce"):
             return reduce_over_ranks(tensor, group, reduce_op)
 
+    @property
+    def _trainer(self) -> pl.Trainer | None:
+        return None if self.lightning_module is None else find_trainer(self.lightning_module)
+
     def _named(self, phase: str) -> naming_lost_peers:
         """Name step and phase in errors about a lost rank."""
         return naming_lost_peers(self.global_rank, self.world_size, lambda: f"step {self._count_steps()}, {phase}")
 
     def _count_steps(self) -> int:
-        trainer = find_trainer(self.lightning_module) if self.lightning_module is not None else None
-        return trainer.global_step if trainer is not None else 0
+        return self._trainer.global_step if self._trainer is not None else 0

@@ -1,12 +1,11 @@
 """Train any LightningModule sharded (FSDP2), its parameters and its optimizers on the host."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import fields
 from datetime import timedelta
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -14,7 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -30,13 +29,8 @@ from lightning_vram.precision.run import list_averages
 from lightning_vram.private_names.dispatcher import detect_fake_mode
 from lightning_vram.private_names.lightning import find_trainer
 from lightning_vram.strategies.fsdp_offload.arguments import (
-    DeviceBytes,
-    Master,
+    OF_TRAINER,
     Offload,
-    OffloadArguments,
-    Shard,
-    StateDictType,
-    Wrap,
     check_arguments,
     check_cores,
     check_layer_drop,
@@ -165,11 +159,11 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
         self,
         *,
         offload: Offload = "params",
-        device_bytes: DeviceBytes = None,
-        master: Master = "fp32",
+        device_bytes: int | float | str | None = None,
+        master: Literal["fp32", "split"] = "fp32",
         host_state: HostState = "fp32",
-        shard: Shard = "full",
-        wrap: Wrap = "auto",
+        shard: Literal["full", "grad_op", "hybrid"] = "full",
+        wrap: str | Sequence[str | type[nn.Module]] | Callable[[str, nn.Module], bool] = "auto",
         min_params: int = 1_000_000,
         data_parallel_replicate_size: int | None = None,
         reshard_after_forward: bool | None = None,
@@ -178,7 +172,7 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
         cpu_threads: int | None = None,
         bind_to_numa_node: bool | None = None,
         narrow_transfers: bool = True,
-        state_dict_type: StateDictType = "full",
+        state_dict_type: Literal["full", "sharded"] = "full",
         async_save: bool = False,
         verify: bool = True,
         init_on_meta: bool = False,
@@ -190,14 +184,10 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
         checkpoint_io: Any = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        given = locals()  # by name, as OffloadArguments has them
-        arguments = check_arguments(**{field.name: given[field.name] for field in fields(OffloadArguments)})
-        plugins = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        super().__init__(arguments, process_group_backend, *plugins)
+        given = locals()
+        super().__init__(check_arguments(FSDPOffloadStrategy.__init__, given), *(given[name] for name in OF_TRAINER))
         # Form of all moments, set by MomentsInBF16 or LowBitOptimizer before the setup; ``None``: as ``host_state``.
         self.moments: HostState | None = None
-        self._sharding: FullSharding | None = None
-        self._host_optimizers: HostOptimizers | None = None
         self._undo = ExitStack()  # of what a run has changed outside of its module
         self._has_failed = False
         self._check_memory: Callable[[HostNeeds], None] | None = None  # until the optimizers are set up
@@ -285,12 +275,6 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
             cast = find_autocast_weights(module, list_islands(module)) - find_named_weights(module)
         names = {name for name, parameter in module.named_parameters() if parameter in cast}
         plan = plan_sharding_groups(module, arguments.wrap, min_params=arguments.min_params)
-        strided = [name for name, parameter in module.named_parameters() if not parameter.is_contiguous()]
-        if strided:
-            rank_zero_info(
-                f"fsdp_offload stores {len(strided)} parameters contiguously until the run ends, for example "
-                f"{strided[0]}; channels_last convolutions still compute in channels_last."
-            )
         if is_stepping_here:
             self._check_host_memory(module, names, low_precision_dtype)
         seed = torch.tensor(torch.initial_seed() % 2**31)
@@ -420,28 +404,18 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
 
     # --- steps ---
 
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_step("training_step", self.precision_plugin.train_step_context, *args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_step("validation_step", self.precision_plugin.val_step_context, *args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_step("test_step", self.precision_plugin.test_step_context, *args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_step("predict_step", self.precision_plugin.predict_step_context, *args, **kwargs)
-
-    def _run_step(self, name: str, context: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _run_step(self, name: str, context: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run a step within the forward of the root, where FSDP2 gathers what no layer gathers for itself."""
         assert self._sharding is not None
         fast_path = nullcontext() if self.root_device.type == "cuda" else without_fast_path()
-        with self._named(name), context(), fast_path, self._sharding.inside_step():
+        in_precision = getattr(self.precision_plugin, context)()
+        with self._named(name), in_precision, fast_path, self._sharding.inside_step():
             return self.run_in_forward(name, *args, **kwargs)
+
+    training_step = partialmethod(_run_step, "training_step", "train_step_context")
+    validation_step = partialmethod(_run_step, "validation_step", "val_step_context")
+    test_step = partialmethod(_run_step, "test_step", "test_step_context")
+    predict_step = partialmethod(_run_step, "predict_step", "predict_step_context")
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -460,25 +434,8 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
         return result
 
     @override
-    def _rest_shards(self) -> None:
-        for group in self._sharding.groups if self._sharding is not None else ():
-            if group.is_sharded:
-                group.steps.rest()
-
-    @override
     def model_to_device(self) -> None:
         """Do nothing: sharding has placed parameters and buffers."""
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        super().load_model_state_dict(checkpoint, strict)
-        if self._sharding is not None:  # a tuner restores its start
-            self._load_module(self._sharding.module)
-
-    @override
-    def _finish_steps(self) -> None:
-        if self._host_optimizers is not None:
-            self._host_optimizers.finish()
 
 
 STRATEGY_NAMES: dict[str, Offload] = {"fsdp_offload": "params", "fsdp_offload_optimizer": "optimizer"}

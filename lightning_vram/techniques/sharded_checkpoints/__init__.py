@@ -2,7 +2,6 @@
 
 from lightning_vram.techniques.sharded_checkpoints.files import (
     check_archive,
-    delete_leftovers,
     explained,
     read_values,
     recover,
@@ -12,7 +11,9 @@ from lightning_vram.techniques.sharded_checkpoints.files import (
 from lightning_vram.techniques.sharded_checkpoints.folder import (
     MODULE_STATES,
     ShardedFolder,
+    consolidate,
     is_sharded_folder,
+    prepare_path,
     write_folder,
 )
 from lightning_vram.techniques.sharded_checkpoints.states import (
@@ -23,9 +24,7 @@ from lightning_vram.techniques.sharded_checkpoints.states import (
     load_module_state,
     load_optimizer_state,
     match_parameters,
-    prepare,
     read_whole,
-    renamed,
     sharded_module_state,
     sharded_optimizer_state,
     snapshot,
@@ -36,7 +35,7 @@ __all__ = [
     "Pairs",
     "ShardedFolder",
     "check_archive",
-    "delete_leftovers",
+    "consolidate",
     "explained",
     "first_names",
     "gather_module_state",
@@ -45,12 +44,11 @@ __all__ = [
     "load_module_state",
     "load_optimizer_state",
     "match_parameters",
-    "prepare",
+    "prepare_path",
     "read_values",
     "read_whole",
     "recover",
     "remove",
-    "renamed",
     "sharded_module_state",
     "sharded_optimizer_state",
     "snapshot",

@@ -159,8 +159,6 @@ def is_archive(path: Path) -> bool:
 
 
 def _check_file(path: Path, num_bytes: int, crc32: int) -> None:
-    if not path.is_file():
-        raise CheckpointError(f"its file {path.name} is missing. Resume from another checkpoint.")
     size, found = path.stat().st_size, 0
     if size != num_bytes:
         raise CheckpointError(f"{path.name} is damaged: it has {size} bytes instead of {num_bytes}. {_WAY_OUT}")
@@ -190,7 +188,7 @@ class CheckedFiles(FileSystem):
         self.checksums: dict[str, dict[str, int]] = {}
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.BufferedWriter, None, None]:
         """Create a file; its checksum is complete when it is closed."""
         name = Path(path).name.removesuffix(".tmp")  # which torch then renames ".metadata.tmp" to
         checksum = self.checksums[name] = {"num_bytes": 0, "crc32": 0}
@@ -217,12 +215,6 @@ class CheckedWriter(FileSystemWriter):
             return super().write_data(plan, planner)
 
 
-def save_values(values: Any, file: Any) -> None:
-    """Call ``torch.save``, but raise the disk's own error."""
-    with naming_disk_errors():
-        torch.save(values, file)
-
-
 def write_file(values: Any, path: Path, on_write: Callable[[int], None] = lambda num_bytes: None) -> None:
     """Replace a file by one of ``torch.save``; ``on_write`` gets the number of bytes so far.
 
@@ -230,9 +222,9 @@ def write_file(values: Any, path: Path, on_write: Callable[[int], None] = lambda
     """
     temporary = temporary_path(path)
     try:
-        with _WatchedFile(temporary.open("wb", 0)) as file:
+        with naming_disk_errors(), _WatchedFile(temporary.open("wb", 0)) as file:
             file.on_write = lambda _: on_write(file.tell())
-            save_values(values, file)
+            torch.save(values, file)
         publish(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -256,21 +248,15 @@ def naming_disk_errors() -> Generator[None, None, None]:
 
 _CLASS = re.compile(r"GLOBAL ([\w.]+)")  # in the message of torch.load(weights_only=True)
 _MAX_REASON = 200
-
-
-class ForbiddenClassError(pickle.UnpicklingError):
-    """A file has more than ``weights_only=True`` reads."""
-
-
 # clear by themselves: a missing class, the disk; Ctrl-C is no damage
-_CLEAR = (AttributeError, CheckpointError, ForbiddenClassError, ImportError, KeyboardInterrupt, MemoryError, OSError)
+_CLEAR = (AttributeError, CheckpointError, ImportError, KeyboardInterrupt, MemoryError, OSError)
 
 
 def read_values(path: Path, *, weights_only: bool | None) -> Any:
     """Read a ``torch.save`` file into host memory, memory-mapped if possible.
 
     Raises:
-        ForbiddenClassError: If it has what ``weights_only`` does not allow.
+        pickle.UnpicklingError: If it has what ``weights_only`` does not allow.
         CheckpointError: If it is damaged, or not a checkpoint.
         OSError: If it cannot be read.
     """
@@ -290,7 +276,7 @@ def explained(read: Callable[[], Any], name: str) -> Any:
             raise first from error
         found = _CLASS.search(str(first)) if isinstance(first, pickle.UnpicklingError) else None
         if found:
-            raise ForbiddenClassError(
+            raise pickle.UnpicklingError(
                 f"{name} contains {found[1]}, and weights_only=True, the default, loads only tensors and basic types. "
                 "If you trust its source: trainer.fit(..., weights_only=False), or allow the class with "
                 "torch.serialization.add_safe_globals."

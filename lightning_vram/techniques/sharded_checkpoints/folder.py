@@ -29,19 +29,21 @@ from typing_extensions import override
 
 from lightning_vram.core.ranks import current_rank, gather_objects, num_ranks, on_all_ranks
 from lightning_vram.core.tensors.codecs import decoded
-from lightning_vram.private_names.checkpoints import read_metadata
+from lightning_vram.private_names.checkpoints import read_metadata, unflatten_state_dict
 from lightning_vram.techniques.sharded_checkpoints.files import (
     CHECKSUM_FILE,
     CheckedWriter,
     check_folder,
     delete,
+    delete_leftovers,
     explained,
+    naming_disk_errors,
     publish,
     read_values,
-    save_values,
     temporary_path,
+    write_file,
 )
-from lightning_vram.techniques.sharded_checkpoints.states import Pairs, map_leaves
+from lightning_vram.techniques.sharded_checkpoints.states import Pairs, map_leaves, prepare, renamed
 
 METADATA_FILE, REST_FILE = ".metadata", "meta.pt"
 MODULE_STATES = ("state_dict", "current_model_state")  # with averaged weights, these are in the first
@@ -89,13 +91,7 @@ class ShardedFolder:
                 flat[key] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
                 self._keys[flat[key]] = key
         flat |= self._load({key: None for key, value in flat.items() if value is None})
-        nested: dict[Any, Any] = {}
-        for key, value in flat.items():
-            inner, (*path, last) = nested, self._paths[key]
-            for step in path:
-                inner = inner.setdefault(step, {})
-            inner[last] = value
-        states: dict[str, Any] = _with_lists(nested)
+        states = unflatten_state_dict(flat, self._paths)
         roots = sorted((root for root in states if _OPTIMIZER.fullmatch(root)), key=lambda root: int(root[10:]))
         optimizers = [{"state": {}, **states.pop(root)} for root in roots]
         return {**states, "optimizer_states": optimizers} if optimizers else states
@@ -115,14 +111,6 @@ class ShardedFolder:
 
     def _read(self, action: Any) -> Any:
         return on_all_ranks(action, f"The checkpoint {self._folder} could not be read")
-
-
-def _with_lists(tree: Any) -> Any:
-    if not isinstance(tree, dict):
-        return tree
-    if tree and all(isinstance(key, int) for key in tree):
-        return [_with_lists(tree[key]) for key in sorted(tree)]
-    return {key: _with_lists(value) for key, value in tree.items()}
 
 
 def _read_metadata(folder: Path) -> Metadata:
@@ -157,8 +145,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        key = read_item.dest_index.fqn
-        self.state_dict[key] = explained(lambda: torch.load(value, weights_only=self._weights_only), key)
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=self._weights_only)
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -189,8 +176,8 @@ def write_folder(checkpoint: Mapping[str, Any], path: Path, process_group: dist.
         )
         of_ranks = gather_objects(writer.files.checksums, process_group)
         if current_rank() == 0:
-            with writer.files.create_stream(temporary / REST_FILE, "wb") as file:
-                save_values(rest, file)
+            with naming_disk_errors(), writer.files.create_stream(temporary / REST_FILE, "wb") as file:
+                torch.save(rest, file)
             of_ranks.append(writer.files.checksums)  # with that of the rest
             checksums = {name: checksum for each in of_ranks for name, checksum in each.items()}
             (temporary / CHECKSUM_FILE).write_text(json.dumps(dict(sorted(checksums.items()))))
@@ -200,3 +187,42 @@ def write_folder(checkpoint: Mapping[str, Any], path: Path, process_group: dist.
             with contextlib.suppress(OSError):
                 delete(temporary)
         raise
+
+
+def prepare_path(path: Path) -> None:
+    """Make a path ready for a new checkpoint; ``IsADirectoryError`` for a folder that is none."""
+    if path.is_dir() and not is_sharded_folder(path) and any(path.iterdir()):
+        raise IsADirectoryError(
+            f"{path} is a folder, but not a checkpoint, and is not overwritten. Choose another name."
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    delete_leftovers(path)
+
+
+def consolidate(
+    folder: Path,
+    output: Path,
+    *,
+    weights_only: bool | None = None,
+    verify: bool = True,
+    on_progress: Callable[[str, float], None] = lambda stage, done: None,
+) -> None:
+    """Write a sharded checkpoint as one file for a Trainer on one device; on error, ``output`` is unchanged.
+
+    Needs host memory for all of it, and one process. Lightning's own tool writes optimizer states under names that no
+    optimizer reads. ``on_progress`` gets the stage and its finished share, and may raise ``KeyboardInterrupt``.
+    """
+    if not is_sharded_folder(folder):
+        raise FileNotFoundError(f"{folder} is not a sharded checkpoint: a folder with .metadata and meta.pt.")
+    if output.is_dir():
+        raise IsADirectoryError(f"{output} is a folder: name a file to write.")
+    on_progress("verifying checksums" if verify else "reading", 0.0)
+    source = ShardedFolder(folder, weights_only=weights_only, verify=verify)
+    pairs: Pairs = []
+    checkpoint = {**prepare(source.read_states(), pairs), **source.read_rest()}
+    num_bytes = max(1, sum(into.nbytes for _, into in pairs))
+    source.read_tensors(pairs, lambda read: on_progress("reading", read / num_bytes))
+    if "optimizer_states" in checkpoint:
+        checkpoint["optimizer_states"] = [renamed(state) for state in checkpoint["optimizer_states"]]
+    prepare_path(output)
+    write_file(checkpoint, output, lambda written: on_progress("writing", min(1.0, written / num_bytes)))

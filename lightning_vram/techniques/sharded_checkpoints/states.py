@@ -94,12 +94,9 @@ def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
 
 def snapshot(tree: Any) -> Any:
     """Copy a tree to the host. Sharded tensors stay sharded."""
-    return map_leaves(tree, lambda leaf: copy_to_host(leaf) if isinstance(leaf, Tensor) else copy.deepcopy(leaf))
-
-
-def copy_to_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor, or this rank's part of a sharded one, detached."""
-    return tensor.detach().to("cpu", copy=True)
+    return map_leaves(
+        tree, lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
+    )
 
 
 def sharded_module_state(module: nn.Module) -> dict[str, Any]:
@@ -156,9 +153,9 @@ def _whole(value: Any, *, keep: bool) -> Any:
         full: Tensor = value.full_tensor().detach()
         own = value.to_local().untyped_storage().data_ptr()
         is_own = full.untyped_storage().data_ptr() == own  # on one rank it may be the part itself
-        return None if not keep else copy_to_host(full) if is_own else full.cpu()
+        return full.to("cpu", copy=is_own) if keep else None
     if isinstance(value, Tensor):
-        return copy_to_host(decoded(value)) if keep else None
+        return decoded(value).detach().to("cpu", copy=True) if keep else None
     return value
 
 
@@ -243,15 +240,14 @@ def load_module_state(
     pairs: Pairs = []
     loaded: OrderedDict[str, Any] = OrderedDict()
     for name, value in given.items():
-        make = partial(_own_or_empty, own.get(name))
-        loaded[keys.get(name, name)] = prepare(value, pairs, make) if name in own else value
+        if isinstance(into := own.get(name), Tensor):
+            pairs.append((value, into))
+            loaded[keys[name]] = into
+        else:
+            loaded[keys.get(name, name)] = prepare(value, pairs) if name in own else value
     read(pairs)
     set_metadata(loaded, metadata_of(state_dict) or {})
     return module.load_state_dict(loaded, strict=strict)  # type: ignore[no-any-return]
-
-
-def _own_or_empty(own: Any, value: Tensor) -> Tensor:
-    return own if isinstance(own, Tensor) else empty_like(value)
 
 
 def load_optimizer_state(

@@ -33,8 +33,8 @@ def _alone():
 def test_a_callback_that_copies_the_module_is_refused(make_trainer):
     with pytest.raises(
         MisconfigurationException,
-        match=r"^StochasticWeightAveraging does not work with ForkingOffload: it copies the module, and a sharded "
-        r"module cannot be copied\. Use WeightAveraging, or train with 'ddp' or a single device\.$",
+        match=r"^StochasticWeightAveraging does not work with ForkingOffload: it copies or replaces parameters, and "
+        r"these are shards\. Average with WeightAveraging; prune with 'ddp' or a single device\.$",
     ):
         make_trainer(strategy=ForkingOffload(), callbacks=[StochasticWeightAveraging(1e-2)]).fit(Fused())
 
@@ -42,8 +42,8 @@ def test_a_callback_that_copies_the_module_is_refused(make_trainer):
 def test_pruning_is_refused(make_trainer):
     with pytest.raises(
         MisconfigurationException,
-        match=r"^ModelPruning does not work with ForkingOffload: it replaces parameters, which a sharded module "
-        r"does not support\. Prune with 'ddp' or a single device\.$",
+        match=r"^ModelPruning does not work with ForkingOffload: it copies or replaces parameters, and "
+        r"these are shards\. Average with WeightAveraging; prune with 'ddp' or a single device\.$",
     ):
         make_trainer(strategy=ForkingOffload(), callbacks=[ModelPruning("l1_unstructured")]).fit(Fused())
 
@@ -218,7 +218,7 @@ def test_layers_that_are_not_left_out_on_several_ranks_are_warned_of():
 def test_weights_that_travel_as_float16_are_not_split():
     check_master("split", torch.bfloat16, "bf16-mixed", "FSDPOffloadStrategy")
     check_master("fp32", torch.float16, "16-mixed", "FSDPOffloadStrategy")
-    message = "S(master='split') needs precision='bf16-mixed', got '16-mixed'."
+    message = "S(master='split') needs precision='bf16-mixed' with narrow_transfers=True, got '16-mixed'."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         check_master("split", torch.float16, "16-mixed", "S")
 

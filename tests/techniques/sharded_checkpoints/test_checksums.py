@@ -72,9 +72,8 @@ def test_files_of_another_save_are_refused(one_rank: None, tmp_path: Path):
     (new / "__0_0.distcp").write_bytes((old / "__0_0.distcp").read_bytes())
     assert refusal(new, make_net(), sharded=True).startswith("__0_0.distcp is damaged: ")
     (new / "__0_0.distcp").unlink()
-    assert refusal(new, make_net(), sharded=True) == (
-        "its file __0_0.distcp is missing. Resume from another checkpoint."
-    )
+    with pytest.raises(FileNotFoundError, match=r"__0_0\.distcp"):
+        make_store(sharded=True).open(new)
 
 
 def test_checksums_are_those_of_the_files(one_rank: None, tmp_path: Path):
@@ -134,7 +133,8 @@ def refuse_on_all_ranks(folder: Path) -> None:
         assert names == {".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"}
         (path / "__1_0.distcp").unlink()
     torch.distributed.barrier()
-    assert refusal(path, net, sharded=True) == ("its file __1_0.distcp is missing. Resume from another checkpoint.")
+    with pytest.raises(FileNotFoundError, match=r"__1_0\.distcp"):
+        store.open(path)
 
 
 def test_all_ranks_refuse_what_one_has_found(tmp_path: Path):
