@@ -4,7 +4,9 @@ A flat shard is a run of parameters' shards in one allocation, so that one copy 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -260,16 +262,10 @@ def _record(device: torch.device) -> torch.Event | None:
     return None if device.type == "cpu" else torch.accelerator.current_stream().record_event()
 
 
-_streams: dict[torch.device, Any] = {}
-
-
+@cache
 def _side_stream(device: torch.device) -> Any:
     """A stream for copies that another thread issues."""
-    if device.type == "cpu":
-        return torch.no_grad()
-    if device not in _streams:
-        _streams[device] = torch.Stream(device)
-    return _streams[device]
+    return nullcontext() if device.type == "cpu" else torch.Stream(device)
 
 
 class ShardSteps:

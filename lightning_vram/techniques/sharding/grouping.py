@@ -167,8 +167,14 @@ def plan_sharding_groups(module: nn.Module, wrap: Wrap = "auto", *, min_params: 
     order = {part: position for position, part in enumerate(names)}
     groups = [sorted(group, key=order.__getitem__) for group in groups]
     groups.sort(key=lambda group: order[group[0]])
-    named = tuple(tuple(names[part] for part in group) for group in order_inner_first(groups))
-    return ShardingPlan(named, _name_unshardable(module, skipped))
+    parts = [{part for one in group for part in one.modules()} - set(group) for group in groups]
+    inner = {i: [j for j, other in enumerate(groups) if not part.isdisjoint(other)] for i, part in enumerate(parts)}
+    inner_first = (groups[index] for index in TopologicalSorter(inner).static_order())
+    parameters = module.named_parameters(remove_duplicate=False)
+    return ShardingPlan(
+        groups=tuple(tuple(names[part] for part in group) for group in inner_first),
+        replicated=tuple(name for name, parameter in parameters if not (parameter.dim() and parameter.numel())),
+    )
 
 
 def check_wrap(wrap: Any, name: str = "wrap") -> None:
@@ -235,12 +241,6 @@ def _is_chosen(kind: str | type[nn.Module] | Callable[[str, nn.Module], bool], n
     if isinstance(kind, str):
         return type(part).__name__ == kind
     return isinstance(part, kind) if isinstance(kind, type) else kind(name, part)
-
-
-def _name_unshardable(module: nn.Module, skipped: set[nn.Module]) -> tuple[str, ...]:
-    ours = {p for part in module.modules() if part not in skipped for p in part.parameters(recurse=False)}
-    named = module.named_parameters(remove_duplicate=False)
-    return tuple(name for name, parameter in named if parameter in ours and not (parameter.dim() and parameter.numel()))
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -349,7 +349,9 @@ def separate_shared_owners(
         groups = [group for group in groups if group not in touched]
         modules = [module for group in touched for module in group]
         if is_free:
-            groups.append(_outermost([*modules, *owners]))
+            together = dict.fromkeys([*modules, *owners])
+            inner = {part for one in together for part in one.modules() if part is not one}
+            groups.append([one for one in together if one not in inner])
         else:
             given_up.update(modules)
 
@@ -377,16 +379,3 @@ def _find_conflict(homes: dict[nn.Module, set[int]]) -> Group:
             owners[parameter].append(module)
     conflicts = (sharing for sharing in owners.values() if len(set().union(*(homes[owner] for owner in sharing))) > 1)
     return next(conflicts, [])
-
-
-def _outermost(modules: Group) -> Group:
-    distinct = list(dict.fromkeys(modules))
-    inner = {part for one in distinct for part in one.modules() if part is not one}
-    return [one for one in distinct if one not in inner]
-
-
-def order_inner_first(groups: list[Group]) -> Iterator[Group]:
-    """Yield ``groups``, nested ones before outer ones."""
-    parts = [{part for module in group for part in module.modules()} - set(group) for group in groups]
-    inner = {i: [j for j, other in enumerate(groups) if not part.isdisjoint(other)] for i, part in enumerate(parts)}
-    yield from (groups[index] for index in TopologicalSorter(inner).static_order())
