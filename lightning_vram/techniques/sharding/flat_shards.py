@@ -4,7 +4,9 @@ A flat shard is a run of parameters' shards in one allocation, so that one copy 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -260,16 +262,10 @@ def _record(device: torch.device) -> torch.Event | None:
     return None if device.type == "cpu" else torch.accelerator.current_stream().record_event()
 
 
-_streams: dict[torch.device, Any] = {}
-
-
+@cache
 def _side_stream(device: torch.device) -> Any:
     """A stream for copies that another thread issues."""
-    if device.type == "cpu":
-        return torch.no_grad()
-    if device not in _streams:
-        _streams[device] = torch.Stream(device)
-    return _streams[device]
+    return nullcontext() if device.type == "cpu" else torch.Stream(device)
 
 
 class ShardSteps:
@@ -336,7 +332,8 @@ class ShardSteps:
 # * "host": weights twice, for forward and backward, and gradients once;
 # * "copy", on the host with a copy on the device: the copy and gradients once, nothing of frozen weights;
 # * "device", with gradients and optimizer state: nothing.
-# With AdamW in fp32 these are 12 bytes, 8 bytes for 4 on the device, and 0 for 16: copies come first.
+# With AdamW in fp32 these are 12 bytes, 8 bytes for 4 on the device, and 0 for 16: copies come first. In all dtypes a
+# copy saves at least 1 byte for each of its own, and what comes to it at most 2/3.
 Place = Literal["host", "copy", "device"]
 
 _NUM_FETCHES = 2  # for the forward and for the backward
@@ -372,21 +369,13 @@ def plan_residency(groups: Sequence[ShardBytes], budget_bytes: int) -> list[Plac
     before the next forward. A group that does not fit is skipped. A larger budget never takes fewer bytes, nor saves
     less.
     """
-    steps = []  # gain per byte, group, new place, bytes, and the place before
-    for index, group in enumerate(groups):
-        if not group.device_bytes:
-            continue
-        direct = group.sent_bytes / group.device_bytes
-        first = (group.sent_bytes - group.sent_with_copy_bytes) / group.copy_bytes
-        if first > direct:
-            rest = group.device_bytes - group.copy_bytes
-            steps.append((first, index, "copy", group.copy_bytes, "host"))
-            steps.append((group.sent_with_copy_bytes / max(rest, 1), index, "device", rest, "copy"))
-        else:
-            steps.append((direct, index, "device", group.device_bytes, "host"))
+    used = [(index, group) for index, group in enumerate(groups) if group.device_bytes]
+    copies = [(i, group.copy_bytes, group.sent_bytes - group.sent_with_copy_bytes) for i, group in used]
+    rests = [(i, group.device_bytes - group.copy_bytes, group.sent_with_copy_bytes) for i, group in used]
     places: list[Any] = ["host"] * len(groups)
-    for _, index, place, num_bytes, before in sorted(steps, key=lambda step: -step[0]):
-        if places[index] == before and num_bytes <= budget_bytes:
-            places[index] = place
-            budget_bytes -= num_bytes
+    for before, after, steps in (("host", "copy", copies), ("copy", "device", rests)):
+        for index, num_bytes, _ in sorted(steps, key=lambda step: -step[2] / max(step[1], 1)):
+            if places[index] == before and num_bytes <= budget_bytes:
+                places[index] = after
+                budget_bytes -= num_bytes
     return places

@@ -63,12 +63,9 @@ def find_entered_modules(root: nn.Module) -> set[nn.Module]:
 
 def iterate_chains(root: nn.Module) -> Iterator[tuple[nn.Module, Chain]]:
     """Yield the modules, each with all chains of attributes in the code of its class (``self.a.b``)."""
-    known: dict[type, set[Chain]] = {}
+    chains = {kind: _read_chains(kind) for kind in set(map(type, root.modules()))}
     for module in root.modules():
-        kind = type(module)
-        if kind not in known:
-            known[kind] = _read_chains(kind)
-        yield from ((module, chain) for chain in known[kind])
+        yield from ((module, chain) for chain in chains[type(module)])
 
 
 def follow(module: nn.Module, chain: Chain) -> Iterator[tuple[list[nn.Module], Chain]]:
@@ -156,7 +153,9 @@ def plan_sharding_groups(module: nn.Module, wrap: Wrap = "auto", *, min_params: 
         >>> plan_sharding_groups(model, min_params=50)
         ShardingPlan(groups=(('0',), ('2',)), replicated=())
     """
-    _check(module, wrap, min_params)
+    check_wrap(wrap)
+    check_positive_int("min_params", min_params)
+    _check_parameters(module)
     names = {part: name for name, part in module.named_modules()}
     skipped = {inner for part in sharded_modules(module) for inner in part.modules()}
     read = find_read_modules(module)
@@ -168,16 +167,29 @@ def plan_sharding_groups(module: nn.Module, wrap: Wrap = "auto", *, min_params: 
     order = {part: position for position, part in enumerate(names)}
     groups = [sorted(group, key=order.__getitem__) for group in groups]
     groups.sort(key=lambda group: order[group[0]])
-    named = tuple(tuple(names[part] for part in group) for group in order_inner_first(groups))
-    return ShardingPlan(named, _name_unshardable(module, skipped))
+    parts = [{part for one in group for part in one.modules()} - set(group) for group in groups]
+    inner = {i: [j for j, other in enumerate(groups) if not part.isdisjoint(other)] for i, part in enumerate(parts)}
+    inner_first = (groups[index] for index in TopologicalSorter(inner).static_order())
+    parameters = module.named_parameters(remove_duplicate=False)
+    return ShardingPlan(
+        groups=tuple(tuple(names[part] for part in group) for group in inner_first),
+        replicated=tuple(name for name, parameter in parameters if not (parameter.dim() and parameter.numel())),
+    )
 
 
-def _check(module: nn.Module, wrap: Any, min_params: int) -> None:
+def check_wrap(wrap: Any, name: str = "wrap") -> None:
+    """Check the kind of ``wrap``, an argument that messages call ``name``.
+
+    Raises:
+        TypeError: If it is none of what :func:`plan_sharding_groups` accepts.
+    """
     is_function = callable(wrap) and not isinstance(wrap, type)
     is_list = isinstance(wrap, Sequence) and len(wrap) > 0 and not isinstance(wrap, str)
     if not (wrap == "auto" or is_function or (is_list and all(isinstance(kind, str | type) for kind in wrap))):
-        raise TypeError(f"wrap must be 'auto', a list of classes or their names, or a function, got {wrap!r}.")
-    check_positive_int("min_params", min_params)
+        raise TypeError(f"{name} must be 'auto', a list of classes or their names, or a function, got {wrap!r}.")
+
+
+def _check_parameters(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise ValueError(f"Parameter {name!r} has no shape yet: run the model on a batch before it is sharded.")
@@ -195,9 +207,11 @@ def _plan_alone(module: nn.Module, min_params: int, read: set[nn.Module], skippe
     finder.split(module)
     found = {part for group in finder.groups for part in group}
     groups = separate_shared_owners(module, finder.groups, read, skipped)
-    sizes = count_own_params(module, groups, skipped)
+    sizes: Counter[int] = Counter()
+    for part, homes in _find_homes(module, groups, skipped).items():
+        sizes[min(homes)] += sum(parameter.numel() for parameter in part.parameters(recurse=False))
     enough = min_params / 2  # for the rest of a group without the parameters it shares
-    return [group for group, size in zip(groups, sizes, strict=True) if size >= enough or not found.issuperset(group)]
+    return [group for index, group in enumerate(groups) if sizes[index] >= enough or not found.issuperset(group)]
 
 
 def _choose(
@@ -206,10 +220,9 @@ def _choose(
     read: set[nn.Module],
 ) -> list[nn.Module]:
     """Return the modules that the user wants."""
-    kinds = wrap if isinstance(wrap, Sequence) else [wrap]
-    parts = {part: name for part, name in names.items() if name and (kinds is wrap or part not in read)}
+    parts = {part: name for part, name in names.items() if name and not (callable(wrap) and part in read)}
     chosen: list[nn.Module] = []
-    for kind in kinds:
+    for kind in [wrap] if callable(wrap) else wrap:
         matched = [part for part, name in parts.items() if _is_chosen(kind, name, part)]
         unfit = [parts[part] for part in matched if part in read]
         if unfit:
@@ -230,15 +243,7 @@ def _is_chosen(kind: str | type[nn.Module] | Callable[[str, nn.Module], bool], n
     return isinstance(part, kind) if isinstance(kind, type) else kind(name, part)
 
 
-def _name_unshardable(module: nn.Module, skipped: set[nn.Module]) -> tuple[str, ...]:
-    ours = {p for part in module.modules() if part not in skipped for p in part.parameters(recurse=False)}
-    named = module.named_parameters(remove_duplicate=False)
-    return tuple(name for name, parameter in named if parameter in ours and not (parameter.dim() and parameter.numel()))
-
-
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_COARSE_BLOCK = 4  # look into a block with more than 1/4 of all parameters
-_COARSE_PART = 2  # and into any other part with more than 1/2
 
 
 class _BlockFinder:
@@ -252,12 +257,11 @@ class _BlockFinder:
 
     def __init__(self, root: nn.Module, min_params: int, read: set[nn.Module], skipped: set[nn.Module]) -> None:
         self.groups: list[Group] = []
-        self._min_params, self._read = min_params, read
+        self._root, self._min_params, self._read = root, min_params, read
         self._entered = find_entered_modules(root)
         self._done = set(skipped)
         parts = list(root.modules())
         self._sizes = {part: sum(parameter.numel() for parameter in part.parameters()) for part in parts}
-        self._total = self._sizes[root]
         declared = [getattr(part, "_no_split_modules", None) for part in parts]
         kinds = {kind for names in declared if isinstance(names, Iterable) for kind in names}
         self._declared = {part for part in parts if part is not root and type(part).__name__ in kinds}
@@ -301,17 +305,15 @@ class _BlockFinder:
     def _is_looked_into(self, module: nn.Module) -> bool:
         if module in self._read or module in self._declared:
             return module in self._read
-        if self._sizes[module] < 2 * self._min_params:
+        if self._sizes[module] < 2 * self._min_params or module in self._entered:
             return module in self._entered
         inner = {part for part in module.modules() if part is not module}
-        if inner & self._declared or module in self._entered:
-            return True
-        fraction = self._total / self._sizes[module]
-        if module in self._blocks:  # a Sequential runs all of its children; a block's list of experts may not
-            sequences = (part for part in module.modules() if isinstance(part, nn.Sequential))
-            has_stages = any(_is_composite(child) for part in sequences for child in _find_repeated(part))
-            return fraction < _COARSE_BLOCK and has_stages
-        return fraction < _COARSE_PART or any(map(_is_composite, inner & self._blocks))
+        if module not in self._blocks:
+            return bool(inner & self._blocks) or 2 * self._sizes[module] > self._sizes[self._root]
+        # A Sequential runs all of its children; a block's list of experts may not.
+        sequences = (part for part in module.modules() if isinstance(part, nn.Sequential))
+        inside = (one for part in sequences for child in _find_repeated(part) for one in child.children())
+        return bool(inner & self._declared) or any(True for _ in inside)
 
 
 def _find_repeated(container: nn.Module) -> Group:
@@ -321,10 +323,6 @@ def _find_repeated(container: nn.Module) -> Group:
     children = [child for child in container.children() if any(True for _ in child.parameters())]
     counts = Counter(map(type, children))
     return [child for child in children if counts[type(child)] > 1]
-
-
-def _is_composite(module: nn.Module) -> bool:
-    return any(True for _ in module.children())
 
 
 _OUTSIDE = -1  # of all groups
@@ -351,18 +349,11 @@ def separate_shared_owners(
         groups = [group for group in groups if group not in touched]
         modules = [module for group in touched for module in group]
         if is_free:
-            groups.append(_outermost([*modules, *owners]))
+            together = dict.fromkeys([*modules, *owners])
+            inner = {part for one in together for part in one.modules() if part is not one}
+            groups.append([one for one in together if one not in inner])
         else:
             given_up.update(modules)
-
-
-def count_own_params(root: nn.Module, groups: list[Group], skipped: set[nn.Module]) -> list[int]:
-    """Count the elements of each group outside inner groups; arguments as of :func:`separate_shared_owners`."""
-    parameters: dict[int, set[nn.Parameter]] = defaultdict(set)
-    for module, indices in _find_homes(root, groups, skipped).items():
-        for index in indices:
-            parameters[index].update(module.parameters(recurse=False))
-    return [sum(parameter.numel() for parameter in parameters[index]) for index in range(len(groups))]
 
 
 def _find_homes(root: nn.Module, groups: list[Group], skipped: set[nn.Module]) -> dict[nn.Module, set[int]]:
@@ -388,16 +379,3 @@ def _find_conflict(homes: dict[nn.Module, set[int]]) -> Group:
             owners[parameter].append(module)
     conflicts = (sharing for sharing in owners.values() if len(set().union(*(homes[owner] for owner in sharing))) > 1)
     return next(conflicts, [])
-
-
-def _outermost(modules: Group) -> Group:
-    distinct = list(dict.fromkeys(modules))
-    inner = {part for one in distinct for part in one.modules() if part is not one}
-    return [one for one in distinct if one not in inner]
-
-
-def order_inner_first(groups: list[Group]) -> Iterator[Group]:
-    """Yield ``groups``, nested ones before outer ones."""
-    parts = [{part for module in group for part in module.modules()} - set(group) for group in groups]
-    inner = {i: [j for j, other in enumerate(groups) if not part.isdisjoint(other)] for i, part in enumerate(parts)}
-    yield from (groups[index] for index in TopologicalSorter(inner).static_order())

@@ -43,8 +43,7 @@ class WholeParameters:
         parts = list(module.modules())
         self.can_restore = not any(p.is_meta for p in module.parameters())
         self.shards: dict[nn.Parameter, nn.Parameter] = {}
-        owned = ((part, key, p) for part in parts for key, p in own_parameters(part).items())
-        self._originals = {(id(part), key): p for part, key, p in owned if p is not None}
+        self._originals = {(id(part), key): p for part, key, p in _iterate_owned([module])}
         self._as_was = {p: (type(p), p.device, p.shape, p.stride()) for p in self._originals.values()}
         buffers = ((part, key, b) for part in parts for key, b in own_buffers(part).items())
         self._buffers = [(part, key, b.device) for part, key, b in buffers if b is not None]
@@ -113,9 +112,8 @@ class WholeParameters:
                 gradient, parameter.grad = parameter.grad, None
                 parameter.data = self._placed(parameter.data, parameter)
                 parameter.grad = None if gradient is None else self._placed(gradient, parameter)
-        marks = [(part, mark) for part, before in self._marks for mark in set(vars(part)) - before]
-        for part, mark in marks:
-            if mark.startswith(MARKS):
+        for part, before in self._marks:
+            for mark in [mark for mark in vars(part) if mark not in before and mark.startswith(MARKS)]:
                 del vars(part)[mark]  # not with delattr, which a compiled module forwards
         for hook in self._hooks:
             hook.remove()
