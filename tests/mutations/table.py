@@ -155,8 +155,8 @@ SHARDING = [
     Mutation(f"{_GROUP}.wait_for_unshard", "flat.note_read()", "pass", sharding.resident_evaluated_before_the_step),
     Mutation(
         f"{_GROUP}._fetch",
-        "self._fetch_flat_shards()\nself._fetched = stream.record_event() if self.num_shards == 1 else None",
-        "self._fetched = stream.record_event()\nself._fetch_flat_shards()",
+        "self._fetched = stream.record_event() if stream is not None and self.num_shards == 1 else None",
+        "self._fetched = self.device_handle.Event()",
         sharding.on_the_host,
     ),
     Mutation(f"{_GROUP}.wait_for_gradients", "landing.wait()", "pass", sharding.on_the_host_with_late_threads),

@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from support.sharded_nets import host_bytes_of
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
@@ -56,7 +57,7 @@ def host_bytes(module: pl.LightningModule) -> int:
         narrow = low_precision_of(parameter.grad)
         if parameter.grad is not None:
             gradients += (own_shard_of(parameter.grad) if narrow is None else narrow).nbytes
-    return sharding.host_bytes + gradients + sum(found.values())
+    return host_bytes_of(sharding) + gradients + sum(found.values())
 
 
 def exceptions(module: pl.LightningModule) -> int:

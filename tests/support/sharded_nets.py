@@ -94,6 +94,11 @@ def hosted(net: nn.Module, mode: str = "params", **options: Any) -> Generator[Ho
             host.let_go(sharding.remove())
 
 
+def host_bytes_of(sharding: FullSharding) -> int:
+    """Host memory of shards and their copies for transfers, on this rank."""
+    return sum(flat.host_bytes for group in sharding.groups if group.landing is not None for flat in group.flat_shards)
+
+
 def batch(seed: int, size: int = 4) -> Tensor:
     """Inputs, [B, WIDTH]; every rank has the same."""
     return torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(seed))

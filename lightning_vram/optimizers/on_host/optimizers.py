@@ -153,7 +153,7 @@ class HostOptimizers(StepTakeOver):
         self._is_on_host = sharding.home.type == "cpu"
         self._is_split = sharding.mesh.size() > 1
         self._worker = HostWorker("stepping optimizers", num_threads) if sharding.landing is not None else None
-        self._groups = sharding.group_of()
+        self._groups = {p.sharded_param: group for group in sharding.groups for p in group.parameters}
         self._attached: list[Optimizer] = []
         self._early: Optimizer | None = None  # in the closure of its step
         self._round: StepRound | None = None  # begun in the backward

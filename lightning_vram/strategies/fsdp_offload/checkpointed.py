@@ -6,6 +6,7 @@ from typing import Any
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
@@ -83,6 +84,11 @@ class CheckpointedStrategy(ConnectedStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if storage_options is not None:
             raise TypeError("FSDPOffloadStrategy.save_checkpoint(storage_options=...) is not supported: leave it out.")
+        if self._store is None and self.world_size > 1:
+            raise MisconfigurationException(
+                f"Trainer.save_checkpoint: the {self.world_size} processes connect in the first fit, validate, test or "
+                "predict. Save after that, or save module.state_dict()."
+            )
         with self._named("saving a checkpoint"):
             # before the first run there is nothing to overlap with
             store = self._store or self._make_store(asynchronous=False)

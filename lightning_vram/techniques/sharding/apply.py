@@ -118,7 +118,7 @@ class FullSharding:
 
     def lost(self) -> None:
         """The iteration was discarded."""
-        self._used.forget()
+        self._used.order = 0
         self._trial.forget()
 
     def finalized(self, group: ShardedGroup) -> None:
@@ -147,19 +147,10 @@ class FullSharding:
             for parameter in group.fsdp_params:
                 parameter.agree_on_gradient()
 
-    def group_of(self) -> Mapping[nn.Parameter, ShardedGroup]:
-        """Return the group of each sharded parameter."""
-        return {p.sharded_param: group for group in self.groups for p in group.fsdp_params}
-
     def wait_for_steps(self) -> None:
         """Wait until no step writes a shard."""
         for group in self.groups:
             group.steps.wait()
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory of shards and their copies on this rank."""
-        return sum(flat.host_bytes for group in self.groups if group.landing is not None for flat in group.flat_shards)
 
     def keep_copies(self, device_bytes: int) -> int:
         """Keep copies of shards on the device from now on, as far as they fit; return their bytes."""
@@ -310,16 +301,11 @@ class UsedParameters:
         self._sharded = [parameter for group in self._groups for parameter in group.fsdp_params]
         self._replicated = replicated
         self._num_ranks = mesh.size()
-        self._place = {group: place for place, group in enumerate(self._groups)}
-        self._order = 0  # digest of the sequence of gathered groups
+        self.order = 0  # digest of the sequence of gathered groups
 
     def note(self, group: ShardedGroup) -> None:
         """Record that a group was gathered for a forward."""
-        self._order = (self._order * 1_000_003 + self._place[group] + 1) % 2**61
-
-    def forget(self) -> None:
-        """Start over."""
-        self._order = 0
+        self.order = (self.order * 1_000_003 + self._groups.index(group) + 1) % 2**61
 
     def settle(self, noted: Sequence[bool] = ()) -> list[bool]:
         """Give every parameter the gradient it would have on one rank. A collective, except on one rank.
@@ -327,7 +313,7 @@ class UsedParameters:
         ``noted``: further flags, equally many on all ranks; returns for each whether any rank has set it.
         ``RuntimeError`` on all ranks if they gathered other groups, or in another order.
         """
-        order, self._order = self._order, 0
+        order, self.order = self.order, 0
         if self._num_ranks == 1:
             for group in self._groups:
                 group.present = set()

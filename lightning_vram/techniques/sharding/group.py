@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from lightning_vram.techniques.sharding.flat_shards import (
     count_shard_bytes,
     plan_residency,
 )
-from lightning_vram.techniques.sharding.parameter import Announcement, ShardedParameter
+from lightning_vram.techniques.sharding.parameter import ShardedParameter, make_announcement
 
 if TYPE_CHECKING:
     from lightning_vram.techniques.sharding.apply import FullSharding
@@ -131,17 +132,11 @@ class ShardedGroup(GroupBase):
 
     def _fetch(self, async_op: bool) -> None:  # noqa: FBT001 - FSDP2's
         stream = self.gather_stream(async_op=async_op)
-        if stream is None:
-            self._fetch_flat_shards()
-            return
-        with self.device_handle.stream(stream):
-            self._fetch_flat_shards()
-            self._fetched = stream.record_event() if self.num_shards == 1 else None
-
-    def _fetch_flat_shards(self) -> None:
-        for flat in self.flat_shards:
-            for parameter, shard in zip(flat.parameters, flat.fetch(), strict=True):
-                parameter.all_gather_inputs = (shard,)
+        with nullcontext() if stream is None else self.device_handle.stream(stream):
+            for flat in self.flat_shards:
+                for parameter, shard in zip(flat.parameters, flat.fetch(), strict=True):
+                    parameter.all_gather_inputs = (shard,)
+            self._fetched = stream.record_event() if stream is not None and self.num_shards == 1 else None
 
     # --- when its gradients are there ---
 
@@ -298,7 +293,7 @@ def take_over(
         own, is_trained = parameter.sharded_param.dtype, parameter.sharded_param.requires_grad
         # Adapters are read in forms that need fp32; the frozen weights next to them are not.
         alike[own, dtype_of(parameter) or own, is_trained].append(parameter)
-    announcement = Announcement(owner) if owner.module in host.modules else None
+    announcement = make_announcement(owner) if owner.module in host.modules else None
     for (_, dtype, is_trained), parameters in alike.items():
         kinds = {"is_resident": place == "copy", "is_split": place != "device" and (options.is_split or not is_trained)}
         flat = FlatShard(parameters, dtype, host.home, host.device, pin_memory=options.pin_memory, **kinds)

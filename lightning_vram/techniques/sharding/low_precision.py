@@ -56,23 +56,19 @@ class LayerCalls:
         self.is_used = False
         self._device_type = device.type
         self._is_plain = False  # called without autocast
-        self._num_calls = [0, 0]  # before the backward, and in it, where checkpoints compute again
+        self.num_calls = [0, 0]  # before the backward, and in it, where checkpoints compute again
         self.handle = layer.register_forward_pre_hook(self._note)
 
     def _note(self, *unused: object) -> None:
         self.is_used = True
         self._is_plain |= not torch.is_autocast_enabled(self._device_type)
-        self._num_calls[current_graph_task_id() != -1] += torch.is_grad_enabled()
+        self.num_calls[current_graph_task_id() != -1] += torch.is_grad_enabled()
 
     def needs_fp32(self, group: ShardedGroup) -> bool:
         """Whether 16 bits would change the results. The layer was not called if something else reads its weights."""
         is_read = not self.is_used and not group.present.isdisjoint(self.parameters)
-        is_summed = max(self._num_calls) > 1 and any(parameter.wants_gradient for parameter in self.parameters)
+        is_summed = max(self.num_calls) > 1 and any(parameter.wants_gradient for parameter in self.parameters)
         return self._is_plain or is_read or is_summed
-
-    def forget(self) -> None:
-        """Count from zero."""
-        self._num_calls = [0, 0]
 
 
 class LowPrecisionTrial:
@@ -112,7 +108,7 @@ class LowPrecisionTrial:
             flags.append(needs_fp32 or is_called_more)
             flags.append(not layers or any(calls.is_used for calls in layers))
             for calls in layers:
-                calls.forget()
+                calls.num_calls = [0, 0]
                 if calls.is_used:
                     calls.handle.remove()
             self._layers[flat] = [calls for calls in layers if not calls.is_used]
@@ -145,7 +141,7 @@ class LowPrecisionTrial:
     def forget(self) -> None:
         """Drop the calls of a discarded iteration."""
         for calls in (calls for layers in self._layers.values() for calls in layers):
-            calls.forget()
+            calls.num_calls = [0, 0]
 
     def remove(self) -> None:
         """Remove all hooks."""

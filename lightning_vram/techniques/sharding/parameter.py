@@ -34,27 +34,20 @@ if TYPE_CHECKING:
     from lightning_vram.techniques.sharding.group import ShardedGroup
 
 
-class Announcement:
-    """A hook on gathered parameters that announces a backward within the root's forward.
+def make_announcement(sharding: "FullSharding") -> Any:
+    """Return a hook for gathered parameters that announces a backward within the root's forward.
 
     FSDP2 misses it if none of its layers takes part. Micro-batches may continue with this hook, which only tells. It
     refers weakly: the garbage collector does not see hooks, and would leak a cycle of tensor, hook and owner.
     """
-
-    only_tells = True
-
-    def __init__(self, sharding: "FullSharding") -> None:
-        self._sharding = weakref.ref(sharding)
-
-    def __call__(self, _: Tensor) -> None:
-        """Announce it."""
-        sharding = self._sharding()
-        if sharding is not None and sharding.is_inside:
-            announce_backward(sharding.module)
+    hook: Any = partial(_announce, weakref.ref(sharding))
+    hook.only_tells = True
+    return hook
 
 
-def _upcast(gradient: "weakref.ref[Tensor]") -> None:
-    upcast(gradient())
+def _announce(sharding: "weakref.ref[FullSharding]", _: Tensor) -> None:
+    if (owner := sharding()) is not None and owner.is_inside:
+        announce_backward(owner.module)
 
 
 class ShardedParameter(ParameterBase):
@@ -68,7 +61,7 @@ class ShardedParameter(ParameterBase):
 
     flat_shard: FlatShard
     group: "ShardedGroup"
-    announcement: Announcement | None  # to be on the gathered parameter
+    announcement: Any  # hook to be on the gathered parameter, or ``None``
     wants_gradient: bool
     version: int  # of the gathered parameter, when it was gathered
     sent: Tensor | None  # a gradient in transfer
@@ -80,7 +73,7 @@ class ShardedParameter(ParameterBase):
     _proxy: Any  # a gradient for FSDP2 to set
     _low_precision: "weakref.ref[Tensor] | None"  # the last gradient in 16 bit
 
-    def take_over(self, group: "ShardedGroup", flat_shard: FlatShard, announcement: Announcement | None) -> None:
+    def take_over(self, group: "ShardedGroup", flat_shard: FlatShard, announcement: Any) -> None:
         """Initialize."""
         look_past_attribute(self)
         self.begin()
@@ -211,8 +204,7 @@ class ShardedParameter(ParameterBase):
         if self._has_landed:
             return self.sharded_param.grad
         if self._proxy is None:
-            empty = self.memory.new_empty(())
-            self._proxy = super().to_sharded_dtensor(empty.expand(self.sharded_size))
+            self._proxy = super().to_sharded_dtensor(self.memory.new_empty(()).expand(self.sharded_size))
         return self._proxy
 
     def send(self, gradient: Tensor) -> None:
@@ -254,9 +246,7 @@ class ShardedParameter(ParameterBase):
         shard: Any = self.sharded_param
         if shard.grad is not None:
             own_shard_of(shard.grad).add_(gradient)
-        elif gradient.dtype == shard.dtype:
-            shard.grad = wrap_like(gradient, shard)
-        elif not self.flat_shard.keeps_gradients:
+        elif gradient.dtype == shard.dtype or not self.flat_shard.keeps_gradients:
             shard.grad = wrap_like(gradient.to(shard.dtype), shard)
         else:
             nothing = torch.full((), torch.nan, dtype=shard.dtype)
@@ -275,7 +265,8 @@ class ShardedParameter(ParameterBase):
         """Let the 16-bit gradient be upcast before code reads it."""
         gradient = self.low_precision_gradient
         if gradient is not None:
-            watch([gradient], partial(_upcast, weakref.ref(gradient)))
+            held = weakref.ref(gradient)
+            watch([gradient], lambda: upcast(held()))
 
     def upcast_gradient(self) -> None:
         """Upcast the 16-bit gradient."""

@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.helpers import ForkingOffload
 from support.offload_nets import Split, adamw, leave_group
 
@@ -187,6 +188,18 @@ def test_a_checkpoint_can_be_saved_before_any_run(kind, make_trainer, tmp_path):
     make_trainer(strategy=make_strategy(kind), devices=1).validate(other, ckpt_path=tmp_path / "first.ckpt")
     for name, parameter in other.named_parameters():
         assert torch.equal(parameter, model.get_parameter(name)), name
+
+
+def test_processes_that_have_not_met_save_nothing_together(make_trainer, tmp_path, monkeypatch):
+    trainer = make_trainer(strategy=make_strategy(FULL), devices=1)
+    trainer.strategy.connect(Split())
+    monkeypatch.setattr(type(trainer.strategy), "world_size", 2)
+    with pytest.raises(MisconfigurationException) as caught:
+        trainer.save_checkpoint(tmp_path / "first.ckpt")
+    assert str(caught.value) == (
+        "Trainer.save_checkpoint: the 2 processes connect in the first fit, validate, test or predict. "
+        "Save after that, or save module.state_dict()."
+    )
 
 
 @pytest.mark.parametrize("verify", [True, False])

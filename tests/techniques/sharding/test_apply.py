@@ -17,6 +17,7 @@ from support.sharded_nets import (
     assert_same,
     batch,
     gradients,
+    host_bytes_of,
     like_shard,
     loss_of,
     make,
@@ -371,7 +372,7 @@ def test_every_shard_is_in_the_one_block_of_its_lane(mesh):
                         assert 0 <= tensor.data_ptr() - flat_shard.shards.data_ptr() < flat_shard.shards.nbytes
         total = sum(flat_shard.shards.numel() for group in sharding.groups for flat_shard in group.flat_shards)
         assert total == sum(parameter.numel() for parameter in net.parameters())
-        assert sharding.group_of().keys() == set(net.parameters())
+        assert {p.sharded_param for group in sharding.groups for p in group.parameters} == set(net.parameters())
 
 
 def new_values(net: nn.Module) -> dict[str, Tensor]:
@@ -485,7 +486,7 @@ def test_memory_of_the_host_is_counted(mesh):
     num_bytes = sum(parameter.nbytes for parameter in make().parameters())
     for mode, expected in (("params", num_bytes), ("optimizer", num_bytes), ("none", 0)):
         with sharded(make(), mode) as sharding:
-            assert sharding.host_bytes == expected
+            assert host_bytes_of(sharding) == expected
 
 
 # --- pinned memory ---

@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from support.sharded_nets import WIDTH, Net, assert_same, hosted, make, on_ranks, sharded, take_step, weights
+from support.sharded_nets import (
+    WIDTH,
+    Net,
+    assert_same,
+    host_bytes_of,
+    hosted,
+    make,
+    on_ranks,
+    sharded,
+    take_step,
+    weights,
+)
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -95,7 +106,7 @@ def test_bytes_grow_with_the_budget_and_weights_stay_the_same(mesh):
             host.finish()
             now = held_bytes(host._sharding, optimizer)
             assert before <= now <= budget_bytes
-            assert host._sharding.host_bytes == 4 * (ALL - count_on_device(host._sharding))
+            assert host_bytes_of(host._sharding) == 4 * (ALL - count_on_device(host._sharding))
             before = now
         assert_same(weights(net), weights(plain))
     assert before == 16 * ALL
@@ -109,7 +120,7 @@ def count_on_device(sharding):
 def test_nobody_waits_for_the_host_where_nothing_is_there(mesh):
     with sharded(make(), device_bytes=1.0) as sharding:
         assert sharding.landing is None
-        assert sharding.host_bytes == 0
+        assert host_bytes_of(sharding) == 0
     with sharded(make(), device_bytes=0.9) as sharding:
         assert sharding.landing is not None
 
