@@ -211,6 +211,8 @@ class StepRound:
             values, local = self._known.get(parameter, ([], {}))
             if len(values) == len(state) > 0 and all(map(is_, values, state.values())):
                 local = dict(local)
+                if isinstance(step := state.get("step"), Tensor):
+                    local["step"] = step.detach()  # its memory may be another
             else:
                 local = self._read_state(index, parameter, shard)
                 if is_sharded:

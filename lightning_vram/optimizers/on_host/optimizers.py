@@ -242,6 +242,7 @@ class HostOptimizers(StepTakeOver):
 
     def finish(self) -> None:
         """Wait until all steps are over, and raise their errors."""
+        self._known.clear()  # code may free states next
         self._sharding.wait_for_steps()
         if self._worker is not None:
             self._worker.check()

@@ -118,8 +118,8 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
         cpu_threads: Threads of an optimizer step. ``None``: the cores of this rank, independent of ``OMP_NUM_THREADS``.
         bind_to_numa_node: Whether threads and host memory of a rank are bound to the NUMA node of its device during
             ``fit``. ``None``: if every node of the machine has a rank.
-        narrow_transfers: Whether mixed precision copies weights in 16 bit. Uses of a weight by hooks, or through
-            ``getattr``, are not detected; ``False`` copies 32 bit. A write to such a weight in a step is an error.
+        narrow_transfers: Whether mixed precision copies weights in 16 bit. Uses of a weight by hooks, if no gradient
+            shows them, are not detected; ``False`` copies 32 bit. Writing to such a weight in a step is an error.
         state_dict_type: ``"full"``: checkpoints are single files, as in the baseline. ``"sharded"``: folders that all
             ranks write. Both load with either setting, on any number of ranks.
         async_save: Whether checkpoints are written in the background, from a copy on the host.

@@ -107,6 +107,8 @@ class FullSharding:
             yield
         finally:
             self.is_inside = False
+            for group in groups_of(self.module) if not torch.is_grad_enabled() else ():
+                group.forget_whole()  # writes after a validation must not round parameters in 16 bits
         self._trial.end_batch()  # if there was a backward in it
 
     # --- called by groups ---

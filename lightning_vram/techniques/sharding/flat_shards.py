@@ -39,7 +39,7 @@ class FlatShard:
     Attributes:
         shards: The flat shard; ``None`` while only ``split`` is stored.
         resident: The copy on the device, if any.
-        was_written: Whether code has written to gathered parameters in a step.
+        seen_in_fp32: Whether code has written to gathered parameters, or computed with them in fp32.
         may_grow: Whether the copy becomes larger when weights turn out to need fp32, or is dropped.
     """
 
@@ -55,7 +55,7 @@ class FlatShard:
         is_split: bool = False,
     ) -> None:
         self.parameters, self.dtype, self.device = list(parameters), dtype, device
-        self.is_fp32 = self.is_on_trial = self.needs_fp32 = self.was_written = False
+        self.is_fp32 = self.is_on_trial = self.needs_fp32 = self.seen_in_fp32 = False
         self._sizes = [parameter.memory.numel() for parameter in parameters]
         self.numel: int = sum(self._sizes)
         self.shards: Tensor | None = _gather(parameters, self._sizes, home, pin_memory=pin_memory)

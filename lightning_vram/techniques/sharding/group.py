@@ -26,8 +26,6 @@ from lightning_vram.techniques.sharding.parameter import ShardedParameter, make_
 if TYPE_CHECKING:
     from lightning_vram.techniques.sharding.apply import FullSharding
 
-Arrival = tuple[ShardedParameter, Tensor]  # a gradient on the host
-
 
 class ShardedGroup(GroupBase):
     """Replaces the class of FSDP2's object, see :func:`take_over`.
@@ -47,7 +45,7 @@ class ShardedGroup(GroupBase):
     landing: HostWorker | None  # where its gradients come from another device
     steps: ShardSteps
     present: set[ShardedParameter]  # that had a gradient here, in this backward
-    doubtful: list[Arrival]  # of those that had none
+    doubtful: list[tuple[ShardedParameter, Tensor]]  # of those that had none
     _fetched: torch.Event | None = None
     _landing: Ticket | None = None
     _num_calls: int = 0
@@ -147,6 +145,9 @@ class ShardedGroup(GroupBase):
             super().post_backward(*unused)
             return
         self.wait_for_gradients()
+        for flat in (flat for flat in self.flat_shards if flat.is_on_trial):
+            wholes = (parameter.whole for parameter in flat.parameters if parameter.whole is not None)
+            flat.seen_in_fp32 |= not all(_has_16_bits(one.grad, flat.dtype) for one in wholes if one.grad is not None)
         absent = self._fill_in()
         self._reduce()
         self._num_returns += 1
@@ -250,7 +251,7 @@ class ShardedGroup(GroupBase):
                 parameter.send(gradient)
             self.await_reduce_stream()
 
-    def _land(self, arrivals: Sequence[Arrival], event: torch.Event | None) -> None:
+    def _land(self, arrivals: Sequence[tuple[ShardedParameter, Tensor]], event: torch.Event | None) -> None:
         if event is not None:
             event.synchronize()
         for parameter, gradient in arrivals:
@@ -271,6 +272,11 @@ class ShardedGroup(GroupBase):
         self._landing, self._fetched = None, None
         self._num_calls, self._num_returns, self._may_return = 0, 0, False
         self.present, self.doubtful = set(), []
+
+
+def _has_16_bits(gradient: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a gradient is exact in ``dtype``: autocast has cast the weight, and nothing has added up."""
+    return torch.allclose(gradient, gradient.to(dtype).to(gradient.dtype), rtol=0, atol=0, equal_nan=True)
 
 
 def take_over(

@@ -19,8 +19,6 @@ from lightning_vram.techniques.sharding.group import ShardedGroup
 from lightning_vram.techniques.sharding.grouping import follow, iterate_chains
 from lightning_vram.techniques.sharding.parameter import ShardedParameter
 
-_ALL = ("parameters", "named_parameters")
-_NAMES = ("weight", "bias")
 _FACTS = ("device", "is_meta", "ndim", "requires_grad", "shape")  # of all dtypes the same
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -28,22 +26,18 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 def find_named_weights(root: nn.Module) -> set[nn.Parameter]:
     """Find the parameters that code of the model's classes names, so that it may see their dtype or round values.
 
-    That is by ``self.layer.weight``; by ``layer.weight``, for layers in lists; and by ``self.layer.parameters()``.
-    The code of forwards and steps is inspected, not run; that of hooks is not.
+    That is by ``self.layer.weight``, or by ``layer.weight``, for layers in lists. The code of forwards and steps is
+    inspected, not run; that of hooks is not.
     """
     found: set[nn.Parameter] = set()
     for module, chain in iterate_chains(root):
         if type(module).__module__.startswith("torch.nn."):
             continue  # it names weights to choose a fast path
-        if chain[0] in _NAMES:
+        if chain[0] in ("weight", "bias"):
             lists = (child for child in own_children(module).values() if isinstance(child, _CONTAINERS))
             found.update(parameter for child in lists for parameter in child.parameters())
-        if chain[0] in _ALL:
-            found.update(module.parameters())
         for (*_, owner), rest in follow(module, chain):
-            if rest[0] in _ALL:
-                found.update(owner.parameters())
-            elif not (len(rest) > 1 and rest[1] in _FACTS):
+            if not (len(rest) > 1 and rest[1] in _FACTS):
                 found.update(p for p in [own_parameters(owner).get(rest[0])] if p is not None)
     return found
 
@@ -64,18 +58,19 @@ class LayerCalls:
         self._is_plain |= not torch.is_autocast_enabled(self._device_type)
         self.num_calls[current_graph_task_id() != -1] += torch.is_grad_enabled()
 
-    def needs_fp32(self, group: ShardedGroup) -> bool:
-        """Whether 16 bits would change the results. The layer was not called if something else reads its weights."""
-        is_read = not self.is_used and not group.present.isdisjoint(self.parameters)
+    @property
+    def needs_fp32(self) -> bool:
+        """Whether 16 bits would change the results."""
         is_summed = max(self.num_calls) > 1 and any(parameter.wants_gradient for parameter in self.parameters)
-        return self._is_plain or is_read or is_summed
+        return self._is_plain or is_summed
 
 
 class LowPrecisionTrial:
     """Decides which flat shards that autocast would cast are transferred in 16 bits, by calls of layers in a batch.
 
-    Until the end of the first batch that calls layers of a flat shard it is transferred in 32 bits. Layers that were
-    not called are counted on. Afterwards, and in compiled code, only calls of groups are counted.
+    Until the end of the first batch that calls layers of a flat shard it is transferred in 32 bits: its gradients must
+    be exact in 16. Layers that were not called are counted on. Afterwards, and in compiled code, only calls of groups
+    are counted.
     """
 
     def __init__(self, root: nn.Module, groups: Iterable[ShardedGroup]) -> None:
@@ -102,10 +97,9 @@ class LowPrecisionTrial:
         flags = []
         for group, flat in self._flat_shards:
             layers = self._layers[flat]
-            needs_fp32 = flat.was_written or any(calls.needs_fp32(group) for calls in layers)
             num_counted = sum(len(calls.parameters) for calls in layers) if flat.is_on_trial else 0
             is_called_more = group.has_more_calls and num_counted < len(flat.parameters)
-            flags.append(needs_fp32 or is_called_more)
+            flags.append(flat.seen_in_fp32 or is_called_more or any(calls.needs_fp32 for calls in layers))
             flags.append(not layers or any(calls.is_used for calls in layers))
             for calls in layers:
                 calls.num_calls = [0, 0]

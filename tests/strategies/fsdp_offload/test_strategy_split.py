@@ -315,6 +315,7 @@ def test_two_ranks_train_to_the_same_bits(options, fit, tmp_path):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_weights_that_do_not_travel_as_bf16_are_refused(precision, make_trainer):
     trainer = make_trainer(strategy=FSDPOffloadStrategy(master="split"), precision=precision)
-    message = f"FSDPOffloadStrategy(master='split') needs precision='bf16-mixed', got {precision!r}."
+    needed = "precision='bf16-mixed' with narrow_transfers=True"
+    message = f"FSDPOffloadStrategy(master='split') needs {needed}, got {precision!r}."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         trainer.fit(Layers(num_batches=1))

@@ -194,6 +194,12 @@ class ReadThroughAVariable(Penalized):
         return self.down((x @ up.weight.T).relu())
 
 
+class PenalizedThroughAVariable(Penalized):
+    def forward(self, x):
+        up = self.up
+        return self.down(up(x).relu()) + up.weight.norm()
+
+
 class WrittenByAHook(Penalized):
     """Writes to a weight where no code of the model names it."""
 
@@ -227,8 +233,9 @@ class PartlyWide(nn.Module):
         (Penalized, {"up.bias", "down.weight", "down.bias"}),
         (Clipped, {"up.bias", "down.weight", "down.bias"}),
         (Adapted, stock_weights(Adapted) - {"blocks.1.down.default.weight", "blocks.1.down.default.bias"}),
-        (Regularized, {"up.weight", "up.bias"}),
-        (ReadThroughAVariable, set()),
+        (Regularized, set()),
+        (ReadThroughAVariable, {"up.weight", "up.bias", "down.weight", "down.bias"}),  # autocast casts it
+        (PenalizedThroughAVariable, set()),
         (WrittenByAHook, set()),
     ],
 )
