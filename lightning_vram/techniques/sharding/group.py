@@ -12,6 +12,7 @@ from torch.distributed.fsdp import OffloadPolicy
 
 from lightning_vram.core.host.transfers import HostWorker, Ticket
 from lightning_vram.core.tensors.properties import count_writes
+from lightning_vram.private_names.dispatcher import FakeTensor
 from lightning_vram.private_names.fsdp2 import FSDPParamGroup, GroupBase, free_storage, memory_of
 from lightning_vram.private_names.torch import num_writes
 from lightning_vram.techniques.sharding.flat_shards import (
@@ -146,7 +147,7 @@ class ShardedGroup(GroupBase):
             return
         self.wait_for_gradients()
         for flat in (flat for flat in self.flat_shards if flat.is_on_trial):
-            wholes = (parameter.whole for parameter in flat.parameters if parameter.whole is not None)
+            wholes = (one.whole for one in flat.parameters if one.is_counted and one.whole is not None)
             flat.seen_in_fp32 |= not all(_has_16_bits(one.grad, flat.dtype) for one in wholes if one.grad is not None)
         absent = self._fill_in()
         self._reduce()
@@ -269,14 +270,14 @@ class ShardedGroup(GroupBase):
         self.owner.lost()
         if self.owner.landing is not None:
             self.owner.landing.drain()
-        self._landing, self._fetched = None, None
         self._num_calls, self._num_returns, self._may_return = 0, 0, False
-        self.present, self.doubtful = set(), []
+        self._landing, self._fetched, self.present, self.doubtful = None, None, set(), []
 
 
 def _has_16_bits(gradient: Tensor, dtype: torch.dtype) -> bool:
     """Whether a gradient is exact in ``dtype``: autocast has cast the weight, and nothing has added up."""
-    return torch.allclose(gradient, gradient.to(dtype).to(gradient.dtype), rtol=0, atol=0, equal_nan=True)
+    rounded = gradient.to(dtype).to(gradient.dtype)
+    return isinstance(gradient, FakeTensor) or torch.allclose(gradient, rounded, rtol=0, atol=0, equal_nan=True)
 
 
 def take_over(

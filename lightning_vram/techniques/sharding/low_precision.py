@@ -47,9 +47,8 @@ class LayerCalls:
 
     def __init__(self, layer: nn.Module, device: torch.device) -> None:
         self.parameters: list[ShardedParameter] = []
-        self.is_used = False
         self._device_type = device.type
-        self._is_plain = False  # called without autocast
+        self.is_used = self._is_plain = False  # called; called without autocast
         self.num_calls = [0, 0]  # before the backward, and in it, where checkpoints compute again
         self.handle = layer.register_forward_pre_hook(self._note)
 
@@ -83,13 +82,12 @@ class LowPrecisionTrial:
             flat.is_on_trial = True
             calls: dict[nn.Module, LayerCalls] = {}
             for parameter in flat.parameters:
-                layer = place_of(parameter)[0]
-                layer = attention.get(layer, layer)  # its forward reads this weight
-                if layer in compiled:
-                    continue
-                if layer not in calls:
-                    calls[layer] = LayerCalls(layer, flat.device)
-                calls[layer].parameters.append(parameter)
+                layer = attention.get(owner := place_of(parameter)[0], owner)  # whose forward reads this weight
+                parameter.is_counted = layer not in compiled
+                if parameter.is_counted:
+                    if layer not in calls:
+                        calls[layer] = LayerCalls(layer, flat.device)
+                    calls[layer].parameters.append(parameter)
             self._layers[flat] = list(calls.values())
 
     def end_backward(self) -> list[bool]:

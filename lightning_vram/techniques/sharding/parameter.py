@@ -63,6 +63,7 @@ class ShardedParameter(ParameterBase):
     group: "ShardedGroup"
     announcement: Any  # hook to be on the gathered parameter, or ``None``
     wants_gradient: bool
+    is_counted = False  # whether calls of its layer are; compiled code rounds gradients otherwise
     version: int  # of the gathered parameter, when it was gathered
     sent: Tensor | None  # a gradient in transfer
     buffer: Tensor | None  # where it goes, flat; ``None`` if it is on the host already
