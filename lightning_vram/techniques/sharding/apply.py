@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_vram.core.host.memory import HostBuffers
 from lightning_vram.core.host.transfers import HostWorker
 from lightning_vram.core.patching import mixin_for, remove_mixin
+from lightning_vram.core.tensors.properties import sharded_modules
 from lightning_vram.memory.device.accelerators import current_kind, free_memory_of
 from lightning_vram.private_names.fsdp2 import (
     RANKS_MARK,
@@ -83,13 +84,14 @@ class FullSharding:
         self.on_landed: Callable[[ShardedGroup], None] | None = None
         self.is_inside = False
         self._whole = WholeParameters(module)
-        self._sharded: dict[nn.Module, None] = {}
+        self._sharded: dict[nn.Module, Place] = {}
         self.shards: Mapping[nn.Parameter, nn.Parameter] = self._whole.shards  # of the parameters before
         self._trial = LowPrecisionTrial(module, ())
         replicated = self._replicate(plan)
         try:
-            for names in (*plan.groups, ("",)):
-                self._shard([module.get_submodule(name) for name in names], replicated)
+            parts = [[module.get_submodule(name) for name in names] for names in (*plan.groups, ("",))]
+            for modules, place in zip(parts, self._plan_places(parts, replicated), strict=True):
+                self._shard(modules, replicated, place)
             self._take_over()
             for part in module.modules() if mesh.size() == 1 else ():
                 vars(part).pop(RANKS_MARK, None)  # for which transformers skip no layers (LayerDrop)
@@ -211,7 +213,16 @@ class FullSharding:
                 parameter.data = parameter.data.to(self.device)
         return list(parameters.values())
 
-    def _shard(self, modules: list[nn.Module], replicated: list[nn.Parameter]) -> None:
+    def _plan_places(self, parts: list[list[nn.Module]], replicated: list[nn.Parameter]) -> list[Place]:
+        options = self.options
+        if not options.on_host or options.device_bytes is None:
+            return ["device" if not options.on_host else "copy" if options.is_resident else "host"] * len(parts)
+        parameters = self.module.named_parameters()
+        dtypes = {p: options.low_precision_dtype for name, p in parameters if name in options.low_precision}
+        others = (p for part in sharded_modules(self.module) for p in part.parameters())
+        return plan_places(parts, (*replicated, *others), dtypes, self.mesh.size(-1), options.device_bytes)
+
+    def _shard(self, modules: list[nn.Module], replicated: list[nn.Parameter], place: Place) -> None:
         options = self.options
         if all(isinstance(module, FSDPModule) for module in modules):
             return
@@ -220,7 +231,7 @@ class FullSharding:
                 materialize(module, seed=options.seed, model=self.module, uninitialized_ok=options.uninitialized_ok)
             prepare_class(type(module), mixin_for)
         self._whole.make_contiguous(modules)
-        policy = CPUOffloadPolicy(pin_memory=False) if options.on_host else OffloadPolicy()
+        policy = OffloadPolicy() if place == "device" else CPUOffloadPolicy(pin_memory=False)
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=self.mesh,
@@ -229,7 +240,7 @@ class FullSharding:
             offload_policy=policy,
             ignored_params=set(replicated),
         )
-        self._sharded.update(dict.fromkeys(modules))
+        self._sharded.update(dict.fromkeys(modules, place))
         self._whole.release(modules)
 
     def _take_over(self) -> None:
@@ -239,16 +250,11 @@ class FullSharding:
         def dtype_of(parameter: Any) -> torch.dtype | None:
             return options.low_precision_dtype if parameter.sharded_param in low_precision else None
 
-        groups: dict[Any, None] = {}
         for part in (part for part in self.module.modules() if part in self._sharded):
             state_of(part).__class__ = ViewProofState
-            groups.update(dict.fromkeys(groups_of(part)))
-        place: Place = "device" if not options.on_host else "copy" if options.is_resident else "host"
-        places = [place] * len(groups)
-        if options.on_host and options.device_bytes is not None:
-            places = plan_places(groups, dtype_of, options.device_bytes)
-        for group, place in zip(groups, places, strict=True):
-            self.groups.append(take_over(group, self, dtype_of, place))
+            for group in groups_of(part):
+                if not isinstance(group, ShardedGroup):
+                    self.groups.append(take_over(group, self, dtype_of, self._sharded[part]))
         if self.landing is not None and all(group.landing is None for group in self.groups):
             self.landing.stop()
             self.landing, self.home = None, self.device

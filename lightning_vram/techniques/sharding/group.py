@@ -1,19 +1,18 @@
 """FSDP2's parameter group with shards on the host, and how device memory is divided among groups."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import OffloadPolicy
 
 from lightning_vram.core.host.transfers import HostWorker, Ticket
 from lightning_vram.core.tensors.properties import count_writes
 from lightning_vram.private_names.dispatcher import FakeTensor
-from lightning_vram.private_names.fsdp2 import FSDPParamGroup, GroupBase, free_storage, memory_of
+from lightning_vram.private_names.fsdp2 import FSDPParamGroup, GroupBase, free_storage
 from lightning_vram.private_names.torch import num_writes
 from lightning_vram.techniques.sharding.flat_shards import (
     FlatShard,
@@ -285,13 +284,13 @@ def take_over(
 ) -> ShardedGroup:
     """Turn FSDP2's object into a :class:`ShardedGroup`.
 
-    ``dtype_of``: what autocast casts a parameter (FSDP2's object) to, if it does.
+    ``dtype_of``: what autocast casts a parameter (FSDP2's object) to, if it does. ``place``: on the device only if
+    FSDP2 has put the shards there.
     """
     host: Any = group
     host.__class__ = ShardedGroup
     host.owner, host.present, host.doubtful = owner, set(), []
     host.home, host.landing = (host.device, None) if place == "device" else (owner.home, owner.landing)
-    host.offload_policy = OffloadPolicy()  # FSDP2 only checks by it where shards are
     host.parameters, host.flat_shards = list(host.fsdp_params), []
     host.steps = ShardSteps(host.flat_shards)
     options, alike = owner.options, defaultdict(list)
@@ -313,19 +312,25 @@ def take_over(
 
 
 def plan_places(
-    groups: Iterable[FSDPParamGroup], dtype_of: Callable[[Any], torch.dtype | None], device_bytes: float
+    parts: Sequence[Sequence[nn.Module]],
+    claimed: Iterable[nn.Parameter],
+    dtypes: Mapping[nn.Parameter, torch.dtype | None],
+    num_shards: int,
+    device_bytes: float,
 ) -> list[Place]:
-    """Choose where the shards of FSDP2's objects are stored, in the order of computation.
+    """Choose where shards are stored, before there are any; the forward begins with the root, the last of ``parts``.
 
-    ``dtype_of``: as of :func:`take_over`. ``device_bytes``: the budget of this rank; a ``float`` is a share of what all
-    would take.
+    A parameter belongs to the first part that has it, ``claimed`` ones to none. ``dtypes``: of transfers, where not a
+    parameter's own. ``device_bytes``: the budget of a rank; a ``float`` is a share of what all would take.
     """
-
-    def describe(parameter: Any) -> tuple[int, torch.dtype, torch.dtype, bool]:
-        own = parameter.sharded_param.dtype
-        return memory_of(parameter).numel(), own, dtype_of(parameter) or own, parameter.sharded_param.requires_grad
-
-    needs = [count_shard_bytes(map(describe, group.fsdp_params)) for group in groups]
+    claimed, needs = set(claimed), []
+    for modules in parts:
+        ours = dict.fromkeys(p for module in modules for p in module.parameters() if p not in claimed)
+        claimed.update(ours)
+        sizes = (-(-p.shape[0] // num_shards) * (p.numel() // p.shape[0]) for p in ours)  # padded
+        kinds = ((p.dtype, dtypes.get(p) or p.dtype, p.requires_grad) for p in ours)
+        needs.append(count_shard_bytes((size, *kind) for size, kind in zip(sizes, kinds, strict=True)))
     if isinstance(device_bytes, float):
         device_bytes *= sum(need.device_bytes for need in needs)
-    return plan_residency(needs, int(device_bytes))
+    root, *others = plan_residency([needs[-1], *needs[:-1]], int(device_bytes))
+    return [*others, root]
