@@ -26,9 +26,9 @@ from lightning_vram.private_names.fsdp2 import (
     remove_hooks,
     state_of,
 )
-from lightning_vram.techniques.sharding.flat_shards import Place
+from lightning_vram.techniques.sharding.flat_shards import Place, count_shard_bytes, plan_residency
 from lightning_vram.techniques.sharding.gathered import disown
-from lightning_vram.techniques.sharding.group import ShardedGroup, plan_places, take_over
+from lightning_vram.techniques.sharding.group import ShardedGroup, take_over
 from lightning_vram.techniques.sharding.grouping import ShardingPlan
 from lightning_vram.techniques.sharding.low_precision import LowPrecisionTrial
 from lightning_vram.techniques.sharding.materialization import has_meta, materialize
@@ -214,13 +214,24 @@ class FullSharding:
         return list(parameters.values())
 
     def _plan_places(self, parts: list[list[nn.Module]], replicated: list[nn.Parameter]) -> list[Place]:
-        options = self.options
+        """Choose where shards are stored. The forward begins with the root, the last part."""
+        options, num_shards = self.options, self.mesh.size(-1)
         if not options.on_host or options.device_bytes is None:
             return ["device" if not options.on_host else "copy" if options.is_resident else "host"] * len(parts)
-        parameters = self.module.named_parameters()
-        dtypes = {p: options.low_precision_dtype for name, p in parameters if name in options.low_precision}
-        others = (p for part in sharded_modules(self.module) for p in part.parameters())
-        return plan_places(parts, (*replicated, *others), dtypes, self.mesh.size(-1), options.device_bytes)
+        low_precision = {p for name, p in self.module.named_parameters() if name in options.low_precision}
+        claimed = {*replicated, *(p for part in sharded_modules(self.module) for p in part.parameters())}
+        needs = []
+        for modules in parts:  # a parameter belongs to the first that has it
+            ours = dict.fromkeys(p for module in modules for p in module.parameters() if p not in claimed)
+            claimed.update(ours)
+            sizes = (-(-p.shape[0] // num_shards) * (p.numel() // p.shape[0]) for p in ours)  # padded
+            dtypes = ((options.low_precision_dtype if p in low_precision else None) or p.dtype for p in ours)
+            kinds = zip(ours, sizes, dtypes, strict=True)
+            needs.append(count_shard_bytes((size, p.dtype, dtype, p.requires_grad) for p, size, dtype in kinds))
+        is_share = isinstance(options.device_bytes, float)
+        budget_bytes = options.device_bytes * (sum(need.device_bytes for need in needs) if is_share else 1)
+        root, *others = plan_residency([needs[-1], *needs[:-1]], int(budget_bytes))
+        return [*others, root]
 
     def _shard(self, modules: list[nn.Module], replicated: list[nn.Parameter], place: Place) -> None:
         options = self.options

@@ -1,7 +1,7 @@
 """FSDP2's parameter group with shards on the host, and how device memory is divided among groups."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,6 @@ from lightning_vram.techniques.sharding.flat_shards import (
     FlatShard,
     Place,
     ShardSteps,
-    count_shard_bytes,
-    plan_residency,
 )
 from lightning_vram.techniques.sharding.parameter import ShardedParameter, make_announcement
 
@@ -309,28 +307,3 @@ def take_over(
             parameter.take_over(host, flat, announcement)
     host.flat_shards.sort(key=lambda flat: flat.numel)  # the computation waits for all but the last to be reduced
     return host  # type: ignore[no-any-return]
-
-
-def plan_places(
-    parts: Sequence[Sequence[nn.Module]],
-    claimed: Iterable[nn.Parameter],
-    dtypes: Mapping[nn.Parameter, torch.dtype | None],
-    num_shards: int,
-    device_bytes: float,
-) -> list[Place]:
-    """Choose where shards are stored, before there are any; the forward begins with the root, the last of ``parts``.
-
-    A parameter belongs to the first part that has it, ``claimed`` ones to none. ``dtypes``: of transfers, where not a
-    parameter's own. ``device_bytes``: the budget of a rank; a ``float`` is a share of what all would take.
-    """
-    claimed, needs = set(claimed), []
-    for modules in parts:
-        ours = dict.fromkeys(p for module in modules for p in module.parameters() if p not in claimed)
-        claimed.update(ours)
-        sizes = (-(-p.shape[0] // num_shards) * (p.numel() // p.shape[0]) for p in ours)  # padded
-        kinds = ((p.dtype, dtypes.get(p) or p.dtype, p.requires_grad) for p in ours)
-        needs.append(count_shard_bytes((size, *kind) for size, kind in zip(sizes, kinds, strict=True)))
-    if isinstance(device_bytes, float):
-        device_bytes *= sum(need.device_bytes for need in needs)
-    root, *others = plan_residency([needs[-1], *needs[:-1]], int(device_bytes))
-    return [*others, root]
