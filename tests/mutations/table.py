@@ -163,7 +163,6 @@ SHARDING = [
     Mutation(
         f"{_GROUP}.finalize_backward", "self.wait_for_gradients()", "pass", sharding.on_the_host_with_late_threads
     ),
-    Mutation(f"{_GROUP}.post_backward", "self.wait_for_gradients()", "pass", sharding.called_again),
     Mutation(f"{_GROUP}.post_backward", "self.await_reduce_stream()", "pass", sharding.on_the_device),
     Mutation(f"{_GROUP}._land", "event.synchronize()", "pass", sharding.on_the_host),
     Mutation(
