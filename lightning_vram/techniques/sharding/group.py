@@ -275,7 +275,7 @@ def _has_16_bits(gradient: Tensor, dtype: torch.dtype) -> bool:
     """Whether a gradient is exact in ``dtype``: autocast has cast the weight, and nothing has added up."""
     if isinstance(gradient, FakeTensor):
         return True
-    parts = gradient.flatten().split(2**22)  # not all at once: it may be as large as what is free
+    parts = torch.split(gradient.flatten(), 2**22)  # not all at once: it may be as large as what is free
     return all(torch.allclose(one, one.to(dtype).to(one.dtype), rtol=0, atol=0, equal_nan=True) for one in parts)
 
 
