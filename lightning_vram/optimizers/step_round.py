@@ -205,7 +205,7 @@ class StepRound:
                 continue
             index, number = self._left.pop(parameter)
             state, is_sharded = self.optimizer.state[parameter], isinstance(parameter, DTensor)
-            # Past the classes of shards and of 16-bit gradients: the step waits for who has read them.
+            # Past the classes of shards and 16-bit gradients, by which a read would join or upcast them.
             shard = own_shard_of(parameter) if is_sharded else parameter
             gradient = own_shard_of(own_gradient) if isinstance(own_gradient, DTensor) else own_gradient
             values, local = self._known.get(parameter, ([], {}))

@@ -1,4 +1,4 @@
-"""FSDP2's parameter group with shards on the host, and how device memory is divided among groups."""
+"""FSDP2's parameter group with shards on the host: gathering, releasing, and the way of its gradients."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -14,11 +14,7 @@ from lightning_vram.core.tensors.properties import count_writes
 from lightning_vram.private_names.dispatcher import FakeTensor
 from lightning_vram.private_names.fsdp2 import FSDPParamGroup, GroupBase, free_storage
 from lightning_vram.private_names.torch import num_writes
-from lightning_vram.techniques.sharding.flat_shards import (
-    FlatShard,
-    Place,
-    ShardSteps,
-)
+from lightning_vram.techniques.sharding.flat_shards import FlatShard, Place, ShardSteps
 from lightning_vram.techniques.sharding.parameter import ShardedParameter, make_announcement
 
 if TYPE_CHECKING:
@@ -198,13 +194,9 @@ class ShardedGroup(GroupBase):
         if landing is not None:
             landing.wait()
 
-    @property
-    def _is_alone(self) -> bool:
-        return bool(self.mesh_info.mesh.size() == 1 and self.gradient_divide_factor is None)
-
     def _fill_in(self) -> set[ShardedParameter]:
         """Give zeros to parameters without a gradient, which another rank may have."""
-        if self._is_alone:
+        if self.mesh_info.mesh.size() == 1:
             return set()
         absent = set()
         for parameter in self.parameters:
@@ -220,7 +212,7 @@ class ShardedGroup(GroupBase):
             flat.release_gradients()
             if self.device != self.home:
                 self._spread_buffer(flat)
-        if self._is_alone:
+        if self.mesh_info.mesh.size() == 1 and self.gradient_divide_factor is None:
             self._send_alone()
             return
         for parameter in self.parameters:
