@@ -83,3 +83,23 @@ def call_different_layers() -> None:
 
 def test_ranks_that_call_different_layers_are_told(tmp_path):
     on_ranks(tmp_path, call_different_layers)
+
+
+class Partly(Net):
+    """Leaves the norm out, which is gathered with the root."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_a_factor_of_the_users_divides_gradients_on_one_rank_and_makes_none(mesh):
+    net, plain = make(Partly), make(Partly)
+    with sharded(net) as sharding:
+        for group in sharding.groups:
+            group.gradient_divide_factor = 2.0
+        loss_of(net, batch(0)).backward()
+        loss_of(plain, batch(0)).backward()
+        assert_same(gradients(net), {name: gradient / 2 for name, gradient in gradients(plain).items()})
+        assert not any(group.doubtful for group in sharding.groups)
