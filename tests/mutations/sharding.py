@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.core.gradients import average_dense
 from lightning_vram.core.host.transfers import HostWorker
@@ -137,14 +136,6 @@ def resident_evaluated_before_the_step() -> list[Tensor]:
     return _steps(is_evaluated=True, is_resident=True)
 
 
-def narrow_evaluated_before_the_step() -> list[Tensor]:
-    return _steps(is_evaluated=True, is_low_precision=True)
-
-
-def narrow_and_resident() -> list[Tensor]:
-    return _steps(is_evaluated=True, is_low_precision=True, is_resident=True)
-
-
 def on_the_device() -> list[Tensor]:
     """Gradients are added up on the stream that reduces them."""
     return _steps(on_host=False, pin_memory=False, num_backwards=2)
@@ -163,27 +154,6 @@ def _set_hooks(network: Any) -> None:
 def hooks_on_gradients() -> list[Tensor]:
     """The host changes gradients as they come."""
     return _steps(prepare=_set_hooks)
-
-
-class _CalledAgain(Net):
-    """Under checkpoints whose backwards are apart: a block's gradients come twice."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_()
-        for block in (*self.blocks, self.blocks[-1]):
-            x = checkpoint(block, x, use_reentrant=True)
-        return self.head(self.norm(x))
-
-
-def _set_slow_hooks(network: Any) -> None:
-    for block in network.blocks:
-        block.up.weight.register_hook(lambda gradient: time.sleep(0.03))
-
-
-def called_again() -> list[Tensor]:
-    """Gradients land while others of the same parameters are reduced."""
-    with late_threads():
-        return _steps(net=_CalledAgain, prepare=_set_slow_hooks)
 
 
 def _watch_gradients(network: Any) -> None:

@@ -209,6 +209,12 @@ SHARDING = [
         sharding.hooks_on_accumulation,
     ),
     Mutation(
+        f"{_PARAMETER}._call_hooks",
+        "torch.accelerator.current_stream().synchronize()",
+        "pass",
+        sharding.hooks_on_gradients,
+    ),
+    Mutation(
         f"{_PARAMETER}.send", "gradient.record_stream(torch.accelerator.current_stream())", "pass", sharding.replicas
     ),
     Mutation(
