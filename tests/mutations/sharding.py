@@ -141,11 +141,6 @@ def on_the_device() -> list[Tensor]:
     return _steps(on_host=False, pin_memory=False, num_backwards=2)
 
 
-def replicas() -> list[Tensor]:
-    """Gradients of two dtypes are reduced on one stream and sent on another."""
-    return _steps(shape=(1, 1), is_low_precision=True)
-
-
 def _set_hooks(network: Any) -> None:
     for parameter in network.blocks.parameters():
         parameter.register_hook(lambda gradient: gradient * 2)

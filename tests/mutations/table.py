@@ -215,7 +215,10 @@ SHARDING = [
         sharding.hooks_on_gradients,
     ),
     Mutation(
-        f"{_PARAMETER}.send", "gradient.record_stream(torch.accelerator.current_stream())", "pass", sharding.replicas
+        f"{_PARAMETER}.send",
+        "gradient.record_stream(torch.accelerator.current_stream())",
+        "pass",
+        sharding.on_the_host_with_late_threads,
     ),
     Mutation(
         f"{_GROUP}._send_alone",
