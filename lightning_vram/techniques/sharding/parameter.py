@@ -175,7 +175,8 @@ class ShardedParameter(ParameterBase):
                 f"Parameter {self.name!r} was written in a step, in which it has 16 bits: the write would round all of "
                 "it. FSDPOffloadStrategy(narrow_transfers=False) gathers it in 32 bits."
             )
-        flat.seen_in_fp32 |= flat.is_on_trial
+        for other in self.group.flat_shards:  # code may compute what it writes from the others
+            other.seen_in_fp32 |= other.is_on_trial
         flat.open()
         local = own_shard_of(shard)
         local.copy_(cut_own_shard(whole, shard))

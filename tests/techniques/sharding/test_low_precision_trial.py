@@ -231,7 +231,7 @@ class PartlyWide(nn.Module):
         (Siamese, set()),
         (CallsHeadTwice, stock_weights(Net) - {"head.weight", "head.bias"}),
         (Penalized, {"up.bias", "down.weight", "down.bias"}),
-        (Clipped, {"up.bias", "down.weight", "down.bias"}),
+        (Clipped, set()),  # what is written in a step may be computed from the others
         (Adapted, stock_weights(Adapted) - {"blocks.1.down.default.weight", "blocks.1.down.default.bias"}),
         (Regularized, set()),
         (ReadThroughAVariable, {"up.weight", "up.bias", "down.weight", "down.bias"}),  # autocast casts it
