@@ -68,18 +68,6 @@ class Averaged(Fused):
         self.average("before zero_grad")
 
 
-class AveragedByFunction(Averaged):
-    """The average is a function's, as of libraries: no code of the model says what it reads."""
-
-    def average(self, where):
-        if where == self.where:
-            average_modules(self.way, self.teacher, self.net)
-
-
-def average_modules(way, teacher, student):
-    way(list(teacher.parameters()), list(student.parameters()))
-
-
 class Clipped(Fused):
     """Clips its weights after each step, as WGAN does."""
 

@@ -39,7 +39,7 @@ class FlatShard:
     Attributes:
         shards: The flat shard; ``None`` while only ``split`` is stored.
         resident: The copy on the device, if any.
-        seen_in_fp32: Whether code has written to gathered parameters, or computed with them in fp32.
+        seen_in_fp32: Whether code has written to its group in a step, or computed with its parameters in fp32.
         may_grow: Whether the copy becomes larger when weights turn out to need fp32, or is dropped.
     """
 
