@@ -172,8 +172,9 @@ forward_pre_hooks: Callable[[nn.Module], Mapping[int, Callable[..., Any]]] = att
 
 
 def has_hooks(module: nn.Module, kinds: Collection[str]) -> bool:
-    """Whether ``module`` has hooks of one of these kinds."""
-    return any(getattr(module, kind, None) for kind in kinds)
+    """Whether ``module`` has hooks of one of these kinds, but those with ``only_tells``."""
+    found = (hook for kind in kinds for hook in getattr(module, kind, {}).values())
+    return not all(getattr(hook, "only_tells", False) for hook in found)
 
 
 def have_all_modules_hooks(kinds: Collection[str]) -> bool:

@@ -57,6 +57,8 @@ class LayerCalls:
         self._is_plain |= not torch.is_autocast_enabled(self._device_type)
         self.num_calls[current_graph_task_id() != -1] += torch.is_grad_enabled()
 
+    _note.only_tells = True  # type: ignore[attr-defined] # layers with it may be tiled
+
     @property
     def needs_fp32(self) -> bool:
         """Whether 16 bits would change the results."""

@@ -11,10 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lightning_vram.private_names.torch import SEE_INPUT, has_hooks
 from lightning_vram.techniques.mixed_precision.weight_casts import find_autocast_weights
 from lightning_vram.techniques.sharding import FullSharding, ShardingOptions
 from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
-from lightning_vram.techniques.sharding.low_precision import find_named_weights
+from lightning_vram.techniques.sharding.low_precision import LayerCalls, find_named_weights
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 autocast = partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)
@@ -401,3 +402,11 @@ def agree_on_narrowness():
 
 def test_ranks_agree(tmp_path):
     on_ranks(tmp_path, agree_on_width, agree_on_narrowness)
+
+
+def test_hooks_that_count_calls_do_not_keep_a_layer_from_being_tiled():
+    layer = nn.Linear(6, 9)
+    LayerCalls(layer, torch.device("cpu"))
+    assert not has_hooks(layer, SEE_INPUT)
+    layer.register_forward_pre_hook(lambda *_: None)
+    assert has_hooks(layer, SEE_INPUT)
