@@ -1,8 +1,10 @@
 """The same mistake always gets the same message."""
 
+from pathlib import Path
+
 import pytest
 
-from lightning_vram.argument_checks import check_bool, check_positive_int
+from lightning_vram.argument_checks import check_bool, check_choice, check_kind, check_number, check_positive_int
 
 
 @pytest.mark.parametrize(
@@ -25,6 +27,27 @@ def test_refuses_what_is_no_bool():
         check_bool("A(b)", 1)
 
 
+def test_refuses_another_kind():
+    with pytest.raises(TypeError, match=r"^A\(b\) must be a path or None, got 3 of type int\.$"):
+        check_kind("A(b)", 3, str | Path | None, "a path or None")
+
+
+@pytest.mark.parametrize("value", [-0.5, float("nan")])
+def test_refuses_a_number_that_is_too_small(value):
+    with pytest.raises(ValueError, match=r"^A\(b\) must be at least 0, got "):
+        check_number("A(b)", value, int | float, "a number", at_least=0)
+
+
+def test_refuses_what_is_no_choice():
+    with pytest.raises(ValueError, match=r"^A\(b\) must be 'x', 'y' or None, got 'z'\.$"):
+        check_choice("A(b)", "z", ("x", "y", None))
+    with pytest.raises(TypeError, match=r"^A\(b\) must be 'x', got 3 of type int\.$"):
+        check_choice("A(b)", 3, ("x",))
+
+
 def test_accepts_what_is_right():
     check_positive_int("A(b)", 1)
     check_bool("A(b)", False)
+    check_kind("A(b)", "here", str | Path | None, "a path or None")
+    check_number("A(b)", 0.5, int | float, "a number", at_least=0)
+    check_choice("A(b)", None, ("x", "y", None))
