@@ -1,4 +1,4 @@
-"""Scale, clip, average and reduce gradients, also sparse and sharded ones. May import: memory.
+"""Scale, clip, average and reduce gradients, also sharded ones. May import: memory.
 
 A backward that may run out of memory must not reduce anything: the other ranks would wait for the rest. So it runs
 under ``ddp.no_sync()``, with the buffers broadcast before, and :func:`reduce_gradients` averages when all ranks have
@@ -7,7 +7,6 @@ finished: bitwise as the reducer with two ranks, with more up to the order of th
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
-from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 from lightning_vram.private_names.ddp import (
     can_sync_buffers,
     delays_reductions,
@@ -28,9 +26,7 @@ from lightning_vram.private_names.ddp import (
 )
 from lightning_vram.private_names.ddp import sync_buffers as broadcast_buffers
 from lightning_vram.private_names.dispatcher import copy_each, multiply_each, norm_each, order_by_group
-from lightning_vram.private_names.fsdp2 import (
-    local_shard,
-)
+from lightning_vram.private_names.fsdp2 import local_shard
 from lightning_vram.private_names.torch import sparse_values
 
 if dist.is_available():
@@ -153,30 +149,20 @@ def _total_norm(gradients: Sequence[Tensor], local: Callable[[Tensor], Tensor]) 
 _BUCKET_BYTES = 25 * 2**20  # the reducer's of DistributedDataParallel
 
 
-@dataclass
-class _Bucket:
-    """Gradients in one tensor, a copy or the only gradient itself, during their all-reduce."""
-
-    gradients: list[Tensor]
-    flat: Tensor
-    work: "dist.Work"  # absent from builds without torch.distributed
-
-    def land(self) -> None:
-        self.work.wait()
-        if self.flat is not self.gradients[0]:
-            copy_each(self.gradients, _views(self.flat, self.gradients))
-
-
 def average_dense(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Average ``gradients``, alike on all ranks, over ``group``, in place, with at most two buckets. A collective."""
-    under_way: _Bucket | None = None
+    """Average ``gradients``, alike on all ranks, over ``group``, in place, in buckets. A collective."""
     for bucket in _buckets(gradients):
-        following = _send(bucket, group)  # is filled while the one before is under way
-        if under_way is not None:
-            under_way.land()
-        under_way = following
-    if under_way is not None:
-        under_way.land()
+        first = bucket[0]
+        is_one = len(bucket) == 1 and first.is_contiguous()
+        flat = first if is_one else first.new_empty(sum(gradient.numel() for gradient in bucket))
+        parts = torch.split(flat.view(-1), [gradient.numel() for gradient in bucket])
+        views = [part.view(gradient.shape) for part, gradient in zip(parts, bucket, strict=True)]
+        if not is_one:
+            copy_each(views, bucket)
+        flat.mul_(1 / dist.get_world_size(group))  # before the sum, as the reducer does: half types do not overflow
+        dist.all_reduce(flat, group=group)
+        if not is_one:
+            copy_each(bucket, views)
 
 
 def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
@@ -191,51 +177,6 @@ def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
         open_buckets.setdefault(kind, []).append(gradient)
         filled_bytes[kind] += gradient.nbytes
     yield from open_buckets.values()
-
-
-def _send(gradients: list[Tensor], group: dist.ProcessGroup) -> _Bucket:
-    first = gradients[0]
-    if len(gradients) == 1 and first.is_contiguous():
-        flat = first
-    else:
-        flat = first.new_empty(sum(gradient.numel() for gradient in gradients))
-        copy_each(_views(flat, gradients), gradients)
-    flat.mul_(1 / dist.get_world_size(group))  # before the sum, as the reducer does: half types do not overflow
-    return _Bucket(gradients, flat, dist.all_reduce(flat, group=group, async_op=True))
-
-
-def _views(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    parts = torch.split(flat, [tensor.numel() for tensor in like])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
-
-
-def sparse_zeros(like: Tensor, sparse_dim: int) -> Tensor:
-    """Return a sparse tensor without entries like ``like``, with ``sparse_dim`` indexed dimensions: 1 for rows."""
-    indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=like.device)
-    values = torch.empty(0, *like.shape[sparse_dim:], dtype=like.dtype, device=like.device)
-    return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False)
-
-
-def average_sparse(gradient: Tensor, group: dist.ProcessGroup) -> None:
-    """Average a sparse ``gradient`` over ``group``, in place, on any backend, in the order of ranks. A collective."""
-    mine = gradient.coalesce()
-    world_size = dist.get_world_size(group)
-    indices, values = mine.indices(), mine.values() * (1 / world_size)
-    counts = [count.item() for count in _gather(torch.tensor([values.shape[0]], device=values.device), group)]
-    most = int(max(counts))
-    missing = most - values.shape[0]
-    all_indices = _gather(torch.cat([indices, indices.new_zeros(indices.shape[0], missing)], dim=1), group)
-    all_values = _gather(torch.cat([values, values.new_zeros(missing, *values.shape[1:])]), group)
-    total = sparse_zeros(gradient, gradient.sparse_dim())
-    for count, theirs, rows in zip(counts, all_indices, all_values, strict=True):
-        total += torch.sparse_coo_tensor(theirs[:, : int(count)], rows[: int(count)], gradient.shape)
-    gradient.copy_(total.coalesce())
-
-
-def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    everybodys = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everybodys, tensor.contiguous(), group=group)
-    return everybodys
 
 
 @torch.no_grad()
@@ -314,58 +255,19 @@ def _parameters(ddp: DistributedDataParallel) -> Iterator[nn.Parameter]:
 
 
 def _agreed_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> list[Tensor]:
-    """Average sparse gradients, and return the dense ones: of the same parameters on all ranks."""
-    # As a generator: a list would hold sparse gradients while their dense form is made.
-    gradients = (parameter.grad for parameter in parameters)
-    kinds = [
-        (grad is not None and not grad.is_sparse, grad.sparse_dim() if grad is not None and grad.is_sparse else 0)
-        for grad in gradients
-    ]
+    """Return the gradients of the same parameters on all ranks: zeros where only others have one."""
+    kinds = [(one.grad is not None, one.grad is not None and one.grad.is_sparse) for one in parameters]
     flags = torch.tensor(kinds, dtype=torch.uint8, device=parameters[0].device)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-    dense = []
-    for parameter, (is_dense, sparse_dim) in zip(parameters, flags.tolist(), strict=True):
-        if is_dense:
-            dense.append(_make_dense(parameter))
-        elif sparse_dim:
-            if parameter.grad is None:
-                parameter.grad = sparse_zeros(parameter, sparse_dim)
-            average_sparse(parameter.grad, group)
-    return dense
-
-
-def _make_dense(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None), requires_grad=False)
-    elif parameter.grad.is_sparse:  # on this rank only
-        parameter.grad = parameter.grad.to_dense()
-    return parameter.grad
-
-
-class GradientState:
-    """Gradients to restore in the same tensors. Copies are on their device, or on the host if its memory is short."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._parameters = list(dict.fromkeys(parameters))
-        self._gradients = [parameter.grad for parameter in self._parameters]
-        self._copies = _copy_all([gradient for gradient in self._gradients if gradient is not None])
-
-    def restore(self) -> None:
-        """Go back. May be called again, after each further try."""
-        with torch.no_grad():
-            copies = iter(self._copies)
-            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-                parameter.grad = gradient
-                if gradient is not None:
-                    local_shard(gradient).copy_(next(copies))
-
-
-def _copy_all(gradients: list[Tensor]) -> list[Tensor]:
-    with torch.no_grad():
-        try:
-            return [local_shard(gradient).detach().clone() for gradient in gradients]
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        # Outside of the handler: the error holds on to the copies made so far.
-        return [local_shard(gradient).detach().to("cpu", copy=True) for gradient in gradients]
+    has_gradient, is_sparse = flags.T.tolist()
+    if any(is_sparse):  # on all ranks alike
+        shape = list(parameters[is_sparse.index(1)].shape)
+        raise ValueError(
+            f"MicroBatching cannot average sparse gradients after the backward, such as that of the parameter {shape}. "
+            "Use sparse=False, or a fixed size, such as MicroBatching(8), without weight= and find_unused_parameters."
+        )
+    used = [one for one, is_used in zip(parameters, has_gradient, strict=True) if is_used]
+    for one in used:
+        if one.grad is None:
+            one.grad = torch.zeros_like(one, dtype=getattr(one, "grad_dtype", None), requires_grad=False)
+    return [one.grad for one in used if one.grad is not None]

@@ -1,4 +1,4 @@
-"""Restore a module as it was before a forward or step, to recompute or retry. May import: core below it."""
+"""Restore a module as it was before a forward, to recompute it. May import: core below it."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +14,11 @@ from lightning_vram.core.module_state import (
     ALWAYS_COPIED_BYTES,
     AttributeLayout,
     AttributeState,
-    BufferCopies,
     differs,
     iterate_members,
     take_states,
 )
-from lightning_vram.core.random_state import AmbientState, global_sources
+from lightning_vram.core.random_state import AmbientState
 from lightning_vram.core.tensors.properties import is_shard, num_bytes_of
 from lightning_vram.memory.storages import version_of
 from lightning_vram.private_names.ddp import is_part_of_flat_parameter
@@ -31,7 +30,6 @@ from lightning_vram.private_names.torch import (
     NormBase,
     num_writes,
     own_buffers,
-    own_parameters,
     storage_identity,
     without_torch_function,
 )
@@ -245,53 +243,3 @@ def iterate_floating_buffers(module: nn.Module) -> Iterator[Tensor]:
         if not _has_statistics(member):
             buffers = (buffer for buffer in own_buffers(member).values() if buffer is not None)
             yield from (buffer for buffer in buffers if buffer.dtype not in (torch.bool, torch.uint8))
-
-
-class StepState:
-    """The state of a module and of the global generators before a training step that may have to be run again.
-
-    Restored are attributes of all modules (:class:`AttributeState`) but those in ``skip``, ``requires_grad``,
-    generators, buffers, and plain tensor attributes of up to 1 MiB. It blocks on no device and copies small tensors
-    only, except for its first two times. Not restored: parameters' values and gradients (see :class:`GradientState`),
-    objects of other kinds that change inside, tensors in containers that are written in place, and parameters under
-    FSDP1. ``copies`` are held by the caller over the run, so that constant buffers are copied once; the state is good
-    until the next one is taken with the same copies. ``None``: everything is copied.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        device: torch.device,
-        copies: BufferCopies | None = None,
-        *,
-        skip: Callable[[nn.Module], bool] | None = None,
-    ) -> None:
-        members = list(iterate_members(module))
-        copies = copies if copies is not None else BufferCopies()
-        seen = members if skip is None else [member for member in members if not skip(member)]
-        self._attributes = take_states(seen, copies.layouts)
-        self._requires_grad = [
-            (parameter, parameter.requires_grad)
-            for member in members
-            for parameter in own_parameters(member).values()
-            if parameter is not None
-        ]
-        buffers = (buffer for member in members for buffer in own_buffers(member).values() if buffer is not None)
-        with_tensors = (state for state in self._attributes if state.layout.tensors)
-        attributes = (tensor for state in with_tensors for tensor in state.tensors().values())
-        # Results of the last step have a past: they are replaced, not written.
-        plain = (one for one in attributes if type(one) is Tensor and not one.requires_grad)
-        self._buffers = copies.take([*buffers, *(one for one in plain if num_bytes_of(one) <= ALWAYS_COPIED_BYTES)])
-        self._generators = [(write, read()) for read, write in global_sources(device)]
-
-    def restore(self) -> None:
-        """Go back. May be called again, after each further try."""
-        for attributes in self._attributes:
-            attributes.restore()
-        for buffer in self._buffers:
-            buffer.restore()
-        for parameter, requires_grad in self._requires_grad:
-            if parameter.requires_grad != requires_grad:
-                parameter.requires_grad_(requires_grad)
-        for write, state in self._generators:
-            write(state)

@@ -17,8 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from lightning_vram.core.batches.contents import BatchSplitError, SharedKeys, take_apart
-from lightning_vram.core.batches.splitting import BatchSplitter, find_batch_layout
+from lightning_vram.core.batches.splitting import BatchSplitError, BatchSplitter, take_apart
 from lightning_vram.core.random_state import is_generator, read_state, write_state
 from lightning_vram.memory.estimate.known_values import MOST_INTEGERS
 from lightning_vram.private_names.lightning import is_sequential_loader, training_source
@@ -78,7 +77,7 @@ def _forget_prepared(source: Any) -> None:
 def batch_size_of(batch: Any) -> int | None:
     """Return how many samples a batch has; ``None`` if unknown."""
     try:
-        return find_batch_layout(batch, SharedKeys(()), {}).size
+        return BatchSplitter().batch_size(batch)
     except BatchSplitError:
         return None
 

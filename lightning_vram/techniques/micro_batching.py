@@ -1,22 +1,187 @@
-"""How many samples run at once: measured or given, agreed among ranks, remembered. May import: core, memory."""
+"""Which samples run at once: how a batch is cut, sizes given or found, agreed among ranks. May import: core, memory."""
 
-from bisect import bisect_right
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from math import ceil
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.argument_checks import check_positive_int
 from lightning_vram.core.batches.micro_batches import NormMomentum
-from lightning_vram.core.batches.splitting import BatchFacts
+from lightning_vram.core.batches.splitting import (
+    WAY_OUT,
+    BatchPath,
+    BatchSplitError,
+    BatchSplitter,
+    SharedKeys,
+    SplitArgumentError,
+    count_rows,
+    describe_all,
+    is_array,
+    is_plain,
+    iterate,
+    refresh,
+    take_apart,
+)
 from lightning_vram.core.ranks import RankAgreement
-from lightning_vram.memory.device.accelerators import FreeMemory
+from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 from lightning_vram.private_names.torch import NormBase
+
+_SEQUENCE_DIMS = (2, 3)  # [T, B] of tokens, [T, B, D]
+SplitFunction = Callable[[Any, int], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class BatchFacts:
+    """The size of a batch, by which micro-batch sizes are chosen."""
+
+    num_samples: int
+    num_elements: int  # of everything that has one entry per sample
+    shape: str  # equal for batches that cost the same
+    why_whole: str | None = None  # why it cannot be cut, so that it counts as one sample
+
+    def elements_of(self, size: int) -> int:
+        """Elements of a micro-batch of ``size`` samples."""
+        return math.ceil(self.num_elements * min(size, self.num_samples) / max(1, self.num_samples))
+
+
+class BatchCutter:
+    """Cuts batches into views of their tensors.
+
+    ``split(batch, size)`` returns micro-batches of ``size`` samples, the last one with the remainder. Tensors with too
+    few dimensions for ``batch_dim`` are cut along their first. ``time_first`` names a layer that takes time before
+    samples: batches that do not show where their samples are cannot be cut then.
+    """
+
+    def __init__(
+        self,
+        shared_keys: Sequence[str] = (),
+        split: SplitFunction | None = None,
+        *,
+        batch_dim: int = 0,
+        time_first: str | None = None,
+        has_all_keys: bool = True,
+    ) -> None:
+        self._splitter = BatchSplitter(shared_keys, has_all_keys=has_all_keys)
+        self._shared = SharedKeys(shared_keys)
+        self._split = split
+        self.batch_dim = batch_dim
+        self._time_first = time_first if split is None else None
+
+    def measure(self, batch: Any) -> BatchFacts:
+        """Measure a batch; ``BatchSplitError`` if it cannot be split."""
+        moved = self._move(batch, self.batch_dim, 0)
+        num_samples = self._count(moved) if self._split is None else len(self._split(batch, 1))
+        if num_samples < 1:
+            raise SplitArgumentError(f"split_batch(batch, 1) returned no micro-batch for a {type(batch).__name__}.")
+        if self._time_first is not None and not self._shows_samples(batch, num_samples):
+            raise BatchSplitError(
+                f"The module's layer {self._time_first!r} has batch_first=False, so dimension 0 of the batch may be "
+                f"time ({describe_all(batch)}). Pass batch_dim=1 to MicroBatching if it is, batch_dim=0 if it is not, "
+                "or split=."
+            )
+        if self.batch_dim and self._split is None:
+            self._refuse_samples_first(batch, num_samples)
+        num_elements = max(num_samples, self._splitter.elements(moved))
+        return BatchFacts(num_samples, num_elements, f"{num_samples} of {self._splitter.shape_key(batch)}")
+
+    def _count(self, moved: Any) -> int:
+        try:
+            return self._splitter.batch_size(moved)
+        except BatchSplitError as error:
+            if not self.batch_dim:
+                raise
+            raise type(error)(f"{error} Shapes are shown with dimension {self.batch_dim} (batch_dim=) first.") from None
+
+    def _move(self, value: Any, source: int, destination: int) -> Any:
+        if source == destination:
+            return value
+        try:
+            return _move_dim(value, source, destination)
+        except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+            if is_out_of_memory(error):
+                raise
+            raise BatchSplitError(f"batch_dim= cannot rebuild a micro-batch: {error} Please {WAY_OUT}.") from error
+
+    def _shows_samples(self, batch: Any, num_samples: int) -> bool:
+        """Whether something has an entry for each sample that has no time: labels, images, a list of texts."""
+        for _, value in iterate(batch, BatchPath(), self._shared):
+            parts = take_apart(value)
+            if parts is not None and parts.is_list and len(parts.values) == num_samples and is_plain(parts.values):
+                return True
+            if count_rows(value) == num_samples and getattr(value, "ndim", 0) not in _SEQUENCE_DIMS:
+                return True
+        return False
+
+    def _refuse_samples_first(self, batch: Any, num_samples: int) -> None:
+        """Refuse what has its samples in dimension 0, and something else in ``batch_dim``: targets ``[B, 1]``."""
+        for path, value in iterate(batch, BatchPath(), self._shared):
+            sizes: Sequence[int] = getattr(value, "shape", ())
+            is_known = count_rows(value) is not None and len(sizes) > self.batch_dim
+            if is_known and sizes[self.batch_dim] != num_samples == sizes[0]:
+                raise BatchSplitError(
+                    f"{path.code} has {num_samples} samples in dimension 0 and not in batch_dim={self.batch_dim} "
+                    f"({describe_all(value)}). To split it, {WAY_OUT}."
+                )
+
+    def measure_or_keep_whole(self, batch: Any) -> BatchFacts:
+        """As :meth:`measure`, but a batch that cannot be cut is one sample, unless the arguments are wrong."""
+        try:
+            return self.measure(batch)
+        except SplitArgumentError:
+            raise
+        except BatchSplitError as error:
+            num_elements = max(1, self._splitter.elements(batch))
+            return BatchFacts(1, num_elements, f"whole {self._splitter.shape_key(batch)}", why_whole=str(error))
+
+    def cut(self, batch: Any, facts: BatchFacts, size: int) -> list[tuple[Any, int]]:
+        """Cut into the fewest micro-batches of at most ``size`` samples, as equal as possible; with their sizes."""
+        if facts.why_whole is not None:
+            return [(refresh(batch), 1)]
+        num_samples = facts.num_samples
+        count = -(-num_samples // size)
+        if self._split is None:
+            # A last one of a single sample would be one that batch norms refuse.
+            sizes = [num_samples // count + (number < num_samples % count) for number in range(count)]
+            parts = self._splitter.split(self._move(batch, self.batch_dim, 0), sizes)
+            return list(zip([self._move(part, 0, self.batch_dim) for part in parts], sizes, strict=True))
+        size = min(size, num_samples)
+        sizes = [size] * (num_samples // size) + [num_samples % size] * (num_samples % size > 0)
+        parts = list(self._split(batch, size))
+        if len(parts) != len(sizes):
+            raise BatchSplitError(
+                f"split_batch(batch, {size}) returned {len(parts)} micro-batches for {num_samples} samples, "
+                f"expected {len(sizes)}: {size} samples each, the last one with the remainder."
+            )
+        return list(zip(parts, sizes, strict=True))
+
+
+def find_time_first(module: nn.Module) -> str | None:
+    """Return the name of the first recurrent layer or attention in ``module`` that has ``batch_first=False``."""
+    layers = (
+        name
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.RNNBase | nn.MultiheadAttention) and not layer.batch_first
+    )
+    return next(layers, None)
+
+
+def _move_dim(value: Any, source: int, destination: int) -> Any:
+    """Move a dimension of all tensors and arrays that have it: to the front as views, back contiguous."""
+    has_dim = getattr(value, "ndim", 0) > max(source, destination)
+    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
+        moved = value.movedim(source, destination) if has_dim else value
+        return moved if destination == 0 else moved.contiguous()
+    if is_array(value):
+        numpy = sys.modules["numpy"]
+        moved = numpy.moveaxis(value, source, destination) if has_dim else value
+        return moved if destination == 0 else numpy.ascontiguousarray(moved)
+    parts = take_apart(value)
+    return value if parts is None else parts.build([_move_dim(part, source, destination) for part in parts.values])
+
 
 _MAX_SHAPES = 1024  # text of all lengths makes a new one every few batches
 
@@ -136,7 +301,7 @@ class AgreedSizes:
         self, chooser: FixedSize | MicroBatchSizes, agreement: RankAgreement | None, *, has_equal_counts: bool
     ) -> None:
         self._chooser = chooser
-        self._agreement = agreement  # between the ranks; ``None`` where each decides for itself
+        self._agreement = agreement  # between the ranks; ``None`` if there is one, or each decides for itself
         self.has_equal_counts = has_equal_counts  # whether all ranks must run the same number of micro-batches
         self._largest_batch = 0
 
@@ -145,12 +310,12 @@ class AgreedSizes:
         """Whether a batch that ran out of memory runs again."""
         return self._chooser.retries
 
-    def start(self, facts: BatchFacts, limit: int | None = None) -> Agreed:
-        """Choose for a batch, at most ``limit`` samples. A collective, unless sizes are fixed and counts free."""
+    def start(self, facts: BatchFacts) -> Agreed:
+        """Choose for a batch. A collective, unless sizes are fixed and counts free."""
         proposed = self._chooser.propose(facts.shape, facts.num_samples, facts.num_elements)
-        size = min(_WHOLE if proposed is None else proposed, _WHOLE if limit is None else limit)
+        size = _WHOLE if proposed is None else proposed
         self._largest_batch = facts.num_samples
-        if self._agreement is not None and not self._agreement.is_alone and (self.retries or self.has_equal_counts):
+        if self._agreement is not None and (self.retries or self.has_equal_counts):
             negative, self._largest_batch = self._agreement.largest(-size, facts.num_samples)
             size = -negative
         return self._agreed(min(size, self._largest_batch))
@@ -175,123 +340,15 @@ class AgreedSizes:
         return Agreed(size, -(-self._largest_batch // size) if self.has_equal_counts else None)
 
 
-class ChunkMemory:
-    """Bytes by chunk size, for batches of one shape: ``fixed + slope * size``, above everything that was seen.
-
-    The line has the slope of least squares and is moved up until it is below no observation; where the slope is not
-    positive, it is the steepest from zero to an observation. Memory that grows faster than the batch is seen only once
-    such a chunk ran; hence the margin.
-
-    Example:
-        >>> memory = ChunkMemory()
-        >>> memory.observe(1, 110)
-        >>> memory.observe(2, 120)
-        >>> memory.largest_size(200, limit=64, margin=0.1)
-        8
-    """
-
-    def __init__(self) -> None:
-        self._peak_bytes: dict[int, int] = {}
-
-    def observe(self, size: int, peak_bytes: int) -> None:
-        """Note the peak of a chunk above what was allocated when it began; of several of one size, the most counts."""
-        check_positive_int("ChunkMemory.observe(size)", size)
-        if peak_bytes < 0:
-            raise ValueError(f"ChunkMemory.observe(peak_bytes) must not be negative, got {peak_bytes}.")
-        self._peak_bytes[size] = max(peak_bytes, self._peak_bytes.get(size, 0))
-
-    def predict_bytes(self, size: int) -> int | None:
-        """Predict the bytes of a chunk, at least what chunks up to this size needed; ``None`` before two."""
-        if len(self._peak_bytes) < 2:
-            return None
-        fixed, slope = self._line()
-        seen = max((peak for other, peak in self._peak_bytes.items() if other <= size), default=0)
-        return max(seen, ceil(fixed + slope * size))
-
-    def largest_size(self, room_bytes: int, limit: int, margin: float = 0.1) -> int | None:
-        """Find the largest chunk, 1 to ``limit`` samples, that is predicted to fit; ``None`` before two sizes.
-
-        ``margin`` is the share of ``room_bytes`` to leave free. The smallest chunk may not fit.
-        """
-        check_positive_int("ChunkMemory.largest_size(limit)", limit)
-        if not 0 <= margin < 1:
-            raise ValueError(f"ChunkMemory.largest_size(margin) must be at least 0 and below 1, got {margin}.")
-        if limit == 1:
-            return 1
-        if len(self._peak_bytes) < 2:
-            return None
-        allowed_bytes = int(room_bytes * (1 - margin))
-        fitting = bisect_right(range(1, limit + 1), allowed_bytes, key=lambda size: self.predict_bytes(size) or 0)
-        return max(1, fitting)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what was seen, for a checkpoint."""
-        return {"peak_bytes": dict(self._peak_bytes)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned; what was seen here is forgotten."""
-        restored = ChunkMemory()
-        for size, peak_bytes in state["peak_bytes"].items():
-            restored.observe(int(size), int(peak_bytes))  # JSON makes keys of ints to strings
-        self._peak_bytes = restored._peak_bytes
-
-    def _line(self) -> tuple[float, float]:
-        """Return the bytes needed anyway, and those of a sample."""
-        mean_size = sum(self._peak_bytes) / len(self._peak_bytes)
-        covariance = sum((size - mean_size) * peak for size, peak in self._peak_bytes.items())
-        slope = covariance / sum((size - mean_size) ** 2 for size in self._peak_bytes)
-        if slope <= 0:
-            return 0.0, max(peak / size for size, peak in self._peak_bytes.items())
-        return max(peak - slope * size for size, peak in self._peak_bytes.items()), slope
-
-
-PROBED_SIZES = (2, 2, 3)  # samples, as norms want two; the first makes gradients and workspaces for the others
-
-
-class SizePlanning:
-    """Measures small micro-batches, and says how large they may be.
-
-    Sizes are counted in elements of the batch, so that what one shape showed holds for others.
-    """
-
-    def __init__(self, room: FreeMemory) -> None:
-        self._room = room
-        self._memory = ChunkMemory()
-        self.is_probed = False
-        self._is_too_large = False
-        self._has_failed = False
-
-    @contextmanager
-    def watching(self, num_elements: int) -> Iterator[None]:
-        """Run a micro-batch of so many elements inside."""
-        self._room.reset()
-        before = self._room.allocated_bytes()
-        yield
-        self._memory.observe(max(1, num_elements), max(0, self._room.peak_since_reset() - before))
-
-    def give_up(self, *, is_too_large: bool) -> None:
-        """A small micro-batch failed: for lack of memory here (only size 1 is left to try), or for another reason."""
-        self._has_failed, self._is_too_large = True, is_too_large
-
-    def limit(self, facts: BatchFacts) -> int | None:
-        """Return how many samples of a batch are predicted to fit; ``None`` while nothing is known."""
-        if self._has_failed:
-            return 1 if self._is_too_large else None
-        most = max(1, facts.num_elements)
-        elements = self._memory.largest_size(self._room.room_bytes(), most)
-        if elements is None or elements >= most:
-            return None
-        return max(1, elements * facts.num_samples // most)
-
-
 class NormCounting:
-    """One batch in parts: each moves the running statistics by its share, and all of them count as one batch.
+    """One batch in parts, in a context: each moves the running statistics by its share, together they count as one.
 
     With momentum m the statistics s become (1 - m) s + m x. A part with share w does so with 1 - (1 - m)^w: together
     they forget as much of s as the whole batch would. The normalisation itself still sees one part at a time.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, num_samples: int) -> None:
+        self._num_samples = num_samples
         self._momentum = NormMomentum(module)
         self._counts: list[tuple[Tensor, Tensor]] = [
             (norm.num_batches_tracked, norm.num_batches_tracked.clone())
@@ -300,17 +357,16 @@ class NormCounting:
             if isinstance(norm, NormBase) and norm.num_batches_tracked is not None and norm.momentum is not None
         ]
 
-    def begin_part(self, share: float) -> None:
-        """The next part has this share of the samples."""
-        self._momentum.scale(share)
+    def __enter__(self) -> Self:
+        return self
 
-    def finish(self) -> None:
-        """All parts ran."""
-        self.restore()
-        with torch.no_grad():
-            for count, before in self._counts:
-                count.copy_(torch.where(count > before, before + 1, before))
-
-    def restore(self) -> None:
-        """Put the momentum back."""
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._momentum.restore()
+        if kind is None:
+            with torch.no_grad():
+                for count, before in self._counts:
+                    count.copy_(torch.where(count > before, before + 1, before))
+
+    def begin_part(self, size: int, share: float) -> None:
+        """The next part has so many samples; its share of the loss does not count."""
+        self._momentum.scale(size / self._num_samples)

@@ -6,7 +6,7 @@ from foreign_code.runs import assert_close, assert_same, fit, fit_plain
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_vram import ActivationCheckpointing, MicroBatching, VRAMMonitor
-from lightning_vram.core.batches.contents import BatchSplitError
+from lightning_vram.core.batches.splitting import BatchSplitError
 
 CUT = [programs.MomentumTeacher, programs.Adapters, programs.Detection, programs.Speech]
 

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_vram.core.gradients import average_dense
 from lightning_vram.core.host.transfers import HostWorker
 from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
 from lightning_vram.private_names.fsdp2 import discard_step, groups_of
@@ -264,12 +263,3 @@ def discarded() -> list[Tensor]:
             gradient.zero_()
         torch.accelerator.synchronize()
         return [gradient.clone() for gradient in gradients]
-
-
-def averaged() -> list[Tensor]:
-    """Gradients are averaged over ranks, in two buckets of different dtypes."""
-    with _ranks((1,)) as mesh:
-        gradients = [torch.full((64,), 3.0, device=DEVICE, dtype=dtype) for dtype in (torch.float32, torch.float64)]
-        gradients += [gradient * 2 for gradient in gradients]
-        average_dense(gradients, mesh.get_group())
-        return [(gradient + 1).cpu() for gradient in gradients]

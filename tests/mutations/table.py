@@ -227,7 +227,6 @@ SHARDING = [
         sharding.on_the_host,
     ),
     Mutation(f"{_GROUP}._send_alone", "self.await_reduce_stream()", "pass", sharding.on_the_host),
-    Mutation("core.gradients:_Bucket.land", "self.work.wait()", "pass", sharding.averaged),
     Mutation(
         "core.host.transfers:Ticket.wait",
         "while not self._is_done.wait(PATIENCE_SECONDS):\n    self._worker.check_alive()",

@@ -2,19 +2,26 @@
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.loops.optimization.automatic import Closure
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.memory import recursive_detach
+from lightning.pytorch.utilities.rank_zero import WarningCache
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_vram.argument_checks import check_positive_int
+from lightning_vram.argument_checks import check_number, check_positive_int
 from lightning_vram.callbacks.hook_points import (
     FitTechnique,
     OutOfMemoryRelief,
@@ -22,23 +29,42 @@ from lightning_vram.callbacks.hook_points import (
     rank_timeout,
     refuse_moved_parameters,
 )
-from lightning_vram.callbacks.micro_batching.closure import MicroBatchClosure, patch_evaluation_steps
-from lightning_vram.callbacks.micro_batching.runner import MicroBatchRunner, why_counts_must_be_equal
-from lightning_vram.core.batches.contents import check_shared_keys
-from lightning_vram.core.batches.micro_batches import BatchWeight, WeightName, make_batch_weight
-from lightning_vram.core.batches.splitting import BatchCutter, find_time_first
-from lightning_vram.core.gradients import why_reducer_is_needed
+from lightning_vram.callbacks.micro_batching.runner import MicroBatch, MicroBatchRunner, why_counts_must_be_equal
+from lightning_vram.core.batches.micro_batches import (
+    BatchWeight,
+    OutputCombineError,
+    WeightName,
+    combine_outputs,
+    make_batch_weight,
+)
+from lightning_vram.core.batches.splitting import check_shared_keys
+from lightning_vram.core.gradients import expect_buffer_sync, reduce_gradients, sync_buffers, why_reducer_is_needed
+from lightning_vram.core.module_state import iterate_members
 from lightning_vram.core.patching import MethodPatch, replace_by
 from lightning_vram.core.ranks import RankAgreement
 from lightning_vram.core.tensors.properties import is_sharded
-from lightning_vram.memory.device.accelerators import free_memory_of
-from lightning_vram.private_names.lightning import MAKE_CLOSURE
-from lightning_vram.private_names.torch import has_accumulation_hooks
-from lightning_vram.techniques.micro_batching import AgreedSizes, FixedSize, MicroBatchSizes, SizePlanning
+from lightning_vram.private_names.lightning import (
+    MAKE_CLOSURE,
+    AutomaticOptimization,
+    blocked_sync,
+    call_hook,
+    is_accumulating,
+    make_backward,
+    make_step,
+    make_zero_grad,
+)
+from lightning_vram.private_names.torch import has_accumulation_hooks, own_parameters
+from lightning_vram.techniques.micro_batching import (
+    AgreedSizes,
+    BatchCutter,
+    FixedSize,
+    MicroBatchSizes,
+    find_time_first,
+)
 from lightning_vram.techniques.sharding import can_recover
 
 
-def check_micro_batching(trainer: pl.Trainer, *, is_training: bool) -> None:
+def _check_trainer(trainer: pl.Trainer, *, is_training: bool) -> None:
     """Refuse what cannot work, in the ``setup`` hooks, before anything has changed."""
     refuse_moved_parameters("MicroBatching", trainer, "a second forward in one step would find elsewhere")
     module = trainer.lightning_module
@@ -57,16 +83,7 @@ def check_micro_batching(trainer: pl.Trainer, *, is_training: bool) -> None:
         )
 
 
-def check_recovery(trainer: pl.Trainer) -> None:
-    """Refuse to run batches again where a run cannot recover from an error."""
-    if is_sharded(trainer.lightning_module) and not can_recover():
-        raise MisconfigurationException(
-            "MicroBatching('auto') needs PyTorch 2.13 or newer under FSDP2: older versions cannot recover from a "
-            "failed forward or backward. Give a fixed size, such as MicroBatching(8)."
-        )
-
-
-def check_gradients(trainer: pl.Trainer, *, retries: bool) -> None:
+def _check_gradients(trainer: pl.Trainer, *, retries: bool) -> None:
     """Refuse other ways to reduce and use gradients, which show only once the strategy has wrapped the module."""
     stepping = [name for name, p in trainer.lightning_module.named_parameters() if has_accumulation_hooks(p)]
     for optimizer in trainer.optimizers:  # has the shards of what is gathered
@@ -94,7 +111,7 @@ def check_gradients(trainer: pl.Trainer, *, retries: bool) -> None:
         )
 
 
-def reduces_by_hand(trainer: pl.Trainer, *, retries: bool, weighs: bool) -> bool:
+def _reduces_by_hand(trainer: pl.Trainer, *, retries: bool, weighs: bool) -> bool:
     """Whether gradients are averaged after the backward, under DDP."""
     # A rank that runs out of memory in the middle of a reduction leaves the others waiting in it. A parameter that only
     # an earlier micro-batch used is unused for the reducer. And the last micro-batch, after which it reduces, may have
@@ -103,6 +120,182 @@ def reduces_by_hand(trainer: pl.Trainer, *, retries: bool, weighs: bool) -> bool
     if not isinstance(model, DistributedDataParallel):
         return False
     return retries or ((model.find_unused_parameters or weighs) and why_reducer_is_needed(model) is None)
+
+
+@contextmanager
+def quiet_hooks(trainer: pl.Trainer, names: Collection[str], notifying: Callable[[Callback], bool]) -> Iterator[None]:
+    """Within the context, call hooks ``names`` only on callbacks for which ``notifying`` is true, not on the module."""
+    module = trainer.lightning_module
+    quiet: list[tuple[Any, str]] = [(module, name) for name in names if _overrides(module, name, pl.LightningModule)]
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        heard = [name for name in names if _overrides(callback, name, Callback)]
+        if heard and not notifying(callback):
+            quiet += [(callback, name) for name in heard]
+    with ExitStack() as stack:
+        for owner, name in quiet:
+            stack.callback(MethodPatch(owner, name, replace_by(lambda *_, **__: None)).remove)
+        yield
+
+
+def _overrides(owner: Any, name: str, base: type) -> bool:
+    return name in vars(owner) or getattr(type(owner), name, None) is not getattr(base, name)
+
+
+_warnings = WarningCache()
+_BEFORE, _AFTER = "on_before_backward", "on_after_backward"
+
+
+class MicroBatchClosure(Closure):
+    """Runs one batch in micro-batches: forward, zeroing and backward.
+
+    Lightning's closure runs forward, zeroing and backward once each, in this order, and so does the first part here.
+    Hooks of the user see one step: those of zeroing and ``on_before_backward`` come before the first backward,
+    ``on_after_backward`` after the last, when the gradients are those of the batch. A step that runs again calls the
+    first again, since what they wrote into the module was taken back.
+    """
+
+    def __init__(
+        self,
+        loop: AutomaticOptimization,
+        kwargs: OrderedDict[str, Any],
+        optimizer: Optimizer,
+        batch_idx: int,
+        runner: MicroBatchRunner,
+    ) -> None:
+        super().__init__(step_fn=make_step(loop, kwargs))
+        self._loop = loop
+        self._trainer = loop.trainer
+        self._kwargs = kwargs
+        self._optimizer = optimizer
+        self._runner = runner
+        self._backward = make_backward(loop, optimizer)
+        self._zero_grad = make_zero_grad(loop, batch_idx, optimizer)
+        self._has_run_backward = False
+
+    @override
+    @torch.enable_grad()
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        batch = next(iter(self._kwargs.values()))
+        model = self._trainer.strategy.model
+        # under DDP, if its reducer must not run in a backward
+        is_by_hand = self._runner.reduces_by_hand and self._backward is not None
+        by_hand = model if is_by_hand and isinstance(model, DistributedDataParallel) else None
+        if by_hand is not None:
+            sync_buffers(by_hand)  # not inside of an attempt, which must not wait for other ranks
+        with blocked_sync(self._trainer.strategy, block=by_hand is not None):
+            outputs = self._runner.run(batch, self._step, self._parameters, zeroes=self._zero_grad is not None)
+        if by_hand is not None and not is_accumulating(self._trainer.fit_loop.epoch_loop):
+            reduce_gradients(by_hand)
+            expect_buffer_sync(by_hand)
+        if self._has_run_backward:
+            call_hook(self._trainer, _AFTER)  # once, for those who have not heard it of each part
+        return self._combine(outputs)
+
+    def _step(self, part: MicroBatch) -> ClosureResult:
+        if part.is_first:
+            self._has_run_backward = False  # of an attempt that failed
+        kwargs = OrderedDict(self._kwargs)
+        kwargs[next(iter(kwargs))] = part.batch
+        with nullcontext() if part.is_last else blocked_sync(self._trainer.strategy, block=True):
+            result = make_step(self._loop, kwargs)()
+            if result.closure_loss is None:
+                self.warning_cache.warn(
+                    "`training_step` returned `None`. If this was on purpose, ignore this warning..."
+                )
+            if part.is_first:
+                if self._zero_grad is not None:
+                    self._zero_grad()
+                self._runner.take_gradients()
+            if result.closure_loss is not None and self._backward is not None:
+                self._run_backward(self._backward, _weighted(result.closure_loss, part.factor), part)
+        if part.is_first and part.is_last:
+            return result
+        detached = ClosureResult(None, extra=recursive_detach(result.extra))  # without the graph, which is large
+        if result.loss is not None:
+            detached.loss = _weighted(result.loss, part.factor)
+        return detached
+
+    def _run_backward(self, backward: Callable[[Tensor], None], loss: Tensor, part: MicroBatch) -> None:
+        if part.factor == 0 and not self._runner.has_equal_counts:  # else others wait in their backward
+            return  # 0 * (0 / 0), of a mean over no tokens, is not 0
+        names = {_AFTER} if part.is_first else {_BEFORE, _AFTER}
+        with quiet_hooks(self._trainer, names, lambda callback: getattr(callback, "hears_micro_batches", False)):
+            backward(loss)
+        self._has_run_backward = True
+
+    def _parameters(self) -> Iterator[Tensor]:
+        """Whatever may get a gradient: also what the step itself unfreezes, and what the module does not know."""
+        for member in iterate_members(self._trainer.lightning_module):  # parameters() is slow
+            yield from (parameter for parameter in own_parameters(member).values() if parameter is not None)
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+
+    def _combine(self, outputs: list[tuple[MicroBatch, ClosureResult]]) -> ClosureResult:
+        if len(outputs) == 1:
+            return outputs[0][1]
+        ran = [(part, result) for part, result in outputs if result.loss is not None]
+        combined = ClosureResult(None)
+        if not ran:
+            return combined
+        losses = [result.loss for part, result in ran if result.loss is not None and part.factor]
+        combined.loss = torch.stack(losses or [result.loss for _, result in ran if result.loss is not None]).sum()
+        if any(result.extra for _, result in ran):
+            combined.extra = _combine_extras(
+                self._trainer.lightning_module, [result.asdict() for _, result in ran], [part for part, _ in ran]
+            )
+        return combined
+
+
+def _weighted(loss: Tensor, factor: float) -> Tensor:
+    return loss if factor == 1 else loss * factor
+
+
+def _combine_outputs(module: pl.LightningModule, outputs: Sequence[Any], parts: Sequence[MicroBatch]) -> Any:
+    """Combine by the module's ``combine_outputs(outputs, sizes)``, else by the rule of the package."""
+    sizes = [part.size for part in parts]
+    own = getattr(module, "combine_outputs", None)
+    if callable(own):
+        return own(list(outputs), sizes)
+    return combine_outputs(outputs, sizes, [part.share for part in parts], parts[0].batch_dim)
+
+
+def _combine_extras(
+    module: pl.LightningModule, outputs: Sequence[Mapping[str, Any]], parts: Sequence[MicroBatch]
+) -> dict[str, Any]:
+    """Combine what training steps returned in addition to their loss; what cannot be combined becomes a list."""
+    if callable(getattr(module, "combine_outputs", None)) or any(one.keys() != outputs[0].keys() for one in outputs):
+        whole = _combine_outputs(module, outputs, parts)
+        return {key: value for key, value in whole.items() if key != "loss"}
+    combined: dict[str, Any] = {}
+    for key in outputs[0]:
+        values = [one[key] for one in outputs]
+        try:
+            combined[key] = _combine_outputs(module, [{key: value} for value in values], parts)[key]
+        except OutputCombineError as error:
+            _warnings.warn(
+                f"on_train_batch_end receives outputs[{key!r}] as a list, one entry per micro-batch: {error}"
+            )
+            combined[key] = values
+    del combined["loss"]
+    return combined
+
+
+def _patch_evaluation_steps(trainer: pl.Trainer, get_runner: Callable[[], MicroBatchRunner]) -> list[MethodPatch]:
+    """Let ``get_runner()`` run the evaluation steps of the strategy, until the patches are removed."""
+
+    def step(inner: Callable[..., Any], /, batch: Any, *args: Any) -> Any:
+        runner = get_runner()
+        model = trainer.strategy.model
+        if isinstance(model, DistributedDataParallel) and runner.retries:
+            sync_buffers(model)  # not inside of an attempt, which must not wait for other ranks
+        outputs = runner.run(batch, lambda part: inner(part.batch, *args))
+        if len(outputs) == 1:
+            return outputs[0][1]
+        parts = [part for part, _ in outputs]
+        return _combine_outputs(trainer.lightning_module, [output for _, output in outputs], parts)
+
+    steps = ("validation_step", "test_step", "predict_step")
+    return [MethodPatch(trainer.strategy, name, partial(partial, step)) for name in steps]
 
 
 Size = int | Literal["auto"]
@@ -246,7 +439,7 @@ class MicroBatching(FitTechnique):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage != "fit" and self.eval is not None:
-            check_micro_batching(trainer, is_training=False)
+            _check_trainer(trainer, is_training=False)
             before_strategy_setup(trainer, lambda: self._apply_to_evaluation(trainer))
 
     @override
@@ -285,7 +478,7 @@ class MicroBatching(FitTechnique):
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
-        check_micro_batching(trainer, is_training=True)
+        _check_trainer(trainer, is_training=True)
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
@@ -299,7 +492,7 @@ class MicroBatching(FitTechnique):
             self._apply_to_evaluation(trainer)
 
     def _apply_to_evaluation(self, trainer: pl.Trainer) -> None:
-        self._run.patches += patch_evaluation_steps(trainer, lambda: self._get_runner(trainer, "evaluation"))
+        self._run.patches += _patch_evaluation_steps(trainer, lambda: self._get_runner(trainer, "evaluation"))
 
     @override
     def _undo(self) -> None:
@@ -314,18 +507,22 @@ class MicroBatching(FitTechnique):
         self._start(trainer)  # tuners train before on_fit_start
         runner = self._run.runners[name]
         if name == "training" and not self._run.is_checked:  # in the first batch: hooks come late
-            check_gradients(trainer, retries=runner.retries)
-            runner.reduces_by_hand = reduces_by_hand(trainer, retries=runner.retries, weighs=runner.weighs)
+            _check_gradients(trainer, retries=runner.retries)
+            runner.reduces_by_hand = _reduces_by_hand(trainer, retries=runner.retries, weighs=runner.weighs)
             self._run.is_checked = True
         return runner
 
     def _start(self, trainer: pl.Trainer) -> None:
         """Once the module is wrapped: whether ranks meet in its forward decides how they agree."""
-        if self._run.agreement is not None or not self._run.patches:
+        if self._run.runners or not self._run.patches:
             return
-        if "auto" in (self.size, self.eval):
-            check_recovery(trainer)
-        self._run.agreement = RankAgreement(rank_timeout(trainer))
+        if "auto" in (self.size, self.eval) and is_sharded(trainer.lightning_module) and not can_recover():
+            raise MisconfigurationException(
+                "MicroBatching('auto') needs PyTorch 2.13 or newer under FSDP2: older versions cannot recover from a "
+                "failed forward or backward. Give a fixed size, such as MicroBatching(8)."
+            )
+        if trainer.world_size > 1:
+            self._run.agreement = RankAgreement(rank_timeout(trainer))
         weight = _read_weight(self.weight)
         module = trainer.lightning_module
         split = self._split or getattr(module, "split_batch", None)
@@ -343,31 +540,20 @@ class MicroBatching(FitTechnique):
                 time_first=time_first,
                 has_all_keys=is_training,
             )
-            plans = collective is not None and sizes.retries
-            available = free_memory_of(trainer.strategy.root_device) if plans else None
-            planning = SizePlanning(available) if available is not None else None
             self._run.runners[name] = MicroBatchRunner(
-                trainer, cutter, sizes, weight, is_training=is_training, planning=planning, relief=self.relief
+                trainer, cutter, sizes, weight, is_training=is_training, relief=self.relief
             )
 
 
 def _check_size(name: str, size: object) -> None:
-    if isinstance(size, str):
-        if size != "auto":
-            raise ValueError(f"{name} must be a number of samples or 'auto', got {size!r}.")
-        return
-    if not isinstance(size, int) or isinstance(size, bool):
-        raise TypeError(f"{name} must be a number of samples or 'auto', got {size!r} of type {type(size).__name__}.")
-    check_positive_int(name, size)
+    if size != "auto":
+        check_number(name, size, int, "a number of samples or 'auto'", at_least=1)
 
 
 def _check_batch_dim(batch_dim: object, split: object, weight: object) -> None:
     if batch_dim is None:
         return
-    if not isinstance(batch_dim, int) or isinstance(batch_dim, bool):
-        raise TypeError(f"MicroBatching(batch_dim) must be a dimension such as 1, or None, got {batch_dim!r}.")
-    if batch_dim < 0:
-        raise ValueError(f"MicroBatching(batch_dim) must be at least 0, got {batch_dim}.")
+    check_number("MicroBatching(batch_dim)", batch_dim, int, "a dimension such as 1, or None", at_least=0)
     if split is not None:
         raise ValueError(
             "MicroBatching takes batch_dim= or split=, not both: split= alone decides how a batch is split."

@@ -1,37 +1,33 @@
 """Run a step in micro-batches, and again in smaller ones where memory ran out: on all ranks together.
 
-Nothing of an attempt that ran out of memory stays: its graph, its gradients, what it wrote into buffers, metrics and
-attributes, what it logged and drew from the generators. So the run goes on as if it had used the smaller micro-batches
-from the start.
+Nothing of an attempt that ran out of memory stays, so the run goes on as if it had used the smaller micro-batches from
+the start.
 """
 
 import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_vram.callbacks.hook_points import OutOfMemoryRelief
-from lightning_vram.callbacks.micro_batching.metrics_and_logging import BatchLogging, MetricStates
-from lightning_vram.core.batches.contents import BatchSplitError
-from lightning_vram.core.batches.micro_batches import BatchGuard, BatchWeight, hand_back, shares_of
-from lightning_vram.core.batches.splitting import BatchCutter, BatchFacts
-from lightning_vram.core.gradients import GradientState, has_collectives_in_forward
-from lightning_vram.core.module_state import BufferCopies
+from lightning_vram.callbacks.micro_batching.step_state import BatchLogging, ShownValues, StepState
+from lightning_vram.core.batches.micro_batches import BatchWeight
+from lightning_vram.core.batches.splitting import BatchSplitError
+from lightning_vram.core.gradients import has_collectives_in_forward
 from lightning_vram.core.ranks import RankAgreementError
-from lightning_vram.core.rollback import StepState
 from lightning_vram.memory.device.accelerators import empty_cache, has_cache
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory, release_frames
 from lightning_vram.private_names.lightning import running_results
-from lightning_vram.techniques.micro_batching import PROBED_SIZES, Agreed, AgreedSizes, NormCounting, SizePlanning
+from lightning_vram.techniques.micro_batching import Agreed, AgreedSizes, BatchCutter, BatchFacts, NormCounting
 from lightning_vram.techniques.sharding import discard_failed_iteration
 
 Output = TypeVar("Output")
@@ -52,154 +48,13 @@ class MicroBatch:
 
 
 Step = Callable[[MicroBatch], Output]
-
-
-class MicroBatchAttempt:
-    """Runs the micro-batches of a batch, once."""
-
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        metrics: MetricStates,
-        guard: BatchGuard,
-        *,
-        is_training: bool,
-        is_again: bool = False,  # whether an attempt of the same batch ran out of memory before
-    ) -> None:
-        self._trainer = trainer
-        self._module = trainer.lightning_module
-        results = running_results(trainer)
-        self._logging = BatchLogging(results) if results is not None else None
-        self._metrics = metrics
-        self._guard = guard
-        self._is_training = is_training
-        self._norms: NormCounting | None = None
-        self.is_again = is_again
-        self._number = self._num_parts = 1  # of the part under way, and of all
-
-    def run(self, micro_batches: Sequence[MicroBatch], step: Step[Output]) -> list[tuple[MicroBatch, Output]]:
-        """Run ``step`` on each of them; returns what it returned, without the idle ones."""
-        parts = [part for part in micro_batches if not part.is_idle]
-        num_samples = sum(part.size for part in parts)
-        self._num_parts = len(parts)
-        self._metrics.begin(len(parts))
-        if self._is_training and len(parts) > 1:
-            self._norms = NormCounting(self._module)
-        outputs = []
-        with self._logging or nullcontext():
-            for number, part in enumerate(micro_batches, 1):
-                self._number = min(number, len(parts))  # the idle ones repeat the last part
-                if part.is_idle:
-                    self._run_idle(part, step)
-                    continue
-                self._metrics.start_micro_batch(part.share)
-                if self._logging is not None:
-                    self._logging.start_micro_batch(part.size, part.share)
-                if self._norms is not None:
-                    self._norms.begin_part(part.size / num_samples)
-                lent = replace(part, batch=self._guard.lend(part.batch))
-                outputs.append((lent, step(lent)))
-        return outputs
-
-    def keep(self) -> None:
-        """Let it count. A collective if the user logs with ``sync_dist=True``."""
-        self._guard.settle()
-        if self._norms is not None:
-            self._norms.finish()
-        self._metrics.finish()
-        if self._logging is not None:
-            self._logging.replay()
-
-    def drop(self) -> None:
-        """Undo what it left in norms and metrics. Calling it again does nothing."""
-        if self._norms is not None:
-            self._norms.restore()
-        self._metrics.restore()
-
-    def add_note(self, error: BaseException) -> None:
-        """Note on an error of the model that splitting may be the cause. The type of the error does not change."""
-        is_of_cut = isinstance(error, BatchSplitError) or not isinstance(error, Exception) or is_out_of_memory(error)
-        if self._num_parts == 1 or is_of_cut:
-            return
-        error.add_note(
-            f"MicroBatching: this error is from micro-batch {self._number} of {self._num_parts}. If the whole "
-            "batch runs without it, splitting is the cause, for example with a batch padded to its longest "
-            "sample. Trim each micro-batch in MicroBatching(split=...), or in split_batch(batch, size) of the "
-            "LightningModule. Name entries that belong to all samples in shared_keys=."
-        )
-
-    def _run_idle(self, part: MicroBatch, step: Step[Output]) -> None:
-        device = self._trainer.strategy.root_device
-        state = StepState(self._module, device, BufferCopies(), skip=lambda member: isinstance(member, Metric))
-        metrics = MetricStates(self._module)
-        metrics.begin(1)
-        results = running_results(self._trainer)
-        with BatchLogging(results) if results is not None else nullcontext():  # without replay
-            try:
-                step(replace(part, batch=self._guard.lend(part.batch)))
-            finally:
-                metrics.restore()
-                state.restore()
-
-
-class StepUndo:
-    """Saves what a step may change, except metrics and logged values, which each attempt restores."""
-
-    def __init__(self, trainer: pl.Trainer, guard: BatchGuard) -> None:
-        self._module = trainer.lightning_module
-        self._device = trainer.strategy.root_device
-        self._guard = guard
-        self._buffers = BufferCopies()
-        self._parameters: list[Tensor] = []
-        self._gradients: GradientState | None = None
-
-    def remember(self, batch: Any, parameters: list[Tensor]) -> Callable[[], None]:
-        """Save all but gradients; returns what restores the state, as often as it is called."""
-        self._parameters, self._gradients = parameters, None
-        try:
-            return self._take(batch)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        self._release_memory()  # outside of the handler: the error holds on to the copies made so far
-        return self._take(batch)
-
-    def remember_gradients(self) -> None:
-        """Save gradients once per step: before the first backward and after zeroing, when there are none to copy."""
-        if self._gradients is None:
-            self._gradients = GradientState(self._parameters)
-
-    def forget_gradients(self) -> None:
-        """Free the copies: the step counts, and the optimizer needs the memory."""
-        self._gradients = None
-
-    def _take(self, batch: Any) -> Callable[[], None]:
-        state = StepState(self._module, self._device, self._buffers, skip=lambda member: isinstance(member, Metric))
-        self._guard.watch(batch)
-
-        def undo() -> None:
-            self._guard.check()
-            discard_failed_iteration(self._module)
-            if self._gradients is not None:
-                self._gradients.restore()
-            state.restore()
-            self._release_memory()
-
-        return undo
-
-    def _release_memory(self) -> None:
-        gc.collect()
-        if has_cache(self._device):
-            empty_cache(self._device)
-
-
 _SILENCE_SECONDS = 60.0  # and ten times what the longest attempt took: ranks began it together
 
 
 class MicroBatchRunner:
     """Runs one kind of step of a trainer: training, or evaluation."""
 
-    def __init__(  # noqa: PLR0913 - by name
+    def __init__(
         self,
         trainer: pl.Trainer,
         cutter: BatchCutter,
@@ -207,7 +62,6 @@ class MicroBatchRunner:
         weight: BatchWeight | Literal["sum"] | None,
         *,
         is_training: bool,
-        planning: SizePlanning | None = None,
         relief: OutOfMemoryRelief | None = None,  # is tried before a batch is cut
     ) -> None:
         self._trainer = trainer
@@ -220,14 +74,11 @@ class MicroBatchRunner:
         self._weight = None if isinstance(weight, str) else weight
         self.weighs = self._weight is not None  # whether a micro-batch may have weight 0
         self._is_training = is_training
-        self._planning = planning
-        self._metrics = MetricStates(trainer.lightning_module)
-        self._guard = BatchGuard()
-        self._undo = StepUndo(trainer, self._guard)
+        self._state = StepState(trainer.lightning_module, trainer.strategy.root_device)
         self._longest_seconds = 0.0
         self._has_warned = False
         self.size: int | None = None  # samples per micro-batch in the last batch; None if it could not be cut
-        self.num_retries = 0
+        self._has_shrunk = False  # in this batch
         self.reduces_by_hand = False
 
     def run(
@@ -240,46 +91,34 @@ class MicroBatchRunner:
     ) -> list[tuple[MicroBatch, Output]]:
         """Run ``step`` (forward, and backward if there is one) on every micro-batch of ``batch``; return both."""
         facts = self._measure(batch)
-        parameters = list(find_parameters()) if self.retries else []
-        if self._planning is not None and not self._planning.is_probed:
-            undo_probe = self._undo.remember(batch, parameters)
-            self._undo.remember_gradients()  # of an earlier fit: nothing zeroes them before
-            self._probe(self._planning, batch, facts, step)
-            undo_probe()
-        undo = self._remember(batch, parameters, zeroes=zeroes)
-        agreed = self._sizes.start(facts, self._planning.limit(facts) if self._planning is not None else None)
-        num_retries = self.num_retries
+        if self.retries:
+            self._take(batch, list(find_parameters()), zeroes=zeroes)
+        agreed, self._has_shrunk = self._sizes.start(facts), False
         while True:
-            attempt = self._make_attempt(is_again=self.num_retries > num_retries)
             started = time.monotonic()
-            outputs, error = self._attempt(attempt, step, partial(self._cut, batch, facts, agreed), agreed.size)
+            results = running_results(self._trainer)
+            logging = BatchLogging(results) if results is not None else None
+            outputs, error = self._attempt(batch, facts, agreed, step, logging)
             if not self.retries or not self._has_failed(error, started):
                 break
-            assert undo is not None
             has_freed = self._free_memory(error)
             if not has_freed and (agreed.size == 1 or (self._relief is not None and not self._relief.may_cut)):
                 raise self._give_up(error, facts.why_whole)
-            attempt.drop()
-            undo()
+            self._undo()
             agreed = agreed if has_freed else self._shrink(facts, agreed, error)
-        self._undo.forget_gradients()
-        attempt.keep()
+        self._state.settle()
+        if logging is not None:
+            logging.replay()
         if len(outputs) == 1:
-            hand_back(batch, outputs[0][0].batch)
+            _hand_back(batch, outputs[0][0].batch)
         self._sizes.settle(facts, agreed)
         self.size = min(agreed.size, facts.num_samples) if facts.why_whole is None else None
         return outputs
 
-    def remember_gradients(self) -> None:
+    def take_gradients(self) -> None:
         """Save gradients; a step calls it before its first backward."""
         if self.retries:
-            self._undo.remember_gradients()
-
-    def _remember(self, batch: Any, parameters: list[Tensor], *, zeroes: bool) -> Callable[[], None] | None:
-        undo = self._undo.remember(batch, parameters) if self.retries else None
-        if not zeroes:  # a forward that fails makes FSDP2 drop those of the batches before
-            self.remember_gradients()
-        return undo
+            self._state.take_gradients()
 
     def _measure(self, batch: Any) -> BatchFacts:
         if not self.retries:
@@ -293,51 +132,84 @@ class MicroBatchRunner:
             )
         return facts
 
-    def _make_attempt(self, *, is_again: bool = False) -> MicroBatchAttempt:
-        is_training = self._is_training
-        return MicroBatchAttempt(self._trainer, self._metrics, self._guard, is_training=is_training, is_again=is_again)
-
-    def _probe(self, planning: SizePlanning, batch: Any, facts: BatchFacts, step: Step[Output]) -> None:
-        """Run a few small micro-batches that are dropped."""
-        for size in PROBED_SIZES:
-            attempt = self._make_attempt()
-            part, size = self._cutter.cut(batch, facts, size)[0]
-            idle = MicroBatch(part, size, 1.0, 1.0, is_first=False, is_last=False, is_idle=True)
-            started = time.monotonic()
-            with planning.watching(facts.elements_of(size)):
-                error = self._run_probe(attempt, idle, step)
-            if self._has_failed(error, started):
-                planning.give_up(is_too_large=error is not None and is_out_of_memory(error))
-                break
-        planning.is_probed = True
-
-    def _run_probe(self, attempt: MicroBatchAttempt, part: MicroBatch, step: Step[Output]) -> Exception | None:
-        """Run a micro-batch that the user did not ask for: no error in it ends the run."""
+    def _take(self, batch: Any, parameters: list[Tensor], *, zeroes: bool) -> None:
+        has_room = True
         try:
-            attempt.run([part], step)
+            self._state.take(batch, parameters)
         except Exception as error:
-            release_frames(error)
-            return error
-        finally:
-            attempt.drop()
-        return None
+            if not is_out_of_memory(error):
+                raise
+            has_room = False
+        if not has_room:  # outside of the handler: the error holds on to the copies made so far
+            self._release_memory()
+            self._state.take(batch, parameters)
+        if not zeroes:  # a forward that fails makes FSDP2 drop those of the batches before
+            self._state.take_gradients()
+
+    def _undo(self) -> None:
+        discard_failed_iteration(self._trainer.lightning_module)
+        self._state.restore()
+        self._release_memory()
+
+    def _release_memory(self) -> None:
+        gc.collect()
+        device = self._trainer.strategy.root_device
+        if has_cache(device):
+            empty_cache(device)
 
     def _attempt(
-        self, attempt: MicroBatchAttempt, step: Step[Output], cut: Callable[[], list[MicroBatch]], size: int
+        self, batch: Any, facts: BatchFacts, agreed: Agreed, step: Step[Output], logging: BatchLogging | None
     ) -> tuple[list[tuple[MicroBatch, Output]], Exception | None]:
         """Returns an out-of-memory error rather than raising it: its traceback would keep the graph alive."""
         try:
-            return attempt.run(cut(), step), None
+            return self._run_parts(self._cut(batch, facts, agreed), step, logging), None
         except BaseException as error:
-            attempt.drop()
             if not self.retries or not isinstance(error, Exception) or not is_out_of_memory(error):
-                if attempt.is_again:
-                    error.add_note(f"MicroBatching ran {size} samples at once here, because more ran out of memory.")
-                attempt.add_note(error)
+                if self._has_shrunk:
+                    error.add_note(
+                        f"MicroBatching ran {agreed.size} samples at once here, because more ran out of memory."
+                    )
                 raise
-            if size > 1:  # of a single sample it is what the user gets to see
+            if agreed.size > 1:  # of a single sample it is what the user gets to see
                 release_frames(error)
             return [], error
+
+    def _run_parts(
+        self, parts: Sequence[MicroBatch], step: Step[Output], logging: BatchLogging | None
+    ) -> list[tuple[MicroBatch, Output]]:
+        """Return what ``step`` returned of each part, without the idle ones."""
+        module = self._trainer.lightning_module
+        counted = [part for part in parts if not part.is_idle]
+        listeners: list[BatchLogging | ShownValues | NormCounting] = [logging] if logging is not None else []
+        if len(counted) > 1:
+            listeners.append(ShownValues(module))
+            if self._is_training:
+                listeners.append(NormCounting(module, sum(part.size for part in counted)))
+        outputs = []
+        with ExitStack() as stack:
+            for listener in listeners:
+                stack.enter_context(listener)
+            for number, part in enumerate(counted, 1):
+                for listener in listeners:
+                    listener.begin_part(part.size, part.share)
+                lent = replace(part, batch=self._state.lend(part.batch))
+                try:
+                    outputs.append((lent, step(lent)))
+                except Exception as error:
+                    _note_part(error, number, len(counted))
+                    raise
+            for part in parts[len(counted) :]:
+                self._run_idle(part, step)
+        return outputs
+
+    def _run_idle(self, part: MicroBatch, step: Step[Output]) -> None:
+        state = StepState(self._trainer.lightning_module, self._trainer.strategy.root_device).take()
+        results = running_results(self._trainer)
+        with BatchLogging(results) if results is not None else nullcontext():  # without replay
+            try:
+                step(replace(part, batch=self._state.lend(part.batch)))
+            finally:
+                state.restore()
 
     def _cut(self, batch: Any, facts: BatchFacts, agreed: Agreed) -> list[MicroBatch]:
         is_whole = agreed.size >= facts.num_samples and not self.retries
@@ -367,7 +239,7 @@ class MicroBatchRunner:
     def _has_failed(self, error: Exception | None, started: float) -> bool:
         self._longest_seconds = max(self._longest_seconds, time.monotonic() - started)
         timeout = None  # a rank may be slow, to compile, say
-        if error is not None and self._sizes.has_equal_counts:  # ranks that did not fail at the same place cannot come
+        if error is not None and self.has_equal_counts:  # ranks that did not fail at the same place cannot come
             timeout = timedelta(seconds=_SILENCE_SECONDS + 10 * self._longest_seconds)
         try:
             return self._sizes.has_failed(here=error is not None, timeout=timeout)
@@ -389,7 +261,7 @@ class MicroBatchRunner:
         return True
 
     def _shrink(self, facts: BatchFacts, agreed: Agreed, error: Exception | None) -> Agreed:
-        self.num_retries += 1
+        self._has_shrunk = True
         smaller = self._sizes.halve(facts, agreed, here=error is not None)
         rank_zero_info(f"MicroBatching: out of memory with {agreed.size} samples at once, now {smaller.size}.")
         return smaller
@@ -409,6 +281,42 @@ class MicroBatchRunner:
         way_out = "ActivationCheckpointing(), ActivationOffload()" if self._is_training else "smaller inputs"
         error.add_note(f"{message} Reduce the memory per sample: {way_out}.")
         return error
+
+
+def _note_part(error: Exception, number: int, num_parts: int) -> None:
+    """Note on an error of the model that splitting may be the cause. The type of the error does not change."""
+    if num_parts == 1 or isinstance(error, BatchSplitError) or is_out_of_memory(error):
+        return
+    error.add_note(
+        f"MicroBatching: this error is from micro-batch {number} of {num_parts}. If the whole batch runs without it, "
+        "splitting is the cause, for example with a batch padded to its longest sample. Trim each micro-batch in "
+        "MicroBatching(split=...), or in split_batch(batch, size) of the LightningModule. Name entries that belong to "
+        "all samples in shared_keys=."
+    )
+
+
+def shares_of(parts: Sequence[Any], sizes: Sequence[int], weight: BatchWeight | None) -> list[float]:
+    """Return how much each micro-batch counts in its batch, together 1: by samples without weights above zero."""
+    by_samples = [size / sum(sizes) for size in sizes]
+    if weight is None or len(parts) == 1:
+        return by_samples
+    weights = [weight(part) for part in parts]
+    tensors = [one.detach().reshape(()) for one in weights if isinstance(one, Tensor)]
+    values = iter(torch.stack(tensors).tolist() if tensors else ())  # the host blocks once for all of them
+    numbers = [next(values) if isinstance(one, Tensor) else float(one) for one in weights]
+    total = sum(numbers)
+    return [one / total for one in numbers] if total > 0 else by_samples
+
+
+def _hand_back(batch: Any, lent: Any) -> None:
+    """Repeat in ``batch`` what a step added to, or removed from, the dict or list that it got instead."""
+    if lent is batch:
+        return
+    if isinstance(batch, dict) and isinstance(lent, dict):
+        batch.clear()
+        batch.update(lent)
+    elif isinstance(batch, list) and isinstance(lent, list):
+        batch[:] = lent
 
 
 def why_counts_must_be_equal(trainer: pl.Trainer, *, is_training: bool) -> str | None:

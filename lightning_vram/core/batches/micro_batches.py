@@ -1,4 +1,4 @@
-"""Weigh micro-batches, combine their outputs, and keep batches and batch norms unchanged by them.
+"""Weigh micro-batches, combine their outputs, and let batch norms count them as one batch.
 
 The mean of two losses is that of both batches together only where both divide by the same number. A loss over tokens
 divides by those that are not ignored, which differ from batch to batch.
@@ -7,18 +7,25 @@ divides by those that are not ignored, which differ from batch to batch.
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
-from lightning_vram.core.batches.contents import BatchPath, BatchSplitError, describe, is_array, is_constant, take_apart
-from lightning_vram.core.batches.splitting import SPLIT_HOOK, BatchSplitter, is_uniform
-from lightning_vram.memory.device.out_of_memory import is_out_of_memory
-from lightning_vram.private_names.torch import BatchNormBase, NormBase, num_writes
+from lightning_vram.core.batches.splitting import (
+    SPLIT_HOOK,
+    BatchPath,
+    BatchSplitError,
+    BatchSplitter,
+    describe,
+    is_array,
+    is_constant,
+    is_uniform,
+    take_apart,
+)
+from lightning_vram.private_names.torch import BatchNormBase, NormBase
 
 WeightName = Literal["samples", "tokens", "shifted_tokens"]
 BatchWeight = Callable[[Any], "float | Tensor"]
@@ -103,28 +110,15 @@ def check_weight(weight: Any, name: str) -> float | Tensor:
     return float(weight)
 
 
-def shares_of(parts: Sequence[Any], sizes: Sequence[int], weight: BatchWeight | None) -> list[float]:
-    """Return how much each micro-batch counts in its batch, together 1: by samples without weights above zero."""
-    by_samples = [size / sum(sizes) for size in sizes]
-    if weight is None or len(parts) == 1:
-        return by_samples
-    weights = [weight(part) for part in parts]
-    tensors = [one.detach().reshape(()) for one in weights if isinstance(one, Tensor)]
-    values = iter(torch.stack(tensors).tolist() if tensors else ())  # the host blocks once for all of them
-    numbers = [next(values) if isinstance(one, Tensor) else float(one) for one in weights]
-    total = sum(numbers)
-    return [one / total for one in numbers] if total > 0 else by_samples
-
-
-Value = TypeVar("Value")
-
-
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float], sizes: Sequence[int]) -> Tensor:
     """Return the mean of ``values``; ``sizes`` weigh if all ``weights`` are 0. Equal values stay bitwise equal.
 
     A value with weight 0 does not count, even if it is NaN: the mean over no tokens is 0 / 0.
     """
-    counted = _counted(values, weights, sizes)
+    total = sum(map(float, weights))
+    if not total:
+        weights, total = sizes, sum(sizes)
+    counted = [(value, float(weight) / total) for value, weight in zip(values, weights, strict=True) if weight]
     first = mean = counted[0][0]
     plain = torch.zeros_like(first)
     for value, share in counted:
@@ -132,24 +126,6 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[float], sizes: Seq
         plain = plain + value * share
     # From differences to the first value; if that is infinite, they are NaN, and the sum is used.
     return torch.where(first.isfinite(), mean, plain).to(first.dtype)
-
-
-def weighted_mean_of_numbers(values: Sequence[float], weights: Sequence[float], sizes: Sequence[int]) -> float:
-    """As :func:`weighted_mean`, for Python and NumPy numbers; the result has the type of the first."""
-    counted = _counted(values, weights, sizes)
-    first = counted[0][0]
-    if math.isfinite(first):
-        mean = first + sum(share * (value - first) for value, share in counted)
-    else:
-        mean = sum(share * value for value, share in counted)
-    return type(values[0])(mean)
-
-
-def _counted(values: Sequence[Value], weights: Sequence[float], sizes: Sequence[int]) -> list[tuple[Value, float]]:
-    total = sum(map(float, weights))
-    if not total:
-        weights, total = sizes, sum(sizes)
-    return [(value, float(weight) / total) for value, weight in zip(values, weights, strict=True) if weight]
 
 
 _COMBINE_HOOK = "Define combine_outputs(outputs, sizes) on the LightningModule."
@@ -202,31 +178,30 @@ class _Combination:
             return first
         if any(type(value) is not type(first) for value in values):
             raise _refuse(path, values, "have different types")
-        if isinstance(first, Tensor) or is_array(first):
+        if (isinstance(first, Tensor) and not first.is_nested) or is_array(first):
             return self._join(values, path) if first.ndim else self._average_tensors(values, path)
         parts = take_apart(first)
         if parts is not None:
             return self._combine_lists(values, path) if parts.is_list else self._combine_columns(values, path)
-        if is_constant(first) and not isinstance(first, PackedSequence) and all(value == first for value in values):
+        if is_constant(first) and all(value == first for value in values):
             return first
         if isinstance(first, float) or getattr(getattr(first, "dtype", None), "kind", "") == "f":  # or a NumPy number
-            return weighted_mean_of_numbers(values, self.shares, self.sizes)
+            tensors = [torch.tensor(float(value), dtype=torch.float64) for value in values]
+            return type(first)(weighted_mean(tensors, self.shares, self.sizes).item())
         raise _refuse(path, values, f"differ: {values[0]!r}, {values[1]!r}" if is_constant(first) else "are unknown")
 
     def _join(self, values: list[Any], path: BatchPath) -> Any:
         first = values[0]
-        dims = [dim for dim in dict.fromkeys((0, self.batch_dim)) if [_size(one, dim) for one in values] == self.sizes]
+        candidates = [dim for dim in dict.fromkeys((0, self.batch_dim)) if dim < min(one.ndim for one in values)]
+        dims = [dim for dim in candidates if [one.shape[dim] for one in values] == self.sizes]
         if not dims:
             raise _refuse(path, values, f"do not have a row for each of {self.sizes} samples")
         if len(dims) > 1:
             raise _refuse(path, values, f"have a row for each of {self.sizes} samples in dimensions {dims}")
         self.num_joined += 1
-        is_nested = isinstance(first, Tensor) and first.is_nested
-        if len({_row(value, dims[0]) for value in values}) > 1:
+        shapes = {(value.dtype, *value.shape[: dims[0]], *value.shape[dims[0] + 1 :]) for value in values}
+        if len(shapes) > 1:
             raise _refuse(path, values, "differ in more than the number of rows")
-        if is_nested:
-            rows = [row.detach() for value in values for row in value.unbind()]
-            return torch.nested.as_nested_tensor(rows, layout=first.layout)
         if isinstance(first, Tensor):
             return torch.cat([value.detach() for value in values], dims[0])
         return sys.modules["numpy"].concatenate(values, dims[0])
@@ -284,109 +259,9 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _size(value: Any, dim: int) -> int | None:
-    if isinstance(value, Tensor) and value.is_nested:
-        return value.size(0) if dim == 0 else None
-    return value.shape[dim] if dim < value.ndim else None
-
-
-def _row(value: Any, dim: int) -> tuple[object, ...]:
-    """Return what values must have in common to be joined: all sizes but one."""
-    if isinstance(value, Tensor) and value.is_nested:
-        return value.dtype, value.ndim
-    return value.dtype, *value.shape[:dim], *value.shape[dim + 1 :], getattr(value, "layout", None)
-
-
 def _refuse(path: BatchPath, values: Sequence[Any], reason: str) -> OutputCombineError:
     found = ", ".join(dict.fromkeys(describe(value) for value in values))
     return OutputCombineError(f"{path.code} cannot be combined: its values ({found}) {reason}. {_COMBINE_HOOK}")
-
-
-_NUM_WATCHED = 2  # batches in which a step shows whether it writes into them
-
-
-class BatchGuard:
-    """Gives micro-batches to a step: copies if it wrote into the first ones (past the version: unseen), else views."""
-
-    def __init__(self) -> None:
-        self._num_seen = 0
-        self._is_writing = False
-        self._is_watching = False
-        self._counts = True  # whether all tensors count their versions
-        self._lent: list[tuple[Tensor, int]] = []
-        self._own: list[tuple[Tensor, int]] = []
-
-    def watch(self, batch: Any) -> None:
-        """Begin a batch that may need a retry."""
-        tensors = list(_iterate_tensors(batch))
-        self._is_watching = True
-        self._counts = not any(tensor.is_inference() for tensor in tensors)  # as evaluation loops make them
-        self._own = [(tensor, num_writes(tensor)) for tensor in tensors if not tensor.is_inference()]
-        self._lent = []
-
-    def lend(self, part: Any) -> Any:
-        """Return this part of the batch as the step gets it."""
-        is_known = self._counts and not self._is_writing and self._num_seen >= _NUM_WATCHED
-        if not self._is_watching or is_known:
-            return part
-        copied = _copy(part)
-        tensors = _iterate_tensors(copied)
-        self._lent += [(tensor, num_writes(tensor)) for tensor in tensors if not tensor.is_inference()]
-        return copied
-
-    def settle(self) -> None:
-        """End a batch: learn from it."""
-        self._num_seen += self._is_watching
-        self._learn()
-        self._is_watching, self._own = False, []
-
-    def check(self) -> None:
-        """Raise ``RuntimeError`` if the step wrote into the batch, which it had not done before."""
-        self._learn()
-        if any(num_writes(tensor) != version for tensor, version in self._own):
-            raise RuntimeError(
-                "MicroBatching cannot retry this batch: training_step modified it in place, unlike the first "
-                "batches. Write into a copy, or give a fixed size."
-            )
-
-    def _learn(self) -> None:
-        self._is_writing |= any(num_writes(tensor) != version for tensor, version in self._lent)
-        self._lent = []
-
-
-def _iterate_tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, PackedSequence):
-        yield value.data
-    elif (parts := take_apart(value)) is not None:
-        for part in parts.values:
-            yield from _iterate_tensors(part)
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    if isinstance(value, PackedSequence):
-        return value._replace(data=value.data.clone())
-    parts = take_apart(value)
-    try:
-        return value if parts is None else parts.build([_copy(part) for part in parts.values])
-    except Exception as error:  # a container of the user's that cannot be built anew is lent itself
-        if is_out_of_memory(error):
-            raise
-        return value
-
-
-def hand_back(batch: Any, lent: Any) -> None:
-    """Repeat in ``batch`` what a step added to, or removed from, the dict or list that it got instead."""
-    if lent is batch:
-        return
-    if isinstance(batch, dict) and isinstance(lent, dict):
-        batch.clear()
-        batch.update(lent)
-    elif isinstance(batch, list) and isinstance(lent, list):
-        batch[:] = lent
 
 
 def find_batch_norms(module: nn.Module) -> tuple[str, ...]:

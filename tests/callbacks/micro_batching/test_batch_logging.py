@@ -1,6 +1,7 @@
 """What a run logs in micro-batches is what the plain run logs."""
 
 import math
+from contextlib import nullcontext
 
 import lightning.pytorch as pl
 import pytest
@@ -13,7 +14,7 @@ from support.helpers import LitTiny, TinyCNN
 from torchmetrics import MaxMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
-from lightning_vram.callbacks.micro_batching.metrics_and_logging import BatchLogging, MetricStates
+from lightning_vram.callbacks.micro_batching.step_state import BatchLogging, ShownValues, StepState
 from lightning_vram.core.patching import MethodPatch
 
 pytestmark = [
@@ -86,26 +87,28 @@ class InChunks(Callback):
         self.failed_sizes = failed_sizes
 
     def on_fit_start(self, trainer, pl_module):
-        metrics = MetricStates(pl_module)
+        state = StepState(pl_module, pl_module.device)
 
         def run(step, sizes, batch, *args):
-            metrics.begin(len(sizes))
-            with BatchLogging(trainer._results) as logging:
+            shown = ShownValues(pl_module) if len(sizes) > 1 else nullcontext()
+            with BatchLogging(trainer._results) as logging, shown:
                 total = 0
                 for part in zip(*(column.split(sizes) for column in batch), strict=True):
-                    logging.start_micro_batch(len(part[0]), len(part[0]) / len(batch[0]))
-                    metrics.start_micro_batch(len(part[0]) / len(batch[0]))
+                    share = len(part[0]) / len(batch[0])
+                    logging.begin_part(len(part[0]), share)
+                    if len(sizes) > 1:
+                        shown.begin_part(len(part[0]), share)
                     output = step(part, *args)
-                    total = None if output is None else total + output * len(part[0]) / len(batch[0])
+                    total = None if output is None else total + output * share
             return total, logging
 
         def in_chunks(step):
             def run_twice(batch, *args):
                 if self.failed_sizes is not None:
+                    state.take()
                     run(step, self.failed_sizes, batch, *args)
-                    metrics.restore()
+                    state.restore()
                 output, logging = run(step, self.sizes, batch, *args)
-                metrics.finish()
                 logging.replay()
                 return output
 
@@ -170,7 +173,7 @@ def replay(chunks, shares=None, **options):
     calls = Calls()
     with BatchLogging(calls.results) as logging:
         for number, chunk in enumerate(chunks):
-            logging.start_micro_batch(1, shares[number] if shares else 1 / len(chunks))
+            logging.begin_part(1, shares[number] if shares else 1 / len(chunks))
             for value in chunk if isinstance(chunk, list) else [chunk]:
                 name, value, own = value if isinstance(value, tuple) else ("x", value, {})
                 calls.results.log("training_step", name, value, **options, **own)
@@ -283,7 +286,7 @@ class LitSynced(LitTiny):
     def training_step(self, batch, batch_idx):
         with BatchLogging(self.trainer._results) as logging:
             for images in batch[0].chunk(self.num_parts):
-                logging.start_micro_batch(len(images), len(images) / len(batch[0]))
+                logging.begin_part(len(images), len(images) / len(batch[0]))
                 self.log("pixel", images.double().mean(), sync_dist=True, on_step=True, on_epoch=True)
         logging.replay()
         return super().training_step(batch, batch_idx)

@@ -16,11 +16,9 @@ from support.micro_batching_models import LitRegression, full
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import ProcessRaisedException
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
 
 from lightning_vram.callbacks.micro_batching.callback import MicroBatching
-from lightning_vram.core.patching import MethodPatch
 from lightning_vram.memory.units import MIB
 from lightning_vram.techniques.sharding.removal import can_recover
 
@@ -194,47 +192,6 @@ def test_ranks_with_fewer_samples_under_fsdp2_keep_step_with_parts_that_count_fo
     options = {"model_class": Uneven, "is_sharded": True, "use_distributed_sampler": False, "max_epochs": 2}
     expected = fit([], **options)
     assert_close(fit([MicroBatching(2)], **options), expected)
-
-
-class Clean(pl.Callback):
-    """Nothing of the probes is left on the metrics."""
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        assert not isinstance(pl_module.error.update, MethodPatch)
-
-
-@pytest.mark.skipif(not can_recover(), reason="needs torch 2.13")
-def test_a_size_is_planned_where_the_device_tells_its_room_and_ranks_must_keep_step(fit, monkeypatch) -> None:
-    limits: list[MemoryLimit] = []
-
-    class Room:
-        def __init__(self, limit: MemoryLimit) -> None:
-            self.limit = limit
-
-        def reset(self) -> None:
-            self.limit.peak_bytes = self.limit.live_bytes
-
-        def peak_since_reset(self) -> int:
-            return self.limit.peak_bytes
-
-        def allocated_bytes(self) -> int:
-            return self.limit.live_bytes
-
-        def room_bytes(self) -> int:
-            return (self.limit.limit_bytes or 2**40) - self.limit.live_bytes
-
-    def release_memory(device: torch.device) -> Room:
-        (limit,) = (mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, MemoryLimit))
-        limits.append(limit)
-        return Room(limit)
-
-    monkeypatch.setattr("lightning_vram.callbacks.micro_batching.callback.free_memory_of", release_memory)
-    options = {"heavy": "forward", "is_sharded": True, "norm": True}  # a norm that refuses single samples
-    expected = fit([MicroBatching(4)], **options)
-    room_for_four = int(5.1 * MIB)
-    actual = fit([MicroBatching("auto"), Clean()], {0: room_for_four, 1: 2 * room_for_four}, **options)
-    assert [result["num_errors"] for result in actual] == [0, 0]  # the smaller room decides, before anything fails
-    assert_equal(actual, expected)
 
 
 class Shards(torch.utils.data.IterableDataset):

@@ -2,6 +2,7 @@
 
 import copy
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, Multicl
 from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError, PearsonCorrCoef
 from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
-from lightning_vram.callbacks.micro_batching.metrics_and_logging import MetricStates
+from lightning_vram.callbacks.micro_batching.step_state import ShownValues, StepState
 
 NUM_SAMPLES = 12
 
@@ -32,18 +33,20 @@ def classes(generator):
     return torch.randn(NUM_SAMPLES, 3, generator=generator), torch.arange(NUM_SAMPLES) % 3
 
 
-MERGED = {
+MEANS = {  # of samples: their values can be averaged
     "mean absolute error": (MeanAbsoluteError, pairs),
-    "accuracy": (lambda: MulticlassAccuracy(num_classes=3), classes),
+    "accuracy": (lambda: MulticlassAccuracy(num_classes=3, average="micro"), classes),
     "mean": (MeanMetric, numbers),
+}
+OTHERS = {
     "sum": (SumMetric, numbers),
     "cat": (CatMetric, numbers),
     "area under the curve": (lambda: BinaryAUROC(thresholds=None), scores),
     "min": (MinMetric, numbers),
     "max": (MaxMetric, numbers),
+    "correlation": (PearsonCorrCoef, pairs),
 }
-AVERAGED = {"correlation": (PearsonCorrCoef, pairs)}  # its states have no rule by which they could be merged
-CASES = MERGED | AVERAGED
+CASES = MEANS | OTHERS
 
 
 class Model(nn.Module):
@@ -57,25 +60,26 @@ def batches(make_batch, num_batches=3):
     return [make_batch(torch.Generator().manual_seed(seed)) for seed in range(num_batches)]
 
 
-def run_chunks(model, states, batch, sizes, style):
-    states.begin(len(sizes))
-    for chunk in zip(*(column.split(sizes) for column in batch), strict=True):
-        states.start_micro_batch(len(chunk[0]) / NUM_SAMPLES)
-        getattr(model.metric, style)(*chunk)
+def run_chunks(model, batch, sizes, style):
+    with ShownValues(model) if len(sizes) > 1 else nullcontext() as shown:
+        for chunk in zip(*(column.split(sizes) for column in batch), strict=True):
+            if shown is not None:
+                shown.begin_part(len(chunk[0]), len(chunk[0]) / NUM_SAMPLES)
+            getattr(model.metric, style)(*chunk)
 
 
 def run(metric, data, sizes, style, failed_sizes=()):
     """Returns what the metric showed for each batch, and computed at the end."""
-    model, shown = Model(metric), []
-    states = MetricStates(model)
+    model, seen = Model(metric), []
+    state = StepState(model, torch.device("cpu"))
     for batch in data:
         if failed_sizes:
-            run_chunks(model, states, batch, failed_sizes, style)
-            states.restore()
-        run_chunks(model, states, batch, sizes, style)
-        states.finish()
-        shown.append(copy.deepcopy(metric._forward_cache))
-    return shown, metric.compute()
+            state.take()
+            run_chunks(model, batch, failed_sizes, style)
+            state.restore()
+        run_chunks(model, batch, sizes, style)
+        seen.append(copy.deepcopy(metric._forward_cache))
+    return seen, metric.compute()
 
 
 def run_plain(metric, data, style):
@@ -113,7 +117,7 @@ def test_with_one_micro_batch_nothing_is_different(case, style):
 
 
 @pytest.mark.parametrize("style", ["forward", "update"])
-@pytest.mark.parametrize("case", MERGED)
+@pytest.mark.parametrize("case", MEANS)
 def test_steps_and_epoch_show_what_they_do_without_micro_batches(case, style):
     make, make_batch = CASES[case]
     data = batches(make_batch)
@@ -121,7 +125,7 @@ def test_steps_and_epoch_show_what_they_do_without_micro_batches(case, style):
 
 
 @pytest.mark.parametrize("style", ["forward", "update"])
-@pytest.mark.parametrize("case", AVERAGED)
+@pytest.mark.parametrize("case", OTHERS)
 def test_the_epoch_shows_what_it_does_without_micro_batches(case, style):
     make, make_batch = CASES[case]
     data = batches(make_batch)
@@ -129,7 +133,7 @@ def test_the_epoch_shows_what_it_does_without_micro_batches(case, style):
     torch.testing.assert_close(computed, run_plain(make(), data, style)[1])
 
 
-def test_a_value_that_cannot_be_merged_is_the_mean_of_the_micro_batches_by_share():
+def test_the_value_of_a_batch_is_the_mean_of_the_micro_batches_by_share():
     (batch,) = batches(pairs, 1)
     expected = sum(
         PearsonCorrCoef()(*chunk) * len(chunk[0]) / NUM_SAMPLES
@@ -205,12 +209,13 @@ def test_after_restore_all_is_as_before_and_idle_metrics_keep_their_tensors(case
     model = Model(make())
     getattr(model.metric, style)(*first)
     before, idle_state = everything(model), model.idle.mean_value
-    states = MetricStates(model)
+    state = StepState(model, torch.device("cpu"))
     for sizes in ([NUM_SAMPLES], [6, 6]):
-        run_chunks(model, states, second, sizes, style)
+        state.take()
+        run_chunks(model, second, sizes, style)
         model.metric.compute()
         assert model.idle.mean_value is idle_state
-        states.restore()
+        state.restore()
         assert everything(model) == before
     model.metric.reset()
 
@@ -223,9 +228,8 @@ def test_the_epoch_of_a_classwise_metric_is_that_without_micro_batches(style):
 
 
 def make_collection():
-    return MetricCollection(
-        [MulticlassPrecision(num_classes=3), MulticlassF1Score(num_classes=3), MulticlassAccuracy(num_classes=3)]
-    )
+    kinds = (MulticlassPrecision, MulticlassF1Score, MulticlassAccuracy)
+    return MetricCollection([kind(num_classes=3, average="micro") for kind in kinds])
 
 
 @pytest.mark.parametrize("style", ["forward", "update"])
@@ -233,15 +237,13 @@ def test_a_collection_with_compute_groups_counts_each_batch_once(style):
     data = batches(classes)
     plain, split = make_collection(), make_collection()
     model = Model(split)
-    states = MetricStates(model)
+    state = StepState(model, torch.device("cpu"))
     for batch in data:
         getattr(plain, style)(*batch)
-        run_chunks(model, states, batch, [8, 4], style)
-        states.restore()
-        run_chunks(model, states, batch, [5, 5, 2], style)
-        states.finish()
-        expected = [metric._forward_cache for metric in plain.values()]
-        assert_same([metric._forward_cache for metric in split.values()], expected)
+        state.take()
+        run_chunks(model, batch, [8, 4], style)
+        state.restore()
+        run_chunks(model, batch, [5, 5, 2], style)
     assert split.compute_groups == plain.compute_groups
     assert_same(split.compute(), plain.compute())
 
@@ -249,50 +251,54 @@ def test_a_collection_with_compute_groups_counts_each_batch_once(style):
 def test_groups_that_a_dropped_try_formed_are_dissolved():
     model = Model(make_collection())
     before = copy.deepcopy(model.metric.compute_groups)
-    states = MetricStates(model)
-    run_chunks(model, states, batches(classes, 1)[0], [8, 4], "update")
+    state = StepState(model, torch.device("cpu")).take()
+    run_chunks(model, batches(classes, 1)[0], [8, 4], "update")
     assert model.metric.compute_groups != before
-    states.restore()
+    state.restore()
     assert model.metric.compute_groups == before
     assert not any(metric.update_called for metric in model.metric.values())
 
 
 def test_a_metric_called_twice_in_a_step_shows_its_last_call():
     model = Model(MeanMetric())
-    states = MetricStates(model)
-    states.begin(2)
-    for first, last in ((10.0, 1.0), (20.0, 3.0)):
-        states.start_micro_batch(0.5)
-        model.metric(first)
-        model.metric(last)
-    states.finish()
+    with ShownValues(model) as shown:
+        for first, last in ((10.0, 1.0), (20.0, 3.0)):
+            shown.begin_part(1, 0.5)
+            model.metric(first)
+            model.metric(last)
     assert model.metric._forward_cache == 2.0
     assert model.metric.compute() == 8.5
 
 
 def test_a_part_that_counts_for_nothing_is_not_shown():
     model = Model(MeanMetric())
-    states, of_the_part = MetricStates(model), MetricStates(model)
-    states.begin(2)
-    for value in (1.0, 3.0):
-        states.start_micro_batch(0.5)
-        model.metric(value)
-    of_the_part.begin(1)
-    model.metric(100.0)
-    of_the_part.restore()
-    states.finish()
+    state = StepState(model, torch.device("cpu"))
+    with ShownValues(model) as shown:
+        for value in (1.0, 3.0):
+            shown.begin_part(1, 0.5)
+            model.metric(value)
+        state.take()
+        model.metric(100.0)
+        state.restore()
     assert model.metric._forward_cache == 2.0
     assert model.metric.compute() == 2.0
 
 
-def test_nothing_stands_in_for_anything_afterwards():
+def test_a_metric_that_no_micro_batch_calls_shows_what_it_did():
     model = Model(MeanMetric())
-    names = set(vars(model.metric)), vars(model.metric)["update"]
-    states = MetricStates(model)
-    for end in (states.restore, states.finish):
-        run_chunks(model, states, batches(numbers, 1)[0], [6, 6], "forward")
-        end()
-        assert (set(vars(model.metric)), vars(model.metric)["update"]) == names
+    model.metric(4.0)
+    with ShownValues(model) as shown:
+        shown.begin_part(1, 1.0)
+    assert model.metric._forward_cache == 4.0
+
+
+def test_values_that_are_no_mean_show_that_of_the_last_micro_batch():
+    model = Model(SumMetric())
+    with ShownValues(model) as shown:
+        for value in (torch.tensor(1), torch.ones(2)):
+            shown.begin_part(1, 0.5)
+            model.metric._forward_cache = value
+    assert model.metric._forward_cache.tolist() == [1.0, 1.0]
 
 
 class Weak(torch.autograd.Function):
@@ -315,26 +321,24 @@ class Token:
 GRAPHS = {
     "merged": (MeanSquaredError, pairs),
     "averaged": (PearsonCorrCoef, pairs),
-    "a wrapper": (lambda: MinMaxMetric(MeanSquaredError()), pairs),
     "a collection": (lambda: MetricCollection([MeanSquaredError(), MeanAbsoluteError()]), pairs),
 }
 
 
-def run_differentiable(model, states, batch, sizes):
+def run_differentiable(model, batch, sizes):
     """Returns for each micro-batch whether its graph was alive when the next one began, and at the end."""
     tokens, alive = [], []
-    states.begin(len(sizes))
-    for predictions, target in zip(*(column.split(sizes) for column in batch), strict=True):
-        states.start_micro_batch(len(target) / NUM_SAMPLES)
-        alive.append([token() is not None for token in tokens])
-        token = Token()
-        tokens.append(weakref.ref(token))
-        noted = Weak.apply(predictions.clone().requires_grad_(), token)
-        del token
-        model.metric(noted, target)
-        (noted - target).square().mean().backward()
-        del noted
-    states.finish()
+    with ShownValues(model) as shown:
+        for predictions, target in zip(*(column.split(sizes) for column in batch), strict=True):
+            shown.begin_part(len(target), len(target) / NUM_SAMPLES)
+            alive.append([token() is not None for token in tokens])
+            token = Token()
+            tokens.append(weakref.ref(token))
+            noted = Weak.apply(predictions.clone().requires_grad_(), token)
+            del token
+            model.metric(noted, target)
+            (noted - target).square().mean().backward()
+            del noted
     return alive, [token() is not None for token in tokens]
 
 
@@ -342,39 +346,22 @@ def run_differentiable(model, states, batch, sizes):
 def test_the_graph_of_a_micro_batch_does_not_outlive_it(case):
     make, make_batch = GRAPHS[case]
     model, plain = Model(make()), Model(make())
-    states = MetricStates(model)
     for batch in batches(make_batch, 2):
-        alive, alive_at_the_end = run_differentiable(model, states, batch, [5, 5, 2])
-        run_chunks(plain, plain_states := MetricStates(plain), batch, [5, 5, 2], "forward")
-        plain_states.finish()
+        alive, alive_at_the_end = run_differentiable(model, batch, [5, 5, 2])
+        run_chunks(plain, batch, [5, 5, 2], "forward")
         assert alive == [[], [False], [False, False]]
-        assert alive_at_the_end[:2] == [False, False]
+        assert not any(alive_at_the_end)
         if isinstance(model.metric, Metric):
             assert_same(model.metric._forward_cache, plain.metric._forward_cache)
     assert_same(model.metric.compute(), plain.metric.compute())
 
 
-def test_the_graph_of_a_batch_does_not_outlive_the_beginning_of_the_next():
-    model = Model(MeanSquaredError())
-    states = MetricStates(model)
-    (batch,) = batches(pairs, 1)
-    _, alive = run_differentiable(model, states, batch, [NUM_SAMPLES])
-    assert alive == [True]  # as torchmetrics has it
-    assert model.metric._forward_cache.requires_grad
-    before = model.metric._forward_cache.detach()
-    states.begin(1)
-    assert not model.metric._forward_cache.requires_grad
-    assert torch.equal(model.metric._forward_cache, before)
-
-
 def test_the_value_in_a_micro_batch_has_its_gradient():
     model = Model(MeanSquaredError())
-    states = MetricStates(model)
-    states.begin(2)
-    for _ in range(2):
-        states.start_micro_batch(0.5)
-        predictions = torch.full((3,), 2.0, requires_grad=True)
-        model.metric(predictions, torch.zeros(3)).backward()
-        assert predictions.grad.tolist() == pytest.approx([4 / 3] * 3)
-    states.finish()
+    with ShownValues(model) as shown:
+        for _ in range(2):
+            shown.begin_part(3, 0.5)
+            predictions = torch.full((3,), 2.0, requires_grad=True)
+            model.metric(predictions, torch.zeros(3)).backward()
+            assert predictions.grad.tolist() == pytest.approx([4 / 3] * 3)
     assert model.metric._forward_cache == 4.0

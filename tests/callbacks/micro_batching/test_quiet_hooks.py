@@ -4,7 +4,7 @@ import pytest
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 from support.helpers import LitTiny, TinyCNN
 
-from lightning_vram.callbacks.micro_batching.closure import quiet_hooks
+from lightning_vram.callbacks.micro_batching.callback import quiet_hooks
 
 HOOKS = ("on_before_backward", "on_after_backward")
 

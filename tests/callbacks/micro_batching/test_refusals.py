@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_vram import MicroBatching
-from lightning_vram.core.batches.contents import BatchSplitError
+from lightning_vram.core.batches.splitting import BatchSplitError
 from lightning_vram.memory.units import MIB
 
 pytestmark = pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")  # Lightning, of odd batches
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`
         ({"size": True}, TypeError, "(size) must be a number of samples or 'auto', got True of type bool."),
         ({"size": 2.0}, TypeError, "(size) must be a number of samples or 'auto', got 2.0 of type float."),
         ({"size": None}, TypeError, "(size) must be a number of samples or 'auto', got None of type NoneType."),
-        ({"size": "half"}, ValueError, "(size) must be a number of samples or 'auto', got 'half'."),
+        ({"size": "half"}, TypeError, "(size) must be a number of samples or 'auto', got 'half' of type str."),
         ({"eval": -1}, ValueError, "(eval) must be at least 1, got -1."),
         ({"regrow_after_n_batches": 0}, ValueError, "(regrow_after_n_batches) must be at least 1, got 0."),
         *(
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`
             for keys in ("mask", [3], 5, None, iter(["mask"]))
         ),
         ({"split": "halves"}, TypeError, "(split) must be a function split(batch, size), got 'halves'."),
-        ({"batch_dim": "1"}, TypeError, "(batch_dim) must be a dimension such as 1, or None, got '1'."),
+        ({"batch_dim": "1"}, TypeError, "(batch_dim) must be a dimension such as 1, or None, got '1' of type str."),
         ({"batch_dim": -1}, ValueError, "(batch_dim) must be at least 0, got -1."),
         (
             {"batch_dim": 1, "split": lambda batch, size: [batch]},

@@ -1,25 +1,22 @@
 """BatchSplitter: what is cut, what goes into every part, and what is refused."""
 
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
-from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 
-import attrs
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput
 
-from lightning_vram.core.batches.contents import BatchSplitError
 from lightning_vram.core.batches.micro_batches import combine_outputs
-from lightning_vram.core.batches.splitting import BatchSplitter
+from lightning_vram.core.batches.splitting import BatchSplitError, BatchSplitter
 
 HOOK = "pass split= to MicroBatching, or define split_batch(batch, size) on the LightningModule."
 
@@ -48,49 +45,11 @@ class Frozen:
         object.__setattr__(self, "total", self.x * 10)
 
 
-@attrs.frozen
-class Attrs:
-    x: torch.Tensor
-
-
 Pair = namedtuple("Pair", ["x", "text"])
 
 
 class Listed(list):
     pass
-
-
-class Rows(MutableMapping):
-    """As a ``TensorDict``: a mapping by its keys, a stack of rows to ``iter()``, ``len()`` and slices."""
-
-    def __init__(self, tensors):
-        self.tensors = dict(tensors)
-
-    def __getitem__(self, key):
-        return self.tensors[key] if isinstance(key, str) else Rows({k: v[key] for k, v in self.tensors.items()})
-
-    def __setitem__(self, key, value):
-        if len(value) != len(self):
-            raise RuntimeError(f"the batch dimension is {len(self)}")
-        self.tensors[key] = value
-
-    def __delitem__(self, key):
-        del self.tensors[key]
-
-    def __len__(self):
-        return len(next(iter(self.tensors.values())))
-
-    def __iter__(self):
-        return (self[place] for place in range(len(self)))
-
-    def __contains__(self, key):
-        raise NotImplementedError("use keys()")
-
-    def keys(self):
-        return self.tensors.keys()
-
-    def items(self):
-        return self.tensors.items()
 
 
 X = rows(5, 2)
@@ -103,12 +62,8 @@ CONTAINERS = {
     "ordered": (OrderedDict(x=X), lambda part: part["x"]),
     "default": (defaultdict(list, x=X), lambda part: part["x"]),
     "user dict": (UserDict(x=X), lambda part: part["x"]),
-    "rows": (Rows({"x": X, "y": torch.arange(5)}), lambda part: part["x"]),
-    "rows and labels": ((Rows({"x": X}), torch.arange(5)), lambda part: part[0]["x"]),
     "namedtuple": (Pair(X, list("abcde")), lambda part: part.x),
     "frozen dataclass": (Frozen(X), lambda part: part.x),
-    "attrs": (Attrs(X), lambda part: part.x),
-    "namespace": (SimpleNamespace(x=X), lambda part: part.x),
     "BatchEncoding": (BatchEncoding({"x": X}), lambda part: part.x),
     "ModelOutput": (BaseModelOutput(last_hidden_state=X), lambda part: part.last_hidden_state),
     "nest": ({"a": [Pair((X, None), list("abcde"))], "b": X}, lambda part: part["a"][0].x[0]),
@@ -212,42 +167,6 @@ def test_memory_format_gradient_and_class_of_tensors_survive():
     assert torch.equal(images.grad, torch.ones(4, 3, 2, 2))
 
 
-@pytest.mark.parametrize("is_sorted", [True, False])
-def test_packed_sequences_keep_lengths_and_order(is_sorted):
-    lengths = [5, 4, 3, 1] if is_sorted else [3, 4, 1, 5]
-    sequences = [torch.randn(length, 2) for length in lengths]
-    batch = {"packed": pack_sequence(sequences, enforce_sorted=is_sorted), "y": torch.arange(4)}
-    for start, sizes in ((0, (1, 3)), (1, (1, 3))):
-        part = split(batch, *sizes)[start]["packed"]
-        padded, found = pad_packed_sequence(part, batch_first=True)
-        expected = sequences[1:] if start else sequences[:1]
-        assert found.tolist() == [len(sequence) for sequence in expected]
-        assert torch.equal(padded, torch.nn.utils.rnn.pad_sequence(expected, batch_first=True))
-        assert (part.sorted_indices is None) is is_sorted
-
-
-def test_a_packed_sequence_alone_is_a_batch():
-    packed = pack_sequence([rows(3), rows(2)])
-    assert BatchSplitter().batch_size(packed) == 2
-    assert split(packed, 2)[0] is packed
-
-
-def test_nested_tensors_are_cut_into_views():
-    samples = [torch.randn(length, 2) for length in (3, 5, 1, 4)]
-    batch = torch.nested.nested_tensor(samples, layout=torch.jagged)
-    second = split(batch, 1, 2, 1)[1]
-    assert all(torch.equal(one, other) for one, other in zip(second.unbind(), samples[1:3], strict=True))
-    assert second.offsets().tolist() == [0, 5, 6]
-    assert second.values().data_ptr() == batch.values()[3:].data_ptr()
-    moved = split(batch.transpose(1, 2), 1, 2, 1)[1]
-    assert [part.shape for part in moved.unbind()] == [(2, 5), (2, 1)]
-
-
-def test_sparse_tensors_are_cut():
-    dense = torch.eye(5, 4)
-    assert torch.equal(split({"x": dense.to_sparse()}, 3, 2)[1]["x"].to_dense(), dense[3:])
-
-
 def test_arrays_are_cut_into_views():
     batch = {"x": np.arange(5), "names": np.array(list("abcde"), dtype=object), "y": X}
     second = split(batch, 3, 2)[1]
@@ -265,7 +184,6 @@ LOADERS = {
     "pictures with classes": ((PICTURES, torch.arange(4)), 4, lambda part: part[0][0]),
     "pictures of two kinds": ({"rgb": PICTURES * 2, "rgba": [rows(4, 5, 5)] * 8}, 8, lambda part: part["rgb"][0]),
     "samples as they are": ([{"image": p, "of": object()} for p in PICTURES], 4, lambda part: part[0]["image"]),
-    "sequences as they are": ([rows(5), rows(7), rows(4)], 3, lambda part: part[0]),
     "captions": ((list("abcd"), torch.arange(4)), 4, lambda part: part[0][0]),
     "captions alone": (list("abcd"), 4, lambda part: part[0]),
     "unknown objects": ({"x": rows(4), "of": [object() for _ in range(4)]}, 4, lambda part: part["of"][0]),
@@ -298,7 +216,7 @@ def test_two_loaders_of_different_sizes_are_refused_by_name():
         f'If it belongs to all samples, name it: shared_keys=["b.0"]; if not, {HOOK}'
     )
     assert refusal(list(batch.values())) == (
-        f"batch[0] has 8 rows, batch[1] has 4: two samples, or two batches of different size. To split them, {HOOK}"
+        f"The batch layout is ambiguous: 2 samples, or 2 batches. To split it, {HOOK}"
     )
 
 
@@ -315,8 +233,15 @@ def test_an_entry_of_another_size_is_refused_by_name():
     [
         (object(), 'batch["it"] has a type that cannot be split: object, '),
         ({1, 2}, 'batch["it"] has a type that cannot be split: set, '),
-        ([rows(3), rows(4)], 'batch["it"] is a list of 2, '),
-        ([object()] * 3, 'batch["it"] is a list of 3, '),
+        ([rows(3), rows(4)], 'batch["it"][0] has 3 rows'),
+        ([object()] * 3, 'batch["it"][0] has a type that cannot be split: object, '),
+        (pack_sequence([rows(3), rows(1)]), 'batch["it"] has a type that cannot be split: PackedSequence, '),
+        (
+            torch.nested.nested_tensor([rows(3)], layout=torch.jagged),
+            'batch["it"] has a type that cannot be split: nested float32, ',
+        ),
+        (rows(8).to_sparse(), 'batch["it"] has a type that cannot be split: float32[8], '),
+        (SimpleNamespace(x=rows(8)), 'batch["it"] has a type that cannot be split: SimpleNamespace, '),
         ({"deep": (1, rows(3))}, 'batch["it"]["deep"][1] has 3 rows'),
         (Pair(rows(3), "t"), 'batch["it"].x has 3 rows'),
         (np.zeros(3), 'batch["it"] has 3 rows'),
@@ -337,7 +262,9 @@ def test_a_batch_without_samples_is_refused(batch):
         PICTURES,
         [{"image": picture, "label": 3} for picture in PICTURES],
         [(rows(8, 3), rows(8)), (rows(8, 3), rows(8))],
-        [rows(5), rows(7)],
+        [rows(5), rows(7), rows(4)],
+        ([rows(2, 3), rows(2, 3)], rows(2)),
+        {"views": [rows(8), rows(8)]},
         (PICTURES[:1], [{"boxes": rows(3, 4)}]),
         [rows(100)] * 8,  # waveforms
         [rows(100)] * 3,
@@ -373,24 +300,6 @@ def test_what_collate_functions_make_is_read_as_columns(batch):
     assert BatchSplitter().batch_size(batch) == 6
 
 
-def test_earlier_batches_settle_what_equally_long_waveforms_are():
-    splitter = BatchSplitter()
-    assert splitter.batch_size([rows(5), rows(7), rows(4), rows(4)]) == 4
-    assert splitter.batch_size([rows(100)] * 3) == 3
-    splitter = BatchSplitter()
-    assert splitter.batch_size([rows(5, 2), rows(5, 3), rows(5, 2), rows(5, 2)]) == 5
-    assert splitter.batch_size([rows(9, 2)] * 4) == 9
-
-
-def test_columns_that_may_be_samples_are_refused_when_they_are_cut():
-    splitter = BatchSplitter()
-    batch = ([rows(2, 3), rows(2, 3)], rows(2))
-    assert splitter.batch_size(batch) == 2
-    assert torch.equal(splitter.split(batch, [2])[0][0][1], rows(2, 3))
-    with pytest.raises(BatchSplitError, match=r"^batch\[0\] is ambiguous: 2 columns, or 2 samples\. "):
-        splitter.split(batch, [1, 1])
-
-
 def test_earlier_batches_settle_a_doubt():
     splitter = BatchSplitter()
     splitter.batch_size(([rows(5, 3), rows(5, 3)], rows(5)))
@@ -410,7 +319,7 @@ def test_a_splitter_reads_batches_of_another_structure_as_if_they_were_the_first
 def test_a_list_of_samples_of_another_number_than_before_is_refused():
     splitter = BatchSplitter()
     splitter.batch_size({"x": rows(8), "clips": [rows(k + 2) for k in range(8)]})
-    with pytest.raises(BatchSplitError, match=r'^batch\["clips"\] is a list of 3, but the batch has 7 samples '):
+    with pytest.raises(BatchSplitError, match=r'^batch\["clips"\]\[0\] has 5 rows .*, but the batch has 7 samples '):
         splitter.batch_size({"x": rows(7), "y": rows(7), "clips": [rows(5), rows(6), rows(9)]})
 
 
@@ -467,7 +376,7 @@ def test_shape_keys_are_equal_for_batches_that_cost_the_same():
     assert key({"x": rows(2, 3), "t": ["a", "b"]}) == key({"x": rows(2, 3) + 1, "t": ["c", "dd"]})
     assert key({"x": rows(2, 3), "t": ["a", "b"]}) == "dict(x: float32[2, 3], t: list(2 x str))"
     others = [{"x": rows(2, 3)}, {"y": rows(2, 3)}, {"x": rows(3, 3)}, {"x": rows(2, 3).double()}, [rows(2, 3)]]
-    others += [pack_sequence([rows(3), rows(1)]), pack_sequence([rows(2), rows(2)]), object()]
+    others += [pack_sequence([rows(3), rows(1)]), object()]
     assert len({key(other) for other in others}) == len(others)
 
 
@@ -478,11 +387,10 @@ def test_long_shape_keys_are_short_and_differ():
     assert all(len(long) == 160 and long.startswith("dict(column 0: float32[2, 3], ") for long in keys)
 
 
-def test_elements_are_those_that_follow_the_samples():
+def test_elements_are_those_of_tensors_that_are_not_shared():
     count = BatchSplitter(["w"]).elements
-    assert count({"x": rows(5, 2), "mask": rows(1, 9), "w": rows(5), "s": torch.tensor(1)}) == 10
+    assert count({"x": rows(5, 2), "w": rows(5), "s": torch.tensor(1)}) == 10
     assert count({"w": 1, "x": (PICTURES, TARGETS)}) == sum(p.numel() for p in PICTURES) + 8 * 5
-    assert count({"w": 1, "x": torch.nested.nested_tensor([rows(3, 2), rows(4, 2)], layout=torch.jagged)}) == 14
     assert BatchSplitter().elements({"x": rows(5), "of": object()}) == 5
 
 

@@ -156,37 +156,20 @@ class Words(nn.Module):
         return words + self.bag(indices.view(1, -1) % 9) if use_bag else words
 
 
-def compare_sparse(rank: int) -> None:
-    torch.manual_seed(0)
-    net = Words()
-    theirs, ours = DistributedDataParallel(copy.deepcopy(net)), DistributedDataParallel(net)
-    indices = torch.tensor([[1, 2, 1, 19], [2, 3, 3]][rank])  # rows of both, of one, twice; not as many
-    theirs(indices).square().sum().backward()
-    with ours.no_sync():
-        ours(indices).square().sum().backward()
-    before = gradients(ours)
-    reduce_gradients(ours)
-    assert_same(gradients(ours), gradients(theirs))
-    for name, tensor in gradients(ours).items():
-        assert tensor is before[name]
-        assert tensor.is_sparse == (name != "bias")
-    ours.zero_grad()
-    with ours.no_sync():
-        ours(indices, rank == 1).sum().backward()  # no bag on rank 0
-    expected = ours.module.bag.weight.grad.to_dense() / 2 if rank == 1 else torch.empty(9, 3)
-    dist.broadcast(expected, 1)
-    reduce_gradients(ours)
-    assert torch.equal(ours.module.bag.weight.grad.to_dense(), expected)
-    if rank == 1:
-        ours.module.words.weight.grad = ours.module.words.weight.grad.to_dense()
-    mine = ours.module.words.weight.grad.to_dense()
-    reduce_gradients(ours)  # dense on one rank: all dense
-    assert torch.equal(ours.module.words.weight.grad, mine)  # equal on both, so is their mean
-    assert not ours.module.words.weight.grad.is_sparse
+def refuse_sparse(rank: int) -> None:
+    ddp = DistributedDataParallel(Words())
+    with ddp.no_sync():
+        ddp(torch.tensor([1, 2]), rank == 1).sum().backward()  # no bag on rank 0
+    for embedding in (ddp.module.words, ddp.module.bag):
+        message = r"cannot average sparse gradients .* of the parameter \[\d+, 3\]\. Use sparse=False, or a fixed size"
+        with pytest.raises(ValueError, match=message):
+            reduce_gradients(ddp)
+        embedding.weight.grad = None  # on all ranks: then the bag is found, which only rank 1 has used
+    reduce_gradients(ddp)
 
 
-def test_sparse_gradients_are_averaged_as_the_reducer_does(tmp_path):
-    on_ranks(tmp_path, compare_sparse)
+def test_sparse_gradients_are_refused_on_all_ranks(tmp_path):
+    on_ranks(tmp_path, refuse_sparse)
 
 
 def ignore(rank: int) -> None:

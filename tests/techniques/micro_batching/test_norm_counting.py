@@ -8,12 +8,10 @@ from lightning_vram.techniques.micro_batching import NormCounting
 
 
 def run(norm: nn.Module, parts: list[torch.Tensor]) -> None:
-    counting = NormCounting(norm)
-    total = sum(map(len, parts))
-    for part in parts:
-        counting.begin_part(len(part) / total)
-        norm(part)
-    counting.finish()
+    with NormCounting(norm, sum(map(len, parts))) as counting:
+        for part in parts:
+            counting.begin_part(len(part), 0.0)
+            norm(part)
 
 
 @pytest.mark.parametrize("momentum", [0.1, 0.7])
@@ -40,9 +38,8 @@ def test_a_cumulative_average_counts_every_part():
 
 def test_a_norm_that_does_not_run_and_a_frozen_one_stay():
     frozen, idle = nn.BatchNorm1d(1).eval(), nn.BatchNorm1d(1)
-    counting = NormCounting(nn.ModuleList([frozen, idle]))
-    counting.begin_part(0.5)
-    frozen(torch.ones(2, 1))
-    counting.finish()
+    with NormCounting(nn.ModuleList([frozen, idle]), 4) as counting:
+        counting.begin_part(2, 0.5)
+        frozen(torch.ones(2, 1))
     assert frozen.num_batches_tracked == idle.num_batches_tracked == 0
     assert frozen.momentum == idle.momentum == 0.1

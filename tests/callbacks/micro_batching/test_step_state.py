@@ -12,9 +12,9 @@ from support.devices import DEVICE, device_module, refuse_waits
 from support.helpers import CASES, LitTiny, TinyCNN
 from torch import nn
 
+from lightning_vram.callbacks.micro_batching.step_state import StepState
 from lightning_vram.core import module_state
-from lightning_vram.core.module_state import AttributeLayout, BufferCopies
-from lightning_vram.core.rollback import StepState
+from lightning_vram.core.module_state import AttributeLayout
 
 CPU = torch.device("cpu")
 LARGE = 1024 * 1024  # floats, above what is copied in every step
@@ -83,11 +83,12 @@ def everything(module):
 
 
 def test_whatever_a_forward_does_is_taken_back_each_time():
-    module, copies = Busy(), BufferCopies()
+    module = Busy()
+    copies = StepState(module, CPU)
     for _ in range(2):  # the second state is taken with copies that are there
         before, objects = everything(module), dict(vars(module))
         buffers = dict(module.named_buffers())
-        state = StepState(module, CPU, copies)
+        state = copies.take()
         for _ in range(2):
             module(torch.randn(4, 3))
             assert everything(module) != before
@@ -103,7 +104,7 @@ def test_whatever_a_forward_does_is_taken_back_each_time():
 def test_parameters_that_a_forward_exchanges_come_back():
     layer = nn.Linear(2, 2)
     parameters = dict(layer.named_parameters())
-    state = StepState(layer, CPU)
+    state = StepState(layer, CPU).take()
     layer.weight = nn.Parameter(torch.zeros(2, 2))
     layer.extra = nn.Parameter(torch.zeros(2))
     del layer.bias
@@ -115,7 +116,7 @@ def test_parameters_that_a_forward_exchanges_come_back():
 def test_the_handle_of_a_hook_still_removes_it():
     layer = nn.Linear(2, 2)
     handle = layer.register_forward_hook(lambda *_: None)
-    state = StepState(layer, CPU)
+    state = StepState(layer, CPU).take()
     handle.remove()
     state.restore()
     assert layer._forward_hooks
@@ -127,11 +128,12 @@ def test_the_handle_of_a_hook_still_removes_it():
 def test_a_step_taken_back_and_run_again_is_the_step(case, make_trainer):
     def train(num_tries):
         pl.seed_everything(0, verbose=False)
-        model, copies = CASES[case](), BufferCopies()
+        model = CASES[case]()
+        copies = StepState(model, CPU)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         losses = []
         for index, batch in enumerate(list(model.train_dataloader())):
-            state = StepState(model, CPU, copies)
+            state = copies.take()
             for _ in range(num_tries):
                 state.restore()
                 loss = model.training_step(batch, index)
@@ -183,11 +185,12 @@ WRITES = [write_in_place, write_a_part, write_past_the_counter, swap_memory, res
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("device", ["cpu", pytest.param(DEVICE, marks=pytest.mark.device)])
 def test_large_buffers_come_back_and_go_on(write, device):
-    module, copies = Table(device), BufferCopies()
+    module = Table(device)
+    copies = StepState(module, torch.device(device))
     for _ in range(2 if write is not write_past_the_counter else 0):
-        StepState(module, torch.device(device), copies)  # by now it counts as a constant
+        copies.take()  # by now it counts as a constant
     for step in range(4):
-        state = StepState(module, torch.device(device), copies)
+        state = copies.take()
         queue, value = module.queue, module.queue.clone()
         if step or write is not write_past_the_counter:  # found out in the second step
             for _ in range(2):
@@ -214,12 +217,13 @@ def copied_bytes(module, copies):
             return result
 
     with Count():
-        StepState(module, CPU, copies)
+        copies.take()
     return total
 
 
 def test_large_constants_are_copied_once_and_small_buffers_each_time():
-    module, copies = Table(), BufferCopies()
+    module = Table()
+    copies = StepState(module, CPU)
     module.register_buffer("small", torch.zeros(3))
     assert copied_bytes(module, copies) == 2 * 4 * LARGE + 12
     assert copied_bytes(module, copies) == 12
@@ -229,17 +233,18 @@ def test_large_constants_are_copied_once_and_small_buffers_each_time():
 
 
 def test_copies_of_buffers_that_are_gone_are_dropped():
-    module, copies = Table(), BufferCopies()
-    StepState(module, CPU, copies)
+    module = Table()
+    copies = StepState(module, CPU)
+    copies.take()
     del module.queue
-    StepState(module, CPU, copies)
-    assert len(copies._copies) == 1
+    copies.take()
+    assert len(copies._buffers._copies) == 1
 
 
 def test_one_tensor_under_two_names_stays_one():
     module = Table()
     module.register_buffer("again", module.queue)
-    state = StepState(module, CPU)
+    state = StepState(module, CPU).take()
     module.queue = torch.ones(LARGE)
     module.again.fill_(5)
     state.restore()
@@ -249,12 +254,13 @@ def test_one_tensor_under_two_names_stays_one():
 
 @pytest.mark.parametrize("is_inference", [False, True])
 def test_copies_serve_training_and_evaluation(is_inference):
-    module, copies = nn.BatchNorm1d(3), BufferCopies()
+    module = nn.BatchNorm1d(3)
+    copies = StepState(module, CPU)
     for mode in (True, False, True):
         with torch.inference_mode(mode=mode):
             if is_inference and mode:
                 module.running_mean = torch.zeros(3)  # an inference tensor
-            state = StepState(module, CPU, copies)
+            state = copies.take()
             value = module.running_mean.clone()
             with torch.inference_mode(mode=mode or module.running_mean.is_inference()):
                 module(torch.randn(4, 3) + 5)
@@ -262,23 +268,10 @@ def test_copies_serve_training_and_evaluation(is_inference):
             assert torch.equal(module.running_mean, value)
 
 
-def test_skipped_modules_keep_attributes_but_their_children_do_not():
-    module = nn.Sequential(Busy())
-    outer, inner = module[0], module[0].norm
-    state = StepState(module, CPU, skip=lambda member: member is outer)
-    outer(torch.randn(4, 3))
-    state.restore()
-    assert outer.flag
-    assert len(outer.losses) == 1
-    assert not outer.count.any()  # buffers are looked after all the same
-    assert not inner.running_mean.any()
-    assert outer.layer.training
-
-
 def test_a_trainer_notices_nothing(make_trainer):
     class LitTwice(LitTiny):
         def training_step(self, batch, batch_idx):
-            state = StepState(self, self.device)
+            state = StepState(self, self.device).take()
             super().training_step(batch, batch_idx)
             state.restore()
             return super().training_step(batch, batch_idx)
@@ -293,7 +286,7 @@ def test_a_trainer_notices_nothing(make_trainer):
 
 def test_a_lazy_layer_that_got_its_weights_keeps_them():
     layer = nn.LazyLinear(2)
-    state = StepState(layer, CPU)
+    state = StepState(layer, CPU).take()
     layer(torch.ones(1, 3))
     state.restore()
     assert type(layer) is nn.Linear
@@ -303,14 +296,15 @@ def test_a_lazy_layer_that_got_its_weights_keeps_them():
 @pytest.mark.device
 def test_on_a_gpu_its_generator_comes_back_and_nobody_waits_for_the_device():
     device = torch.device(DEVICE, device_module().current_device())
-    module, copies = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout()).to(device), BufferCopies()
+    module = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout()).to(device)
+    copies = StepState(module, device)
     module.register_buffer("queue", torch.zeros(LARGE, device=device))
     inputs = torch.randn(8, 3, device=device)
     for _ in range(3):  # copies made, compared, copied for the first time
-        StepState(module, device, copies)
+        copies.take()
         module.queue += 1
     with refuse_waits():
-        state = StepState(module, device, copies)
+        state = copies.take()
         one = module(inputs)
         module.queue += 1
         state.restore()
@@ -349,11 +343,12 @@ def find_generator(holder):
 @pytest.mark.parametrize("kind", GENERATORS)
 @pytest.mark.parametrize("place", PLACES)
 def test_generators_of_a_module_go_back(kind, place):
-    module, copies = nn.Module(), BufferCopies()
+    module = nn.Module()
+    copies = StepState(module, CPU)
     module.noise = PLACES[place](GENERATORS[kind]())
     generator = find_generator(module.noise)
     for _ in range(2):
-        state = StepState(module, CPU, copies)
+        state = copies.take()
         drawn = draw_numbers(generator)
         for _ in range(2):
             state.restore()
@@ -375,7 +370,7 @@ def test_large_containers_come_back(name):
     container, change = LARGE_CONTAINERS[name]
     module, before = nn.Module(), container.copy()
     module.container = container
-    state = StepState(module, CPU)
+    state = StepState(module, CPU).take()
     for _ in range(2):
         change(container)
         assert container != before
@@ -387,7 +382,7 @@ def test_large_containers_come_back(name):
 def test_a_huge_queue_stays_as_it_is():
     module = nn.Module()
     module.queue = deque(range(10_001), maxlen=10_001)
-    state = StepState(module, CPU)
+    state = StepState(module, CPU).take()
     module.queue.append(3)
     state.restore()
     assert len(module.queue) == 10_001
@@ -425,10 +420,11 @@ CHANGES = [add_hook, add_buffer, add_child, replace_forward, set_list, change_op
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("num_states", [1, 2])  # with what was learned about the layer, too
 def test_what_a_step_puts_on_a_layer_of_torch_is_taken_off(change, num_states):
-    module, copies = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), BufferCopies()
+    module = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+    copies = StepState(module, CPU)
     before = everything(module)
     for _ in range(num_states):
-        state = StepState(module, CPU, copies)
+        state = copies.take()
     for _ in range(2):
         for layer in module:
             change(layer)
@@ -438,12 +434,13 @@ def test_what_a_step_puts_on_a_layer_of_torch_is_taken_off(change, num_states):
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_was_put_on_a_layer_of_torch_before_the_step_stays(change):
-    module, copies = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), BufferCopies()
-    StepState(module, CPU, copies)
+    module = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+    copies = StepState(module, CPU)
+    copies.take()
     for layer in module:
         change(layer)
     before = everything(module)
-    state = StepState(module, CPU, copies)
+    state = copies.take()
     for layer in module:
         if hasattr(layer, "seen"):
             layer.seen.append(2)
@@ -455,22 +452,24 @@ def test_what_was_put_on_a_layer_of_torch_before_the_step_stays(change):
 
 
 def test_a_number_that_became_a_list_is_noticed():
-    module, copies = nn.Module(), BufferCopies()
+    module = nn.Module()
+    copies = StepState(module, CPU)
     module.losses = None
-    StepState(module, CPU, copies)
+    copies.take()
     module.losses = [1]
-    state = StepState(module, CPU, copies)
+    state = copies.take()
     module.losses.append(2)
     state.restore()
     assert module.losses == [1]
 
 
 def test_a_model_that_grows_between_steps_is_looked_at_again():
-    module, copies = nn.Sequential(nn.Linear(2, 2)), BufferCopies()
-    StepState(module, CPU, copies)
+    module = nn.Sequential(nn.Linear(2, 2))
+    copies = StepState(module, CPU)
+    copies.take()
     module.insert(0, nn.BatchNorm1d(2))
     module.append(Busy())
-    state = StepState(module, CPU, copies)
+    state = copies.take()
     module[0](torch.randn(4, 2))
     module[2](torch.randn(4, 3))
     module[1].eval()
@@ -487,9 +486,10 @@ def test_what_modules_are_made_of_is_found_out_once(monkeypatch):
         "AttributeLayout",
         lambda *arguments, inner=AttributeLayout: found.append(0) or inner(*arguments),
     )
-    module, copies = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), Counting()), BufferCopies()
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), Counting())
+    copies = StepState(module, CPU)
     for step in range(3):
-        StepState(module, CPU, copies)
+        copies.take()
         assert len(found) == 4  # modules
         module(torch.randn(4, 2))
         assert module[2].count == step + 1
@@ -510,13 +510,14 @@ class Counting(nn.Module):
 
 
 def test_nothing_of_a_step_is_held_until_the_next_one():
-    module, copies = Counting(), BufferCopies()
+    module = Counting()
+    copies = StepState(module, CPU)
     module.losses = []
     for _ in range(2):
         module.past = torch.ones(3, requires_grad=True) * 2
         module.losses.append(module.past)
         past = weakref.ref(module.past)
-        StepState(module, CPU, copies)
+        copies.take().settle()
         module.past = None
         module.losses.clear()
         assert past() is None
@@ -524,10 +525,11 @@ def test_nothing_of_a_step_is_held_until_the_next_one():
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
 def test_a_scripted_module_goes_on():
-    scripted, copies = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))), BufferCopies()
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     module = nn.Sequential(scripted, Busy())
+    copies = StepState(module, CPU)
     for _ in range(2):
-        state = StepState(module, CPU, copies)
+        state = copies.take()
         scripted(torch.randn(4, 2))
         module[1](torch.randn(4, 3))
         state.restore()
@@ -536,10 +538,11 @@ def test_a_scripted_module_goes_on():
 
 
 def test_a_compiled_module_goes_back_and_runs():
-    module, copies = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), Counting()), BufferCopies()
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), Counting())
     compiled, inputs = torch.compile(module, backend="eager"), torch.randn(4, 3)
+    copies = StepState(compiled, CPU)
     for _ in range(2):
-        state = StepState(compiled, CPU, copies)
+        state = copies.take()
         found = []
         for _ in range(2):
             found.append(compiled(inputs))
@@ -553,11 +556,12 @@ def test_a_compiled_module_goes_back_and_runs():
 
 
 def test_a_lazy_norm_that_got_its_buffers_between_steps_is_copied():
-    module, copies = nn.Sequential(nn.LazyBatchNorm1d()), BufferCopies()
-    StepState(module, CPU, copies)
+    module = nn.Sequential(nn.LazyBatchNorm1d())
+    copies = StepState(module, CPU)
+    copies.take()
     module(torch.randn(4, 3))
     value = module[0].running_mean.clone()
-    state = StepState(module, CPU, copies)
+    state = copies.take()
     module(torch.randn(4, 3))
     state.restore()
     assert torch.equal(module[0].running_mean, value)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_vram.core.batches.contents import BatchSplitError, SplitArgumentError
-from lightning_vram.core.batches.micro_batches import shares_of
-from lightning_vram.core.batches.splitting import BatchCutter, BatchFacts, find_time_first
+from lightning_vram.callbacks.micro_batching.runner import shares_of
+from lightning_vram.core.batches.splitting import BatchSplitError, SplitArgumentError
+from lightning_vram.techniques.micro_batching import BatchCutter, BatchFacts, find_time_first
 
 
 class Graph:

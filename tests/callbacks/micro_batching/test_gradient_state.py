@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from lightning_vram.core.gradients import GradientState
+from lightning_vram.callbacks.micro_batching.step_state import GradientState
 
 
 def backward(model, scale=1.0):

@@ -1,0 +1,334 @@
+"""What a step may change: taken at one moment, and given back if the step has to run again; and what it logs, once.
+
+Nothing of a try that is dropped stays: its gradients, what it wrote into buffers, metrics and attributes, what it
+logged and drew from the generators. Of one that counts, metrics accumulate each micro-batch as they would a batch: what
+they compute at the end of the epoch is the same, up to the rounding of sums. The value of the batch, which
+``self.log("accuracy", self.accuracy)`` shows, is the weighted mean of the micro-batches' values if they are floating
+tensors, else the last one.
+
+Different from a run without micro-batches: counts of updates (``update_count``, windows of ``Running``), states that
+are means over updates, and metrics that average something per batch. A metric that is no submodule (in a list, say) is
+not found.
+"""
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, Self
+
+import torch
+from lightning.pytorch.utilities.memory import recursive_detach
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_vram.core.batches.micro_batches import weighted_mean
+from lightning_vram.core.batches.splitting import take_apart
+from lightning_vram.core.module_state import (
+    ALWAYS_COPIED_BYTES,
+    AttributeState,
+    BufferCopies,
+    BufferCopy,
+    iterate_members,
+    take_states,
+)
+from lightning_vram.core.patching import MethodPatch, replace_by
+from lightning_vram.core.random_state import global_sources
+from lightning_vram.core.tensors.properties import num_bytes_of
+from lightning_vram.memory.device.out_of_memory import is_out_of_memory
+from lightning_vram.private_names.fsdp2 import local_shard
+from lightning_vram.private_names.lightning import Metadata, ResultCollection, default_dtype
+from lightning_vram.private_names.metrics import show_value, shown_value
+from lightning_vram.private_names.torch import num_writes, own_buffers, own_parameters
+
+_NUM_WATCHED = 2  # batches in which a step shows whether it writes into them
+
+
+class StepState:
+    """The state of a module, its gradients, the global generators and the batch before a step that may run again.
+
+    :meth:`take` it before the step, :meth:`restore` it as often as the step has failed, :meth:`settle` when it counts.
+    Restored are attributes of all modules (:class:`AttributeState`), ``requires_grad``, generators, buffers, the states
+    of metrics, and other plain tensor attributes of up to 1 MiB. It blocks on no device and copies small tensors only,
+    except for its first two times. Not restored: parameters' values, objects of other kinds that change inside, tensors
+    in containers that are written in place, and parameters under FSDP1.
+
+    The step gets a copy of its batch if it wrote into the first ones (past the version: unseen), else the batch.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._module = module
+        self._device = device
+        self._buffers = BufferCopies()  # held over the run, so that constants are copied once
+        self._num_seen = 0  # batches
+        self._is_writing = False  # whether the step writes into its batch
+        self._forget()
+
+    def _forget(self) -> None:
+        self._parameters: Sequence[Tensor] = ()
+        self._gradients: GradientState | None = None
+        self._attributes: list[AttributeState] = []
+        self._copies: list[BufferCopy] = []
+        self._requires_grad: list[tuple[Tensor, bool]] = []
+        self._generators: list[tuple[Callable[[Any], object], Any]] = []
+        self._versions: list[tuple[Tensor, int]] = []  # of the batch
+        self._lent: list[tuple[Tensor, int]] = []  # copies
+        self._lends_copies = False
+
+    def take(self, batch: Any = None, parameters: Sequence[Tensor] = ()) -> "StepState":
+        """Copy all but gradients, which :meth:`take_gradients` copies later. May run out of memory."""
+        self._forget()
+        self._parameters = parameters
+        members = iterate_members(self._module)
+        self._attributes = take_states(members, self._buffers.layouts)
+        self._copies = self._buffers.take([*self._buffers_of(members), *self._plain_tensors()])
+        # Not isinstance: it takes as long as all the rest, Metric being an abstract class.
+        metrics = [member for member in members if Metric in type(member).__mro__]
+        self._attributes += [AttributeState(metric, max_items=sys.maxsize) for metric in metrics]  # empty their lists
+        self._requires_grad = [
+            (parameter, parameter.requires_grad)
+            for member in members
+            for parameter in own_parameters(member).values()
+            if parameter is not None
+        ]
+        self._generators = [(write, read()) for read, write in global_sources(self._device)]
+        tensors = list(_iterate_tensors(batch))
+        self._versions = _versions_of(tensors)
+        # Evaluation loops make tensors that count no versions.
+        is_seen = len(self._versions) == len(tensors) and self._num_seen >= _NUM_WATCHED
+        self._lends_copies = self._is_writing or not is_seen
+        return self
+
+    def take_gradients(self) -> None:
+        """Copy gradients once per step: before the first backward and after zeroing, when there are none to copy."""
+        if self._gradients is None:
+            self._gradients = GradientState(self._parameters)
+
+    def lend(self, part: Any) -> Any:
+        """Return this part of the batch as the step gets it."""
+        if not self._lends_copies:
+            return part
+        copied = _copy(part)
+        self._lent += _versions_of(_iterate_tensors(copied))
+        return copied
+
+    def restore(self) -> None:
+        """Go back. May be called again, after each further try."""
+        self._learn()
+        if _are_written(self._versions):
+            raise RuntimeError(
+                "MicroBatching cannot retry this batch: training_step modified it in place, unlike the first "
+                "batches. Write into a copy, or give a fixed size."
+            )
+        if self._gradients is not None:
+            self._gradients.restore()
+        for attributes in self._attributes:
+            attributes.restore()
+        for copy in self._copies:
+            copy.restore()
+        for parameter, requires_grad in self._requires_grad:
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)
+        for write, state in self._generators:
+            write(state)
+
+    def settle(self) -> None:
+        """Free what was taken: the step counts, and the optimizer needs the memory."""
+        self._num_seen += 1
+        self._learn()
+        self._forget()
+
+    def _learn(self) -> None:
+        self._is_writing |= _are_written(self._lent)
+        self._lent = []
+
+    def _buffers_of(self, members: Iterable[nn.Module]) -> Iterator[Tensor]:
+        for member in members:
+            yield from (buffer for buffer in own_buffers(member).values() if buffer is not None)
+
+    def _plain_tensors(self) -> Iterator[Tensor]:
+        for state in self._attributes:
+            if state.layout.tensors:
+                most_bytes = sys.maxsize if Metric in type(state.module).__mro__ else ALWAYS_COPIED_BYTES
+                for tensor in state.tensors().values():
+                    # Results of the last step have a past: they are replaced, not written.
+                    if type(tensor) is Tensor and not tensor.requires_grad and num_bytes_of(tensor) <= most_bytes:
+                        yield tensor
+
+
+def _iterate_tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif (parts := take_apart(value)) is not None:
+        for part in parts.values:
+            yield from _iterate_tensors(part)
+
+
+def _versions_of(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
+    return [(tensor, num_writes(tensor)) for tensor in tensors if not tensor.is_inference()]
+
+
+def _are_written(versions: list[tuple[Tensor, int]]) -> bool:
+    return any(num_writes(tensor) != version for tensor, version in versions)
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    parts = take_apart(value)
+    try:
+        return value if parts is None else parts.build([_copy(part) for part in parts.values])
+    except Exception as error:  # a container of the user's that cannot be built anew is lent itself
+        if is_out_of_memory(error):
+            raise
+        return value
+
+
+class GradientState:
+    """Gradients to restore in the same tensors. Copies are on their device, or on the host if its memory is short."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = list(dict.fromkeys(parameters))
+        self._gradients = [parameter.grad for parameter in self._parameters]
+        self._copies = _copy_all([gradient for gradient in self._gradients if gradient is not None])
+
+    def restore(self) -> None:
+        """Go back. May be called again, after each further try."""
+        with torch.no_grad():
+            copies = iter(self._copies)
+            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+                parameter.grad = gradient
+                if gradient is not None:
+                    local_shard(gradient).copy_(next(copies))
+
+
+def _copy_all(gradients: list[Tensor]) -> list[Tensor]:
+    with torch.no_grad():
+        try:
+            return [local_shard(gradient).detach().clone() for gradient in gradients]
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        # Outside of the handler: the error holds on to the copies made so far.
+        return [local_shard(gradient).detach().to("cpu", copy=True) for gradient in gradients]
+
+
+class ShownValues:
+    """After the context, each metric shows the mean over the micro-batches of one batch; their graphs are dropped."""
+
+    def __init__(self, module: nn.Module) -> None:
+        metrics: Any = [member for member in iterate_members(module) if Metric in type(member).__mro__]
+        self._before: list[tuple[Metric, Any]] = [(metric, shown_value(metric)) for metric in metrics]
+        self._shown: dict[int, list[tuple[Any, float]]] = defaultdict(list)
+        self._share = 1.0
+
+    def __enter__(self) -> Self:
+        for metric, _ in self._before:
+            show_value(metric, None)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._collect()
+        for metric, before in self._before:
+            shown = self._shown.get(id(metric))
+            show_value(metric, _mean(*zip(*shown, strict=True)) if shown else before)
+
+    def begin_part(self, size: int, share: float) -> None:
+        """Call before each micro-batch; ``share`` is its weight in the batch."""
+        self._collect()
+        self._share = share
+
+    def _collect(self) -> None:
+        for metric, _ in self._before:
+            value = shown_value(metric)
+            if value is not None:
+                self._shown[id(metric)].append((recursive_detach(value), self._share))
+                show_value(metric, None)
+
+
+def _mean(values: Sequence[Any], shares: Sequence[float]) -> Any:
+    are_alike = all(isinstance(value, Tensor) and value.is_floating_point() for value in values)
+    if not are_alike or len({value.shape for value in values}) > 1:
+        return values[-1]
+    return weighted_mean(values, shares, [1] * len(shares))
+
+
+@dataclass
+class _Entry:
+    """One call of ``log`` in one micro-batch."""
+
+    value: Any  # detached, unless its graph was asked for
+    size: int
+    share: float
+    options: dict[str, Any]  # all other arguments by name
+
+
+class BatchLogging:
+    """Inside the context, ``log`` calls of one attempt are recorded; :meth:`replay` makes them, once per batch."""
+
+    # Lightning would treat each micro-batch as a batch: the step's value would be that of the last one, and the epoch's
+    # mean would weigh each of them like the whole batch. Processes exchange values (``sync_dist=True``) once per name.
+    # Lightning resets the values of the epoch before when the first batch logs, in each attempt; a second time it
+    # changes nothing.
+
+    def __init__(self, results: ResultCollection) -> None:
+        self._results = results
+        self._entries: dict[tuple[str, str, int], list[_Entry]] = {}
+        self._num_micro_batches = 0
+        self._size = 1
+        self._share = 1.0
+        self._occurrences: Counter[tuple[str, str]] = Counter()
+        self._log: Callable[..., None] = results.log
+        self._patch: MethodPatch | None = None
+
+    def __enter__(self) -> Self:
+        self._patch = MethodPatch(self._results, "log", replace_by(self._record))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self._patch is not None
+        self._patch.remove()
+
+    def begin_part(self, size: int, share: float) -> None:
+        """Call before each micro-batch. ``share`` is its weight in means, ``size`` where all shares are 0."""
+        self._num_micro_batches += 1
+        self._size, self._share = size, share
+        self._occurrences.clear()
+
+    def replay(self) -> None:
+        """Log the batch, once. A name counts over the micro-batches that logged it."""
+        entries, self._entries = self._entries, {}
+        for (fx, name, _), calls in entries.items():
+            value, options = calls[0].value, calls[0].options
+            if self._num_micro_batches > 1 and isinstance(value, Tensor):
+                value, options = _combine(fx, name, calls)
+            self._log(fx, name, value, **options)
+
+    def _record(self, fx: str, name: str, value: Tensor | Metric, **options: Any) -> None:
+        occurrence = self._occurrences[fx, name]
+        self._occurrences[fx, name] += 1
+        saved = value if options.get("enable_graph") else recursive_detach(value)
+        self._entries.setdefault((fx, name, occurrence), []).append(_Entry(saved, self._size, self._share, options))
+
+
+def _combine(fx: str, name: str, calls: Sequence[_Entry]) -> tuple[Tensor, dict[str, Any]]:
+    options = dict(calls[0].options)
+    batch_sizes: list[Any] = [call.options.get("batch_size") for call in calls]
+    weights = [call.share for call in calls]
+    if set(batch_sizes) == {sum(call.size for call in calls)}:
+        pass  # a constant of the module: the size of the whole batch, which it is
+    elif None not in batch_sizes:
+        if batch_sizes != [call.size for call in calls]:  # else it says nothing new, and the share knows of tokens
+            weights = batch_sizes
+        options["batch_size"] = sum(batch_sizes)
+    values: list[Tensor] = [call.value for call in calls]
+    meta = Metadata(fx, name, reduce_fx=options.get("reduce_fx", torch.mean))  # knows all ways to name a reduction
+    if meta.is_mean_reduction:
+        sizes = [call.size for call in calls]
+        floats = torch.float32, torch.float64  # Lightning converts others
+        values = [value if value.dtype in floats else value.to(default_dtype()) for value in values]
+        return weighted_mean(values, weights, sizes), options
+    if meta.is_sum_reduction:
+        return reduce(torch.add, [value.long() if value.dtype is torch.bool else value for value in values]), options
+    return reduce(torch.maximum if meta.is_max_reduction else torch.minimum, values), options
