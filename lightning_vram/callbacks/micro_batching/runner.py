@@ -181,10 +181,10 @@ class MicroBatchRunner:
         module = self._trainer.lightning_module
         counted = [part for part in parts if not part.is_idle]
         listeners: list[BatchLogging | ShownValues | NormCounting] = [logging] if logging is not None else []
-        if len(counted) > 1:
+        if len(counted) > 1 or self.retries:  # a metric would hold the graph of a failed try
             listeners.append(ShownValues(module))
-            if self._is_training:
-                listeners.append(NormCounting(module, sum(part.size for part in counted)))
+        if len(counted) > 1 and self._is_training:
+            listeners.append(NormCounting(module, sum(part.size for part in counted)))
         outputs = []
         with ExitStack() as stack:
             for listener in listeners:

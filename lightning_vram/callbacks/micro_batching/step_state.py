@@ -121,10 +121,10 @@ class StepState:
                 "MicroBatching cannot retry this batch: training_step modified it in place, unlike the first "
                 "batches. Write into a copy, or give a fixed size."
             )
+        for attributes in self._attributes:  # first, since they may hold graphs
+            attributes.restore()
         if self._gradients is not None:
             self._gradients.restore()
-        for attributes in self._attributes:
-            attributes.restore()
         for copy in self._copies:
             copy.restore()
         for parameter, requires_grad in self._requires_grad:
@@ -228,10 +228,10 @@ class ShownValues:
             show_value(metric, None)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._collect()
         for metric, before in self._before:
-            shown = self._shown.get(id(metric))
+            shown = self._shown.get(id(metric)) if kind is None else None
             show_value(metric, _mean(*zip(*shown, strict=True)) if shown else before)
 
     def begin_part(self, size: int, share: float) -> None:
@@ -248,8 +248,8 @@ class ShownValues:
 
 
 def _mean(values: Sequence[Any], shares: Sequence[float]) -> Any:
-    are_alike = all(isinstance(value, Tensor) and value.is_floating_point() for value in values)
-    if not are_alike or len({value.shape for value in values}) > 1:
+    are_floating = all(isinstance(value, Tensor) and value.is_floating_point() for value in values)
+    if len(values) == 1 or not are_floating or len({value.shape for value in values}) > 1:
         return values[-1]
     return weighted_mean(values, shares, [1] * len(shares))
 

@@ -14,6 +14,7 @@ import math
 import numbers
 import os
 import sys
+import types
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ class Parts:
 
 
 def take_apart(value: object) -> Parts | None:
-    """Return what a mapping, list, tuple or dataclass holds; ``None`` for others."""
+    """Return what a mapping, list, tuple, dataclass or ``SimpleNamespace`` holds; ``None`` for others."""
     if isinstance(value, _WHOLE):
         return None
     if isinstance(value, Mapping):
@@ -51,9 +52,10 @@ def take_apart(value: object) -> Parts | None:
         return Parts(tuple(value._fields), tuple(value), type(value)._make, has_attributes=True)  # type: ignore[attr-defined]
     if isinstance(value, list | tuple):
         return Parts(tuple(range(len(value))), tuple(value), partial(_build_sequence, value), is_list=True)
-    if not dataclasses.is_dataclass(value):
-        return None
-    names = tuple(one.name for one in dataclasses.fields(value) if hasattr(value, one.name))
+    if dataclasses.is_dataclass(value):
+        names = tuple(one.name for one in dataclasses.fields(value) if hasattr(value, one.name))
+    else:
+        names = tuple(vars(value)) if isinstance(value, types.SimpleNamespace) else ()
     values = tuple(getattr(value, name) for name in names)
     return Parts(names, values, partial(_build_object, value, names), has_attributes=True) if names else None
 

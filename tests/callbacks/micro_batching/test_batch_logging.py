@@ -42,8 +42,9 @@ class LitLogging(LitTiny):
 
     def __init__(self) -> None:
         super().__init__(TinyCNN())
-        self.train_accuracy = MulticlassAccuracy(num_classes=10)
-        self.metrics = MetricCollection([MulticlassPrecision(num_classes=10), MulticlassAccuracy(num_classes=10)])
+        self.train_accuracy = MulticlassAccuracy(num_classes=10, average="micro")
+        kinds = (MulticlassPrecision, MulticlassAccuracy)
+        self.metrics = MetricCollection([kind(num_classes=10, average="micro") for kind in kinds])
         self.val_accuracy = MulticlassAccuracy(num_classes=10)
 
     def training_step(self, batch, batch_idx):

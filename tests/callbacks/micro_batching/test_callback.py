@@ -307,7 +307,7 @@ def test_no_copy_of_gradients_is_alive_in_the_optimizer_step(fit) -> None:
         fit([MicroBatching(size), Reading()], limit, accumulate_grad_batches=2)
         return seen
 
-    assert live_bytes("auto") == live_bytes(8)
+    assert all(ours <= theirs for ours, theirs in zip(live_bytes("auto"), live_bytes(8), strict=True))
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
