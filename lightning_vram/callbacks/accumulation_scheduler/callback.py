@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.optim import LBFGS
 from typing_extensions import override
 
-from lightning_vram.argument_checks import check_bool, check_positive_int
+from lightning_vram.argument_checks import check_bool, check_choice, check_positive_int
 from lightning_vram.callbacks.accumulation_scheduler.mean import AccumulationWeights, AccumulationWindow
 from lightning_vram.callbacks.accumulation_scheduler.run import AccumulationRun
 from lightning_vram.callbacks.hook_points import FitTechnique
@@ -108,16 +108,6 @@ def _warn_of_weights(trainer: pl.Trainer, weight: object) -> None:
 
 
 Rounding = Literal["up", "down"]
-
-
-def check_target(target_batch_size: int | None, rounding: Rounding | None) -> None:
-    """Check the arguments ``target_batch_size`` and ``round``."""
-    if target_batch_size is not None:
-        check_positive_int("AccumulationScheduler(target_batch_size)", target_batch_size)
-    if rounding not in (None, "up", "down"):
-        raise ValueError(f"AccumulationScheduler(round) must be 'up', 'down' or None, got {rounding!r}.")
-    if rounding is not None and target_batch_size is None:
-        raise ValueError(f"AccumulationScheduler(round) needs target_batch_size, got round={rounding!r} alone.")
 
 
 def plan_factor(trainer: pl.Trainer, target_batch_size: int, rounding: Rounding | None) -> int:
@@ -234,7 +224,11 @@ class AccumulationScheduler(FitTechnique):
                 "AccumulationScheduler needs exactly one of by_epoch, by_step and target_batch_size, "
                 f"got {' and '.join(names) or 'none'}."
             )
-        check_target(target_batch_size, round)
+        if target_batch_size is not None:
+            check_positive_int("AccumulationScheduler(target_batch_size)", target_batch_size)
+        check_choice("AccumulationScheduler(round)", round, ("up", "down", None))
+        if round is not None and target_batch_size is None:
+            raise ValueError(f"AccumulationScheduler(round) needs target_batch_size, got round={round!r} alone.")
         if weight is not None:
             make_batch_weight(weight, _WEIGHT)
         check_bool("AccumulationScheduler(correct_batch_norm)", correct_batch_norm)
@@ -272,7 +266,7 @@ class AccumulationScheduler(FitTechnique):
     def _check(self, trainer: pl.Trainer) -> None:
         check_run(trainer, self)
         self._window, self._resumed = AccumulationWindow(), None
-        self._run = AccumulationRun(trainer, self._schedule, self._plan_factor)
+        self._run = AccumulationRun(trainer, self._window, self._schedule, self._plan_factor)
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
@@ -281,7 +275,7 @@ class AccumulationScheduler(FitTechnique):
         weights = None
         if self.weight is not None:
             weights = AccumulationWeights(self._make_weight(trainer.lightning_module), trainer)
-        self._run.start(self._window, weights)
+        self._run.start(weights)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

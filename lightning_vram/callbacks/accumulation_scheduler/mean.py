@@ -5,8 +5,7 @@ With weights ``w``, the mean is ``sum(w * gradient) / sum(w)`` over all micro-ba
 multiplied by ``w`` as they come; gradients are divided by the sum, one reduced number, before the optimizer step.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -242,23 +241,17 @@ class AccumulationMean:
                 return self._loss  # a scaler takes None for a window without gradients
             return loss if self._window.num_held else None
 
-        with self._watched_steps() as steps:
-            result = inner(batch_idx, run_closure)
-        if steps and num_calls and self._factor is None:
-            self._warn_of_bypass()
-        return result
-
-    @contextmanager
-    def _watched_steps(self) -> Iterator[list[Any]]:
         steps: list[Any] = []
-        handles = [
-            optimizer.register_step_post_hook(lambda *_: steps.append(True)) for optimizer in self._trainer.optimizers
-        ]
+        optimizers = self._trainer.optimizers
+        handles = [one.register_step_post_hook(lambda *_: steps.append(True)) for one in optimizers]
         try:
-            yield steps
+            result = inner(batch_idx, run_closure)
         finally:
             for handle in handles:
                 handle.remove()
+        if steps and num_calls and self._factor is None:
+            self._warn_of_bypass()
+        return result
 
     def _warn_of_bypass(self) -> None:
         if self._has_warned or (self._weights is None and self._read_factor() == 1):

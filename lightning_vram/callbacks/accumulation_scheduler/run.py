@@ -1,7 +1,7 @@
 """Gradient accumulation in one fit, from its setup to its end."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import operator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,104 +25,6 @@ from lightning_vram.private_names.lightning import (
     training_data,
 )
 from lightning_vram.techniques.accumulation_schedule import AccumulationSchedule
-
-
-class AccumulationLoop:
-    """Replaces three methods of a trainer's loops, until :meth:`remove`.
-
-    Lightning decides by the batch index modulo ``trainer.accumulate_grad_batches``: where the factor changes, the
-    gradients of a window that has not stepped would stay in the next one. Until removed, that attribute is the length
-    of the current window: Lightning divides by it. ``plan`` returns the length of a window that begins now.
-    """
-
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        window: AccumulationWindow,
-        plan: Callable[[], int],
-        around: Callable[[Any], AbstractContextManager[object]],  # entered for each batch that the window has begun
-        pass_over: Callable[[], None],  # called for each batch that is missing
-    ) -> None:
-        self._trainer = trainer
-        self._window = window
-        self._plan = plan
-        self._around = around
-        self._pass_over = pass_over
-        self._epoch_loop = trainer.fit_loop.epoch_loop
-        self._optimization = self._epoch_loop.automatic_optimization
-        self._patches = [
-            MethodPatch(self._epoch_loop, WINDOW_ENDS, partial(partial, self._ends_window)),
-            MethodPatch(self._optimization, "run", partial(partial, self._run)),
-            MethodPatch(self._optimization, MAKE_ZERO_GRAD, partial(partial, self._make_zero_grad)),
-        ]
-
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether a checkpoint made now will run the current micro-batch again."""
-        return self._epoch_loop.batch_progress.total.ready == self._window.batch and not self._is_processed
-
-    def remove(self) -> None:
-        """Put everything back. Calling it again does nothing."""
-        for patch in reversed(self._patches):
-            patch.remove()
-
-    @property
-    def _is_processed(self) -> bool:
-        progress: Any = self._epoch_loop.batch_progress.current
-        return bool(progress.processed >= progress.ready)
-
-    @property
-    def _begins_window(self) -> bool:
-        # The first batch of an epoch also drops what an epoch that was cut short left, or a trial of a tuner.
-        return self._window.is_full or self._epoch_loop.batch_progress.current.ready == 1
-
-    def _open(self) -> None:
-        if self._begins_window:
-            self._window.open(self._plan())
-
-    def _close_with_epoch(self) -> None:
-        if epoch_ends(self._epoch_loop):
-            self._window.position = self._window.length  # Lightning steps then; a stream does not announce it
-
-    def _ends_window(self, inner: Callable[[], Any]) -> bool:
-        window = self._window
-        # Nothing is accumulated in the epoch that StochasticWeightAveraging adds for batch norm statistics; and the
-        # batch that a checkpoint of a run without this callback ended with is unknown.
-        if skips_backward(self._optimization) or (window.batch is None and self._epoch_loop.restarting):
-            return bool(inner())
-        progress = self._epoch_loop.batch_progress
-        if progress.total.ready == window.batch:
-            return window.is_full
-        if not self._is_processed:  # it has not begun: another hook asks in on_train_batch_start
-            return (self._plan() if self._begins_window else window.length - window.position) == 1
-        self._open()
-        window.pass_over(progress.total.ready)  # it is None, or on_train_batch_start returned -1
-        self._close_with_epoch()
-        self._pass_over()
-        return window.is_full
-
-    def _run(self, inner: Callable[..., Any], optimizer: Optimizer, batch_idx: int, kwargs: dict[str, Any]) -> Any:
-        if skips_backward(self._optimization):
-            return inner(optimizer, batch_idx, kwargs)
-        self._open()
-        self._window.begin(self._epoch_loop.batch_progress.total.ready)
-        self._trainer.accumulate_grad_batches = self._window.length
-        with self._around(kwargs["batch"]):
-            result = inner(optimizer, batch_idx, kwargs)
-        self._close_with_epoch()
-        return result
-
-    def _make_zero_grad(self, inner: Callable[..., Any], batch_idx: int, optimizer: Optimizer) -> Any:
-        if skips_backward(self._optimization):
-            return inner(batch_idx, optimizer)
-        if not self._window.is_first:
-            return None
-        length = self._trainer.accumulate_grad_batches
-        self._trainer.accumulate_grad_batches = 1  # of which any batch index is a multiple
-        try:
-            return inner(batch_idx, optimizer)
-        finally:
-            self._trainer.accumulate_grad_batches = length
 
 
 class SteppingBatches:
@@ -157,7 +59,9 @@ class SteppingBatches:
             return getattr(original, RUN)(trainer, *args, **kwargs)
 
         def reduce(trainer: Any, protocol: Any) -> Any:
-            return self._unswap(original.__reduce_ex__(trainer, protocol))
+            function, arguments, *others = original.__reduce_ex__(trainer, protocol)
+            arguments = (original if one is self._swapped else one for one in arguments)
+            return operator.call, (function, *arguments), *others  # pickle looks at the class if it knows the function
 
         attributes = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
         changed = {"estimated_stepping_batches": property(estimate), RUN: run, "__reduce_ex__": reduce}
@@ -170,51 +74,58 @@ class SteppingBatches:
         if type(self._trainer) is self._swapped:
             self._trainer.__class__ = self._original
 
-    def _unswap(self, reduced: Any) -> Any:
-        """Put the original class in ``(function, arguments, state ...)``."""
-        if not isinstance(reduced, tuple):
-            return reduced
-        function, arguments, *others = reduced
-        arguments = (self._original if one is self._swapped else one for one in arguments)
-        return _call, (function, *arguments), *others  # pickle looks at the class if it knows the function
-
-
-def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    return function(*arguments)
-
 
 _MAX_NAMES = 5
 
 
 class AccumulationRun:
-    """Changes a trainer until :meth:`end`.
+    """Replaces methods of a trainer's loops, until :meth:`end`.
 
-    Without a ``schedule``, the factor follows from the training data, by ``plan_factor``.
+    Lightning decides by the batch index modulo ``trainer.accumulate_grad_batches``: where the factor changes, the
+    gradients of a window that has not stepped would stay in the next one. Meanwhile that attribute is the length of the
+    current window: Lightning divides by it. Without a ``schedule``, the factor follows from the training data, by
+    ``plan_factor``.
     """
 
     def __init__(
-        self, trainer: pl.Trainer, schedule: AccumulationSchedule | None, plan_factor: Callable[[pl.Trainer], int]
+        self,
+        trainer: pl.Trainer,
+        window: AccumulationWindow,  # a checkpoint may still be loaded into it
+        schedule: AccumulationSchedule | None,
+        plan_factor: Callable[[pl.Trainer], int],
     ) -> None:
         self._trainer = trainer
+        self._window = window
         self._given = self._schedule = schedule
         self._plan_factor = plan_factor
+        self._epoch_loop = trainer.fit_loop.epoch_loop
+        self._optimization = self._epoch_loop.automatic_optimization
         self._loader: object = None  # that the schedule was read from
         self._factor: int | None = None
         self._factor_before = trainer.accumulate_grad_batches
         self.is_over = False  # whether it has ended
         self._stepping_batches = SteppingBatches(trainer, self.read_schedule, self.end)
-        self._setup_data = MethodPatch(trainer.fit_loop, "setup_data", partial(partial, self._set_up_data))
+        self._patches = [MethodPatch(trainer.fit_loop, "setup_data", partial(partial, self._set_up_data))]
         if schedule is not None:
             self._set_factor()
-        self._window: AccumulationWindow | None = None
-        self._loop: AccumulationLoop | None = None
         self._mean: AccumulationMean | None = None
         self._norms: NormMomentum | None = None
 
     @property
     def is_interrupted(self) -> bool:
         """Whether a checkpoint made now will run the current micro-batch again."""
-        return self._loop is not None and self._loop.is_interrupted
+        has_begun = self._mean is not None and self._epoch_loop.batch_progress.total.ready == self._window.batch
+        return has_begun and not self._is_processed
+
+    @property
+    def _is_processed(self) -> bool:
+        progress: Any = self._epoch_loop.batch_progress.current
+        return bool(progress.processed >= progress.ready)
+
+    @property
+    def _begins_window(self) -> bool:
+        # The first batch of an epoch also drops what an epoch that was cut short left, or a trial of a tuner.
+        return self._window.is_full or self._epoch_loop.batch_progress.current.ready == 1
 
     def read_schedule(self) -> AccumulationSchedule:
         """Return the schedule; one that follows from the data is read again when the loader changes."""
@@ -224,11 +135,14 @@ class AccumulationRun:
             self._loader = loader
         return self._schedule
 
-    def start(self, window: AccumulationWindow, weights: AccumulationWeights | None) -> None:
-        """Take over the loops: tuners train before any other hook. A checkpoint may still be loaded into ``window``."""
-        self._window = window
-        self._mean = AccumulationMean(self._trainer, window, weights)
-        self._loop = AccumulationLoop(self._trainer, window, self._plan, self._around, self._mean.pass_over)
+    def start(self, weights: AccumulationWeights | None) -> None:
+        """Take over the loops: tuners train before any other hook."""
+        self._mean = AccumulationMean(self._trainer, self._window, weights)
+        self._patches += [
+            MethodPatch(self._epoch_loop, WINDOW_ENDS, partial(partial, self._ends_window)),
+            MethodPatch(self._optimization, "run", partial(partial, self._run_batch)),
+            MethodPatch(self._optimization, MAKE_ZERO_GRAD, partial(partial, self._make_zero_grad)),
+        ]
 
     def begin_training(self) -> AccumulationSchedule:
         """Forget what tuners made of the data, which is set up now; return the schedule of the training."""
@@ -253,11 +167,10 @@ class AccumulationRun:
 
     def end(self) -> None:
         """Put everything back. Calling it again does nothing."""
-        if self._loop is not None:
-            self._loop.remove()
+        for patch in reversed(self._patches):
+            patch.remove()
         if self._mean is not None:
             self._mean.remove()
-        self._setup_data.remove()
         self._stepping_batches.remove()
         if not self.is_over:
             self._trainer.accumulate_grad_batches = self._factor_before
@@ -275,26 +188,70 @@ class AccumulationRun:
         trainer.accumulate_grad_batches = self.read_schedule().factor(trainer.current_epoch, trainer.global_step)
 
     def _plan(self) -> int:
+        """Return the length of a window that begins now."""
         trainer = self._trainer
         factor = self.read_schedule().factor(trainer.current_epoch, trainer.global_step)
         if factor != self._factor:
             self._factor = factor
             for logger in trainer.loggers:
                 logger.log_metrics({"vram/accumulate_grad_batches": float(factor)}, step=trainer.global_step)
-        num_left = trainer.num_training_batches - trainer.fit_loop.epoch_loop.batch_idx  # with the current one
+        num_left = trainer.num_training_batches - self._epoch_loop.batch_idx  # with the current one
         return int(max(1, min(factor, num_left)))
 
-    @contextmanager
-    def _around(self, batch: Any) -> Iterator[None]:
+    def _open(self) -> None:
+        if self._begins_window:
+            self._window.open(self._plan())
+
+    def _close_with_epoch(self) -> None:
+        if epoch_ends(self._epoch_loop):
+            self._window.position = self._window.length  # Lightning steps then; a stream does not announce it
+
+    def _ends_window(self, inner: Callable[[], Any]) -> bool:
+        window = self._window
+        # Nothing is accumulated in the epoch that StochasticWeightAveraging adds for batch norm statistics; and the
+        # batch that a checkpoint of a run without this callback ended with is unknown.
+        if skips_backward(self._optimization) or (window.batch is None and self._epoch_loop.restarting):
+            return bool(inner())
+        progress = self._epoch_loop.batch_progress
+        if progress.total.ready == window.batch:
+            return window.is_full
+        if not self._is_processed:  # it has not begun: another hook asks in on_train_batch_start
+            return (self._plan() if self._begins_window else window.length - window.position) == 1
+        self._open()
+        window.pass_over(progress.total.ready)  # it is None, or on_train_batch_start returned -1
+        self._close_with_epoch()
         assert self._mean is not None
-        assert self._window is not None
-        self._mean.begin(batch)
-        # Only while a micro-batch runs, so that copies, checkpoints and other callbacks see the momentum they know.
-        if self._norms is None:
-            yield
-            return
-        self._norms.scale(1 / self._window.length)
+        self._mean.pass_over()
+        return window.is_full
+
+    def _run_batch(
+        self, inner: Callable[..., Any], optimizer: Optimizer, batch_idx: int, kwargs: dict[str, Any]
+    ) -> Any:
+        if skips_backward(self._optimization):
+            return inner(optimizer, batch_idx, kwargs)
+        self._open()
+        self._window.begin(self._epoch_loop.batch_progress.total.ready)
+        self._trainer.accumulate_grad_batches = self._window.length
+        assert self._mean is not None
+        self._mean.begin(kwargs["batch"])
+        if self._norms is not None:
+            self._norms.scale(1 / self._window.length)
         try:
-            yield
+            result = inner(optimizer, batch_idx, kwargs)
         finally:
-            self._norms.restore()
+            if self._norms is not None:  # copies, checkpoints and other callbacks see the momentum they know
+                self._norms.restore()
+        self._close_with_epoch()
+        return result
+
+    def _make_zero_grad(self, inner: Callable[..., Any], batch_idx: int, optimizer: Optimizer) -> Any:
+        if skips_backward(self._optimization):
+            return inner(batch_idx, optimizer)
+        if not self._window.is_first:
+            return None
+        length = self._trainer.accumulate_grad_batches
+        self._trainer.accumulate_grad_batches = 1  # of which any batch index is a multiple
+        try:
+            return inner(batch_idx, optimizer)
+        finally:
+            self._trainer.accumulate_grad_batches = length
