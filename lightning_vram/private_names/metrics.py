@@ -11,22 +11,6 @@ from torchmetrics import Metric
 APPLY = "_apply"
 SYNC_STATES = "_sync_dist"
 default_states: Callable[[Metric], Mapping[str, Any]] = attrgetter("_defaults")  # the initial metric state by name
-state_reductions: Callable[[Metric], Mapping[str, Any]] = attrgetter("_reductions")
-"""Return by name how ranks merge the metric state; ``None``: they do not."""
-
-
-def merge_states(metric: Metric, states: dict[str, Any], num_updates: int) -> None:
-    """Merge the state of earlier updates into that of the latest; ``num_updates`` counts both."""
-    metric._update_count = num_updates
-    metric._reduce_states(states)
-
-
-def forget_computed(metric: Metric) -> None:
-    """Make the next ``compute`` compute again, without other ranks."""
-    metric._to_sync = metric._should_unsync = False
-    metric._computed = None
-
-
 shown_value: Callable[[Metric], Any] = attrgetter("_forward_cache")  # the value for the last batch
 
 

@@ -120,12 +120,6 @@ sparse_indices: Callable[[Tensor], Tensor] = torch.Tensor._indices  # the indice
 sparse_values: Callable[[Tensor], Tensor] = torch.Tensor._values  # the values of a COO tensor as they are stored
 
 
-def ragged_dimension(tensor: Tensor) -> int:
-    """Return the dimension of a jagged tensor that has many lengths."""
-    dimension: int = getattr(tensor, "_ragged_idx", 1)
-    return dimension
-
-
 local_shard_of: Callable[[Any], Tensor] = attrgetter("_local_tensor")
 """Return the local shard of a ``DTensor``: the very tensor, past autograd."""
 

@@ -325,12 +325,12 @@ class MicroBatching(FitTechnique):
     also in checkpoints.
 
     Lossless (equal to the whole batch up to rounding): gradients of losses that are means over samples, or over the
-    units that ``weight`` counts; ``self.log`` with mean, sum, min and max; metrics with mergeable state. Exact: a run
-    that recovered from out-of-memory errors equals one that used these sizes from the start. Different from the whole
-    batch: losses and layers that couple samples (contrastive losses with in-batch negatives; BatchNorm normalizes each
-    micro-batch separately, although running statistics count one step); dropout masks; and everything that
-    ``training_step`` updates itself (spectral norm, EMA teachers, codebooks, ``self.n += 1``), which happens once per
-    micro-batch.
+    units that ``weight`` counts; ``self.log`` with mean, sum, min and max; what metrics compute over an epoch (a step
+    shows the mean of a metric's values over the micro-batches). Exact: a run that recovered from out-of-memory errors
+    equals one that used these sizes from the start. Different from the whole batch: losses and layers that couple
+    samples (contrastive losses with in-batch negatives; BatchNorm normalizes each micro-batch separately, although
+    running statistics count one step); dropout masks; and everything that ``training_step`` updates itself (spectral
+    norm, EMA teachers, codebooks, ``self.n += 1``), which happens once per micro-batch.
 
     Values from ``self.log`` appear in ``trainer.callback_metrics`` after the step. The zeroing hooks and
     ``on_before_backward`` run after the forward of the first micro-batch, in each attempt. A micro-batch with weight 0
