@@ -1,9 +1,8 @@
 """The state of a module, to restore: its attributes, and its buffers."""
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import chain, repeat
 from operator import is_
 from typing import Any
 
@@ -25,43 +24,11 @@ _MAX_DEPTH = 4
 
 _DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
 _CONTAINERS = _DICTS | {list, set, deque}
+_CONSTANTS = frozenset((bool, int, float, str, tuple, type(None), torch.dtype, torch.device))
 
-_REGISTRIES = list(vars(nn.Module()))  # nearly every module has them first, in this order
-_HAS_REGISTRIES_BEHIND = 2
-_ARE_REGISTRIES_KNOWN = _REGISTRIES[:_HAS_REGISTRIES_BEHIND] == ["training", PARAMETERS]
+_REGISTRIES = frozenset(vars(nn.Module()))  # nothing in these dicts needs a look inside
 
 Undo = Callable[[], object]
-
-
-class AttributeLayout:
-    """Which attributes of a module are containers, generators and tensors, by names and types; it holds no value."""
-
-    __slots__ = ("containers", "generators", "kinds", "names", "registries", "start", "tensors")
-
-    def __init__(self, names: list[str], values: list[Any]) -> None:
-        self.names = names
-        has_registries = _ARE_REGISTRIES_KNOWN and names[: len(_REGISTRIES)] == _REGISTRIES
-        self.start = len(_REGISTRIES) if has_registries else 0
-        self.kinds = [*map(type, values[self.start :])]  # of the attributes behind the registries
-        # Of buffers, children and hooks: nothing in these dicts needs a look inside.
-        self.registries = slice(_HAS_REGISTRIES_BEHIND, self.start)
-        places = list(enumerate(self.kinds, start=self.start))
-        self.containers = [place for place, kind in places if kind in _CONTAINERS and names[place] != PARAMETERS]
-        self.tensors = [place for place, kind in places if issubclass(kind, Tensor)]
-        sources = own_sources()
-        self.generators = [(place, sources[kind]) for place, kind in places if kind in sources]
-
-
-def take_states(
-    members: Sequence[nn.Module], layouts: list[AttributeLayout], *, shortens: bool = True
-) -> list["AttributeState"]:
-    """Return the state of each member, and put the layouts that were found into ``layouts``."""
-    known = chain(layouts, repeat(None))
-    states = [
-        AttributeState(one, layout=layout, shortens=shortens) for one, layout in zip(members, known, strict=False)
-    ]
-    layouts[:] = [state.layout for state in states]
-    return states
 
 
 class AttributeState:
@@ -71,77 +38,74 @@ class AttributeState:
     Lists, dicts and the like (also nested ones) get their former content back, generators their positions. Containers
     with more than ``max_items`` are not looked into: if ``shortens``, lists and dicts lose what was added at the end,
     sets and deques get their items back up to ten thousand. Not detected: objects of other kinds that change inside.
-    ``layout``: that of an earlier state, which saves time; one that does not fit is ignored.
     """
 
-    __slots__ = ("_kind", "_max_items", "_notes", "_parameters", "_shortens", "_values", "layout", "module")
+    __slots__ = (
+        "_attributes",
+        "_empty",
+        "_kind",
+        "_max_items",
+        "_parameters",
+        "_shortens",
+        "_undos",
+        "module",
+        "tensors",
+    )
 
-    def __init__(
-        self,
-        module: nn.Module,
-        max_items: int = _MAX_ITEMS,
-        layout: AttributeLayout | None = None,
-        *,
-        shortens: bool = True,
-    ) -> None:
-        attributes = vars(module)
-        names, values = [*attributes], [*attributes.values()]
-        if layout is None or names != layout.names or [*map(type, values[layout.start :])] != layout.kinds:
-            layout = AttributeLayout(names, values)
-        self.layout = layout
+    def __init__(self, module: nn.Module, max_items: int = _MAX_ITEMS, *, shortens: bool = True) -> None:
         self.module = module
+        self.tensors: dict[str, Tensor] = {}  # the attributes that are
         self._kind = type(module)
         self._max_items = max_items
         self._shortens = shortens
-        self._values = values
-        registered = attributes[PARAMETERS]
+        self._attributes = vars(module).copy()
+        registered = self._attributes[PARAMETERS]
         self._parameters = registered.copy() if type(registered) in _DICTS else None  # not of a scripted module
-        self._notes: list[tuple[Any, Undo | None]] = []  # what is not empty, and how it gets its content back
-        for registry in filter(None, values[layout.registries]):
-            if type(registry) in _CONTAINERS:
-                self._notes.append((registry, partial(_refill, registry, registry.copy())))
-        for container in filter(None, (values[place] for place in layout.containers)):
-            self._note(container, depth=0)
-        for place, source in layout.generators:
-            self._notes.append((values[place], _keep_position(source(values[place]))))
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the attributes that are tensors, by name."""
-        return {self.layout.names[place]: self._values[place] for place in self.layout.tensors}
+        self._empty: list[Any] = []  # containers
+        self._undos: list[Undo] = []  # of containers that are not empty, and of generators
+        for name, value in self._attributes.items():
+            kind = type(value)
+            if kind in _CONTAINERS:
+                if not value:
+                    self._empty.append(value)
+                elif name in _REGISTRIES and name != PARAMETERS:
+                    self._undos.append(partial(_refill, value, value.copy()))
+                elif name != PARAMETERS:
+                    self._note(value, depth=0)
+            elif kind not in _CONSTANTS:
+                self._note_item(name, value)
 
     def restore(self) -> None:
         """Put everything back. May be called again."""
         if type(self.module) is not self._kind:  # a lazy layer that got its weights became another
             return
-        now, layout, values = vars(self.module), self.layout, self._values
-        if [*now] != layout.names or not all(map(is_, now.values(), values)):
-            attributes = dict(zip(layout.names, values, strict=True))
-            now.update(attributes)
-            for name in [name for name in now if name not in attributes]:
+        now, before = vars(self.module), self._attributes
+        if not _has(now, before):
+            now.update(before)
+            for name in [name for name in now if name not in before]:
                 del now[name]
-        places = (values[place] for place in layout.containers)
-        filled = [*filter(None, chain(values[layout.registries], places))]
-        if filled or self._notes:
-            self._put_content_back(filled)
-        registered, before = now[PARAMETERS], self._parameters
-        if before is not None and (before or registered) and not _has(registered, before):
-            _put_parameters_back(registered, before)
+        for container in filter(None, self._empty):
+            container.clear()
+        for undo in self._undos:
+            undo()
+        registered, parameters = now[PARAMETERS], self._parameters
+        if parameters is not None and (parameters or registered) and not _has(registered, parameters):
+            _put_parameters_back(registered, parameters)
 
-    def _put_content_back(self, filled: list[Any]) -> None:
-        had_content = {id(container) for container, _ in self._notes}
-        for container in filled:
-            if id(container) not in had_content and type(container) in _CONTAINERS:
-                container.clear()
-        for _, undo in self._notes:
-            if undo is not None:
-                undo()
+    def _note_item(self, name: str, value: Any) -> None:
+        source = own_sources().get(type(value))
+        if source is not None:
+            self._undos.append(_keep_position(source(value)))
+        elif isinstance(value, Tensor):
+            self.tensors[name] = value
 
     def _note(self, container: Any, depth: int) -> None:
         kind = type(container)
         if len(container) > self._max_items:
-            self._notes.append((container, _keep_what_is_cheap(container) if self._shortens else None))
+            undo = _keep_what_is_cheap(container) if self._shortens else None
+            self._undos += [undo] if undo is not None else []
             return
-        self._notes.append((container, partial(_refill, container, container.copy())))
+        self._undos.append(partial(_refill, container, container.copy()))
         if kind is set or depth == _MAX_DEPTH:
             return
         sources = own_sources()
@@ -149,7 +113,7 @@ class AttributeState:
             if type(item) in _CONTAINERS:
                 self._note(item, depth + 1)
             elif type(item) in sources:
-                self._notes.append((item, _keep_position(sources[type(item)](item))))
+                self._undos.append(_keep_position(sources[type(item)](item)))
 
 
 def _put_parameters_back(registered: dict[str, Tensor | None], before: dict[str, Tensor | None]) -> None:
@@ -278,7 +242,7 @@ class BufferCopy:
 
 
 class BufferCopies:
-    """Copies of a model's tensors, held over many steps; with them the layouts of its modules, which only save time.
+    """Copies of a model's tensors, held over many steps.
 
     Autograd counts writes, so large constants (masks, rotary tables) are copied once. Up to 1 MiB is copied in every
     step: kernels such as those of batch normalization write uncounted. A large tensor that is written uncounted is
@@ -286,7 +250,6 @@ class BufferCopies:
     """
 
     def __init__(self) -> None:
-        self.layouts: list[AttributeLayout] = []  # of the modules of the last state that was taken with these copies
         self._copies: dict[int, BufferCopy] = {}
         self._small: list[BufferCopy] = []
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []

@@ -1,7 +1,7 @@
 """Restore a module as it was before a forward, to recompute it. May import: core below it."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter, methodcaller
 from types import CodeType
@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 from lightning_vram.core.module_state import (
     ALWAYS_COPIED_BYTES,
-    AttributeLayout,
     AttributeState,
     differs,
     iterate_members,
-    take_states,
 )
 from lightning_vram.core.random_state import AmbientState
 from lightning_vram.core.tensors.properties import is_shard, num_bytes_of
@@ -44,7 +42,6 @@ class ForwardFacts:
     """What the forwards of a module have shown so far; ``None`` before the first."""
 
     written: set[tuple[int, str]] | None = None  # buffers and tensor attributes: number of the submodule, and name
-    layouts: list[AttributeLayout] = field(default_factory=list)  # of the submodules, in order
     draws_from_numpy: bool | None = None  # one that does so in later forwards only is not noticed
     reads_statistics: bool | None = None  # whether its code names the running statistics of its norms
 
@@ -79,7 +76,7 @@ class ForwardState:
         self._learned = learned
         self._members = [member for member in iterate_members(*modules) if not isinstance(member, OptimizedModule)]
         # What a forward adds to a large container is taken away when the second run is over, not before it.
-        self._states = take_states(self._members, learned.layouts, shortens=False)
+        self._states = [AttributeState(member, shortens=False) for member in self._members]
         self._parameters = [(one, one.requires_grad) for one in self._iterate_parameters()]
         self._held: dict[tuple[int, str], _Held] = {}
         self._statistics: list[tuple[dict[str, Any], str]] = []  # that move on, and that nobody reads
@@ -88,7 +85,7 @@ class ForwardState:
         for number, buffers in enumerate(self._own(BUFFERS)):
             if buffers:
                 self._take_buffers(number, buffers)
-            if self._states[number].layout.tensors:
+            if self._states[number].tensors:
                 self._take_tensors(number)
         # Those of the parameters, too: a layer may get its tensors inside an object of the user's.
         parameters = chain.from_iterable(map(_read_values, self._own(PARAMETERS)))
@@ -132,7 +129,7 @@ class ForwardState:
         return self._ambient.run(lambda: self._run(work))
 
     def _run(self, work: Callable[[], _T]) -> _T:
-        now = take_states(self._members, self._learned.layouts)
+        now = [AttributeState(member) for member in self._members]
         with without_torch_function():  # who observes a weight hears only of what the layer does with it
             parameters = [(one, one.data, one.requires_grad) for one in self._iterate_parameters()]
         try:
@@ -150,9 +147,9 @@ class ForwardState:
     def _put_back(self, now: list[AttributeState]) -> None:
         for state, present in zip(self._states, now, strict=True):
             state.restore()
-            if present.layout.tensors:  # FSDP1 sets parameters as views of its flat one, anew for the backward
+            if present.tensors:  # FSDP1 sets parameters as views of its flat one, anew for the backward
                 vars(state.module).update(
-                    {name: t for name, t in present.tensors().items() if is_part_of_flat_parameter(t)}
+                    {name: t for name, t in present.tensors.items() if is_part_of_flat_parameter(t)}
                 )
         for parameter, requires_grad in self._parameters:
             if parameter.requires_grad != requires_grad:
@@ -175,7 +172,7 @@ class ForwardState:
                 self._hold(number, name, buffers, buffer)
 
     def _take_tensors(self, number: int) -> None:
-        for name, tensor in self._states[number].tensors().items():
+        for name, tensor in self._states[number].tensors.items():
             if type(tensor) is Tensor and not is_part_of_flat_parameter(tensor):
                 self._hold(number, name, vars(self._members[number]), tensor)
 

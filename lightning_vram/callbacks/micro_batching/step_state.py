@@ -31,7 +31,6 @@ from lightning_vram.core.module_state import (
     BufferCopies,
     BufferCopy,
     iterate_members,
-    take_states,
 )
 from lightning_vram.core.patching import MethodPatch, replace_by
 from lightning_vram.core.random_state import global_sources
@@ -81,7 +80,7 @@ class StepState:
         self._forget()
         self._parameters = parameters
         members = iterate_members(self._module)
-        self._attributes = take_states(members, self._buffers.layouts)
+        self._attributes = [AttributeState(member) for member in members]
         self._copies = self._buffers.take([*self._buffers_of(members), *self._plain_tensors()])
         # Not isinstance: it takes as long as all the rest, Metric being an abstract class.
         metrics = [member for member in members if Metric in type(member).__mro__]
@@ -149,12 +148,11 @@ class StepState:
 
     def _plain_tensors(self) -> Iterator[Tensor]:
         for state in self._attributes:
-            if state.layout.tensors:
-                most_bytes = sys.maxsize if Metric in type(state.module).__mro__ else ALWAYS_COPIED_BYTES
-                for tensor in state.tensors().values():
-                    # Results of the last step have a past: they are replaced, not written.
-                    if type(tensor) is Tensor and not tensor.requires_grad and num_bytes_of(tensor) <= most_bytes:
-                        yield tensor
+            most_bytes = sys.maxsize if Metric in type(state.module).__mro__ else ALWAYS_COPIED_BYTES
+            for tensor in state.tensors.values():
+                # Results of the last step have a past: they are replaced, not written.
+                if type(tensor) is Tensor and not tensor.requires_grad and num_bytes_of(tensor) <= most_bytes:
+                    yield tensor
 
 
 def _iterate_tensors(value: Any) -> Iterator[Tensor]:

@@ -13,8 +13,6 @@ from support.helpers import CASES, LitTiny, TinyCNN
 from torch import nn
 
 from lightning_vram.callbacks.micro_batching.step_state import StepState
-from lightning_vram.core import module_state
-from lightning_vram.core.module_state import AttributeLayout
 
 CPU = torch.device("cpu")
 LARGE = 1024 * 1024  # floats, above what is copied in every step
@@ -477,22 +475,6 @@ def test_a_model_that_grows_between_steps_is_looked_at_again():
     assert not module[0].num_batches_tracked
     assert module[1].training
     assert module[2].losses == []
-
-
-def test_what_modules_are_made_of_is_found_out_once(monkeypatch):
-    found = []
-    monkeypatch.setattr(
-        module_state,
-        "AttributeLayout",
-        lambda *arguments, inner=AttributeLayout: found.append(0) or inner(*arguments),
-    )
-    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), Counting())
-    copies = StepState(module, CPU)
-    for step in range(3):
-        copies.take()
-        assert len(found) == 4  # modules
-        module(torch.randn(4, 2))
-        assert module[2].count == step + 1
 
 
 class Counting(nn.Module):
