@@ -69,6 +69,7 @@ class StepState:
         self._gradients: GradientState | None = None
         self._attributes: list[AttributeState] = []
         self._copies: list[BufferCopy] = []
+        self._states: list[tuple[Tensor, Tensor]] = []  # of metrics, which make new ones in every step
         self._requires_grad: list[tuple[Tensor, bool]] = []
         self._generators: list[tuple[Callable[[Any], object], Any]] = []
         self._versions: list[tuple[Tensor, int]] = []  # of the batch
@@ -80,11 +81,14 @@ class StepState:
         self._forget()
         self._parameters = parameters
         members = iterate_members(self._module)
-        self._attributes = [AttributeState(member) for member in members]
-        self._copies = self._buffers.take([*self._buffers_of(members), *self._plain_tensors()])
         # Not isinstance: it takes as long as all the rest, Metric being an abstract class.
-        metrics = [member for member in members if Metric in type(member).__mro__]
-        self._attributes += [AttributeState(metric, max_items=sys.maxsize) for metric in metrics]  # empty their lists
+        metrics = [AttributeState(one, max_items=sys.maxsize) for one in members if Metric in type(one).__mro__]
+        others = [AttributeState(one) for one in members if Metric not in type(one).__mro__]
+        self._attributes = [*others, *metrics]  # a metric empties lists of any length
+        buffers = [one for member in members for one in own_buffers(member).values() if one is not None]
+        small = [one for state in others for one in _plain(state) if num_bytes_of(one) <= ALWAYS_COPIED_BYTES]
+        self._copies = self._buffers.take([*buffers, *small])
+        self._states = [(one, one.detach().clone()) for state in metrics for one in _plain(state)]
         self._requires_grad = [
             (parameter, parameter.requires_grad)
             for member in members
@@ -115,17 +119,16 @@ class StepState:
     def restore(self) -> None:
         """Go back. May be called again, after each further try."""
         self._learn()
-        if _are_written(self._versions):
-            raise RuntimeError(
-                "MicroBatching cannot retry this batch: training_step modified it in place, unlike the first "
-                "batches. Write into a copy, or give a fixed size."
-            )
+        self._check_batch()
         for attributes in self._attributes:  # first, since they may hold graphs
             attributes.restore()
         if self._gradients is not None:
             self._gradients.restore()
         for copy in self._copies:
             copy.restore()
+        for tensor, value in self._states:
+            with torch.inference_mode(mode=tensor.is_inference()), torch.no_grad():
+                tensor.copy_(value)
         for parameter, requires_grad in self._requires_grad:
             if parameter.requires_grad != requires_grad:
                 parameter.requires_grad_(requires_grad)
@@ -138,21 +141,21 @@ class StepState:
         self._learn()
         self._forget()
 
+    def _check_batch(self) -> None:
+        if _are_written(self._versions):
+            raise RuntimeError(
+                "MicroBatching cannot retry this batch: training_step modified it in place, unlike the first "
+                "batches. Write into a copy, or give a fixed size."
+            )
+
     def _learn(self) -> None:
         self._is_writing |= _are_written(self._lent)
         self._lent = []
 
-    def _buffers_of(self, members: Iterable[nn.Module]) -> Iterator[Tensor]:
-        for member in members:
-            yield from (buffer for buffer in own_buffers(member).values() if buffer is not None)
 
-    def _plain_tensors(self) -> Iterator[Tensor]:
-        for state in self._attributes:
-            most_bytes = sys.maxsize if Metric in type(state.module).__mro__ else ALWAYS_COPIED_BYTES
-            for tensor in state.tensors.values():
-                # Results of the last step have a past: they are replaced, not written.
-                if type(tensor) is Tensor and not tensor.requires_grad and num_bytes_of(tensor) <= most_bytes:
-                    yield tensor
+def _plain(state: AttributeState) -> list[Tensor]:
+    # Results of the last step have a past: they are replaced, not written.
+    return [one for one in state.tensors.values() if type(one) is Tensor and not one.requires_grad]
 
 
 def _iterate_tensors(value: Any) -> Iterator[Tensor]:
