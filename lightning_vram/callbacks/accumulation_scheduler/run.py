@@ -59,7 +59,8 @@ class SteppingBatches:
             return getattr(original, RUN)(trainer, *args, **kwargs)
 
         def reduce(trainer: Any, protocol: Any) -> Any:
-            function, arguments, *others = original.__reduce_ex__(trainer, protocol)
+            reduced: Any = original.__reduce_ex__(trainer, protocol)
+            function, arguments, *others = reduced
             arguments = (original if one is self._swapped else one for one in arguments)
             return operator.call, (function, *arguments), *others  # pickle looks at the class if it knows the function
 
