@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_vram.argument_checks import check_positive_int
+from lightning_vram.argument_checks import check_kind, check_positive_int
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,7 @@ class AccumulationSchedule:
 
 def read_schedule(name: str, unit: Literal["epoch", "step"], factors: Mapping[int, int]) -> AccumulationSchedule:
     """Make a schedule of what the user gave."""
-    if not isinstance(factors, Mapping):
-        raise TypeError(
-            f"{name} must be a dict such as {{0: 8, 4: 4}}, got {factors!r} of type {type(factors).__name__}."
-        )
+    check_kind(name, factors, Mapping, "a dict such as {0: 8, 4: 4}")
     if not factors:
         raise ValueError(f"{name} must not be empty. {{0: 8}} accumulates 8 micro-batches throughout.")
     for start, factor in factors.items():

@@ -13,7 +13,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import LBFGS
@@ -74,19 +73,11 @@ def check_module(trainer: pl.Trainer) -> None:
 
 
 def check_start(trainer: pl.Trainer, weight: object, largest_factor: int) -> None:
-    """Refuse LBFGS, and warn of own steps and other weights, when optimizers and data are known."""
+    """Refuse LBFGS, and warn of other weights, when optimizers and data are known."""
     if largest_factor > 1 and any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
         raise MisconfigurationException(
             f"{_SCHEDULER} does not work with LBFGS: it evaluates the loss several times per step, each time with the "
             "last micro-batch only. Use larger batches or another optimizer."
-        )
-    module = trainer.lightning_module
-    hooks = [name for name in ("optimizer_step", "optimizer_zero_grad") if is_overridden(name, module)]
-    if hooks and largest_factor > 1:
-        names = " and ".join(f"{type(module).__name__}.{hook}" for hook in hooks)
-        rank_zero_warn(
-            f"{_SCHEDULER} accumulates gradients, so {names} is called once per optimizer step, not for every batch. "
-            "Move code that must run for every batch to on_train_batch_end."
         )
     if weight is not None or largest_factor > 1:
         _warn_of_weights(trainer, weight)
