@@ -25,8 +25,7 @@ from lightning_vram.estimation.batches import (
 from lightning_vram.estimation.fake_trainer import RunCallbacks, as_list, check_run_callbacks
 from lightning_vram.estimation.traced_fit import FitRun, TracedFit, run_whole, trace_fit
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
-from lightning_vram.memory.estimate.allocator_replay import AllocatorReplay, replay
-from lightning_vram.memory.estimate.caching_allocator import AllocatorSettings, read_settings
+from lightning_vram.memory.estimate.caching_allocator import AllocatorReplay, AllocatorSettings, read_settings, replay
 from lightning_vram.memory.estimate.device_spec import DeviceSpec, find_device
 from lightning_vram.memory.estimate.known_values import MOST_INTEGERS
 from lightning_vram.memory.estimate.result import MemoryEstimate, StageEstimate
@@ -262,6 +261,7 @@ def _bisect(fits: Callable[[int], bool], start: int) -> int:
 _HOST = "cpu"
 _SHORTEST = 8
 _COPIES = "Copies to the host are assumed to keep up with the computation; if they lag, the device needs more."
+_NO_LIMITS = "No other batch is tried: the step ran on the CPU with this one. Estimate other sizes one by one."
 _KERNEL_WIDTH = 64  # kernels of attention round lengths up: those that differ by multiples follow one law
 Progress = Callable[[str, float], None]
 
@@ -333,7 +333,9 @@ def estimate_memory(  # noqa: PLR0913 - by name
     progress("tracing the step", 0.0)
     estimator = Estimator(module, batch, spec, run)
     estimate = estimator.estimate()
-    if find_limits:
+    if find_limits and not estimator.has_limits:
+        estimate = replace(estimate, notes=(*estimate.notes, _NO_LIMITS))
+    elif find_limits:
         progress("searching for the largest batch", 0.3)
         largest = estimator.max_batch_size()
         progress("searching for the longest sequence", 0.7)
@@ -372,6 +374,11 @@ class Estimator:
         self._micro_batch_size: int | None = None
         self._cut_until_it_fits()
 
+    @property
+    def has_limits(self) -> bool:
+        """Whether runs with other batches can follow; what a step reads of its tensors was recorded with this one."""
+        return self._is_traced and not self._run.reads.runs
+
     def _cut_until_it_fits(self) -> None:
         """Do what callbacks that cut batches when memory runs out would find out: here it never does."""
         size, arguments = batch_size_of(self._batch) or 1, self._run.trainer_arguments
@@ -396,16 +403,15 @@ class Estimator:
     def max_batch_size(self) -> Limit:
         """Return the largest batch; of no known size if nothing can be said of others."""
         size, module, batch, run = batch_size_of(self._batch), self._module, self._batch, self._run
-        if not size or not self._is_traced:
+        if not size or not self.has_limits:
             return Limit()
-        # Twice the samples are the same samples twice, of which masks select twice as many.
-        other = 2 * size if run.reads.runs else size // 2 or 2
+        other = size // 2 or 2
         return self._largest((size, other), lambda new: trace_fit(module, with_batch_size(batch, size, new), run))
 
     def max_sequence_length(self) -> Limit:
         """Return the longest sequence; of no known length if there is none."""
         length, run = sequence_length_of(self._batch), replace(self._run, has_values=True)
-        if length is None or length < _SHORTEST or not self._is_traced:
+        if length is None or length < _SHORTEST or not self.has_limits:
             return Limit()
 
         def trace(new: int) -> TracedFit:

@@ -38,7 +38,7 @@ from lightning_vram.estimation.fake_trainer import (
 )
 from lightning_vram.estimation.step_time import StepClock, StepTime
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
-from lightning_vram.memory.estimate.allocator_replay import as_on_gpu
+from lightning_vram.memory.estimate.caching_allocator import as_on_gpu
 from lightning_vram.memory.estimate.cuda_kernels import Scratch
 from lightning_vram.memory.estimate.cuda_semantics import cuda_semantics
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
@@ -57,7 +57,7 @@ FIRST_STEP, STEP, VALIDATION = "first step", "train", "validation"
 _MOST_BATCHES = 256
 _USUAL_CAPABILITY = (8, 0)
 _VERBOSE = {"validate": "verbose", "test": "verbose", "predict": "return_predictions"}
-_FEW = 2, 8  # samples: batch norms refuse one
+_FEW = 8  # samples
 _MOST_MADE_BYTES = 4 << 30  # by operators, in real steps of a whole batch: some 20 s
 _PER_WEIGHT_BYTE = 5  # the copy of a weight, its gradient, two moments, and what the step itself takes
 _LIGHT_BYTES = 256 * MIB  # of weights, with which real steps are quick
@@ -96,7 +96,7 @@ class FitRun:
     evaluation: str | None = None  # "validate", "test" or "predict": one batch of that, by itself; ``None``: a fit
     run_callbacks: RunCallbacks = ()  # the user's callbacks that are run, by classes or names
     # The first run of a Trainer and what came of it, for others of the same; ``None``: not shared.
-    known: list[tuple["FitRun", list[Any], TracedFit | Exception]] | None = field(default=None, compare=False)
+    known: list[tuple["FitRun", list[Any], TracedFit]] | None = field(default=None, compare=False)
     has_values: bool = False  # whether tensors of the batch keep their values, so that bad indices are noticed
     # What a real run has read of its tensors, for all runs of the same step; empty until one of them asks.
     reads: RecordedReads = field(default_factory=RecordedReads, compare=False)
@@ -104,22 +104,15 @@ class FitRun:
 
 def trace_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
     """Run two optimizer steps and one batch of validation, or one batch of another evaluation, on fake tensors."""
-    fit = partial(_fit_with_reads, module, batch, run)
-    if run.known is None:
-        return fit()
     what = [module, batch, *chain(*parts_of(run.trainer_arguments, run.run_callbacks).values())]
-    if not run.known:
-        try:
-            run.known.append((run, what, fit()))
-        except Exception as error:
-            run.known.append((run, what, error))
-    known, known_what, found = run.known[0]
-    is_known = replace(known, trainer_arguments={}) == replace(run, trainer_arguments={})
-    if not (is_known and len(what) == len(known_what) and all(map(is_, what, known_what))):
-        return fit()
-    if isinstance(found, Exception):
-        raise found
-    return found
+    for known, known_what, traced in run.known or ():
+        is_known = replace(known, trainer_arguments={}) == replace(run, trainer_arguments={})
+        if is_known and len(what) == len(known_what) and all(map(is_, what, known_what)):
+            return traced
+    traced = _fit_with_reads(module, batch, run)
+    if run.known is not None and not run.known:
+        run.known.append((run, what, traced))
+    return traced
 
 
 def _fit_with_reads(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
@@ -150,34 +143,24 @@ def _fit_with_reads(module: pl.LightningModule, batch: Any, run: FitRun) -> Trac
 
 
 def _record_reads(module: pl.LightningModule, batch: Any, run: FitRun, line: str, reason: Exception | None) -> None:
-    """Record what real steps read, in one process on the host: with a few samples, and with all if that is quick."""
+    """Record what a real step reads, in one process on the host: with a few samples, or with all if that is quick."""
     needed_bytes, there_bytes = _check_host(module, _READS.format(line), reason)
     alone = _alone(run)
     real = map_tensors(batch, _with_values)
-    size, parts = batch_size_of(real) or 1, [first_samples(real, few) for few in _FEW]
+    size, few = batch_size_of(real) or 1, first_samples(real, _FEW)
     try:
-        fewer, one = _record(module, parts[0], alone)
-        larger, other = (fewer, one) if parts[1] is parts[0] else _record(module, parts[1], alone)
+        reads, traced = _record(module, few, alone)
     except Exception:  # the model may refuse so few: what it raises with all of them is its word
-        (fewer, one), (larger, other) = 2 * [_record(module, real, alone)]
-    measures: tuple[Callable[[TracedFit], int], ...] = (
-        lambda traced: sum(max(0, event.change_bytes) for event in traced.timeline.events),  # about what operators take
-        lambda traced: traced.timeline.peak_bytes,
-    )
-    made, peaks = (
-        _at(size, (fewer.num_samples, measure(one)), (larger.num_samples, measure(other))) for measure in measures
-    )
-    if larger.num_samples < size and made <= _MOST_MADE_BYTES and needed_bytes + peaks <= there_bytes:
-        larger, _ = _record(module, real, alone)
-    run.reads.take(fewer, larger)
-    samples = f"{larger.num_samples} samples" if batch_size_of(real) else "the whole batch"
+        few = real
+        reads, traced = _record(module, real, alone)
+    ratio, peak_bytes = size / (batch_size_of(few) or 1), traced.timeline.peak_bytes
+    made_bytes = sum(max(0, event.change_bytes) for event in traced.timeline.events)  # about what operators take
+    if ratio > 1 and ratio * made_bytes <= _MOST_MADE_BYTES and needed_bytes + ratio * peak_bytes <= there_bytes:
+        few = real
+        reads, _ = _record(module, real, alone)
+    run.reads.take(reads)
+    samples = f"{batch_size_of(few)} samples" if batch_size_of(real) else "the whole batch"
     run.reads.note = f"The step reads values of tensors{line}. Those of a real step on the CPU with {samples} are used."
-
-
-def _at(size: int, smaller: tuple[int, int], larger: tuple[int, int]) -> float:
-    """Return the value at a size, on the line through two sizes with their values; of one size alone, its value."""
-    (few, low), (more, high) = smaller, larger
-    return high + (high - low) / max(1, more - few) * (size - more)
 
 
 def run_whole(module: pl.LightningModule, batch: Any, run: FitRun, reason: Exception) -> TracedFit:
@@ -210,7 +193,7 @@ def _alone(run: FitRun) -> FitRun:
 
 
 def _record(module: pl.LightningModule, batch: Any, run: FitRun) -> tuple[RecordedReads, TracedFit]:
-    reads = RecordedReads({run.evaluation}, batch_size_of(batch) or 1)
+    reads = RecordedReads({run.evaluation})
     with recorded(reads):
         return reads, trace_real_fit(module, batch, replace(run, reads=reads))
 
@@ -296,7 +279,6 @@ def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: 
         copies = fakes.copy_of((module, parts_of(run.trainer_arguments, run.run_callbacks)), tensors)
         templates = map_tensors(batch, partial(_template, fakes, values if run.has_values or run.reads.runs else None))
         make = partial(map_tensors, templates, partial(values.fresh_like, mode))
-        run.reads.factor = (batch_size_of(batch) or run.reads.num_samples) / run.reads.num_samples
         del fakes  # it knows the storages that the module begins with: whoever puts others there frees those
         device = HOST if run.card is None else FAKE_GPU
         traced = _fit(copies, make, run, device, trackers, num_batches)

@@ -278,8 +278,7 @@ def test_a_step_that_reads_values_and_takes_one_size_is_recorded_with_it():
 
     estimate = estimate_memory(Sequences(look), a_batch(8), device="cpu")
     assert any("a real step on the CPU with 8 samples" in note for note in estimate.notes)
-    assert estimate.max_batch_size == 8
-    assert estimate.batch_size_refusal.startswith("AssertionError")
+    assert estimate.max_batch_size is None
 
 
 @pytest.mark.parametrize(("look", "error"), [(by_range, IndexError), (by_assertion, AssertionError)])

@@ -118,9 +118,6 @@ def test_a_mask_of_ones_stays_one_until_it_is_written_to(device):
     resized = nn.functional.interpolate(mask[None], size=(100, 100)).to(torch.bool)[0]
     assert not device.is_unknown(resized)
     assert resized.flatten(1).all()
-    assert (mask == 1).all()
-    assert not (mask == 0).any()
-    assert mask.to(torch.bool).sum() == mask.numel()
     assert device.is_unknown(mask * 0.5)
     mask[:, 1:].copy_(torch.rand(2, 199, 200, device=FAKE_GPU))
     assert device.is_unknown(mask)
