@@ -36,7 +36,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_vram.memory.estimate.fake_tensors import FAKE_GPU
+from lightning_vram.memory.estimate.fake_device import FAKE_GPU
 from lightning_vram.private_names.dispatcher import disconnected
 from lightning_vram.private_names.lightning import ddp_arguments, log_nothing
 

@@ -5,7 +5,7 @@ import math
 import re
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import override
 
+from lightning_vram.core.host.transfers import copies_noted
 from lightning_vram.estimation.batches import FreshBatches, batch_size_of, first_samples, map_tensors
 from lightning_vram.estimation.fake_trainer import (
     NUM_STEPS,
@@ -42,8 +43,7 @@ from lightning_vram.memory.estimate.caching_allocator import as_on_gpu
 from lightning_vram.memory.estimate.cuda_kernels import Scratch
 from lightning_vram.memory.estimate.cuda_semantics import cuda_semantics
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
-from lightning_vram.memory.estimate.fake_device import HOST, fake_device, fake_ranks
-from lightning_vram.memory.estimate.fake_tensors import FAKE_GPU, FakeTensors
+from lightning_vram.memory.estimate.fake_device import FAKE_GPU, HOST, FakeTensors, fake_device, fake_ranks
 from lightning_vram.memory.estimate.known_values import KnownValues
 from lightning_vram.memory.estimate.recorded_reads import RecordedReads, recorded
 from lightning_vram.memory.host import available_host_bytes
@@ -318,28 +318,28 @@ def _fit(
     given = as_list(run.trainer_arguments.get("callbacks"))
     run_without_ends(module, parts["callbacks"], given, run.run_callbacks)
     with ExitStack() as stack:
-        folder = stack.enter_context(TemporaryDirectory())
         tracker = stack.enter_context(track_memory(module))
         trackers[:] = [tracker]
         clock = StepClock(run.card or _HOST_SPEC, device) if run.with_times else None
         run.reads.restart()
         marks = _Marks(tracker, clock, run.reads)
-        arguments, with_validation = (
-            {**run.trainer_arguments, **parts},
-            run.with_validation or run.evaluation is not None,
-        )
         trainer = make_trainer(
-            arguments, device, run.num_ranks, [marks, StayOnCard()], folder=folder, with_validation=with_validation
+            {**run.trainer_arguments, **parts},
+            device,
+            run.num_ranks,
+            [marks, StayOnCard()],
+            folder=stack.enter_context(TemporaryDirectory()),
+            with_validation=run.with_validation or run.evaluation is not None,
         )
         connect = trainer.strategy.setup_environment  # past modes: values of meshes of ranks count
         trainer.strategy.setup_environment = without_modes()(connect)  # type: ignore[method-assign]
         leave_out_reducer(trainer.strategy, tracker.label_gradients)
         stack.callback(register_optimizer_step_post_hook(marks.count_step).remove)
         if run.card is not None and device == FAKE_GPU:  # before the tracker: when the results of an operator are there
-            stack.enter_context(
-                Scratch(run.card, device, lambda op, sizes: tracker.ledger.note_scratch(op, device, sizes))
-            )
-        stack.enter_context(clock or nullcontext())
+            stack.enter_context(Scratch(run.card, device, tracker.ledger.note_scratch))
+        if clock is not None:
+            stack.enter_context(copies_noted(clock.note_copy))
+            stack.enter_context(clock)
         batches, for_validation = (FreshBatches(make_batch, number) for number in (num_batches, 1))
         if run.evaluation is None:
             trainer.fit(module, batches, for_validation if run.with_validation else None)

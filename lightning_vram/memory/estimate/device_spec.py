@@ -160,8 +160,8 @@ def _short(name: str) -> str:
 
 def _close_to(name: str) -> list[str]:
     """Names of a few cards that begin alike, or else are spelled alike."""
-    short, names = _short(name), _names()
-    close = [names[key].name for key in names if short and key.startswith(short)]
+    short = _short(name)
+    begins = [spec.name for key, spec in _names().items() if short and key.startswith(short)]
     spelled = {_SEPARATORS.sub("", spec.name.lower()): spec.name for spec in known_devices()}
     alike = difflib.get_close_matches(_SEPARATORS.sub("", name.lower()), spelled, _MAX_CLOSE, _SIMILARITY)
-    return list(dict.fromkeys(close or [spelled[key] for key in alike]))[:_MAX_CLOSE]
+    return list(dict.fromkeys(begins or [spelled[key] for key in alike]))[:_MAX_CLOSE]

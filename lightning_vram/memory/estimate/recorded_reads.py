@@ -6,8 +6,8 @@ position is a context variable, which recomputation restores. Results for parts 
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import reduce
@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from lightning_vram.memory.estimate.fake_tensors import replaced
 from lightning_vram.private_names.dispatcher import READ_NUMBER, FakeTensor, OpOverload, UnwrappedMode
 from lightning_vram.private_names.torch import tensors_in, tree_leaves, tree_map
 
@@ -152,6 +151,17 @@ class ReadRecorder(UnwrappedMode):
             answer = result if not results and result is not None else tuple(map(_describe, results))
             self._reads.record_read(func, tensors, answer)
         return result
+
+
+@contextmanager
+def replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """Patch attributes of a module or class inside the block; missing ones are added."""
+    with ExitStack() as stack:
+        for name, value in values.items():
+            before = vars(owner).get(name)
+            stack.callback(delattr, owner, name) if before is None else stack.callback(setattr, owner, name, before)
+            setattr(owner, name, value)
+        yield
 
 
 @contextmanager

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_vram.memory.estimate.fake_device import fake_device
-from lightning_vram.memory.estimate.fake_tensors import FAKE_GPU
+from lightning_vram.memory.estimate.fake_device import FAKE_GPU, fake_device
 from lightning_vram.private_names.dispatcher import FakeTensor
 
 
