@@ -119,27 +119,18 @@ def _fit_with_reads(module: pl.LightningModule, batch: Any, run: FitRun) -> Trac
     """Trace; where unknown values are read, record those of a real run first."""
     fit = partial(_with_enough_batches, partial(_fake_fit, module, batch, run), run)
     tensors, reason = [*module.parameters(), *module.buffers()], None
-    is_recorded, is_meta = run.evaluation in run.reads.runs, any(one.is_meta for one in tensors)
     try:
         traced = fit()
-        is_light = sum(one.nbytes for one in tensors) <= _LIGHT_BYTES and not is_meta
-        if is_recorded or not run.reads.wanted or not is_light:
+        is_light = sum(one.nbytes for one in tensors) <= _LIGHT_BYTES and not any(one.is_meta for one in tensors)
+        if run.evaluation in run.reads.runs or not run.reads.wanted or not is_light:
             return traced
     except UNKNOWN_VALUES as error:
-        if is_recorded:
+        if run.evaluation in run.reads.runs:
             raise
         reason = error
     line = f" ({run.reads.wanted})" if reason is None else user_line(reason)
-    if not is_meta:
-        _record_reads(module, batch, run, line, reason)
-        return fit()
-    run.reads.runs.add(run.evaluation)  # of the reads those of the batch can be answered
-    run.reads.note = f"The step reads values of tensors{line}. Those of the batch are used."
-    try:
-        return fit()
-    except UNKNOWN_VALUES as error:
-        _check_host(module, _READS.format(user_line(error)), error)
-        raise
+    _record_reads(module, batch, run, line, reason)
+    return fit()
 
 
 def _record_reads(module: pl.LightningModule, batch: Any, run: FitRun, line: str, reason: Exception | None) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from support.any_modules import MODULES, WIDTH, Plain, rows
-from support.value_reading_programs import PROGRAMS
 from torch import Tensor, nn
 
 from lightning_vram import ActivationCheckpointing, MicroBatching
@@ -269,26 +268,6 @@ def test_several_processes_read_what_one_reads():
     estimate = estimate_memory(Reading(), rows(SIZE), device="rtx4090", devices=2, find_limits=False)
     assert note_of(estimate)
     assert estimate.world_size == 2
-
-
-class Counting(Plain):
-    """Reads its batch alone, as steps that count tokens do."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        chosen = self.net(batch)[batch[:, 0] > 0]
-        return chosen.square().sum() / int((batch[:, 0] > 0).sum())
-
-
-@pytest.mark.parametrize(
-    ("make", "make_batch"),
-    [(Counting, lambda: masked_rows(SIZE)), PROGRAMS["packed sequences"]],
-    ids=["mask", "packed"],
-)
-def test_reads_of_the_batch_need_no_weights(make, make_batch):
-    batch = make_batch()
-    estimate = estimate_memory(make().to("meta"), batch, device="cpu", find_limits=False)
-    assert note_of(estimate).endswith("Those of the batch are used.")
-    assert estimate.peak_bytes == trace_real_fit(make(), batch, FitRun({})).stage("train").peak_bytes
 
 
 def test_weights_without_values():
