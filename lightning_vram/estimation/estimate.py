@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_vram.argument_checks import check_positive_int
+from lightning_vram.argument_checks import check_kind, check_positive_int
 from lightning_vram.estimation.batches import (
     batch_size_of,
     first_batch,
@@ -31,19 +31,34 @@ from lightning_vram.memory.estimate.result import MemoryEstimate, StageEstimate
 from lightning_vram.memory.estimate.workspaces import Workspaces, workspaces_of
 from lightning_vram.memory.host import available_host_bytes
 from lightning_vram.memory.tracking.ledger import SCRATCH
-from lightning_vram.memory.tracking.timeline import MemoryEvent, MemoryTimeline
+from lightning_vram.memory.tracking.timeline import MemoryEvent
 from lightning_vram.private_names.dispatcher import UNKNOWN_VALUES, OptimizedModule
+
+_GROWING = AllocatorSettings(expandable_segments=True)
 
 
 def estimate_stages(traced: TracedFit, workspaces: Workspaces | None) -> Mapping[str, StageEstimate]:
     """Replay the allocator over the whole run, and read off each stage."""
-    if workspaces is None:
-        stages = {name: _stage(traced, name) for name in traced.spans}
-        return {name: StageEstimate(one, *3 * (one.peak_bytes,), first_event=n) for name, (one, n) in stages.items()}
-    settings, growing = read_settings(), AllocatorSettings(expandable_segments=True)
-    expandable = _replay(traced, workspaces, growing)
-    own = expandable if settings == growing else _replay(traced, workspaces, settings)
-    return {name: _on_card(traced, name, own, expandable) for name in traced.spans}
+    found, own_settings = {}, read_settings()
+    replays = {} if workspaces is None else {one: _replay(traced, workspaces, one) for one in {own_settings, _GROWING}}
+    for name, (start, stop) in traced.spans.items():
+        timeline, part = traced.stage(name), slice(start, stop)
+        first_event = len(timeline.events) - (stop - start)  # those before stand for what the stage found
+        if not replays:
+            found[name] = StageEstimate(timeline, *3 * (timeline.peak_bytes,), first_event=first_event)
+            continue
+        own = replays[own_settings]
+        found[name] = StageEstimate(
+            timeline=timeline,
+            allocated_bytes=max(own.allocated[part], default=0),
+            reserved_bytes=max(own.reserved[part], default=0),
+            expandable_reserved_bytes=max(replays[_GROWING].reserved[part], default=0),
+            workspace_bytes=own.workspace_bytes,
+            host_bytes=timeline.host_peak_bytes,
+            pinned_bytes=timeline.pinned_peak_bytes,
+            first_event=first_event,
+        )
+    return found
 
 
 def needed_bytes(traced: TracedFit, workspaces: Workspaces | None) -> int:
@@ -57,27 +72,6 @@ def needed_bytes(traced: TracedFit, workspaces: Workspaces | None) -> int:
 def _replay(traced: TracedFit, workspaces: Workspaces, settings: AllocatorSettings) -> AllocatorReplay:
     timeline, persistent, scratch = traced.timeline, workspaces.persistent_bytes, workspaces.scratch_bytes
     return replay(timeline, timeline.device, settings=settings, persistent=persistent, scratch=scratch)
-
-
-def _on_card(traced: TracedFit, name: str, own: AllocatorReplay, expandable: AllocatorReplay) -> StageEstimate:
-    timeline, num_held = _stage(traced, name)
-    part = slice(*traced.spans[name])
-    return StageEstimate(
-        timeline=timeline,
-        allocated_bytes=max(own.allocated[part], default=0),
-        reserved_bytes=max(own.reserved[part], default=0),
-        expandable_reserved_bytes=max(expandable.reserved[part], default=0),
-        workspace_bytes=own.workspace_bytes,
-        host_bytes=timeline.host_peak_bytes,
-        pinned_bytes=timeline.pinned_peak_bytes,
-        first_event=num_held,
-    )
-
-
-def _stage(traced: TracedFit, name: str) -> tuple[MemoryTimeline, int]:
-    """Return the timeline of a stage, and how many events at its start stand for what the stage found."""
-    timeline, (start, stop) = traced.stage(name), traced.spans[name]
-    return timeline, len(timeline.events) - (stop - start)
 
 
 _LARGEST = 1 << 24
@@ -454,11 +448,8 @@ def _cuts_when_full(callback: Any) -> bool:
 
 def spec_of(device: str | torch.device | DeviceSpec) -> DeviceSpec:
     """Return the description of a device that the user named; an unknown name is a ``ValueError``."""
-    given: Any = device
     if isinstance(device, DeviceSpec):
         return device
-    if not isinstance(given, str | torch.device):
-        kind = type(device).__name__
-        raise TypeError(f"estimate_memory(device) must be a name or a DeviceSpec, got {device!r} of type {kind}.")
+    check_kind("estimate_memory(device)", device, str | torch.device, "a name or a DeviceSpec")
     is_host = str(device) == _HOST
     return DeviceSpec(_HOST, available_host_bytes() or 1) if is_host else find_device(str(device))

@@ -328,20 +328,17 @@ def _fit(
         stack.callback(register_optimizer_step_post_hook(marks.count_step).remove)
         if run.card is not None and device == FAKE_GPU:  # before the tracker: when the results of an operator are there
             stack.enter_context(Scratch(run.card, device, tracker.ledger.note_scratch))
-        if clock is not None:
-            stack.enter_context(copies_noted(clock.note_copy))
-            stack.enter_context(clock)
+        for context in () if clock is None else (copies_noted(clock.note_copy), clock):
+            stack.enter_context(context)
         batches, for_validation = (FreshBatches(make_batch, number) for number in (num_batches, 1))
         if run.evaluation is None:
             trainer.fit(module, batches, for_validation if run.with_validation else None)
         else:
             getattr(trainer, run.evaluation)(module, for_validation, **{_VERBOSE[run.evaluation]: False})
     spans = marks.spans() if run.evaluation is None else {VALIDATION: (0, len(tracker.ledger.events))}
-    if spans is None:
-        return None
     timeline = tracker.timeline.on(str(device))
     layers = next(filter(None, (getattr(one, "layer_table", "") for one in trainer.callbacks)), "")  # type: ignore[attr-defined]
-    return TracedFit(
+    return spans and TracedFit(
         timeline=timeline if device == HOST else as_on_gpu(timeline),
         spans=spans,
         notes=tuple(left_out_note(given, run.run_callbacks)),

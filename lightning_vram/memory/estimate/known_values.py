@@ -325,9 +325,8 @@ class KnownValues(UnwrappedMode):
                 least, most = map(int, value.aminmax())
             num_rows = args[0].shape[dim]
             if not -num_rows <= least <= most < num_rows:
-                raise IndexError(
-                    f"index {most if most >= num_rows else least} is out of bounds for dimension {dim} with size {num_rows}"
-                )
+                wrong = most if most >= num_rows else least
+                raise IndexError(f"index {wrong} is out of bounds for dimension {dim} with size {num_rows}")
 
     def know(self, tensor: Tensor, value: Tensor) -> None:
         """Let a fake of data have a value, so that bad indices are noticed, and for all reads if some were recorded."""
