@@ -336,14 +336,16 @@ def _fit(
         else:
             getattr(trainer, run.evaluation)(module, for_validation, **{_VERBOSE[run.evaluation]: False})
     spans = marks.spans() if run.evaluation is None else {VALIDATION: (0, len(tracker.ledger.events))}
+    if spans is None:
+        return None
     timeline = tracker.timeline.on(str(device))
-    layers = next(filter(None, (getattr(one, "layer_table", "") for one in trainer.callbacks)), "")  # type: ignore[attr-defined]
-    return spans and TracedFit(
+    tables = (getattr(one, "layer_table", "") for one in trainer.callbacks)  # type: ignore[attr-defined]
+    return TracedFit(
         timeline=timeline if device == HOST else as_on_gpu(timeline),
         spans=spans,
         notes=tuple(left_out_note(given, run.run_callbacks)),
         times=marks.times(),
-        layers=layers,
+        layers=next(filter(None, tables), ""),
         host_bytes=getattr(trainer.strategy, "host_bytes", 0),
     )
 
