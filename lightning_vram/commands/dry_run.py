@@ -26,7 +26,7 @@ from lightning_vram.commands.options import DOES_NOT_FIT, ESTIMATE, PLAN, PROGRA
 from lightning_vram.commands.parser import PARSER_MODE, CommandParser
 from lightning_vram.estimation.estimate import spec_of
 from lightning_vram.memory.estimate.device_spec import DeviceSpec, find_device
-from lightning_vram.memory.estimate.fake_tensors import UntouchedWeights
+from lightning_vram.memory.estimate.fake_device import UntouchedWeights
 from lightning_vram.memory.estimate.result import MemoryEstimate
 from lightning_vram.memory.units import parse_limit
 from lightning_vram.planner.plan import MemoryPlan, PlanError, budget_bytes_of, level_of

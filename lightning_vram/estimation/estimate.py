@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_vram.argument_checks import check_positive_int
+from lightning_vram.argument_checks import check_kind, check_positive_int
 from lightning_vram.estimation.batches import (
     batch_size_of,
     first_batch,
@@ -25,27 +25,40 @@ from lightning_vram.estimation.batches import (
 from lightning_vram.estimation.fake_trainer import RunCallbacks, as_list, check_run_callbacks
 from lightning_vram.estimation.traced_fit import FitRun, TracedFit, run_whole, trace_fit
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
-from lightning_vram.memory.estimate.allocator_replay import AllocatorReplay, replay
-from lightning_vram.memory.estimate.caching_allocator import AllocatorSettings, read_settings
+from lightning_vram.memory.estimate.caching_allocator import AllocatorReplay, AllocatorSettings, read_settings, replay
 from lightning_vram.memory.estimate.device_spec import DeviceSpec, find_device
-from lightning_vram.memory.estimate.known_values import MOST_INTEGERS
 from lightning_vram.memory.estimate.result import MemoryEstimate, StageEstimate
 from lightning_vram.memory.estimate.workspaces import Workspaces, workspaces_of
 from lightning_vram.memory.host import available_host_bytes
 from lightning_vram.memory.tracking.ledger import SCRATCH
-from lightning_vram.memory.tracking.timeline import MemoryEvent, MemoryTimeline
+from lightning_vram.memory.tracking.timeline import MemoryEvent
 from lightning_vram.private_names.dispatcher import UNKNOWN_VALUES, OptimizedModule
+
+_GROWING = AllocatorSettings(expandable_segments=True)
 
 
 def estimate_stages(traced: TracedFit, workspaces: Workspaces | None) -> Mapping[str, StageEstimate]:
     """Replay the allocator over the whole run, and read off each stage."""
-    if workspaces is None:
-        stages = {name: _stage(traced, name) for name in traced.spans}
-        return {name: StageEstimate(one, *3 * (one.peak_bytes,), first_event=n) for name, (one, n) in stages.items()}
-    settings, growing = read_settings(), AllocatorSettings(expandable_segments=True)
-    expandable = _replay(traced, workspaces, growing)
-    own = expandable if settings == growing else _replay(traced, workspaces, settings)
-    return {name: _on_card(traced, name, own, expandable) for name in traced.spans}
+    found, own_settings = {}, read_settings()
+    replays = {} if workspaces is None else {one: _replay(traced, workspaces, one) for one in {own_settings, _GROWING}}
+    for name, (start, stop) in traced.spans.items():
+        timeline, part = traced.stage(name), slice(start, stop)
+        first_event = len(timeline.events) - (stop - start)  # those before stand for what the stage found
+        if not replays:
+            found[name] = StageEstimate(timeline, *3 * (timeline.peak_bytes,), first_event=first_event)
+            continue
+        own = replays[own_settings]
+        found[name] = StageEstimate(
+            timeline=timeline,
+            allocated_bytes=max(own.allocated[part], default=0),
+            reserved_bytes=max(own.reserved[part], default=0),
+            expandable_reserved_bytes=max(replays[_GROWING].reserved[part], default=0),
+            workspace_bytes=own.workspace_bytes,
+            host_bytes=timeline.host_peak_bytes,
+            pinned_bytes=timeline.pinned_peak_bytes,
+            first_event=first_event,
+        )
+    return found
 
 
 def needed_bytes(traced: TracedFit, workspaces: Workspaces | None) -> int:
@@ -61,30 +74,8 @@ def _replay(traced: TracedFit, workspaces: Workspaces, settings: AllocatorSettin
     return replay(timeline, timeline.device, settings=settings, persistent=persistent, scratch=scratch)
 
 
-def _on_card(traced: TracedFit, name: str, own: AllocatorReplay, expandable: AllocatorReplay) -> StageEstimate:
-    timeline, num_held = _stage(traced, name)
-    part = slice(*traced.spans[name])
-    return StageEstimate(
-        timeline=timeline,
-        allocated_bytes=max(own.allocated[part], default=0),
-        reserved_bytes=max(own.reserved[part], default=0),
-        expandable_reserved_bytes=max(expandable.reserved[part], default=0),
-        workspace_bytes=own.workspace_bytes,
-        host_bytes=timeline.host_peak_bytes,
-        pinned_bytes=timeline.pinned_peak_bytes,
-        first_event=num_held,
-    )
-
-
-def _stage(traced: TracedFit, name: str) -> tuple[MemoryTimeline, int]:
-    """Return the timeline of a stage, and how many events at its start stand for what the stage found."""
-    timeline, (start, stop) = traced.stage(name), traced.spans[name]
-    return timeline, len(timeline.events) - (stop - start)
-
-
 _LARGEST = 1 << 24
 _EXACT_UP_TO = 512  # larger sizes are found to one part in as many
-_KNOWN_INDICES = 1 << 10, 1 << 13, 1 << 16, MOST_INTEGERS  # as many, or squares or batches of them, are looked at
 _MOST_CHECKS = 3
 _MOST_LETTERS = 160
 _DELIBERATE = (RuntimeError, ValueError, IndexError, MisconfigurationException)  # by operators and refusals of ours
@@ -115,8 +106,6 @@ def find_limit(
         largest = min((size for size in found.refusals if size > max(found.needs)), default=None)
         if law is not None:
             largest = _bisect(lambda size: needed_bytes(law.predict(size)) <= limit_bytes, sizes[0])
-            climb = (size // sizes[0] * sizes[0] for size in _KNOWN_INDICES)
-            largest = next((size for size in climb if sizes[0] < size < largest and not found.takes(size)), largest)
         for _ in range(_MOST_CHECKS):
             if largest and not found.takes(largest):
                 largest = found.largest_below(largest)
@@ -262,6 +251,7 @@ def _bisect(fits: Callable[[int], bool], start: int) -> int:
 _HOST = "cpu"
 _SHORTEST = 8
 _COPIES = "Copies to the host are assumed to keep up with the computation; if they lag, the device needs more."
+_NO_LIMITS = "No other batch is tried: the step ran on the CPU with this one. Estimate other sizes one by one."
 _KERNEL_WIDTH = 64  # kernels of attention round lengths up: those that differ by multiples follow one law
 Progress = Callable[[str, float], None]
 
@@ -333,7 +323,9 @@ def estimate_memory(  # noqa: PLR0913 - by name
     progress("tracing the step", 0.0)
     estimator = Estimator(module, batch, spec, run)
     estimate = estimator.estimate()
-    if find_limits:
+    if find_limits and not estimator.has_limits:
+        estimate = replace(estimate, notes=(*estimate.notes, _NO_LIMITS))
+    elif find_limits:
         progress("searching for the largest batch", 0.3)
         largest = estimator.max_batch_size()
         progress("searching for the longest sequence", 0.7)
@@ -372,6 +364,11 @@ class Estimator:
         self._micro_batch_size: int | None = None
         self._cut_until_it_fits()
 
+    @property
+    def has_limits(self) -> bool:
+        """Whether runs with other batches can follow; what a step reads of its tensors was recorded with this one."""
+        return self._is_traced and not self._run.reads.runs
+
     def _cut_until_it_fits(self) -> None:
         """Do what callbacks that cut batches when memory runs out would find out: here it never does."""
         size, arguments = batch_size_of(self._batch) or 1, self._run.trainer_arguments
@@ -396,16 +393,15 @@ class Estimator:
     def max_batch_size(self) -> Limit:
         """Return the largest batch; of no known size if nothing can be said of others."""
         size, module, batch, run = batch_size_of(self._batch), self._module, self._batch, self._run
-        if not size or not self._is_traced:
+        if not size or not self.has_limits:
             return Limit()
-        # Twice the samples are the same samples twice, of which masks select twice as many.
-        other = 2 * size if run.reads.runs else size // 2 or 2
+        other = size // 2 or 2
         return self._largest((size, other), lambda new: trace_fit(module, with_batch_size(batch, size, new), run))
 
     def max_sequence_length(self) -> Limit:
         """Return the longest sequence; of no known length if there is none."""
         length, run = sequence_length_of(self._batch), replace(self._run, has_values=True)
-        if length is None or length < _SHORTEST or not self._is_traced:
+        if length is None or length < _SHORTEST or not self.has_limits:
             return Limit()
 
         def trace(new: int) -> TracedFit:
@@ -452,11 +448,8 @@ def _cuts_when_full(callback: Any) -> bool:
 
 def spec_of(device: str | torch.device | DeviceSpec) -> DeviceSpec:
     """Return the description of a device that the user named; an unknown name is a ``ValueError``."""
-    given: Any = device
     if isinstance(device, DeviceSpec):
         return device
-    if not isinstance(given, str | torch.device):
-        kind = type(device).__name__
-        raise TypeError(f"estimate_memory(device) must be a name or a DeviceSpec, got {device!r} of type {kind}.")
+    check_kind("estimate_memory(device)", device, str | torch.device, "a name or a DeviceSpec")
     is_host = str(device) == _HOST
     return DeviceSpec(_HOST, available_host_bytes() or 1) if is_host else find_device(str(device))

@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import signal
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -37,8 +36,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_vram.memory.estimate.fake_tensors import FAKE_GPU
-from lightning_vram.memory.units import MIB
+from lightning_vram.memory.estimate.fake_device import FAKE_GPU
 from lightning_vram.private_names.dispatcher import disconnected
 from lightning_vram.private_names.lightning import ddp_arguments, log_nothing
 
@@ -68,7 +66,6 @@ def _state_restored(*, is_connected: bool) -> Iterator[None]:
         random_numbers = isolate_rng()
         random_numbers.__enter__()
         stack.callback(random_numbers.__exit__, None, None, None)  # which restores nothing if it sees an error
-        _restore_registries(stack)
         stack.enter_context(warnings.catch_warnings(record=True))  # also what a filter of the user's code lets through
         warnings.simplefilter("ignore")
         for name in _TALKERS:
@@ -94,40 +91,6 @@ def _silence_first_times(stack: ExitStack) -> None:
             setattr(owner, name, lambda *_, **__: None)
     stack.callback(torch.set_warn_always, torch.is_warn_always_enabled())
     torch.set_warn_always(True)
-
-
-def _restore_registries(stack: ExitStack) -> None:
-    """Keep Python's own notes of what it has warned of, which any change of filters makes void."""
-    owners = [vars(module) for module in [*sys.modules.values()] if hasattr(module, "__dict__")]
-    registries = [warnings.onceregistry, *(owner.get("__warningregistry__") for owner in owners)]  # type: ignore[attr-defined]
-    version = _version_of_filters()
-    valid = [(one, dict(one)) for one in registries if isinstance(one, dict) and one.get("version") == version]
-
-    def restore() -> None:
-        now = _version_of_filters()
-        for registry, said in valid:
-            registry.clear()
-            registry.update(said, version=now)
-
-    stack.callback(restore)
-
-
-def _version_of_filters() -> int:
-    """Return how often filters have changed, which a warning notes in its registry."""
-    registry: dict[str, int] = {}
-    shown, warnings.showwarning = warnings.showwarning, lambda *_, **__: None
-    try:
-        warnings.warn_explicit("", _Probe, "", 0, registry=registry)  # type: ignore[arg-type]
-    except _Probe:  # the user's filters make errors of warnings
-        pass
-    finally:
-        warnings.showwarning = shown
-        warnings.onceregistry.pop(("", _Probe), None)  # type: ignore[attr-defined]
-    return registry["version"]
-
-
-class _Probe(Warning):
-    """Shown to nobody."""
 
 
 def _restore_switches(stack: ExitStack) -> None:
@@ -163,8 +126,6 @@ _SET_HERE = (
 _NEED_CUDA = (FSDPStrategy, DeepSpeedStrategy)
 _NAMES_OF_SUCH = ("deepspeed", "fsdp_cpu_offload")
 _STARTS_PROCESSES = re.compile("_(spawn|fork|notebook)")  # of ddp: no process is started here
-_FIRST_BUCKET_BYTES = MIB  # of DDP: it is full first
-_BUCKET_MIB = 25
 _ON_ONE_DEVICE = (None, "auto", "single_device")
 
 
@@ -256,35 +217,18 @@ def _hold_buckets(strategy: DDPStrategy, label: Callable[[Sequence[Tensor]], Non
     module, arguments = strategy.lightning_module, ddp_arguments(strategy)
     assert module is not None  # the strategy has connected it
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    groups = _buckets_of(reversed(parameters), arguments.get("bucket_cap_mb"))
-    buckets = [group[0].new_zeros(sum(one.numel() for one in group)) for group in groups]
+    buckets = [parameter.new_zeros(parameter.shape) for parameter in parameters]  # DDP joins them up to 25 MiB each
     label(buckets)
     strategy.ddp_buckets = buckets  # type: ignore[attr-defined]  # as long as it
     if arguments.get("gradient_as_bucket_view"):
-        for bucket, group in zip(buckets, groups, strict=True):
-            for view, parameter in zip(torch.split(bucket, [one.numel() for one in group]), group, strict=True):
-                move = partial(_move_into, view.view_as(parameter))
-                parameter.register_post_accumulate_grad_hook(move)  # type: ignore[no-untyped-call]
+        for bucket, parameter in zip(buckets, parameters, strict=True):
+            parameter.register_post_accumulate_grad_hook(partial(_move_into, bucket))  # type: ignore[no-untyped-call]
 
 
 def _move_into(view: Tensor, parameter: nn.Parameter) -> None:
     if parameter.grad is not None and parameter.grad is not view:
         view.copy_(parameter.grad)
         parameter.grad = view
-
-
-def _buckets_of(parameters: Iterable[nn.Parameter], cap_mib: float | None) -> list[list[nn.Parameter]]:
-    """Fill buckets in the order in which gradients are there, each of one dtype, until they have so many bytes."""
-    first_bytes = _FIRST_BUCKET_BYTES if cap_mib is None else int(cap_mib * MIB)
-    cap_bytes = int((cap_mib or _BUCKET_MIB) * MIB)
-    full: list[list[nn.Parameter]] = []
-    filling: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        bucket = filling.setdefault(parameter.dtype, [])
-        bucket.append(parameter)
-        if sum(one.nbytes for one in bucket) >= (cap_bytes if full else first_bytes):
-            full.append(filling.pop(parameter.dtype))
-    return [*full, *filling.values()]
 
 
 def add_silent_logger(trainer: pl.Trainer) -> None:

@@ -7,7 +7,6 @@ same pass, forward or backward. The seconds rank configurations of one step on o
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_vram.core.host.transfers import TO_DEVICE, copies_noted
+from lightning_vram.core.host.transfers import TO_DEVICE
 from lightning_vram.core.operators import BALANCE, OperatorWork, operator_work
 from lightning_vram.memory.device.accelerators import stream_id
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
@@ -68,8 +67,12 @@ class StepClock(UnwrappedMode):
     def __init__(self, card: DeviceSpec, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
-        self._rates = _Rates(card)
-        self._noting = ExitStack()
+        self._card = card
+        bandwidth, is_measured = card.bandwidth_bytes_per_s or _USUAL_BANDWIDTH, card.memory_source == "measured"
+        self._bandwidth = bandwidth * (1 if is_measured else _REACHED_BANDWIDTH)
+        self._share = 1 if is_measured else _REACHED_FLOPS
+        self._usual_flops = BALANCE * bandwidth
+        self._has_tf32 = card.capability is not None and card.capability >= _WITH_TF32
         self._seconds: defaultdict[str, float] = defaultdict(float, compute=0.0)
         self._in_backward: defaultdict[str, float] = defaultdict(float, compute=0.0)
 
@@ -78,18 +81,9 @@ class StepClock(UnwrappedMode):
         """What was added up so far."""
         return replace(StepTime(**self._seconds), backward=StepTime(**self._in_backward))  # type: ignore[arg-type]
 
-    @override
-    def __enter__(self) -> Any:
-        self._noting.enter_context(copies_noted(self._note_copy))
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    @override
-    def __exit__(self, *error: Any) -> None:
-        self._noting.close()
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-
-    def _note_copy(self, way: str, num_bytes: int) -> None:
-        self._add("to_card" if way == TO_DEVICE else "to_host", num_bytes / self._rates.bus)
+    def note_copy(self, way: str, num_bytes: int) -> None:
+        """Count a copy that no operator makes."""
+        self._add("to_card" if way == TO_DEVICE else "to_host", num_bytes / bus_bytes_per_s(self._card))
 
     def _add(self, place: str, seconds: float) -> None:
         self._seconds[place] += seconds
@@ -115,33 +109,22 @@ class StepClock(UnwrappedMode):
         if len(kinds) > 1:
             is_beside = stream_id(self._device) != 0
             way = "to_card" if self._device.type in written else "to_host"
-            return way if is_beside else "compute", work.num_bytes / 2 / self._rates.bus
+            return way if is_beside else "compute", work.num_bytes / 2 / bus_bytes_per_s(self._card)
         dtype = next((one.dtype for one in results if one.is_floating_point()), torch.float32)
-        seconds = max(work.flops / self._rates.flops(dtype), work.num_bytes / self._rates.bandwidth)
+        seconds = max(work.flops / self._flops(dtype), work.num_bytes / self._bandwidth)
         return "compute", _LAUNCH_SECONDS * work.num_calls + seconds
+
+    def _flops(self, dtype: torch.dtype) -> float:
+        name = _FORMATS.get(dtype, "fp32")
+        if name == "fp32" and self._has_tf32 and torch.get_float32_matmul_precision() != "highest":
+            name = "tf32"
+        rates = self._card.flops_per_s
+        return (rates.get(name) or rates.get("fp32") or self._usual_flops) * self._share
 
 
 def bus_bytes_per_s(card: DeviceSpec) -> float:
     """Return what a card's bus carries one way; a usual rate if unknown."""
     return card.bus_bytes_per_s or _USUAL_BUS
-
-
-class _Rates:
-    def __init__(self, card: DeviceSpec) -> None:
-        is_measured = card.memory_source == "measured"
-        self.bandwidth = (card.bandwidth_bytes_per_s or _USUAL_BANDWIDTH) * (1 if is_measured else _REACHED_BANDWIDTH)
-        self.bus = bus_bytes_per_s(card)
-        self._flops = card.flops_per_s
-        self._usual = BALANCE * (card.bandwidth_bytes_per_s or _USUAL_BANDWIDTH)
-        self._share = 1 if is_measured else _REACHED_FLOPS
-        self._has_tf32 = card.capability is not None and card.capability >= _WITH_TF32
-
-    def flops(self, dtype: torch.dtype) -> float:
-        name = _FORMATS.get(dtype, "fp32")
-        if name == "fp32" and self._has_tf32 and torch.get_float32_matmul_precision() != "highest":
-            name = "tf32"
-        rate = self._flops.get(name) or self._flops.get("fp32") or self._usual
-        return rate * self._share
 
 
 def _kinds(tensors: Iterable[Tensor]) -> set[str]:

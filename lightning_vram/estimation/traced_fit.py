@@ -5,7 +5,7 @@ import math
 import re
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import override
 
+from lightning_vram.core.host.transfers import copies_noted
 from lightning_vram.estimation.batches import FreshBatches, batch_size_of, first_samples, map_tensors
 from lightning_vram.estimation.fake_trainer import (
     NUM_STEPS,
@@ -38,12 +39,11 @@ from lightning_vram.estimation.fake_trainer import (
 )
 from lightning_vram.estimation.step_time import StepClock, StepTime
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
-from lightning_vram.memory.estimate.allocator_replay import as_on_gpu
+from lightning_vram.memory.estimate.caching_allocator import as_on_gpu
 from lightning_vram.memory.estimate.cuda_kernels import Scratch
 from lightning_vram.memory.estimate.cuda_semantics import cuda_semantics
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
-from lightning_vram.memory.estimate.fake_device import HOST, fake_device, fake_ranks
-from lightning_vram.memory.estimate.fake_tensors import FAKE_GPU, FakeTensors
+from lightning_vram.memory.estimate.fake_device import FAKE_GPU, HOST, FakeTensors, fake_device, fake_ranks
 from lightning_vram.memory.estimate.known_values import KnownValues
 from lightning_vram.memory.estimate.recorded_reads import RecordedReads, recorded
 from lightning_vram.memory.host import available_host_bytes
@@ -57,7 +57,7 @@ FIRST_STEP, STEP, VALIDATION = "first step", "train", "validation"
 _MOST_BATCHES = 256
 _USUAL_CAPABILITY = (8, 0)
 _VERBOSE = {"validate": "verbose", "test": "verbose", "predict": "return_predictions"}
-_FEW = 2, 8  # samples: batch norms refuse one
+_FEW = 8  # samples
 _MOST_MADE_BYTES = 4 << 30  # by operators, in real steps of a whole batch: some 20 s
 _PER_WEIGHT_BYTE = 5  # the copy of a weight, its gradient, two moments, and what the step itself takes
 _LIGHT_BYTES = 256 * MIB  # of weights, with which real steps are quick
@@ -96,7 +96,7 @@ class FitRun:
     evaluation: str | None = None  # "validate", "test" or "predict": one batch of that, by itself; ``None``: a fit
     run_callbacks: RunCallbacks = ()  # the user's callbacks that are run, by classes or names
     # The first run of a Trainer and what came of it, for others of the same; ``None``: not shared.
-    known: list[tuple["FitRun", list[Any], TracedFit | Exception]] | None = field(default=None, compare=False)
+    known: list[tuple["FitRun", list[Any], TracedFit]] | None = field(default=None, compare=False)
     has_values: bool = False  # whether tensors of the batch keep their values, so that bad indices are noticed
     # What a real run has read of its tensors, for all runs of the same step; empty until one of them asks.
     reads: RecordedReads = field(default_factory=RecordedReads, compare=False)
@@ -104,80 +104,54 @@ class FitRun:
 
 def trace_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
     """Run two optimizer steps and one batch of validation, or one batch of another evaluation, on fake tensors."""
-    fit = partial(_fit_with_reads, module, batch, run)
-    if run.known is None:
-        return fit()
     what = [module, batch, *chain(*parts_of(run.trainer_arguments, run.run_callbacks).values())]
-    if not run.known:
-        try:
-            run.known.append((run, what, fit()))
-        except Exception as error:
-            run.known.append((run, what, error))
-    known, known_what, found = run.known[0]
-    is_known = replace(known, trainer_arguments={}) == replace(run, trainer_arguments={})
-    if not (is_known and len(what) == len(known_what) and all(map(is_, what, known_what))):
-        return fit()
-    if isinstance(found, Exception):
-        raise found
-    return found
+    for known, known_what, traced in run.known or ():
+        is_known = replace(known, trainer_arguments={}) == replace(run, trainer_arguments={})
+        if is_known and len(what) == len(known_what) and all(map(is_, what, known_what)):
+            return traced
+    traced = _fit_with_reads(module, batch, run)
+    if run.known is not None and not run.known:
+        run.known.append((run, what, traced))
+    return traced
 
 
 def _fit_with_reads(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
     """Trace; where unknown values are read, record those of a real run first."""
     fit = partial(_with_enough_batches, partial(_fake_fit, module, batch, run), run)
     tensors, reason = [*module.parameters(), *module.buffers()], None
-    is_recorded, is_meta = run.evaluation in run.reads.runs, any(one.is_meta for one in tensors)
     try:
         traced = fit()
-        is_light = sum(one.nbytes for one in tensors) <= _LIGHT_BYTES and not is_meta
-        if is_recorded or not run.reads.wanted or not is_light:
+        is_light = sum(one.nbytes for one in tensors) <= _LIGHT_BYTES and not any(one.is_meta for one in tensors)
+        if run.evaluation in run.reads.runs or not run.reads.wanted or not is_light:
             return traced
     except UNKNOWN_VALUES as error:
-        if is_recorded:
+        if run.evaluation in run.reads.runs:
             raise
         reason = error
     line = f" ({run.reads.wanted})" if reason is None else user_line(reason)
-    if not is_meta:
-        _record_reads(module, batch, run, line, reason)
-        return fit()
-    run.reads.runs.add(run.evaluation)  # of the reads those of the batch can be answered
-    run.reads.note = f"The step reads values of tensors{line}. Those of the batch are used."
-    try:
-        return fit()
-    except UNKNOWN_VALUES as error:
-        _check_host(module, _READS.format(user_line(error)), error)
-        raise
+    _record_reads(module, batch, run, line, reason)
+    return fit()
 
 
 def _record_reads(module: pl.LightningModule, batch: Any, run: FitRun, line: str, reason: Exception | None) -> None:
-    """Record what real steps read, in one process on the host: with a few samples, and with all if that is quick."""
+    """Record what a real step reads, in one process on the host: with a few samples, or with all if that is quick."""
     needed_bytes, there_bytes = _check_host(module, _READS.format(line), reason)
     alone = _alone(run)
     real = map_tensors(batch, _with_values)
-    size, parts = batch_size_of(real) or 1, [first_samples(real, few) for few in _FEW]
+    size, few = batch_size_of(real) or 1, first_samples(real, _FEW)
     try:
-        fewer, one = _record(module, parts[0], alone)
-        larger, other = (fewer, one) if parts[1] is parts[0] else _record(module, parts[1], alone)
+        reads, traced = _record(module, few, alone)
     except Exception:  # the model may refuse so few: what it raises with all of them is its word
-        (fewer, one), (larger, other) = 2 * [_record(module, real, alone)]
-    measures: tuple[Callable[[TracedFit], int], ...] = (
-        lambda traced: sum(max(0, event.change_bytes) for event in traced.timeline.events),  # about what operators take
-        lambda traced: traced.timeline.peak_bytes,
-    )
-    made, peaks = (
-        _at(size, (fewer.num_samples, measure(one)), (larger.num_samples, measure(other))) for measure in measures
-    )
-    if larger.num_samples < size and made <= _MOST_MADE_BYTES and needed_bytes + peaks <= there_bytes:
-        larger, _ = _record(module, real, alone)
-    run.reads.take(fewer, larger)
-    samples = f"{larger.num_samples} samples" if batch_size_of(real) else "the whole batch"
+        few = real
+        reads, traced = _record(module, real, alone)
+    ratio, peak_bytes = size / (batch_size_of(few) or 1), traced.timeline.peak_bytes
+    made_bytes = sum(max(0, event.change_bytes) for event in traced.timeline.events)  # about what operators take
+    if ratio > 1 and ratio * made_bytes <= _MOST_MADE_BYTES and needed_bytes + ratio * peak_bytes <= there_bytes:
+        few = real
+        reads, _ = _record(module, real, alone)
+    run.reads.take(reads)
+    samples = f"{batch_size_of(few)} samples" if batch_size_of(real) else "the whole batch"
     run.reads.note = f"The step reads values of tensors{line}. Those of a real step on the CPU with {samples} are used."
-
-
-def _at(size: int, smaller: tuple[int, int], larger: tuple[int, int]) -> float:
-    """Return the value at a size, on the line through two sizes with their values; of one size alone, its value."""
-    (few, low), (more, high) = smaller, larger
-    return high + (high - low) / max(1, more - few) * (size - more)
 
 
 def run_whole(module: pl.LightningModule, batch: Any, run: FitRun, reason: Exception) -> TracedFit:
@@ -210,7 +184,7 @@ def _alone(run: FitRun) -> FitRun:
 
 
 def _record(module: pl.LightningModule, batch: Any, run: FitRun) -> tuple[RecordedReads, TracedFit]:
-    reads = RecordedReads({run.evaluation}, batch_size_of(batch) or 1)
+    reads = RecordedReads({run.evaluation})
     with recorded(reads):
         return reads, trace_real_fit(module, batch, replace(run, reads=reads))
 
@@ -296,7 +270,6 @@ def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: 
         copies = fakes.copy_of((module, parts_of(run.trainer_arguments, run.run_callbacks)), tensors)
         templates = map_tensors(batch, partial(_template, fakes, values if run.has_values or run.reads.runs else None))
         make = partial(map_tensors, templates, partial(values.fresh_like, mode))
-        run.reads.factor = (batch_size_of(batch) or run.reads.num_samples) / run.reads.num_samples
         del fakes  # it knows the storages that the module begins with: whoever puts others there frees those
         device = HOST if run.card is None else FAKE_GPU
         traced = _fit(copies, make, run, device, trackers, num_batches)
@@ -336,28 +309,27 @@ def _fit(
     given = as_list(run.trainer_arguments.get("callbacks"))
     run_without_ends(module, parts["callbacks"], given, run.run_callbacks)
     with ExitStack() as stack:
-        folder = stack.enter_context(TemporaryDirectory())
         tracker = stack.enter_context(track_memory(module))
         trackers[:] = [tracker]
         clock = StepClock(run.card or _HOST_SPEC, device) if run.with_times else None
         run.reads.restart()
         marks = _Marks(tracker, clock, run.reads)
-        arguments, with_validation = (
-            {**run.trainer_arguments, **parts},
-            run.with_validation or run.evaluation is not None,
-        )
         trainer = make_trainer(
-            arguments, device, run.num_ranks, [marks, StayOnCard()], folder=folder, with_validation=with_validation
+            {**run.trainer_arguments, **parts},
+            device,
+            run.num_ranks,
+            [marks, StayOnCard()],
+            folder=stack.enter_context(TemporaryDirectory()),
+            with_validation=run.with_validation or run.evaluation is not None,
         )
         connect = trainer.strategy.setup_environment  # past modes: values of meshes of ranks count
         trainer.strategy.setup_environment = without_modes()(connect)  # type: ignore[method-assign]
         leave_out_reducer(trainer.strategy, tracker.label_gradients)
         stack.callback(register_optimizer_step_post_hook(marks.count_step).remove)
         if run.card is not None and device == FAKE_GPU:  # before the tracker: when the results of an operator are there
-            stack.enter_context(
-                Scratch(run.card, device, lambda op, sizes: tracker.ledger.note_scratch(op, device, sizes))
-            )
-        stack.enter_context(clock or nullcontext())
+            stack.enter_context(Scratch(run.card, device, tracker.ledger.note_scratch))
+        for context in () if clock is None else (copies_noted(clock.note_copy), clock):
+            stack.enter_context(context)
         batches, for_validation = (FreshBatches(make_batch, number) for number in (num_batches, 1))
         if run.evaluation is None:
             trainer.fit(module, batches, for_validation if run.with_validation else None)
@@ -367,13 +339,13 @@ def _fit(
     if spans is None:
         return None
     timeline = tracker.timeline.on(str(device))
-    layers = next(filter(None, (getattr(one, "layer_table", "") for one in trainer.callbacks)), "")  # type: ignore[attr-defined]
+    tables = (getattr(one, "layer_table", "") for one in trainer.callbacks)  # type: ignore[attr-defined]
     return TracedFit(
         timeline=timeline if device == HOST else as_on_gpu(timeline),
         spans=spans,
         notes=tuple(left_out_note(given, run.run_callbacks)),
         times=marks.times(),
-        layers=layers,
+        layers=next(filter(None, tables), ""),
         host_bytes=getattr(trainer.strategy, "host_bytes", 0),
     )
 

@@ -139,7 +139,6 @@ EMBEDDING_BAG = torch.ops.aten._embedding_bag.default
 CTC_BACKWARDS = torch.ops.aten._ctc_loss_backward.default, torch.ops.aten._ctc_loss_backward.Tensor
 INDEX_PUT = torch.ops.aten._index_put_impl_.default
 MKLDNN_RNN = torch.ops.aten.mkldnn_rnn_layer.default
-SPARSE_OF_PARTS = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
 PACK_SEQUENCES = torch.ops.aten._pack_padded_sequence.default
 GROUPED_MM = torch.ops.aten._grouped_mm.default
 RECURRENT_FUNCTIONS: Any = torch._VF

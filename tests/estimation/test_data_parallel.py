@@ -12,7 +12,6 @@ from support.any_modules import Plain, rows
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_vram.estimation import estimate_memory
-from lightning_vram.estimation.fake_trainer import _buckets_of
 from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.memory.tracking.tracker import track_memory
 
@@ -81,15 +80,3 @@ def test_buckets_are_as_large_as_the_gradients(strategy):
     assert together.by_category[Category.GRADIENTS] - alone.by_category[Category.GRADIENTS] == WEIGHTS
     assert together.world_size == 2
     assert not dist.is_initialized()
-
-
-def test_sizes_of_buckets():
-    def weight(num_bytes: int, dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
-        return torch.nn.Parameter(torch.empty(num_bytes // dtype.itemsize, dtype=dtype))
-
-    mib = 2**20
-    sizes = [
-        [one.nbytes // mib for one in bucket] for bucket in _buckets_of([weight(n * mib) for n in (1, 20, 10, 3)], None)
-    ]
-    assert sizes == [[1], [20, 10], [3]]
-    assert len(_buckets_of([weight(mib), weight(mib), weight(mib, torch.bfloat16)], 2)) == 2

@@ -241,32 +241,6 @@ def test_no_cache_of_warnings_is_used_up(own, make_trainer, monkeypatch):
     assert sum("`training_step` returned `None`" in text for text in texts) == 1
 
 
-@pytest.mark.parametrize("action", ["default", "once"])
-def test_pythons_own_warnings_are_shown_once_in_all(action, make_trainer):
-    class Says(LitTiny):
-        def training_step(self, batch, batch_idx):
-            warnings.simplefilter("always", append=True)  # what a step does to the filters is undone
-            say("step")
-            return super().training_step(batch, batch_idx)
-
-    shown = []
-    with warnings.catch_warnings():
-        warnings.resetwarnings()
-        warnings.simplefilter(action)
-        warnings.showwarning = lambda message, *_, **__: shown.append(str(message))
-        say("before")
-        estimate(Says(TinyGPT()))
-        assert shown == ["before"]
-        say("before")
-        say("step")
-        say("step")
-    assert shown == ["before", "step"]
-
-
-def say(text):
-    warnings.warn(text, stacklevel=1)
-
-
 def test_a_logger_that_warns_once_still_does(monkeypatch, caplog):
     @functools.cache
     def warning_once(self, message):

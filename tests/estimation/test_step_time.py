@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_vram import ActivationCheckpointing, ActivationOffload
-from lightning_vram.core.host.transfers import TO_DEVICE, TO_HOST, note_copy
+from lightning_vram.core.host.transfers import TO_DEVICE, TO_HOST, copies_noted, note_copy
 from lightning_vram.demos import ByteGPT
 from lightning_vram.estimation.step_time import StepClock, StepTime
 from lightning_vram.estimation.traced_fit import FIRST_STEP, STEP, FitRun, trace_fit
@@ -25,7 +25,8 @@ CARD = DeviceSpec(
 
 
 def time_of(run, *, card=CARD):
-    with StepClock(card, META) as clock:
+    clock = StepClock(card, META)
+    with copies_noted(clock.note_copy), clock:
         run()
     return clock.now
 

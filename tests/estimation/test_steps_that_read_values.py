@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.helpers import assert_equal_weights
-from support.value_reading_programs import NUM_BLOCKS, PROGRAMS, SIZE
+from support.value_reading_programs import PROGRAMS
 from torch.utils.data import DataLoader
 
 from lightning_vram import AutoVRAM, VRAMMonitor
@@ -20,8 +20,6 @@ from lightning_vram.planner import PlanError, plan_memory
 
 NAMES = sorted(PROGRAMS)
 NUM_STEPS, WORST, MEAN = 3, 0.05, 0.01
-OF_ONE_SIZE = {"graphs", "hungarian matching", "non-maximum suppression", "split by lengths"}
-"""Their batches cannot be cut, or they loop over samples: nothing follows for other sizes."""
 
 
 def make(name: str) -> tuple[pl.LightningModule, dict[str, torch.Tensor]]:
@@ -103,16 +101,6 @@ def test_plan_memory_plans_half_of_the_memory_or_names_the_minimum(name):
         plan = plan_memory(*make(name), device="cpu", budget=f"{budget_bytes}B")
     assert plan.peak_bytes <= budget_bytes
     assert abs(plan.found.plain.needed_bytes / real_peak_bytes(name) - 1) <= WORST
-
-
-@pytest.mark.quick_sample(2)
-@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - OF_ONE_SIZE))
-def test_a_larger_batch_is_found_for_a_card(name):
-    estimate = estimate_memory(*make(name), device="rtx4090")
-    assert estimate.batch_size == SIZE
-    assert estimate.max_batch_size is not None
-    per_sample_bytes = estimate.device.memory_bytes / estimate.max_batch_size
-    assert 0.02 * NUM_BLOCKS * 2**16 < per_sample_bytes < 4 * NUM_BLOCKS * 2**16  # a block saves 64 KiB for a sample
 
 
 def test_there_are_thirty_programs_at_least():

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_vram.memory.estimate.fake_tensors import FakeParameter
+from lightning_vram.memory.estimate.fake_device import FakeParameter
 from lightning_vram.private_names.dispatcher import (
     DispatchKey,
     FakeTensor,

@@ -1,4 +1,4 @@
-"""CUDA's caching allocator, simulated: which segments it would take from the driver for a stream of allocations.
+"""CUDA's caching allocator, simulated: which segments it would take from the driver for the allocations of a step.
 
 The rules are those of PyTorch 2.11 to 2.15: ``c10/cuda/CUDACachingAllocator.cpp`` and ``c10/core/AllocatorConfig.h``.
 The allocators of 2.11 and 2.15, on a driver that was played, had the same bytes after each of 280,000 random
@@ -8,11 +8,11 @@ operations, with and without expandable segments, and over recorded training ste
 import os
 import re
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
 
 from lightning_vram.memory.device.accelerators import VARIABLES
+from lightning_vram.memory.tracking.timeline import Allocation, MemoryEvent, MemoryTimeline, Phase
 from lightning_vram.memory.units import MIB
 
 MIN_BLOCK = 512
@@ -21,14 +21,6 @@ SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB
 MIN_LARGE = 10 * MIB  # from here on a segment of its own
 ROUND_LARGE = 2 * MIB
-_NUM_INTERVALS = 16  # of roundup_power2_divisions: sizes from 1 MiB on, doubling
-_WITHOUT_EFFECT = (  # on what is reserved; the first collects only in a process that has a memory fraction
-    *("garbage_collection_threshold", "per_process_memory_fraction", "throw_on_cudamalloc_oom"),
-    *("release_lock_on_cudamalloc", "release_lock_on_hipmalloc", "graph_capture_record_stream_reuse"),
-    *("pinned_use_cuda_host_register", "pinned_use_hip_host_register", "pinned_num_register_threads"),
-    *("pinned_use_background_threads", "pinned_reserve_segment_size_mb", "pinned_free_catch_all"),
-    *("pinned_max_round_threshold_mb", "pinned_max_cached_size_mb"),
-)
 _PAIR = re.compile(r"([^,:\[\]]+):(\[[^\]]*\]|[^,:\[\]]+)")
 
 
@@ -40,10 +32,7 @@ class AllocatorSettings:
     max_split_bytes: int | None = None  # blocks of this size and above are not split. ``None`` splits all
     max_non_split_rounding_bytes: int = LARGE_SEGMENT  # by how much a block that is not split may exceed a request
     large_segment_bytes: int = LARGE_SEGMENT  # for requests from 1 to 10 MiB; page of large expandable segments
-    # steps between two powers of 2 that sizes are rounded up to, for sizes from 1 MiB, 2 MiB, 4 MiB, ... on; empty
-    # and 0 round to 512 bytes
-    roundup_power2_divisions: tuple[int, ...] = ()
-    ignored: tuple[str, ...] = field(default=(), compare=False)  # given settings without effect on the simulation
+    roundup_power2_divisions: int = 0  # steps between two powers of 2 that sizes are rounded up to; 0: 512 bytes
 
     def may_serve(self, block_bytes: int, num_bytes: int) -> bool:
         """Whether a free block may serve a request: one that is not split must be kept for what needs it."""
@@ -66,75 +55,38 @@ def parse_settings(text: str) -> AllocatorSettings:
         >>> parse_settings("expandable_segments:True").expandable_segments
         True
     """
-    values = _split(text)
-    name = "large_segment_size_mb"
-    large_bytes = _read_mib(name, values.pop(name), MIN_LARGE // MIB + 1) if name in values else LARGE_SEGMENT
-    given: dict[str, Any] = {"large_segment_bytes": large_bytes, "max_non_split_rounding_bytes": large_bytes}
-    ignored = []
-    for name, value in values.items():
-        if name in _READERS:
-            argument, read = _READERS[name]
-            given[argument] = read(name, value, large_bytes // MIB)
-        elif name == "backend" and value != "native":
-            raise ValueError(f"backend:{value} is another allocator than the one that is simulated, backend:native.")
-        elif name in _WITHOUT_EFFECT:
-            ignored.append(name)
-        elif name != "backend":
-            raise ValueError(f"{name!r} is no setting of PyTorch's allocator, in {text!r}.")
-    return AllocatorSettings(**given, ignored=tuple(ignored))
-
-
-def _split(text: str) -> dict[str, str]:
     text = "".join(text.split()).removesuffix(",")
     pairs = _PAIR.findall(text)
     if ",".join(f"{name}:{value}" for name, value in pairs) != text:
         raise ValueError(f"the allocator's settings must be name:value pairs with commas between, got {text!r}.")
-    return dict(pairs)
+    given = dict(pairs)
+    if given.get("backend", "native") != "native":
+        raise ValueError(f"backend:{given['backend']} is another allocator than the simulated one, backend:native.")
+    large_bytes = _read_mib(given, "large_segment_size_mb", MIN_LARGE // MIB + 1) or LARGE_SEGMENT
+    least = large_bytes // MIB
+    return AllocatorSettings(  # other settings do not change what is reserved; PyTorch refuses unknown ones
+        expandable_segments=given.get("expandable_segments") == "True",
+        max_split_bytes=_read_mib(given, "max_split_size_mb", least),
+        max_non_split_rounding_bytes=_read_mib(given, "max_non_split_rounding_mb", least) or large_bytes,
+        large_segment_bytes=large_bytes,
+        roundup_power2_divisions=_read_divisions(given.get("roundup_power2_divisions", "0")),
+    )
 
 
-def _read_mib(name: str, value: str, least: int) -> int:
+def _read_mib(given: Mapping[str, str], name: str, least: int) -> int | None:
+    value = given.get(name, f"{least}")
     if not value.isdecimal() or int(value) < least:
         raise ValueError(f"{name} must be a whole number of MiB from {least} on, got {value!r}.")
-    return int(value) * MIB
+    return int(value) * MIB if name in given else None
 
 
-def _read_bool(name: str, value: str, _: int) -> bool:
-    if value not in ("True", "False"):
-        raise ValueError(f"{name} must be True or False, got {value!r}.")
-    return value == "True"
-
-
-def _read_divisions(name: str, value: str, _: int) -> tuple[int, ...]:
-    if not value.startswith("["):
-        return (_power_of_2(name, value),) * _NUM_INTERVALS
-    divisions = [0] * _NUM_INTERVALS
-    last = -1
-    for number, pair in enumerate(value[1:-1].split(",")):
-        boundary, _colon, steps_text = pair.partition(":")
-        steps = 0 if steps_text == "0" else _power_of_2(name, steps_text)
-        if boundary == ">":
-            divisions[last + 1 :] = [steps] * (_NUM_INTERVALS - last - 1)
-            continue
-        last = min(_power_of_2(name, boundary).bit_length() - 1, _NUM_INTERVALS - 1)
-        if number == 0:
-            divisions[:last] = [steps] * last  # smaller sizes as the first that is named
-        divisions[last] = steps
-    return tuple(divisions)
-
-
-def _power_of_2(name: str, text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1 or number & (number - 1):
-        raise ValueError(f"{name} must be made of powers of 2, got {text!r}.")
+def _read_divisions(value: str) -> int:
+    number = int(value) if value.isdecimal() else -1
+    if number < 0 or number & (number - 1):
+        raise ValueError(
+            f"roundup_power2_divisions must be one power of 2, for all sizes, in an estimate, got {value!r}."
+        )
     return number
-
-
-_READERS: dict[str, tuple[str, Callable[[str, str, int], Any]]] = {
-    "expandable_segments": ("expandable_segments", _read_bool),
-    "max_split_size_mb": ("max_split_bytes", _read_mib),
-    "max_non_split_rounding_mb": ("max_non_split_rounding_bytes", _read_mib),
-    "roundup_power2_divisions": ("roundup_power2_divisions", _read_divisions),
-}
 
 
 def round_up(num_bytes: int, multiple: int) -> int:
@@ -142,39 +94,14 @@ def round_up(num_bytes: int, multiple: int) -> int:
     return -(-num_bytes // multiple) * multiple
 
 
-def round_request(num_bytes: int, divisions: Sequence[int] = ()) -> int:
+def round_request(num_bytes: int, divisions: int = 0) -> int:
     """Return the size of the block that serves a request, with ``divisions`` as in the settings."""
-    if num_bytes < MIN_BLOCK:
-        return MIN_BLOCK
-    if divisions:
-        interval = num_bytes.bit_length() - MIB.bit_length()
-        steps = divisions[min(max(interval, 0), len(divisions) - 1)]
-        if steps > 1 and num_bytes > MIN_BLOCK * steps:
-            return round_up(num_bytes, (1 << (num_bytes.bit_length() - 1)) // steps)
-    return round_up(num_bytes, MIN_BLOCK)
+    if divisions > 1 and num_bytes > MIN_BLOCK * divisions:
+        return round_up(num_bytes, (1 << (num_bytes.bit_length() - 1)) // divisions)
+    return max(MIN_BLOCK, (num_bytes + MIN_BLOCK - 1) // MIN_BLOCK * MIN_BLOCK)
 
 
-_ENDLESS = 1 << 50
-
-
-class DeviceMemory:
-    """Memory that the driver has given to this process."""
-
-    def __init__(self) -> None:
-        self.reserved_bytes = 0
-        self.peak_reserved_bytes = 0
-        self._next_address = 1 << 30
-
-    def take(self, num_bytes: int) -> None:
-        """Reserve memory. It never runs out: callers compare the peak with what a GPU has."""
-        self.reserved_bytes += num_bytes
-        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-
-    def make_addresses(self, num_bytes: int) -> int:
-        """Return the start of a free range: ranges do not touch."""
-        address = self._next_address
-        self._next_address += num_bytes + (2 << 20)
-        return address
+_ADDRESSES = 1 << 50  # of an expandable segment: far more than a GPU has memory
 
 
 @dataclass(slots=True, eq=False)
@@ -184,20 +111,17 @@ class Block:
     address: int
     size: int
     pool: "Pool"
-    segment_start: int | None = None  # ``None`` in a segment of fixed size
     previous: "Block | None" = None
     next: "Block | None" = None
-    is_allocated: bool = False
-    is_free: bool = False  # neither: it was freed, and another stream may still use it
-    is_mapped: bool = True  # always, but for the empty part of an expandable segment
+    is_free: bool = False
     requested_bytes: int = 0
 
     def split(self, size: int) -> "Block":
         """Keep the first ``size`` bytes, and make a block of the rest behind them."""
-        rest = Block(self.address + size, self.size - size, self.pool, self.segment_start)
-        rest.is_mapped = self.is_mapped
-        rest.previous, rest.next = self, self.next
-        if rest.next is not None:
+        rest = Block(self.address + size, self.size - size, self.pool, self, self.next)
+        if rest.next is None:
+            self.pool.last = rest
+        else:
             rest.next.previous = rest
         self.next = rest
         self.size = size
@@ -208,31 +132,14 @@ class Block:
 class Pool:
     """Free blocks of one stream, small or large: the smallest first, and of those the lowest address."""
 
-    stream: Hashable
     is_small: bool
     free: list[tuple[int, int, Block]] = field(default_factory=list)
-    unmapped: list[tuple[int, Block]] = field(default_factory=list)  # by address
+    last: Block | None = None  # of the newest segment: an expandable one, of which a pool has one, grows behind it
 
     def put(self, block: Block) -> None:
         """Take a block in, after it has grown by neighbours that are free too."""
-        self._coalesce(block)
-        block.is_free = True
-        if block.is_mapped:
-            insort(self.free, (block.size, block.address, block))
-        else:
-            insort(self.unmapped, (block.address, block))
-
-    def remove(self, block: Block) -> None:
-        """Take a block out."""
-        block.is_free = False
-        if block.is_mapped:
-            del self.free[bisect_left(self.free, (block.size, block.address))]
-        else:
-            del self.unmapped[bisect_left(self.unmapped, (block.address,))]
-
-    def _coalesce(self, block: Block) -> None:
         before = block.previous
-        if before is not None and before.is_free and before.is_mapped is block.is_mapped:
+        if before is not None and before.is_free:
             self.remove(before)
             block.address = before.address
             block.size += before.size
@@ -240,156 +147,21 @@ class Pool:
             if block.previous is not None:
                 block.previous.next = block
         behind = block.next
-        if behind is not None and behind.is_free and behind.is_mapped is block.is_mapped:
+        if behind is not None and behind.is_free:
             self.remove(behind)
             block.size += behind.size
             block.next = behind.next
             if block.next is not None:
                 block.next.previous = block
+            elif self.last is behind:
+                self.last = block
+        block.is_free = True
+        insort(self.free, (block.size, block.address, block))
 
-
-@dataclass(eq=False)
-class _Segments:
-    _device_memory: DeviceMemory
-    _settings: AllocatorSettings
-
-    def _take(self, pool: Pool, index: int, size: int) -> Block | None:
-        """Take a free block out of the pool, unless it must be kept for what needs it."""
-        block = pool.free[index][2]
-        if not self._settings.may_serve(block.size, size):
-            return None
-        del pool.free[index]
+    def remove(self, block: Block) -> None:
+        """Take a block out."""
         block.is_free = False
-        return block
-
-
-class FixedSegments(_Segments):
-    """Makes segments, one ``cudaMalloc`` each, and gives back those that are free as a whole."""
-
-    def find(self, pool: Pool, size: int) -> Block | None:
-        """Take the smallest free block that serves ``size`` out of the pool."""
-        index = bisect_left(pool.free, (size,))
-        return self._take(pool, index, size) if index < len(pool.free) else None
-
-    def grow(self, pool: Pool, size: int) -> Block:
-        """Make a segment for a block of ``size``."""
-        if size <= SMALL:
-            num_bytes = SMALL_SEGMENT
-        else:
-            num_bytes = self._settings.large_segment_bytes if size < MIN_LARGE else round_up(size, ROUND_LARGE)
-        self._device_memory.take(num_bytes)
-        return Block(self._device_memory.make_addresses(num_bytes), num_bytes, pool)
-
-    def release_all(self, pool: Pool) -> None:
-        """Give back all segments of which nothing is in use."""
-        for _, _, block in list(pool.free):
-            if block.previous is None and block.next is None:
-                pool.remove(block)
-                self._device_memory.reserved_bytes -= block.size
-
-
-class ExpandableSegments(_Segments):
-    """Maps pages into ranges of addresses, one per pool as a rule, and unmaps those of which nothing is in use."""
-
-    def find(self, pool: Pool, size: int) -> Block | None:
-        """Take the smallest free block for ``size`` out of the pool; one that can grow counts with its full size."""
-        free = pool.free
-        index = bisect_left(free, (size,))
-        if index == len(free):
-            return None
-        while index + 1 < len(free) and _growable_size(free[index + 1][2]) < _growable_size(free[index][2]):
-            index += 1
-        return self._take(pool, index, size)
-
-    def grow(self, pool: Pool, size: int) -> Block:
-        """Map pages at the lowest address where ``size`` bytes fit."""
-        block = self._find_addresses(pool, size)
-        if not block.is_mapped:
-            self._map(block, min(block.size, size))
-        while block.size < size:  # it is free, and what is behind it is not mapped
-            unmapped = block.next
-            assert unmapped is not None
-            self._map(unmapped, min(size - block.size, unmapped.size))
-            block = unmapped  # has grown by the block before it
-        pool.remove(block)
-        return block
-
-    def release_all(self, pool: Pool) -> None:
-        """Unmap the pages of which nothing is in use, wherever in the segment they are."""
-        for _, _, block in list(pool.free):
-            unmapped = self._unmap(block)
-            if unmapped is not None and unmapped.previous is None and unmapped.next is None:
-                pool.remove(unmapped)  # no page of the segment is mapped: its addresses go as well
-
-    def address_space_bytes(self, pool: Pool) -> int:
-        """Return how many addresses a segment has: far more than a GPU has memory, so that some may lie idle."""
-        return round_up(_ENDLESS, self._page_bytes(pool))
-
-    def _page_bytes(self, pool: Pool) -> int:
-        return SMALL_SEGMENT if pool.is_small else self._settings.large_segment_bytes
-
-    def _find_addresses(self, pool: Pool, size: int) -> Block:
-        for _, unmapped in pool.unmapped:
-            before = unmapped.previous
-            block = before if before is not None and before.is_free else unmapped
-            free_bytes = 0
-            behind: Block | None = block
-            while free_bytes < size and behind is not None and behind.is_free:
-                free_bytes += behind.size
-                behind = behind.next
-            if free_bytes >= size:
-                return block
-        size = self.address_space_bytes(pool)
-        start = self._device_memory.make_addresses(size)
-        segment = Block(start, size, pool, segment_start=start)
-        segment.is_mapped = False
-        pool.put(segment)
-        return segment
-
-    def _map(self, block: Block, size: int) -> None:
-        """Map the first ``size`` bytes of a block and what is left of their last page; it stays free."""
-        mapped_bytes = round_up(size, self._page_bytes(block.pool))
-        self._device_memory.take(mapped_bytes)
-        pool = block.pool
-        pool.remove(block)
-        if mapped_bytes < block.size:
-            pool.put(block.split(mapped_bytes))
-        block.is_mapped = True
-        pool.put(block)
-
-    def _unmap(self, block: Block) -> Block | None:
-        """Unmap the whole pages of a free block, and return them as a block; ``None`` if there are none."""
-        start, page = block.segment_start or 0, self._page_bytes(block.pool)
-        first = start + round_up(block.address - start, page)
-        last = start + (block.address + block.size - start) // page * page
-        if first >= last:
-            return None
-        pool = block.pool
-        pool.remove(block)
-        if first > block.address:
-            front, block = block, block.split(first - block.address)
-            pool.put(front)
-        if last < block.address + block.size:
-            pool.put(block.split(last - block.address))
-        self._device_memory.reserved_bytes -= last - first
-        block.is_mapped = False
-        pool.put(block)
-        return block
-
-
-def _growable_size(block: Block) -> int:
-    behind = block.next
-    return block.size + (behind.size if behind is not None and not behind.is_mapped else 0)
-
-
-@dataclass(slots=True)
-class AllocatorStatistics:
-    """Bytes now and at most, as ``torch.cuda.memory_stats`` counts them."""
-
-    requested_bytes: int = 0  # asked for
-    allocated_bytes: int = 0  # in blocks that serve requests: ``torch.cuda.memory_allocated``
-    peak_requested_bytes: int = 0  # most at once
-    peak_allocated_bytes: int = 0  # most at once
+        del self.free[bisect_left(self.free, (block.size, block.address))]
 
 
 class CachingAllocator:
@@ -397,34 +169,20 @@ class CachingAllocator:
 
     def __init__(self, settings: AllocatorSettings | None = None) -> None:
         self.settings = settings or AllocatorSettings()
-        self.statistics = AllocatorStatistics()
-        self.device_memory = DeviceMemory()
-        kind = ExpandableSegments if self.settings.expandable_segments else FixedSegments
-        self.segments: ExpandableSegments | FixedSegments = kind(self.device_memory, self.settings)
+        self.allocated_bytes = 0  # in blocks that serve requests: ``torch.cuda.memory_allocated``
+        self.reserved_bytes = 0  # taken from the driver, which never runs out: ``torch.cuda.memory_reserved``
         self._pools: dict[tuple[Hashable, bool], Pool] = {}
-        self._divisions = self.settings.roundup_power2_divisions
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Taken from the driver: ``torch.cuda.memory_reserved``."""
-        return self.device_memory.reserved_bytes
-
-    @property
-    def pools(self) -> tuple[Pool, ...]:
-        """Where free blocks wait, for each stream two: small and large."""
-        return tuple(self._pools.values())
+        self._next_address = 1 << 30
 
     def malloc(self, num_bytes: int, stream: Hashable = 0) -> Block:
         """Serve a request of ``num_bytes``."""
-        if self._divisions or num_bytes < MIN_BLOCK:
-            size = round_request(num_bytes, self._divisions)
-        else:
-            size = (num_bytes + MIN_BLOCK - 1) // MIN_BLOCK * MIN_BLOCK
+        settings = self.settings
+        size = round_request(num_bytes, settings.roundup_power2_divisions)
         is_small = size <= SMALL
         pool = self._pools.get((stream, is_small)) or self.pool_of(stream, is_small=is_small)
-        block = self.segments.find(pool, size) or self.segments.grow(pool, size)
-        remaining, limit = block.size - size, self.settings.max_split_bytes
-        if is_small or self.settings.expandable_segments:
+        block = self._find(pool, size) or (self._grow if settings.expandable_segments else self._add)(pool, size)
+        remaining, limit = block.size - size, settings.max_split_bytes
+        if is_small or settings.expandable_segments:
             is_to_split = remaining >= MIN_BLOCK
         else:
             is_to_split = remaining > SMALL and (limit is None or size < limit)
@@ -432,41 +190,149 @@ class CachingAllocator:
             rest = block.split(size)
             rest.is_free = True
             insort(pool.free, (rest.size, rest.address, rest))  # its neighbours are in use
-        self.hand_out(block, num_bytes)
+        block.requested_bytes = num_bytes
+        self.allocated_bytes += block.size
         return block
 
     def free(self, block: Block) -> None:
         """Take a block back."""
-        self.request_free(block)
-        self.complete_free(block)
-
-    def empty_cache(self) -> None:
-        """Give all segments, or pages, back of which nothing is in use."""
-        for pool in self._pools.values():
-            self.segments.release_all(pool)
-
-    def request_free(self, block: Block) -> None:
-        """Do the first half of :meth:`free`: the block cannot be used again yet."""
-        if not block.is_allocated:
-            raise ValueError(f"free(block) got a block that is not in use, at {block.address:#x}.")
-        block.is_allocated = False
-        self.statistics.allocated_bytes -= block.size
-
-    def complete_free(self, block: Block) -> None:
-        """Do the second half: the block can be used again."""
-        self.statistics.requested_bytes -= block.requested_bytes
+        self.allocated_bytes -= block.size
         block.pool.put(block)
 
     def pool_of(self, stream: Hashable, *, is_small: bool) -> Pool:
         """Return the pool of a stream, made if it is new."""
-        return self._pools.setdefault((stream, is_small), Pool(stream, is_small=is_small))
+        return self._pools.setdefault((stream, is_small), Pool(is_small))
 
-    def hand_out(self, block: Block, num_bytes: int) -> None:
-        """Count a block, taken out of its pool, as one that serves a request."""
-        block.is_allocated = True
-        block.requested_bytes = num_bytes
-        statistics = self.statistics
-        statistics.requested_bytes += num_bytes
-        statistics.allocated_bytes += block.size
-        statistics.peak_requested_bytes = max(statistics.peak_requested_bytes, statistics.requested_bytes)
-        statistics.peak_allocated_bytes = max(statistics.peak_allocated_bytes, statistics.allocated_bytes)
+    def _find(self, pool: Pool, size: int) -> Block | None:
+        """Take the smallest free block that serves ``size`` out of the pool, one that can grow as the last."""
+        index = bisect_left(pool.free, (size,))
+        if index == len(pool.free):
+            return None
+        can_grow = self.settings.expandable_segments and pool.free[index][2] is pool.last
+        if can_grow and index + 1 < len(pool.free):
+            index += 1
+        block = pool.free[index][2]
+        if not self.settings.may_serve(block.size, size):
+            return None
+        del pool.free[index]
+        block.is_free = False
+        return block
+
+    def _add(self, pool: Pool, size: int) -> Block:
+        """Make a segment, by one ``cudaMalloc``, for a block of ``size``."""
+        if size <= SMALL:
+            num_bytes = SMALL_SEGMENT
+        else:
+            num_bytes = self.settings.large_segment_bytes if size < MIN_LARGE else round_up(size, ROUND_LARGE)
+        pool.last = Block(self._next_address, num_bytes, pool)
+        self._next_address += num_bytes
+        self.reserved_bytes += num_bytes
+        return pool.last
+
+    def _grow(self, pool: Pool, size: int) -> Block:
+        """Map pages behind the expandable segment of a pool until ``size`` bytes are free there."""
+        page_bytes, last = SMALL_SEGMENT if pool.is_small else self.settings.large_segment_bytes, pool.last
+        if last is None or not last.is_free:
+            address = self._next_address if last is None else last.address + last.size
+            self._next_address += _ADDRESSES if last is None else 0
+            pool.last = Block(address, 0, pool, last)
+            if last is not None:
+                last.next = pool.last
+            last = pool.last
+        else:
+            pool.remove(last)
+        num_bytes = round_up(max(0, size - last.size), page_bytes)
+        self.reserved_bytes += num_bytes
+        last.size += num_bytes
+        return last
+
+
+_SUM = "aten.add.Tensor"
+
+
+def as_on_gpu(timeline: MemoryTimeline) -> MemoryTimeline:
+    """Return a timeline as long, in which autograd sums gradients in place.
+
+    Autograd adds to a gradient that nobody else holds, but never to a fake one (``can_accumulate_inplace`` of
+    torch/csrc/autograd/input_buffer.cpp): there the sum is made before its parts are dropped.
+    """
+    events = list(timeline.events)
+    for index in range(len(events) - 1):
+        first, second = events[index : index + 2]
+        made = timeline.allocations[first.allocation]
+        is_autograd = made.op == _SUM and not made.module and first.phase is Phase.BACKWARD
+        if is_autograd and 0 < first.change_bytes == -second.change_bytes and first.allocation != second.allocation:
+            events[index : index + 2] = second, first
+    return replace(timeline, events=tuple(events))
+
+
+@dataclass(frozen=True)
+class AllocatorReplay:
+    """What the allocator held over a timeline."""
+
+    allocated: tuple[int, ...]  # most bytes in used blocks at each event of the timeline, with scratch of its operator
+    reserved: tuple[int, ...]  # bytes taken from the driver, after each event
+    workspace_bytes: int  # most bytes that libraries took at once, in addition to tensors
+
+
+def replay(
+    timeline: MemoryTimeline,
+    device: str,
+    *,
+    settings: AllocatorSettings | None = None,
+    persistent: Mapping[str, tuple[int, ...]] | None = None,
+    scratch: Mapping[str, int] | None = None,
+) -> AllocatorReplay:
+    """Replay what a timeline has on one device, of one step or more: the second step stands for all later ones."""
+    allocator = CachingAllocator(settings)
+    player = _Player(allocator, persistent or {}, scratch or {})
+    allocated, reserved = [], []
+    for event in timeline.events:
+        allocation = timeline.allocations[event.allocation]
+        scratch_bytes = player.play(event, allocation) if allocation.device == device else 0
+        allocated.append(allocator.allocated_bytes + scratch_bytes)
+        reserved.append(allocator.reserved_bytes)
+    return AllocatorReplay(tuple(allocated), tuple(reserved), player.persistent_bytes + player.most_scratch_bytes)
+
+
+@dataclass(eq=False)
+class _Player:
+    """Knows which block each allocation has."""
+
+    allocator: CachingAllocator
+    persistent: Mapping[str, tuple[int, ...]]  # see Workspaces
+    scratch: Mapping[str, int]
+    persistent_bytes: int = 0
+    most_scratch_bytes: int = 0
+    _taken: set[tuple[int, int, bool]] = field(default_factory=set)
+    _blocks: dict[int, Block] = field(default_factory=dict)
+
+    def play(self, event: MemoryEvent, allocation: Allocation) -> int:
+        """Let an allocation grow or shrink; return what its operator used for a moment in addition.
+
+        As in a storage that grows, the new block is there before the old one is freed.
+        """
+        block, stream = self._blocks.pop(event.allocation, None), allocation.stream
+        num_bytes = event.change_bytes + (block.requested_bytes if block is not None else 0)
+        if num_bytes:
+            self._blocks[event.allocation] = self.allocator.malloc(num_bytes, stream)
+        if block is not None:
+            self.allocator.free(block)
+        if event.change_bytes <= 0:
+            return 0
+        self._take_persistent(allocation, event.phase)
+        if not (num_bytes := self.scratch.get(allocation.op, 0)):
+            return 0
+        block = self.allocator.malloc(num_bytes, stream)
+        scratch_bytes = block.size  # before it grows by free neighbours
+        self.allocator.free(block)
+        self.most_scratch_bytes = max(self.most_scratch_bytes, scratch_bytes)
+        return scratch_bytes
+
+    def _take_persistent(self, allocation: Allocation, phase: Phase) -> None:
+        """Allocate what libraries keep from an operator's first run on."""
+        for library, num_bytes in enumerate(self.persistent.get(allocation.op, ())):
+            key = library, allocation.stream, phase is Phase.BACKWARD
+            if key not in self._taken:
+                self._taken.add(key)
+                self.persistent_bytes += self.allocator.malloc(num_bytes, allocation.stream).size

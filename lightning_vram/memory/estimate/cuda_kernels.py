@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend
 from typing_extensions import override
 
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
-from lightning_vram.memory.estimate.fake_tensors import FAKE_GPU_TYPE
+from lightning_vram.memory.estimate.fake_device import FAKE_GPU_TYPE
 from lightning_vram.memory.estimate.recorded_reads import is_mask
 from lightning_vram.private_names.dispatcher import (
     ASK_DEVICE,
@@ -74,18 +74,11 @@ def choose_backend(call: Attention, capability: Capability) -> SDPBackend:
     if is_default and capability[0] in (9, 10):
         order = [SDPBackend.CUDNN_ATTENTION, *order]
     for backend in order:
-        if _can(backend, call, capability):
-            return backend
+        if backend in _KERNELS:
+            is_enabled, can, _ = _KERNELS[backend]
+            if is_enabled() and can(call, capability):
+                return backend
     raise RuntimeError("No available kernel. Aborting execution.")
-
-
-def _can(backend: SDPBackend, call: Attention, capability: Capability) -> bool:
-    if backend == SDPBackend.MATH:  # not all members of this enumeration are the same object
-        return bool(torch.backends.cuda.math_sdp_enabled())  # type: ignore[no-untyped-call]
-    if backend not in _CAN:
-        return False
-    is_enabled, can = _CAN[backend]
-    return is_enabled() and _is_fusable(call) and can(call, capability)
 
 
 def _is_fusable(call: Attention) -> bool:
@@ -103,7 +96,8 @@ def _can_cudnn(call: Attention, capability: Capability) -> bool:
     widest = 256 if _TORCH >= (2, 15) and capability[0] in (9, 10) else 128
     is_wide = q.shape[-1] > 128 or v.shape[-1] > 128
     return (
-        _takes_halves(call, capability)
+        _is_fusable(call)
+        and _takes_halves(call, capability)
         and _has_groups(call, is_grouping=True)
         and max(q.shape[-1], v.shape[-1]) <= widest
         and not (is_wide and call.needs_gradients and (q.shape[-1], v.shape[-1]) not in ((192, 128), (256, 256)))
@@ -123,7 +117,8 @@ def _can_flash(call: Attention, capability: Capability) -> bool:
     is_small_card = capability in ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
     is_wide = 192 < q.shape[-1] <= 224 or (q.shape[-1] > 224 and call.dropout_p > 0)
     return (
-        _takes_halves(call, capability)
+        _is_fusable(call)
+        and _takes_halves(call, capability)
         and _has_groups(call, is_grouping=True)
         and capability >= (8, 0)
         and call.attn_mask is None
@@ -138,7 +133,8 @@ def _can_efficient(call: Attention, capability: Capability) -> bool:
     is_native = q.dtype is not torch.bfloat16 or capability >= _WITH_BFLOAT16
     aligned = _alignment(q.dtype, capability)
     return (
-        q.dtype in (*_HALVES, torch.float32)
+        _is_fusable(call)
+        and q.dtype in (*_HALVES, torch.float32)
         and is_native
         and _has_groups(call, is_grouping=_GROUPS_IN_ALL)
         and q.shape[-1] == k.shape[-1]
@@ -164,13 +160,6 @@ def _alignment(dtype: torch.dtype, capability: Capability) -> int:
     if capability >= (8, 0):
         return 8 if is_half else 4
     return 8 if is_half and capability >= (7, 0) else 1
-
-
-_CAN: dict[SDPBackend, tuple[Callable[[], bool], Callable[[Attention, Capability], bool]]] = {
-    SDPBackend.CUDNN_ATTENTION: (torch.backends.cuda.cudnn_sdp_enabled, _can_cudnn),
-    SDPBackend.FLASH_ATTENTION: (torch.backends.cuda.flash_sdp_enabled, _can_flash),
-    SDPBackend.EFFICIENT_ATTENTION: (torch.backends.cuda.mem_efficient_sdp_enabled, _can_efficient),
-}
 
 
 def _run_flash(call: Attention) -> Tensor:
@@ -210,11 +199,11 @@ def _added_mask(call: Attention) -> Tensor | None:
     return torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=call.query.dtype, device=mask.device))
 
 
-_RUN: dict[SDPBackend, Callable[[Attention], Tensor]] = {
-    SDPBackend.CUDNN_ATTENTION: _run_cudnn,
-    SDPBackend.FLASH_ATTENTION: _run_flash,
-    SDPBackend.EFFICIENT_ATTENTION: _run_efficient,
-    SDPBackend.MATH: _run_math,
+_KERNELS: dict[SDPBackend, tuple[Callable[[], Any], Callable[[Attention, Capability], bool], Callable[..., Tensor]]] = {
+    SDPBackend.CUDNN_ATTENTION: (torch.backends.cuda.cudnn_sdp_enabled, _can_cudnn, _run_cudnn),
+    SDPBackend.FLASH_ATTENTION: (torch.backends.cuda.flash_sdp_enabled, _can_flash, _run_flash),
+    SDPBackend.EFFICIENT_ATTENTION: (torch.backends.cuda.mem_efficient_sdp_enabled, _can_efficient, _run_efficient),
+    SDPBackend.MATH: (torch.backends.cuda.math_sdp_enabled, lambda *_: True, _run_math),
 }
 
 
@@ -236,7 +225,7 @@ def kernels_of(capability: Capability, notes: dict[str, None]) -> dict[str, Kern
 
     def attend(op: Any, given: dict[str, Any]) -> Tensor:
         call = Attention(**given)
-        return _RUN[choose_backend(call, capability)](call)
+        return _KERNELS[choose_backend(call, capability)][2](call)
 
     ways: dict[str, _Way] = {
         "aten::scaled_dot_product_attention": attend,
@@ -294,71 +283,55 @@ class _RMSNorm(torch.autograd.Function):
         )
 
 
-class _Layers(NamedTuple):
-    vectors: int
-    num_hidden: int
-    num_layers: int
-    is_transposed: bool
-    is_training: bool
-    dtype: torch.dtype
-
-    def reserve_bytes(self, num_steps: int, num_directions: int) -> int:
-        """Return the bytes saved for backward; ``num_steps`` counts time steps times samples."""
-        if not self.is_training:
-            return 0
-        vectors = num_directions * (self.vectors * self.num_layers + self.num_layers - 1)
-        return num_steps * vectors * self.num_hidden * self.dtype.itemsize
-
-    def time_first(self, tensor: Tensor) -> Tensor:
-        """Return a tensor as the kernel takes it."""
-        return tensor.transpose(0, 1).contiguous() if self.is_transposed else tensor.contiguous()
-
-
 def _run_recurrent(notes: dict[str, None], op: Any, given: dict[str, Any]) -> tuple[Tensor, ...]:
+    """``hx`` is the state, or the state and the cell; ``data`` are packed sequences, in one dimension of steps."""
     notes[_RECURRENT_NOTE] = None
     x: Tensor = given["input"] if "input" in given else given["data"]
     states = tuple(given["hx"]) if isinstance(given["hx"], Sequence) else (given["hx"],)
-    layers = _Layers(
-        vectors=_VECTORS_PER_STEP[op.overloadpacket.__name__],
-        num_hidden=states[-1].shape[-1],
-        num_layers=given["num_layers"],
-        is_transposed=given.get("batch_first", False),
-        is_training=given["train"],
-        dtype=torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype,
-    )
-    return _Recurrent.apply(layers, len(states), x, *states, *given["params"])  # type: ignore[no-any-return, no-untyped-call]
+    num_layers, num_hidden = given["num_layers"], states[-1].shape[-1]
+    num_directions = states[0].shape[0] // num_layers
+    vectors = num_directions * (_VECTORS_PER_STEP[op.overloadpacket.__name__] * num_layers + num_layers - 1)
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    saved_bytes = x.shape[:-1].numel() * vectors * num_hidden * dtype.itemsize if given["train"] else 0
+    is_transposed = given.get("batch_first", False)
+    layers = (dtype, saved_bytes, num_hidden * num_directions, is_transposed, len(states))
+    return _Recurrent.apply(layers, x, *states, *given["params"])  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Recurrent(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layers: _Layers, num_states: int, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        states, weights = [state.to(layers.dtype) for state in rest[:num_states]], rest[num_states:]
-        x = x.to(layers.dtype)
-        is_cast = weights[0].dtype is not layers.dtype
+    def forward(ctx: Any, layers: tuple[Any, ...], x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        dtype, saved_bytes, width, is_transposed, num_states = layers
+        states, weights = [state.to(dtype) for state in rest[:num_states]], rest[num_states:]
+        x = x.to(dtype)
+        is_cast = weights[0].dtype is not dtype
         flat = x.new_empty(sum(weight.numel() for weight in weights)) if is_cast else None  # else they lie in one
-        num_directions = states[0].shape[0] // layers.num_layers
-        shape = (*x.shape[:-1], states[0].shape[-1] * num_directions)
-        layers.time_first(x)
-        out = x.new_empty(shape)
+        _time_first(x, is_transposed=is_transposed)
+        out = x.new_empty((*x.shape[:-1], width))
         ends = tuple(torch.empty_like(state) for state in states)
-        reserve = x.new_empty(layers.reserve_bytes(x.shape[:-1].numel(), num_directions), dtype=torch.uint8)
-        ctx.layers, ctx.weights = layers, [(weight.shape, weight.dtype) for weight in weights]
+        reserve = x.new_empty(saved_bytes, dtype=torch.uint8)
+        ctx.is_transposed, ctx.weights = is_transposed, [(weight.shape, weight.dtype) for weight in weights]
         ctx.save_for_backward(x, *states, out, reserve, flat)
         return out, *ends
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, *states, _, _, _ = ctx.saved_tensors
-        copies = [ctx.layers.time_first(tensor) for tensor in (x, gradients[0])]
+        copies = [_time_first(tensor, is_transposed=ctx.is_transposed) for tensor in (x, gradients[0])]
         dx, *dstates = (torch.empty_like(tensor) for tensor in (x, *states))
         copies.clear()
         sizes = [shape.numel() for shape, _ in ctx.weights]
         parts = x.new_zeros(sum(sizes)).split(sizes)
         dweights = (part.view(shape).to(dtype) for part, (shape, dtype) in zip(parts, ctx.weights, strict=True))
-        return None, None, dx, *dstates, *dweights
+        return None, dx, *dstates, *dweights
 
 
-OnScratch = Callable[[str, tuple[int, ...]], None]  # gets an operator's name, and the bytes of each block
+def _time_first(tensor: Tensor, *, is_transposed: bool) -> Tensor:
+    """Return a tensor as the kernel takes it."""
+    return tensor.transpose(0, 1).contiguous() if is_transposed else tensor.contiguous()
+
+
+OnScratch = Callable[[str, torch.device, tuple[int, ...]], None]  # gets an operator's name, and each block's bytes
 _Blocks = tuple[tuple[int, ...], ...]  # one group after the other
 
 _USUAL_NUMBER = 80
@@ -393,7 +366,7 @@ class Scratch(UnwrappedMode):
         self._processors = Processors(
             card.num_multiprocessors or _USUAL_NUMBER, _THREADS.get(card.capability or (0, 0), _MOST_THREADS)
         )
-        self._kind = device.type
+        self._device = device
         self._on_scratch = on_scratch
 
     @override
@@ -402,10 +375,10 @@ class Scratch(UnwrappedMode):
             return args[0].device
         result = func(*args, **(kwargs or {}))
         blocks_of = _BLOCKS.get(func) if isinstance(func, OpOverload) else None
-        if blocks_of is not None and args[0].device.type == self._kind:
+        if blocks_of is not None and args[0].device.type == self._device.type:
             given = {**given_arguments(func, args, kwargs or {}), "result": result}
             for sizes in blocks_of(given, self._processors):
-                self._on_scratch(str(func), sizes)
+                self._on_scratch(str(func), self._device, sizes)
         return result
 
 

@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_vram.memory.estimate.cuda_kernels import CHANNELS_LAST, Capability, is_channels_last, kernels_of
-from lightning_vram.memory.estimate.fake_tensors import FAKE_GPU, FAKE_GPU_TYPE, device_functions, replaced
+from lightning_vram.memory.estimate.fake_device import FAKE_GPU, FAKE_GPU_TYPE, device_functions
+from lightning_vram.memory.estimate.recorded_reads import replaced
 from lightning_vram.private_names.dispatcher import (
     AUTOCAST,
     BACKEND_NAMES,

@@ -6,7 +6,7 @@ decides about shapes and branches: asking for it raises, and the caller has to r
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -33,7 +33,6 @@ from lightning_vram.private_names.dispatcher import (
     GROUPED_MM,
     PACK_SEQUENCES,
     READ_NUMBER,
-    SPARSE_OF_PARTS,
     TO_COPY,
     UNKNOWN_VALUES,
     UNSAFE_VIEW,
@@ -57,8 +56,7 @@ def call_fake(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Call an operator on fake tensors; of a sparse result, values say how many rows it has: that is refused."""
     kernel = _KERNELS.get(func)
     result = func(*args, **kwargs) if kernel is None else kernel(*args, **kwargs)
-    is_sparse = isinstance(result, FakeTensor) and result.layout is not torch.strided
-    if is_sparse and func is not SPARSE_OF_PARTS:
+    if isinstance(result, FakeTensor) and result.layout is not torch.strided:
         raise DynamicOutputShapeException(func)
     return result
 
@@ -110,66 +108,22 @@ _KERNELS: dict[OpOverload, Callable[..., Tensor]] = {
     **{GROUPED_MM: _grouped_mm, _BINCOUNT: _bincount},
     **dict.fromkeys(CTC_BACKWARDS, lambda grad, log_probabilities, *_: torch.empty_like(log_probabilities)),
 }
-_ANSWERS = {
+_TRUTHS = {
     **{_aten.isnan.default: False, _aten.isinf.default: False, _aten.isfinite.default: True},
     **{_aten.ones.default: True, _aten.zeros.default: False},
 }
 _WITH_ITSELF = {_aten.eq.Tensor: True, _aten.ne.Tensor: False}
 _WITH_INFINITY = {_aten.eq.Scalar: False, _aten.ne.Scalar: True}
+_NOT = (_aten.bitwise_not.default, _aten.logical_not.default)
+_AND = (_aten.mul.Tensor, _aten.bitwise_and.Tensor, _aten.logical_and.default)
+_OR = (_aten.bitwise_or.Tensor, _aten.logical_or.default)
 _SAME = (
     *(_aten.any.default, _aten.all.default, _aten.any.dim, _aten.all.dim, TO_COPY, _aten.clone.default),
     *(_aten.unsqueeze.default, _aten.expand.default, _aten.view.default, _aten.slice.Tensor, _aten.select.int),
     *(_aten.permute.default, _aten.upsample_nearest2d.default, UNSAFE_VIEW),
 )
-_NOT = (_aten.bitwise_not.default, _aten.logical_not.default)
-_AND = (_aten.mul.Tensor, _aten.bitwise_and.Tensor, _aten.logical_and.default)
-_OR = (_aten.bitwise_or.Tensor, _aten.logical_or.default)
 
 
-class UniformTruths:
-    """Knows tensors whose elements all have one truth value: ``torch.isfinite`` multiplies two such answers."""
-
-    def __init__(self) -> None:
-        self._known: Any = WeakIdKeyDictionary()
-
-    def note(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Learn from what an operator has returned."""
-        truth = self._follows(func, args)
-        if truth is not None:
-            self._known[result] = truth
-
-    def forget(self, written: Iterable[Tensor]) -> None:
-        """Forget what is said of tensors that share memory with these, which are written to."""
-        if self._known:
-            memory = {storage_identity(tensor) for tensor in written if isinstance(tensor, FakeTensor)}
-            for tensor in [one for one in self._known if storage_identity(one) in memory]:
-                del self._known[tensor]
-
-    def of(self, tensor: Tensor) -> bool | None:
-        """Return the truth value of all elements; ``None`` if it is not known."""
-        return self._known.get(tensor)  # type: ignore[no-any-return]
-
-    def _follows(self, func: Any, args: tuple[Any, ...]) -> bool | None:
-        if func in _ANSWERS:
-            return _ANSWERS[func]
-        if func in _WITH_ITSELF and args[0] is args[1]:
-            return _WITH_ITSELF[func]
-        if func in _WITH_INFINITY and isinstance(args[1], float) and math.isinf(args[1]):
-            return _WITH_INFINITY[func]
-        if func in _WITH_INFINITY and args[1] in (0, 1) and args[0] in self._known:  # what is true is 1
-            return (self._known[args[0]] == args[1]) is (func is _aten.eq.Scalar)
-        return self._combined(func, args) if func in (*_SAME, *_NOT, *_AND, *_OR) else None
-
-    def _combined(self, func: Any, args: tuple[Any, ...]) -> bool | None:
-        truths = [self._known.get(arg) for arg in args if isinstance(arg, Tensor)]
-        if None in truths or (func in (*_AND, *_OR) and len(truths) == 1):  # times a number
-            return None
-        if func in _NOT:
-            return not truths[0]
-        return any(truths) if func in _OR else all(truths)
-
-
-_SUM = _aten.sum.default
 _KEEPS_VALUES = (
     "aten::_amp_foreach_non_finite_check_and_unscale_",  # nothing is infinite
     "c10d::allreduce_",  # all ranks do the same
@@ -191,7 +145,7 @@ class KnownValues(UnwrappedMode):
         self._reads = reads or RecordedReads()
         self._values: Any = WeakIdKeyDictionary()
         self._of_data: Any = WeakIdKeyDictionary()  # those that answer for nothing but indices out of range
-        self._truths = UniformTruths()
+        self._truths: Any = WeakIdKeyDictionary()  # of all elements of a tensor, which are finite numbers or truths
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -235,19 +189,14 @@ class KnownValues(UnwrappedMode):
         if read is None:
             raise
         if not isinstance(read.answer, tuple):
-            return self._reads.number(read)
+            return read.answer
         return _as_returned(func, self._results(read, tensors, device))
 
     def _results(self, read: Read, tensors: list[Tensor], device: torch.device) -> list[Tensor]:
         made = []
         for one in read.answer:
             shape = read.scaled(one.shape, [tuple(tensor.shape) for tensor in tensors])
-            if one.sparse_shape is not None:
-                num_dims = len(one.sparse_shape) - len(shape) + 1
-                indices = torch.empty(num_dims, shape[0], dtype=torch.int64, device=device)
-                values = torch.empty(shape, dtype=one.dtype, device=device)
-                made.append(torch.sparse_coo_tensor(indices, values, one.sparse_shape, check_invariants=False))
-            elif one.value is not None and shape == one.shape:
+            if one.value is not None and shape == one.shape:
                 made.append(one.value if read.place[0] is PACK_SEQUENCES else self._fake(one.value, device))
             else:
                 made.append(torch.empty(shape, dtype=one.dtype, device=device))
@@ -303,12 +252,28 @@ class KnownValues(UnwrappedMode):
         return array if what == ARRAY else array.tolist()
 
     def _note_truths(self, func: Any, args: tuple[Any, ...], tensors: list[Tensor], result: Any) -> None:
-        if schema_of(func).is_mutable:
-            self._truths.forget(tensors)
-        self._truths.note(func, args, result)
-        if func is _SUM and (truth := self._truths.of(args[0])) is not None:
-            with without_dispatch():
-                self._values[result] = torch.full((), args[0].numel() * truth, dtype=result.dtype)
+        if self._truths and schema_of(func).is_mutable:
+            written = {storage_identity(tensor) for tensor in tensors if isinstance(tensor, FakeTensor)}
+            for tensor in [one for one in self._truths if storage_identity(one) in written]:
+                del self._truths[tensor]
+        truth = self._truth(func, args)
+        if truth is not None:
+            self._truths[result] = truth
+
+    def _truth(self, func: Any, args: tuple[Any, ...]) -> bool | None:
+        """Return what holds for each element of a result; ``torch.isfinite`` multiplies two such results."""
+        if func in _TRUTHS:
+            return _TRUTHS[func]
+        if func in _WITH_ITSELF and args[0] is args[1]:
+            return _WITH_ITSELF[func]
+        if func in _WITH_INFINITY and isinstance(args[1], float) and math.isinf(args[1]):
+            return _WITH_INFINITY[func]
+        if func not in (*_SAME, *_NOT, *_AND, *_OR):
+            return None
+        truths = [self._truths.get(arg) for arg in args if isinstance(arg, Tensor)]
+        if None in truths or (func in (*_AND, *_OR) and len(truths) == 1):  # times a number
+            return None
+        return (not truths[0]) if func in _NOT else any(truths) if func in _OR else all(truths)
 
     def _forget(self, tensors: list[Tensor]) -> None:
         """Forget what may have been written, and all that shares its memory."""
@@ -321,14 +286,14 @@ class KnownValues(UnwrappedMode):
     def _answer(self, func: Any, args: tuple[Any, ...], tensor: Tensor, *, is_known: bool) -> Any:
         if is_known:
             return self._on_host(func, args, {})
-        truth = self._truths.of(tensor)
+        truth = self._truths.get(tensor)
         if truth is not None:
-            return truth
+            return bool(truth)
         if is_number_for_lightning(func, [tensor]):
             return _UNKNOWN
         read = self._reads.find(func)
         if read is not None:
-            return self._reads.number(read)
+            return read.answer
         return self._guess() if tensor.is_floating_point() else func(*args)  # which raises
 
     def _guess(self) -> float:
@@ -372,7 +337,7 @@ class KnownValues(UnwrappedMode):
     def is_unknown(self, tensor: Any) -> bool:
         """Whether ``tensor`` is a fake whose values cannot be read."""
         has_value = tensor in self._values and tensor not in self._of_data
-        return isinstance(tensor, FakeTensor) and not has_value and self._truths.of(tensor) is None
+        return isinstance(tensor, FakeTensor) and not has_value and tensor not in self._truths
 
     def fresh_like(self, mode: FakeTensorMode, template: Tensor) -> Tensor:
         """Return a new tensor of the shape and the value of another, made under ``mode`` by an operator."""

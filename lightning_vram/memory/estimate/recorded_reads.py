@@ -2,17 +2,17 @@
 
 A read is ``.item()`` (``if loss > 3``, ``.tolist()``), ``.numpy()``, or an operator whose result's size depends on
 values (``nonzero``, ``x[mask]``, ``unique``). Reads are found again by the line that reads and by their order. The
-position is a context variable, which recomputation restores. What grew with the samples of two real runs is scaled.
+position is a context variable, which recomputation restores. Results for parts of the recorded batch are scaled.
 """
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain
-from math import prod, sqrt
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from lightning_vram.memory.estimate.fake_tensors import replaced
 from lightning_vram.private_names.dispatcher import READ_NUMBER, FakeTensor, OpOverload, UnwrappedMode
-from lightning_vram.private_names.torch import sparse_values, tensors_in, tree_leaves, tree_map
+from lightning_vram.private_names.torch import tensors_in, tree_leaves, tree_map
 
 EQUAL, INDEX = torch.ops.aten.equal.default, torch.ops.aten.index.Tensor
 ARRAY, LIST = "numpy", "tolist"
@@ -46,14 +45,6 @@ class Read:
     place: _Place  # what was asked for, by which code, at which of its lines
     shapes: tuple[_Shape, ...]  # of the tensors that were read
     answer: Any  # a number, an array, or a Result for each tensor that the operator returned
-    grows: bool = True  # whether the number, or the length of the results, is larger with more samples
-
-    @property
-    def size(self) -> int | None:
-        """The integer, or the length of the first result; ``None`` if it is something else."""
-        if isinstance(self.answer, tuple):
-            return next((one.shape[0] for one in self.answer if one.shape), None)
-        return self.answer if type(self.answer) is int else None
 
     def scaled(self, shape: _Shape, shapes: Sequence[_Shape]) -> _Shape:
         """Return the shape of a result for tensors of other shapes than those that were read."""
@@ -61,9 +52,7 @@ class Read:
             return shape
         old, new = (prod(next(iter(some), ())) for some in (self.shapes, shapes))
         first = next((other[0] for one, other in self._pairs(shapes) if one[:1] == shape[:1]), None)
-        if not self.grows:
-            first = min(shape[0], new)
-        elif first is None:
+        if first is None:
             first = round(shape[0] * new / max(1, old))
         changed = {
             a: b for one, other in self._pairs(shapes) for a, b in zip(one[1:], other[1:], strict=True) if a != b
@@ -78,9 +67,8 @@ class Read:
 class Result:
     """A tensor that an operator returned."""
 
-    shape: _Shape  # of its values, if it is sparse
+    shape: _Shape
     dtype: torch.dtype
-    sparse_shape: _Shape | None = None
     value: Tensor | None = None  # of few integers
 
 
@@ -89,8 +77,6 @@ class RecordedReads:
     """The reads of a run, by its stages."""
 
     runs: set[str | None] = field(default_factory=set)  # what was recorded: evaluations by name, ``None`` for a fit
-    num_samples: int = 1  # in the batch of the recorded run
-    factor: float = 1.0  # how many times as many samples there are in the run that asks now
     note: str = ""  # what a reader of the numbers should know
     wanted: str = ""  # the first line whose read was guessed, as "train.py:31"
     _segments: dict[tuple[str, int], list[Read]] = field(default_factory=dict)
@@ -112,7 +98,7 @@ class RecordedReads:
         reads = self._segments.setdefault(key, [])
         if index == len(reads):
             shapes = tuple(tuple(one.shape) for one in tensors)
-            reads.append(Read(_place_of(what), shapes, answer, grows=isinstance(answer, tuple)))
+            reads.append(Read(_place_of(what), shapes, answer))
         _POSITION.set((key, index + 1))
 
     def find(self, what: Any) -> Read | None:
@@ -133,27 +119,10 @@ class RecordedReads:
         frame = _reader()
         self.wanted = self.wanted or f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
-    def number(self, read: Read) -> Any:
-        """Return the number that was read, for as many samples as there are now."""
-        return round(read.answer * self.factor) if read.grows and type(read.answer) is int else read.answer
-
-    def take(self, fewer: "RecordedReads", larger: "RecordedReads") -> None:
-        """Take over the reads of the larger of two runs, with what grew from the other to it."""
-        ratio, before = larger.num_samples / fewer.num_samples, fewer._mean_sizes()
-        grows = {place: size > sqrt(ratio) * before.get(place, size) for place, size in larger._mean_sizes().items()}
-        for key, reads in larger._segments.items():
-            known = reads if ratio == 1 else [replace(one, grows=grows.get(one.place, False)) for one in reads]
-            self._segments[key] = known
-        self.runs |= larger.runs
-        self.num_samples = larger.num_samples
-
-    def _mean_sizes(self) -> Mapping[_Place, float]:
-        """Return the mean of the integers that were read at each place, or of the lengths of the results."""
-        found: dict[_Place, list[int]] = {}
-        for read in chain(*self._segments.values()):
-            if read.size is not None:
-                found.setdefault(read.place, []).append(read.size)
-        return {place: sum(sizes) / len(sizes) for place, sizes in found.items()}
+    def take(self, other: "RecordedReads") -> None:
+        """Take over the reads of another run."""
+        self._segments.update(other._segments)
+        self.runs |= other.runs
 
 
 class ReadRecorder(UnwrappedMode):
@@ -176,12 +145,23 @@ class ReadRecorder(UnwrappedMode):
         if func is INDEX:
             for mask in filter(is_mask, args[1]):
                 self._reads.record_read(func, [mask], (Result((int(mask.count_nonzero()),), torch.int64),))
-        elif _reads_values(func) or any(one.layout is torch.sparse_coo for one in results):
+        elif _reads_values(func):
             if is_number_for_lightning(func, tensors):
                 return result
             answer = result if not results and result is not None else tuple(map(_describe, results))
             self._reads.record_read(func, tensors, answer)
         return result
+
+
+@contextmanager
+def replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """Patch attributes of a module or class inside the block; missing ones are added."""
+    with ExitStack() as stack:
+        for name, value in values.items():
+            before = vars(owner).get(name)
+            stack.callback(delattr, owner, name) if before is None else stack.callback(setattr, owner, name, before)
+            setattr(owner, name, value)
+        yield
 
 
 @contextmanager
@@ -258,8 +238,6 @@ def _reads_values(func: Any) -> bool:
 
 
 def _describe(tensor: Tensor) -> Result:
-    if tensor.layout is not torch.strided:
-        return Result(tuple(sparse_values(tensor).shape), tensor.dtype, tuple(tensor.shape))
     is_small = not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() <= MOST_NUMBERS
     return Result(tuple(tensor.shape), tensor.dtype, value=tensor.detach().clone() if is_small else None)
 

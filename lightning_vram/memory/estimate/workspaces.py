@@ -4,10 +4,8 @@ The context lies outside of the caching allocator, the workspaces inside. Figure
 first. Not counted: NCCL's buffers, and cuDNN's workspaces, from nothing to gigabytes (pytorch#49207).
 """
 
-import math
 import os
 import re
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -15,6 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 from lightning_vram.memory.device.accelerators import (
     PeakWatch,
@@ -106,7 +105,6 @@ _FIRST_SIZE = 256  # of a product, whose result is smaller than any workspace
 _SIZE = 8192  # of products that are timed
 _COPY_BYTES = 256 * MIB
 _SECONDS = 0.2  # for each figure
-_ROUNDS = 3  # of which the fastest counts
 _WITH_TF32 = (8, 0)
 _MOST_CONTEXT = 2 * GIB
 _FORMATS = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -203,15 +201,5 @@ def _measure_context(device: torch.device) -> int:
 
 
 def _fastest(run: Callable[[], Tensor]) -> float:
-    seconds = _time(run, 1)  # the first loads kernels
-    repeats = max(1, math.ceil(_SECONDS / max(_time(run, 1), 1e-6)))
-    return min(seconds, *(_time(run, repeats) for _ in range(_ROUNDS)))
-
-
-def _time(run: Callable[[], Tensor], repeats: int) -> float:
-    torch.accelerator.synchronize()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        run()
-    torch.accelerator.synchronize()
-    return (time.perf_counter() - start) / repeats
+    """Return seconds of a run; the timer waits for the device, and warms up."""
+    return min(Timer("run()", globals={"run": run}).blocked_autorange(min_run_time=_SECONDS).times)

@@ -19,7 +19,7 @@ from lightning_vram import (
     MicroBatching,
 )
 from lightning_vram.demos import ByteGPT, DigitsResNet
-from lightning_vram.memory.estimate.fake_tensors import UntouchedWeights
+from lightning_vram.memory.estimate.fake_device import UntouchedWeights
 from tests.support.cuda_parity_models import Llama
 from tests.support.networks import ViT
 

@@ -1,7 +1,6 @@
 """Calibration: on the simulated accelerator, and step by step with a device that is played."""
 
 import re
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -115,27 +114,6 @@ def test_tf32_is_on_for_its_own_figure_only(small, monkeypatch):
     workspaces._measure_products(CPU, DeviceSpec("new", GIB, capability=(8, 0)))
     assert list(dict.fromkeys(seen))[:2] == [("torch.float32", "highest"), ("torch.float32", "high")]
     assert torch.get_float32_matmul_precision() == "highest"
-
-
-@contextmanager
-def clock(monkeypatch, seconds):
-    """Time that passes only where a run takes it; the device is done when it is waited for."""
-    now = [0.0]
-    monkeypatch.setattr(workspaces.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    durations = iter(seconds)
-
-    def run():
-        now[0] += next(durations)
-        return torch.empty(0)
-
-    yield run
-
-
-def test_the_fastest_round_counts_and_the_first_run_does_not_set_the_number(monkeypatch):
-    # one to warm up, one to count with: 0.2 s / 0.05 s = 4 runs in each of three rounds
-    with clock(monkeypatch, [1.0, 0.05, *[0.06] * 4, *[0.04] * 4, *[0.05] * 4]) as run:
-        assert workspaces._fastest(run) == pytest.approx(0.04)
 
 
 def test_rates_are_bytes_and_operations_over_time(monkeypatch):

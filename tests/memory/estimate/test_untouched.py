@@ -9,7 +9,7 @@ import torch
 from support.helpers import TinyGPT
 from torch import nn
 
-from lightning_vram.memory.estimate.fake_tensors import UntouchedWeights
+from lightning_vram.memory.estimate.fake_device import UntouchedWeights
 
 MIB = 2**20
 

@@ -13,7 +13,7 @@ def test_pages_are_mapped_as_they_are_needed():
     allocator.malloc(5 * MIB)
     assert allocator.reserved_bytes == 20 * MIB
     allocator.malloc(30 * MIB)  # 15 MiB are there, one page more
-    assert (allocator.reserved_bytes, allocator.statistics.allocated_bytes) == (40 * MIB, 35 * MIB)
+    assert (allocator.reserved_bytes, allocator.allocated_bytes) == (40 * MIB, 35 * MIB)
     allocator.malloc(1)
     assert allocator.reserved_bytes == 42 * MIB  # small ones have a segment of their own, with pages of 2 MiB
 
@@ -42,40 +42,6 @@ def test_a_block_that_can_grow_is_the_last_to_be_taken():
     allocator.free(tail)  # 28 MiB free behind it, with what was left of its page: smaller than the hole
     assert allocator.reserved_bytes == 60 * MIB
     assert allocator.malloc(20 * MIB).address == hole.address
-
-
-def test_free_pages_are_unmapped_wherever_they_are():
-    allocator = make()
-    blocks = [allocator.malloc(20 * MIB) for _ in range(5)]
-    for index in (0, 2, 3):
-        allocator.free(blocks[index])
-    allocator.empty_cache()
-    assert allocator.reserved_bytes == 40 * MIB
-    start = blocks[0].address
-    assert allocator.malloc(30 * MIB).address == start + 40 * MIB  # the first gap has no room for it
-    assert allocator.reserved_bytes == 80 * MIB
-    assert allocator.malloc(20 * MIB).address == start
-
-
-def test_only_whole_pages_are_unmapped():
-    allocator = make()
-    first, second, third = allocator.malloc(10 * MIB), allocator.malloc(45 * MIB), allocator.malloc(5 * MIB)
-    allocator.free(second)  # from 10 to 55 MiB: one page in the middle
-    allocator.empty_cache()
-    assert allocator.reserved_bytes == 40 * MIB
-    assert sorted(size for size, _, _ in allocator.pools[0].free) == [10 * MIB, 15 * MIB]
-    again = allocator.malloc(45 * MIB)  # the page comes back between them
-    assert again.address == first.address + 10 * MIB
-    assert (allocator.reserved_bytes, third.previous) == (60 * MIB, again)
-
-
-def test_an_empty_segment_goes_and_another_comes():
-    allocator = make()
-    first = allocator.malloc(5 * MIB)
-    allocator.free(first)
-    allocator.empty_cache()
-    assert (allocator.reserved_bytes, allocator.pools[0].unmapped) == (0, [])
-    assert allocator.malloc(5 * MIB).address != first.address
 
 
 def test_the_page_of_large_segments_can_be_set():

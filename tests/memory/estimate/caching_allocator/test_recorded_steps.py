@@ -47,5 +47,5 @@ def test_cublas_keeps_its_workspace_or_takes_it_for_each_product(row):
 def test_other_settings_would_be_noticed():
     row = next(row for row in STEPS if row["settings"] == "")
     segments, entries = expand_trace(row)
-    wrong = replay_snapshot(entries, settings=parse_settings("expandable_segments:True"), segments=segments)
+    wrong = replay_snapshot(entries, settings=parse_settings("roundup_power2_divisions:2"), segments=segments)
     assert wrong.worst_error * wrong.recorded_peak_bytes > MIB

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_vram.memory.estimate.cuda_semantics import cuda_semantics
-from lightning_vram.memory.estimate.fake_tensors import foreach_takes_fakes
+from lightning_vram.memory.estimate.fake_device import foreach_takes_fakes
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def test_attention_s_backward_takes_sums_of_its_rows():
     q = torch.empty(16, 4, 256, 64, device="meta")
     rows = torch.empty(16, 4, 256, device="meta")
     seed = torch.empty((), dtype=torch.int64, device="meta")
-    with Scratch(CARD, torch.device("meta"), lambda op, sizes: told.append(sizes)):
+    with Scratch(CARD, torch.device("meta"), lambda op, device, sizes: told.append(sizes)):
         torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             q, q, q, q, None, q, rows, seed, seed, 0.0, [True, True, True, False], True
         )
@@ -43,7 +43,7 @@ def test_attention_s_backward_takes_sums_of_its_rows():
 
 def scratch_of(run):
     told = []
-    with Scratch(CARD, torch.device("cpu"), lambda op, sizes: told.append(sizes)):
+    with Scratch(CARD, torch.device("cpu"), lambda op, device, sizes: told.append(sizes)):
         run()
     return told
 

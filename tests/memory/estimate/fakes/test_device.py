@@ -8,8 +8,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from lightning_vram.memory.device.accelerators import has_statistics, has_streams, read_allocator
-from lightning_vram.memory.estimate.fake_device import fake_device
-from lightning_vram.memory.estimate.fake_tensors import FAKE_GPU, FAKE_GPU_TYPE, FakeTensors
+from lightning_vram.memory.estimate.fake_device import FAKE_GPU, FAKE_GPU_TYPE, FakeTensors, fake_device
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.private_names.dispatcher import FakeTensor
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_vram.memory.estimate.fake_device import fake_device
-from lightning_vram.memory.estimate.fake_tensors import FAKE_GPU
+from lightning_vram.memory.estimate.fake_device import FAKE_GPU, fake_device
 from lightning_vram.private_names.dispatcher import FakeTensor
 
 
@@ -118,9 +117,6 @@ def test_a_mask_of_ones_stays_one_until_it_is_written_to(device):
     resized = nn.functional.interpolate(mask[None], size=(100, 100)).to(torch.bool)[0]
     assert not device.is_unknown(resized)
     assert resized.flatten(1).all()
-    assert (mask == 1).all()
-    assert not (mask == 0).any()
-    assert mask.to(torch.bool).sum() == mask.numel()
     assert device.is_unknown(mask * 0.5)
     mask[:, 1:].copy_(torch.rand(2, 199, 200, device=FAKE_GPU))
     assert device.is_unknown(mask)

@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_vram.memory.estimate.fake_device import fake_device, fake_ranks
-from lightning_vram.memory.estimate.fake_tensors import FAKE_GPU
+from lightning_vram.memory.estimate.fake_device import FAKE_GPU, fake_device, fake_ranks
 
 
 @pytest.fixture

@@ -4,8 +4,7 @@ import torch
 from torch import nn
 
 from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, REAL_TYPES
-from lightning_vram.memory.estimate.fake_device import fake_device
-from lightning_vram.memory.estimate.fake_tensors import FAKE_GPU, FakeParameter
+from lightning_vram.memory.estimate.fake_device import FAKE_GPU, FakeParameter, fake_device
 from lightning_vram.private_names.torch import FOREACH_TYPES
 
 
