@@ -3,14 +3,12 @@
 import errno
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from lightning_vram.memory.device.accelerators import has_cache, limited_share, read_allocator
@@ -203,24 +201,10 @@ def _bytes_of(text: str) -> int:
     return parse_bytes(text.replace("bytes", "B"))
 
 
-def write_snapshot(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> bool:
-    """Write the blocks of CUDA's allocator, with names of known tensors; whether there was anything to write."""
+def write_snapshot(path: Path) -> bool:
+    """Write the blocks of CUDA's allocator; whether there was anything to write."""
     snapshot = read_snapshot()
     if snapshot is None:
         return False
-    annotate(snapshot, {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors})
-    with path.open("wb") as file:
-        pickle.dump(snapshot, file)
+    path.write_bytes(pickle.dumps(snapshot))
     return True
-
-
-def annotate(snapshot: dict[str, Any], names: Mapping[int, str]) -> None:
-    """Write into each block in use what it is for, by address; no stacks were recorded, so it takes their place."""
-    for segment in snapshot["segments"]:
-        address = segment["address"]
-        for block in segment["blocks"]:
-            start = block.get("address", address)
-            if block["state"] == "active_allocated":
-                said = names.get(start, "activations, temporaries and other tensors")
-                block["frames"] = [{"filename": "", "line": 0, "name": said}, *block.get("frames", ())]
-            address = start + block["size"]
