@@ -142,7 +142,7 @@ _COLLECTED = (
 CAUSES = (
     Cause(
         "the host ran out of memory",
-        lambda found: found.source is OutOfMemorySource.CPU and found.device != "cpu",
+        lambda found: found.source is OutOfMemorySource.HOST and found.device != "cpu",
         (
             "fewer data loader workers, less prefetching: `num_workers`, `prefetch_factor`, `pin_memory`",
             "optimizer state on disk: `strategy=FSDPOffloadStrategy(nvme_path=...)`",

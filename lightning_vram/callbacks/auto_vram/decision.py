@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_vram.callbacks.auto_vram.applied_plan import can_switch
-from lightning_vram.callbacks.auto_vram.plan_cache import load_plan, plan_path, save_plan
+from lightning_vram.callbacks.auto_vram.plan_cache import load_plan, plan_key, save_plan
 from lightning_vram.estimation.batches import largest_shape
 from lightning_vram.estimation.estimate import Progress
 from lightning_vram.estimation.running_trainer import AUTO, RunningTrainer
@@ -92,16 +92,7 @@ def decide(asked: PlanRequest, read: Callable[[], RunningTrainer], free_bytes: i
     budget_bytes = int(share * (free_bytes or 0))
     try:
         run = read()
-        path = plan_path(asked.folder, run, (asked.budget, asked.level.name, bool(asked.guards)))
-        found = load_plan(path, budget_bytes)
-        if found is None:
-            decision = _plan(run, budget_bytes, asked, started)
-            if decision.kind == "info":
-                save_plan(path, decision.found, budget_bytes)
-        else:
-            message = describe_plan(MemoryPlan(run.device, budget_bytes, found))
-            message += f"\nThe plan was reused from an earlier run, {path}: cache=False makes a new one."
-            decision = Decision(message, found=found, budget_bytes=budget_bytes)
+        decision = _plan(run, budget_bytes, asked, started)
     except Exception as error:  # a step on tensors without values may fail where the run does not
         return _without_plan(reason_of(error), budget_bytes, asked)
     if decision.kind == "fallback":
@@ -113,46 +104,57 @@ def decide(asked: PlanRequest, read: Callable[[], RunningTrainer], free_bytes: i
 
 
 def _plan(run: RunningTrainer, budget_bytes: int, asked: PlanRequest, started: float) -> Decision:
-    found, steps, most_seconds = _search(run, budget_bytes, asked, started)
-    most = f"{most_seconds:.0f} s, the time limit of planning (a tenth of the first epoch, at least 30 s)"
-    if found.best is not None:
-        message = describe_plan(MemoryPlan(run.device, budget_bytes, found))
-        message += f"\nIt is the fastest configuration found in {most}." if steps.left_out else ""
-        return Decision(message, found=found, budget_bytes=budget_bytes)
-    if steps.left_out:
-        return _without_plan(f"no configuration that fits was found in {most}", budget_bytes, asked, found)
-    device_bytes, may_choose_strategy = None if asked.has_budget else budget_bytes, steps.may_choose_strategy
-    minimum = describe_minimum(
-        found.least, Workload(budget_bytes), asked.level, device_bytes, may_choose_strategy=may_choose_strategy
-    )
-    message = f"{NAME}: no configuration fits {format_bytes(budget_bytes)} on {run.device.name}. {minimum}"
-    if asked.has_budget:
-        return Decision(message, "error", found, budget_bytes)
-    fate = "The run continues with the minimum, and will probably run out of memory."
-    return Decision(f"{message} {fate}", "warning", found, budget_bytes)
-
-
-def _search(
-    run: RunningTrainer, budget_bytes: int, asked: PlanRequest, started: float
-) -> tuple[Found, TracedSteps, float]:
-    """Return the plans found, the steps traced for them, and how many seconds planning may take."""
     fit, begun = run.fit, monotonic()
     steps = TracedSteps(run.module, run.batch, fit, asked.on_progress, num_local_ranks=run.num_devices)
     plain = steps(Scheme())
     assert plain is not None  # the user's own run is never refused
     step_seconds = monotonic() - begun
-    epoch_seconds = plain.seconds * (run.num_batches or 0) / fit.trainer_arguments["accumulate_grad_batches"]
-    most_seconds: float = max(_LEAST_SECONDS, _SHARE_OF_EPOCH * epoch_seconds)
     if plain.needed_bytes <= (_TIGHT if asked.guards else 1) * budget_bytes:  # it fits without guards
-        return Found(plain, plain, (plain,)), steps, most_seconds
+        return _found(run, Found(plain, plain, (plain,)), budget_bytes)
+    path = None
+    if asked.folder is not None:
+        name = plan_key(run, plain, (asked.budget, asked.level.name, bool(asked.guards)))
+        path = asked.folder / f"{name}.json"
+    known = load_plan(path, budget_bytes)
+    if known is not None:
+        note = f"\nThe plan was reused from an earlier run, {path}: cache=False makes a new one."
+        return _found(run, known, budget_bytes, note)
     if plain.needed_bytes > budget_bytes:  # the bus is not measured for a run that fits
         fit = replace(fit, card=_with_measured_bus(fit.card))
+    epoch_seconds = plain.seconds * (run.num_batches or 0) / fit.trainer_arguments["accumulate_grad_batches"]
+    most_seconds: float = max(_LEAST_SECONDS, _SHARE_OF_EPOCH * epoch_seconds)
+    most = f"{most_seconds:.0f} s, the time limit of planning (a tenth of the first epoch, at least 30 s)"
 
     def is_late() -> bool:
         return monotonic() - started + step_seconds > most_seconds
 
     steps = replace(steps, run=fit, guards=asked.guards, is_late=is_late, tried=[])
-    return steps.search(asked.level, budget_bytes, has_strategies=False), steps, most_seconds
+    found = steps.search(asked.level, budget_bytes, has_strategies=False)
+    if found.best is not None:
+        save_plan(path, found, budget_bytes)
+        late = f"\nIt is the fastest configuration found in {most}." if steps.left_out else ""
+        return _found(run, found, budget_bytes, late)
+    if steps.left_out:
+        return _without_plan(f"no configuration that fits was found in {most}", budget_bytes, asked, found)
+    return _nothing_fits(run.device.name, steps, found, budget_bytes, asked)
+
+
+def _found(run: RunningTrainer, found: Found, budget_bytes: int, note: str = "") -> Decision:
+    message = describe_plan(MemoryPlan(run.device, budget_bytes, found)) + note
+    return Decision(message, found=found, budget_bytes=budget_bytes)
+
+
+def _nothing_fits(device: str, steps: TracedSteps, found: Found, budget_bytes: int, asked: PlanRequest) -> Decision:
+    device_bytes, may_choose_strategy = None if asked.has_budget else budget_bytes, steps.may_choose_strategy
+    minimum = describe_minimum(
+        found.least, Workload(budget_bytes), asked.level, device_bytes, may_choose_strategy=may_choose_strategy
+    )
+    there = format_bytes(budget_bytes)
+    message = f"{NAME}: no configuration fits {there} on {device}. {minimum}"
+    if asked.has_budget:
+        return Decision(message, "error", found, budget_bytes)
+    fate = "The run continues with the minimum, and will probably run out of memory."
+    return Decision(f"{message} {fate}", "warning", found, budget_bytes)
 
 
 def _without_plan(reason: str, budget_bytes: int, asked: PlanRequest, found: Found | None = None) -> Decision:

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_vram.argument_checks import check_choice
 from lightning_vram.callbacks.hook_points import check_trainer, rank_timeout, refuse_several
 from lightning_vram.estimation.estimate import Estimator, Progress
 from lightning_vram.estimation.fake_trainer import RunCallbacks, check_run_callbacks
@@ -96,8 +97,7 @@ class MemoryBudget(Callback):
         run_callbacks: RunCallbacks = (),
     ) -> None:
         check_limit(_LIMIT, limit)
-        if on_excess not in ("warn", "error"):
-            raise ValueError(f"MemoryBudget(on_excess) must be 'warn' or 'error', got {on_excess!r}.")
+        check_choice("MemoryBudget(on_excess)", on_excess, ("warn", "error"))
         self.limit = limit
         self.on_excess = on_excess
         self.run_callbacks = check_run_callbacks("MemoryBudget(run_callbacks)", run_callbacks)

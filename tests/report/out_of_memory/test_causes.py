@@ -29,7 +29,7 @@ from lightning_vram.report.out_of_memory import (
 )
 
 REQUEST = FailedRequest(2 * GIB, 80 * GIB, 1 * GIB, 79 * GIB, None, 77 * GIB, 1 * GIB)
-FOUND = OutOfMemory("", OutOfMemorySource.CUDA, "cuda:0", REQUEST, "train", Place(Work.FORWARD))
+FOUND = OutOfMemory("", OutOfMemorySource.DEVICE, "cuda:0", REQUEST, "train", Place(Work.FORWARD))
 
 
 def test_all_causes_say_what_helps():
@@ -39,7 +39,7 @@ def test_all_causes_say_what_helps():
 
 
 def test_the_host_is_told_from_the_device():
-    on_host = replace(FOUND, source=OutOfMemorySource.CPU)
+    on_host = replace(FOUND, source=OutOfMemorySource.HOST)
     assert find_cause(on_host).title == "the host ran out of memory"
     assert find_cause(replace(on_host, device="cpu")).title.startswith("the batch is too large")
 
@@ -60,7 +60,7 @@ def test_a_host_that_really_runs_out_is_told_from_the_device(allocate, asked_byt
         allocate()
     source = read_out_of_memory(caught.value)
     request = read_failed_request(str(caught.value), torch.device("cpu"))
-    assert (source, request.asked_bytes) == (OutOfMemorySource.CPU, asked_bytes)
+    assert (source, request.asked_bytes) == (OutOfMemorySource.HOST, asked_bytes)
     found = replace(FOUND, source=source, request=request, message=str(caught.value))
     assert page(found).startswith("# Out of memory: the host ran out of memory\n")
 
