@@ -44,7 +44,12 @@ def test_where_the_least_has_its_peak_is_told():
         (0, 0, True, "budget='260.00MiB'."),
         (170, 0, False, "budget='260.00MiB'."),
         (170, 0, True, "budget='260.00MiB', or strategy='fsdp_offload'."),
-        (170, 160, True, "budget='260.00MiB', strategy='fsdp_offload', or a smaller batch with accumulate_grad_batches."),
+        (
+            170,
+            160,
+            True,
+            "budget='260.00MiB', strategy='fsdp_offload', or a smaller batch with accumulate_grad_batches.",
+        ),
     ],
 )
 def test_what_would_leave_too_much_is_not_told(states, activations, may_choose, helps):
