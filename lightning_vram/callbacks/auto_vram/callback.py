@@ -65,8 +65,8 @@ class AutoVRAM(Callback):
     checkpointed layers or micro-batches.
 
     Planning stops after 30 s or a tenth of the first epoch, whichever is longer, and the fastest configuration found by
-    then is taken. The plan is saved in ``auto_vram/`` next to the logs, and reused by the next run with the same model,
-    batch shapes, Trainer, device and versions.
+    then is taken. The plan is saved in ``auto_vram/`` next to the logs, and reused by the next run whose step needs the
+    same memory and time, with the same features, device and versions.
 
     Args:
         budget: Device memory that the run may use: bytes as an ``int`` or as ``"20GiB"``, or a share of the device
@@ -77,7 +77,7 @@ class AutoVRAM(Callback):
         replan: Whether to correct the plan once, with the measured first steps.
         run_callbacks: The user's own callbacks that planning runs, by class or name: those that change the module or
             the step. Loggers, checkpoints, progress bars and other callbacks are skipped.
-        cache: Whether to reuse plans of earlier runs, and to save this one. ``False`` leaves the folder alone.
+        cache: Whether to reuse plans of earlier runs, which takes one traced step, and to save this one. ``False`` leaves the folder alone.
 
     Raises:
         TypeError: If an argument has a wrong type.

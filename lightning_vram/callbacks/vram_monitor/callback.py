@@ -170,8 +170,8 @@ class VRAMMonitor(Callback):
     On an accelerator, peaks of the batches between measurements are included.
 
     An out-of-memory error gets notes with the last measurement and, unless ``path`` is ``None``, a report
-    ``out_of_memory.md`` next to that file: requested memory, memory by category, the cause, and the saving of each
-    feature in this step, estimated until 30 s have passed or Ctrl-C is pressed. At the end a warning names an allocator
+    ``out_of_memory.md`` next to that file: requested memory, memory by category, the cause, and which features would
+    make this step fit, searched until 30 s have passed or Ctrl-C is pressed. At the end a warning names an allocator
     setting if much more was reserved than allocated. Training does not change, and nothing is stored in checkpoints.
     All ranks reduce at the same training batch, and at the end of the other stages.
 
