@@ -77,7 +77,8 @@ class AutoVRAM(Callback):
         replan: Whether to correct the plan once, with the measured first steps.
         run_callbacks: The user's own callbacks that planning runs, by class or name: those that change the module or
             the step. Loggers, checkpoints, progress bars and other callbacks are skipped.
-        cache: Whether to reuse plans of earlier runs, which takes one traced step, and to save this one. ``False`` leaves the folder alone.
+        cache: Whether to reuse plans of earlier runs, which takes one traced step, and to save this one. ``False``
+            leaves the folder alone.
 
     Raises:
         TypeError: If an argument has a wrong type.

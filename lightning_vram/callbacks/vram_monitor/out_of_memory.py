@@ -199,7 +199,7 @@ def _memory_at_error(
 def _with_remedies(
     trainer: pl.Trainer, found: OutOfMemory, last: LastBatches
 ) -> tuple[OutOfMemory, MemoryEstimate | None]:
-    reason = _why_not(trainer, last)
+    reason = _why_not(trainer, found, last)
     if not reason:
         try:
             with ProgressDisplay.of(trainer) as on_progress:
@@ -208,30 +208,26 @@ def _with_remedies(
             reason = "stopped by Ctrl-C."
         except Exception as error:  # a step on tensors without values may fail where the run does not
             reason = f"{type(error).__name__}: {error}".partition("\n")[0][:_MOST_CHARACTERS]
-    return replace(found, no_remedies=f"{reason}{_half_batch_hint(found, last)}"), None
+    return replace(found, no_remedies=reason), None
 
 
-def _why_not(trainer: pl.Trainer, last: LastBatches) -> str:
+def _why_not(trainer: pl.Trainer, found: OutOfMemory, last: LastBatches) -> str:
     """Why no step of this run can run again on fake tensors; empty if one can."""
     if last.batch is None:
         return "the error was outside of a batch, and features save memory within a step."
     if last.stage != "train":
-        return "an evaluation has no backward that features could save memory for."
+        kinds = (Category.INPUTS, Category.ACTIVATIONS, Category.TEMPORARIES, _REST)  # what grows with the batch
+        half = format_bytes(sum(found.by_category.get(kind, 0) for kind in kinds) // 2)
+        return (
+            "an evaluation has no backward that features could save memory for. Half the `batch_size` of this data "
+            f"loader would need up to {half} less."
+        )
     strategy, plugin = type(trainer.strategy), type(trainer.precision_plugin)
     is_other_strategy = not issubclass(strategy, SingleDeviceStrategy | DDPStrategy)
     if is_other_strategy or plugin.__module__.startswith("lightning_vram."):
         name = strategy.__name__ if is_other_strategy else plugin.__name__
         return f"{name} has changed the module. `lightning-vram plan --config ...` does it before."
     return ""
-
-
-def _half_batch_hint(found: OutOfMemory, last: LastBatches) -> str:
-    """What a smaller batch of an evaluation would save: it scales all but what is there for the whole run."""
-    kinds = (Category.INPUTS, Category.ACTIVATIONS, Category.TEMPORARIES, _REST)
-    num_bytes = sum(found.by_category.get(kind, 0) for kind in kinds) // 2
-    if last.batch is None or last.stage == "train" or not num_bytes:
-        return ""
-    return f" Half the `batch_size` of this data loader would need up to {format_bytes(num_bytes)} less."
 
 
 def _search(

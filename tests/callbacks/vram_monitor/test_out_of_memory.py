@@ -108,7 +108,7 @@ def explain(make_trainer, folder, module, *callbacks, **arguments) -> tuple[str,
 @pytest.fixture
 def unmeasured(monkeypatch):
     """Remedies take seconds."""
-    monkeypatch.setattr(out_of_memory, "_why_not", lambda trainer, last: "this is a test.")
+    monkeypatch.setattr(out_of_memory, "_why_not", lambda *_: "this is a test.")
 
 
 CAUSES = {
