@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool, check_choice
-from lightning_vram.callbacks.auto_vram.applied_plan import AppliedPlan, FirstSteps, StepMeasurement, faster_scheme
+from lightning_vram.callbacks.auto_vram.applied_plan import AppliedPlan, FirstSteps, faster_scheme
 from lightning_vram.callbacks.auto_vram.decision import (
     NAME,
     Decision,
@@ -190,7 +190,7 @@ class AutoVRAM(Callback):
         took = None if self._first_steps is None else self._first_steps.end_batch()
         if took is not None:
             self._first_steps = None
-            self._correct(trainer, took)
+            self._correct(trainer, *took)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -212,7 +212,7 @@ class AutoVRAM(Callback):
         if parts is not None:
             parts.end(exception)
 
-    def _correct(self, trainer: pl.Trainer, took: StepMeasurement) -> None:
+    def _correct(self, trainer: pl.Trainer, seconds: float, reserved_bytes: int) -> None:
         """Plan again, by the largest measurement of all ranks. A collective."""
         decision, parts = self._decision, self._parts
         assert decision is not None
@@ -220,7 +220,7 @@ class AutoVRAM(Callback):
         assert parts is not None
         ranks = RankAgreement(rank_timeout(trainer))
         try:
-            nanoseconds, reserved_bytes = ranks.largest(int(took.seconds * 1e9), took.reserved_bytes)
+            nanoseconds, reserved_bytes = ranks.largest(int(seconds * 1e9), reserved_bytes)
         finally:
             ranks.close()
         scheme = faster_scheme(decision.found, parts.scheme, decision.budget_bytes, nanoseconds / 1e9)

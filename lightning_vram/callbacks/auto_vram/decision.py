@@ -22,7 +22,7 @@ from lightning_vram.memory.estimate.workspaces import measure_bus
 from lightning_vram.memory.units import format_argument, format_bytes, parse_bytes
 from lightning_vram.planner.plan import MemoryPlan, TracedSteps, describe_minimum
 from lightning_vram.planner.remedies import CHECKPOINTING, may_be_guarded
-from lightning_vram.planner.scheme import Exactness, Found, Part, Scheme, Workload
+from lightning_vram.planner.scheme import Exactness, Found, Part, Scheme, Workload, find_measured
 from lightning_vram.report.plan import TIME, choices, choices_table
 from lightning_vram.report.tables import as_text
 
@@ -186,9 +186,10 @@ def tighter_scheme(scheme: Scheme, found: Found | None, *, may_checkpoint: bool)
     if checkpointing is not None and "budget" in checkpointing.init_args:
         smaller = _lower_budget(checkpointing, scheme, found)
         return Scheme(tuple(smaller if part is checkpointing else part for part in scheme.parts))
-    others = [one for one in found.tried if can_switch(one.scheme, scheme)]
-    now = next((one.needed_bytes for one in others if one.scheme == scheme), found.least.needed_bytes)
-    less = [one for one in others if one.needed_bytes < _TIGHTER * now]
+    now = find_measured(scheme, found.tried) or found.least
+    less = [
+        one for one in found.tried if can_switch(one.scheme, scheme) and one.needed_bytes < _TIGHTER * now.needed_bytes
+    ]
     if less:
         return min(less, key=lambda one: one.seconds).scheme
     return scheme + CHECKPOINTING if may_checkpoint else None
@@ -197,7 +198,7 @@ def tighter_scheme(scheme: Scheme, found: Found | None, *, may_checkpoint: bool)
 def _lower_budget(checkpointing: Part, scheme: Scheme, found: Found) -> Part:
     """Lower the budget of checkpointed layers; save only their inputs, if the budget is close to that."""
     rest = [part for part in scheme.parts if part is not checkpointing]
-    lean = next((one for one in found.tried if one.scheme == Scheme((*rest, CHECKPOINTING))), None)
+    lean = find_measured(Scheme((*rest, CHECKPOINTING)), found.tried)
     budget_bytes = int(_TIGHTER * parse_bytes(checkpointing.init_args["budget"]))
     if lean is None or budget_bytes <= lean.activation_bytes:
         return CHECKPOINTING

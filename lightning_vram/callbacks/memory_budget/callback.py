@@ -42,7 +42,13 @@ _HELPS_PER_SAMPLE = f"{SMALLER_BATCH}, MicroBatching('auto'), ActivationCheckpoi
 _HELPS_PER_PARAMETER = "strategy='fsdp_offload' or LeanMixedPrecision('bf16', parameters='bf16+split')"
 
 
-_BETWEEN_RUNS = {"_process_limit": None, "_watch": None, "_expected": {}, "_first_step": 0, "_bytes_of_others": 0}
+_BETWEEN_RUNS: dict[str, Any] = {
+    "_process_limit": None,
+    "_watch": None,
+    "_expected": {},
+    "_first_step": 0,
+    "_bytes_of_others": 0,
+}
 
 
 class MemoryBudget(Callback):
