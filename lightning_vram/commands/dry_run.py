@@ -21,6 +21,7 @@ from rich.console import RenderableType
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_vram.argument_checks import check_choice
 from lightning_vram.commands.errors import is_complete_message, where
 from lightning_vram.commands.options import DOES_NOT_FIT, ESTIMATE, PLAN, PROGRAM, fail, options_of
 from lightning_vram.commands.parser import PARSER_MODE, CommandParser
@@ -29,7 +30,8 @@ from lightning_vram.memory.estimate.device_spec import DeviceSpec, find_device
 from lightning_vram.memory.estimate.fake_device import UntouchedWeights
 from lightning_vram.memory.estimate.result import MemoryEstimate
 from lightning_vram.memory.units import parse_limit
-from lightning_vram.planner.plan import MemoryPlan, PlanError, budget_bytes_of, level_of
+from lightning_vram.planner.plan import MemoryPlan, PlanError, budget_bytes_of
+from lightning_vram.planner.scheme import LEVELS
 from lightning_vram.private_names.lightning import QuietlySeeded
 from lightning_vram.report.drawing import check_picture_path
 from lightning_vram.report.estimate import ProgressDisplay, ShownEstimate, estimate_memory, estimate_table
@@ -376,7 +378,7 @@ class PlanCommand:
         budget_bytes_of("--budget", _budget(config.budget), spec)
         if config.host_memory is not None:
             parse_limit(config.host_memory, "--host_memory")
-        level_of("--allow", config.allow)
+        check_choice("--allow", config.allow, LEVELS)
         if config.plot is not None:
             check_picture_path(Path(config.plot), has_page=True)
         if config.output is not None:

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_vram.argument_checks import check_positive_int
+from lightning_vram.argument_checks import check_choice, check_positive_int
 from lightning_vram.core.host.memory import margin_bytes
 from lightning_vram.estimation.batches import batch_size_of, first_batch
 from lightning_vram.estimation.estimate import Progress, needed_bytes, spec_of
@@ -18,19 +17,20 @@ from lightning_vram.estimation.running_trainer import AUTO, check_limit
 from lightning_vram.estimation.step_time import bus_bytes_per_s
 from lightning_vram.estimation.traced_fit import STEP, FitRun, trace_fit
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
-from lightning_vram.memory.estimate.workspaces import Workspaces, workspaces_of
-from lightning_vram.memory.host import available_host_bytes
-from lightning_vram.memory.tracking.timeline import Category
-from lightning_vram.memory.units import KIB, format_bytes, parse_bytes, parse_limit
-from lightning_vram.planner.alternatives import (
-    Alternatives,
-    describe_alternatives,
-    describe_peak_place,
-    peak_words,
-    suggest_alternatives,
+from lightning_vram.memory.estimate.workspaces import workspaces_of
+from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline
+from lightning_vram.memory.units import KIB, format_argument, format_bytes, parse_bytes, parse_limit
+from lightning_vram.planner.remedies import has_plain_strategy, may_be_guarded, mode_of, remedies_for
+from lightning_vram.planner.scheme import (
+    LEVELS,
+    Exactness,
+    Found,
+    Measured,
+    Scheme,
+    Workload,
+    find_measured,
+    with_margin,
 )
-from lightning_vram.planner.remedies import has_plain_strategy, may_be_guarded, remedies_for
-from lightning_vram.planner.scheme import LEVELS, Exactness, Found, Measured, Scheme, Workload, find_measured
 from lightning_vram.planner.search import search
 
 HOST = "cpu"
@@ -40,110 +40,125 @@ _FORWARD_SHARE = 0.3  # of a step: the rest is backward and optimizer
 _STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
 
 
+@dataclass
 class TracedSteps:
-    """Traces steps of schemes on fake tensors; once ``is_late()``, only the baseline.
+    """Traces steps of schemes on fake tensors, each once; once ``is_late()``, only the baseline."""
 
-    ``guards`` are callbacks that repeat a step after OOM, added if all parts allow it. ``tried`` has the traced steps
-    in order; ``left_out`` the schemes that were too late.
-    """
-
-    def __init__(  # noqa: PLR0913 - by name
-        self,
-        module: pl.LightningModule,
-        batch: Any,
-        run: FitRun,
-        on_progress: Progress | None = None,
-        *,
-        num_local_ranks: int = 1,
-        guards: Sequence[Callback] = (),
-        is_late: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._module, self._run = module, run
-        self._workspaces: Workspaces | None = None if run.card is None else workspaces_of(run.card)
-        self._progress = on_progress or (lambda stage, done: None)
-        self._num_runs, self._num_local_ranks, self._guards = 0, num_local_ranks, guards
-        self.own, self.batch, self.num_ranks = run.trainer_arguments, batch, run.num_ranks
-        self.batch_size = batch_size_of(batch) or 0
-        self._is_late = is_late
-        self.tried: list[Measured] = []
-        self.left_out: list[Scheme] = []
-
-    @property
-    def device(self) -> DeviceSpec:
-        """The device of the steps."""
-        return self._run.card or spec_of(HOST)
+    module: pl.LightningModule
+    batch: Any
+    run: FitRun
+    on_progress: Progress | None = None
+    num_local_ranks: int = 1
+    guards: Sequence[Callback] = ()  # repeat a step after OOM; added if all parts allow it
+    is_late: Callable[[], bool] = lambda: False
+    tried: list[Measured] = field(default_factory=list)  # in order
+    left_out: list[Scheme] = field(default_factory=list)  # were too late
 
     @property
     def may_choose_strategy(self) -> bool:
         """Whether a strategy may offload weights and states: on a GPU, with the default strategy."""
-        return self._run.card is not None and has_plain_strategy(self.own)
+        return self.run.card is not None and has_plain_strategy(self.run.trainer_arguments)
 
-    def transfer_bytes(self, seconds: float) -> int:
-        """Return the D2H bytes during the forward of a step of so many seconds."""
-        return 0 if self._run.card is None else int(bus_bytes_per_s(self._run.card) * seconds * _FORWARD_SHARE)
+    def search(
+        self, level: Exactness, budget_bytes: int, *, host_bytes: int | None = None, has_strategies: bool = True
+    ) -> Found:
+        """Find the fastest scheme that fits: the one place that answers what would make a run fit."""
+        own, card = self.run.trainer_arguments, self.run.card
+        limits = {"has_strategies": has_strategies, "knows_host": host_bytes is not None}
+        remedies = remedies_for(own, level, on_card=card is not None, module=self.module, **limits)
 
-    def of(self, batch: Any, num_ranks: int) -> "TracedSteps":
-        """Return tracing with another batch, or on more devices."""
-        run, more = replace(self._run, num_ranks=num_ranks), {"num_local_ranks": self._num_local_ranks}
-        return TracedSteps(self._module, batch, run, self._progress, guards=self._guards, is_late=self._is_late, **more)
+        def transfer_bytes(seconds: float) -> int:
+            return 0 if card is None else int(bus_bytes_per_s(card) * seconds * _FORWARD_SHARE)
+
+        workload = Workload(budget_bytes, batch_size_of(self.batch) or 0, transfer_bytes, host_bytes)
+        return search(self, workload, remedies)
 
     def __call__(self, scheme: Scheme) -> Measured | None:
         """Trace one; ``None`` if a feature refuses this run, or it is late."""
-        if scheme.parts and self._is_late():
+        known = find_measured(scheme, self.tried)
+        if known is not None:
+            return known
+        if scheme.parts and self.is_late():
             self.left_out += [] if scheme in self.left_out else [scheme]
             return None
-        self._progress(f"tracing {scheme}", 1 - 0.9**self._num_runs)
-        self._num_runs += 1
+        if self.on_progress is not None:
+            self.on_progress(f"tracing {scheme}", 1 - 0.9 ** len(self.tried))
         try:
-            own = dict(self.own)
-            if self._guards and may_be_guarded(part.name for part in scheme.parts):
-                own["callbacks"] = [*own["callbacks"], *self._guards]
-            run = replace(self._run, trainer_arguments=scheme.trainer_kwargs(own))
-            traced = trace_fit(self._module, self.batch, run)
+            own = dict(self.run.trainer_arguments)
+            if self.guards and may_be_guarded(part.name for part in scheme.parts):
+                own["callbacks"] = [*own["callbacks"], *self.guards]
+            traced = trace_fit(self.module, self.batch, replace(self.run, trainer_arguments=scheme.trainer_kwargs(own)))
         except Exception:
             if not scheme.parts:  # the user's own run
                 raise
             return None
-        num_bytes = needed_bytes(traced, self._workspaces)
+        num_bytes = needed_bytes(traced, None if self.run.card is None else workspaces_of(self.run.card))
         measured = Measured(
             scheme,
             num_bytes + (_UNSEEN_BYTES + int(_UNSEEN_SHARE * num_bytes) if scheme.parts else 0),
             traced.stage(STEP).peak_of(Category.ACTIVATIONS),
             traced.times[STEP],
             sum(traced.timeline.peak_by_category[category] for category in _STATES),
-            peak_words(traced.timeline),
+            _place_of_peak(traced.timeline),
             traced.layers,
-            traced.host_bytes * self._num_local_ranks,
+            traced.host_bytes * self.num_local_ranks,
         )
         self.tried.append(measured)
         return measured
 
 
+def _place_of_peak(timeline: MemoryTimeline) -> str:
+    """Return the phase, and the module with the largest share."""
+    if timeline.peak_phase is None:
+        return ""
+    held = next(((name, size) for name, size in timeline.peak_by_module.items() if name), None)
+    largest = "" if held is None else f", mostly for '{held[0]}' ({format_bytes(held[1])})"
+    return f", in the {timeline.peak_phase.replace('_', ' ')}{largest}"
+
+
+SMALLER_BATCH = "a smaller batch with accumulate_grad_batches"
+
+
+def describe_minimum(
+    least: Measured, workload: Workload, level: Exactness, device_bytes: int | None, *, may_choose_strategy: bool
+) -> str:
+    """Return the minimum of a search in which nothing fits, and what helps: a larger budget only on a larger device.
+
+    ``device_bytes`` is ``None`` where the device has more than the budget, as far as is known.
+    """
+    num_bytes, budget_bytes = least.needed_bytes, workload.budget_bytes
+    if num_bytes <= budget_bytes:  # only the host is too small
+        needed = least.host_bytes
+        place = f", in addition to {format_bytes(margin_bytes(needed))} that must stay free"
+        helps = [
+            f"host_memory='{format_argument(with_margin(needed), round_up=True)}'",
+            "FSDPOffloadStrategy(nvme_path='/a/fast/disk'), which keeps optimizer state on disk",
+        ]
+    else:
+        needed, place = num_bytes, least.peak
+        is_too_small = device_bytes is not None and num_bytes > device_bytes
+        budget = f"budget='{format_argument(num_bytes, round_up=True)}'"
+        helps = [f"a device with {format_bytes(num_bytes)}" if is_too_small else budget]
+        if may_choose_strategy and mode_of(least.scheme) is None and num_bytes - least.states_bytes < budget_bytes:
+            helps.append("strategy='fsdp_offload'")
+        if num_bytes - least.activation_bytes <= budget_bytes:
+            helps.append(SMALLER_BATCH)
+    names = [repr(name) for name, other in LEVELS.items() if other > level]
+    helps += [f"perhaps allow={' or '.join(names)}"] if names else []
+    text = f"{', '.join(helps[:-1])}, or {helps[-1]}" if len(helps) > 1 else helps[0]
+    return f"The minimum found is {format_bytes(needed)}, with {least.scheme}{place}. What helps: {text}."
+
+
 class PlanError(ValueError):
-    """No configuration fits the budget. The message names the minimum, and alternatives.
+    """No configuration fits the budget. The message names the minimum, and what would help.
 
     Args:
+        message: The message.
         least: The configuration that comes nearest.
-        workload: Budget and batch.
-        level: Exactness that was allowed.
-        ways: Alternatives that would fit.
-        device_bytes: Memory of the device.
     """
 
-    def __init__(
-        self, least: Measured, workload: Workload, level: Exactness, ways: Alternatives, device_bytes: int
-    ) -> None:
-        there, needed = format_bytes(workload.budget_bytes), format_bytes(least.needed_bytes)
-        place = describe_peak_place(least)
-        on_host = least.needed_bytes <= workload.budget_bytes
-        if on_host:
-            there, needed = f"{format_bytes(workload.host_bytes or 0)} of host memory", format_bytes(least.host_bytes)
-            place = f", in addition to {format_bytes(margin_bytes(least.host_bytes))} that must stay free"
-        super().__init__(
-            f"No plan fits {there}. The minimum found is {needed}, with {least.scheme}{place}. "
-            f"{describe_alternatives(least, level, ways, device_bytes, on_host=on_host)}"
-        )
-        self.ways = ways
+    def __init__(self, message: str, least: Measured) -> None:
+        super().__init__(message)
         self.least = least
 
     @property
@@ -194,12 +209,6 @@ class MemoryPlan:
         """Step time relative to the baseline, by a roofline model."""
         return self.best.seconds / self.found.plain.seconds
 
-    @property
-    def runners_up(self) -> tuple[Measured, ...]:
-        """Other configurations that fit, the fastest first."""
-        fitting = [one for one in self.found.tried if one.needed_bytes <= self.budget_bytes and one is not self.best]
-        return tuple(sorted(fitting, key=lambda measured: measured.seconds))
-
     def trainer_kwargs(self) -> dict[str, Any]:
         """Return arguments for a Trainer: the user's own, and the features of the plan."""
         return self.best.scheme.trainer_kwargs(self.own)
@@ -212,7 +221,7 @@ class MemoryPlan:
             f"# {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} on {self.device.name}, {on_host}"
             f"estimated step time {ratio} of baseline.\n"
         )
-        return head + self.best.scheme.to_yaml(effects(self.best.scheme, self.found.tried))
+        return head + self.best.scheme.to_yaml()
 
 
 def plan_memory(  # noqa: PLR0913 - by name
@@ -270,7 +279,8 @@ def plan_memory(  # noqa: PLR0913 - by name
     check_positive_int("plan_memory(num_nodes)", num_nodes)
     host_bytes = None if host_memory is None else parse_limit(host_memory, "plan_memory(host_memory)")
     spec, own = spec_of(device), dict(trainer or {})
-    level = level_of("plan_memory(allow)", allow)
+    check_choice("plan_memory(allow)", allow, LEVELS)
+    level = LEVELS[allow]
     budget_bytes = budget_bytes_of("plan_memory(budget)", budget, spec)
     run = FitRun(
         own,
@@ -281,21 +291,17 @@ def plan_memory(  # noqa: PLR0913 - by name
     )
     batch = first_batch(module, datamodule) if batch is None else batch
     steps = TracedSteps(module, batch, run, on_progress, num_local_ranks=devices)
-    remedies = remedies_for(own, level, on_card=run.card is not None, module=module, knows_host=host_bytes is not None)
-    workload = Workload(budget_bytes, steps.batch_size, steps.transfer_bytes, host_bytes)
-    found = search(steps, workload, remedies)
+    found = steps.search(level, budget_bytes, host_bytes=host_bytes)
     if found.best is None:
-        here = workload if host_bytes is not None else replace(workload, host_bytes=available_host_bytes())
-        ways = suggest_alternatives(steps, found, here, has_strategies=steps.may_choose_strategy)
-        raise PlanError(found.least_of(workload), workload, level, ways, steps.device.memory_bytes)
-    return MemoryPlan(steps.device, budget_bytes, found, steps.own)
-
-
-def level_of(name: str, allow: object) -> Exactness:
-    """Check ``allow``."""
-    if not isinstance(allow, str) or allow not in LEVELS:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, LEVELS))}, got {allow!r}.")
-    return LEVELS[allow]
+        workload = Workload(budget_bytes, host_bytes=host_bytes)
+        least = found.least_of(workload)
+        minimum = describe_minimum(
+            least, workload, level, spec.memory_bytes, may_choose_strategy=steps.may_choose_strategy
+        )
+        on_host = least.needed_bytes <= budget_bytes
+        there = f"{format_bytes(host_bytes or 0)} of host memory" if on_host else format_bytes(budget_bytes)
+        raise PlanError(f"No plan fits {there}. {minimum}", least)
+    return MemoryPlan(spec, budget_bytes, found, own)
 
 
 def budget_bytes_of(name: str, budget: int | float | str | None, spec: DeviceSpec) -> int:
@@ -310,17 +316,3 @@ def budget_bytes_of(name: str, budget: int | float | str | None, spec: DeviceSpe
         has = format_bytes(spec.memory_bytes)
         raise ValueError(f"{name} must be at most the {has} that {spec.name} has, got {budget!r}.")
     return budget_bytes
-
-
-def effects(scheme: Scheme, tried: Sequence[Measured]) -> tuple[str, ...]:
-    """Return a sentence for each part: its effect after those before it; empty if not both were traced."""
-    steps = [find_measured(Scheme(scheme.parts[:number]), tried) for number in range(len(scheme.parts) + 1)]
-    return tuple(_sentence(before, after) for before, after in pairwise(steps))
-
-
-def _sentence(before: Measured | None, after: Measured | None) -> str:
-    if before is None or after is None:
-        return ""
-    saved_bytes = before.needed_bytes - after.needed_bytes
-    change = f"Saves {format_bytes(saved_bytes)}" if saved_bytes >= 0 else f"Needs {format_bytes(-saved_bytes)} more"
-    return f"{change}; a step takes {after.seconds / before.seconds:.2f} times as long."

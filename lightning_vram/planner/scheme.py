@@ -1,7 +1,7 @@
 """Features, combinations of them (schemes), what their steps need, and the result of a search."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from importlib import import_module
@@ -24,6 +24,11 @@ class Exactness(IntEnum):
     EXACT = 0  # bit-exact
     LOSSLESS = 1  # sums in another order
     ANY = 2  # gradients, moments or frozen weights differ by a bounded error
+
+    @property
+    def results(self) -> str:
+        """A word for tables."""
+        return ("exact", "lossless", "approximate")[self]
 
 
 LEVELS = {"exact": Exactness.EXACT, "lossless": Exactness.LOSSLESS, "any": Exactness.ANY}
@@ -50,6 +55,10 @@ class Part:
         module, _, name = self.class_path.rpartition(".")
         return getattr(import_module(module), name)(**self.init_args)
 
+    def to_code(self) -> str:
+        """Return it in Python."""
+        return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.init_args.items())})"
+
     def __str__(self) -> str:
         arguments = ", ".join(starmap(_short, self.init_args.items()))
         return f"{self.name}({arguments})" if arguments else self.name
@@ -59,23 +68,6 @@ def _short(name: str, value: Any) -> str:
     if value is True:
         return name
     return f"{name}={'+'.join(map(str, value)) if isinstance(value, list | tuple) else value}"
-
-
-# What arguments save and cost: comments in the file of a plan.
-ARGUMENT_NOTES = {
-    "budget": "for saved activations on the device: a larger budget recomputes less",
-    "remedies": "recomputing costs time, offloading costs PCIe bandwidth and host memory",
-    "offload_bytes": "limit per forward: more recomputes less, until steps wait for PCIe transfers",
-    "size": "samples at once: fewer need less memory and more time",
-    "lossy": "saved activations in 8 bits per value: gradients are approximate",
-    "offload": "optimizer: its state is on the host; params: weights, too, which saves more and copies more",
-    "bits": "per value: 8, or 4, which saves more and rounds more",
-    "master": "saves 4 of 18 bytes of host memory per parameter, bit-exact",
-    "host_state": "saves 4 (bf16) or 6 (8bit) bytes of host memory per parameter, approximate",
-    "precision": "of the computation",
-    "recast_in_backward": "saves the 16-bit copies of weights, costs a second cast",
-    "parameters": "saves 6 of 16 bytes per parameter with AdamW, approximate",
-}
 
 
 @dataclass(frozen=True)
@@ -107,42 +99,40 @@ class Scheme:
                 arguments[part.place] = [*as_list(arguments.get(part.place)), part.make()]
         return arguments
 
-    def to_yaml(self, comments: Sequence[str] = ()) -> str:
-        """Return a section of a configuration for LightningCLI, with comments.
+    def to_code(self) -> str:
+        """Return arguments of a Trainer in Python.
+
+        Example:
+            >>> Scheme((Part("lightning_vram.MicroBatching", {"size": 4}),)).to_code()
+            'callbacks=[MicroBatching(size=4)]'
+        """
+        texts = [f"{name}=None" for part in self.parts for name in part.replaces]
+        for place in dict.fromkeys(part.place for part in self.parts):
+            made = ", ".join(part.to_code() for part in self.parts if part.place == place)
+            texts.append(f"{place}={made}" if place == "strategy" else f"{place}=[{made}]")
+        return ", ".join(texts)
+
+    def to_yaml(self) -> str:
+        """Return a section of a configuration for LightningCLI, with a comment for each part.
 
         Callbacks and plugins are appended (``callbacks+``) to those of earlier files.
         """
-        commented = list(zip(self.parts, (*comments, *[""] * len(self.parts)), strict=False))
         text = "".join(f"  {name}: null  # replaced by {part.name}\n" for part in self.parts for name in part.replaces)
         for place, key in (("strategy", "strategy"), ("plugins", "plugins+"), ("callbacks", "callbacks+")):
-            entries = [_text_of(part, comment) for part, comment in commented if part.place == place]
+            entries = [_text_of(part) for part in self.parts if part.place == place]
             if entries:
                 text += "".join([f"  {key}:\n", *entries])
         return f"trainer:\n{text}" if text else "trainer: {}\n"
 
 
-def _text_of(part: Part, comment: str) -> str:
-    text = _dump({"class_path": part.class_path})
+def _text_of(part: Part) -> str:
+    entry: dict[str, Any] = {"class_path": part.class_path}
     if part.init_args:
-        text += "init_args:\n" + indent("".join(starmap(_argument, part.init_args.items())), "  ")
-    if part.place != "strategy":
-        text = "- " + indent(text, "  ").removeprefix("  ")
-    note = part.note[:1].upper() + part.note[1:] + "." if part.note else ""
-    words = " ".join(filter(None, (note, comment)))
-    return indent((f"# {words}\n" if words else "") + text, " " * 4)
-
-
-def _argument(name: str, value: Any) -> str:
-    """Write an argument with its comment: behind it, or behind its name if it has several lines."""
-    text, note = _dump({name: value}), ARGUMENT_NOTES.get(name)
-    first, _, rest = text.partition("\n")
-    has_room = not rest or first == f"{name}:"  # otherwise inside a text
-    return f"{first}  # {note}\n{rest}" if note and has_room else text
-
-
-def _dump(value: Mapping[str, Any]) -> str:
-    text: str = yaml.safe_dump(value, sort_keys=False, default_flow_style=False, width=math.inf, allow_unicode=True)
-    return text
+        entry["init_args"] = dict(part.init_args)
+    made = entry if part.place == "strategy" else [entry]
+    text: str = yaml.safe_dump(made, sort_keys=False, default_flow_style=False, width=math.inf, allow_unicode=True)
+    note = f"# {part.note[:1].upper()}{part.note[1:]}.\n" if part.note else ""
+    return indent(note + text, " " * 4)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ sizes are one number each, and memory is nearly linear in it: a few steps find t
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from lightning_vram.memory.units import MIB, format_argument, parse_bytes
@@ -31,6 +31,14 @@ _AS_FAST = 1.01  # within this factor, fewer parts win
 def search(measure: Measure, workload: Workload, remedies: Remedies) -> Found:
     """Find the fastest scheme that fits."""
     return _Search(measure, workload, remedies).run()
+
+
+def fastest(tried: Iterable[Measured], fits: Callable[[Measured], bool]) -> Measured | None:
+    """Return the fastest step that fits; of those that are about as fast, one of the fewest parts."""
+    fitting = [one for one in tried if fits(one)]
+    best = min((one.seconds for one in fitting), default=0.0)
+    close = [one for one in fitting if one.seconds <= _AS_FAST * best]
+    return min(close, key=lambda one: (len(one.scheme.parts), one.seconds), default=None)
 
 
 class _Search:
@@ -96,10 +104,7 @@ class _Search:
         return any(map(self._fits, less)) or any(one.scheme == _on(start, states) for one in self._sets)
 
     def _best(self) -> Measured | None:
-        fitting = [one for one in self._tried if self._fits(one)]
-        fastest = min((one.seconds for one in fitting), default=0.0)
-        close = [one for one in fitting if one.seconds <= _AS_FAST * fastest]
-        return min(close, key=lambda one: (len(one.scheme.parts), one.seconds), default=None)
+        return fastest(self._tried, self._fits)
 
     def _is_as_fast(self, whole: Measured) -> bool:
         """Whether the best is as fast as this step: there is nothing to gain."""

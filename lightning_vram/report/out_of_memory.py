@@ -1,16 +1,12 @@
 """A page about memory that ran out: what held it, why there was not enough, and what would help."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
-from math import nan
-from pathlib import Path
 
 from lightning_vram.memory.device.accelerators import SETTING, VARIABLES
 from lightning_vram.memory.device.out_of_memory import FailedRequest, OutOfMemorySource
-from lightning_vram.memory.tracking.timeline import MemoryTimeline
 from lightning_vram.memory.units import MIB, format_bytes
 from lightning_vram.report.plan import Choice, cells
 from lightning_vram.report.tables import label
@@ -40,18 +36,6 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Remedy:
-    """A configuration that needs less, measured by a step on fake tensors."""
-
-    code: str  # to paste into the arguments of a Trainer, or of a data loader
-    needed_bytes: int
-    saved_bytes: int
-    time_ratio: float | None  # of a modelled step relative to this run; None: not estimated
-    results: str
-    fits: bool | None  # None: the available memory is unknown
-
-
-@dataclass(frozen=True)
 class OutOfMemory:
     """What is known of an out-of-memory error."""
 
@@ -65,17 +49,13 @@ class OutOfMemory:
     by_module: Mapping[str, int] = field(default_factory=dict)  # bytes on the device, the largest first
     foreign_bytes: int = 0  # in tensors of this process that a step of the run does not have; 0: unknown
     growth: tuple[tuple[int, int], ...] = ()  # batches of the stage so far, and bytes in tensors at their ends
-    estimated: MemoryTimeline | None = None  # a step of the run on fake tensors; None: there is none
-    remedies: tuple[Remedy, ...] = ()  # the best first
+    remedies: Sequence[Choice] = ()  # this run, and configurations that need less, by the code to paste
     no_remedies: str = ""  # why there are none, if there are none
     cut: str = ""  # what ended the estimates of remedies early; empty: nothing
     budget_bytes: int | None = None  # that the step may use; None: unknown
 
 
 _LOSS_FUNCTIONS = ("cross_entropy", "log_softmax", "nll_loss")
-_LOSS_OPERATORS = ("aten._log_softmax", "aten.nll_loss")
-_BEFORE, _AFTER = 3, 8  # allocations
-_LOSS_SHARE = 0.3  # of a peak
 _MANY_BATCHES, _MOSTLY = 8, 0.75
 _GROWN_SHARE = 0.05  # of what there is
 
@@ -91,33 +71,6 @@ def grown_bytes_per_batch(found: OutOfMemory) -> int | None:
     if num_up < _MOSTLY * (len(sizes) - 1) or grown_bytes < _GROWN_SHARE * room_bytes:
         return None
     return grown_bytes // max(1, found.growth[-1][0] - found.growth[0][0])
-
-
-def is_in_loss(found: OutOfMemory) -> bool:
-    """Whether the error was raised in a loss over classes."""
-    return found.place.function in _LOSS_FUNCTIONS
-
-
-def is_mostly_loss(timeline: MemoryTimeline | None) -> bool:
-    """Whether logits, in any format, and what the loss makes of them, are a large part of the peak of a step."""
-    if timeline is None:
-        return False
-    sizes: Counter[int] = Counter()
-    for event in timeline.events:
-        sizes[event.allocation] = max(sizes[event.allocation], event.change_bytes)
-    of_loss = [number for number in sizes if timeline.allocations[number].op.startswith(_LOSS_OPERATORS)]
-    if not of_loss:
-        return False
-    logits_bytes = max(sizes[number] for number in of_loss)
-    like_logits = {logits_bytes // 2, logits_bytes, 2 * logits_bytes}
-    # In order of birth: others may have that size, too, but are not made around the loss.
-    around = range(min(of_loss) - _BEFORE, max(of_loss) + _AFTER)
-    held_bytes = sum(
-        num_bytes
-        for number, num_bytes in timeline.peak_allocations.items()
-        if number in around and num_bytes in like_logits
-    )
-    return held_bytes >= _LOSS_SHARE * timeline.peak_bytes
 
 
 TRAINING = "train"
@@ -189,7 +142,7 @@ _COLLECTED = (
 CAUSES = (
     Cause(
         "the host ran out of memory",
-        lambda found: found.source is OutOfMemorySource.CPU and found.device != "cpu",
+        lambda found: found.source is OutOfMemorySource.HOST and found.device != "cpu",
         (
             "fewer data loader workers, less prefetching: `num_workers`, `prefetch_factor`, `pin_memory`",
             "optimizer state on disk: `strategy=FSDPOffloadStrategy(nvme_path=...)`",
@@ -288,7 +241,7 @@ CAUSES = (
     ),
     Cause(
         "the logits, and the loss over them",
-        lambda found: is_in_loss(found) or is_mostly_loss(found.estimated),
+        lambda found: found.place.function in _LOSS_FUNCTIONS,
         ("smaller micro-batches, and so smaller logits: `callbacks=[MicroBatching(...)]`", *_SMALLER),
         lambda found: "Tensors of samples x positions x classes, some in float32, are a large share of the step.",
     ),
@@ -309,13 +262,8 @@ _LIMIT = (
 )
 
 
-def write_page(found: OutOfMemory, path: Path, pictures: Sequence[str] = ()) -> None:
-    """Write a page."""
-    path.write_text(page(found, pictures), encoding="utf-8")
-
-
 def page(found: OutOfMemory, pictures: Sequence[str] = ()) -> str:
-    """Return the page: see :func:`write_page`."""
+    """Return the page."""
     cause = find_cause(found)
     sections = [
         f"# Out of memory: {cause.title}",
@@ -333,8 +281,8 @@ def page(found: OutOfMemory, pictures: Sequence[str] = ()) -> str:
 def summary(found: OutOfMemory) -> str:
     """Return the cause, and what helps best, in a sentence."""
     cause = find_cause(found)
-    best = next((remedy for remedy in found.remedies if remedy.fits), None)
-    helps = f"`{best.code}`" if best is not None and cause.needs_leaner_step else cause.hints[0]
+    best = next((choice for choice in found.remedies if choice.is_plan), None)
+    helps = best.name if best is not None and cause.needs_leaner_step else cause.hints[0]
     return f"{cause.title}. What helps: {helps}. {found.cut}".rstrip()
 
 
@@ -371,27 +319,13 @@ def _remedies(found: OutOfMemory, cause: Cause) -> str:
     if not found.remedies:
         reason = f"The saving of each feature was not estimated: {found.no_remedies}" if found.no_remedies else ""
         return "\n\n".join(filter(None, (listed, reason or found.cut)))
-    table = _table(*cells(_choices(found), "line to paste"))
+    table = _table(*cells(found.remedies, "line to paste"))
     note = "Estimated with steps of this run, and the batch that ran out of memory, on fake tensors."
-    if any(remedy.fits for remedy in found.remedies):
+    if any(choice.is_plan for choice in found.remedies):
         note = f"\\* recommended. {note}"
     note += f" {found.cut}" if found.cut else ""
     parts = [table, note, f"Or:\n\n{listed}"] if cause.needs_leaner_step else [listed, table, note]
     return "\n\n".join(parts)
-
-
-def _choices(found: OutOfMemory) -> list[Choice]:
-    """Return this run and its remedies, from the most memory to the least; the best that fits is marked."""
-    best = next((remedy for remedy in found.remedies if remedy.fits), None)
-    # 1: more was asked for than a step has
-    budget_bytes = nan if found.budget_bytes in (None, 1) else found.budget_bytes
-    most_bytes = max(remedy.needed_bytes + remedy.saved_bytes for remedy in found.remedies)
-    rows = [Choice("baseline", most_bytes, most_bytes / budget_bytes, 1.0, "exact", is_plan=False)]
-    for one in sorted(found.remedies, key=lambda remedy: -remedy.needed_bytes):
-        time = nan if one.time_ratio is None else one.time_ratio
-        share = one.needed_bytes / budget_bytes
-        rows.append(Choice(f"`{one.code}`", one.needed_bytes, share, time, one.results, is_plan=one is best))
-    return rows
 
 
 def _held(found: OutOfMemory) -> str:

@@ -14,10 +14,9 @@ from rich.text import Text
 from typing_extensions import override
 
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.planner.oom_remedies import results_of
 from lightning_vram.planner.plan import MemoryPlan
 from lightning_vram.planner.plan import plan_memory as _plan_memory
-from lightning_vram.planner.scheme import Measured
+from lightning_vram.planner.scheme import Measured, Scheme
 from lightning_vram.report.drawing import (
     BAD,
     FAINT,
@@ -101,34 +100,32 @@ def cells(rows: Sequence[Choice], name: str = "configuration") -> list[tuple[str
     return table
 
 
-def choices(plan: MemoryPlan) -> tuple[Choice, ...]:
+def choices(plan: MemoryPlan, name: Callable[[Scheme], str] = str) -> tuple[Choice, ...]:
     """Return this run, the plan, and other configurations worth a look, from the most memory to the least.
 
     That is what nothing else beats in memory and time at once, those first whose memory is closest to the plan's; then
-    the fastest that fits of each other set of features.
+    the fastest that fits of each other set of features. Without a plan, what needs least takes its place.
     """
-    shown = [plan.best] + ([plan.found.plain] if plan.is_needed else [])
-    unbeaten = plan.found.unbeaten
-    for one in sorted(unbeaten, key=lambda one: abs(one.needed_bytes - plan.peak_bytes)):
-        if min(abs(one.needed_bytes - other.needed_bytes) for other in shown) > _CLOSE * plan.budget_bytes:
+    found, budget_bytes, unbeaten = plan.found, plan.budget_bytes, plan.found.unbeaten
+    taken, plain = found.taken, found.plain
+    shown = [taken] + ([plain] if taken is not plain else [])
+    for one in sorted(unbeaten, key=lambda one: abs(one.needed_bytes - taken.needed_bytes)):
+        if min(abs(one.needed_bytes - other.needed_bytes) for other in shown) > _CLOSE * budget_bytes:
             shown.append(one)
-    for one in plan.runners_up:
-        if _set_of(one) not in map(_set_of, shown):
+    for one in sorted(found.tried, key=lambda one: one.seconds):
+        if one.needed_bytes <= budget_bytes and _set_of(one) not in map(_set_of, shown):
             shown.append(one)
     return tuple(
-        _choice(plan, one, unbeaten) for one in sorted(shown[:_MAX_CHOICES], key=lambda one: -one.needed_bytes)
-    )
-
-
-def _choice(plan: MemoryPlan, one: Measured, unbeaten: Sequence[Measured]) -> Choice:
-    return Choice(
-        name=str(one.scheme),
-        needed_bytes=one.needed_bytes,
-        share=one.needed_bytes / plan.budget_bytes,
-        step_time_ratio=one.seconds / plan.found.plain.seconds,
-        results=results_of(one.scheme.exactness),
-        is_plan=one is plan.best,
-        is_unbeaten=any(one is other for other in unbeaten),
+        Choice(
+            name=name(one.scheme),
+            needed_bytes=one.needed_bytes,
+            share=one.needed_bytes / budget_bytes,
+            step_time_ratio=one.seconds / plain.seconds,
+            results=one.scheme.exactness.results,
+            is_plan=one is found.best,
+            is_unbeaten=any(one is other for other in unbeaten),
+        )
+        for one in sorted(shown[:_MAX_CHOICES], key=lambda one: -one.needed_bytes)
     )
 
 
@@ -145,7 +142,13 @@ def plan_table(plan: MemoryPlan) -> RenderableType:
     answer = Text(verdict(plan), style="bold green")
     if not plan.is_needed:
         return answer
-    shown: list[RenderableType] = [answer, "", choices_table(choices(plan)), "", Text(f"* the plan. {TIME}")]
+    shown: list[RenderableType] = [
+        answer,
+        "",
+        choices_table(choices(plan)),
+        "",
+        Text(f"* the plan. {TIME}"),
+    ]
     if plan.best.layers:
         shown += ["", Text("Layers of the plan:"), Text(plan.best.layers)]
     return Group(*shown)

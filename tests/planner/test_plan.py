@@ -5,7 +5,6 @@ import re
 import lightning.pytorch as pl
 import pytest
 import torch
-from support.plans import plan_of
 
 from lightning_vram import DeviceSpec, plan_memory
 from lightning_vram.demos import ByteGPT
@@ -27,14 +26,8 @@ def test_what_fits_is_left_as_it_is(device):
     plan = plan_memory(make(), TOKENS, device=device, trainer={"precision": "bf16-mixed"})
     assert not plan.is_needed
     assert plan.step_time_ratio == 1
-    assert plan.runners_up == ()
     assert plan.trainer_kwargs() == {"precision": "bf16-mixed"}
     assert "trainer: {}" in plan.to_yaml()
-
-
-def test_runners_up_are_what_else_fits_the_fastest_first():
-    found = [(one.needed_bytes // MIB, round(1000 * one.seconds)) for one in plan_of().runners_up]
-    assert found == [(1990, 120), (1985, 121), (1000, 135), (1100, 140), (1500, 150), (700, 180)]
 
 
 @pytest.mark.slow
@@ -44,7 +37,6 @@ def test_the_plan_is_what_an_estimate_of_it_says():
     plan = plan_memory(make(), TOKENS, device=CARD, budget=budget)
     assert plan.is_needed
     assert plan.step_time_ratio >= 1
-    assert all(one.needed_bytes <= budget for one in plan.runners_up)
     estimate = estimate_memory(make(), TOKENS, device=CARD, trainer=plan.trainer_kwargs(), find_limits=False)
     assert estimate.needed_bytes <= plan.peak_bytes <= budget
     assert plan.peak_bytes - estimate.needed_bytes < MIB  # what only tensors with values keep
@@ -65,10 +57,7 @@ def test_weights_on_the_host_where_they_do_not_fit_the_card():
             return torch.optim.AdamW(self.parameters())
 
     batch = torch.zeros(4, 4096)
-    message = (
-        r"No plan fits 2\.00 GiB\. .*strategy='fsdp_offload\w*' \(.* of host memory.*\), \d+ devices with "
-        r"FSDPOffloadStrategy\(offload='none'\), or perhaps allow='lossless' or 'any'\."
-    )
+    message = r"No plan fits 2\.00 GiB\. .*, strategy='fsdp_offload', or perhaps allow='lossless' or 'any'\."
     with pytest.raises(PlanError, match=message) as caught:
         plan_memory(Wide(), batch, device=CARD, budget="2GiB")
     assert caught.value.minimum_bytes > 2 * GIB
@@ -92,7 +81,7 @@ def test_what_is_being_done_is_told():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"allow": "most"}, ValueError, "plan_memory(allow) must be one of 'exact', 'lossless', 'any', got 'most'."),
+        ({"allow": "most"}, ValueError, "plan_memory(allow) must be 'exact', 'lossless' or 'any', got 'most'."),
         ({"budget": "9GiB"}, ValueError, "plan_memory(budget) must be at most the 8.00 GiB that card has, got '9GiB'."),
         ({"budget": "much"}, ValueError, "plan_memory(budget)"),
         ({"budget": 0}, ValueError, "plan_memory(budget) must be above 0, got 0."),

@@ -8,8 +8,7 @@ from torch import nn
 
 from lightning_vram.estimation.step_time import StepTime
 from lightning_vram.memory.units import GIB, MIB, parse_bytes
-from lightning_vram.planner import PlanError
-from lightning_vram.planner.alternatives import Alternatives
+from lightning_vram.planner.plan import describe_minimum
 from lightning_vram.planner.remedies import (
     CHECKPOINTING,
     CHUNKED_LOSS,
@@ -353,8 +352,8 @@ def test_a_host_that_is_too_small_for_all_is_what_is_told():
     assert found.best is None
     least = found.least_of(workload)
     assert least.host_bytes == 12 * GIB
-    assert str(PlanError(least, workload, Exactness.LOSSLESS, Alternatives(), 2**40)) == (
-        "No plan fits 12.00 GiB of host memory. The minimum found is 12.00 GiB, with FSDPOffloadStrategy("
+    assert describe_minimum(least, workload, Exactness.LOSSLESS, 2**40, may_choose_strategy=True) == (
+        "The minimum found is 12.00 GiB, with FSDPOffloadStrategy("
         "offload=optimizer, host_state=8bit), in addition to 1.00 GiB that must stay free. What helps: "
         "host_memory='13.00GiB', FSDPOffloadStrategy(nvme_path='/a/fast/disk'), which keeps optimizer state on disk, "
         "or perhaps allow='any'."

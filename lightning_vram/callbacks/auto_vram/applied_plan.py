@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_vram.memory.device.accelerators import PeakWatch
-from lightning_vram.planner.scheme import Found, Part, Scheme
+from lightning_vram.planner.scheme import Found, Part, Scheme, find_measured
 
 _LATE = ("ActivationCheckpointing", "ActivationOffload")
 
@@ -77,14 +77,6 @@ _WORTH_A_CHANGE = 0.97
 _NO_WAIT = 1.001  # step time by computation: sums of seconds differ in the last digits
 
 
-@dataclass(frozen=True)
-class StepMeasurement:
-    """What a batch needed."""
-
-    seconds: float  # on average
-    reserved_bytes: int  # peak
-
-
 class FirstSteps:
     """Measures some batches after the first ones. The host waits for the device twice."""
 
@@ -101,14 +93,14 @@ class FirstSteps:
             self._watch.restart()
             self._started = time.perf_counter()
 
-    def end_batch(self) -> StepMeasurement | None:
-        """Note that a batch has ended; return the measurement, once."""
+    def end_batch(self) -> tuple[float, int] | None:
+        """Note that a batch has ended; return the seconds of one on average and the peak of reserved bytes, once."""
         self._num_batches += 1
         if self._num_batches != _LAST_BATCH:
             return None
         self._synchronize()
         seconds = (time.perf_counter() - self._started) / (_LAST_BATCH - _FIRST_BATCH)
-        return StepMeasurement(seconds, self._watch.read().peak_reserved_bytes)
+        return seconds, self._watch.read().peak_reserved_bytes
 
     def _synchronize(self) -> None:
         torch.get_device_module(self._device).synchronize(self._device)
@@ -116,7 +108,7 @@ class FirstSteps:
 
 def faster_scheme(found: Found, scheme: Scheme, budget_bytes: int, seconds: float) -> Scheme | None:
     """Return a faster scheme by the measured step, that a running fit can switch to; ``None`` if none is."""
-    now = next((one for one in found.tried if one.scheme == scheme), None)
+    now = find_measured(scheme, found.tried)
     if now is None or now.seconds > _NO_WAIT * now.time.compute:
         return None
     factor = seconds / now.seconds  # of computation; copies keep their time, since PCIe bandwidth was measured

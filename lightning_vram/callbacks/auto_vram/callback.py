@@ -1,6 +1,5 @@
 """Choose the memory optimizations of a run before it starts, and apply them."""
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,8 +11,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
-from lightning_vram.argument_checks import check_bool
-from lightning_vram.callbacks.auto_vram.applied_plan import AppliedPlan, FirstSteps, StepMeasurement, faster_scheme
+from lightning_vram.argument_checks import check_bool, check_choice
+from lightning_vram.callbacks.auto_vram.applied_plan import AppliedPlan, FirstSteps, faster_scheme
 from lightning_vram.callbacks.auto_vram.decision import (
     NAME,
     Decision,
@@ -37,9 +36,8 @@ from lightning_vram.estimation.fake_trainer import RunCallbacks, check_run_callb
 from lightning_vram.estimation.running_trainer import AUTO, check_limit, decide_together, forget_shared, limit_bytes
 from lightning_vram.memory.device.accelerators import ProcessLimit, can_limit, has_cache, limited_share
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.planner.plan import level_of
 from lightning_vram.planner.remedies import CHECKPOINTING, may_be_guarded
-from lightning_vram.planner.scheme import Exactness, Part, Scheme
+from lightning_vram.planner.scheme import LEVELS, Exactness, Part, Scheme
 from lightning_vram.report.progress import ProgressDisplay
 
 _BUDGET = f"{NAME}(budget)"
@@ -62,14 +60,13 @@ class AutoVRAM(Callback):
     Rank zero plans for the rank with the least free memory, and all ranks apply the same plan. A callback cannot
     replace the strategy: if only ``strategy="fsdp_offload"`` would help, the message names it
     (:func:`lightning_vram.plan_memory` includes strategies). If the step cannot be traced or the data cannot be read
-    twice, repeated layers are checkpointed from the first step, provided that a budget is given or that weights,
-    gradients and optimizer state exceed the device; on an accelerator PyTorch is then limited to the budget. Otherwise
-    the run starts unchanged. On one device a step that runs out of memory is then repeated with checkpointed layers or
-    micro-batches.
+    twice, the run starts unchanged; with a given budget, repeated layers are checkpointed from the first step, and on
+    an accelerator PyTorch is limited to the budget. On one device a step that runs out of memory is then repeated with
+    checkpointed layers or micro-batches.
 
     Planning stops after 30 s or a tenth of the first epoch, whichever is longer, and the fastest configuration found by
-    then is taken. The plan is saved in ``auto_vram/`` next to the logs, and reused by the next run with the same model,
-    batch shapes, Trainer, device and versions.
+    then is taken. The plan is saved in ``auto_vram/`` next to the logs, and reused by the next run whose step needs the
+    same memory and time, with the same features, device and versions.
 
     Args:
         budget: Device memory that the run may use: bytes as an ``int`` or as ``"20GiB"``, or a share of the device
@@ -80,13 +77,14 @@ class AutoVRAM(Callback):
         replan: Whether to correct the plan once, with the measured first steps.
         run_callbacks: The user's own callbacks that planning runs, by class or name: those that change the module or
             the step. Loggers, checkpoints, progress bars and other callbacks are skipped.
-        cache: Whether to reuse plans of earlier runs, and to save this one. ``False`` leaves the folder alone.
+        cache: Whether to reuse plans of earlier runs, which takes one traced step, and to save this one. ``False``
+            leaves the folder alone.
 
     Raises:
         TypeError: If an argument has a wrong type.
         ValueError: If ``budget`` is neither a size above 0 nor a share, or ``allow`` is unknown.
-        MisconfigurationException: In ``setup``, on all ranks, if no configuration fits a given budget (without a trace:
-            if the weights alone exceed it), or if one Trainer has several.
+        MisconfigurationException: In ``setup``, on all ranks, if no configuration fits a given budget, or if one
+            Trainer has several.
 
     Attributes:
         budget_bytes: The budget of the last fit, in bytes; ``None`` before the first fit, or if it was not planned.
@@ -110,6 +108,7 @@ class AutoVRAM(Callback):
         cache: bool = True,
     ) -> None:
         check_limit(_BUDGET, budget)
+        check_choice(f"{NAME}(allow)", allow, LEVELS)
         check_bool(f"{NAME}(replan)", replan)
         check_bool(f"{NAME}(cache)", cache)
         self.budget = budget
@@ -118,7 +117,7 @@ class AutoVRAM(Callback):
         self.run_callbacks = check_run_callbacks(f"{NAME}(run_callbacks)", run_callbacks)
         self.cache = cache
         self.budget_bytes: int | None = None
-        self._level = level_of(f"{NAME}(allow)", allow)
+        self._level = LEVELS[allow]
         self._decision: Decision | None = None
         self._parts: AppliedPlan | None = None
         self._first_steps: FirstSteps | None = None
@@ -139,14 +138,15 @@ class AutoVRAM(Callback):
         refuse_several(trainer, AutoVRAM, f"{NAME} can be used once, got several: one device has one budget.")
         limit = limit_bytes(_BUDGET, self.budget, trainer.strategy.root_device)
         guards = [self._make_guard(trainer)] if can_repeat_step(trainer) else []
-        asked = PlanRequest(self._level, self.budget, guards, plan_folder(trainer) if self.cache else None)
+        folder = plan_folder(trainer) if self.cache else None
         with ProgressDisplay.of(trainer) as on_progress:
+            asked = PlanRequest(self._level, self.budget, guards, folder, on_progress)
             decision = decide_together(
                 trainer,
                 pl_module,
                 limit,
                 rank_timeout(trainer),
-                lambda read, free_bytes: decide(trainer, read, free_bytes, replace(asked, on_progress=on_progress)),
+                partial(decide, asked),
                 run_callbacks=self.run_callbacks,
             )
         if decision.kind == "error":
@@ -190,7 +190,7 @@ class AutoVRAM(Callback):
         took = None if self._first_steps is None else self._first_steps.end_batch()
         if took is not None:
             self._first_steps = None
-            self._correct(trainer, took)
+            self._correct(trainer, *took)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -212,7 +212,7 @@ class AutoVRAM(Callback):
         if parts is not None:
             parts.end(exception)
 
-    def _correct(self, trainer: pl.Trainer, took: StepMeasurement) -> None:
+    def _correct(self, trainer: pl.Trainer, seconds: float, reserved_bytes: int) -> None:
         """Plan again, by the largest measurement of all ranks. A collective."""
         decision, parts = self._decision, self._parts
         assert decision is not None
@@ -220,7 +220,7 @@ class AutoVRAM(Callback):
         assert parts is not None
         ranks = RankAgreement(rank_timeout(trainer))
         try:
-            nanoseconds, reserved_bytes = ranks.largest(int(took.seconds * 1e9), took.reserved_bytes)
+            nanoseconds, reserved_bytes = ranks.largest(int(seconds * 1e9), reserved_bytes)
         finally:
             ranks.close()
         scheme = faster_scheme(decision.found, parts.scheme, decision.budget_bytes, nanoseconds / 1e9)

@@ -9,12 +9,9 @@ from typing import Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from torch.nn.parameter import is_lazy
 
 from lightning_vram.callbacks.auto_vram.applied_plan import can_switch
-from lightning_vram.callbacks.auto_vram.plan_cache import load_plan, plan_path, save_plan
+from lightning_vram.callbacks.auto_vram.plan_cache import load_plan, plan_key, save_plan
 from lightning_vram.estimation.batches import largest_shape
 from lightning_vram.estimation.estimate import Progress
 from lightning_vram.estimation.running_trainer import AUTO, RunningTrainer
@@ -22,13 +19,10 @@ from lightning_vram.estimation.traced_fit import reason_of
 from lightning_vram.memory.device.accelerators import empty_cache, has_cache, has_statistics
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.workspaces import measure_bus
-from lightning_vram.memory.host import available_host_bytes
 from lightning_vram.memory.units import format_argument, format_bytes, parse_bytes
-from lightning_vram.planner.alternatives import describe_alternatives, describe_peak_place, suggest_alternatives
-from lightning_vram.planner.plan import MemoryPlan, TracedSteps
-from lightning_vram.planner.remedies import CHECKPOINTING, QUANTIZED, may_be_guarded, remedies_for
-from lightning_vram.planner.scheme import Exactness, Found, Part, Scheme, Workload
-from lightning_vram.planner.search import search
+from lightning_vram.planner.plan import MemoryPlan, TracedSteps, describe_minimum
+from lightning_vram.planner.remedies import CHECKPOINTING, may_be_guarded
+from lightning_vram.planner.scheme import Exactness, Found, Part, Scheme, Workload, find_measured
 from lightning_vram.report.plan import TIME, choices, choices_table
 from lightning_vram.report.tables import as_text
 
@@ -52,8 +46,6 @@ _MARGIN = 0.03  # of a device, if the user gave no budget
 _TIGHT = 0.8  # of the budget
 _TIGHTER = 0.9
 _LEAST_SECONDS, _SHARE_OF_EPOCH = 30.0, 0.1  # that planning may take, whichever is longer
-_WIDTHS = {Precision: 8, MixedPrecision: 8, DoublePrecision: 8, HalfPrecision: 2}  # most bytes of a weight
-_MORE_AT_REST = 3  # gradients and two moments, in units of the trained weights
 
 
 @dataclass(frozen=True)
@@ -94,26 +86,15 @@ class PlanRequest:
         return self.budget != AUTO
 
 
-def decide(
-    trainer: pl.Trainer, read: Callable[[], RunningTrainer], free_bytes: int | None, asked: PlanRequest
-) -> Decision:
+def decide(asked: PlanRequest, read: Callable[[], RunningTrainer], free_bytes: int | None) -> Decision:
     """Take the plan of an earlier run, or search for a configuration that fits."""
     started, share = monotonic(), 1 if asked.has_budget else 1 - _MARGIN
     budget_bytes = int(share * (free_bytes or 0))
     try:
         run = read()
-        path = plan_path(asked.folder, run, (asked.budget, asked.level.name, bool(asked.guards)))
-        found = load_plan(path, budget_bytes)
-        if found is None:
-            decision = _plan(trainer, run, budget_bytes, asked, started)
-            if decision.kind == "info":
-                save_plan(path, decision.found, budget_bytes)
-        else:
-            message = describe_plan(MemoryPlan(run.device, budget_bytes, found))
-            message += f"\nThe plan was reused from an earlier run, {path}: cache=False makes a new one."
-            decision = Decision(message, found=found, budget_bytes=budget_bytes)
+        decision = _plan(run, budget_bytes, asked, started)
     except Exception as error:  # a step on tensors without values may fail where the run does not
-        return _without_plan(trainer, reason_of(error), budget_bytes, asked)
+        return _without_plan(reason_of(error), budget_bytes, asked)
     if decision.kind == "fallback":
         return decision
     largest = ""
@@ -122,87 +103,66 @@ def decide(
     return replace(decision, message=decision.message + largest, num_elements=max(run.sizes))
 
 
-def _plan(trainer: pl.Trainer, run: RunningTrainer, budget_bytes: int, asked: PlanRequest, started: float) -> Decision:
-    found, steps, workload, most_seconds = _search(run, budget_bytes, asked, started)
-    most = f"{most_seconds:.0f} s, the time limit of planning (a tenth of the first epoch, at least 30 s)"
-    if found.best is not None:
-        message = describe_plan(MemoryPlan(run.device, budget_bytes, found))
-        message += f"\nIt is the fastest configuration found in {most}." if steps.left_out else ""
-        return Decision(message, found=found, budget_bytes=budget_bytes)
-    if steps.left_out:
-        return _without_plan(trainer, f"no configuration that fits was found in {most}", budget_bytes, asked, found)
-    here = replace(workload, host_bytes=available_host_bytes())
-    ways = suggest_alternatives(steps, found, here, has_strategies=steps.may_choose_strategy)
-    least, helps = (
-        found.least,
-        describe_alternatives(found.least, asked.level, ways, None if asked.has_budget else budget_bytes),
-    )
-    fate = "" if asked.has_budget else " The run continues with it, and will probably run out of memory."
-    message = (
-        f"{NAME}: no configuration fits {format_bytes(budget_bytes)} on {run.device.name}. The minimum found is "
-        f"{format_bytes(least.needed_bytes)}, with {least.scheme}{describe_peak_place(least)}.{fate} {helps}"
-    )
-    return Decision(message, "error" if asked.has_budget else "warning", found, budget_bytes)
-
-
-def _search(
-    run: RunningTrainer, budget_bytes: int, asked: PlanRequest, started: float
-) -> tuple[Found, TracedSteps, Workload, float]:
-    """Return the plans found, what a further search needs, and how many seconds planning may take."""
-    fit, num_devices, guards = run.fit, run.num_devices, asked.guards
-    own, on_card, begun = fit.trainer_arguments, fit.card is not None, monotonic()
-    remedies = remedies_for(own, asked.level, on_card=on_card, module=run.module, has_strategies=False)
-    steps = TracedSteps(run.module, run.batch, fit, asked.on_progress, num_local_ranks=num_devices)
-    workload = Workload(budget_bytes, steps.batch_size, steps.transfer_bytes)
+def _plan(run: RunningTrainer, budget_bytes: int, asked: PlanRequest, started: float) -> Decision:
+    fit, begun = run.fit, monotonic()
+    steps = TracedSteps(run.module, run.batch, fit, asked.on_progress, num_local_ranks=run.num_devices)
     plain = steps(Scheme())
     assert plain is not None  # the user's own run is never refused
     step_seconds = monotonic() - begun
-    epoch_seconds = plain.seconds * (run.num_batches or 0) / own["accumulate_grad_batches"]
-    most_seconds: float = max(_LEAST_SECONDS, _SHARE_OF_EPOCH * epoch_seconds)
-    if plain.needed_bytes <= (_TIGHT if guards else 1) * budget_bytes:  # it fits without guards
-        return Found(plain, plain, (plain,)), steps, workload, most_seconds
+    if plain.needed_bytes <= (_TIGHT if asked.guards else 1) * budget_bytes:  # it fits without guards
+        return _found(run, Found(plain, plain, (plain,)), budget_bytes)
+    path = None
+    if asked.folder is not None:
+        name = plan_key(run, plain, (asked.budget, asked.level.name, bool(asked.guards)))
+        path = asked.folder / f"{name}.json"
+    known = load_plan(path, budget_bytes)
+    if known is not None:
+        note = f"\nThe plan was reused from an earlier run, {path}: cache=False makes a new one."
+        return _found(run, known, budget_bytes, note)
     if plain.needed_bytes > budget_bytes:  # the bus is not measured for a run that fits
         fit = replace(fit, card=_with_measured_bus(fit.card))
+    epoch_seconds = plain.seconds * (run.num_batches or 0) / fit.trainer_arguments["accumulate_grad_batches"]
+    most_seconds: float = max(_LEAST_SECONDS, _SHARE_OF_EPOCH * epoch_seconds)
+    most = f"{most_seconds:.0f} s, the time limit of planning (a tenth of the first epoch, at least 30 s)"
 
     def is_late() -> bool:
         return monotonic() - started + step_seconds > most_seconds
 
-    steps = TracedSteps(
-        run.module, run.batch, fit, asked.on_progress, num_local_ranks=num_devices, guards=guards, is_late=is_late
+    steps = replace(steps, run=fit, guards=asked.guards, is_late=is_late, tried=[])
+    found = steps.search(asked.level, budget_bytes, has_strategies=False)
+    if found.best is not None:
+        save_plan(path, found, budget_bytes)
+        late = f"\nIt is the fastest configuration found in {most}." if steps.left_out else ""
+        return _found(run, found, budget_bytes, late)
+    if steps.left_out:
+        return _without_plan(f"no configuration that fits was found in {most}", budget_bytes, asked, found)
+    return _nothing_fits(run.device.name, steps, found, budget_bytes, asked)
+
+
+def _found(run: RunningTrainer, found: Found, budget_bytes: int, note: str = "") -> Decision:
+    message = describe_plan(MemoryPlan(run.device, budget_bytes, found)) + note
+    return Decision(message, found=found, budget_bytes=budget_bytes)
+
+
+def _nothing_fits(device: str, steps: TracedSteps, found: Found, budget_bytes: int, asked: PlanRequest) -> Decision:
+    device_bytes, may_choose_strategy = None if asked.has_budget else budget_bytes, steps.may_choose_strategy
+    minimum = describe_minimum(
+        found.least, Workload(budget_bytes), asked.level, device_bytes, may_choose_strategy=may_choose_strategy
     )
-    workload = replace(workload, transfer_bytes=steps.transfer_bytes)
-    return search(steps, workload, remedies), steps, workload, most_seconds
+    there = format_bytes(budget_bytes)
+    message = f"{NAME}: no configuration fits {there} on {device}. {minimum}"
+    if asked.has_budget:
+        return Decision(message, "error", found, budget_bytes)
+    fate = "The run continues with the minimum, and will probably run out of memory."
+    return Decision(f"{message} {fate}", "warning", found, budget_bytes)
 
 
-def _without_plan(
-    trainer: pl.Trainer, reason: str, budget_bytes: int, asked: PlanRequest, found: Found | None = None
-) -> Decision:
-    """Decide without a trace."""
-    weights_bytes, rest_bytes = _idle_bytes(trainer)
-    if asked.has_budget and 0 < budget_bytes < weights_bytes:
-        message = (
-            f"{NAME}: the weights alone need {format_bytes(weights_bytes)}, more than the budget of "
-            f"{format_bytes(budget_bytes)}. Give a larger budget, or use strategy='fsdp_offload'. The step could not "
-            f"be traced: {reason}."
-        )
-        return Decision(message, "error")
-    if asked.has_budget or found is not None or 0 < budget_bytes < rest_bytes:
+def _without_plan(reason: str, budget_bytes: int, asked: PlanRequest, found: Found | None = None) -> Decision:
+    """Decide without a plan that fits."""
+    if asked.has_budget or found is not None:
         return Decision(reason, "fallback", found, budget_bytes)
     later = "; if a step runs out of memory, layers are checkpointed" if asked.guards else ""
     return Decision(f"{NAME} cannot plan this run: {reason}. The run starts unchanged{later}.", "warning")
-
-
-def _idle_bytes(trainer: pl.Trainer) -> tuple[int, int]:
-    """Return bytes of weights, alone and with gradients and two moments of the trained ones; 0 if unknown."""
-    most = _WIDTHS.get(type(trainer.precision_plugin))
-    if most is None or not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
-        return 0, 0  # others have weights elsewhere, or in low precision
-    names = {type(callback).__name__ for callback in trainer.callbacks}  # type: ignore[attr-defined]
-    num_bytes = {False: 0, True: 0}  # frozen, trained
-    for one in trainer.lightning_module.parameters():
-        num_bytes[one.requires_grad] += 0 if is_lazy(one) else one.numel() * min(most, one.element_size())  # type: ignore[redundant-expr]
-    weights_bytes = num_bytes[True] + (0 if QUANTIZED[0].name in names else num_bytes[False])
-    return weights_bytes, weights_bytes + _MORE_AT_REST * num_bytes[True]
 
 
 def _with_measured_bus(spec: DeviceSpec | None) -> DeviceSpec | None:
@@ -226,9 +186,10 @@ def tighter_scheme(scheme: Scheme, found: Found | None, *, may_checkpoint: bool)
     if checkpointing is not None and "budget" in checkpointing.init_args:
         smaller = _lower_budget(checkpointing, scheme, found)
         return Scheme(tuple(smaller if part is checkpointing else part for part in scheme.parts))
-    others = [one for one in found.tried if can_switch(one.scheme, scheme)]
-    now = next((one.needed_bytes for one in others if one.scheme == scheme), found.least.needed_bytes)
-    less = [one for one in others if one.needed_bytes < _TIGHTER * now]
+    now = find_measured(scheme, found.tried) or found.least
+    less = [
+        one for one in found.tried if can_switch(one.scheme, scheme) and one.needed_bytes < _TIGHTER * now.needed_bytes
+    ]
     if less:
         return min(less, key=lambda one: one.seconds).scheme
     return scheme + CHECKPOINTING if may_checkpoint else None
@@ -237,7 +198,7 @@ def tighter_scheme(scheme: Scheme, found: Found | None, *, may_checkpoint: bool)
 def _lower_budget(checkpointing: Part, scheme: Scheme, found: Found) -> Part:
     """Lower the budget of checkpointed layers; save only their inputs, if the budget is close to that."""
     rest = [part for part in scheme.parts if part is not checkpointing]
-    lean = next((one for one in found.tried if one.scheme == Scheme((*rest, CHECKPOINTING))), None)
+    lean = find_measured(Scheme((*rest, CHECKPOINTING)), found.tried)
     budget_bytes = int(_TIGHTER * parse_bytes(checkpointing.init_args["budget"]))
     if lean is None or budget_bytes <= lean.activation_bytes:
         return CHECKPOINTING

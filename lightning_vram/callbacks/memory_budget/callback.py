@@ -4,8 +4,8 @@ Two steps of the same Trainer run on tensors without memory (``estimate_memory``
 what the device has left. It costs the seconds of that estimate and saves no memory by itself.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_vram.argument_checks import check_choice
 from lightning_vram.callbacks.hook_points import check_trainer, rank_timeout, refuse_several
 from lightning_vram.estimation.estimate import Estimator, Progress
 from lightning_vram.estimation.fake_trainer import RunCallbacks, check_run_callbacks
@@ -31,25 +32,23 @@ from lightning_vram.memory.device.accelerators import PeakWatch, ProcessLimit, c
 from lightning_vram.memory.estimate.result import TRAIN, MemoryEstimate
 from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.memory.units import format_bytes
+from lightning_vram.planner.plan import SMALLER_BATCH
 from lightning_vram.report.progress import ProgressDisplay
 
 _LIMIT = "MemoryBudget(limit)"
 _NAMES = {Category.OPTIMIZER_STATE: "optimizer state"}
 _PER_SAMPLE = (Category.INPUTS, Category.ACTIVATIONS, Category.TEMPORARIES)
-_HELPS_PER_SAMPLE = (
-    "a smaller batch with accumulate_grad_batches, MicroBatching('auto'), ActivationCheckpointing() or "
-    "ActivationOffload()"
-)
+_HELPS_PER_SAMPLE = f"{SMALLER_BATCH}, MicroBatching('auto'), ActivationCheckpointing() or ActivationOffload()"
 _HELPS_PER_PARAMETER = "strategy='fsdp_offload' or LeanMixedPrecision('bf16', parameters='bf16+split')"
 
 
-@dataclass(frozen=True)
-class _Verdict:
-    """What rank zero broadcasts to the others."""
-
-    message: str
-    fits: bool | None
-    expected: tuple[tuple[str, int], ...] = ()  # allocated bytes, by stage
+_BETWEEN_RUNS: dict[str, Any] = {
+    "_process_limit": None,
+    "_watch": None,
+    "_expected": {},
+    "_first_step": 0,
+    "_bytes_of_others": 0,
+}
 
 
 class MemoryBudget(Callback):
@@ -96,14 +95,13 @@ class MemoryBudget(Callback):
         run_callbacks: RunCallbacks = (),
     ) -> None:
         check_limit(_LIMIT, limit)
-        if on_excess not in ("warn", "error"):
-            raise ValueError(f"MemoryBudget(on_excess) must be 'warn' or 'error', got {on_excess!r}.")
+        check_choice("MemoryBudget(on_excess)", on_excess, ("warn", "error"))
         self.limit = limit
         self.on_excess = on_excess
         self.run_callbacks = check_run_callbacks("MemoryBudget(run_callbacks)", run_callbacks)
         self._process_limit: ProcessLimit | None = None
         self._watch: PeakWatch | None = None
-        self._expected: dict[str, int] = {}
+        self._expected: Mapping[str, int] = {}  # allocated bytes, by stage
         self._first_step = 0
         self._bytes_of_others = 0  # on the device before the run
 
@@ -123,12 +121,13 @@ class MemoryBudget(Callback):
         timeout = rank_timeout(trainer)
         with ProgressDisplay.of(trainer) as on_progress:
             judge = partial(_judge, on_progress)
-            verdict = decide_together(trainer, pl_module, limit, timeout, judge, run_callbacks=self.run_callbacks)
-        self._expected = dict(verdict.expected)
-        if verdict.fits is False and self.on_excess == "error":
+            message, fits, self._expected = decide_together(
+                trainer, pl_module, limit, timeout, judge, run_callbacks=self.run_callbacks
+            )
+        if fits is False and self.on_excess == "error":
             self._end()
-            raise MisconfigurationException(verdict.message)
-        (rank_zero_info if verdict.fits else rank_zero_warn)(verdict.message)
+            raise MisconfigurationException(message)
+        (rank_zero_info if fits else rank_zero_warn)(message)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -161,18 +160,18 @@ class MemoryBudget(Callback):
         self._end()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | self._between_runs()
-
-    def _between_runs(self) -> dict[str, Any]:
-        return {"_process_limit": None, "_watch": None, "_expected": {}, "_first_step": 0, "_bytes_of_others": 0}
+        return vars(self) | _BETWEEN_RUNS
 
     def _end(self) -> None:
         if self._process_limit is not None:
             self._process_limit.remove()
-        vars(self).update(self._between_runs())
+        vars(self).update(_BETWEEN_RUNS)
 
 
-def _judge(on_progress: Progress, read: Callable[[], RunningTrainer], _: int | None) -> _Verdict:
+def _judge(
+    on_progress: Progress, read: Callable[[], RunningTrainer], _: int | None
+) -> tuple[str, bool | None, Mapping[str, int]]:
+    """Return a message, whether the run fits, and the bytes that will be allocated, by stage."""
     try:
         run = read()
         on_progress("tracing the step", 0.0)
@@ -185,13 +184,11 @@ def _judge(on_progress: Progress, read: Callable[[], RunningTrainer], _: int | N
     except Exception as error:  # a step on tensors without values may fail where the run does not
         reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
         message = f"MemoryBudget cannot estimate whether the run fits: {reason}. Training continues."
-        return _Verdict(message, fits=None)
-    expected = tuple((name, stage.allocated_bytes) for name, stage in estimate.stages.items())
-    if not estimate.fits:
-        return _Verdict(_excess_message(estimate), estimate.fits, expected)
+        return message, None, {}
     needed, available = format_bytes(estimate.needed_bytes), format_bytes(estimate.device.memory_bytes)
     message = f"MemoryBudget: a step needs {needed} of the {available} available on {estimate.device.name}."
-    return _Verdict(message, estimate.fits, expected)
+    expected = {name: stage.allocated_bytes for name, stage in estimate.stages.items()}
+    return message if estimate.fits else _excess_message(estimate), estimate.fits, expected
 
 
 def _excess_message(estimate: MemoryEstimate) -> str:

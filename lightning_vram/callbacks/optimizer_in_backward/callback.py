@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_vram.argument_checks import check_bool
+from lightning_vram.argument_checks import check_bool, check_choice
 from lightning_vram.callbacks.hook_points import (
     FitTechnique,
     gradient_users,
@@ -57,7 +57,12 @@ def check_run(trainer: pl.Trainer, max_norm: str | None, *, keep_gradients: bool
     _check_hooks(trainer)
     if not keep_gradients:
         _check_accumulation(trainer)
-    _check_clipping(trainer, max_norm)
+    if clips_by_norm(trainer) and max_norm is None:
+        raise MisconfigurationException(
+            f"{NAME} cannot clip by norm, which needs all gradients at once, got gradient_clip_val="
+            f"{trainer.gradient_clip_val}: use max_norm='two-pass' (exact; runs each backward twice), "
+            "max_norm='previous' (by the norm of the step before) or gradient_clip_algorithm='value'."
+        )
 
 
 def clips_by_norm(trainer: pl.Trainer) -> bool:
@@ -134,17 +139,6 @@ def _check_hooks(trainer: pl.Trainer) -> None:
             )
 
 
-def _check_clipping(trainer: pl.Trainer, max_norm: str | None) -> None:
-    if not clips_by_norm(trainer):
-        return
-    if max_norm is None:
-        raise MisconfigurationException(
-            f"{NAME} cannot clip by norm, which needs all gradients at once, got gradient_clip_val="
-            f"{trainer.gradient_clip_val}: use max_norm='two-pass' (exact; runs each backward twice), "
-            "max_norm='previous' (by the norm of the step before) or gradient_clip_algorithm='value'."
-        )
-
-
 MaxNorm = Literal["two-pass", "previous"]
 
 
@@ -194,13 +188,7 @@ class OptimizerInBackward(FitTechnique):
     """
 
     def __init__(self, max_norm: MaxNorm | None = None, *, keep_gradients: bool = True) -> None:
-        if max_norm is not None and not isinstance(max_norm, str):
-            raise TypeError(
-                "OptimizerInBackward(max_norm) must be 'two-pass', 'previous' or None, got "
-                f"{max_norm!r} of type {type(max_norm).__name__}: set the norm with Trainer(gradient_clip_val=...)."
-            )
-        if max_norm is not None and max_norm not in get_args(MaxNorm):
-            raise ValueError(f"OptimizerInBackward(max_norm) must be 'two-pass', 'previous' or None, got {max_norm!r}.")
+        check_choice("OptimizerInBackward(max_norm)", max_norm, (*get_args(MaxNorm), None))
         check_bool("OptimizerInBackward(keep_gradients)", keep_gradients)
         self.max_norm, self.keep_gradients = max_norm, keep_gradients
         self._steps: BackwardSteps | None = None

@@ -22,10 +22,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
-from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_vram.argument_checks import check_bool, check_positive_int
+from lightning_vram.argument_checks import check_bool, check_kind, check_positive_int
 from lightning_vram.callbacks.hook_points import check_trainer, refuse_several
 from lightning_vram.callbacks.vram_monitor.out_of_memory import LastBatches, explain
 from lightning_vram.core.patching import MethodPatch
@@ -49,7 +48,6 @@ class Readings:
         self._allocator_peaks: dict[str, PhasePeaks] = {}  # since the last reading, for each stage
         self._probe: MemoryProbe | None = None  # of the reading under way
         self._batch_idx = 0  # that it reads
-        self._metric: MaxOverRanks | None = None
         self.timeline: MemoryTimeline | None = None  # of the tracked training batch with the highest peak
         self._largest: Measurement | None = None  # of a stage other than training, until it ends
 
@@ -84,36 +82,14 @@ class Readings:
         """End a batch. Returns its measurement, of all ranks, if it was measured and is one of the training."""
         if self._probe is None:
             return None
-        probe, self._probe = self._probe, None
-        measurement = self._finish(probe, trainer, trainer.current_epoch, self._batch_idx)
-        if measurement is None:
+        measurement, timeline = self.end_alone(trainer)
+        self._allocator_peaks.pop(self._stage, None)
+        if measurement is None or self._stage != "train":
+            self._keep_largest(measurement)
             return None
-        if self._stage == "train":
-            timeline = probe.timeline
-            if timeline is not None and (self.timeline is None or timeline.peak_bytes > self.timeline.peak_bytes):
-                self.timeline = timeline
-            return self._reduce(trainer, measurement)
-        self._keep_largest(measurement)
-        return None
-
-    def end_training(self, trainer: pl.Trainer, last: Measurement | None) -> Measurement | None:
-        """Return the peaks since the ``last`` measurement, of all ranks."""
-        flushed = self._flush(trainer, last)
-        return None if flushed is None else self._reduce(trainer, flushed)
-
-    def end_stage(self, trainer: pl.Trainer, last: Measurement | None) -> Measurement | None:
-        """Reduce once: ranks may have seen different numbers of batches, even none."""
-        flushed = self._flush(trainer, last)
-        if flushed is not None:
-            self._keep_largest(flushed)
-        found, self._largest = self._largest, None
-        device = trainer.strategy.root_device
-        if trainer.sanity_checking or not (has_cache(device) or self._tracks(trainer)):
-            return None
-        place = self._stage, trainer.current_epoch, 0, trainer.global_step, str(device)
-        nothing = Measurement(*place, "tracker", -1, -1)
-        measurement = self._reduce(trainer, found or nothing)
-        return measurement if measurement.peak_allocated_bytes >= 0 else None
+        if timeline is not None and (self.timeline is None or timeline.peak_bytes > self.timeline.peak_bytes):
+            self.timeline = timeline
+        return _reduce(trainer, measurement)
 
     def end_alone(self, trainer: pl.Trainer) -> tuple[Measurement | None, MemoryTimeline | None]:
         """End the measurement under way, if any, without the other ranks: they may not be there."""
@@ -122,6 +98,24 @@ class Readings:
         probe, self._probe = self._probe, None
         measurement = probe.finish(self._stage, trainer.current_epoch, self._batch_idx, trainer.global_step)
         return measurement, probe.timeline
+
+    def end_training(self, trainer: pl.Trainer, last: Measurement | None) -> Measurement | None:
+        """Return the peaks since the ``last`` measurement, of all ranks."""
+        flushed = self._flush(trainer, last)
+        return None if flushed is None else _reduce(trainer, flushed)
+
+    def end_stage(self, trainer: pl.Trainer, last: Measurement | None) -> Measurement | None:
+        """Reduce once: ranks may have seen different numbers of batches, even none."""
+        self._keep_largest(self._flush(trainer, last))
+        found, self._largest = self._largest, None
+        device = trainer.strategy.root_device
+        if trainer.sanity_checking or not (has_cache(device) or self._tracks(trainer)):
+            return None
+        nothing = Measurement(
+            self._stage, trainer.current_epoch, 0, trainer.global_step, str(device), "tracker", -1, -1
+        )
+        measurement = _reduce(trainer, found or nothing)
+        return measurement if measurement.peak_allocated_bytes >= 0 else None
 
     def abort(self) -> None:
         """Discard the measurement under way."""
@@ -136,11 +130,6 @@ class Readings:
         wanted = not has_cache(trainer.strategy.root_device) if self._track is None else self._track
         return wanted and not is_compiled(trainer.lightning_module)
 
-    def _finish(self, probe: MemoryProbe, trainer: pl.Trainer, epoch: int, batch_idx: int) -> Measurement | None:
-        measurement = probe.finish(self._stage, epoch, batch_idx, trainer.global_step)
-        self._allocator_peaks.pop(self._stage, None)
-        return measurement
-
     def _flush(self, trainer: pl.Trainer, last: Measurement | None) -> Measurement | None:
         """Read the allocator's peaks since the last measurement."""
         self.abort()
@@ -148,42 +137,23 @@ class Readings:
         if not has_cache(device):
             return None
         probe = MemoryProbe(device, self._peaks_of(self._stage, device), track=False)
+        self._allocator_peaks.pop(self._stage)
         batch_idx = max(0, trainer.fit_loop.epoch_loop.batch_idx) if self._stage == "train" else 0
-        return self._finish(probe, trainer, trainer.current_epoch if last is None else last.epoch, batch_idx)
+        epoch = trainer.current_epoch if last is None else last.epoch
+        return probe.finish(self._stage, epoch, batch_idx, trainer.global_step)
 
-    def _keep_largest(self, measurement: Measurement) -> None:
-        self._largest = measurement if self._largest is None else largest([self._largest, measurement])
-
-    def _reduce(self, trainer: pl.Trainer, measurement: Measurement) -> Measurement:
-        """Take each size's maximum over the ranks."""
-        if self._metric is None:
-            self._metric = MaxOverRanks(len(SIZE_NAMES)).to(trainer.strategy.root_device)
-        sizes = measurement.sizes()
-        self._metric.reset()
-        self._metric.update(torch.tensor([sizes.get(name, -1) for name in SIZE_NAMES]))
-        maxima: list[int] = self._metric.compute().tolist()
-        known = {name: size for name, size in zip(SIZE_NAMES, maxima, strict=True) if size >= 0}
-        return measurement.with_sizes({"allocated_bytes": -1, "peak_allocated_bytes": -1, **known})
+    def _keep_largest(self, measurement: Measurement | None) -> None:
+        both = [one for one in (self._largest, measurement) if one is not None]
+        self._largest = largest(both) if both else None
 
 
-class MaxOverRanks(Metric):
-    """Element-wise maximum of ``num_values`` integers over updates and over ranks, -1 where there was none."""
-
-    # torchmetrics.MaxMetric computes in float32, which rounds bytes above 16 MiB.
-    full_state_update = False
-    values: Tensor
-
-    def __init__(self, num_values: int) -> None:
-        super().__init__()
-        self.add_state("values", default=torch.full((num_values,), -1), dist_reduce_fx="max")
-
-    @override
-    def update(self, values: Tensor) -> None:
-        self.values = torch.maximum(self.values, values.to(self.values))
-
-    @override
-    def compute(self) -> Tensor:
-        return self.values
+def _reduce(trainer: pl.Trainer, measurement: Measurement) -> Measurement:
+    """Take each size's maximum over the ranks; -1 where a rank does not know it."""
+    sizes = measurement.sizes()
+    values = torch.tensor([sizes.get(name, -1) for name in SIZE_NAMES], device=trainer.strategy.root_device)
+    maxima: list[int] = trainer.strategy.reduce(values, reduce_op="max").tolist()
+    known = {name: size for name, size in zip(SIZE_NAMES, maxima, strict=True) if size >= 0}
+    return measurement.with_sizes({"allocated_bytes": -1, "peak_allocated_bytes": -1, **known})
 
 
 _NUM_FIRST_BATCHES = 2  # the first shows at once what a step takes, the second holds the optimizer's state as well
@@ -200,8 +170,8 @@ class VRAMMonitor(Callback):
     On an accelerator, peaks of the batches between measurements are included.
 
     An out-of-memory error gets notes with the last measurement and, unless ``path`` is ``None``, a report
-    ``out_of_memory.md`` next to that file: requested memory, memory by category, the cause, and the saving of each
-    feature in this step, estimated until 30 s have passed or Ctrl-C is pressed. At the end a warning names an allocator
+    ``out_of_memory.md`` next to that file: requested memory, memory by category, the cause, and which features would
+    make this step fit, searched until 30 s have passed or Ctrl-C is pressed. At the end a warning names an allocator
     setting if much more was reserved than allocated. Training does not change, and nothing is stored in checkpoints.
     All ranks reduce at the same training batch, and at the end of the other stages.
 
@@ -243,8 +213,7 @@ class VRAMMonitor(Callback):
             check_positive_int("VRAMMonitor(every_n_batches)", every_n_batches)
         if track is not None:
             check_bool("VRAMMonitor(track)", track)
-        if path is not None and not isinstance(path, str | Path):
-            raise TypeError(f"VRAMMonitor(path) must be text or a Path, got {path!r} of type {type(path).__name__}.")
+        check_kind("VRAMMonitor(path)", path, str | Path | None, "text, a Path or None")
         if path is not None and not Path(path).name:  # "" and "." are folders
             raise ValueError(f"VRAMMonitor(path) must name a file, got {str(path)!r}. path=None writes no file.")
         self.every_n_batches = every_n_batches
@@ -442,10 +411,9 @@ class VRAMMonitor(Callback):
         stage = measurement.stage
         self.peaks[stage] = largest([self.peaks[stage], measurement]) if stage in self.peaks else measurement
         prefix = "vram" if stage == "train" else f"vram/{stage}"
+        metrics = {f"{prefix}/{name}": float(size) for name, size in measurement.sizes().items()}
         for logger in trainer.loggers:
-            logger.log_metrics(
-                {f"{prefix}/{name}": float(size) for name, size in measurement.sizes().items()}, step=measurement.step
-            )
+            logger.log_metrics(metrics, step=measurement.step)
         if self._file is not None and trainer.is_global_zero:
             write_measurement(self._file, measurement)
 

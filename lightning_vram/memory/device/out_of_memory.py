@@ -3,14 +3,12 @@
 import errno
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from lightning_vram.memory.device.accelerators import has_cache, limited_share, read_allocator
@@ -19,45 +17,32 @@ from lightning_vram.private_names.dispatcher import read_snapshot
 
 
 class OutOfMemorySource(StrEnum):
-    """Who ran out of memory."""
+    """Whose memory ran out."""
 
-    CUDA = "cuda"
-    CUBLAS = "cublas"
-    CUDNN = "cudnn"
-    CUFFT = "cufft"
-    CUSOLVER = "cusolver"
-    CUSPARSE = "cusparse"
-    NCCL = "nccl"
-    HIP = "hip"
-    XPU = "xpu"
-    MPS = "mps"
-    CPU = "cpu"
+    DEVICE = "device"
+    HOST = "host"
 
 
-# Matched against RuntimeErrors, first match wins: libraries before devices, since their messages may name both.
-_MESSAGES: tuple[tuple[OutOfMemorySource, str], ...] = (
-    (OutOfMemorySource.NCCL, r"nccl[^\n]*(error|failure)[^\n]*'out of memory'"),
-    (OutOfMemorySource.CUBLAS, r"CUBLAS_STATUS_ALLOC_FAILED"),
-    (OutOfMemorySource.CUDNN, r"CUDNN_STATUS_ALLOC_FAILED"),
-    (OutOfMemorySource.CUDNN, r"CUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED"),
+# Of RuntimeErrors.
+_ON_DEVICE = (
+    r"(CUDA|HIP|XPU|MPS backend) out of memory|(CUDA|HIP) (driver )?error: out of memory|hipErrorOutOfMemory",
+    r"CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|(UR_RESULT|PI)_ERROR_OUT_OF_(DEVICE|HOST|RESOURCES)",
+    r"cuda runtime error \(2\) : out of memory|Triton Error \[CUDA\]: out of memory",
+    r"nccl[^\n]*(error|failure)[^\n]*'out of memory'|Invalid buffer size: [\d.]+ [GT]i?B",
+    r"(CU|HIP)(BLAS|DNN|FFT|SOLVER|SPARSE)_(STATUS_)?ALLOC_FAILED|CUSPARSE_STATUS_INSUFFICIENT_RESOURCES",
+    r"CUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED|rocblas_status_memory_error|miopenStatusAllocFailed",
     # cuDNN tries its algorithms in turn; where none got its workspace, this is all that is left of the reason.
-    (OutOfMemorySource.CUDNN, r"Unable to find a valid cuDNN algorithm to run convolution"),
-    (OutOfMemorySource.CUFFT, r"CUFFT_ALLOC_FAILED"),
-    (OutOfMemorySource.CUSOLVER, r"CUSOLVER_STATUS_ALLOC_FAILED"),
-    (OutOfMemorySource.CUSPARSE, r"CUSPARSE_STATUS_ALLOC_FAILED|CUSPARSE_STATUS_INSUFFICIENT_RESOURCES"),
-    (OutOfMemorySource.HIP, r"HIP out of memory|HIP (driver )?error: out of memory|hipErrorOutOfMemory"),
-    (OutOfMemorySource.HIP, r"HIP(BLAS|FFT|SOLVER|SPARSE)_(STATUS_)?ALLOC_FAILED"),
-    (OutOfMemorySource.HIP, r"rocblas_status_memory_error|miopenStatusAllocFailed"),
-    (OutOfMemorySource.XPU, r"XPU out of memory|(UR_RESULT|PI)_ERROR_OUT_OF_(DEVICE|HOST|RESOURCES)"),
-    (OutOfMemorySource.MPS, r"MPS backend out of memory|Invalid buffer size: [\d.]+ [GT]i?B"),
-    (OutOfMemorySource.CUDA, r"CUDA out of memory|CUDA (driver )?error: out of memory|CUDA_ERROR_OUT_OF_MEMORY"),
-    (OutOfMemorySource.CUDA, r"cuda runtime error \(2\) : out of memory|Triton Error \[CUDA\]: out of memory"),
-    (OutOfMemorySource.CUDA, r"cudaErrorMemoryAllocation"),
-    (OutOfMemorySource.CPU, r"DefaultCPUAllocator: (can't allocate|not enough) memory"),
-    (OutOfMemorySource.CPU, r"unable to (mmap|allocate shared memory)[^\n]* Cannot allocate memory"),
-    (OutOfMemorySource.CPU, r"std::bad_alloc|bad allocation|Couldn't open shared file mapping[^\n]*<1455>"),
+    r"Unable to find a valid cuDNN algorithm to run convolution",
 )
-_PATTERNS = tuple((source, re.compile(message, re.IGNORECASE)) for source, message in _MESSAGES)
+_ON_HOST = (
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory|std::bad_alloc|bad allocation",
+    r"unable to (mmap|allocate shared memory)[^\n]* Cannot allocate memory",
+    r"Couldn't open shared file mapping[^\n]*<1455>",
+)
+_PATTERNS = {  # the device first: its libraries' messages may name both
+    OutOfMemorySource.DEVICE: re.compile("|".join(_ON_DEVICE), re.IGNORECASE),
+    OutOfMemorySource.HOST: re.compile("|".join(_ON_HOST), re.IGNORECASE),
+}
 
 
 def read_out_of_memory(error: BaseException) -> OutOfMemorySource | None:
@@ -67,7 +52,7 @@ def read_out_of_memory(error: BaseException) -> OutOfMemorySource | None:
 
     Example:
         >>> read_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"))
-        <OutOfMemorySource.CUBLAS: 'cublas'>
+        <OutOfMemorySource.DEVICE: 'device'>
         >>> read_out_of_memory(RuntimeError("shape mismatch")) is None
         True
     """
@@ -111,15 +96,15 @@ def _paths(error: BaseException, above: tuple[BaseException, ...] = ()) -> Itera
 
 def _read_one(error: BaseException) -> OutOfMemorySource | None:
     if isinstance(error, MemoryError):
-        return OutOfMemorySource.CPU
+        return OutOfMemorySource.HOST
     if isinstance(error, OSError):
-        return OutOfMemorySource.CPU if error.errno == errno.ENOMEM else None
+        return OutOfMemorySource.HOST if error.errno == errno.ENOMEM else None
     if not isinstance(error, RuntimeError | ProcessRaisedException):  # the latter holds a worker's traceback as text
         return None
     message = str(error)
-    found = next((source for source, pattern in _PATTERNS if pattern.search(message)), None)
+    found = next((source for source, pattern in _PATTERNS.items() if pattern.search(message)), None)
     if found is None and isinstance(error, torch.OutOfMemoryError):
-        return OutOfMemorySource.CUDA  # the class is enough, whatever a future version writes in it
+        return OutOfMemorySource.DEVICE  # the class is enough, whatever a future version writes in it
     return found
 
 
@@ -203,24 +188,10 @@ def _bytes_of(text: str) -> int:
     return parse_bytes(text.replace("bytes", "B"))
 
 
-def write_snapshot(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> bool:
-    """Write the blocks of CUDA's allocator, with names of known tensors; whether there was anything to write."""
+def write_snapshot(path: Path) -> bool:
+    """Write the blocks of CUDA's allocator; whether there was anything to write."""
     snapshot = read_snapshot()
     if snapshot is None:
         return False
-    annotate(snapshot, {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors})
-    with path.open("wb") as file:
-        pickle.dump(snapshot, file)
+    path.write_bytes(pickle.dumps(snapshot))
     return True
-
-
-def annotate(snapshot: dict[str, Any], names: Mapping[int, str]) -> None:
-    """Write into each block in use what it is for, by address; no stacks were recorded, so it takes their place."""
-    for segment in snapshot["segments"]:
-        address = segment["address"]
-        for block in segment["blocks"]:
-            start = block.get("address", address)
-            if block["state"] == "active_allocated":
-                said = names.get(start, "activations, temporaries and other tensors")
-                block["frames"] = [{"filename": "", "line": 0, "name": said}, *block.get("frames", ())]
-            address = start + block["size"]

@@ -119,7 +119,7 @@ def test_the_least_is_told_where_nothing_fits(make_trainer):
 def test_what_is_left_is_tried_where_nobody_named_a_budget(make_trainer, monkeypatch):
     monkeypatch.setattr("lightning_vram.estimation.running_trainer.available_host_bytes", lambda: 2 * MIB)
     monitor = VRAMMonitor(track=True, path=None)
-    with pytest.warns(UserWarning, match=r"The run continues with it, and will probably run out of memory\."):
+    with pytest.warns(UserWarning, match=r"The run continues with the minimum, and will probably run out of memory\."):
         fit(make_trainer, AutoVRAM(), monitor)
     assert peak_of(monitor) < 0.5 * PLAIN_BYTES
 
@@ -386,7 +386,7 @@ def test_all_ranks_refuse_alike(make_trainer):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"allow": "some"}, ValueError, r"AutoVRAM\(allow\) must be one of 'exact', 'lossless', 'any', got 'some'\."),
+        ({"allow": "some"}, ValueError, r"AutoVRAM\(allow\) must be 'exact', 'lossless' or 'any', got 'some'\."),
         ({"budget": 0}, ValueError, r"AutoVRAM\(budget\) must be above 0, got 0\."),
         ({"budget": 20}, ValueError, r"AutoVRAM\(budget\) has no unit, got 20: write '20GiB'\."),
         ({"budget": 1.5}, ValueError, r"AutoVRAM\(budget\) as a share .* at most 1, got 1\.5\."),

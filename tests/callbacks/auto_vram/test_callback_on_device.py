@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_vram import ActivationCheckpointing, AutoVRAM
-from lightning_vram.callbacks.auto_vram.applied_plan import StepMeasurement
 from lightning_vram.memory.device.accelerators import limited_share
 from lightning_vram.memory.units import MIB
 
@@ -242,7 +241,7 @@ def test_the_first_steps_correct_the_plan_and_change_no_result(make_trainer, sai
     monkeypatch.setattr(
         auto,
         "_correct",
-        lambda trainer, took: correct(trainer, StepMeasurement(1.0, budget_bytes + MIB if has_run_over else 0)),
+        lambda trainer, *took: correct(trainer, 1.0, budget_bytes + MIB if has_run_over else 0),
     )
     fit(make_trainer, planned, auto)
     assert_equal_weights(planned, plain)

@@ -7,14 +7,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.helpers import assert_equal_weights, describe_module
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_vram import ActivationCheckpointing, AutoVRAM
 from lightning_vram.estimation.traced_fit import reason_of
-from lightning_vram.memory.units import KIB
 from lightning_vram.private_names.dispatcher import UNKNOWN_VALUES, UnsupportedOperatorException
 
 WIDTH = 32
@@ -92,23 +90,6 @@ def test_without_a_budget_and_with_room_to_spare_nothing_changes(make_trainer):
     (message,) = said
     assert message.endswith("The run starts unchanged.")
     assert look.kinds == ["AutoVRAM", "Look"]
-
-
-def test_a_device_that_is_too_small_for_weights_gradients_and_moments_needs_no_budget(make_trainer, monkeypatch):
-    available = 20 * KIB  # beside the weights, of which 4 times 12.4 is needed
-    monkeypatch.setattr("lightning_vram.estimation.running_trainer.available_host_bytes", lambda: available)
-    _, said = fit(make_trainer, AutoVRAM())
-    assert said[0].endswith("\nThe run continues without a plan: repeated layers are checkpointed.")
-
-
-def test_weights_that_exceed_the_budget_are_an_error(make_trainer):
-    with pytest.raises(
-        MisconfigurationException,
-        match=r"^AutoVRAM: the weights alone need 12\.38 KiB, more than the budget of 12\.00 KiB\. Give a larger "
-        r"budget, or use strategy='fsdp_offload'\. The step could not be traced: RuntimeError: secret",
-    ):
-        fit(make_trainer, AutoVRAM("12KiB"))
-    fit(make_trainer, AutoVRAM("12KiB"), precision="bf16-true")  # they take half of it
 
 
 def test_layers_that_are_made_in_configure_model_are_found(make_trainer):

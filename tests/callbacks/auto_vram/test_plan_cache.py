@@ -1,15 +1,8 @@
-"""A run like an earlier one takes its plan; whatever a plan depends on is part of the key."""
+"""A run whose step is like that of an earlier one takes its plan, if all else that it depends on is the same."""
 
-import importlib.util
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,7 +23,7 @@ from lightning_vram.estimation.step_time import StepTime
 from lightning_vram.estimation.traced_fit import FitRun
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.units import GIB, MIB
-from lightning_vram.planner.scheme import Found
+from lightning_vram.planner.scheme import Found, Measured
 
 TIGHT, WIDE = int(0.9 * 16.78 * MIB), "1GiB"  # of 16.78 MiB that a step needs
 
@@ -61,25 +54,42 @@ def fit(make_trainer, caplog) -> Callable[..., tuple[LitGPT, str, str]]:
     return run
 
 
-@pytest.mark.parametrize("budget", [TIGHT, "auto"])
-def test_the_next_run_takes_the_plan_and_traces_nothing(fit, monkeypatch, tmp_path, budget):
-    plain, scheme, said = fit(budget)
+def test_the_next_run_takes_the_plan_and_traces_the_step_alone(fit, monkeypatch, tmp_path):
+    plain, scheme, said = fit(TIGHT)
     (path,) = tmp_path.glob("auto_vram/*")
     assert path.suffix == ".json"
     assert "earlier run" not in said
-    monkeypatch.setattr(decision, "TracedSteps", None)
-    packed, again, said = fit(budget)
+    monkeypatch.setattr(decision.TracedSteps, "search", None)
+    packed, again, said = fit(TIGHT)
     assert again == scheme
-    assert ("EarlyRelease" in scheme) == (budget == TIGHT)
+    assert "EarlyRelease" in scheme
     assert f"\nThe plan was reused from an earlier run, {path}: cache=False makes a new one." in said
     assert_equal_weights(plain, packed)
 
 
-def test_without_a_cache_plans_are_neither_written_nor_read(fit, tmp_path):
-    fit(WIDE, cache=False)
+def test_another_step_of_the_same_weights_is_planned_again(fit, tmp_path):
+    class Twice(LitGPT):
+        def training_step(self, batch: Tensor) -> Tensor:
+            return super().training_step(batch) + super().training_step(batch)
+
+    fit(TIGHT)
+    _, _, said = fit(2 * TIGHT, model=Twice)
+    assert "earlier run" not in said
+    _, _, said = fit(TIGHT, "lossless")
+    assert "earlier run" not in said
+    assert len(list(tmp_path.glob("auto_vram/*"))) >= 2
+
+
+def test_what_fits_has_no_plan_to_keep(fit, tmp_path):
+    assert fit(WIDE)[1] == "baseline"
     assert not (tmp_path / "auto_vram").exists()
-    fit(WIDE)
-    _, _, said = fit(WIDE, cache=False)
+
+
+def test_without_a_cache_plans_are_neither_written_nor_read(fit, tmp_path):
+    fit(TIGHT, cache=False)
+    assert not (tmp_path / "auto_vram").exists()
+    fit(TIGHT)
+    _, _, said = fit(TIGHT, cache=False)
     assert "earlier run" not in said
 
 
@@ -92,16 +102,12 @@ def test_without_a_cache_plans_are_neither_written_nor_read(fit, tmp_path):
         b"\xff\xfe",
     ],
 )
-def test_a_file_that_is_no_plan_is_ignored_in_one_line(fit, tmp_path, text):
-    fit(WIDE)
-    (path,) = tmp_path.glob("auto_vram/*.json")
-    good = path.read_bytes()
+def test_a_file_that_is_no_plan_is_ignored_in_one_line(tmp_path, caplog, text):
+    caplog.set_level(logging.INFO, "lightning.pytorch")
+    path = tmp_path / "plan.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    _, scheme, said = fit(WIDE)
-    assert scheme == "baseline"
-    (line,) = (line for line in said.splitlines() if "are not used" in line)
-    assert line.startswith(f"AutoVRAM: cached plans are not used, {path}: ")
-    assert path.read_bytes() == good
+    assert load_plan(path, GIB) is None
+    assert caplog.messages[-1].startswith(f"AutoVRAM: cached plans are not used, {path}: ")
 
 
 def test_a_plan_runs_no_code_of_others(tmp_path, caplog):
@@ -115,26 +121,9 @@ def test_a_plan_runs_no_code_of_others(tmp_path, caplog):
 
 def test_a_folder_that_cannot_be_written_to_is_told_and_the_run_goes_on(fit, tmp_path):
     (tmp_path / "auto_vram").write_text("a file")
-    _, scheme, said = fit(WIDE)
-    assert scheme == "baseline"
+    _, scheme, said = fit(TIGHT)
+    assert "EarlyRelease" in scheme
     assert f"AutoVRAM: cached plans are not used, {tmp_path / 'auto_vram'}" in said
-
-
-def test_a_module_that_cannot_be_described_is_planned_without_a_cache(fit, tmp_path):
-    class Odd(LitGPT):
-        def __init__(self) -> None:
-            super().__init__()
-            self.odd = Odd.Bad()
-
-        class Bad:
-            __slots__ = ()
-
-            def __repr__(self) -> str:
-                raise ZeroDivisionError
-
-    _, scheme, said = fit(WIDE, model=Odd)
-    assert scheme == "baseline"
-    assert f"are not used, {tmp_path / 'auto_vram'}: " in said
 
 
 def found_of(*some: Any) -> Found:
@@ -164,12 +153,9 @@ def test_a_plan_is_for_budgets_that_it_fits_and_that_are_not_much_larger(tmp_pat
     assert (load_plan(path, budget_bytes) is not None) == is_taken
 
 
-def test_a_run_that_fits_as_it_is_fits_more_as_well(tmp_path):
-    path, found = tmp_path / "plan.json", Found(tried()[0], tried()[0], tried()[:1])
-    save_plan(path, found, 5 * GIB)
-    assert load_plan(path, 50 * GIB) == found
-    assert load_plan(path, 3 * GIB) is None
+def test_where_there_is_no_file_there_is_no_plan(tmp_path):
     assert load_plan(tmp_path / "none.json", 5 * GIB) is None
+    assert load_plan(None, 5 * GIB) is None
 
 
 def test_plans_are_beside_the_folders_of_runs(make_trainer, tmp_path):
@@ -181,201 +167,42 @@ def test_plans_are_beside_the_folders_of_runs(make_trainer, tmp_path):
 
 
 class Net(pl.LightningModule):
-    def __init__(self, rate: float = 0.1) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.save_hyperparameters()
-        self.first, self.second = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Dropout(rate))
-
-    def training_step(self, batch: Tensor) -> Tensor:
-        return self.second(self.first(batch)).sum()
+        self.first = nn.Linear(4, 4)
 
 
-def run_of(module: pl.LightningModule | None = None, batch: Any = None, **changes: Any) -> RunningTrainer:
-    arguments = {"callbacks": [MicroBatching(2)], "strategy": "auto", "accumulate_grad_batches": 1, "plugins": []}
-    fit = FitRun(arguments | changes.pop("arguments", {}), run_callbacks=changes.pop("run_callbacks", ()))
-    batch = torch.zeros(8, 4) if batch is None else batch
-    run = RunningTrainer(module or Net(), batch, DeviceSpec("cpu", 1000), fit, 1, (32,), 4)
+def run_of(module: pl.LightningModule | None = None, **changes: Any) -> RunningTrainer:
+    callbacks = changes.pop("callbacks", [MicroBatching(2)])
+    fit = FitRun({"callbacks": callbacks, "strategy": "auto"}, num_ranks=changes.pop("num_ranks", 1))
+    run = RunningTrainer(module or Net(), torch.zeros(8, 4), DeviceSpec("cpu", 1000), fit, 1, (32,), 4)
     return replace(run, **changes)
 
 
-def change(apply: Callable[[Net], object]) -> Net:
-    module = Net()
-    apply(module)
-    return module
+def key_of(run: RunningTrainer, plain: Measured | None = None, asked: tuple[Any, ...] = ("auto", "EXACT")) -> str:
+    return plan_key(run, plain or tried()[0], asked)
 
 
-def _freeze(module: Net) -> None:
-    module.first.weight.requires_grad_(requires_grad=False)
-
-
-def _tie(module: Net) -> None:
-    module.first.weight = module.second[0].weight
-
-
-def _replace_step(module: Net) -> None:
-    module.training_step = lambda batch: module.first(batch).sum()
-
-
-def _configure(module: Net, factor: float) -> None:
-    module.configure_optimizers = partial(torch.optim.SGD, lr=factor)
-
-
-ASKED = ("auto", "EXACT", False)
-CHANGES = {
-    "a hyperparameter": lambda: run_of(Net(rate=0.2)),
-    "a flag": lambda: run_of(change(lambda module: setattr(module, "checkpoints", True))),
-    "a flag of a layer": lambda: run_of(change(lambda module: setattr(module.second[1], "p", 0.5))),
-    "a frozen weight": lambda: run_of(change(_freeze)),
-    "a tied weight": lambda: run_of(change(_tie)),
-    "a type": lambda: run_of(Net().bfloat16()),
-    "one more buffer": lambda: run_of(change(lambda module: module.register_buffer("ones", torch.ones(1)))),
-    "a step of the instance": lambda: run_of(change(_replace_step)),
-    "an optimizer of the instance": lambda: run_of(change(partial(_configure, factor=0.1))),
-    "a setting of it": lambda: run_of(change(partial(_configure, factor=0.2))),
-    "the mode": lambda: run_of(change(lambda module: module.eval())),
-    "a batch's shape": lambda: run_of(batch=torch.zeros(9, 4)),
-    "a batch's type": lambda: run_of(batch=torch.zeros(8, 4, dtype=torch.int64)),
-    "a batch's structure": lambda: run_of(batch=[torch.zeros(8, 4)]),
-    "a batch's names": lambda: run_of(batch={"inputs": torch.zeros(8, 4)}),
-    "another name": lambda: run_of(batch={"labels": torch.zeros(8, 4)}),
-    "accumulation": lambda: run_of(arguments={"accumulate_grad_batches": 2}),
-    "precision": lambda: run_of(arguments={"precision": "bf16-mixed"}),
-    "no callback": lambda: run_of(arguments={"callbacks": []}),
-    "an argument of a callback": lambda: run_of(arguments={"callbacks": [MicroBatching(4)]}),
-    "callbacks that are run": lambda: run_of(run_callbacks=("Freeze",)),
-    "ranks": lambda: run_of(num_devices=2),
-    "a device": lambda: run_of(device=DeviceSpec("cpu", 1000, bandwidth_bytes_per_s=1e12)),
-}
-
-
-def test_each_change_of_a_run_has_a_key_of_its_own():
-    keys = {name: plan_key(make(), ASKED) for name, make in ({"nothing": run_of} | CHANGES).items()}
-    assert len(set(keys.values())) == len(keys)
-
-
-@pytest.mark.parametrize("asked", [("1GiB", "EXACT", False), ("auto", "ANY", False), ("auto", "EXACT", True)])
-def test_what_is_asked_is_part_of_the_key(asked):
-    assert plan_key(run_of(), asked) != plan_key(run_of(), ASKED)
-
-
-@pytest.mark.parametrize("name", ["__version__", "_MORE_BUDGET"])
-def test_versions_are_part_of_the_key(monkeypatch, name):
-    before = plan_key(run_of(), ASKED)
-    monkeypatch.setattr(plan_cache, name, "9.9")
-    assert (plan_key(run_of(), ASKED) != before) == (name == "__version__")
-
-
-def test_settings_of_torch_are_part_of_the_key(monkeypatch):
-    before = plan_key(run_of(), ASKED)
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    assert plan_key(run_of(), ASKED) != before
-
-
-class Config:
-    def __init__(self, size: int, salt: int) -> None:
-        self.size, self._salt = size, salt
-
-
-def test_of_the_objects_of_a_module_public_attributes_are_part_of_the_key():
-    made = {(size, salt): change(partial(_give, config=Config(size, salt))) for size in (1, 2) for salt in (1, 2)}
-    keys = {name: plan_key(run_of(module), ASKED) for name, module in made.items()}
-    assert keys[1, 1] == keys[1, 2] != keys[2, 1] == keys[2, 2]
-
-
-def test_an_object_that_is_gone_hides_no_other():
-    describe = plan_cache._Description()
-    assert len({str(describe(Config(size, 0))) for size in range(4)}) == 4  # each is made where the last one was
-
-
-def _give(module: Net, config: Config) -> None:
-    module.config = config
-
-
-def test_what_varies_from_run_to_run_is_not():
-    watch = AutoVRAM()  # takes no memory
-    callbacks = [MicroBatching(2), watch]
-    texts = [torch.zeros(8, 4), "a file's name"], [torch.zeros(8, 4), "another's"]
-    assert plan_key(run_of(arguments={"callbacks": callbacks}), ASKED) == plan_key(run_of(), ASKED)
-    assert plan_key(run_of(device=DeviceSpec("cpu", 999)), ASKED) == plan_key(run_of(), ASKED)
-    assert plan_key(run_of(batch=texts[0]), ASKED) == plan_key(run_of(batch=texts[1]), ASKED)
-    assert plan_key(run_of(batch=torch.ones(8, 4)), ASKED) == plan_key(run_of(), ASKED)
-
-
-KEY_OF_A_NOTEBOOK = """
-import torch
-from lightning.pytorch import LightningModule
-from lightning_vram import EarlyRelease
-from lightning_vram.callbacks.auto_vram.plan_cache import plan_key
-from lightning_vram.estimation.running_trainer import RunningTrainer
-from lightning_vram.estimation.traced_fit import FitRun
-from lightning_vram.memory.estimate.device_spec import DeviceSpec
-
-class Own(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.names = torch.nn.Linear(4, 4), {"a", "b", "c"}
-        self.choose = lambda name: name in {"x", "y", "z"}
-
-fit = FitRun({"callbacks": [EarlyRelease()], "strategy": "auto"})
-print(plan_key(RunningTrainer(Own(), torch.ones(2, 4), DeviceSpec("cpu", 1), fit, 1, (8,), 4), ()))
-"""
-
-
-@pytest.mark.slow
-def test_the_next_process_makes_the_same_key():
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", KEY_OF_A_NOTEBOOK],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        for seed in ("1", "2")
-    ]
-    assert len(runs[0].stdout.strip()) == 32
-    assert runs[0].stdout == runs[1].stdout
-
-
-SOURCE = """
-import lightning.pytorch as pl
-import torch
-
-class Layer(torch.nn.Linear):
-    def forward(self, x):
-        return super().forward(x) * 2
-
-class Own(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = Layer(4, 4)
-"""
-
-
-def _import(path: Path, source: str) -> ModuleType:
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location("auto_vram_own_model", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _execute(path: Path, source: str) -> ModuleType:
-    """As a notebook does: the classes have no file."""
-    module = ModuleType("auto_vram_own_model")
-    sys.modules[module.__name__] = module
-    exec(source, vars(module))
-    return module
-
-
-@pytest.mark.parametrize("make", [_import, _execute])
-def test_code_of_layers_is_part_of_the_key(tmp_path, monkeypatch, make):
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.setitem(sys.modules, "auto_vram_own_model", None)
-    path = tmp_path / "model.py"
+def test_each_change_of_a_run_has_a_key_of_its_own(monkeypatch):
+    frozen = Net()
+    frozen.first.bias.requires_grad_(requires_grad=False)
     keys = [
-        plan_key(run_of(make(path, source).Own()), ASKED)
-        for source in (SOURCE, SOURCE, SOURCE.replace("x) * 2", "x) * x"))
+        key_of(run_of()),
+        key_of(run_of(), replace(tried()[0], time=StepTime(0.1001))),
+        key_of(run_of(), replace(tried()[0], needed_bytes=1)),
+        key_of(run_of(), asked=("1GiB", "EXACT")),
+        key_of(run_of(), asked=("auto", "ANY")),
+        key_of(run_of(frozen)),
+        key_of(run_of(Net().bfloat16())),
+        key_of(run_of(callbacks=[])),
+        key_of(run_of(num_ranks=2)),
+        key_of(run_of(num_devices=2)),
     ]
-    assert keys[0] == keys[1] != keys[2]
+    monkeypatch.setattr(plan_cache, "__version__", "9.9")
+    keys.append(key_of(run_of()))
+    assert len(set(keys)) == len(keys)
+
+
+def test_what_varies_from_run_to_run_has_no_part_in_it():
+    watched = run_of(callbacks=[MicroBatching(2), AutoVRAM()], device=DeviceSpec("cpu", 999))
+    assert key_of(watched) == key_of(run_of())

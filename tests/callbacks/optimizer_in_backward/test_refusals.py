@@ -39,8 +39,7 @@ def assert_refused(trainer: pl.Trainer, model: pl.LightningModule, message: str,
         (
             1.0,
             TypeError,
-            "OptimizerInBackward(max_norm) must be 'two-pass', 'previous' or None, got 1.0 of type float: set the "
-            "norm with Trainer(gradient_clip_val=...).",
+            "OptimizerInBackward(max_norm) must be 'two-pass', 'previous' or None, got 1.0 of type float.",
         ),
         (
             "exact",

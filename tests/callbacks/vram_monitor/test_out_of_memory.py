@@ -108,7 +108,7 @@ def explain(make_trainer, folder, module, *callbacks, **arguments) -> tuple[str,
 @pytest.fixture
 def unmeasured(monkeypatch):
     """Remedies take seconds."""
-    monkeypatch.setattr(out_of_memory, "_why_not", lambda trainer, last: "this is a test.")
+    monkeypatch.setattr(out_of_memory, "_why_not", lambda *_: "this is a test.")
 
 
 CAUSES = {
@@ -175,13 +175,6 @@ def test_a_leak(make_trainer, tmp_path, monkeypatch):
     assert "| 10 | 50.00 MiB |" in page
 
 
-@pytest.mark.slow
-def test_logits_are_seen_in_a_step_on_tensors_without_memory(make_trainer, tmp_path):
-    _, page = explain(make_trainer, tmp_path, Lit("logits", allocated=4, cached=0))
-    assert page.startswith("# Out of memory: the logits, and the loss over them\n")
-    assert "callbacks=[MicroBatching(size=2)]" in page
-
-
 def test_no_page_without_a_file(make_trainer, tmp_path):
     trainer = make_trainer(callbacks=[VRAMMonitor(path=None)], default_root_dir=tmp_path)
     with pytest.raises(torch.OutOfMemoryError) as caught:
@@ -246,8 +239,9 @@ def test_remedies_save_what_the_page_says(own, make_trainer, tmp_path):
         code: (float(baseline) - float(needed)) * MIB for needed, code in rows if float(baseline) - float(needed) >= 1
     }
     plain_bytes = peak()
-    for part in ("ActivationCheckpointing()", "MicroBatching(size=4)", "ActivationCompression(lossy='int8')"):
-        assert f"[{part}]" in told
+    assert any("ActivationCheckpointing(" in code for code in told)
+    recommended = re.search(r"^\| \* \d \| .* \| exact \| `callbacks=", page, re.MULTILINE)
+    assert (recommended is not None) == (not own)  # a fused step is too small for what is missing
     for code, told_bytes in told.items():
         callbacks = eval(code, vars(lightning_vram))  # as pasted into a Trainer
         saved_bytes = plain_bytes - peak(*callbacks)
@@ -325,7 +319,7 @@ def test_the_picture_says_what_its_line_is(make_trainer, tmp_path, monkeypatch):
     assert "![A step of this run on fake tensors](out_of_memory.png)\n\nAvailable to this step: the memory that" in page
 
 
-NOT_TRIED = re.compile(r"Stopped at the limit of 30 s: (\d+) configurations were not tried\.")
+NOT_TRIED = re.compile(r"Stopped at the limit of 30 s: (\d+) more configurations not tried\.")
 
 
 @pytest.fixture
@@ -347,7 +341,7 @@ def traced(monkeypatch):
     return stages
 
 
-@pytest.mark.parametrize(("tick", "num_traced"), [(6, 5), (40, 1)], ids=["some", "a slow baseline"])
+@pytest.mark.parametrize(("tick", "num_traced"), [(6, 4), (40, 1)], ids=["some", "a slow baseline"])
 def test_after_30_seconds_nothing_more_is_tried(tick, num_traced, make_trainer, tmp_path, monkeypatch, traced):
     """Each look at the clock takes so long, and so does a step."""
     monkeypatch.setattr(out_of_memory, "monotonic", count(0, tick).__next__)
@@ -377,9 +371,9 @@ class LitInterrupted(LitGPT):
     ("num_steps", "words"),
     [
         (0, "The saving of each feature was not estimated: stopped by Ctrl-C."),
-        (6, "other configurations were not tried."),  # two steps of each
+        (12, "other configurations were not tried."),  # two steps of each
     ],
-    ids=["baseline", "the fourth"],
+    ids=["baseline", "a later one"],
 )
 def test_ctrl_c_ends_the_advice_and_hides_nothing(num_steps, words, make_trainer, tmp_path):
     before = signal.getsignal(signal.SIGINT)
@@ -387,7 +381,7 @@ def test_ctrl_c_ends_the_advice_and_hides_nothing(num_steps, words, make_trainer
     LitInterrupted.num_left = num_steps
     _, page = explain(make_trainer, tmp_path, module, limit_val_batches=0)  # raises that memory has run out
     assert words in page
-    assert ("| `callbacks=[ActivationCheckpointing()]` |" in page) == (num_steps > 0)
+    assert ("| exact | baseline |" in page) == (num_steps > 0)
     assert signal.getsignal(signal.SIGINT) is before  # Lightning ignores it once it has seen one
     assert "## What held the memory" in page
 

@@ -17,35 +17,38 @@ from lightning_vram.memory.device.out_of_memory import (
 
 MESSAGES = [
     (
-        OutOfMemorySource.CUDA,
+        OutOfMemorySource.DEVICE,
         "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 23.64 GiB",
     ),
-    (OutOfMemorySource.CUDA, "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
-    (OutOfMemorySource.CUDA, "[enforce fail at alloc.cpp] cudaErrorMemoryAllocation"),
-    (OutOfMemorySource.CUBLAS, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    (OutOfMemorySource.CUDNN, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-    (OutOfMemorySource.CUDNN, "Unable to find a valid cuDNN algorithm to run convolution"),
-    (OutOfMemorySource.CUFFT, "cuFFT error: CUFFT_ALLOC_FAILED"),
-    (OutOfMemorySource.CUSOLVER, "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate`"),
-    (OutOfMemorySource.CUSPARSE, "CUDA error: CUSPARSE_STATUS_ALLOC_FAILED when calling `cusparseCreate(handle)`"),
-    (OutOfMemorySource.NCCL, "NCCL error: unhandled cuda error, Cuda failure 2 'out of memory'"),
-    (OutOfMemorySource.CUDA, "CUDA driver error: out of memory"),
-    (OutOfMemorySource.CUDA, "cuda runtime error (2) : out of memory at /pytorch/aten/src/THC/THCGeneral.cpp"),
-    (OutOfMemorySource.CUDA, "Triton Error [CUDA]: out of memory"),
-    (OutOfMemorySource.HIP, "HIP driver error: out of memory"),
-    (OutOfMemorySource.HIP, "hipFFT error: HIPFFT_ALLOC_FAILED"),
-    (OutOfMemorySource.MPS, "Invalid buffer size: 24.00 GiB"),
-    (OutOfMemorySource.CPU, "bad allocation"),
-    (OutOfMemorySource.CPU, "unable to allocate shared memory(shm) for file </torch_1>: Cannot allocate memory (12)"),
-    (OutOfMemorySource.HIP, "HIP out of memory. Tried to allocate 256.00 MiB"),
-    (OutOfMemorySource.HIP, "HIP error: out of memory"),
-    (OutOfMemorySource.HIP, "CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
-    (OutOfMemorySource.XPU, "XPU out of memory. Tried to allocate 2.00 GiB"),
-    (OutOfMemorySource.XPU, "level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"),
-    (OutOfMemorySource.MPS, "MPS backend out of memory (MPS allocated: 18.00 GB, other allocations: 96.00 KB)"),
-    (OutOfMemorySource.CPU, "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory"),
-    (OutOfMemorySource.CPU, "[enforce fail at alloc_cpu.cpp:72] data. DefaultCPUAllocator: not enough memory"),
-    (OutOfMemorySource.CPU, "std::bad_alloc"),
+    (OutOfMemorySource.DEVICE, "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    (OutOfMemorySource.DEVICE, "[enforce fail at alloc.cpp] cudaErrorMemoryAllocation"),
+    (OutOfMemorySource.DEVICE, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    (OutOfMemorySource.DEVICE, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    (OutOfMemorySource.DEVICE, "Unable to find a valid cuDNN algorithm to run convolution"),
+    (OutOfMemorySource.DEVICE, "cuFFT error: CUFFT_ALLOC_FAILED"),
+    (OutOfMemorySource.DEVICE, "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate`"),
+    (OutOfMemorySource.DEVICE, "CUDA error: CUSPARSE_STATUS_ALLOC_FAILED when calling `cusparseCreate(handle)`"),
+    (OutOfMemorySource.DEVICE, "NCCL error: unhandled cuda error, Cuda failure 2 'out of memory'"),
+    (OutOfMemorySource.DEVICE, "CUDA driver error: out of memory"),
+    (OutOfMemorySource.DEVICE, "cuda runtime error (2) : out of memory at /pytorch/aten/src/THC/THCGeneral.cpp"),
+    (OutOfMemorySource.DEVICE, "Triton Error [CUDA]: out of memory"),
+    (OutOfMemorySource.DEVICE, "HIP driver error: out of memory"),
+    (OutOfMemorySource.DEVICE, "hipFFT error: HIPFFT_ALLOC_FAILED"),
+    (OutOfMemorySource.DEVICE, "Invalid buffer size: 24.00 GiB"),
+    (OutOfMemorySource.HOST, "bad allocation"),
+    (OutOfMemorySource.HOST, "unable to allocate shared memory(shm) for file </torch_1>: Cannot allocate memory (12)"),
+    (OutOfMemorySource.DEVICE, "HIP out of memory. Tried to allocate 256.00 MiB"),
+    (OutOfMemorySource.DEVICE, "HIP error: out of memory"),
+    (OutOfMemorySource.DEVICE, "CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
+    (OutOfMemorySource.DEVICE, "XPU out of memory. Tried to allocate 2.00 GiB"),
+    (OutOfMemorySource.DEVICE, "level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"),
+    (OutOfMemorySource.DEVICE, "MPS backend out of memory (MPS allocated: 18.00 GB, other allocations: 96.00 KB)"),
+    (
+        OutOfMemorySource.HOST,
+        "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory",
+    ),
+    (OutOfMemorySource.HOST, "[enforce fail at alloc_cpu.cpp:72] data. DefaultCPUAllocator: not enough memory"),
+    (OutOfMemorySource.HOST, "std::bad_alloc"),
 ]
 
 
@@ -57,10 +60,10 @@ def test_knows_every_library(source, message):
 @pytest.mark.parametrize(
     ("error", "source"),
     [
-        (torch.OutOfMemoryError("in words of a version to come"), OutOfMemorySource.CUDA),
-        (torch.OutOfMemoryError("XPU out of memory. Tried to allocate 2.00 GiB"), OutOfMemorySource.XPU),
-        (MemoryError(), OutOfMemorySource.CPU),
-        (OSError(errno.ENOMEM, "Cannot allocate memory"), OutOfMemorySource.CPU),
+        (torch.OutOfMemoryError("in words of a version to come"), OutOfMemorySource.DEVICE),
+        (torch.OutOfMemoryError("XPU out of memory. Tried to allocate 2.00 GiB"), OutOfMemorySource.DEVICE),
+        (MemoryError(), OutOfMemorySource.HOST),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), OutOfMemorySource.HOST),
     ],
 )
 def test_knows_the_classes(error, source):
@@ -70,7 +73,7 @@ def test_knows_the_classes(error, source):
 def test_a_real_one_on_this_machine():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
-    assert read_out_of_memory(caught.value) is OutOfMemorySource.CPU
+    assert read_out_of_memory(caught.value) is OutOfMemorySource.HOST
 
 
 @pytest.mark.parametrize(
@@ -128,7 +131,7 @@ def test_what_failed_while_another_error_was_handled_does_not_count():
 def test_a_group_and_a_worker_do_not_hide_it():
     assert is_out_of_memory(ExceptionGroup("step", [ValueError("x"), torch.OutOfMemoryError("CUDA out of memory.")]))
     worker = ProcessRaisedException("-- Process 0 terminated\nCUDA out of memory. Tried to allocate", 0, 1)
-    assert read_out_of_memory(worker) is OutOfMemorySource.CUDA
+    assert read_out_of_memory(worker) is OutOfMemorySource.DEVICE
 
 
 def test_the_way_to_the_error_that_says_so():

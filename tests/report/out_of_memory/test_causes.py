@@ -1,11 +1,11 @@
 """Causes by what is known; those that a fit can show are in tests/callbacks/vram_monitor."""
 
 from dataclasses import replace
+from math import nan
 
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
 
 from lightning_vram.memory.device.out_of_memory import (
     FailedRequest,
@@ -13,23 +13,21 @@ from lightning_vram.memory.device.out_of_memory import (
     read_failed_request,
     read_out_of_memory,
 )
-from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.memory.units import GIB, MIB
 from lightning_vram.report.out_of_memory import (
     CAUSES,
     OutOfMemory,
     Place,
-    Remedy,
     Work,
     find_cause,
     grown_bytes_per_batch,
-    is_mostly_loss,
     page,
     summary,
 )
+from lightning_vram.report.plan import Choice
 
 REQUEST = FailedRequest(2 * GIB, 80 * GIB, 1 * GIB, 79 * GIB, None, 77 * GIB, 1 * GIB)
-FOUND = OutOfMemory("", OutOfMemorySource.CUDA, "cuda:0", REQUEST, "train", Place(Work.FORWARD))
+FOUND = OutOfMemory("", OutOfMemorySource.DEVICE, "cuda:0", REQUEST, "train", Place(Work.FORWARD))
 
 
 def test_all_causes_say_what_helps():
@@ -39,7 +37,7 @@ def test_all_causes_say_what_helps():
 
 
 def test_the_host_is_told_from_the_device():
-    on_host = replace(FOUND, source=OutOfMemorySource.CPU)
+    on_host = replace(FOUND, source=OutOfMemorySource.HOST)
     assert find_cause(on_host).title == "the host ran out of memory"
     assert find_cause(replace(on_host, device="cpu")).title.startswith("the batch is too large")
 
@@ -60,7 +58,7 @@ def test_a_host_that_really_runs_out_is_told_from_the_device(allocate, asked_byt
         allocate()
     source = read_out_of_memory(caught.value)
     request = read_failed_request(str(caught.value), torch.device("cpu"))
-    assert (source, request.asked_bytes) == (OutOfMemorySource.CPU, asked_bytes)
+    assert (source, request.asked_bytes) == (OutOfMemorySource.HOST, asked_bytes)
     found = replace(FOUND, source=source, request=request, message=str(caught.value))
     assert page(found).startswith("# Out of memory: the host ran out of memory\n")
 
@@ -112,33 +110,29 @@ def test_a_leak_goes_before_pieces_that_are_too_small():
     assert find_cause(replace(in_pieces, growth=growth)).title.startswith("a memory leak")
 
 
-def test_hidden_states_of_the_size_of_the_logits_are_no_logits():
-    layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(24)))
-    with track_memory(layers) as tracker:
-        F.cross_entropy(layers(torch.randn(512, 64)), torch.zeros(512, dtype=torch.long)).backward()
-    assert not is_mostly_loss(tracker.timeline)
-    head = torch.nn.Linear(64, 4096)
-    with track_memory(head) as tracker:
-        F.cross_entropy(head(torch.randn(512, 64)), torch.zeros(512, dtype=torch.long)).backward()
-    assert is_mostly_loss(tracker.timeline)
+def test_logits_are_told_by_the_function_that_failed():
+    in_loss = replace(FOUND, place=Place(Work.FORWARD, function="cross_entropy"))
+    assert find_cause(in_loss).title == "the logits, and the loss over them"
 
 
 def test_what_fits_comes_into_the_summary_unless_the_cause_is_another():
-    remedy = Remedy("callbacks=[ActivationOffload()]", GIB, GIB, 1.1, "equal to the bit", fits=True)
-    found = replace(FOUND, remedies=(replace(remedy, code="no", fits=False), remedy))
+    rows = (
+        Choice("baseline", 2 * GIB, 1.6, 1.0, "exact", is_plan=False),
+        Choice("`callbacks=[ActivationOffload()]`", GIB, 0.8, 1.1, "lossless", is_plan=True),
+        Choice("`lean`", GIB // 2, 0.4, nan, "approximate", is_plan=False),
+    )
+    found = replace(FOUND, remedies=rows, budget_bytes=5 * GIB // 4)
     assert summary(found).endswith("What helps: `callbacks=[ActivationOffload()]`.")
     leaking = replace(found, growth=tuple((step, GIB * (40 + step)) for step in range(8)))
     assert "ActivationOffload" not in summary(leaking)
-    lean = replace(remedy, code="lean", needed_bytes=GIB // 2, saved_bytes=3 * GIB // 2, time_ratio=None)
-    text = page(replace(leaking, remedies=(remedy, lean), budget_bytes=5 * GIB // 4))
+    text = page(leaking)
     assert text[
         text.index("|  | memory") :
     ].startswith(  # as `plan` has it: the same columns, from the most to the least
         "|  | memory | of budget | step time | results | line to paste |\n"
         "| --- | --- | --- | --- | --- | --- |\n"
         "| 1 | 2.00 GiB | 160.0% | 1.00x | exact | baseline |\n"
-        "| * 2 | 1.00 GiB | 80.0% | 1.10x | equal to the bit | `callbacks=[ActivationOffload()]` |\n"
-        "| 3 | 512.00 MiB | 40.0% | ? | equal to the bit | `lean` |\n\n"
+        "| * 2 | 1.00 GiB | 80.0% | 1.10x | lossless | `callbacks=[ActivationOffload()]` |\n"
+        "| 3 | 512.00 MiB | 40.0% | ? | approximate | `lean` |\n\n"
         "\\* recommended. Estimated "
     )
-    assert "| 1 | 2.00 GiB | ? | 1.00x |" in page(found)
