@@ -49,7 +49,7 @@ from lightning_vram.planner.plan import TracedSteps
 from lightning_vram.planner.remedies import remedies_for
 from lightning_vram.planner.scheme import Exactness, Measured
 from lightning_vram.private_names.torch import tensors_in
-from lightning_vram.report.estimate.pictures import save as save_picture
+from lightning_vram.report.estimate.pictures import picture
 from lightning_vram.report.out_of_memory import OutOfMemory, Place, Remedy, Work, summary, write_page
 from lightning_vram.report.progress import ProgressDisplay
 
@@ -402,7 +402,7 @@ def _write_pictures(trainer: pl.Trainer, folder: Path, stem: str, estimate: Memo
     if estimate is not None and estimate.device.memory_bytes > 1 and find_spec("matplotlib") is not None:
         needed, limit = format_bytes(estimate.needed_bytes), format_bytes(estimate.device.memory_bytes)
         title = f"Out of memory: this step needs {needed}, {estimate.device.name}: {limit}"
-        save_picture(estimate, folder / f"{stem}.png", title)
+        picture(estimate, title).write(folder / f"{stem}.png")
         names.append(f"{stem}.png")
     if trainer.strategy.root_device.type == "cuda" and write_snapshot(folder / f"{stem}.pickle", _named(trainer)):
         names.append(f"{stem}.pickle")

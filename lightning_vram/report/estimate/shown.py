@@ -15,8 +15,7 @@ from typing_extensions import override
 
 from lightning_vram.memory.estimate.result import MemoryEstimate
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.report.drawing import write_plot
-from lightning_vram.report.estimate.pictures import draw, page
+from lightning_vram.report.estimate.pictures import picture
 from lightning_vram.report.estimate.step import (
     COLORS,
     category_rows,
@@ -122,14 +121,14 @@ class ShownEstimate(MemoryEstimate):
         """Draw the memory of the training step by category, with the device's limit.
 
         Args:
-            path: File to write: a picture by matplotlib (``.png``, ``.svg``, ``.pdf``), or an interactive page
+            path: File to write: a picture (``.svg``; ``.png`` and ``.pdf`` by matplotlib), or an interactive page
                 (``.html``) in one file, with tables.
 
         Raises:
             ValueError: If the file has another ending, or no tensor was on the device.
             ModuleNotFoundError: If matplotlib is needed and not installed.
         """
-        write_plot(path, lambda: page(self), lambda: draw(self))
+        picture(self).write(path)
 
 
 def shown(estimate_memory: Callable[_P, MemoryEstimate]) -> Callable[_P, ShownEstimate]:

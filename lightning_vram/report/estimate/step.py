@@ -23,7 +23,6 @@ COLORS = {
     Category.ACTIVATIONS: "#e69f00",
     Category.TEMPORARIES: "#d55e00",
 }
-CONTEXT_COLOR = "#b8bcc2"
 
 
 @dataclass(frozen=True)
