@@ -1,21 +1,17 @@
 """Errors of a command: one line with a hint for a mistake of the user, a traceback for a bug."""
 
-import ast
-import difflib
 import importlib
 import inspect
 import os
 import re
 import sysconfig
 import traceback
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
 
 import lightning
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import OmegaConfBaseException
 
@@ -42,10 +38,6 @@ _UNKNOWN_KEY = re.compile(r"Subcommand '\w+' does not accept option '(?P<name>[\
 _NO_ATTRIBUTE = re.compile(r"[\w.]+: module '(?P<module>[\w.]+)' has no attribute '(?P<name>\w+)'")
 _NO_PATH = re.compile(r"Expected a dot import path string: (?P<name>\w+)")
 _NO_OPTION = re.compile(r"(?P<module>[\w.]+)\.(?P<kind>\w+): Option '(?P<name>\w+)' is not accepted.*")
-_NO_STRATEGY = re.compile(r"You selected an invalid strategy name: `strategy='(?P<name>[^']+)'`")
-_CHOICES = re.compile(r"(?:Expected int; )?(?:Expected a typing\.Literal\[[^]]*\](?:; )?)+, got (?P<value>.*)$")
-_LITERAL = re.compile(r"Literal(\[[^]]*\])")
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass
@@ -107,30 +99,22 @@ def explain(message: str) -> str:
         return line + _unknown_argument(found["name"])
     if found := _UNKNOWN_KEY.match(line):
         return line + _unknown_argument(f"--{found['name']}").replace("--", "")
-    if found := _NO_STRATEGY.match(line):
-        return _unknown_strategy(found["name"])
     line = _NO_ATTRIBUTE.sub(_unknown_name, line)
     line = _NO_PATH.sub(_unknown_class, line)
-    line = _NO_OPTION.sub(_unknown_option, line)
-    return _CHOICES.sub(_unknown_choice, line)
+    return _NO_OPTION.sub(_unknown_option, line)
 
 
 def _unknown_argument(name: str) -> str:
     known = [*FIT_OPTIONS, "--ckpt_path", "--compare_with_baseline"]
     known += (f"--{one}" for command in (ESTIMATE, PLAN) for one in options_of(command))
     known += (f"--trainer.{one}" for one in inspect.signature(pl.Trainer).parameters)
-    last = name.rpartition(".")[2].removeprefix("--")  # a common "--trainer." does not make names alike
-    alike = difflib.get_close_matches(last, (one.rpartition(".")[2].removeprefix("--") for one in known), len(known))
-    hint = did_you_mean(
-        name, (one for one in known if one.rpartition(".")[2].removeprefix("--") in alike and one != name)
-    )
+    by_last = {_last_word(one): one for one in known}  # a common "--trainer." does not make names alike
+    hint = did_you_mean(_last_word(name), by_last, by_last.__getitem__)
     return f".{hint}" if hint else ""
 
 
-def _unknown_strategy(name: str) -> str:
-    known = [*StrategyRegistry.available_strategies(), "auto", "lightning_vram.FSDPOffloadStrategy"]
-    hint = did_you_mean(name, known) or f" Known are {', '.join(known)}."
-    return f"trainer.strategy={name!r} is unknown.{hint}"
+def _last_word(name: str) -> str:
+    return name.rpartition(".")[2].removeprefix("--")
 
 
 def _unknown_name(found: re.Match[str]) -> str:
@@ -148,33 +132,13 @@ def _unknown_class(found: re.Match[str]) -> str:
 
 
 def _unknown_option(found: re.Match[str]) -> str:
-    name, options = found["name"], _options_of(found["module"], found["kind"])
-    if options is None:
-        return f"{found['kind']} has no option {name!r}."
-    listed = f" Its options: {', '.join(options)}." if options else " It has no options."
-    return f"{found['kind']} has no option {name!r}.{did_you_mean(name, options)}{listed}"
-
-
-def _options_of(module: str, name: str) -> list[str] | None:
-    """The arguments of a class, also those it hands on to its bases; ``None`` if it is not a class of a module."""
-    kind = None
-    with suppress(ImportError):
-        kind = getattr(importlib.import_module(module), name, None)
-    if not inspect.isclass(kind):
-        return None
-    options: dict[str, None] = {}
-    for base in inspect.getmro(kind):
-        parameters = inspect.signature(base).parameters.values()
-        options |= {one.name: None for one in parameters if one.kind not in _VARIADIC}
-        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
-            break
-    return list(options)
-
-
-def _unknown_choice(found: re.Match[str]) -> str:
-    known = [str(choice) for text in _LITERAL.findall(found[0]) for choice in ast.literal_eval(text)]
-    listed = ", ".join(dict.fromkeys(known))
-    return f"must be one of {listed}, got {found['value']}.{did_you_mean(found['value'], known)}"
+    name, kind = found["name"], found["kind"]
+    try:
+        parameters = inspect.signature(getattr(importlib.import_module(found["module"]), kind)).parameters.values()
+    except (ImportError, AttributeError):  # a class inside another
+        return f"{kind} has no option {name!r}."
+    options = [one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    return f"{kind} has no option {name!r}.{did_you_mean(name, options)} Its options: {', '.join(options) or 'none'}."
 
 
 _CONFIGURATION = (MisconfigurationException, OmegaConfBaseException)

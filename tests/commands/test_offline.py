@@ -7,7 +7,7 @@ import urllib.request
 import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_vram.commands.dry_run import NoDownloads
+from lightning_vram.commands.dry_run import no_downloads
 
 MESSAGE = (
     r"^estimates download nothing, but this configuration needs something from models\.example\. Download it first, as "
@@ -20,7 +20,7 @@ def fetch() -> None:
 
 
 def test_a_download_is_named():
-    with pytest.raises(MisconfigurationException, match=MESSAGE), NoDownloads():
+    with pytest.raises(MisconfigurationException, match=MESSAGE), no_downloads():
         fetch()
 
 
@@ -35,12 +35,12 @@ def fetch_wrapped() -> None:
 
 
 def test_so_it_is_however_a_library_wraps_the_error():
-    with pytest.raises(MisconfigurationException, match=MESSAGE), NoDownloads():
+    with pytest.raises(MisconfigurationException, match=MESSAGE), no_downloads():
         fetch_wrapped()
 
 
 def test_who_can_do_without_goes_on():
-    with NoDownloads(), contextlib.suppress(OSError):
+    with no_downloads(), contextlib.suppress(OSError):
         fetch()
 
 
@@ -50,12 +50,12 @@ def test_an_error_that_has_nothing_to_do_with_it_stays():
             fetch()
         raise ValueError("another")
 
-    with pytest.raises(ValueError, match="another"), NoDownloads():
+    with pytest.raises(ValueError, match="another"), no_downloads():
         fetch_in_vain()
 
 
 def test_afterwards_addresses_can_be_asked_for_again():
     before = socket.getaddrinfo
-    with contextlib.suppress(MisconfigurationException), NoDownloads():
+    with contextlib.suppress(MisconfigurationException), no_downloads():
         fetch()
     assert socket.getaddrinfo is before

@@ -157,25 +157,21 @@ class _Drawing:
     def _lines(self) -> Iterable[str]:
         """What is reserved and the limit; the words of two close lines stand above both."""
         verdict = "good" if self.estimate.fits else "bad"
+        is_right = self.step.peak < len(self.step.columns) / 2  # away from the words at the peak
+        x, side = (self.right - 8, "end small") if is_right else (LEFT + 8, "small")
         reserved, limit = self._y(self.estimate.reserved_bytes), self._y(limit_bytes(self.estimate))
+        words, name = reserved_line(self.estimate), limit_line(self.estimate)
+        if words:
+            y = limit - _ROW_PIXELS if self.scale.has_limit and 0 <= reserved - limit < _ROW_PIXELS + 6 else reserved
+            yield f'<path class="needed" d="M{LEFT} {reserved:.1f}H{self.right}"/>{text_at(x, y - 6, words, side)}'
         if self.scale.has_limit:
             if not self.estimate.fits:
                 yield rectangle(LEFT, TOP, self.right - LEFT, limit - TOP, "beyond")
-            yield f'<path class="limit {verdict}" d="M{LEFT} {limit:.1f}H{self.right}"/>'
-        words = reserved_line(self.estimate)
-        if words:
-            y = limit - _ROW_PIXELS if self.scale.has_limit and 0 <= reserved - limit < _ROW_PIXELS + 6 else reserved
-            yield f'<path class="needed" d="M{LEFT} {reserved:.1f}H{self.right}"/>'
-            is_right = self.step.peak < len(self.step.columns) / 2  # away from the words at the peak
-            yield text_at(self.right - 8 if is_right else LEFT + 8, y - 6, words, "end small" if is_right else "small")
-        name = limit_line(self.estimate)
-        if self.scale.has_limit:
             y = reserved - _ROW_PIXELS if words and 0 < limit - reserved < _ROW_PIXELS + 6 else limit
-            yield text_at(self.right - 8, y - 6, name, f"end small strong {verdict}")
+            yield f'<path class="limit {verdict}" d="M{LEFT} {limit:.1f}H{self.right}"/>'
+            yield text_at(x, y - 6, name, f"{side} strong {verdict}")
         elif name:
-            yield text_at(
-                self.right - 8, TOP + 18 + _ROW_PIXELS, f"{name} \N{UPWARDS ARROW}", f"end small strong {verdict}"
-            )
+            yield text_at(x, TOP + 18 + _ROW_PIXELS, f"{name} \N{UPWARDS ARROW}", f"{side} strong {verdict}")
 
     def _peak(self) -> Iterable[str]:
         x, y, words = self._x(self.step.peak + 0.5), self._y(self.estimate.peak_bytes), peak_line(self.estimate)
