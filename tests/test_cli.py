@@ -199,7 +199,10 @@ CALLBACK = "lightning_vram.ActivationCheckpointing"
             ["--trainer.max_stepss=3"],
             "unrecognized arguments: --trainer.max_stepss=3. Did you mean --trainer.max_steps?",
         ),
-        (["--trainer.precision=bf17"], "trainer.precision: Expected int; Expected a typing.Literal['transformer-engine'"),
+        (
+            ["--trainer.precision=bf17"],
+            "trainer.precision: Expected int; Expected a typing.Literal['transformer-engine'",
+        ),
         (
             ["--trainer.callbacks+=EmtyCache"],
             "trainer.callbacks: there is no class EmtyCache. Did you mean EmptyCache?",

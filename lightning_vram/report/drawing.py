@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from lightning_vram.memory.units import GIB, KIB, MIB, TIB
-from lightning_vram.report.tables import wrap_name
+from lightning_vram.report.tables import Rows, wrap_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -95,40 +95,20 @@ def check_picture_path(path: Path) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Rows:
-    """A table of text; a single cell is as wide as the table."""
-
-    name: str
-    lines: Sequence[tuple[str, ...]]
-    colors: Sequence[str] = ()  # of the first lines
-    columns: Sequence[str] = ()  # names of all columns but the first
-
-    def html(self) -> str:
-        """Return it for a page."""
-        body = ""
-        for number, line in enumerate(self.lines):
-            square = f'<u style="background:{self.colors[number]}"></u>' if number < len(self.colors) else ""
-            cells = "</td><td>".join(map(escape, line))
-            body += f"<tr><td{' colspan=9' * (len(line) == 1)}>{square}{cells}</td></tr>"
-        heads = "".join(f"<th>{escape(column)}</th>" for column in self.columns)
-        first = f"<th>{escape(self.name)}</th>{heads}" if heads else f'<th colspan="9">{escape(self.name)}</th>'
-        return f"<table><tr>{first}</tr>{body}</table>"
-
-    def draw(self, left: float, y: float, right: float) -> tuple[str, float]:
-        """Return its elements in a picture, and where the next table begins."""
-        drawn = text_at(left, y, self.name, "strong") + _numbers(self.columns, right, y, "end small strong")
-        for number, (first, *others) in enumerate(self.lines):
-            indent = 0
-            if number < len(self.colors):
-                indent = 22
-                drawn += f'<rect x="{left}" y="{y + _LINE - 12}" width="14" height="14" fill="{self.colors[number]}"/>'
-            for words in wrap_name(first, _LETTERS):
-                y += _LINE
-                drawn += text_at(left + indent, y, words, "" if others else "strong")
-            y += _LINE * (bool(others) and len("".join((first, *others))) > _LETTERS)  # else beside the name
-            drawn += _numbers(others, right, y, "end faint")
-        return drawn, y + 2 * _LINE
+def _draw_rows(rows: Rows, left: float, y: float, right: float) -> tuple[str, float]:
+    """Return the elements of a table, and where the next one begins."""
+    drawn = text_at(left, y, rows.name, "strong") + _numbers(rows.columns, right, y, "end small strong")
+    for number, (first, *others) in enumerate(rows.lines):
+        indent = 0
+        if number < len(rows.colors):
+            indent = 22
+            drawn += f'<rect x="{left}" y="{y + _LINE - 12}" width="14" height="14" fill="{rows.colors[number]}"/>'
+        for words in wrap_name(first, _LETTERS):
+            y += _LINE
+            drawn += text_at(left + indent, y, words, "" if others else "strong")
+        y += _LINE * (bool(others) and len("".join((first, *others))) > _LETTERS)  # else beside the name
+        drawn += _numbers(others, right, y, "end faint")
+    return drawn, y + 2 * _LINE
 
 
 def _numbers(cells: Sequence[str], right: float, y: float, kind: str) -> str:
@@ -187,7 +167,7 @@ class Picture:
         """Return a picture that needs nothing else, in light colors."""
         left, y, tables = WIDTHS["wide"] + _GAP, _ABOVE + 6.0, ""
         for rows in self.side:
-            drawn, y = rows.draw(left, y, _WIDTH - _MARGIN)
+            drawn, y = _draw_rows(rows, left, y, _WIDTH - _MARGIN)
             tables += drawn
         lines = [line for note in self.notes for line in wrap_name(note, _NOTE)]
         height = max(_ABOVE + self.height, int(y)) + _LINE * len(lines)

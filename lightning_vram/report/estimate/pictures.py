@@ -8,28 +8,23 @@ from typing import Any
 
 from lightning_vram.memory.estimate.result import MemoryEstimate
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.report.drawing import LETTER, WIDTHS, Picture, Rows, Scale, fill, rectangle, text_at
+from lightning_vram.report.drawing import LETTER, WIDTHS, Picture, Scale, fill, rectangle, text_at
 from lightning_vram.report.estimate.step import (
     COLORS,
     Step,
-    fact_rows,
-    legend_rows,
     limit_bytes,
     limit_line,
-    module_name,
-    module_rows,
-    moment_rows,
     operator_name,
     peak_line,
     peak_sentence,
-    process_rows,
     read_step,
     reserved_line,
     step_scale,
     step_words,
+    tables_of,
     verdict,
 )
-from lightning_vram.report.tables import label
+from lightning_vram.report.tables import Rows, label
 
 HEIGHT, LEFT, TOP, BOTTOM, MARGIN = 480, 56, 30, 440, 8  # of the area in which is drawn; MARGIN is at its right
 _ROW_PIXELS = 19  # of words
@@ -41,16 +36,7 @@ def picture(estimate: MemoryEstimate, title: str = "") -> Picture:
     """Draw an estimate."""
     step, scale = _read(estimate), step_scale(estimate)
     data = json.dumps(_data(step), separators=(",", ":")).replace("<", "\\u003c")  # nothing ends the script
-    facts, process = fact_rows(estimate), process_rows(estimate)
-    modules = [(module_name(fqn), size) for fqn, size in module_rows(estimate, _MAX_MODULES)]
-    tables = [
-        Rows("modules at the peak", _with_share(estimate, modules)),
-        Rows("peak of tensors in each phase", _in_text(moment_rows(estimate))),
-        Rows("the process", _in_text(process)),
-    ]
-    legend = legend_rows(estimate, step)
-    sizes = [*((name, num_bytes) for name, _, num_bytes in legend), ("all", estimate.peak_bytes)]
-    side = [Rows("tensors at the peak", _with_share(estimate, sizes), [color for _, color, _ in legend])]
+    side, tables = tables_of(estimate, _MAX_MODULES)
     return Picture(
         title=title or verdict(estimate),
         is_good=estimate.fits,
@@ -58,8 +44,8 @@ def picture(estimate: MemoryEstimate, title: str = "") -> Picture:
         name=step_words(step),
         height=HEIGHT,
         draw=lambda width: _Drawing(estimate, step, scale, width - MARGIN).elements(),
-        side=[*side, *([Rows("the run", facts)] if facts else [])],
-        tables=tables[: 3 if len(process) > 1 else 2],
+        side=side,
+        tables=tables,
         notes=estimate.notes,
         script=fill("estimate/pointer.html", data=data),
     )
@@ -197,11 +183,3 @@ def _data(step: Step) -> dict[str, Any]:
     ]
     categories = [[label(category), COLORS[category]] for category in step.categories]
     return {"area": [LEFT, TOP, MARGIN, BOTTOM], "categories": categories, "names": list(numbers), "columns": columns}
-
-
-def _with_share(estimate: MemoryEstimate, sizes: Iterable[tuple[str, int]]) -> list[tuple[str, ...]]:
-    return [(name, format_bytes(size), f"{size / estimate.peak_bytes:.0%}") for name, size in sizes]
-
-
-def _in_text(sizes: Iterable[tuple[str, int]]) -> list[tuple[str, ...]]:
-    return [(name, format_bytes(size)) for name, size in sizes]

@@ -1,7 +1,7 @@
 """A step's live bytes in columns, and the text and rows that tables and pictures of an estimate share."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -10,7 +10,7 @@ from lightning_vram.memory.tracking.ledger import HELD
 from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline, Phase
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.report.drawing import NO_LIMIT, Scale, choose_scale
-from lightning_vram.report.tables import label
+from lightning_vram.report.tables import Rows, label
 
 # From the bottom: what stays all along, then what comes and goes. Colours of Okabe and Ito, which people who see
 # fewer colours can distinguish as well; two shades of one hue where two kinds belong together.
@@ -166,17 +166,36 @@ def peak_sentence(estimate: MemoryEstimate) -> str:
     return f"The peak of tensors, {format_bytes(estimate.peak_bytes)}, is in the {label(peak.phase)}, {made}."
 
 
-def legend_rows(estimate: MemoryEstimate, step: Step) -> tuple[tuple[str, str, int], ...]:
-    """Name, colour and bytes at the peak of each area, from the top."""
-    return tuple((label(kind), COLORS[kind], estimate.by_category[kind]) for kind in reversed(step.categories))
+def tables_of(estimate: MemoryEstimate, max_modules: int, max_name: int = 40) -> tuple[list[Rows], list[Rows]]:
+    """Return tables of the tensors at the peak and of the run, and of modules, phases and the process."""
+    kinds = [kind for kind in reversed(COLORS) if kind in _kinds_in(estimate.timeline)]
+    sizes = [*((label(kind), estimate.by_category[kind]) for kind in kinds), ("all", estimate.peak_bytes)]
+    facts, process = _fact_rows(estimate), _process_rows(estimate)
+    modules = [(module_name(fqn, max_name), size) for fqn, size in _module_rows(estimate, max_modules)]
+    return [
+        Rows("tensors at the peak", _with_share(estimate, sizes), [COLORS[kind] for kind in kinds]),
+        *([Rows("the run", facts)] if facts else []),
+    ], [
+        Rows("modules at the peak", _with_share(estimate, modules)),
+        Rows("peak of tensors in each phase", _in_text(_moment_rows(estimate))),
+        *([Rows("the process", _in_text(process))] if len(process) > 1 else []),
+    ]
 
 
-def category_rows(estimate: MemoryEstimate) -> tuple[tuple[Category, int], ...]:
-    """Bytes at the peak of what is alive there."""
-    return tuple((category, num_bytes) for category, num_bytes in estimate.by_category.items() if num_bytes)
+def _kinds_in(timeline: MemoryTimeline) -> set[Category]:
+    return {one.category for one in timeline.allocations if one.device == timeline.device}
 
 
-def module_rows(estimate: MemoryEstimate, max_rows: int) -> tuple[tuple[str, int], ...]:
+def _with_share(estimate: MemoryEstimate, sizes: Iterable[tuple[str, int]]) -> list[tuple[str, ...]]:
+    total = estimate.peak_bytes
+    return [(name, format_bytes(size), f"{size / total:.0%}" if total else "") for name, size in sizes]
+
+
+def _in_text(sizes: Iterable[tuple[str, int]]) -> list[tuple[str, ...]]:
+    return [(name, format_bytes(size)) for name, size in sizes]
+
+
+def _module_rows(estimate: MemoryEstimate, max_rows: int) -> tuple[tuple[str, int], ...]:
     """Bytes at the peak of the modules with the most, by their full names; then those of all others.
 
     Modules of the same size whose names differ in numbers only are one row, with their sum: ``"net.blocks.*.mlp x8"``.
@@ -196,14 +215,14 @@ def module_rows(estimate: MemoryEstimate, max_rows: int) -> tuple[tuple[str, int
     return tuple((name, num_bytes) for name, num_bytes, _ in found)
 
 
-def moment_rows(estimate: MemoryEstimate) -> tuple[tuple[str, int], ...]:
+def _moment_rows(estimate: MemoryEstimate) -> tuple[tuple[str, int], ...]:
     """Most bytes of tensors in each phase of training, and in the other stages."""
     phases = [(label(phase), num_bytes) for phase, num_bytes in estimate.by_phase.items()]
     others = [(name, stage.timeline.peak_bytes) for name, stage in estimate.stages.items() if name != TRAIN]
     return (*phases, *others)
 
 
-def process_rows(estimate: MemoryEstimate) -> tuple[tuple[str, int], ...]:
+def _process_rows(estimate: MemoryEstimate) -> tuple[tuple[str, int], ...]:
     """From what tensors ask for to what the driver gives, as far as these differ: on the host they do not."""
     if estimate.needed_bytes == estimate.peak_bytes:
         return (("requested", estimate.peak_bytes),)
@@ -219,7 +238,7 @@ def process_rows(estimate: MemoryEstimate) -> tuple[tuple[str, int], ...]:
     return tuple((name, num_bytes) for name, num_bytes in rows if num_bytes)
 
 
-def fact_rows(estimate: MemoryEstimate) -> tuple[tuple[str, str], ...]:
+def _fact_rows(estimate: MemoryEstimate) -> tuple[tuple[str, str], ...]:
     """Further facts about the run that are known, a line each."""
     found = [("batch", f"{estimate.batch_size} samples")] if estimate.batch_size else []
     for name, size, unit, refusal in (

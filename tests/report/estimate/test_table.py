@@ -39,8 +39,8 @@ def test_the_answer_is_green_or_red_on_a_terminal():
     "line",
     [
         "The peak of tensors, 760.00 MiB, is in the backward, made by aten.mm in net.embed.",
-        "parameters           100.00 MiB    13%  ━",
-        "activations          300.00 MiB    39%  ━━━╸",
+        "\N{BLACK SQUARE} parameters           100.00 MiB    13%",
+        "\N{BLACK SQUARE} activations          300.00 MiB    39%",
         "all                  760.00 MiB",
         "net.embed           400.00 MiB    53%",
         "optimizer step   450.00 MiB",
