@@ -3,14 +3,12 @@
 import json
 import re
 import shlex
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MethodType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 import yaml  # type: ignore[import-untyped]
@@ -23,16 +21,14 @@ from rich.console import RenderableType
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_vram.commands.errors import is_complete_message, where
+from lightning_vram.commands.errors import PARSER_MODE, CommandParser, is_complete_message, where
 from lightning_vram.commands.options import DOES_NOT_FIT, ESTIMATE, PLAN, PROGRAM, fail, options_of
-from lightning_vram.commands.parser import PARSER_MODE, CommandParser
 from lightning_vram.estimation.estimate import spec_of
 from lightning_vram.memory.estimate.device_spec import DeviceSpec, find_device
 from lightning_vram.memory.estimate.fake_tensors import UntouchedWeights
 from lightning_vram.memory.estimate.result import MemoryEstimate
 from lightning_vram.memory.units import parse_limit
 from lightning_vram.planner.plan import MemoryPlan, PlanError, budget_bytes_of, level_of
-from lightning_vram.private_names.lightning import QuietlySeeded
 from lightning_vram.report.drawing import check_picture_path
 from lightning_vram.report.estimate import ProgressDisplay, ShownEstimate, estimate_memory, estimate_table
 from lightning_vram.report.plan import ShownPlan, choices, plan_memory, plan_table
@@ -86,41 +82,6 @@ def _part(nest: Any, key: Any, name: str) -> Any:
         raise ValueError(f"batch.{name} has no entry for tensor {key!r} of batch.shape, got {nest!r}.") from None
 
 
-@contextmanager
-def no_downloads() -> Iterator[None]:
-    """Refuse connections inside the block; what fails for it there ends in one clear error.
-
-    What can do without (a file that was fetched before) goes on: it sees a machine that is offline.
-    """
-    getaddrinfo = socket.getaddrinfo
-    socket.getaddrinfo = _refuse
-    try:
-        yield
-    except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, _Refusal):  # libraries wrap it in errors of their own
-            cause = cause.__cause__ or cause.__context__
-        if cause is None:
-            raise
-        raise MisconfigurationException(
-            f"estimates download nothing, but this configuration needs something from {cause.host}. Download it "
-            "first, as `lightning-vram fit` does, or leave it out: weights may be random, and --batch.shape "
-            "replaces the data."
-        ) from error
-    finally:
-        socket.getaddrinfo = getaddrinfo
-
-
-class _Refusal(socket.gaierror):
-    def __init__(self, host: str) -> None:
-        super().__init__(socket.EAI_NONAME, f"estimates download nothing: {host} was not contacted")
-        self.host = host
-
-
-def _refuse(host: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    raise _Refusal(host.decode(errors="replace") if isinstance(host, bytes) else str(host))
-
-
 class DryRunCommand(ABC):
     """What is asked of a run, and the answer."""
 
@@ -146,7 +107,7 @@ class DryRunCommand(ABC):
         """Return what is printed; text is printed unchanged."""
 
 
-class DryRunCLI(QuietlySeeded, LightningCLI):
+class DryRunCLI(LightningCLI):
     """Ask instead of fit."""
 
     def __init__(self, command: DryRunCommand, args: Sequence[str]) -> None:
@@ -155,14 +116,13 @@ class DryRunCLI(QuietlySeeded, LightningCLI):
         self._command = command
         self._batch: Any = None
         self._device: str | DeviceSpec = ""
-        with no_downloads():
-            super().__init__(
-                args=list(args),
-                run=False,
-                save_config_callback=None,
-                parser_class=CommandParser,
-                parser_kwargs={"parser_mode": PARSER_MODE, "prog": f"{PROGRAM} {command.name}"},
-            )
+        super().__init__(
+            args=list(args),
+            run=False,
+            save_config_callback=None,
+            parser_class=CommandParser,
+            parser_kwargs={"parser_mode": PARSER_MODE, "prog": f"{PROGRAM} {command.name}"},
+        )
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

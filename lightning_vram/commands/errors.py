@@ -9,14 +9,26 @@ import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import NoReturn
 
 import lightning
 import lightning.pytorch as pl
+from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import OmegaConfBaseException
+from typing_extensions import override
 
 import lightning_vram
-from lightning_vram.commands.options import DEBUG_VARIABLE, ESTIMATE, FIT_OPTIONS, PLAN, did_you_mean, options_of
+from lightning_vram.commands.options import (
+    DEBUG_VARIABLE,
+    ESTIMATE,
+    FIT_OPTIONS,
+    PLAN,
+    did_you_mean,
+    fail,
+    is_debugging,
+    options_of,
+)
 from lightning_vram.core.ranks import CheckpointError
 
 _KEY = re.compile(r'Parser key "(?P<key>[^"]+)":\s*(?P<rest>.*)')
@@ -197,3 +209,16 @@ def place_of(error: BaseException | None) -> str:
 def _raised_in(error: Exception) -> str:
     stack = traceback.extract_tb(error.__traceback__)
     return stack[-1].filename if stack else ""
+
+
+PARSER_MODE = "omegaconf+"
+
+
+class CommandParser(LightningArgumentParser):
+    """Reports what is wrong in one line."""
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error or is_debugging():
+            super().error(message, ex)
+        fail(explain(message) + (where(ex) if place_of(ex) else ""))

@@ -198,21 +198,14 @@ _NAMESPACES = frozenset({"aten", "prim", "prims", "profiler", "c10d", "_c10d_fun
 _AUTOCAST_KEYS = [key for name, key in DispatchKey.__members__.items() if name.startswith("Autocast")]
 
 
-def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Call an operator from ``__torch_dispatch__`` of a mode."""
+def run_operator(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Call an operator from ``__torch_dispatch__`` of a mode, with its arguments."""
     if not _may_cast_inside(func):
         return func(*args, **kwargs) if kwargs else func(*args)
     with ExitStack() as stack:
         for device_type, dtype in _autocast_of_caller(args, kwargs).items():
             stack.enter_context(torch.autocast(device_type, dtype))
         return func(*args, **(kwargs or {}))
-
-
-def run_operator(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """:func:`call_operator`, with the arguments of ``__torch_dispatch__``."""
-    if not _may_cast_inside(func):
-        return func(*args, **kwargs) if kwargs else func(*args)
-    return call_operator(func, args, kwargs)
 
 
 @cache

@@ -4,7 +4,6 @@ import copy
 import functools
 import json
 import sys
-import urllib.request
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -165,14 +164,8 @@ def test_a_strategy_is_refused_as_by_fit(capsys):
     assert fail([QUICKSTART, *DEVICE, "--devices=0"], capsys) == "--devices must be at least 1, got 0."
 
 
-@pytest.mark.parametrize("seed", [[], ["--seed_everything=true"]])
-def test_a_mistake_is_the_only_line(seed, capsys):
-    with pytest.raises(SystemExit):
-        main(["estimate", QUICKSTART, *seed, "--device=rtx9999"])
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1  # no "Seed set to 1" before it
-    assert "Did you mean RTX 5090, RTX 4090, " in err
+def test_a_mistake_is_one_line(capsys):
+    assert "Did you mean RTX 5090, RTX 4090, " in fail([QUICKSTART, "--device=rtx9999"], capsys)
 
 
 def test_a_device_can_be_described(asked):
@@ -227,12 +220,6 @@ def test_a_large_model_is_made_without_its_memory(asked):
     assert resident_bytes() - before < 2**28
 
 
-class Downloads(WithData):
-    def __init__(self) -> None:
-        super().__init__()
-        urllib.request.urlopen("http://models.example/weights")
-
-
 SHAPE = [QUICKSTART, *DEVICE, "--batch.shape"]
 
 
@@ -244,12 +231,6 @@ SHAPE = [QUICKSTART, *DEVICE, "--batch.shape"]
             [f"--model={path_of(WithoutData)}", *DEVICE],
             "there is no batch: name a datamodule (--data), or give shapes, such as --batch.shape "
             "'[8, 3, 224, 224]', with --batch.dtype and, for integers, --batch.high.",
-        ),
-        (
-            [f"--model={path_of(Downloads)}", *DEVICE],
-            "estimates download nothing, but this configuration needs something from models.example. Download it "
-            "first, as `lightning-vram fit` does, or leave it out: weights may be random, and --batch.shape replaces "
-            "the data.",
         ),
         ([*SHAPE, "[8, 0]"], "batch.shape must be whole numbers of at least 1, got [8, 0]."),
         ([*SHAPE, "[8]", "--batch.high=0"], "batch.high must be a whole number of at least 1, got 0."),
