@@ -30,8 +30,9 @@ from lightning_vram.memory.estimate.result import MemoryEstimate
 from lightning_vram.memory.units import parse_limit
 from lightning_vram.planner.plan import MemoryPlan, PlanError, budget_bytes_of, level_of
 from lightning_vram.report.drawing import check_picture_path
-from lightning_vram.report.estimate import ProgressDisplay, ShownEstimate, estimate_memory, estimate_table
+from lightning_vram.report.estimate import ShownEstimate, estimate_memory, estimate_table
 from lightning_vram.report.plan import ShownPlan, choices, plan_memory, plan_table
+from lightning_vram.report.progress import ProgressDisplay
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
 

@@ -28,7 +28,8 @@ from lightning_vram.memory.device.accelerators import configure_allocator, empty
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 from lightning_vram.precision import LeanMixedPrecision
 from lightning_vram.private_names.lightning import method_arguments, read_argument
-from lightning_vram.report.comparison import FitResult, comparison_table, write_step
+from lightning_vram.report.comparison import FitResult, comparison_table
+from lightning_vram.report.estimate import write_step
 from lightning_vram.startup import let_through
 from lightning_vram.strategies.fsdp_offload import STRATEGY_NAMES
 from lightning_vram.techniques.sharded_checkpoints import read_values

@@ -1,38 +1,16 @@
 """The same fit with and without what saves memory: did it fit, is it still right, how much slower."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from rich.table import Table
 from torch import Tensor
 
 from lightning_vram.memory.device.measurement import Measurement
-from lightning_vram.memory.estimate.device_spec import DeviceSpec
-from lightning_vram.memory.estimate.result import TRAIN, MemoryEstimate, StageEstimate
-from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline
+from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.report.drawing import NO_LIMIT
-from lightning_vram.report.estimate.pictures import picture
 from lightning_vram.report.tables import NOT_KNOWN, add_names, add_numbers, format_seconds, label
-
-
-def as_estimate(timeline: MemoryTimeline, limit_bytes: int | None = None, limit_name: str = "limit") -> MemoryEstimate:
-    """Return a tracked step in the form of an estimate, with a line to draw at ``limit_bytes``; ``None``: no line."""
-    stage = StageEstimate(timeline, *[timeline.peak_bytes] * 3)
-    device = DeviceSpec(limit_name, NO_LIMIT if limit_bytes is None else limit_bytes)
-    return MemoryEstimate(device, {TRAIN: stage}, batch_size=0)
-
-
-def write_step(timeline: MemoryTimeline, budget_bytes: int | None, batch_size: int, path: Path) -> None:
-    """Write a page with the live bytes of a step, stacked, under its budget. A ``batch_size`` of 0 is unknown."""
-    estimate = replace(as_estimate(timeline, budget_bytes, "budget"), batch_size=batch_size)
-    title = f"Peak of the training step: {format_bytes(timeline.peak_bytes)}"
-    if budget_bytes is not None:
-        title += f", {'within' if estimate.fits else 'above'} the budget of {format_bytes(budget_bytes)}"
-    picture(estimate, title).write(path)
-
 
 OUT_OF_MEMORY = "out of memory"
 

@@ -244,7 +244,8 @@ def _add_elements(axes: "Axes", parent: ElementTree.Element, x: float, y: float)
 def _add_text(axes: "Axes", element: ElementTree.Element, place: Any) -> None:
     style = _style_of(element)
     axes.text(
-        *(float(element.attrib[name]) for name in ("x", "y")),
+        float(element.attrib["x"]),
+        float(element.attrib["y"]),
         element.text or "",
         transform=place,
         color=style["fill"],

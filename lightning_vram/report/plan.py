@@ -1,12 +1,10 @@
 """A plan as people see it: a table, a picture."""
 
-import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import isnan
-from typing import ParamSpec
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -21,7 +19,6 @@ from lightning_vram.planner.scheme import Measured
 from lightning_vram.report.drawing import (
     Box,
     Picture,
-    Rows,
     Spot,
     box_around,
     lines_between,
@@ -33,8 +30,8 @@ from lightning_vram.report.drawing import (
     text_at,
     unit_of,
 )
-from lightning_vram.report.progress import shows_progress
-from lightning_vram.report.tables import Name, add_names, add_numbers, as_text, literal, plain_table
+from lightning_vram.report.progress import shown, shows_progress
+from lightning_vram.report.tables import Name, Rows, add_names, add_numbers, as_text, literal, plain_table
 
 TIMES = "step time relative to baseline (modelled)"
 DOTS = "other configurations"
@@ -280,9 +277,6 @@ def _ticks(low: float, high: float, most: int) -> Iterator[tuple[float, str]]:
         yield number * step, f"{number * step:g}"
 
 
-_P = ParamSpec("_P")
-
-
 @dataclass(frozen=True)
 class ShownPlan(MemoryPlan):
     """A :class:`MemoryPlan` whose ``str`` is a table, and which draws itself."""
@@ -305,15 +299,4 @@ class ShownPlan(MemoryPlan):
         picture(self).write(path)
 
 
-def shown(plan_memory: Callable[_P, MemoryPlan]) -> Callable[_P, ShownPlan]:
-    """Let a function that plans return what can be printed and drawn."""
-
-    @functools.wraps(plan_memory)
-    def plan_and_show(*args: _P.args, **kwargs: _P.kwargs) -> ShownPlan:
-        plan = plan_memory(*args, **kwargs)
-        return ShownPlan(**{field.name: getattr(plan, field.name) for field in fields(plan)})
-
-    return plan_and_show
-
-
-plan_memory = shown(shows_progress(_plan_memory))
+plan_memory = shown(shows_progress(_plan_memory), ShownPlan)

@@ -1,9 +1,10 @@
-"""What a running estimate is doing: a line per stage, on a terminal only."""
+"""What a running estimate is doing, a line per stage, on a terminal only; and its results as people see them."""
 
 import functools
 from collections.abc import Callable
+from dataclasses import fields
 from types import TracebackType
-from typing import ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import lightning.pytorch as pl
 from rich.console import Console
@@ -73,5 +74,16 @@ def shows_progress(work: Callable[_P, _Result]) -> Callable[_P, _Result]:
             return work(*args, **kwargs)
         with ProgressDisplay() as kwargs["on_progress"]:
             return work(*args, **kwargs)
+
+    return work_and_show
+
+
+def shown(work: Callable[_P, Any], kind: type[_Result]) -> Callable[_P, _Result]:
+    """Let a function return ``kind``, a dataclass derived from that of its results, which can be printed and drawn."""
+
+    @functools.wraps(work)
+    def work_and_show(*args: _P.args, **kwargs: _P.kwargs) -> _Result:
+        found = work(*args, **kwargs)
+        return kind(**{field.name: getattr(found, field.name) for field in fields(found)})
 
     return work_and_show

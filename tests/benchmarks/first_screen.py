@@ -15,8 +15,7 @@ from lightning_vram import ActivationCheckpointing, ActivationOffload, EarlyRele
 from lightning_vram.demos import ByteGPT
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.report.drawing import Picture
-from lightning_vram.report.estimate import ShownEstimate
-from lightning_vram.report.estimate.pictures import side_by_side
+from lightning_vram.report.estimate import ShownEstimate, side_by_side
 
 ROOT = Path(__file__).parents[2]
 BEFORE_AFTER = ROOT / "examples" / "first_screen.png"

@@ -6,8 +6,7 @@ from support.pages import ROOT
 from torch import nn
 
 from lightning_vram import track_memory
-from lightning_vram.report.comparison import as_estimate
-from lightning_vram.report.estimate.pictures import picture, side_by_side
+from lightning_vram.report.estimate import as_estimate, picture, side_by_side
 
 
 def test_a_tracked_step_is_held_against_a_limit():

@@ -36,9 +36,8 @@ from lightning_vram.memory.tracking.timeline import MemoryTimeline, Phase
 from lightning_vram.memory.tracking.tracker import MemoryProbe
 from lightning_vram.memory.units import format_bytes, parse_bytes
 from lightning_vram.private_names.dispatcher import is_compiled
-from lightning_vram.report.comparison import as_estimate
 from lightning_vram.report.drawing import check_picture_path
-from lightning_vram.report.estimate.pictures import side_by_side
+from lightning_vram.report.estimate import as_estimate, side_by_side
 
 
 class Readings:

@@ -49,7 +49,7 @@ from lightning_vram.planner.plan import TracedSteps
 from lightning_vram.planner.remedies import remedies_for
 from lightning_vram.planner.scheme import Exactness, Measured
 from lightning_vram.private_names.torch import tensors_in
-from lightning_vram.report.estimate.pictures import picture
+from lightning_vram.report.estimate import picture
 from lightning_vram.report.out_of_memory import OutOfMemory, Place, Remedy, Work, summary, write_page
 from lightning_vram.report.progress import ProgressDisplay
 

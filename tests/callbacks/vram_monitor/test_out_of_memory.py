@@ -22,9 +22,8 @@ from lightning_vram.callbacks.vram_monitor.out_of_memory import LastBatches
 from lightning_vram.demos import ByteGPT
 from lightning_vram.memory.units import MIB, format_bytes
 from lightning_vram.private_names.dispatcher import FakeTensor
-from lightning_vram.report.estimate import ProgressDisplay
-from lightning_vram.report.estimate.pictures import picture
-from lightning_vram.report.estimate.step import limit_line
+from lightning_vram.report.estimate import limit_line, picture
+from lightning_vram.report.progress import ProgressDisplay
 
 
 def cuda_message(asked=20, total=80, free=1, process=79, allocated=70, cached=4):

@@ -11,9 +11,7 @@ from support.estimates import GIB, MIB, allocation, estimate_of, timeline_of, tr
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.tracking.timeline import Category, Phase
 from lightning_vram.report.drawing import as_figure
-from lightning_vram.report.estimate.pictures import picture, side_by_side
-from lightning_vram.report.estimate.shown import ShownEstimate
-from lightning_vram.report.estimate.step import COLORS
+from lightning_vram.report.estimate import COLORS, ShownEstimate, picture, side_by_side
 
 pytest.importorskip("matplotlib", reason="the extra plots")
 from matplotlib import colors, image

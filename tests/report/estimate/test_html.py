@@ -12,8 +12,7 @@ from support.estimates import GIB, MIB, allocation, estimate_of, timeline_of
 
 from lightning_vram.memory.tracking.timeline import Category, Phase
 from lightning_vram.report.drawing import WIDTHS
-from lightning_vram.report.estimate.pictures import BOTTOM, HEIGHT, LEFT, MARGIN, TOP, picture
-from lightning_vram.report.estimate.step import COLORS, step_scale
+from lightning_vram.report.estimate import BOTTOM, COLORS, HEIGHT, LEFT, MARGIN, TOP, picture, step_scale
 
 RIGHT = WIDTHS["wide"] - MARGIN
 
