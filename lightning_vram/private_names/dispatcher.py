@@ -42,24 +42,10 @@ from typing_extensions import override
 
 from lightning_vram.private_names.torch import is_compiled_by_lightning, tree_leaves
 
-__all__ = [
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "HigherOrderOperator",
-    "OpOverload",
-    "OpOverloadPacket",
-    "OptimizedModule",
-    "TorchDispatchMode",
-    "UnsupportedOperatorException",
-    "current_dispatch_mode",
-    "current_dispatch_modes",
-    "detect_fake_mode",
-    "is_traceable_wrapper_subclass",
-    "is_traceable_wrapper_subclass_type",
-    "without_modes",
-]
+__all__ = ["FakeTensor", "FakeTensorMode", "detect_fake_mode", "is_traceable_wrapper_subclass"]
+__all__ += ["DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException"]
+__all__ += ["HigherOrderOperator", "OpOverload", "OpOverloadPacket", "OptimizedModule", "TorchDispatchMode"]
+__all__ += ["current_dispatch_mode", "current_dispatch_modes", "is_traceable_wrapper_subclass_type", "without_modes"]
 
 DispatchKey = torch._C.DispatchKey
 UNKNOWN_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)

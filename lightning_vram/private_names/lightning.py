@@ -81,9 +81,10 @@ MAKE_ZERO_GRAD = "_make_zero_grad_fn"
 OPTIMIZER_STEP = "_optimizer_step"
 
 
-def make_step(loop: AutomaticOptimization, kwargs: OrderedDict[str, Any]) -> Callable[[], ClosureResult]:
-    """Return a function that calls ``training_step`` with ``kwargs``."""
-    return loop._make_step_fn(kwargs)
+make_step: Callable[[AutomaticOptimization, OrderedDict[str, Any]], Callable[[], ClosureResult]] = (
+    AutomaticOptimization._make_step_fn
+)
+"""Return a function that calls ``training_step`` with these arguments."""
 
 
 def make_backward(loop: AutomaticOptimization, optimizer: Optimizer) -> Callable[[Tensor], None] | None:
@@ -114,11 +115,8 @@ is_accumulating: Callable[[_TrainingEpochLoop], bool] = methodcaller("_should_ac
 """Whether no optimizer step follows the current batch."""
 
 
-def validation_follows(loop: _TrainingEpochLoop, fetcher: Any) -> bool:
-    """Whether validation follows the current batch."""
-    return loop._should_check_val_fx(fetcher)
-
-
+validation_follows: Callable[[_TrainingEpochLoop, Any], bool] = _TrainingEpochLoop._should_check_val_fx
+"""Whether validation follows the current batch, of a fetcher."""
 training_data: Callable[[_FitLoop], CombinedLoader | None] = attrgetter("_combined_loader")
 """Return the training loaders; ``None`` before they are set up."""
 training_source: Callable[[pl.Trainer], Any] = attrgetter("fit_loop._data_source.instance")
@@ -251,11 +249,8 @@ make_script_launcher: Callable[[ClusterEnvironment, int, int], ScriptLauncher] =
 """Return a launcher that starts the script again for each other device of this node."""
 
 
-def reduce_over_ranks(tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
-    """Reduce a tensor over connected ranks, if any."""
-    return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-
-
+reduce_over_ranks: Callable[[Tensor, Any, Any], Tensor] = _sync_ddp_if_available
+"""Reduce a tensor over connected ranks, if any, by an operation."""
 ddp_arguments: Callable[[DDPStrategy], dict[str, Any]] = attrgetter("_ddp_kwargs")
 """Return the arguments of DDP, without the module."""
 
@@ -303,11 +298,8 @@ def is_searching_rate(callbacks: Iterable[Callback]) -> bool:
     return any(isinstance(callback, _LRCallback) for callback in callbacks)
 
 
-def last_checkpoints(callback: ModelCheckpoint, trainer: pl.Trainer) -> set[str]:
-    """Return the paths of the files that ``save_last=True`` wrote."""
-    return callback._find_last_checkpoints(trainer)
-
-
+last_checkpoints: Callable[[ModelCheckpoint, pl.Trainer], set[str]] = ModelCheckpoint._find_last_checkpoints
+"""Return the paths of the files that ``save_last=True`` wrote."""
 average_of: Callable[[WeightAveraging], AveragedModel | None] = attrgetter("_average_model")
 """Return the average; ``None`` before the first fit."""
 

@@ -32,23 +32,9 @@ from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-__all__ = [
-    "BatchNormBase",
-    "ConvBase",
-    "IncompatibleKeys",
-    "InstanceNormBase",
-    "LossBase",
-    "NormBase",
-    "StopRecomputation",
-    "bind_threads",
-    "tree_flatten",
-    "tree_is_leaf",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-    "tree_unflatten",
-]
-
+__all__ = ["BatchNormBase", "ConvBase", "IncompatibleKeys", "InstanceNormBase", "LossBase", "NormBase"]
+__all__ += ["tree_flatten", "tree_is_leaf", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten"]
+__all__ += ["StopRecomputation", "bind_threads"]
 
 _LEAVES = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout})
 

@@ -83,6 +83,11 @@ class Step:
     num_events: int  # that the columns stand for
 
     @property
+    def words(self) -> str:
+        """What the axis of time counts."""
+        return f"one training step: {self.num_events:,} allocations and frees"
+
+    @property
     def categories(self) -> tuple[Category, ...]:
         """Those that are ever alive, from the bottom."""
         return tuple(kind for kind in COLORS if any(column.by_category[kind] for column in self.columns))
@@ -166,16 +171,6 @@ def reserved_line(estimate: MemoryEstimate) -> str:
     """What the allocator takes, as text; empty if that is the peak of tensors, as where there is no allocator."""
     is_more = estimate.reserved_bytes > estimate.peak_bytes
     return f"reserved {format_bytes(estimate.reserved_bytes)}" if is_more else ""
-
-
-def step_words(step: Step) -> str:
-    """What the axis of time counts."""
-    return f"one training step: {step.num_events:,} allocations and frees"
-
-
-def peak_line(estimate: MemoryEstimate) -> str:
-    """How high the peak is."""
-    return f"peak of tensors {format_bytes(estimate.peak_bytes)}"
 
 
 def peak_sentence(estimate: MemoryEstimate) -> str:
@@ -293,7 +288,7 @@ def picture(estimate: MemoryEstimate, title: str = "") -> Picture:
         title=title or verdict(estimate),
         is_good=estimate.fits,
         lead=peak_sentence(estimate),
-        name=step_words(step),
+        name=step.words,
         height=HEIGHT,
         draw=lambda width: _Drawing(estimate, step, scale, width - MARGIN).elements(),
         side=side,
@@ -346,7 +341,7 @@ class _Drawing:
         yield from self._areas()
         yield from self._lines()
         yield from self._peak()
-        yield text_at((LEFT + self.right) / 2, BOTTOM + 26, step_words(self.step), "middle faint small")
+        yield text_at((LEFT + self.right) / 2, BOTTOM + 26, self.step.words, "middle faint small")
 
     def _x(self, column: float) -> float:
         return LEFT + column / len(self.step.columns) * (self.right - LEFT)
@@ -412,7 +407,11 @@ class _Drawing:
             yield text_at(x, TOP + 18 + _ROW_PIXELS, f"{name} \N{UPWARDS ARROW}", f"{side} strong {verdict}")
 
     def _peak(self) -> Iterable[str]:
-        x, y, words = self._x(self.step.peak + 0.5), self._y(self.estimate.peak_bytes), peak_line(self.estimate)
+        x, y, words = (
+            self._x(self.step.peak + 0.5),
+            self._y(self.estimate.peak_bytes),
+            f"peak of tensors {format_bytes(self.estimate.peak_bytes)}",
+        )
         half = LETTER * len(words) / 2
         middle = min(max(x, LEFT + half), self.right - half)
         yield f'<path class="pointer" d="M{x:.1f} {y:.1f}V{TOP + 22}"/>'
