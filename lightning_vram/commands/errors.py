@@ -18,7 +18,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
-import lightning_vram
 from lightning_vram.commands.options import (
     DEBUG_VARIABLE,
     ESTIMATE,
@@ -47,8 +46,6 @@ _MAX_LINE = 1000
 _REQUIRED = re.compile(r"the following arguments are required: (?:\w+\.)?(?P<name>\w+)$")
 _UNKNOWN_ARGUMENT = re.compile(r"unrecognized arguments: (?P<name>[^\s=]+)")
 _UNKNOWN_KEY = re.compile(r"Subcommand '\w+' does not accept option '(?P<name>[\w.]+)'")
-_NO_ATTRIBUTE = re.compile(r"[\w.]+: module '(?P<module>[\w.]+)' has no attribute '(?P<name>\w+)'")
-_NO_PATH = re.compile(r"Expected a dot import path string: (?P<name>\w+)")
 _NO_OPTION = re.compile(r"(?P<module>[\w.]+)\.(?P<kind>\w+): Option '(?P<name>\w+)' is not accepted.*")
 
 
@@ -111,8 +108,6 @@ def explain(message: str) -> str:
         return line + _unknown_argument(found["name"])
     if found := _UNKNOWN_KEY.match(line):
         return line + _unknown_argument(f"--{found['name']}").replace("--", "")
-    line = _NO_ATTRIBUTE.sub(_unknown_name, line)
-    line = _NO_PATH.sub(_unknown_class, line)
     return _NO_OPTION.sub(_unknown_option, line)
 
 
@@ -127,20 +122,6 @@ def _unknown_argument(name: str) -> str:
 
 def _last_word(name: str) -> str:
     return name.rpartition(".")[2].removeprefix("--")
-
-
-def _unknown_name(found: re.Match[str]) -> str:
-    module = importlib.import_module(found["module"])
-    known = getattr(module, "__all__", None) or [name for name in dir(module) if not name.startswith("_")]
-    hint = did_you_mean(found["name"], known, lambda name: f"{found['module']}.{name}")
-    return f"there is no {found['module']}.{found['name']}.{hint}"
-
-
-def _unknown_class(found: re.Match[str]) -> str:
-    """A name without a module: of a class that was imported, such as all of this package and of Lightning."""
-    known = (*lightning_vram.__all__, *pl.callbacks.__all__, *pl.loggers.__all__, *pl.strategies.__all__)
-    hint = did_you_mean(found["name"], known) or " Give its path, such as package.module.Class."
-    return f"there is no class {found['name']}.{hint}"
 
 
 def _unknown_option(found: re.Match[str]) -> str:

@@ -81,10 +81,9 @@ MAKE_ZERO_GRAD = "_make_zero_grad_fn"
 OPTIMIZER_STEP = "_optimizer_step"
 
 
-make_step: Callable[[AutomaticOptimization, OrderedDict[str, Any]], Callable[[], ClosureResult]] = (
-    AutomaticOptimization._make_step_fn
-)
-"""Return a function that calls ``training_step`` with these arguments."""
+def make_step(loop: AutomaticOptimization, kwargs: OrderedDict[str, Any]) -> Callable[[], ClosureResult]:
+    """Return a function that calls ``training_step`` with ``kwargs``."""
+    return loop._make_step_fn(kwargs)
 
 
 def make_backward(loop: AutomaticOptimization, optimizer: Optimizer) -> Callable[[Tensor], None] | None:
@@ -115,8 +114,11 @@ is_accumulating: Callable[[_TrainingEpochLoop], bool] = methodcaller("_should_ac
 """Whether no optimizer step follows the current batch."""
 
 
-validation_follows: Callable[[_TrainingEpochLoop, Any], bool] = _TrainingEpochLoop._should_check_val_fx
-"""Whether validation follows the current batch, of a fetcher."""
+def validation_follows(loop: _TrainingEpochLoop, fetcher: Any) -> bool:
+    """Whether validation follows the current batch."""
+    return loop._should_check_val_fx(fetcher)
+
+
 training_data: Callable[[_FitLoop], CombinedLoader | None] = attrgetter("_combined_loader")
 """Return the training loaders; ``None`` before they are set up."""
 training_source: Callable[[pl.Trainer], Any] = attrgetter("fit_loop._data_source.instance")
@@ -298,8 +300,11 @@ def is_searching_rate(callbacks: Iterable[Callback]) -> bool:
     return any(isinstance(callback, _LRCallback) for callback in callbacks)
 
 
-last_checkpoints: Callable[[ModelCheckpoint, pl.Trainer], set[str]] = ModelCheckpoint._find_last_checkpoints
-"""Return the paths of the files that ``save_last=True`` wrote."""
+def last_checkpoints(callback: ModelCheckpoint, trainer: pl.Trainer) -> set[str]:
+    """Return the paths of the files that ``save_last=True`` wrote."""
+    return callback._find_last_checkpoints(trainer)
+
+
 average_of: Callable[[WeightAveraging], AveragedModel | None] = attrgetter("_average_model")
 """Return the average; ``None`` before the first fit."""
 

@@ -91,11 +91,6 @@ storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """Return the identity of a storage; another may have it later."""
 
 
-def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Whether hooks wait for the gradient of ``tensor``."""
-    return bool(tensor._backward_hooks)
-
-
 def has_accumulation_hooks(parameter: Tensor) -> bool:
     """Whether hooks wait for the gradient to be accumulated in ``parameter``, but those with ``only_tells``."""
     hooks = parameter._post_accumulate_grad_hooks or {}
@@ -118,11 +113,6 @@ local_shard_of: Callable[[Any], Tensor] = attrgetter("_local_tensor")
 
 free_pinned_memory: Callable[[], None] = getattr(torch._C, "_host_emptyCache", lambda: None)
 """Free the pinned memory that torch caches."""
-
-
-def is_hooked(tensor: Tensor) -> bool:
-    """Whether a leaf has hooks on its gradient, or on its accumulation."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def accumulation_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
