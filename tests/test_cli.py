@@ -86,8 +86,8 @@ def test_the_quickstart_shows_plain_against_packed(capsys):
     assert "Final weights equal: yes, bit-exact." in out
     assert "quickstart/step.html: picture of the step with lightning_vram." in out
     page = Path("quickstart/step.html").read_text()
-    assert "within the budget of 420.00 KiB</h1>" in page
-    assert "<td>batch</td><td>2 samples</td>" in page
+    assert "KiB, within the limit</h1>" in page
+    assert "limit 420.00 KiB" in page
     stages = [m.stage for m in read_measurements("quickstart/vram.jsonl")]
     assert stages == ["train", "train", "train", "validate"]
     main(["report", "quickstart/vram.jsonl"])

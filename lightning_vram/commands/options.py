@@ -51,7 +51,6 @@ def did_you_mean(word: str, known: Iterable[str], write: Callable[[str], str] = 
 
 
 ESTIMATE, PLAN = "estimate", "plan"
-FIT_COMMANDS = ("fit", "validate", "test", "predict")
 COMMANDS = {
     "fit": "train with any LightningModule; takes the files and arguments of LightningCLI",
     "validate": "run the validation loop",

@@ -23,13 +23,12 @@ from lightning_vram.callbacks.slurm_requeue import SlurmJob, SlurmRequeue, check
 from lightning_vram.callbacks.vram_monitor import VRAMMonitor
 from lightning_vram.commands.dry_run import DryRunCLI, DryRunCommand, EstimateCommand, PlanCommand
 from lightning_vram.commands.errors import PARSER_MODE, CommandParser, is_mistake_of_user, one_line
-from lightning_vram.commands.options import ESTIMATE, FIT_COMMANDS, PLAN, PROGRAM, fail, is_debugging
+from lightning_vram.commands.options import ESTIMATE, PLAN, PROGRAM, fail, is_debugging
 from lightning_vram.memory.device.accelerators import configure_allocator, empty_cache
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 from lightning_vram.precision import LeanMixedPrecision
 from lightning_vram.private_names.lightning import method_arguments, read_argument
 from lightning_vram.report.comparison import FitResult, comparison_table
-from lightning_vram.report.estimate import write_step
 from lightning_vram.startup import let_through
 from lightning_vram.strategies.fsdp_offload import STRATEGY_NAMES
 from lightning_vram.techniques.sharded_checkpoints import read_values
@@ -62,11 +61,6 @@ class VRAMCLI(LightningCLI):
             save_config_kwargs={"overwrite": True},
             **kwargs,
         )
-
-    @staticmethod
-    @override
-    def subcommands() -> dict[str, set[str]]:
-        return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name in FIT_COMMANDS}
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -185,9 +179,8 @@ def _draw_step(cli: LightningCLI) -> Path | None:
     if monitor is None or monitor.path is None or monitor.timeline is None or cli.trainer.global_rank:
         return None
     auto = next((callback for callback in cli.trainer.callbacks if isinstance(callback, AutoVRAM)), None)  # type: ignore[attr-defined]
-    batch_size = getattr(cli.trainer.train_dataloader, "batch_size", None)  # a loader of several has none
     path = Path(cli.trainer.log_dir or ".") / "step.html"
-    write_step(monitor.timeline, None if auto is None else auto.budget_bytes, batch_size or 0, path)
+    monitor.plot(path, limit=None if auto is None else auto.budget_bytes)
     return path
 
 

@@ -4,9 +4,8 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from rich.columns import Columns
@@ -436,20 +435,11 @@ def _data(step: Step) -> dict[str, Any]:
     return {"area": [LEFT, TOP, MARGIN, BOTTOM], "categories": categories, "names": list(numbers), "columns": columns}
 
 
-def as_estimate(timeline: MemoryTimeline, limit_bytes: int | None = None, limit_name: str = "limit") -> MemoryEstimate:
+def as_estimate(timeline: MemoryTimeline, limit_bytes: int | None) -> MemoryEstimate:
     """Return a tracked step in the form of an estimate, with a line to draw at ``limit_bytes``; ``None``: no line."""
     stage = StageEstimate(timeline, *[timeline.peak_bytes] * 3)
-    device = DeviceSpec(limit_name, NO_LIMIT if limit_bytes is None else limit_bytes)
+    device = DeviceSpec("limit", NO_LIMIT if limit_bytes is None else limit_bytes)
     return MemoryEstimate(device, {TRAIN: stage}, batch_size=0)
-
-
-def write_step(timeline: MemoryTimeline, budget_bytes: int | None, batch_size: int, path: Path) -> None:
-    """Write a page with the live bytes of a step, stacked, under its budget. A ``batch_size`` of 0 is unknown."""
-    estimate = replace(as_estimate(timeline, budget_bytes, "budget"), batch_size=batch_size)
-    title = f"Peak of the training step: {format_bytes(timeline.peak_bytes)}"
-    if budget_bytes is not None:
-        title += f", {'within' if estimate.fits else 'above'} the budget of {format_bytes(budget_bytes)}"
-    picture(estimate, title).write(path)
 
 
 _TERMINAL_MODULES = 11  # with all others

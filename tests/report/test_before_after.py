@@ -17,7 +17,7 @@ def test_a_tracked_step_is_held_against_a_limit():
     assert tight.peak_bytes == memory.timeline.peak_bytes > 20_000
     assert not tight.fits
     assert "limit 19.53 KiB" in picture(tight).svg()
-    free = as_estimate(memory.timeline)
+    free = as_estimate(memory.timeline, None)
     assert free.fits
     assert 'class="limit' not in side_by_side({"Training step": free}, "Peak memory").svg()
 
@@ -26,7 +26,7 @@ def test_a_step_without_tensors_is_an_error():
     with track_memory() as memory:
         pass
     with pytest.raises(ValueError, match="nothing to draw"):
-        side_by_side({"Baseline": as_estimate(memory.timeline)}, "Peak memory")
+        side_by_side({"Baseline": as_estimate(memory.timeline, None)}, "Peak memory")
 
 
 @pytest.mark.parametrize("name", ["examples/first_screen.png", "lightning_vram/estimation/step.png"])

@@ -37,7 +37,7 @@ from lightning_vram.memory.tracking.tracker import MemoryProbe
 from lightning_vram.memory.units import format_bytes, parse_bytes
 from lightning_vram.private_names.dispatcher import is_compiled
 from lightning_vram.report.drawing import check_picture_path
-from lightning_vram.report.estimate import as_estimate, side_by_side
+from lightning_vram.report.estimate import as_estimate, picture, side_by_side
 
 
 class Readings:
@@ -291,9 +291,11 @@ class VRAMMonitor(Callback):
                     "VRAMMonitor.plot() needs a tracked training batch: use VRAMMonitor(track=True) and fit."
                 )
             step = as_estimate(monitor.timeline, limit_bytes)
-            above = "" if step.fits else ", above the limit"
-            steps[f"{name}: {format_bytes(step.peak_bytes)}{above}"] = step
-        side_by_side(steps, "Peak memory of a training step").write(path)
+            judged = "" if limit_bytes is None else ", within the limit" if step.fits else ", above the limit"
+            steps[f"{name}: {format_bytes(step.peak_bytes)}{judged}"] = step
+        (title, step), *others = steps.items()
+        drawn = side_by_side(steps, "Peak memory of a training step") if others else picture(step, title)
+        drawn.write(path)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
