@@ -51,10 +51,7 @@ class StreamedCheckpointIO(TorchCheckpointIO):
 
     @override
     def load_checkpoint(
-        self,
-        path: str | Path,
-        map_location: Callable[..., Any] | None = None,
-        weights_only: bool | None = None,
+        self, path: str | Path, map_location: Callable[..., Any] | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint; its tensors are memory-mapped from the file.
 

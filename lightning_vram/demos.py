@@ -131,12 +131,7 @@ class ByteGPT(pl.LightningModule):
         tie_head: bool = True,  # noqa: FBT001, FBT002 - set by name in configuration files
     ) -> None:
         super().__init__()
-        sizes = {
-            "num_layers": num_layers,
-            "width": width,
-            "num_heads": num_heads,
-            "sequence_length": sequence_length,
-        }
+        sizes = {"num_layers": num_layers, "width": width, "num_heads": num_heads, "sequence_length": sequence_length}
         for name, value in sizes.items():
             check_positive_int(f"ByteGPT({name})", value)
         if width % num_heads:

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,16 @@ class PeakMemoryError(AssertionError):
     """A test needs more memory than before."""
 
 
+@dataclass
 class PeakMemory:
     """The fixture ``peak_memory`` of one test: tracks a block as :func:`lightning_vram.track_memory` does."""
 
-    def __init__(
-        self, test: str, known: dict[str, int] | None, tolerance: float, file: str, measured: dict[str, int]
-    ) -> None:
-        self._test = test
-        self._known = known
-        self._tolerance = tolerance
-        self._file = file
-        self._measured = measured
-        self._num_blocks = 0
+    test: str
+    known: dict[str, int] | None  # None: nothing to compare with
+    tolerance: float
+    file: str
+    measured: dict[str, int]
+    num_blocks: int = 0
 
     @contextmanager
     def __call__(
@@ -54,23 +53,23 @@ class PeakMemory:
         """
         with track_memory(module, optimizers=optimizers, inputs=inputs) as tracker:
             yield tracker
-        self._num_blocks += 1
-        name = self._test if self._num_blocks == 1 else f"{self._test}#{self._num_blocks}"
-        self._measured[name] = tracker.timeline.peak_bytes
-        if self._known is not None:
-            self._compare(name, self._known.get(name), tracker.timeline.peak_bytes)
+        self.num_blocks += 1
+        name = self.test if self.num_blocks == 1 else f"{self.test}#{self.num_blocks}"
+        self.measured[name] = tracker.timeline.peak_bytes
+        if self.known is not None:
+            self._compare(name, self.known.get(name), tracker.timeline.peak_bytes)
 
     def _compare(self, name: str, old: int | None, new: int) -> None:
-        way_out = f"pytest --vram-baseline {self._file} --vram-update"
+        way_out = f"pytest --vram-baseline {self.file} --vram-update"
         if old is None:
             raise PeakMemoryError(
-                f"{name} has no baseline in {self._file}; its peak is {new:,} bytes now. To record it: {way_out}"
+                f"{name} has no baseline in {self.file}; its peak is {new:,} bytes now. To record it: {way_out}"
             )
-        if new > old * (1 + self._tolerance / 100):
+        if new > old * (1 + self.tolerance / 100):
             growth = f"by {100 * (new - old) / old:.2f} %" if old else "from nothing"
             raise PeakMemoryError(
                 f"{name}: peak memory has grown {growth}, from {old:,} to {new:,} bytes ({format_bytes(old)} to "
-                f"{format_bytes(new)}); allowed: {self._tolerance:g} %. If this is intended: {way_out}"
+                f"{format_bytes(new)}); allowed: {self.tolerance:g} %. If this is intended: {way_out}"
             )
 
 

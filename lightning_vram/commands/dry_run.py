@@ -3,12 +3,12 @@
 import json
 import re
 import shlex
-import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import MethodType, TracebackType
-from typing import Any, NoReturn, Protocol, Self
+from types import MethodType
+from typing import Any, ClassVar
 
 import torch
 import yaml  # type: ignore[import-untyped]
@@ -22,9 +22,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_choice
-from lightning_vram.commands.errors import is_complete_message, where
+from lightning_vram.commands.errors import PARSER_MODE, CommandParser, is_complete_message, where
 from lightning_vram.commands.options import DOES_NOT_FIT, ESTIMATE, PLAN, PROGRAM, fail, options_of
-from lightning_vram.commands.parser import PARSER_MODE, CommandParser
 from lightning_vram.estimation.estimate import spec_of
 from lightning_vram.memory.estimate.device_spec import DeviceSpec, find_device
 from lightning_vram.memory.estimate.fake_device import UntouchedWeights
@@ -32,10 +31,10 @@ from lightning_vram.memory.estimate.result import MemoryEstimate
 from lightning_vram.memory.units import parse_limit
 from lightning_vram.planner.plan import MemoryPlan, PlanError, budget_bytes_of
 from lightning_vram.planner.scheme import LEVELS
-from lightning_vram.private_names.lightning import QuietlySeeded
 from lightning_vram.report.drawing import check_picture_path
-from lightning_vram.report.estimate import ProgressDisplay, ShownEstimate, estimate_memory, estimate_table
+from lightning_vram.report.estimate import ShownEstimate, estimate_memory, estimate_table
 from lightning_vram.report.plan import ShownPlan, choices, plan_memory, plan_table
+from lightning_vram.report.progress import ProgressDisplay
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
 
@@ -86,75 +85,32 @@ def _part(nest: Any, key: Any, name: str) -> Any:
         raise ValueError(f"batch.{name} has no entry for tensor {key!r} of batch.shape, got {nest!r}.") from None
 
 
-class NoDownloads:
-    """Refuse connections inside a ``with`` block; what fails for it there ends in one clear error.
-
-    What can do without (a file that was fetched before) goes on: it sees a machine that is offline.
-    An error after a refusal becomes a ``MisconfigurationException``.
-    """
-
-    def __init__(self) -> None:
-        self._getaddrinfo = socket.getaddrinfo
-
-    def __enter__(self) -> Self:
-        self._getaddrinfo = socket.getaddrinfo
-        socket.getaddrinfo = _refuse
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, place: TracebackType | None
-    ) -> None:
-        socket.getaddrinfo = self._getaddrinfo
-        refused = _find_refusal(error)
-        if isinstance(error, Exception) and refused is not None:
-            raise MisconfigurationException(
-                f"estimates download nothing, but this configuration needs something from {refused.host}. Download it "
-                "first, as `lightning-vram fit` does, or leave it out: weights may be random, and --batch.shape "
-                "replaces the data."
-            ) from error
-
-
-class _Refusal(socket.gaierror):
-    def __init__(self, host: str) -> None:
-        super().__init__(socket.EAI_NONAME, f"estimates download nothing: {host} was not contacted")
-        self.host = host
-
-
-def _refuse(host: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    raise _Refusal(host.decode(errors="replace") if isinstance(host, bytes) else str(host))
-
-
-def _find_refusal(error: BaseException | None) -> _Refusal | None:
-    """The refusal that led to ``error``, if one did: libraries wrap it in errors of their own."""
-    seen: set[int] = set()
-    found = [error]
-    while found:
-        error = found.pop()
-        if isinstance(error, _Refusal):
-            return error
-        if error is not None and id(error) not in seen:
-            seen.add(id(error))
-            found += [error.__context__, error.__cause__]
-    return None
-
-
-class DryRunCommand(Protocol):
+class DryRunCommand(ABC):
     """What is asked of a run, and the answer."""
 
-    name: str
-    exit_code: int
+    name: ClassVar[str]
+    exit_code = 0
+
+    def __init__(self) -> None:
+        self._plot: str | None = None
+        self._as_json = False
 
     def check(self, config: Namespace, spec: DeviceSpec) -> None:
         """Refuse options before anything is made, which takes long."""
+        self._as_json, self._plot = config.json, config.plot
+        if config.plot is not None:
+            check_picture_path(Path(config.plot))
 
+    @abstractmethod
     def ask(self, config: Namespace, module: LightningModule, batch: Any, **arguments: Any) -> None:
         """Find the answer; without a ``batch`` the datamodule or the module makes it. ``arguments`` are of the run."""
 
-    def answer(self) -> Iterable[RenderableType]:
+    @abstractmethod
+    def answer(self) -> Iterator[RenderableType]:
         """Return what is printed; text is printed unchanged."""
 
 
-class DryRunCLI(QuietlySeeded, LightningCLI):
+class DryRunCLI(LightningCLI):
     """Ask instead of fit."""
 
     def __init__(self, command: DryRunCommand, args: Sequence[str]) -> None:
@@ -163,14 +119,13 @@ class DryRunCLI(QuietlySeeded, LightningCLI):
         self._command = command
         self._batch: Any = None
         self._device: str | DeviceSpec = ""
-        with NoDownloads():
-            super().__init__(
-                args=list(args),
-                run=False,
-                save_config_callback=None,
-                parser_class=CommandParser,
-                parser_kwargs={"parser_mode": PARSER_MODE, "prog": f"{PROGRAM} {command.name}"},
-            )
+        super().__init__(
+            args=list(args),
+            run=False,
+            save_config_callback=None,
+            parser_class=CommandParser,
+            parser_kwargs={"parser_mode": PARSER_MODE, "prog": f"{PROGRAM} {command.name}"},
+        )
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -320,32 +275,21 @@ def no_plan_values(error: PlanError) -> dict[str, Any]:
     }
 
 
-class EstimateCommand:
+class EstimateCommand(DryRunCommand):
     """Whether a run fits."""
 
     name = ESTIMATE
+    _estimate: ShownEstimate
 
-    def __init__(self) -> None:
-        self._estimate: ShownEstimate | None = None
-        self._plot: str | None = None
-        self._as_json, self.exit_code = False, 0
-
-    def check(self, config: Namespace, spec: DeviceSpec) -> None:
-        """Refuse what no picture can be written to."""
-        if config.plot is not None:
-            check_picture_path(Path(config.plot), has_page=True)
-
+    @override
     def ask(self, config: Namespace, module: LightningModule, batch: Any, **arguments: Any) -> None:
-        """Estimate, and draw."""
-        self._as_json, self._plot = config.json, config.plot
         self._estimate = estimate_memory(module, batch, **arguments)
         self.exit_code = 0 if self._estimate.fits else DOES_NOT_FIT
         if self._plot is not None:
             self._estimate.plot(self._plot)
 
+    @override
     def answer(self) -> Iterator[RenderableType]:
-        """Return the table, or JSON."""
-        assert self._estimate is not None  # it was asked for
         if self._as_json:
             yield json.dumps(estimate_values(self._estimate), indent=2)
             return
@@ -360,33 +304,32 @@ _TYPED = {"budget": "budget", "host_memory": "host_memory", "allow": "allow", "s
 _IN_FIT = {"precision": "trainer.precision", "devices": "trainer.devices", "num_nodes": "trainer.num_nodes"}
 
 
-class PlanCommand:
+class PlanCommand(DryRunCommand):
     """What would make a run fit, and cost least."""
 
     name = PLAN
+    _plan: ShownPlan
 
     def __init__(self, args: Sequence[str]) -> None:
+        super().__init__()
         self._args = args
-        self._plan: ShownPlan | None = None
         self._error: PlanError | None = None
         self._output: str | None = None
-        self._plot: str | None = None
-        self._as_json, self.exit_code = False, 0
 
+    @override
     def check(self, config: Namespace, spec: DeviceSpec) -> None:
-        """Refuse a wrong budget, an unknown level of results, and files that cannot be written."""
         budget_bytes_of("--budget", _budget(config.budget), spec)
         if config.host_memory is not None:
             parse_limit(config.host_memory, "--host_memory")
         check_choice("--allow", config.allow, LEVELS)
-        if config.plot is not None:
-            check_picture_path(Path(config.plot), has_page=True)
+        super().check(config, spec)
         if config.output is not None:
             _check_output(Path(config.output), fit_arguments(self._args))
 
+    @override
     def ask(self, config: Namespace, module: LightningModule, batch: Any, **arguments: Any) -> None:
         """Plan, draw and write. Where nothing fits, keep the error, which names alternatives."""
-        self._output, self._plot, self._as_json = config.output, config.plot, config.json
+        self._output = config.output
         given = {"budget": _budget(config.budget), "host_memory": config.host_memory, "allow": config.allow}
         try:
             self._plan = plan_memory(module, batch, **given, **arguments)
@@ -398,15 +341,14 @@ class PlanCommand:
         if self._output is not None:
             Path(self._output).write_text(self._text(), encoding="utf-8")
 
+    @override
     def answer(self) -> Iterator[RenderableType]:
-        """Return the table, and the configuration if it was not written to a file; or JSON."""
         if self._error is not None:
             message = _as_options(str(self._error))
             if not self._as_json:
                 fail(message, DOES_NOT_FIT)
             yield json.dumps({**no_plan_values(self._error), "message": message}, indent=2)
             return
-        assert self._plan is not None  # it was asked for
         if self._as_json:
             yield json.dumps(plan_values(self._plan), indent=2)
             return
@@ -419,7 +361,6 @@ class PlanCommand:
             yield f"\n{self._text()}\nSave this as {_EXAMPLE}, or add -o {_EXAMPLE}, and run: {self._command()}"
 
     def _text(self) -> str:
-        assert self._plan is not None
         return f"{_MARK}{self._command()}\n{self._plan.to_yaml()}"
 
     def _command(self) -> str:

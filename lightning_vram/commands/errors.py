@@ -1,26 +1,33 @@
 """Errors of a command: one line with a hint for a mistake of the user, a traceback for a bug."""
 
-import ast
-import difflib
 import importlib
 import inspect
 import os
 import re
 import sysconfig
 import traceback
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import NoReturn
 
 import lightning
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import OmegaConfBaseException
+from typing_extensions import override
 
-import lightning_vram
-from lightning_vram.commands.options import DEBUG_VARIABLE, ESTIMATE, FIT_OPTIONS, PLAN, did_you_mean, options_of
+from lightning_vram.commands.options import (
+    DEBUG_VARIABLE,
+    ESTIMATE,
+    FIT_OPTIONS,
+    PLAN,
+    did_you_mean,
+    fail,
+    is_debugging,
+    options_of,
+)
 from lightning_vram.core.ranks import CheckpointError
 
 _KEY = re.compile(r'Parser key "(?P<key>[^"]+)":\s*(?P<rest>.*)')
@@ -39,13 +46,7 @@ _MAX_LINE = 1000
 _REQUIRED = re.compile(r"the following arguments are required: (?:\w+\.)?(?P<name>\w+)$")
 _UNKNOWN_ARGUMENT = re.compile(r"unrecognized arguments: (?P<name>[^\s=]+)")
 _UNKNOWN_KEY = re.compile(r"Subcommand '\w+' does not accept option '(?P<name>[\w.]+)'")
-_NO_ATTRIBUTE = re.compile(r"[\w.]+: module '(?P<module>[\w.]+)' has no attribute '(?P<name>\w+)'")
-_NO_PATH = re.compile(r"Expected a dot import path string: (?P<name>\w+)")
 _NO_OPTION = re.compile(r"(?P<module>[\w.]+)\.(?P<kind>\w+): Option '(?P<name>\w+)' is not accepted.*")
-_NO_STRATEGY = re.compile(r"You selected an invalid strategy name: `strategy='(?P<name>[^']+)'`")
-_CHOICES = re.compile(r"(?:Expected int; )?(?:Expected a typing\.Literal\[[^]]*\](?:; )?)+, got (?P<value>.*)$")
-_LITERAL = re.compile(r"Literal(\[[^]]*\])")
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass
@@ -107,74 +108,30 @@ def explain(message: str) -> str:
         return line + _unknown_argument(found["name"])
     if found := _UNKNOWN_KEY.match(line):
         return line + _unknown_argument(f"--{found['name']}").replace("--", "")
-    if found := _NO_STRATEGY.match(line):
-        return _unknown_strategy(found["name"])
-    line = _NO_ATTRIBUTE.sub(_unknown_name, line)
-    line = _NO_PATH.sub(_unknown_class, line)
-    line = _NO_OPTION.sub(_unknown_option, line)
-    return _CHOICES.sub(_unknown_choice, line)
+    return _NO_OPTION.sub(_unknown_option, line)
 
 
 def _unknown_argument(name: str) -> str:
     known = [*FIT_OPTIONS, "--ckpt_path", "--compare_with_baseline"]
     known += (f"--{one}" for command in (ESTIMATE, PLAN) for one in options_of(command))
     known += (f"--trainer.{one}" for one in inspect.signature(pl.Trainer).parameters)
-    last = name.rpartition(".")[2].removeprefix("--")  # a common "--trainer." does not make names alike
-    alike = difflib.get_close_matches(last, (one.rpartition(".")[2].removeprefix("--") for one in known), len(known))
-    hint = did_you_mean(
-        name, (one for one in known if one.rpartition(".")[2].removeprefix("--") in alike and one != name)
-    )
+    by_last = {_last_word(one): one for one in known}  # a common "--trainer." does not make names alike
+    hint = did_you_mean(_last_word(name), by_last, by_last.__getitem__)
     return f".{hint}" if hint else ""
 
 
-def _unknown_strategy(name: str) -> str:
-    known = [*StrategyRegistry.available_strategies(), "auto", "lightning_vram.FSDPOffloadStrategy"]
-    hint = did_you_mean(name, known) or f" Known are {', '.join(known)}."
-    return f"trainer.strategy={name!r} is unknown.{hint}"
-
-
-def _unknown_name(found: re.Match[str]) -> str:
-    module = importlib.import_module(found["module"])
-    known = getattr(module, "__all__", None) or [name for name in dir(module) if not name.startswith("_")]
-    hint = did_you_mean(found["name"], known, lambda name: f"{found['module']}.{name}")
-    return f"there is no {found['module']}.{found['name']}.{hint}"
-
-
-def _unknown_class(found: re.Match[str]) -> str:
-    """A name without a module: of a class that was imported, such as all of this package and of Lightning."""
-    known = (*lightning_vram.__all__, *pl.callbacks.__all__, *pl.loggers.__all__, *pl.strategies.__all__)
-    hint = did_you_mean(found["name"], known) or " Give its path, such as package.module.Class."
-    return f"there is no class {found['name']}.{hint}"
+def _last_word(name: str) -> str:
+    return name.rpartition(".")[2].removeprefix("--")
 
 
 def _unknown_option(found: re.Match[str]) -> str:
-    name, options = found["name"], _options_of(found["module"], found["kind"])
-    if options is None:
-        return f"{found['kind']} has no option {name!r}."
-    listed = f" Its options: {', '.join(options)}." if options else " It has no options."
-    return f"{found['kind']} has no option {name!r}.{did_you_mean(name, options)}{listed}"
-
-
-def _options_of(module: str, name: str) -> list[str] | None:
-    """The arguments of a class, also those it hands on to its bases; ``None`` if it is not a class of a module."""
-    kind = None
-    with suppress(ImportError):
-        kind = getattr(importlib.import_module(module), name, None)
-    if not inspect.isclass(kind):
-        return None
-    options: dict[str, None] = {}
-    for base in inspect.getmro(kind):
-        parameters = inspect.signature(base).parameters.values()
-        options |= {one.name: None for one in parameters if one.kind not in _VARIADIC}
-        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
-            break
-    return list(options)
-
-
-def _unknown_choice(found: re.Match[str]) -> str:
-    known = [str(choice) for text in _LITERAL.findall(found[0]) for choice in ast.literal_eval(text)]
-    listed = ", ".join(dict.fromkeys(known))
-    return f"must be one of {listed}, got {found['value']}.{did_you_mean(found['value'], known)}"
+    name, kind = found["name"], found["kind"]
+    try:
+        parameters = inspect.signature(getattr(importlib.import_module(found["module"]), kind)).parameters.values()
+    except (ImportError, AttributeError):  # a class inside another
+        return f"{kind} has no option {name!r}."
+    options = [one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    return f"{kind} has no option {name!r}.{did_you_mean(name, options)} Its options: {', '.join(options) or 'none'}."
 
 
 _CONFIGURATION = (MisconfigurationException, OmegaConfBaseException)
@@ -233,3 +190,16 @@ def place_of(error: BaseException | None) -> str:
 def _raised_in(error: Exception) -> str:
     stack = traceback.extract_tb(error.__traceback__)
     return stack[-1].filename if stack else ""
+
+
+PARSER_MODE = "omegaconf+"
+
+
+class CommandParser(LightningArgumentParser):
+    """Reports what is wrong in one line."""
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error or is_debugging():
+            super().error(message, ex)
+        fail(explain(message) + (where(ex) if place_of(ex) else ""))

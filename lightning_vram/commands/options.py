@@ -51,7 +51,6 @@ def did_you_mean(word: str, known: Iterable[str], write: Callable[[str], str] = 
 
 
 ESTIMATE, PLAN = "estimate", "plan"
-FIT_COMMANDS = ("fit", "validate", "test", "predict")
 COMMANDS = {
     "fit": "train with any LightningModule; takes the files and arguments of LightningCLI",
     "validate": "run the validation loop",
@@ -128,10 +127,6 @@ _OWN = {
         "plot": Option(str | None, None, "File for a picture of memory against step time: .png, .svg, .pdf or .html."),
     },
 }
-DESCRIPTIONS = {
-    ESTIMATE: "Estimate whether a run fits a GPU you do not have, and what uses its memory.",
-    PLAN: "Find the features that make a run fit a GPU memory budget, with the least overhead.",
-}
 _EXIT_CODES = {
     ESTIMATE: "exit status: 0 if the run fits, 3 if it does not, 2 if something is wrong",
     PLAN: "exit status: 0 if there is a plan, 3 if nothing fits, 2 if something is wrong",
@@ -163,7 +158,7 @@ def dry_run_parser(command: str) -> ArgumentParser:
     parser = ArgumentParser(
         prog=f"{PROGRAM} {command}",
         usage=f"{PROGRAM} {command} --config FILE --device GPU [options]",
-        description=DESCRIPTIONS[command],
+        description=f"{COMMANDS[command][0].upper()}{COMMANDS[command][1:]}.",
         epilog=f"options of `fit`, which name the run:\n  {', '.join(FIT_OPTIONS)}, ...\n"
         f"  `{PROGRAM} fit --help` lists them all.\n\n{_EXIT_CODES[command]}",
         formatter_class=RawDescriptionHelpFormatter,

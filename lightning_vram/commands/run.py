@@ -13,7 +13,7 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.console import RenderableType
 from typing_extensions import override
 
@@ -22,23 +22,23 @@ from lightning_vram.callbacks.auto_vram import AutoVRAM
 from lightning_vram.callbacks.slurm_requeue import SlurmJob, SlurmRequeue, check_job
 from lightning_vram.callbacks.vram_monitor import VRAMMonitor
 from lightning_vram.commands.dry_run import DryRunCLI, DryRunCommand, EstimateCommand, PlanCommand
-from lightning_vram.commands.errors import is_mistake_of_user, one_line
-from lightning_vram.commands.options import ESTIMATE, FIT_COMMANDS, PLAN, PROGRAM, fail, is_debugging
-from lightning_vram.commands.parser import PARSER_MODE, CommandParser, check_checkpoint_path
+from lightning_vram.commands.errors import PARSER_MODE, CommandParser, is_mistake_of_user, one_line
+from lightning_vram.commands.options import ESTIMATE, PLAN, PROGRAM, fail, is_debugging
 from lightning_vram.memory.device.accelerators import configure_allocator, empty_cache
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 from lightning_vram.precision import LeanMixedPrecision
-from lightning_vram.private_names.lightning import QuietlySeeded, method_arguments, read_argument
-from lightning_vram.report.comparison import FitResult, comparison_table, write_step
+from lightning_vram.private_names.lightning import method_arguments, read_argument
+from lightning_vram.report.comparison import FitResult, comparison_table
 from lightning_vram.startup import let_through
 from lightning_vram.strategies.fsdp_offload import STRATEGY_NAMES
+from lightning_vram.techniques.sharded_checkpoints import read_values
 
 _OWN_PACKAGE = "lightning_vram"
 _PART_ARGUMENTS = ("callbacks", "plugins")  # of the Trainer
 _SAVES_NO_MEMORY = (VRAMMonitor.__name__, SlurmRequeue.__name__)
 
 
-class VRAMCLI(QuietlySeeded, LightningCLI):
+class VRAMCLI(LightningCLI):
     """Fit, validate, test or predict with any LightningModule and LightningDataModule, named by class path.
 
     ``${...}`` works in and across ``--config`` files and follows overrides on the command line. ``fit`` takes
@@ -62,11 +62,6 @@ class VRAMCLI(QuietlySeeded, LightningCLI):
             **kwargs,
         )
 
-    @staticmethod
-    @override
-    def subcommands() -> dict[str, set[str]]:
-        return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name in FIT_COMMANDS}
-
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(
@@ -79,8 +74,9 @@ class VRAMCLI(QuietlySeeded, LightningCLI):
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         super().parse_arguments(parser, args)
-        if "subcommand" in self.config:
-            check_checkpoint_path(self.config[self.config.subcommand].get("ckpt_path"))  # Lightning reads it next
+        path = self.config[self.config.subcommand].get("ckpt_path") if "subcommand" in self.config else None
+        if path is not None and Path(path).is_file():
+            read_values(Path(path), weights_only=True)  # a clear error if it is no checkpoint; Lightning reads it next
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -104,8 +100,6 @@ class VRAMCLI(QuietlySeeded, LightningCLI):
                 )
         if not any(isinstance(callback, SlurmRequeue) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
             let_through()
-        if self.subcommand and read_argument(self, "seed_everything") is not False:
-            rank_zero_info(f"Seed set to {read_argument(self, 'seed_everything')}")
         self.is_running = True
 
     def after_fit(self) -> None:
@@ -185,9 +179,8 @@ def _draw_step(cli: LightningCLI) -> Path | None:
     if monitor is None or monitor.path is None or monitor.timeline is None or cli.trainer.global_rank:
         return None
     auto = next((callback for callback in cli.trainer.callbacks if isinstance(callback, AutoVRAM)), None)  # type: ignore[attr-defined]
-    batch_size = getattr(cli.trainer.train_dataloader, "batch_size", None)  # a loader of several has none
     path = Path(cli.trainer.log_dir or ".") / "step.html"
-    write_step(monitor.timeline, None if auto is None else auto.budget_bytes, batch_size or 0, path)
+    monitor.plot(path, limit=None if auto is None else auto.budget_bytes)
     return path
 
 

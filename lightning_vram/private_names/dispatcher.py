@@ -42,24 +42,10 @@ from typing_extensions import override
 
 from lightning_vram.private_names.torch import is_compiled_by_lightning, tree_leaves
 
-__all__ = [
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "HigherOrderOperator",
-    "OpOverload",
-    "OpOverloadPacket",
-    "OptimizedModule",
-    "TorchDispatchMode",
-    "UnsupportedOperatorException",
-    "current_dispatch_mode",
-    "current_dispatch_modes",
-    "detect_fake_mode",
-    "is_traceable_wrapper_subclass",
-    "is_traceable_wrapper_subclass_type",
-    "without_modes",
-]
+__all__ = ["FakeTensor", "FakeTensorMode", "detect_fake_mode", "is_traceable_wrapper_subclass"]
+__all__ += ["DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException"]
+__all__ += ["HigherOrderOperator", "OpOverload", "OpOverloadPacket", "OptimizedModule", "TorchDispatchMode"]
+__all__ += ["current_dispatch_mode", "current_dispatch_modes", "is_traceable_wrapper_subclass_type", "without_modes"]
 
 DispatchKey = torch._C.DispatchKey
 UNKNOWN_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -197,21 +183,14 @@ _NAMESPACES = frozenset({"aten", "prim", "prims", "profiler", "c10d", "_c10d_fun
 _AUTOCAST_KEYS = [key for name, key in DispatchKey.__members__.items() if name.startswith("Autocast")]
 
 
-def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Call an operator from ``__torch_dispatch__`` of a mode."""
+def run_operator(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Call an operator from ``__torch_dispatch__`` of a mode, with its arguments."""
     if not _may_cast_inside(func):
         return func(*args, **kwargs) if kwargs else func(*args)
     with ExitStack() as stack:
         for device_type, dtype in _autocast_of_caller(args, kwargs).items():
             stack.enter_context(torch.autocast(device_type, dtype))
         return func(*args, **(kwargs or {}))
-
-
-def run_operator(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """:func:`call_operator`, with the arguments of ``__torch_dispatch__``."""
-    if not _may_cast_inside(func):
-        return func(*args, **kwargs) if kwargs else func(*args)
-    return call_operator(func, args, kwargs)
 
 
 @cache

@@ -1,7 +1,5 @@
 """Private names of Lightning: Trainer, loops, logging, strategies, callbacks, files, command line."""
 
-import logging
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -15,7 +13,6 @@ import torch
 from lightning.fabric.utilities.cloud_io import _atomic_save, _is_local_file_protocol, _load
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
-from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
@@ -254,11 +251,8 @@ make_script_launcher: Callable[[ClusterEnvironment, int, int], ScriptLauncher] =
 """Return a launcher that starts the script again for each other device of this node."""
 
 
-def reduce_over_ranks(tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
-    """Reduce a tensor over connected ranks, if any."""
-    return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-
-
+reduce_over_ranks: Callable[[Tensor, Any, Any], Tensor] = _sync_ddp_if_available
+"""Reduce a tensor over connected ranks, if any, by an operation."""
 ddp_arguments: Callable[[DDPStrategy], dict[str, Any]] = attrgetter("_ddp_kwargs")
 """Return the arguments of DDP, without the module."""
 
@@ -338,17 +332,3 @@ def read_argument(cli: "LightningCLI", name: str) -> Any:
 def method_arguments(cli: "LightningCLI", subcommand: str) -> dict[str, Any]:
     """Return the arguments of the trainer's method of this name."""
     return cli._prepare_subcommand_kwargs(subcommand)
-
-
-class QuietlySeeded:
-    """In front of ``LightningCLI``: does not print the seed above each error in a configuration."""
-
-    def _set_seed(self) -> None:
-        log = logging.getLogger(seed_everything.__module__)
-        was_disabled, log.disabled = log.disabled, True
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="No seed found")
-                super()._set_seed()  # type: ignore[misc] # of LightningCLI
-        finally:
-            log.disabled = was_disabled

@@ -32,23 +32,9 @@ from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-__all__ = [
-    "BatchNormBase",
-    "ConvBase",
-    "IncompatibleKeys",
-    "InstanceNormBase",
-    "LossBase",
-    "NormBase",
-    "StopRecomputation",
-    "bind_threads",
-    "tree_flatten",
-    "tree_is_leaf",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-    "tree_unflatten",
-]
-
+__all__ = ["BatchNormBase", "ConvBase", "IncompatibleKeys", "InstanceNormBase", "LossBase", "NormBase"]
+__all__ += ["tree_flatten", "tree_is_leaf", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten"]
+__all__ += ["StopRecomputation", "bind_threads"]
 
 _LEAVES = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout})
 
@@ -105,11 +91,6 @@ storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """Return the identity of a storage; another may have it later."""
 
 
-def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Whether hooks wait for the gradient of ``tensor``."""
-    return bool(tensor._backward_hooks)
-
-
 def has_accumulation_hooks(parameter: Tensor) -> bool:
     """Whether hooks wait for the gradient to be accumulated in ``parameter``, but those with ``only_tells``."""
     hooks = parameter._post_accumulate_grad_hooks or {}
@@ -126,11 +107,6 @@ local_shard_of: Callable[[Any], Tensor] = attrgetter("_local_tensor")
 
 free_pinned_memory: Callable[[], None] = getattr(torch._C, "_host_emptyCache", lambda: None)
 """Free the pinned memory that torch caches."""
-
-
-def is_hooked(tensor: Tensor) -> bool:
-    """Whether a leaf has hooks on its gradient, or on its accumulation."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def accumulation_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:

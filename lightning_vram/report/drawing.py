@@ -1,18 +1,21 @@
-"""What drawings share: the axis of bytes, files of pictures and pages, points with numbers."""
+"""Pictures: drawn once, as SVG, which a page of HTML shows and matplotlib converts into other formats."""
 
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from html import escape
 from importlib.resources import files
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
 
 from lightning_vram.memory.units import GIB, KIB, MIB, TIB
-from lightning_vram.report.tables import wrap_name
+from lightning_vram.report.tables import Rows, wrap_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,96 +70,133 @@ def round_step(step: float) -> float:
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= step)
 
 
-PAGE = ".html"
-INK, FAINT, GRID = "#24292f", "#6e7781", "#d0d7de"
-GOOD, BAD = "#1a7f37", "#cf222e"
-FONT: dict[Any, Any] = {"font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 12}
-_PICTURES = (".png", ".svg", ".pdf")
-_DPI = 200  # 100 is enough to read it; twice that for screens that show it
+WIDTHS = {"wide": 860, "narrow": 440}  # of a drawing, in pixels: its letters are as large on a small screen
+LETTER = 8.4  # width, in pixels
+_WIDTH, _ABOVE, _GAP, _MARGIN = 1240, 64, 24, 18  # of a picture, in pixels: a drawing with its title and tables
+_LINE, _LETTERS = 23, 36  # of a table in a picture: pixels, characters of a line
+_CELL, _CELLS = 105, 250  # pixels, of a table: the width of a number, and of all in one line
+_LONG_TITLE, _NOTE = 85, 135  # characters
+_CONVERTED = (".png", ".pdf")
+_ENDINGS = (".png", ".svg", ".pdf", ".html")
 
 
-def check_picture_path(path: Path, *, has_page: bool = False) -> None:
+def check_picture_path(path: Path) -> None:
     """Refuse what no picture can be written to, before the work."""
-    endings = (*_PICTURES, PAGE) if has_page else _PICTURES
-    if path.suffix.lower() not in endings:
-        raise ValueError(f"plot(path) must end in one of {', '.join(endings)}, got '{path}'.")
+    ending = path.suffix.lower()
+    if ending not in _ENDINGS:
+        raise ValueError(f"plot(path) must end in one of {', '.join(_ENDINGS)}, got '{path}'.")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"plot(path): there is no folder '{path.parent}'.")
     if path.is_dir():
         raise IsADirectoryError(f"plot(path): '{path}' is a folder.")
-    if path.suffix.lower() in _PICTURES and find_spec("matplotlib") is None:
-        way_out = f" A page ({path.stem}{PAGE}) needs nothing." if has_page else ""
-        raise ModuleNotFoundError(f"a picture needs matplotlib: pip install matplotlib.{way_out}")
+    if ending in _CONVERTED and find_spec("matplotlib") is None:
+        raise ModuleNotFoundError(
+            f"{path.name} needs matplotlib: pip install matplotlib. {path.stem}.svg and {path.stem}.html need nothing."
+        )
 
 
-def write_plot(path: str | os.PathLike[str], page: Callable[[], str], draw: Callable[[], "Figure"]) -> None:
-    """Write a page of HTML, or a picture, by the ending of the file; errors are those of the check above."""
-    file = Path(path)
-    check_picture_path(file, has_page=True)
-    if file.suffix.lower() == PAGE:
-        file.write_text(page(), encoding="utf-8")
-    else:
-        save_figure(draw(), file)
+def _draw_rows(rows: Rows, left: float, y: float, right: float) -> tuple[str, float]:
+    """Return the elements of a table, and where the next one begins."""
+    drawn = text_at(left, y, rows.name, "strong") + _numbers(rows.columns, right, y, "end small strong")
+    for number, (first, *others) in enumerate(rows.lines):
+        indent = 0
+        if number < len(rows.colors):
+            indent = 22
+            drawn += f'<rect x="{left}" y="{y + _LINE - 12}" width="14" height="14" fill="{rows.colors[number]}"/>'
+        for words in wrap_name(first, _LETTERS):
+            y += _LINE
+            drawn += text_at(left + indent, y, words, "" if others else "strong")
+        y += _LINE * (bool(others) and len("".join((first, *others))) > _LETTERS)  # else beside the name
+        drawn += _numbers(others, right, y, "end faint")
+    return drawn, y + 2 * _LINE
 
 
-def style_axes(axes: "Axes", grid: Literal["both", "y"] = "both", color: str = FAINT) -> None:
-    """Draw a faint grid instead of a frame and ticks; ``color`` is that of the lower edge."""
-    axes.tick_params(length=0, colors=INK)
-    axes.grid(axis=grid, color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(color)
+def _numbers(cells: Sequence[str], right: float, y: float, kind: str) -> str:
+    width = min(_CELL, _CELLS / max(1, len(cells)))
+    return "".join(text_at(right - number * width, y, cell, kind) for number, cell in enumerate(cells[::-1]))
 
 
-def save_figure(figure: "Figure", path: Path) -> None:
-    """Write a picture into a file, in the format of its name; the same picture is the same file."""
-    from matplotlib import rc_context  # an extra: not everybody has it
+@dataclass(frozen=True)
+class Picture:
+    """A drawing with its title and tables. Texts are plain; ``script`` is HTML."""
 
-    # Without a date, and with names that are not drawn by chance.
-    metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix.lower())
-    with rc_context({"svg.hashsalt": "estimate"}):
-        figure.savefig(path, dpi=_DPI, metadata=metadata)
+    title: str
+    lead: str  # a sentence below the title of a page
+    name: str  # of what is drawn, for those who do not see it
+    height: int  # of the drawing, in pixels
+    draw: Callable[[int], Iterable[str]]  # returns elements of SVG for a width
+    side: Sequence[Rows]  # next to the drawing
+    is_good: bool | None = None  # None: no judgement
+    tables: Sequence[Rows] = ()  # below, in a page
+    notes: Sequence[str] = ()
+    script: str = ""
 
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write a page or a picture, by the ending of the file; the same picture is the same file."""
+        file = Path(path)
+        check_picture_path(file)
+        ending = file.suffix.lower()
+        if ending in _CONVERTED:
+            metadata = {"CreationDate": None} if ending == ".pdf" else None
+            # 100 points per inch are enough to read it; twice that for screens that show them
+            as_figure(self.svg()).savefig(file, dpi=200, metadata=metadata)
+        else:
+            file.write_text(self.page() if ending == ".html" else self.svg(), encoding="utf-8")
 
-WIDTHS = {"wide": 860, "narrow": 440}  # of a drawing, in pixels: its letters are as large on a small screen
-LETTER = 8.4  # width, in pixels
+    def page(self) -> str:
+        """Return a page of HTML, which needs nothing else; it shows one of two drawings, by the size of the screen."""
+        drawings = (
+            f'<svg class="{kind}" viewBox="0 0 {width} {self.height}" role="img" aria-label="{escape(self.name)}">'
+            f"{''.join(self.draw(width))}</svg>"
+            for kind, width in WIDTHS.items()
+        )
+        return fill(
+            "page.html",
+            style=_read("drawing.css"),
+            title=escape(self.title),
+            color=self._color,
+            lead=escape(self.lead),
+            drawing="".join(drawings),
+            side="".join(rows.html() for rows in self.side),
+            tables="".join(rows.html() for rows in self.tables),
+            notes="".join(f"<p>Note: {escape(note)}</p>" for note in self.notes),
+            script=self.script,
+        )
+
+    def svg(self) -> str:
+        """Return a picture that needs nothing else, in light colors."""
+        left, y, tables = WIDTHS["wide"] + _GAP, _ABOVE + 6.0, ""
+        for rows in self.side:
+            drawn, y = _draw_rows(rows, left, y, _WIDTH - _MARGIN)
+            tables += drawn
+        lines = [line for note in self.notes for line in wrap_name(note, _NOTE)]
+        height = max(_ABOVE + self.height, int(y)) + _LINE * len(lines)
+        notes = (text_at(_GAP, height - _LINE * n - 8, line, "faint") for n, line in enumerate(lines[::-1]))
+        title = f"{'long' if len(self.title) > _LONG_TITLE else 'title'} strong {self._color}"
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
+            f'font-family="DejaVu Sans, Verdana, sans-serif"><style>{_read("drawing.css")}</style>'
+            f"{rectangle(0, 0, _WIDTH, height, 'paper')}{text_at(_GAP, 36, self.title, title)}"
+            f'<g transform="translate(0 {_ABOVE})">{"".join(self.draw(WIDTHS["wide"]))}</g>'
+            f"{tables}{''.join(notes)}</svg>"
+        )
+
+    @property
+    def _color(self) -> str:
+        return "" if self.is_good is None else "good" if self.is_good else "bad"
 
 
 def fill(template: str, **parts: str) -> str:
     """Return a template of this folder, filled with HTML."""
     # Split rather than replaced one after the other: what is put in is never read as the name of a part.
-    texts = files(__package__).joinpath(template).read_text(encoding="utf-8").split("{{")
+    texts = _read(template).split("{{")
     filled = [parts[name] + rest for name, _, rest in (text.partition("}}") for text in texts[1:])]
     return "".join([texts[0], *filled])
 
 
-def page(title: str, *, is_good: bool, lead: str, drawing: str, **parts: str) -> str:
-    """Return a page; ``parts`` are HTML: ``side`` next to the drawing, ``tables``, ``notes`` and ``script`` below."""
-    color = "good" if is_good else "bad"
-    empty = {"side": "", "tables": "", "notes": "", "script": ""}
-    return fill("page.html", title=escape(title), color=color, lead=escape(lead), drawing=drawing, **{**empty, **parts})
-
-
-def drawings(height: int, name: str, draw: Callable[[int], Iterable[str]]) -> str:
-    """Return a drawing twice, for wide and for small screens: the page shows one of them."""
-    return "".join(
-        f'<svg class="{kind}" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(name)}">'
-        f"{''.join(draw(width))}</svg>"
-        for kind, width in WIDTHS.items()
-    )
-
-
-def table(name: str, lines: Iterable[tuple[str, ...]], colors: Iterable[str] = (), columns: Iterable[str] = ()) -> str:
-    """Return a table of text; a single cell is as wide as the table. ``colors`` are of the first rows."""
-    squares = [f'<u style="background:{color}"></u>' for color in colors]
-    body = ""
-    for number, line in enumerate(lines):
-        cells, square = "</td><td>".join(map(escape, line)), squares[number] if number < len(squares) else ""
-        body += f"<tr><td{' colspan=9' * (len(line) == 1)}>{square}{cells}</td></tr>"
-    heads = "".join(f"<th>{escape(column)}</th>" for column in columns)
-    first = f"<th>{escape(name)}</th>{heads}" if heads else f'<th colspan="9">{escape(name)}</th>'
-    return f"<table><tr>{first}</tr>{body}</table>"
+@cache
+def _read(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def rectangle(x: float, y: float, width: float, height: float, kind: str) -> str:
@@ -169,27 +209,112 @@ def text_at(x: float, y: float, text: str, kind: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}">{escape(text)}</text>'
 
 
+_RULE = re.compile(r"^(\w*)((?:\.\w+)*) \{ (.*) \}$", re.MULTILINE)  # of drawing.css
+_INCH, _POINT = 100, 0.72  # pixels, of a pixel
+
+
+def as_figure(svg: str) -> "Figure":
+    """Convert a :class:`Picture` for matplotlib. Knows only the elements that pictures of this package are made of."""
+    from matplotlib import rc_context  # an extra: not everybody has it
+    from matplotlib.figure import Figure
+
+    root = ElementTree.fromstring(svg.replace(" xmlns=", " data-xmlns=", 1))
+    width, height = map(float, root.attrib["viewBox"].split()[2:])
+    with rc_context({"font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"]}):
+        figure = Figure(figsize=(width / _INCH, height / _INCH))
+        axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
+        axes.set_axis_off()
+        _add_elements(axes, root, 0, 0)
+    return figure
+
+
+def _add_elements(axes: "Axes", parent: ElementTree.Element, x: float, y: float) -> None:
+    """Add what is in an element whose origin is moved."""
+    from matplotlib.transforms import Affine2D
+
+    for element in parent:
+        if element.tag == "g":
+            dx, dy = map(float, re.findall(r"[\d.-]+", element.attrib["transform"]))
+            _add_elements(axes, element, x + dx, y + dy)
+        elif element.tag != "style":
+            place = Affine2D().translate(x, y) + axes.transData
+            (_add_text if element.tag == "text" else _add_shape)(axes, element, place)
+
+
+def _add_text(axes: "Axes", element: ElementTree.Element, place: Any) -> None:
+    style = _style_of(element)
+    axes.text(
+        float(element.attrib["x"]),
+        float(element.attrib["y"]),
+        element.text or "",
+        transform=place,
+        color=style["fill"],
+        fontsize=float(style["font-size"].removesuffix("px")) * _POINT,
+        fontweight=int(style.get("font-weight", "400")),
+        ha={"end": "right", "middle": "center"}.get(style.get("text-anchor", ""), "left"),
+        parse_math=False,
+    )
+
+
+def _add_shape(axes: "Axes", element: ElementTree.Element, place: Any) -> None:
+    from matplotlib.patches import Circle, PathPatch, Rectangle
+    from matplotlib.path import Path as Outline
+
+    style = _style_of(element)
+    dashes = [float(length) for length in style.get("stroke-dasharray", "").split()]
+    look: dict[str, Any] = {
+        "facecolor": style.get("fill", "none"),
+        "edgecolor": style.get("stroke", "none"),
+        "linewidth": float(style.get("stroke-width", "0px").removesuffix("px")) * _POINT,
+        "linestyle": (0, dashes) if dashes else "-",
+        "alpha": float(style.get("opacity", "1")),
+    }
+    shape: Any
+    if element.tag == "path":
+        shape = PathPatch(Outline(*_read_path(element.attrib["d"])), **look)
+    elif element.tag == "circle":
+        x, y, radius = (float(element.attrib[name]) for name in ("cx", "cy", "r"))
+        shape = Circle((x, y), radius, **look)
+    else:
+        x, y, width, height = (float(element.attrib[name]) for name in ("x", "y", "width", "height"))
+        shape = Rectangle((x, y), width, height, **look)
+    shape.set_transform(place)
+    axes.add_artist(shape)
+
+
+def _read_path(text: str) -> tuple[list[tuple[float, float]], list[int]]:
+    """Return the corners of a path, and matplotlib's codes for the ways to them."""
+    x = y = 0.0
+    corners, codes = [], []
+    for command, numbers in re.findall(r"([MLHVZ])([^MLHVZ]*)", text):
+        values = [float(number) for number in numbers.split()]
+        x = x if command in "VZ" else values[0]
+        y = y if command in "HZ" else values[-1]
+        corners.append((x, y))
+        codes.append({"M": 1, "Z": 79}.get(command, 2))
+    return corners, codes
+
+
+def _style_of(element: ElementTree.Element) -> dict[str, str]:
+    """Apply the rules of drawing.css to an element."""
+    css, classes = _read("drawing.css"), set(element.get("class", "").split())
+    colors = dict(re.findall(r"(--\w+): (#\w+);", css))
+    style: dict[str, str] = {"fill": element.attrib["fill"]} if "fill" in element.attrib else {}
+    for tag, kinds, rules in _RULE.findall(css):
+        if tag in ("", element.tag) and classes.issuperset(kinds.split(".")[1:]):
+            style.update(rule.split(": ") for rule in rules.rstrip(";").split("; "))
+    style = {name: colors.get(value.removeprefix("var(").removesuffix(")"), value) for name, value in style.items()}
+    return {name: style["color"] if value == "currentColor" else value for name, value in style.items()}
+
+
 SIZE = 11.0  # of the numbers' letters, in points
 MARK = 6.0  # half of a marker's side, in points
-_GAP, _FARTHER, _MOST_TRIES = 2.0, 6.0, 60  # points, points, distances
-_WIDTH, _HEIGHT = 0.68, 1.1  # of a letter, of its size
+_NEAR, _FARTHER, _MOST_TRIES = 2.0, 6.0, 60  # points, points, distances
+_LETTER_WIDTH, _LETTER_HEIGHT = 0.68, 1.1  # of a letter, of its size
 _SLOW, _FEWER = 5.0, 2.0
-_LINE, _SPACE = 0.21, 0.13  # inches, of the list
 
 Spot = tuple[float, float]
 Box = tuple[float, float, float, float]  # left, low, right, high
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A numbered point, and its text in the list."""
-
-    spot: Spot  # of the marker, in data coordinates
-    name: str
-    details: str
-    color: str
-    is_bold: bool = False
-    suffix: str = ""  # after the number
 
 
 def slowest_shown(times: Sequence[float]) -> float:
@@ -216,14 +341,14 @@ def place_labels(
     # The long ones first: they fit in fewer places.
     for number in sorted(range(len(spots)), key=lambda number: -len(texts[number])):
         spot, text = spots[number], texts[number]
-        width, height = len(text) * _WIDTH * SIZE, _HEIGHT * SIZE
+        width, height = len(text) * _LETTER_WIDTH * SIZE, _LETTER_HEIGHT * SIZE
         boxes = {place: box_around(place, width, height) for place in _around(spot, width, height)}
         places = [place for place, box in boxes.items() if _is_inside(box, frame)]
         free = [place for place in places if not _meets(boxes[place], taken)]
         clear = [place for place in free if not _meets(boxes[place], lines)]
         middle = (clear or free or places or [spot])[0]
         gap = max(abs(middle[0] - spot[0]) - width / 2, abs(middle[1] - spot[1]) - height / 2)
-        found[number] = (middle, gap > MARK + _GAP + _FARTHER)
+        found[number] = (middle, gap > MARK + _NEAR + _FARTHER)
         taken.append(box_around(middle, width, height))
     return [found[number] for number in range(len(spots))]
 
@@ -238,60 +363,10 @@ def lines_between(corners: Sequence[Spot]) -> list[Box]:
     return [(min(a, c), min(b, d), max(a, c), max(b, d)) for (a, b), (c, d) in pairwise(corners)]
 
 
-def write_numbers(
-    axes: "Axes", entries: Sequence[Entry], lines: Sequence[Sequence[Spot]], others: Sequence[Spot] = ()
-) -> None:
-    """Write the number of each entry next to its marker; the limits and size of ``axes`` are final."""
-    points = 72 / axes.figure.dpi
-
-    def to_points(spots: Sequence[Spot]) -> list[Spot]:
-        return [(float(x) * points, float(y) * points) for x, y in map(axes.transData.transform, spots)]
-
-    spots = to_points([entry.spot for entry in entries])
-    texts = [f"{number}{entry.suffix}" for number, entry in enumerate(entries, start=1)]
-    left, low, right, high = (edge * points for edge in axes.get_window_extent().extents)
-    obstacles = [box for line in lines for box in lines_between(to_points(line))]
-    obstacles += [box_around(spot, 2 * MARK, 2 * MARK) for spot in to_points(others)]
-    places = place_labels(spots, texts, obstacles, (left, low, right, high))
-    for entry, text, spot, (middle, is_far) in zip(entries, texts, spots, places, strict=True):
-        style: dict[str, Any] = {"fontsize": SIZE, "fontweight": "bold", "color": entry.color, "zorder": 6}
-        if is_far:
-            line = {"arrowstyle": "-", "color": entry.color, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 5}
-            style["arrowprops"] = line
-        offset = (middle[0] - spot[0], middle[1] - spot[1])
-        where: dict[str, Any] = {"xytext": offset, "textcoords": "offset points"}
-        axes.annotate(text, entry.spot, ha="center", va="center_baseline", **where, **style)
-
-
-def list_height(entries: Sequence[Entry], width: int) -> float:
-    """What :func:`write_list` needs, in inches."""
-    return sum((len(wrap_name(entry.name, width)) + 1) * _LINE + _SPACE for entry in entries)
-
-
-def write_list(figure: "Figure", entries: Sequence[Entry], place: Box, width: int) -> None:
-    """Write entries below each other, smaller if their place (inches) is too small; ``width`` is in characters."""
-    left, low, _, y = place
-    total_width, total_height = figure.get_size_inches()
-    shrunk = min(1.0, (y - low) / list_height(entries, width))
-    style: dict[str, Any] = {"va": "top", "fontsize": 10 * shrunk}
-
-    def write(x: float, text: str, color: str, *, is_bold: bool) -> None:
-        weight = "bold" if is_bold else "normal"
-        figure.text(x / total_width, y / total_height, text, color=color, fontweight=weight, **style)
-
-    for number, entry in enumerate(entries, start=1):
-        write(left, str(number), entry.color, is_bold=True)
-        for line in wrap_name(entry.name, width):
-            write(left + 0.28, line, entry.color if entry.is_bold else INK, is_bold=entry.is_bold)
-            y -= _LINE * shrunk
-        write(left + 0.28, entry.details, FAINT, is_bold=False)
-        y -= (_LINE + _SPACE) * shrunk
-
-
 def _around(spot: Spot, width: float, height: float) -> Iterable[Spot]:
     """Middles of a label around a marker, the nearest first, at its sides before its corners."""
     for number in range(_MOST_TRIES):
-        gap = MARK + _GAP + number * _FARTHER
+        gap = MARK + _NEAR + number * _FARTHER
         for x, y in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1)):
             near = 0.4 if x and y else 1.0  # at a corner
             yield spot[0] + x * (width / 2 + near * gap), spot[1] + y * (height / 2 + near * gap)

@@ -1,12 +1,10 @@
 """A plan as people see it: a table, a picture."""
 
-import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import isnan
-from typing import TYPE_CHECKING, Any, ParamSpec
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -18,37 +16,21 @@ from lightning_vram.planner.plan import MemoryPlan
 from lightning_vram.planner.plan import plan_memory as _plan_memory
 from lightning_vram.planner.scheme import Measured, Scheme
 from lightning_vram.report.drawing import (
-    BAD,
-    FAINT,
-    FONT,
-    GOOD,
-    INK,
     Box,
-    Entry,
+    Picture,
     Spot,
     box_around,
-    drawings,
     lines_between,
     place_labels,
     rectangle,
     round_step,
     slowest_shown,
     stairs,
-    style_axes,
-    table,
     text_at,
     unit_of,
-    write_list,
-    write_numbers,
-    write_plot,
 )
-from lightning_vram.report.drawing import page as write_page
-from lightning_vram.report.progress import shows_progress
-from lightning_vram.report.tables import Name, add_names, add_numbers, as_text, literal, plain_table
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from lightning_vram.report.progress import shown, shows_progress
+from lightning_vram.report.tables import Name, Rows, add_names, add_numbers, as_text, literal, plain_table
 
 TIMES = "step time relative to baseline (modelled)"
 DOTS = "other configurations"
@@ -171,6 +153,16 @@ _AXIS_MARGIN = 0.14  # of an axis, beyond its outermost points
 
 
 @dataclass(frozen=True)
+class Entry:
+    """A numbered point of the picture."""
+
+    spot: Spot
+    kind: str  # class of its elements: "good" of the plan, "faint" of what is beaten or too large
+    is_plan: bool
+    suffix: str = ""  # after the number
+
+
+@dataclass(frozen=True)
 class Chart:
     """A plan's picture: times relative to baseline, sizes in ``unit``."""
 
@@ -209,84 +201,30 @@ def _axis(first: float, last: float, least: float) -> Spot:
 
 
 def _entry(one: Choice, unit_bytes: int, end: float | None) -> Entry:
-    time = ratio(one.step_time_ratio)
-    details = ", ".join((format_bytes(one.needed_bytes), f"{one.share:.1%} of the budget", time, one.results))
-    color = GOOD if one.is_plan else INK if one.fits and one.is_unbeaten else FAINT
+    kind = "good" if one.is_plan else "" if one.fits and one.is_unbeaten else "faint"
     spot = (one.step_time_ratio if end is None else end, one.needed_bytes / unit_bytes)
-    name = f"the plan: {one.name}" if one.is_plan else one.name
-    return Entry(spot, name, details, color, one.is_plan, "" if end is None else f": {time}")
-
-
-_SIZE = (12.0, 6.0)  # inches
-_FIGURE_LEFT = 0.07  # of the picture
-_KEY, _KEY_WIDTH = (7.62, 0.2, 11.9, 5.1), 46  # inches, characters
-_DOT = "#afb8c1"
-
-
-def draw(plan: MemoryPlan) -> "Figure":
-    """Draw a plan with matplotlib."""
-    from matplotlib import rc_context  # an extra: not everybody has it
-    from matplotlib.figure import Figure
-
-    chart = read_chart(plan)
-    with rc_context(FONT):
-        figure = Figure(figsize=_SIZE, facecolor="white")
-        axes = figure.add_axes((_FIGURE_LEFT, 0.11, 0.535, 0.71))
-        _draw_axes(axes, chart)
-        _draw_points(axes, plan, chart)
-        write_numbers(axes, chart.entries, [chart.front, [(time, chart.budget) for time in chart.times]], chart.others)
-        title = verdict(plan)
-        size = min(17, 1180 / len(title))  # one line, whatever the device is called
-        figure.text(_FIGURE_LEFT, 0.965, title, va="top", fontsize=size, fontweight="bold", color=GOOD)
-        write_list(figure, chart.entries, _KEY, _KEY_WIDTH)
-    return figure
-
-
-def _draw_axes(axes: "Axes", chart: Chart) -> None:
-    axes.set_xlim(chart.times)
-    axes.set_ylim(chart.sizes)
-    axes.set_xlabel(TIMES, color=FAINT)
-    axes.set_ylabel(f"memory needed, {chart.unit}", color=INK)
-    style_axes(axes)
-
-
-def _draw_points(axes: "Axes", plan: MemoryPlan, chart: Chart) -> None:
-    axes.axhspan(chart.budget, chart.sizes[1], color=BAD, alpha=0.06, linewidth=0, zorder=0)
-    budget = f"budget {format_bytes(plan.budget_bytes)}"
-    handles: list[Any] = [axes.axhline(chart.budget, color=BAD, linewidth=2, zorder=1, label=budget)]
-    if chart.others:
-        style: dict[str, Any] = {"color": _DOT, "markersize": 5, "zorder": 2, "label": DOTS}
-        handles += axes.plot(*zip(*chart.others, strict=True), "o", **style)
-    axes.plot(*zip(*chart.front, strict=True), color=FAINT, linewidth=1.5, zorder=3)
-    slower: list[Any] = []
-    for entry, is_slower in zip(chart.entries, chart.is_slower, strict=True):
-        size = 12 if entry.is_bold else 9
-        style = {"markersize": size, "markeredgecolor": "white", "zorder": 4, "clip_on": False, "label": SLOWER}
-        drawn = axes.plot(*entry.spot, ">" if is_slower else "o", color=entry.color, **style)
-        slower = drawn if is_slower else slower
-    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 3, "borderpad": 0}
-    style = {"frameon": False, "fontsize": 10, "handletextpad": 0.5, "columnspacing": 1.4}
-    axes.legend(handles=handles + slower, **style, **place)
+    return Entry(spot, kind, one.is_plan, "" if end is None else f": {ratio(one.step_time_ratio)}")
 
 
 _HEIGHT, _LEFT, _TOP, _BOTTOM, _MARGIN = 460, 56, 56, 404, 14
 _PIXELS = 4 / 3  # to a point
-_KINDS = {GOOD: "good", FAINT: "faint"}
 
 
-def page(plan: MemoryPlan) -> str:
-    """Write a plan as a page of HTML, which needs no library."""
+def picture(plan: MemoryPlan) -> Picture:
+    """Draw a plan."""
     chart, budget = read_chart(plan), f"budget {format_bytes(plan.budget_bytes)}"
     rows: list[tuple[str, ...]] = []
-    for number, (one, entry) in enumerate(zip(choices(plan), chart.entries, strict=True), start=1):
+    for number, one in enumerate(choices(plan), start=1):
         cells = (format_bytes(one.needed_bytes), f"{one.share:.1%}", ratio(one.step_time_ratio), one.results)
-        rows += [(f"{number}. {entry.name}",), cells]
-    return write_page(
+        rows += [(f"{number}. {'the plan: ' * one.is_plan}{one.name}",), cells]
+    return Picture(
         verdict(plan),
-        is_good=True,
         lead=f"Memory against {TIMES}.",
-        drawing=drawings(_HEIGHT, f"memory needed, {chart.unit}", lambda width: _draw(chart, budget, width - _MARGIN)),
-        side=table("memory", rows, columns=("of budget", "step time", "results")),
+        name=f"memory needed, {chart.unit}",
+        height=_HEIGHT,
+        draw=lambda width: _draw(chart, budget, width - _MARGIN),
+        side=[Rows("memory", rows, columns=("of budget", "step time", "results"))],
+        is_good=True,
     )
 
 
@@ -327,23 +265,19 @@ def _choices(chart: Chart, spots: Sequence[Spot], lines: Sequence[Box], right: i
     rows = zip(chart.entries, chart.is_slower, spots, texts, places, strict=True)
     for entry, is_slower, (x, y), text, (middle, is_far) in rows:
         label_x, label_y = middle[0] * _PIXELS, middle[1] * _PIXELS
-        kind = _KINDS.get(entry.color, "")
         if is_far:
             yield f'<path class="pointer" d="M{x:.1f} {y:.1f}L{label_x:.1f} {label_y:.1f}"/>'
-        size = 8 if entry.is_bold else 6
+        size = 8 if entry.is_plan else 6
         corners = f"M{x - 6:.1f} {y - 7:.1f}L{x + 7:.1f} {y:.1f}L{x - 6:.1f} {y + 7:.1f}Z"
-        circle = f'<circle class="mark {kind}" cx="{x:.1f}" cy="{y:.1f}" r="{size}"/>'
-        yield f'<path class="mark {kind}" d="{corners}"/>' if is_slower else circle
-        yield text_at(label_x, label_y + 5, text, f"middle strong {kind}")
+        circle = f'<circle class="mark {entry.kind}" cx="{x:.1f}" cy="{y:.1f}" r="{size}"/>'
+        yield f'<path class="mark {entry.kind}" d="{corners}"/>' if is_slower else circle
+        yield text_at(label_x, label_y + 5, text, f"middle strong {entry.kind}")
 
 
 def _ticks(low: float, high: float, most: int) -> Iterator[tuple[float, str]]:
     step = round_step((high - low) / most)
     for number in range(math.ceil(low / step), math.floor(high / step) + 1):
         yield number * step, f"{number * step:g}"
-
-
-_P = ParamSpec("_P")
 
 
 @dataclass(frozen=True)
@@ -358,25 +292,14 @@ class ShownPlan(MemoryPlan):
         """Draw memory against step time of the configurations tried, with the budget.
 
         Args:
-            path: File to write: a picture by matplotlib (``.png``, ``.svg``, ``.pdf``), or a page (``.html``) in one
-                file, with the table of configurations.
+            path: File to write: a picture (``.svg``; ``.png`` and ``.pdf`` by matplotlib), or a page (``.html``), with
+                the table of configurations.
 
         Raises:
             ValueError: If the file has another ending.
             ModuleNotFoundError: If matplotlib is needed and not installed.
         """
-        write_plot(path, lambda: page(self), lambda: draw(self))
+        picture(self).write(path)
 
 
-def shown(plan_memory: Callable[_P, MemoryPlan]) -> Callable[_P, ShownPlan]:
-    """Let a function that plans return what can be printed and drawn."""
-
-    @functools.wraps(plan_memory)
-    def plan_and_show(*args: _P.args, **kwargs: _P.kwargs) -> ShownPlan:
-        plan = plan_memory(*args, **kwargs)
-        return ShownPlan(**{field.name: getattr(plan, field.name) for field in fields(plan)})
-
-    return plan_and_show
-
-
-plan_memory = shown(shows_progress(_plan_memory))
+plan_memory = shown(shows_progress(_plan_memory), ShownPlan)

@@ -1,32 +1,32 @@
-"""What a running estimate is doing: a line per stage, on a terminal only."""
+"""What a running estimate is doing, a line on a terminal; and its results as people see them."""
 
 import functools
 from collections.abc import Callable
+from dataclasses import fields
 from types import TracebackType
-from typing import ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import lightning.pytorch as pl
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 _WIDTH = 60  # of a stage's name, in characters
-_MAX_STAGES = 8  # the last ones are shown
 
 
 class ProgressDisplay:
-    """Show stages as they come: ``with ProgressDisplay() as on_progress: on_progress("tracing the step", 0.5)``.
+    """Show the current stage: ``with ProgressDisplay() as on_progress: on_progress("tracing the step", 0.5)``.
 
-    A stage ends at 1.0, or when another begins. Nothing is left on the screen at the end. Without a terminal, as in a
+    Nothing is left on the screen at the end. Without a terminal, as in a
     log file, nothing is written. By default it writes to stderr, so that the answer alone goes to stdout.
     """
 
     def __init__(self, console: Console | None = None, *, is_shown: bool = True) -> None:
         console = console or Console(stderr=True)
         self._progress = Progress(
-            SpinnerColumn(finished_text="✓"),
+            SpinnerColumn(),
             TextColumn("{task.description}", table_column=Column(max_width=_WIDTH, no_wrap=True, overflow="ellipsis")),
             BarColumn(bar_width=24),
             TimeElapsedColumn(),
@@ -34,7 +34,7 @@ class ProgressDisplay:
             transient=True,
             disable=not (is_shown and console.is_terminal),
         )
-        self._tasks: dict[str, TaskID] = {}
+        self._stage = ""
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> Self:
@@ -43,12 +43,12 @@ class ProgressDisplay:
 
     def __call__(self, stage: str, done: float) -> None:
         """Show how far a stage is."""
-        if stage not in self._tasks:
-            self._finish()
-            self._tasks[stage] = self._progress.add_task(stage, total=1.0)
-            for task in list(self._tasks.values())[:-_MAX_STAGES]:
-                self._progress.update(task, visible=False)
-        self._progress.update(self._tasks[stage], completed=done)
+        if stage != self._stage:
+            for task in self._progress.task_ids:
+                self._progress.remove_task(task)
+            self._progress.add_task(stage, total=1.0)
+            self._stage = stage
+        self._progress.update(self._progress.task_ids[0], completed=done)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -58,10 +58,6 @@ class ProgressDisplay:
         self, kind: type[BaseException] | None, error: BaseException | None, place: TracebackType | None
     ) -> None:
         self._progress.stop()
-
-    def _finish(self) -> None:
-        for task in self._tasks.values():
-            self._progress.update(task, completed=1.0)
 
 
 def shows_progress(work: Callable[_P, _Result]) -> Callable[_P, _Result]:
@@ -73,5 +69,16 @@ def shows_progress(work: Callable[_P, _Result]) -> Callable[_P, _Result]:
             return work(*args, **kwargs)
         with ProgressDisplay() as kwargs["on_progress"]:
             return work(*args, **kwargs)
+
+    return work_and_show
+
+
+def shown(work: Callable[_P, Any], kind: type[_Result]) -> Callable[_P, _Result]:
+    """Let a function return ``kind``, a dataclass derived from that of its results, which can be printed and drawn."""
+
+    @functools.wraps(work)
+    def work_and_show(*args: _P.args, **kwargs: _P.kwargs) -> _Result:
+        found = work(*args, **kwargs)
+        return kind(**{field.name: getattr(found, field.name) for field in fields(found)})
 
     return work_and_show

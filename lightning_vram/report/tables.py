@@ -1,8 +1,10 @@
 """Tables of one run's memory, and what all tables share: names may wrap, numbers are never cut."""
 
+import html
 import io
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from textwrap import wrap
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -91,6 +93,38 @@ def add_numbers(table: Table, *headings: str) -> None:
     """Add columns of numbers, which keep their width."""
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A table of text, for a terminal or a page; a single cell is as wide as the table."""
+
+    name: str
+    lines: Sequence[tuple[str, ...]]
+    colors: Sequence[str] = ()  # of the first lines
+    columns: Sequence[str] = ()  # names of all columns but the first
+
+    def terminal(self) -> Table:
+        """Return it for a terminal, or a log."""
+        table = plain_table()
+        add_names(table, self.name)
+        add_numbers(table, *(self.columns or [""] * (max(map(len, self.lines), default=1) - 1)))
+        for number, (first, *others) in enumerate(self.lines):
+            square = [("\N{BLACK SQUARE} ", self.colors[number])] if number < len(self.colors) else []
+            table.add_row(Text.assemble(*square, printable(first)), *map(literal, others))
+        return table
+
+    def html(self) -> str:
+        """Return it for a page."""
+        body = ""
+        for number, line in enumerate(self.lines):
+            square = f'<u style="background:{self.colors[number]}"></u>' if number < len(self.colors) else ""
+            cells = "</td><td>".join(map(html.escape, line))
+            body += f"<tr><td{' colspan=9' * (len(line) == 1)}>{square}{cells}</td></tr>"
+        heads = "".join(f"<th>{html.escape(column)}</th>" for column in self.columns)
+        name = html.escape(self.name)
+        first = f"<th>{name}</th>{heads}" if heads else f'<th colspan="9">{name}</th>'
+        return f"<table><tr>{first}</tr>{body}</table>"
 
 
 def memory_table(measurements: Sequence[Measurement]) -> Table:

@@ -13,9 +13,9 @@ from lightning.pytorch import Callback
 
 from lightning_vram import ActivationCheckpointing, ActivationOffload, EarlyRelease, estimate_memory
 from lightning_vram.demos import ByteGPT
-from lightning_vram.report.comparison import ShownStep, draw_steps
-from lightning_vram.report.drawing import save_figure
-from lightning_vram.report.estimate import ShownEstimate
+from lightning_vram.memory.units import format_bytes
+from lightning_vram.report.drawing import Picture
+from lightning_vram.report.estimate import ShownEstimate, side_by_side
 
 ROOT = Path(__file__).parents[2]
 BEFORE_AFTER = ROOT / "examples" / "first_screen.png"
@@ -41,14 +41,15 @@ def estimate(size: tuple[tuple[int, ...], int], callbacks: list[Callback]) -> Sh
     return estimate_memory(model, tokens, device=DEVICE, trainer=trainer, find_limits=False)
 
 
-def before_after() -> tuple[list[ShownStep], list[str]]:
-    """Return the steps of the picture of README.md, and the lines below them."""
-    steps = [
-        ShownStep("Baseline", estimate(LARGE, []), ("fits", "out of memory")),
-        ShownStep("With lightning_vram", estimate(LARGE, features()), ("fits, bit-exact", "out of memory")),
-    ]
+def before_after() -> Picture:
+    """Return the picture of README.md."""
+    steps = {}
+    for name, fits, callbacks in (("Baseline", "fits", []), ("With lightning_vram", "bit-exact", features())):
+        step = estimate(LARGE, callbacks)
+        steps[f"{name}: {fits if step.fits else 'out of memory'}, {format_bytes(step.needed_bytes)}"] = step
     names = ", ".join(f"{type(feature).__name__}()" for feature in features())
-    return steps, [f"Estimated: one training step of {MODEL}.", f"With lightning_vram: callbacks=[{names}]"]
+    notes = [f"Estimated: one training step of {MODEL}.", f"With lightning_vram: callbacks=[{names}]"]
+    return side_by_side(steps, "Memory of one training step", notes)
 
 
 def shrink(path: Path) -> None:
@@ -70,7 +71,7 @@ def main() -> None:
     parser.add_argument("--before_after", type=Path, default=BEFORE_AFTER, help="picture of README.md to write, .png")
     parser.add_argument("--step", type=Path, default=STEP, help="picture of estimate_memory's page to write, .png")
     arguments = parser.parse_args()
-    save_figure(draw_steps(*before_after()), arguments.before_after)
+    before_after().write(arguments.before_after)
     estimate(MEDIUM, []).plot(arguments.step)
     for path in (arguments.before_after, arguments.step):
         shrink(path)

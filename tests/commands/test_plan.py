@@ -243,7 +243,7 @@ def test_a_budget_may_be_a_share(asked):
 def test_a_picture_without_matplotlib_is_one_line_before_the_work(asked, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert fail([QUICKSTART, *DEVICE, "--plot=plan.png"], capsys) == (
-        "a picture needs matplotlib: pip install matplotlib. A page (plan.html) needs nothing."
+        "plan.png needs matplotlib: pip install matplotlib. plan.svg and plan.html need nothing."
     )
     assert asked == {}
 

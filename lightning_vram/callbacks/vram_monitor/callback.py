@@ -35,8 +35,8 @@ from lightning_vram.memory.tracking.timeline import MemoryTimeline, Phase
 from lightning_vram.memory.tracking.tracker import MemoryProbe
 from lightning_vram.memory.units import format_bytes, parse_bytes
 from lightning_vram.private_names.dispatcher import is_compiled
-from lightning_vram.report.comparison import ShownStep, as_estimate, draw_steps
-from lightning_vram.report.drawing import check_picture_path, save_figure
+from lightning_vram.report.drawing import check_picture_path
+from lightning_vram.report.estimate import as_estimate, picture, side_by_side
 
 
 class Readings:
@@ -240,7 +240,7 @@ class VRAMMonitor(Callback):
         """Draw the memory of :attr:`timeline` by category: the tracked training batch with the highest peak.
 
         Args:
-            path: Picture to write by matplotlib: ``.png``, ``.svg`` or ``.pdf``.
+            path: File to write: a picture (``.svg``; ``.png`` and ``.pdf`` by matplotlib) or a page (``.html``).
             baseline: Monitor of a run to compare with, drawn on the left. ``None`` draws one step.
             limit: Memory limit to draw as a line, in bytes or as ``"20GiB"``. ``None`` draws no line.
 
@@ -248,19 +248,23 @@ class VRAMMonitor(Callback):
             TypeError: If ``limit`` has the wrong type.
             ValueError: If the suffix of ``path`` or ``limit`` is invalid, or no training batch was tracked.
             FileNotFoundError: If the folder of ``path`` does not exist.
-            ModuleNotFoundError: If matplotlib is not installed.
+            ModuleNotFoundError: If matplotlib is needed and not installed.
         """
         check_picture_path(Path(path))
         limit_bytes = None if limit is None else parse_bytes(limit, "VRAMMonitor.plot(limit)")
         monitors = {"Training step": self} if baseline is None else {"Baseline": baseline, "With lightning_vram": self}
-        steps = []
+        steps = {}
         for name, monitor in monitors.items():
             if monitor.timeline is None:
                 raise ValueError(
                     "VRAMMonitor.plot() needs a tracked training batch: use VRAMMonitor(track=True) and fit."
                 )
-            steps.append(ShownStep(name, as_estimate(monitor.timeline, limit_bytes)))
-        save_figure(draw_steps(steps), Path(path))
+            step = as_estimate(monitor.timeline, limit_bytes)
+            judged = "" if limit_bytes is None else ", within the limit" if step.fits else ", above the limit"
+            steps[f"{name}: {format_bytes(step.peak_bytes)}{judged}"] = step
+        (title, step), *others = steps.items()
+        drawn = side_by_side(steps, "Peak memory of a training step") if others else picture(step, title)
+        drawn.write(path)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

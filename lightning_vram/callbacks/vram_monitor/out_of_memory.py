@@ -43,7 +43,7 @@ from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.plan import MemoryPlan, TracedSteps
 from lightning_vram.planner.scheme import Exactness, Found, Scheme, Workload
 from lightning_vram.planner.search import fastest
-from lightning_vram.report.estimate.pictures import save as save_picture
+from lightning_vram.report.estimate import picture
 from lightning_vram.report.out_of_memory import OutOfMemory, Place, Work, page, summary
 from lightning_vram.report.plan import Choice, choices
 from lightning_vram.report.progress import ProgressDisplay
@@ -324,7 +324,7 @@ def _write_pictures(trainer: pl.Trainer, folder: Path, stem: str, estimate: Memo
     if estimate is not None and estimate.device.memory_bytes > 1 and find_spec("matplotlib") is not None:
         needed, limit = format_bytes(estimate.needed_bytes), format_bytes(estimate.device.memory_bytes)
         title = f"Out of memory: this step needs {needed}, {estimate.device.name}: {limit}"
-        save_picture(estimate, folder / f"{stem}.png", title)
+        picture(estimate, title).write(folder / f"{stem}.png")
         names.append(f"{stem}.png")
     if trainer.strategy.root_device.type == "cuda" and write_snapshot(folder / f"{stem}.pickle"):
         names.append(f"{stem}.pickle")

@@ -29,7 +29,7 @@ from lightning_vram.private_names.dispatcher import FakeTensor
 from lightning_vram.private_names.torch import (
     SEE_INPUT,
     SEE_OUTPUT,
-    has_gradient_hooks,
+    gradient_hooks,
     has_hooks,
     have_all_modules_hooks,
     innermost_hooks,
@@ -274,7 +274,7 @@ class StepObserver:
         if not args or not is_plain(args[0]) or any(leaf is args[0] for leaf in tree_leaves((args[1:], kwargs))):
             return _Call(None)
         tensor, memory = args[0], self._watch.find(args[0])
-        if memory is None or memory.is_given or has_gradient_hooks(tensor) or tensor.retains_grad:
+        if memory is None or memory.is_given or gradient_hooks(tensor) or tensor.retains_grad:
             return _Call(None)
         is_linked = memory.is_untouched(tensor)
         is_own = not is_view(tensor) and not (tensor.is_leaf and tensor.requires_grad)

@@ -18,7 +18,7 @@ from lightning_vram.private_names.fsdp2 import (
     place_of,
     wrap_like,
 )
-from lightning_vram.private_names.torch import accumulation_hooks, gradient_hooks, is_hooked, local_shard_of
+from lightning_vram.private_names.torch import accumulation_hooks, gradient_hooks, local_shard_of
 from lightning_vram.techniques.sharding.flat_shards import FlatShard
 from lightning_vram.techniques.sharding.gathered import (
     GatheredParameter,
@@ -220,7 +220,7 @@ class ShardedParameter(ParameterBase):
         if self.buffer is not None:
             sent = self.buffer[: sent.numel()].view(sent.shape).copy_(sent, non_blocking=True)
         self.sent = sent
-        if is_hooked(self.sharded_param):
+        if gradient_hooks(self.sharded_param) or accumulation_hooks(self.sharded_param):
             self._call_hooks(sent)
 
     def _call_hooks(self, gradient: Tensor) -> None:

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.report.drawing import BAD, FAINT, FONT, INK
 from lightning_vram.report.tables import wrap_name
 from tests.benchmarks.report.bars import OOM, PEAK, BarPanel
+from tests.benchmarks.report.figures import BAD, FAINT, FONT, INK
 from tests.benchmarks.report.scatter import COLORS, WORDS
 
 if TYPE_CHECKING:

@@ -1,12 +1,13 @@
 """The pictures of files of results."""
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_vram.report.drawing import check_picture_path, save_figure
 from tests.benchmarks.report.bar_chart import draw_bars
 from tests.benchmarks.report.bars import read_bars, read_peak_bars
+from tests.benchmarks.report.figures import save_figure
 from tests.benchmarks.report.points import read_panels
 from tests.benchmarks.report.results import ResultFile
 from tests.benchmarks.report.scatter import draw_scatter
@@ -43,7 +44,8 @@ def save_pictures(files: Sequence[ResultFile], folder: Path) -> list[Path]:
         for what, draw in _pictures(file).items():
             folder.mkdir(parents=True, exist_ok=True)
             path = _free_name(folder, f"{file.path.stem}_{what}", saved)
-            check_picture_path(path)
+            if find_spec("matplotlib") is None:
+                raise ModuleNotFoundError("a picture needs matplotlib: pip install matplotlib.")
             save_figure(draw(), path)
             saved.append(path)
     return saved

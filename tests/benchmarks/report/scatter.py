@@ -4,19 +4,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.report.drawing import (
+from lightning_vram.report.drawing import stairs, unit_of
+from lightning_vram.report.tables import format_seconds
+from tests.benchmarks.report.figures import (
     FAINT,
     FONT,
     INK,
     Entry,
     list_height,
-    stairs,
     style_axes,
-    unit_of,
     write_list,
     write_numbers,
 )
-from lightning_vram.report.tables import format_seconds
 from tests.benchmarks.report.points import PEER, Panel, front
 from tests.benchmarks.report.results import BASELINE, OURS, PLAIN
 

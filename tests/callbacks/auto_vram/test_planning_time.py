@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_vram import AutoVRAM
 from lightning_vram.callbacks.auto_vram import callback, decision
 from lightning_vram.memory.units import MIB
-from lightning_vram.report.estimate import ProgressDisplay
+from lightning_vram.report.progress import ProgressDisplay
 
 PLAIN_BYTES = 16.78 * MIB  # of a step
 

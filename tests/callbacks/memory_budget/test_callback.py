@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from lightning_vram import ActivationCheckpointing, EmptyCache, LeanMixedPrecision, MemoryBudget, estimate_memory
 from lightning_vram.callbacks.memory_budget import callback
 from lightning_vram.estimation.estimate import Estimator
-from lightning_vram.report.estimate import ProgressDisplay
+from lightning_vram.report.progress import ProgressDisplay
 
 pytestmark = pytest.mark.filterwarnings("ignore:MemoryBudget. the run does not fit")
 

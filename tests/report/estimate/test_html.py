@@ -12,10 +12,13 @@ from support.estimates import GIB, MIB, allocation, estimate_of, timeline_of
 
 from lightning_vram.memory.tracking.timeline import Category, Phase
 from lightning_vram.report.drawing import WIDTHS
-from lightning_vram.report.estimate.pictures import BOTTOM, HEIGHT, LEFT, MARGIN, TOP, page, svg_of
-from lightning_vram.report.estimate.step import COLORS, read_step, step_scale
+from lightning_vram.report.estimate import BOTTOM, COLORS, HEIGHT, LEFT, MARGIN, TOP, picture, step_scale
 
 RIGHT = WIDTHS["wide"] - MARGIN
+
+
+def page(estimate) -> str:
+    return picture(estimate).page()
 
 
 def data_of(text: str) -> dict:
@@ -23,7 +26,7 @@ def data_of(text: str) -> dict:
 
 
 def drawings_of(estimate) -> list[ElementTree.Element]:
-    return list(ElementTree.fromstring(f"<p>{svg_of(estimate, read_step(estimate.timeline, RIGHT - LEFT))}</p>"))
+    return [ElementTree.fromstring(found) for found in re.findall(r"<svg.*?</svg>", page(estimate))]
 
 
 def drawing_of(estimate) -> ElementTree.Element:

@@ -20,15 +20,13 @@ def show(*calls: tuple[str, float], is_terminal: bool) -> str:
     return file.getvalue()
 
 
-def test_stages_stand_below_each_other_and_the_earlier_are_done():
+def test_the_current_stage_stands_alone():
     text = show(("building", 0.0), ("tracing the step", 0.5), is_terminal=True)
     frames = [line for line in text.splitlines() if "0:0" in line]
-    building = [line for line in frames if "building" in line][-1]
-    tracing = [line for line in frames if "tracing the step" in line][-1]
-    assert "✓ building" in building
-    assert "✓" not in tracing
-    assert frames.index(building) < frames.index(tracing)
-    assert building.count("━") > tracing.count("━") > 0
+    assert "building" in frames[0]
+    assert "tracing the step" in frames[-1]
+    assert "building" not in frames[-1]
+    assert "━" in frames[-1]
 
 
 def test_nothing_is_written_where_there_is_no_terminal():
@@ -41,11 +39,9 @@ def test_the_screen_is_left_as_it_was():
     assert "\x1b[?25h" in text  # the cursor is seen again
 
 
-def test_long_names_and_many_stages_leave_room():
-    text = show(*((f"stage {number} " + "x" * 90, 0.5) for number in range(12)), is_terminal=True)
-    last = text.rpartition("stage 4 ")[2]  # the last eight
-    assert "stage 3 " not in last
-    frames = [line for line in last.splitlines() if "stage 11" in line]
+def test_a_long_name_leaves_room():
+    last = show(("stage " + "x" * 90, 0.5), is_terminal=True)
+    frames = [line for line in last.splitlines() if "stage" in line]
     assert "x…" in frames[-1]
     assert "━" in frames[-1]
     assert "0:00:00" in frames[-1]

@@ -6,7 +6,7 @@ import pytest
 from support.estimates import MIB, allocation, timeline_of, training_timeline
 
 from lightning_vram.memory.tracking.timeline import Category, Phase
-from lightning_vram.report.estimate.step import Span, read_step
+from lightning_vram.report.estimate import Span, read_step
 
 
 def test_it_begins_with_what_is_held_and_leaves_the_host_out():

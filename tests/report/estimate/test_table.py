@@ -10,7 +10,7 @@ from support.estimates import GIB, MIB, allocation, estimate_of, timeline_of
 
 from lightning_vram.memory.estimate.result import MemoryEstimate
 from lightning_vram.memory.tracking.timeline import Category, Phase
-from lightning_vram.report.estimate.shown import ShownEstimate, estimate_table, shown
+from lightning_vram.report.estimate import ShownEstimate, estimate_table, shown
 
 
 def text_of(**changes) -> str:
@@ -39,8 +39,8 @@ def test_the_answer_is_green_or_red_on_a_terminal():
     "line",
     [
         "The peak of tensors, 760.00 MiB, is in the backward, made by aten.mm in net.embed.",
-        "parameters           100.00 MiB    13%  ━",
-        "activations          300.00 MiB    39%  ━━━╸",
+        "\N{BLACK SQUARE} parameters           100.00 MiB    13%",
+        "\N{BLACK SQUARE} activations          300.00 MiB    39%",
         "all                  760.00 MiB",
         "net.embed           400.00 MiB    53%",
         "optimizer step   450.00 MiB",
@@ -116,7 +116,7 @@ def test_what_a_function_estimates_can_be_printed():
         """Estimate."""
         return estimate_of(notes=(module, device))
 
-    found = shown(estimate_memory)("m", device="d")
+    found = shown(estimate_memory, ShownEstimate)("m", device="d")
     assert found.notes == ("m", "d")
     assert str(found).startswith("Fits: ")
-    assert shown(estimate_memory).__doc__ == "Estimate."
+    assert shown(estimate_memory, ShownEstimate).__doc__ == "Estimate."

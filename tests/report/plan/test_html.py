@@ -7,13 +7,13 @@ import pytest
 from support.plans import OFFLOAD, measured, plan_of, tried
 
 from lightning_vram.report.drawing import WIDTHS
-from lightning_vram.report.plan import page
+from lightning_vram.report.plan import picture
 
 SLOW = (*tried(), measured(OFFLOAD, OFFLOAD, mib=600, ms=900))
 
 
 def drawings_of(plan) -> list[ElementTree.Element]:
-    return [ElementTree.fromstring(found) for found in re.findall(r"<svg.*?</svg>", page(plan))]
+    return [ElementTree.fromstring(found) for found in re.findall(r"<svg.*?</svg>", picture(plan).page())]
 
 
 def marks_of(drawing) -> list[ElementTree.Element]:
@@ -51,7 +51,7 @@ def test_nothing_leaves_the_drawing():
 
 
 def test_the_table_has_every_choice():
-    text = page(plan_of())
+    text = picture(plan_of()).page()
     assert '<h1 class="good">Fits with this plan: 1.99 GiB of 2.00 GiB on H100, 1.15x the step time</h1>' in text
     name = "3. the plan: InPlaceFusion + ActivationCheckpointing(budget=950MiB)"
     cells = "<td>1.99 GiB</td><td>99.6%</td><td>1.15x</td><td>exact</td>"
@@ -60,6 +60,6 @@ def test_the_table_has_every_choice():
 
 
 def test_a_page_needs_nothing_else():
-    text = page(plan_of(name="<b>card</b>"))
+    text = picture(plan_of(name="<b>card</b>")).page()
     assert not re.search(r"<(link|img|iframe|script|b)\b|src=|@import|url\(|\w+://", text)
     assert "prefers-color-scheme: dark" in text

@@ -1,0 +1,487 @@
+"""An estimate as people see it: a table, a picture, a page. The numbers know nothing of these: they belong below."""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from rich.columns import Columns
+from rich.console import Group, RenderableType
+from rich.text import Text
+from typing_extensions import override
+
+from lightning_vram.estimation import estimate_memory as _estimate_memory
+from lightning_vram.memory.estimate.device_spec import DeviceSpec
+from lightning_vram.memory.estimate.result import TRAIN, MemoryEstimate, StageEstimate
+from lightning_vram.memory.tracking.ledger import HELD
+from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline, Phase
+from lightning_vram.memory.units import format_bytes
+from lightning_vram.report.drawing import (
+    LETTER,
+    NO_LIMIT,
+    WIDTHS,
+    Picture,
+    Scale,
+    choose_scale,
+    fill,
+    rectangle,
+    text_at,
+)
+from lightning_vram.report.progress import shown, shows_progress
+from lightning_vram.report.tables import Rows, as_text, label
+
+# From the bottom: what stays all along, then what comes and goes. Colours of Okabe and Ito, which people who see
+# fewer colours can distinguish as well; two shades of one hue where two kinds belong together.
+COLORS = {
+    Category.PARAMETERS: "#0072b2",
+    Category.BUFFERS: "#7a8fa6",
+    Category.OPTIMIZER_STATE: "#56b4e9",
+    Category.GRADIENTS: "#009e73",
+    Category.INPUTS: "#cc79a7",
+    Category.ACTIVATIONS: "#e69f00",
+    Category.TEMPORARIES: "#d55e00",
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """The highest moment of some events that follow each other."""
+
+    event: int  # index among the device's events, those before the step counted
+    phase: Phase
+    op: str  # operator that made the storage which changed
+    module: str
+    by_category: Mapping[Category, int]  # live bytes right after the event
+
+    @property
+    def live_bytes(self) -> int:
+        """Of all categories."""
+        return sum(self.by_category.values())
+
+
+@dataclass(frozen=True)
+class Span:
+    """Columns that follow each other and are of one phase."""
+
+    phase: Phase
+    start: int
+    end: int  # after the last column
+    is_rest: bool = False  # what follows the step, such as zero_grad: it counts as forward
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is drawn."""
+
+    columns: tuple[Column, ...]
+    spans: tuple[Span, ...]  # without gaps
+    peak: int  # index of the highest column
+    num_events: int  # that the columns stand for
+
+    @property
+    def words(self) -> str:
+        """What the axis of time counts."""
+        return f"one training step: {self.num_events:,} allocations and frees"
+
+    @property
+    def categories(self) -> tuple[Category, ...]:
+        """Those that are ever alive, from the bottom."""
+        return tuple(kind for kind in COLORS if any(column.by_category[kind] for column in self.columns))
+
+
+def read_step(timeline: MemoryTimeline, max_columns: int, first_event: int = 0) -> Step:
+    """Reduce a timeline to columns, from what was there before the step, in one moment, to the end of the step.
+
+    ``first_event`` is the index of the first event of the step. Raises ``ValueError`` if no tensor was on the device.
+    """
+    moments = _moments(timeline, first_event)
+    if not moments:
+        raise ValueError(f"nothing to draw: no tensor was on {timeline.device}.")
+    num_columns = min(max_columns, len(moments))
+    bounds = [number * len(moments) // num_columns for number in range(num_columns + 1)]
+    columns = tuple(max(moments[start:end], key=lambda moment: moment.live_bytes) for start, end in pairwise(bounds))
+    peak = max(range(num_columns), key=lambda number: columns[number].live_bytes)
+    return Step(columns, _spans(columns), peak, len(moments))
+
+
+def _moments(timeline: MemoryTimeline, first_event: int = 0) -> list[Column]:
+    live = dict.fromkeys(Category, 0)
+    moments: list[Column] = []
+    num_held = 0
+    for number, event in enumerate(timeline.events):
+        allocation = timeline.allocations[event.allocation]
+        if allocation.device == timeline.device:
+            live = {**live, allocation.category: live[allocation.category] + event.change_bytes}
+            moments.append(Column(len(moments), event.phase, allocation.op, allocation.module, live))
+            if number < first_event or (num_held == len(moments) - 1 and allocation.op == HELD):
+                num_held = len(moments)
+    return moments[max(num_held - 1, 0) :]
+
+
+def _spans(columns: tuple[Column, ...]) -> tuple[Span, ...]:
+    starts = [0, *(number for number in range(1, len(columns)) if columns[number].phase != columns[number - 1].phase)]
+    ends = [*starts[1:], len(columns)]
+    last = starts[-1] if len(starts) > 1 and columns[-1].phase is Phase.FORWARD else None
+    return tuple(Span(columns[start].phase, start, end, start == last) for start, end in zip(starts, ends, strict=True))
+
+
+def verdict(estimate: MemoryEstimate) -> str:
+    """Whether it fits, in one line."""
+    device = estimate.device
+    sizes = f"{format_bytes(estimate.needed_bytes)} of {format_bytes(device.memory_bytes)} on {device.name}"
+    if estimate.fits:
+        return f"Fits: {sizes}"
+    return f"Does not fit: {sizes}, {format_bytes(estimate.needed_bytes - device.memory_bytes)} too much"
+
+
+def module_name(fqn: str, max_length: int = 40) -> str:
+    """A module's name, the end of a long one, or words for what the root or none made."""
+    return (fqn if len(fqn) <= max_length else "..." + fqn[3 - max_length :]) or "(no module)"
+
+
+def operator_name(op: str) -> str:
+    """An operator as people know it: ``"aten.mm.default"`` -> ``"aten.mm"``."""
+    return op.removesuffix(".default")
+
+
+def step_scale(estimate: MemoryEstimate) -> Scale:
+    """The axis of a training step, which shows what the allocator has: the context is outside of it."""
+    needed_bytes = max(estimate.reserved_bytes, estimate.peak_bytes)
+    return choose_scale(needed_bytes, limit_bytes(estimate), headroom=1.2)  # three rows of words
+
+
+def limit_bytes(estimate: MemoryEstimate) -> int:
+    """What the device has for the allocator."""
+    return max(0, estimate.device.memory_bytes - estimate.context_bytes)
+
+
+def limit_line(estimate: MemoryEstimate) -> str:
+    """What the device has for the allocator, as text; empty if there is no limit."""
+    if estimate.device.memory_bytes >= NO_LIMIT:
+        return ""
+    name = f"{estimate.device.name} minus context" if estimate.context_bytes else estimate.device.name
+    return f"{name} {format_bytes(limit_bytes(estimate))}"
+
+
+def reserved_line(estimate: MemoryEstimate) -> str:
+    """What the allocator takes, as text; empty if that is the peak of tensors, as where there is no allocator."""
+    is_more = estimate.reserved_bytes > estimate.peak_bytes
+    return f"reserved {format_bytes(estimate.reserved_bytes)}" if is_more else ""
+
+
+def peak_sentence(estimate: MemoryEstimate) -> str:
+    """When the peak is, and what makes it."""
+    peak = max(_moments(estimate.timeline), key=lambda moment: moment.live_bytes, default=None)
+    if peak is None:
+        return f"No tensor was on {estimate.timeline.device}."
+    where = f" in {module_name(peak.module)}" if peak.module else ""
+    made = f"made by {operator_name(peak.op)}{where}"
+    return f"The peak of tensors, {format_bytes(estimate.peak_bytes)}, is in the {label(peak.phase)}, {made}."
+
+
+def tables_of(estimate: MemoryEstimate, max_modules: int, max_name: int = 40) -> tuple[list[Rows], list[Rows]]:
+    """Return tables of the tensors at the peak and of the run, and of modules, phases and the process."""
+    kinds = [kind for kind in reversed(COLORS) if kind in _kinds_in(estimate.timeline)]
+    sizes = [*((label(kind), estimate.by_category[kind]) for kind in kinds), ("all", estimate.peak_bytes)]
+    facts, process = _fact_rows(estimate), _process_rows(estimate)
+    modules = [(module_name(fqn, max_name), size) for fqn, size in _module_rows(estimate, max_modules)]
+    return [
+        Rows("tensors at the peak", _with_share(estimate, sizes), [COLORS[kind] for kind in kinds]),
+        *([Rows("the run", facts)] if facts else []),
+    ], [
+        Rows("modules at the peak", _with_share(estimate, modules)),
+        Rows("peak of tensors in each phase", _in_text(_moment_rows(estimate))),
+        *([Rows("the process", _in_text(process))] if len(process) > 1 else []),
+    ]
+
+
+def _kinds_in(timeline: MemoryTimeline) -> set[Category]:
+    return {one.category for one in timeline.allocations if one.device == timeline.device}
+
+
+def _with_share(estimate: MemoryEstimate, sizes: Iterable[tuple[str, int]]) -> list[tuple[str, ...]]:
+    total = estimate.peak_bytes
+    return [(name, format_bytes(size), f"{size / total:.0%}" if total else "") for name, size in sizes]
+
+
+def _in_text(sizes: Iterable[tuple[str, int]]) -> list[tuple[str, ...]]:
+    return [(name, format_bytes(size)) for name, size in sizes]
+
+
+def _module_rows(estimate: MemoryEstimate, max_rows: int) -> tuple[tuple[str, int], ...]:
+    """Bytes at the peak of the modules with the most, by their full names; then those of all others.
+
+    Modules of the same size whose names differ in numbers only are one row, with their sum: ``"net.blocks.*.mlp x8"``.
+    """
+    alike: dict[tuple[str, int], list[str]] = {}
+    for name, num_bytes in estimate.by_module.items():
+        alike.setdefault((re.sub(r"(?<![^.])\d+(?![^.])", "*", name), num_bytes), []).append(name)
+    found = [
+        (names[0] if len(names) == 1 else f"{pattern} x{len(names)}", num_bytes * len(names), len(names))
+        for (pattern, num_bytes), names in alike.items()
+    ]
+    found.sort(key=lambda row: -row[1])
+    if len(found) > max_rows:
+        rest = found[max_rows - 1 :]
+        num_rest = sum(num_modules for *_, num_modules in rest)
+        found = [*found[: max_rows - 1], (f"{num_rest} others", sum(num_bytes for _, num_bytes, _ in rest), num_rest)]
+    return tuple((name, num_bytes) for name, num_bytes, _ in found)
+
+
+def _moment_rows(estimate: MemoryEstimate) -> tuple[tuple[str, int], ...]:
+    """Most bytes of tensors in each phase of training, and in the other stages."""
+    phases = [(label(phase), num_bytes) for phase, num_bytes in estimate.by_phase.items()]
+    others = [(name, stage.timeline.peak_bytes) for name, stage in estimate.stages.items() if name != TRAIN]
+    return (*phases, *others)
+
+
+def _process_rows(estimate: MemoryEstimate) -> tuple[tuple[str, int], ...]:
+    """From what tensors ask for to what the driver gives, as far as these differ: on the host they do not."""
+    if estimate.needed_bytes == estimate.peak_bytes:
+        return (("requested", estimate.peak_bytes),)
+    rows = [
+        ("requested", estimate.peak_bytes),
+        ("allocated", estimate.allocated_bytes),
+        ("of it workspaces", estimate.workspace_bytes),
+        ("reserved", estimate.reserved_bytes),
+        ("reserved, expandable segments", estimate.expandable_reserved_bytes),
+    ]
+    if estimate.context_bytes:
+        rows += [("context", estimate.context_bytes), ("reserved and context", estimate.needed_bytes)]
+    return tuple((name, num_bytes) for name, num_bytes in rows if num_bytes)
+
+
+def _fact_rows(estimate: MemoryEstimate) -> tuple[tuple[str, str], ...]:
+    """Further facts about the run that are known, a line each."""
+    found = [("batch", f"{estimate.batch_size} samples")] if estimate.batch_size else []
+    for name, size, unit, refusal in (
+        ("largest batch that fits", estimate.max_batch_size, "samples", estimate.batch_size_refusal),
+        ("longest sequence", estimate.max_sequence_length, "tokens", estimate.sequence_length_refusal),
+    ):
+        if size is not None:
+            found.append((name, f"{size} {unit}{' (limit: model)' if refusal else ''}"))
+    if estimate.world_size > 1:
+        found.append(("ranks", str(estimate.world_size)))
+    if estimate.host_bytes:
+        found.append(("host memory", format_bytes(estimate.host_bytes)))
+    if estimate.pinned_bytes:
+        found.append(("of it pinned", format_bytes(estimate.pinned_bytes)))
+    return tuple(found)
+
+
+HEIGHT, LEFT, TOP, BOTTOM, MARGIN = 480, 56, 30, 440, 8  # of the area in which is drawn; MARGIN is at its right
+_ROW_PIXELS = 19  # of words
+_TITLE = 30  # pixels above each of several steps
+_MAX_MODULES = 40
+
+
+def picture(estimate: MemoryEstimate, title: str = "") -> Picture:
+    """Draw an estimate."""
+    step, scale = _read(estimate), step_scale(estimate)
+    data = json.dumps(_data(step), separators=(",", ":")).replace("<", "\\u003c")  # nothing ends the script
+    side, tables = tables_of(estimate, _MAX_MODULES)
+    return Picture(
+        title=title or verdict(estimate),
+        is_good=estimate.fits,
+        lead=peak_sentence(estimate),
+        name=step.words,
+        height=HEIGHT,
+        draw=lambda width: _Drawing(estimate, step, scale, width - MARGIN).elements(),
+        side=side,
+        tables=tables,
+        notes=estimate.notes,
+        script=fill("pointer.html", data=data),
+    )
+
+
+def side_by_side(estimates: Mapping[str, MemoryEstimate], title: str, notes: Sequence[str] = ()) -> Picture:
+    """Draw steps next to each other, on one scale, by their names."""
+    shown = list(estimates.values())
+    steps = [_read(estimate) for estimate in shown]
+    scale = max(map(step_scale, shown), key=lambda scale: scale.end_bytes)
+    kinds = [kind for kind in reversed(COLORS) if any(kind in step.categories for step in steps)]
+    lines = [(label(kind), *(format_bytes(estimate.by_category[kind]) for estimate in shown)) for kind in kinds]
+
+    def draw(width: int) -> Iterable[str]:
+        part = width // len(shown)
+        for number, (name, estimate, step) in enumerate(zip(estimates, shown, steps, strict=True)):
+            words = text_at(LEFT, 0, name, "strong" if estimate.fits else "strong bad")
+            drawn = "".join(_Drawing(estimate, step, scale, part - MARGIN).elements())
+            yield f'<g transform="translate({number * part} {_TITLE})">{words}{drawn}</g>'
+
+    return Picture(
+        title=title,
+        lead="",
+        name=title,
+        height=HEIGHT + _TITLE,
+        draw=draw,
+        side=[Rows("tensors at the peak", lines, [COLORS[kind] for kind in kinds])],
+        notes=notes,
+    )
+
+
+def _read(estimate: MemoryEstimate) -> Step:
+    return read_step(estimate.timeline, WIDTHS["wide"], estimate.main_stage.first_event)
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    estimate: MemoryEstimate
+    step: Step
+    scale: Scale
+    right: int
+
+    def elements(self) -> Iterable[str]:
+        yield from self._phases()
+        yield from self._axis()
+        yield from self._areas()
+        yield from self._lines()
+        yield from self._peak()
+        yield text_at((LEFT + self.right) / 2, BOTTOM + 26, self.step.words, "middle faint small")
+
+    def _x(self, column: float) -> float:
+        return LEFT + column / len(self.step.columns) * (self.right - LEFT)
+
+    def _y(self, num_bytes: float) -> float:
+        return BOTTOM - num_bytes / self.scale.end_bytes * (BOTTOM - TOP)
+
+    def _phases(self) -> Iterable[str]:
+        for span in self.step.spans:
+            left, right = self._x(span.start), self._x(span.end)
+            yield rectangle(left, TOP, right - left, BOTTOM - TOP, f"phase {span.phase}")
+            if right - left >= LETTER * len(label(span.phase)) and not span.is_rest:
+                yield text_at((left + right) / 2, TOP - 10, label(span.phase), "middle faint")
+
+    def _axis(self) -> Iterable[str]:
+        for tick in self.scale.ticks:
+            y = self._y(tick)
+            yield f'<path class="grid" d="M{LEFT} {y:.1f}H{self.right}"/>'
+            yield text_at(LEFT - 8, y + 5, self.scale.label(tick), "end")
+        yield text_at(LEFT - 8, TOP - 10, self.scale.unit, "end faint")
+
+    def _areas(self) -> Iterable[str]:
+        base = [0] * len(self.step.columns)
+        for category in self.step.categories:
+            top = [size + column.by_category[category] for size, column in zip(base, self.step.columns, strict=True)]
+            yield self._area(base, top, COLORS[category])
+            base = top
+
+    def _area(self, low: Sequence[int], high: Sequence[int], color: str) -> str:
+        """Between two staircases: along the upper one, and back along the lower one."""
+        there, back = "".join(self._stairs(high)), "".join(self._stairs(low, is_backwards=True))
+        return f'<path fill="{color}" d="M{LEFT} {self._y(high[0]):.1f}{there}{back}Z"/>'
+
+    def _stairs(self, sizes: Sequence[int], *, is_backwards: bool = False) -> Iterable[str]:
+        changes = [number for number, (one, other) in enumerate(pairwise(sizes), 1) if one != other]
+        if not is_backwards:
+            for number in changes:
+                yield f"H{self._x(number):.1f}V{self._y(sizes[number]):.1f}"
+            yield f"H{self.right}"
+            return
+        yield f"V{self._y(sizes[-1]):.1f}"
+        for number in reversed(changes):
+            yield f"H{self._x(number):.1f}V{self._y(sizes[number - 1]):.1f}"
+        yield f"H{LEFT}"
+
+    def _lines(self) -> Iterable[str]:
+        """What is reserved and the limit; the words of two close lines stand above both."""
+        verdict = "good" if self.estimate.fits else "bad"
+        is_right = self.step.peak < len(self.step.columns) / 2  # away from the words at the peak
+        x, side = (self.right - 8, "end small") if is_right else (LEFT + 8, "small")
+        reserved, limit = self._y(self.estimate.reserved_bytes), self._y(limit_bytes(self.estimate))
+        words, name = reserved_line(self.estimate), limit_line(self.estimate)
+        if words:
+            y = limit - _ROW_PIXELS if self.scale.has_limit and 0 <= reserved - limit < _ROW_PIXELS + 6 else reserved
+            yield f'<path class="needed" d="M{LEFT} {reserved:.1f}H{self.right}"/>{text_at(x, y - 6, words, side)}'
+        if self.scale.has_limit:
+            if not self.estimate.fits:
+                yield rectangle(LEFT, TOP, self.right - LEFT, limit - TOP, "beyond")
+            y = reserved - _ROW_PIXELS if words and 0 < limit - reserved < _ROW_PIXELS + 6 else limit
+            yield f'<path class="limit {verdict}" d="M{LEFT} {limit:.1f}H{self.right}"/>'
+            yield text_at(x, y - 6, name, f"{side} strong {verdict}")
+        elif name:
+            yield text_at(x, TOP + 18 + _ROW_PIXELS, f"{name} \N{UPWARDS ARROW}", f"{side} strong {verdict}")
+
+    def _peak(self) -> Iterable[str]:
+        x, y, words = (
+            self._x(self.step.peak + 0.5),
+            self._y(self.estimate.peak_bytes),
+            f"peak of tensors {format_bytes(self.estimate.peak_bytes)}",
+        )
+        half = LETTER * len(words) / 2
+        middle = min(max(x, LEFT + half), self.right - half)
+        yield f'<path class="pointer" d="M{x:.1f} {y:.1f}V{TOP + 22}"/>'
+        yield f'<circle class="peak" cx="{x:.1f}" cy="{y:.1f}" r="5"/>'
+        yield text_at(middle, TOP + 17, words, "middle small")
+
+
+def _data(step: Step) -> dict[str, Any]:
+    """What the script shows at the pointer; names that come often stand there once."""
+    numbers: dict[str, int] = {}
+    columns = [
+        [
+            *(
+                numbers.setdefault(name, len(numbers))
+                for name in (label(column.phase), operator_name(column.op), column.module)
+            ),
+            *(column.by_category[category] for category in step.categories),
+        ]
+        for column in step.columns
+    ]
+    categories = [[label(category), COLORS[category]] for category in step.categories]
+    return {"area": [LEFT, TOP, MARGIN, BOTTOM], "categories": categories, "names": list(numbers), "columns": columns}
+
+
+def as_estimate(timeline: MemoryTimeline, limit_bytes: int | None) -> MemoryEstimate:
+    """Return a tracked step in the form of an estimate, with a line to draw at ``limit_bytes``; ``None``: no line."""
+    stage = StageEstimate(timeline, *[timeline.peak_bytes] * 3)
+    device = DeviceSpec("limit", NO_LIMIT if limit_bytes is None else limit_bytes)
+    return MemoryEstimate(device, {TRAIN: stage}, batch_size=0)
+
+
+_TERMINAL_MODULES = 11  # with all others
+_TERMINAL_NAME = 27
+
+
+def estimate_table(estimate: MemoryEstimate) -> RenderableType:
+    """Everything in an estimate, in about 30 lines of 100 columns, or more of fewer. It needs no colours."""
+    sides = (Group(*_spaced(side)) for side in tables_of(estimate, _TERMINAL_MODULES, _TERMINAL_NAME))
+    style = f"bold {'green' if estimate.fits else 'red'}"
+    words = [Text(verdict(estimate), style=style), Text(peak_sentence(estimate))]
+    notes = [Text(f"Note: {note}") for note in estimate.notes]
+    # side by side where the terminal is wide enough for both
+    return Group(*words, "", Columns(sides, padding=(0, 2)), *notes)
+
+
+def _spaced(tables: Iterable[Rows]) -> Iterator[RenderableType]:
+    for table in tables:
+        yield table.terminal()
+        yield ""
+
+
+@dataclass(frozen=True)
+class ShownEstimate(MemoryEstimate):
+    """A :class:`MemoryEstimate` whose ``str`` is a table, and which draws itself."""
+
+    @override
+    def __str__(self) -> str:
+        return as_text(estimate_table(self))
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the memory of the training step by category, with the device's limit.
+
+        Args:
+            path: File to write: a picture (``.svg``; ``.png`` and ``.pdf`` by matplotlib), or an interactive page
+                (``.html``) in one file, with tables.
+
+        Raises:
+            ValueError: If the file has another ending, or no tensor was on the device.
+            ModuleNotFoundError: If matplotlib is needed and not installed.
+        """
+        picture(self).write(path)
+
+
+estimate_memory = shown(shows_progress(_estimate_memory), ShownEstimate)
