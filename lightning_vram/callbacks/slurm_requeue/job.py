@@ -291,7 +291,7 @@ def resume_fit(
             "other users may have written it. If you trust it: SlurmRequeue(weights_only=False), or allow its "
             "classes with torch.serialization.add_safe_globals."
         ) from error
-    return newest == folder.checkpoint  # type: ignore[no-any-return]
+    return newest == folder.checkpoint
 
 
 def _find(

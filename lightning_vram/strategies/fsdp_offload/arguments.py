@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_vram.argument_checks import check_bool, check_positive_int
+from lightning_vram.argument_checks import check_bool, check_choice, check_positive_int
 from lightning_vram.memory.device.accelerators import has_cache
 from lightning_vram.memory.units import parse_bytes
 from lightning_vram.precision import LeanMixedPrecision
@@ -50,8 +50,8 @@ def check_arguments(init: Callable[..., None], given: dict[str, Any]) -> SimpleN
 
 
 def _check_kind(name: str, value: Any, kind: Any) -> None:
-    if get_origin(kind) is Literal and value not in get_args(kind):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(kind)))}, got {value!r}.")
+    if get_origin(kind) is Literal:
+        check_choice(name, value, get_args(kind))
     if kind is bool or (kind == bool | None and value is not None):
         check_bool(name, value)
     if kind is int or (kind == int | None and value is not None):
