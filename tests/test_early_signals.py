@@ -160,7 +160,7 @@ def test_without_the_callback_the_command_lets_signals_through(command, monkeypa
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_with_the_callback_the_command_stops_the_fit(command, monkeypatch, tmp_path):
     slurm, taken = command
-    monkeypatch.setattr(callback, "_fits", iter([1]))
+    monkeypatch.setattr(callback, "_folders", [])
     released = []
     monkeypatch.setattr(SlurmRequeue, "on_exception", lambda self, *unused: released.append(self._release()))
     with pytest.raises(JobStopped) as stopped:

@@ -110,7 +110,7 @@ class VRAMCLI(LightningCLI):
         picture = _draw_step(self)
         trainer: Namespace = read_argument(self, "trainer")
         for argument in _PART_ARGUMENTS:
-            trainer[argument] = [part for part in self._parts(argument) if part not in parts]
+            trainer[argument] = [part for part in self._parts(argument) if part not in parts and not _resumes(part)]
         if any(part.class_path.rpartition(".")[2] == LeanMixedPrecision.__name__ for part in parts):
             trainer.precision = self.trainer.precision  # Lightning's own, so that both compute alike
         names = [part.class_path.rpartition(".")[2] for part in parts]
@@ -165,6 +165,11 @@ def _is_rank_zero() -> bool:
 def _is_memory_saver(class_path: str) -> bool:
     package, _, name = class_path.rpartition(".")
     return package.split(".")[0] == _OWN_PACKAGE and name not in _SAVES_NO_MEMORY
+
+
+def _resumes(part: Any) -> bool:
+    """Whether it is a :class:`SlurmRequeue`, which has had the one fit of this program that it resumes."""
+    return isinstance(part, Namespace) and part.class_path.rpartition(".")[2] == SlurmRequeue.__name__
 
 
 def _find_monitor(cli: LightningCLI) -> VRAMMonitor | None:

@@ -10,7 +10,8 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
@@ -98,32 +99,34 @@ def bind_to_node_of(
     return NumaBinding(own, num_threads, f"{text}: the ranks of this machine to {', '.join(map(str, nodes))}.")
 
 
-Handler = Callable[[int, Any], Any] | int | None
+# Of this process, so that the next run acts on what arrived before it began.
+_arrived: set[int] = set()
+_handlers_before: dict[signal.Signals, Callable[[int, Any], Any] | int | None] = {}
+
+
+def note_signal(number: int, frame: Any = None) -> None:
+    """The handler."""
+    _arrived.add(number)
 
 
 class StopSignals:
-    """Records which of ``signals`` (the least important first) arrive while it is installed."""
+    """Records which of ``signals`` (the least important first) arrive while they are installed."""
 
     def __init__(self, signals: Sequence[signal.Signals]) -> None:
         self.signals = tuple(signals)
-        self._arrived: set[int] = set()
-        self._before: dict[signal.Signals, Handler] = {}
 
     @property
     def strongest(self) -> int:
         """The place in ``signals``, from 1, of the most important that arrived; 0 if there was none."""
-        return max((place for place, one in enumerate(self.signals, 1) if one in self._arrived), default=0)
+        return max((place for place, one in enumerate(self.signals, 1) if one in _arrived), default=0)
 
     def install(self) -> bool:
-        """Record signals from now on, also blocked and earlier ones; return success: only the main thread can."""
+        """Record signals from now on, also blocked ones; return success: only the main thread can."""
         if threading.current_thread() is not threading.main_thread():
             return False
         for one in self.signals:
-            if one not in self._before:
-                self._before[one] = before = signal.getsignal(one)
-                if (other := _noting(before)) is not None:
-                    self._arrived |= other._arrived
-                signal.signal(one, self.note)
+            if one not in _handlers_before:
+                _handlers_before[one] = signal.signal(one, note_signal)
         self.unblock()
         return True
 
@@ -132,32 +135,19 @@ class StopSignals:
         if hasattr(signal, "pthread_sigmask"):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals)
 
-    def note(self, number: int, frame: Any = None) -> None:
-        """The handler."""
-        self._arrived.add(number)
-
     def remove(self, harmless: Sequence[signal.Signals] = ()) -> None:
-        """Put the previous handlers back, which get what has arrived if they record it, too. Repeating does nothing.
+        """Put the previous handlers back. Calling it again does nothing.
 
         ``harmless`` signals stay recorded if no handler is left: they would end the process.
         """
-        if threading.current_thread() is threading.main_thread():
-            kept = [one for one, handler in self._before.items() if one in harmless and handler == signal.SIG_DFL]
-            for one, handler in self._before.items():
-                if one not in kept and signal.getsignal(one) == self.note:
-                    signal.signal(one, signal.SIG_DFL if handler is None else handler)
-                    if (other := _noting(handler)) is not None:
-                        other._arrived |= self._arrived
-            self._before = {one: self._before[one] for one in kept}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """In a copy nothing is installed."""
-        return StopSignals, (self.signals,)
-
-
-def _noting(handler: Handler) -> StopSignals | None:
-    owner = getattr(handler, "__self__", None)
-    return owner if isinstance(owner, StopSignals) else None
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for one, handler in list(_handlers_before.items()):
+            if one in harmless and handler == signal.SIG_DFL:
+                continue
+            if signal.getsignal(one) == note_signal:
+                signal.signal(one, signal.SIG_DFL if handler is None else handler)
+            del _handlers_before[one]
 
 
 _ENDLESS = 2**62
@@ -203,38 +193,29 @@ class StopVote:
         return self._num_left >= 0 and self.exchange()
 
 
-class DaemonShield:
-    """From :meth:`raise_it` to :meth:`lower`, daemons of ``multiprocessing`` start with ``signals`` blocked.
+@contextmanager
+def shielded_daemons(signals: Sequence[int]) -> Iterator[None]:
+    """Let daemons of ``multiprocessing`` start with ``signals`` blocked; those of a fork server only if it starts now.
 
     A data loader worker that dies of a signal would end the training. Python ends daemons by SIGTERM: here SIGKILL.
     """
+    start: Any = BaseProcess.start
 
-    def __init__(self, signals: Sequence[int]) -> None:
-        self._signals = tuple(signals)
-        self._start: Any = None
+    def start_shielded(process: Any) -> None:
+        if process.daemon:
+            _start_shielded(process, start, signals)
+        else:
+            start(process)
 
-    def raise_it(self) -> None:
-        """Shield daemons that this process starts from now on; those of a fork server only if it starts now."""
-        if self._start is not None or not hasattr(signal, "pthread_sigmask"):
-            return
-        self._start = start = BaseProcess.start
-        signals = self._signals
-
-        def start_shielded(process: Any) -> None:
-            if process.daemon:
-                _start_shielded(process, start, signals)
-            else:
-                start(process)
-
+    if hasattr(signal, "pthread_sigmask"):
         BaseProcess.start = start_shielded  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        BaseProcess.start = start  # type: ignore[method-assign]
 
-    def lower(self) -> None:
-        """Start daemons as before; those that are shielded stay so. Calling it again does nothing."""
-        if self._start is not None:
-            BaseProcess.start, self._start = self._start, None  # type: ignore[method-assign]
 
-
-def _start_shielded(process: Any, start: Any, signals: tuple[int, ...]) -> None:
+def _start_shielded(process: Any, start: Any, signals: Sequence[int]) -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
         if getattr(process, "_start_method", None) != "fork":

@@ -271,11 +271,6 @@ def attempt_store(store: Store, rank: int, world_size: int, timeout: timedelta) 
     return PrefixStore(own, store)
 
 
-_MISSING = "is missing"
-
-Entry = tuple[str, str]  # name, and what is to be the same
-
-
 def check_same_modules(module: nn.Module, group: "dist.ProcessGroup | None" = None) -> None:
     """Raise ``ValueError`` on every rank if names, shapes, dtypes or sharing of tensors differ. A collective."""
     if num_ranks(group) == 1:
@@ -310,7 +305,7 @@ def spread_values(module: nn.Module, group: "dist.ProcessGroup | None" = None) -
     return any(differing)
 
 
-def _describe_module(module: nn.Module) -> list[Entry]:
+def _describe_module(module: nn.Module) -> list[str]:
     first_names: dict[int, str] = {}
     entries = []
     parameters = (("parameter", *one) for one in module.named_parameters(remove_duplicate=False))
@@ -319,27 +314,16 @@ def _describe_module(module: nn.Module) -> list[Entry]:
         first_name = first_names.setdefault(id(tensor), name)
         shape = "no shape yet" if is_lazy(tensor) else f"shape {tuple(tensor.shape)}"
         text = f"has {shape}, {str(tensor.dtype).removeprefix('torch.')}, requires_grad={tensor.requires_grad}"
-        entries.append((f"{kind} {name!r}", text if first_name == name else f"is the same as {first_name!r}"))
+        entries.append(f"{kind} {name!r} {text if first_name == name else f'is the same as {first_name!r}'}")
     return entries
 
 
-def _describe_difference(described: Sequence[list[Entry]]) -> str:
-    by_name = [dict(entries) for entries in described]
-    at_once = next(row for row in zip_longest(*described) if len(set(row)) > 1)
-    for entry in filter(None, at_once):
-        difference = _join([names.get(entry[0], _MISSING) for names in by_name])
-        if difference:
-            return f"{entry[0]} {difference}"
-    return f"the order, {_join([f'first comes {entry[0]}' for entry in at_once if entry])}"
-
-
-def _join(texts: list[str]) -> str:
-    """Return which ranks have which text; nothing if all have the same."""
+def _describe_difference(described: Sequence[list[str]]) -> str:
+    """Return which ranks have what at the first place where they differ."""
+    row = next(row for row in zip_longest(*described, fillvalue="nothing more") if len(set(row)) > 1)
     ranks: dict[str, list[str]] = {}
-    for rank, text in enumerate(texts):
+    for rank, text in enumerate(row):
         ranks.setdefault(text, []).append(str(rank))
-    if len(ranks) == 1:
-        return ""
     where = (f"{text} on rank{'s' * (len(own) > 1)} {', '.join(own)}" for text, own in ranks.items())
     return " but ".join(where)
 

@@ -13,7 +13,7 @@ import torch
 from lightning.fabric.utilities.cloud_io import _atomic_save, _is_local_file_protocol, _load
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
-from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
 from lightning.pytorch.loops.loop import _Loop
@@ -137,12 +137,6 @@ set_sampler_epoch: Callable[[object, int], None] = _set_sampler_epoch
 def stop_restarting(loop: _Loop) -> None:
     """Make a loop, but not those inside it, behave as if it was not loaded."""
     loop._restarting = False
-
-
-def stop_restarting_all(loop: _Loop) -> None:
-    """Make a loop and the loops inside it behave as if they were not loaded."""
-    # The setter of the fit loop itself would set it again with max_steps.
-    _Loop.restarting.fset(loop, restarting=False)  # type: ignore[attr-defined]
 
 
 def is_sequential(trainer: pl.Trainer) -> bool:
@@ -285,14 +279,6 @@ def call_after_closure(plugin: Precision, module: pl.LightningModule, optimizer:
 
 SWAP_WITH_AVERAGE = WeightAveraging._swap_models.__name__
 PUT_AVERAGE = WeightAveraging._copy_average_to_current.__name__
-
-
-batch_size_argument: Callable[[BatchSizeFinder], str] = attrgetter("_batch_arg_name")
-"""Return the name of the argument that is searched for."""
-sets_learning_rate: Callable[[LearningRateFinder], bool] = attrgetter("_update_attr")
-"""Whether the learning rate found is set."""
-learning_rate_argument: Callable[[LearningRateFinder], str] = attrgetter("_attr_name")
-"""Return the name of the argument that is searched for; empty: Lightning finds it."""
 
 
 def is_searching_rate(callbacks: Iterable[Callback]) -> bool:

@@ -418,45 +418,6 @@ def is_wrapped_by_scheduler(step: object) -> bool:
     return isinstance(step, FunctionType) and hasattr(step, "_wrapped_by_lr_sched")
 
 
-class OpenLoader(DataLoader[Any]):
-    """A loader whose index sampler and iterators can be replaced; no user's class has methods of these names."""
-
-    def lightning_vram_index_sampler(self, stock: Any) -> Any:
-        """Return the index sampler to use in place of ``stock``."""
-        return stock
-
-    def lightning_vram_iterator(self, make: Callable[[], Any]) -> Any:
-        """Return a new iterator; ``make`` creates the stock one."""
-        return make()
-
-    @property
-    def _index_sampler(self) -> Any:
-        return self.lightning_vram_index_sampler(super()._index_sampler)
-
-    def _get_iterator(self) -> Any:
-        return self.lightning_vram_iterator(super()._get_iterator)
-
-
-def can_be_opened() -> bool:
-    """Whether :class:`OpenLoader` works in this version of torch."""
-    return hasattr(DataLoader, "_index_sampler") and hasattr(DataLoader, "_get_iterator")
-
-
-def iterates_as_stock(kind: type) -> bool:
-    """Whether a class of loaders creates its iterators as ``DataLoader`` does."""
-    names = ("__iter__", "_get_iterator")
-    return all(getattr(kind, name, None) is getattr(DataLoader, name, None) for name in names)
-
-
 def staying_iterator(loader: DataLoader[Any]) -> Any | None:
     """Return the iterator of ``persistent_workers``, once it exists."""
     return getattr(loader, "_iterator", None)
-
-
-index_sampler_of: Callable[[Any], Any] = attrgetter("_index_sampler")
-"""Return the index sampler of a loader, or of its iterator."""
-
-
-def set_index_sampler(iterator: Any, sampler: Any) -> None:
-    """Set the index sampler of an iterator of a loader."""
-    iterator._index_sampler = sampler

@@ -52,9 +52,9 @@ EXCEPTIONS = {
         "optimizers.averages",
         'return [(own, other.detach().to("cpu", non_blocking=True, copy=True)) for own, other in pairs]',
     ): (_WAITED_FOR + "by Average._move"),
-    ("strategies.fsdp_offload.checkpoint_store", "self.wait()"): _FILES,
-    ("strategies.fsdp_offload.checkpointed", "self._store.wait()"): _FILES,
-    ("strategies.fsdp_offload.checkpointed", "store.wait()"): _FILES,
+    ("strategies.fsdp_offload.checkpoints", "self.wait()"): _FILES,
+    ("strategies.fsdp_offload.checkpoints", "self._store.wait()"): _FILES,
+    ("strategies.fsdp_offload.checkpoints", "store.wait()"): _FILES,
     ("strategies.fsdp_offload.strategy", "self._store.wait()"): _FILES,
     ("techniques.activation_offload.items", "self.host_copy.fetch(sent, self._place.copies.mark()).wait(sent)"): (
         "on the host only; bytes that are not there yet look as if they were written, and are sent again"

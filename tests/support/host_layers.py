@@ -11,7 +11,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
 from lightning_vram.private_names.fsdp2 import own_shard_of
-from lightning_vram.techniques.sharding.gathered import low_precision_of
+from lightning_vram.techniques.sharding.parameter import low_precision_of
 
 ADAMW = partial(AdamW, lr=1e-2)
 

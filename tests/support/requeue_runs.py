@@ -7,7 +7,6 @@ import signal
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_vram.callbacks.slurm_requeue import callback as slurm_requeue
 from lightning_vram.callbacks.slurm_requeue.callback import JobStopped, SlurmRequeue
+from lightning_vram.core import processes
 
 JOB_ID = "17"
 BATCH_SIZE = 2
@@ -80,6 +80,8 @@ class FakeSlurm:
 
     def start(self, restart_count: int) -> None:
         """Start the job, for the first time or again, in a process that handles no signals."""
+        processes._arrived.clear()
+        processes._handlers_before.clear()
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)
         self._monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart_count))
@@ -225,15 +227,11 @@ def fit(
     folder: Path,
     *callbacks: pl.Callback,
     ckpt_path: Any = None,
-    nth_fit: int = 1,
-    is_last_fit: bool = True,
+    ends_process: bool = True,
     **arguments: Any,
 ) -> Run:
-    """Fit, as the ``nth_fit`` of a process that ends afterwards if it is the last.
-
-    A fit that resumes has another seed: all is in the checkpoint.
-    """
-    slurm_requeue._fits = count(nth_fit)
+    """Fit, in a process that may end afterwards. A fit that resumes has another seed: all is in the checkpoint."""
+    slurm_requeue._folders.clear()
     is_resumed = ckpt_path is not None or os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     pl.seed_everything(99 if is_resumed else 3, verbose=False)
     os.environ["PL_GLOBAL_SEED"] = "3"  # which samplers of several ranks go by
@@ -242,16 +240,22 @@ def fit(
     run = Run(module, trainer, getattr(trainer.logger, "rows", []))
     try:
         trainer.fit(module, ckpt_path=ckpt_path)
-        if is_last_fit:
-            slurm_requeue._remove_folders()
+        if ends_process:
+            remove_folders()
     except JobStopped as stopped:
         run.code = stopped.code
     finally:
         atexit.unregister(slurm_requeue._end_program)
-        if is_last_fit or run.code is not None:
+        if ends_process or run.code is not None:
             end_process(*callbacks)
         trainer.fit_loop.teardown()  # Lightning forgets it if a validation fails: workers of the loader would stay
     return run
+
+
+def remove_folders() -> None:
+    """Do what a process does at its end."""
+    for folder in slurm_requeue._folders:
+        folder.remove()
 
 
 def end_process(*callbacks: pl.Callback) -> None:
@@ -261,6 +265,7 @@ def end_process(*callbacks: pl.Callback) -> None:
         if isinstance(callback, SlurmRequeue):
             callback._release()
             callback._signals.remove()
+    processes._arrived.clear()
 
 
 def assert_went_on(expected: Run, *parts: Run) -> None:

@@ -10,27 +10,26 @@ import atexit
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_vram.argument_checks import check_bool
+from lightning_vram.argument_checks import check_bool, check_kind
 from lightning_vram.callbacks.hook_points import check_trainer, rank_timeout, refuse_several
 from lightning_vram.callbacks.slurm_requeue.exact_resume import ExactResume
 from lightning_vram.callbacks.slurm_requeue.job import (
-    JobStopped,
     RequeueFolder,
     SlurmJob,
-    StopPoints,
     check_job,
     check_tasks,
     open_folder,
@@ -38,18 +37,25 @@ from lightning_vram.callbacks.slurm_requeue.job import (
     save_together,
 )
 from lightning_vram.core.patching import MethodPatch, replace_by
-from lightning_vram.core.processes import DaemonShield, StopSignals, StopVote, leave_group_at_exit
+from lightning_vram.core.processes import StopSignals, StopVote, leave_group_at_exit, note_signal, shielded_daemons
 from lightning_vram.core.ranks import RankAgreement, naming_lost_peers
 from lightning_vram.private_names.lightning import (
     SIGTERM_HANDLER,
     checkpoint_connector,
     cluster_environment,
+    is_accumulating,
+    is_sequential,
     signal_connector,
+    validates_by_clock,
+    validation_follows,
 )
 from lightning_vram.startup import let_through
 
-_fits = count(1)  # of this program: the same on all ranks
-_folders: list[RequeueFolder] = []  # of those, on rank 0
+_folders: list[RequeueFolder] = []  # that of the fit of this program, once it has begun
+
+
+class JobStopped(SystemExit):
+    """Ends the program on all ranks after the checkpoint has been saved. Its code is 0 if the job is requeued."""
 
 
 class SlurmRequeue(Callback):
@@ -62,15 +68,14 @@ class SlurmRequeue(Callback):
     data is stored, in every checkpoint.
 
     The checkpoint is saved between two optimizer steps, at the latest the second after the signal, or within
-    validation, which then runs again; ``validate``, ``test`` and ``predict`` start again. Finished fits are not
-    repeated: each saves a last checkpoint at its end. Between runs and after the last one, ``requeue_signal`` does not
+    validation, which then runs again; ``validate``, ``test`` and ``predict`` start again. A finished fit is not
+    repeated: it saves a last checkpoint at its end. Between runs and after the last one, ``requeue_signal`` does not
     end the program; the next run handles it, so all trainers of a program need this callback. After an error SIGTERM
     does not end the process either, because ``srun -K1`` sends it to all other tasks before they have logged their
     errors.
 
     Random augmentation in dataloader workers and metrics accumulated over the epoch restart. Batches of an
-    ``IterableDataset`` are repeated, with a warning. Trials of ``LearningRateFinder`` and ``BatchSizeFinder`` are not
-    interrupted, and a resumed fit uses their result.
+    ``IterableDataset`` are repeated, with a warning. Loaders with a ``state_dict`` are left to Lightning.
 
     Args:
         dirpath: Folder for ``slurm_requeue/<job>/``, on a file system that all nodes share. ``None``: the trainer's
@@ -84,8 +89,9 @@ class SlurmRequeue(Callback):
         TypeError: If an argument has the wrong type.
         ValueError: If ``requeue_signal`` is not a signal that a process can handle.
         MisconfigurationException: Under SLURM, if tasks were not started by ``srun`` or the job's name keeps them from
-            connecting; before training, if ``dirpath`` is not one folder for all nodes, or the checkpoint there belongs
-            to another user.
+            connecting; before training, if ``dirpath`` is not one folder for all nodes, the checkpoint there belongs to
+            another user, the program has had a fit already, or there is a ``LearningRateFinder`` or
+            ``BatchSizeFinder``.
         JobStopped: In training, a ``SystemExit``: after the checkpoint was saved.
 
     Example:
@@ -102,22 +108,19 @@ class SlurmRequeue(Callback):
         requeue_signal: str = "SIGUSR1",
         weights_only: bool | None = None,  # noqa: FBT001 - as Trainer.fit has it
     ) -> None:
-        if dirpath is not None and not isinstance(dirpath, str | Path):
-            raise TypeError(f"SlurmRequeue(dirpath) must be a path or None, got {dirpath!r}.")
+        check_kind("SlurmRequeue(dirpath)", dirpath, str | Path | None, "a path or None")
         if weights_only is not None:
             check_bool("SlurmRequeue(weights_only)", weights_only)
         self.dirpath = dirpath
         self.weights_only = weights_only
         self.requeue_signal = requeue_signal
         self._signals = StopSignals((signal.SIGTERM, _parse_signal(requeue_signal)))
-        self._shield = DaemonShield(self._signals.signals)
         check_job(SlurmJob.from_environment())
+        self._undo = ExitStack()
+        self._resume: ExactResume | None = None  # of a fit, as the folder
         self._folder: RequeueFolder | None = None
-        self._agreement: RankAgreement | None = None
-        self._stops: StopPoints | None = None
-        self._resume: ExactResume | None = None
-        self._patches: list[MethodPatch] = []
-        self._environment: SLURMEnvironment | None = None
+        self._job: SlurmJob | None = None
+        self._vote: StopVote | None = None
         self._peers: AbstractContextManager[None] = nullcontext()
 
     @override
@@ -126,12 +129,13 @@ class SlurmRequeue(Callback):
         refuse_several(trainer, SlurmRequeue, "SlurmRequeue can be used once, got several. Remove all but one.")
         check_tasks(cluster_environment(trainer), trainer.num_devices, trainer.num_nodes)
         self._release()
-        timeout = rank_timeout(trainer)
-        self._agreement = RankAgreement(timeout)
-        job = SlurmJob.from_environment()
+        agreement = RankAgreement(rank_timeout(trainer))
+        self._undo.callback(agreement.close)
         if stage == "fit":
-            self._resume = ExactResume(trainer, self._agreement)
-        if job is None or bool(getattr(trainer, "fast_dev_run", False)):
+            self._resume = ExactResume(trainer, agreement)
+            self._undo.callback(self._resume.remove)
+        self._job = SlurmJob.from_environment()
+        if self._job is None or bool(getattr(trainer, "fast_dev_run", False)):
             self._signals.unblock()
             let_through()
             return
@@ -139,20 +143,19 @@ class SlurmRequeue(Callback):
             trainer.global_rank, trainer.world_size, lambda: f"step {trainer.global_step}, after a batch"
         )
         self._replace_handlers(trainer)
-        vote = StopVote(self._agreement, self._signals)
-        self._stops = StopPoints(trainer, job, vote, self._peers, self._resume, partial(self._is_trial, trainer))
+        self._vote = StopVote(agreement, self._signals)
         leave_group_at_exit()
-        if stage == "fit":
-            self._set_up_fit(trainer, job, self._stops)
+        if self._resume is not None:
+            self._set_up_fit(trainer, agreement, self._job, self._resume)
 
     def _replace_handlers(self, trainer: pl.Trainer) -> None:
         """Replace the signal handlers of Lightning, which wait for other ranks."""
         environment = cluster_environment(trainer)
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
-            self._environment, environment.auto_requeue = environment, False
-        connector = signal_connector(trainer)
-        self._patches.append(MethodPatch(connector, SIGTERM_HANDLER, replace_by(self._signals.note)))
-        self._shield.raise_it()
+            environment.auto_requeue = False
+            self._undo.callback(vars(environment).update, auto_requeue=True)
+        self._patch(signal_connector(trainer), SIGTERM_HANDLER, replace_by(note_signal))
+        self._undo.enter_context(shielded_daemons(self._signals.signals))
         if not self._signals.install():
             rank_zero_warn("SlurmRequeue has no effect outside of the main thread: only that thread receives signals.")
         let_through()
@@ -162,42 +165,70 @@ class SlurmRequeue(Callback):
                 "into the container."
             )
 
-    def _set_up_fit(self, trainer: pl.Trainer, job: SlurmJob, stops: StopPoints) -> None:
-        assert self._agreement is not None
-        stops.folder = self._folder = folder = open_folder(trainer, self._agreement, self.dirpath, job, next(_fits))
-        atexit.unregister(_end_program)
-        if trainer.is_global_zero:
-            _folders.append(folder)
-        self._patches += [
-            MethodPatch(checkpoint_connector(trainer), "resume_start", partial(partial, self._start, trainer, job)),
-            MethodPatch(trainer.fit_loop, "run", partial(partial, self._run, trainer)),
-            MethodPatch(trainer.fit_loop.epoch_loop, "advance", partial(partial, stops.advance)),
-        ]
+    def _set_up_fit(self, trainer: pl.Trainer, agreement: RankAgreement, job: SlurmJob, resume: ExactResume) -> None:
+        if _folders:
+            raise MisconfigurationException(
+                "SlurmRequeue resumes one fit per program, and this is the second: a restarted job would not know "
+                "which one it was in. Start each fit with an srun of its own, or use SlurmRequeue in one of them only."
+            )
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, BatchSizeFinder | LearningRateFinder):
+                raise MisconfigurationException(
+                    f"SlurmRequeue does not work with {type(callback).__name__}: a restarted job would search again. "
+                    "Search in a program of its own, and give its result to this one."
+                )
+        self._folder = folder = open_folder(trainer, agreement, self.dirpath, job)
+        _folders.append(folder)
+        start = partial(partial, self._start, trainer, folder, resume)
+        self._patch(checkpoint_connector(trainer), "resume_start", start)
+        self._patch(trainer.fit_loop, "run", partial(partial, self._run, trainer, folder, resume))
+        self._patch(trainer.fit_loop.epoch_loop, "advance", partial(partial, self._advance, trainer))
+
+    def _patch(self, owner: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self._undo.callback(MethodPatch(owner, name, make).remove)
 
     def _start(
-        self, trainer: pl.Trainer, job: SlurmJob, start: Callable[..., None], /, *args: Any, **kwargs: Any
+        self, trainer: pl.Trainer, folder: RequeueFolder, resume: ExactResume, /, *args: Any, **kwargs: Any
     ) -> None:
-        if self._folder is None or self._resume is None or self._resume.trials.are_undone:
-            start(*args, **kwargs)
-            return
         trusts = None if self.weights_only is None else not self.weights_only
-        if resume_fit(trainer, job, self._folder, start, *args, trusts=trusts, **kwargs):
-            self._resume.fit_has_ended = trainer.should_stop = True  # nothing is left to do
+        resume.is_restart = resume_fit(trainer, folder, *args, trusts=trusts, **kwargs)
 
-    def _run(self, trainer: pl.Trainer, run: Callable[[], None]) -> None:
+    def _run(self, trainer: pl.Trainer, folder: RequeueFolder, resume: ExactResume, run: Callable[[], None]) -> None:
         """Save a fit that has ended, for a restart of a program that has more to do."""
         run()
-        if self._is_trial(trainer) or self._resume is None or self._folder is None:
-            return
-        if self._resume.fit_has_ended:
-            self._resume.end()
+        if resume.skip_ended_fit():
+            rank_zero_info("SlurmRequeue: this fit had ended before the restart.")
         elif not trainer.fit_loop.is_resuming:  # else it was given an end, and there was nothing to do
-            self._resume.fit_has_ended = True
-            save_together(trainer, self._folder, self._resume)
+            resume.fit_has_ended = True
+            save_together(trainer, folder, resume)
 
-    def _is_trial(self, trainer: pl.Trainer) -> bool:
-        """Whether a tuner has taken the callbacks away, and tries something."""
-        return self not in trainer.callbacks  # type: ignore[attr-defined]
+    def _advance(self, trainer: pl.Trainer, advance: Callable[[Any], None], fetcher: Any) -> None:
+        """Run the next batch of a fit, or stop before it."""
+        assert self._vote is not None
+        with self._peers:
+            is_stopping = self._vote.exchange()
+        loop = trainer.fit_loop.epoch_loop
+        # A checkpoint made now has to be one that can be resumed. Lightning's counters do not say what follows a batch.
+        if is_stopping and not loop.restarting and not is_accumulating(loop):
+            by_clock = validates_by_clock(trainer)  # ranks' clocks differ
+            if by_clock or not validation_follows(loop, fetcher):
+                self._stop(trainer)
+        advance(fetcher)
+
+    def _stop(self, trainer: pl.Trainer) -> None:
+        assert self._job is not None
+        assert self._vote is not None
+        done = "nothing to save"
+        if self._folder is not None and self._resume is not None:
+            start = time.perf_counter()
+            save_together(trainer, self._folder, self._resume)
+            if trainer.is_global_zero:  # there are callbacks that save after an exception
+                atexit.register(self._folder.touch)
+            done = f"saved {self._folder.checkpoint} in {time.perf_counter() - start:.1f} s"
+        asked = self._job.requeue() if trainer.is_global_zero else (0, "")
+        code, outcome = trainer.strategy.broadcast(asked)
+        rank_zero_info(f"SlurmRequeue: {self._vote.name} at step {trainer.global_step}: {done}; {outcome}.")
+        raise JobStopped(code)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -211,16 +242,24 @@ class SlurmRequeue(Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._stops is not None:
-            self._stops.begin_evaluation()
+        """Agree on the number of votes in the validation, test or prediction that begins."""
+        if self._vote is not None and not trainer.sanity_checking:
+            stage = "test" if trainer.testing else "predict" if trainer.predicting else "val"
+            num_batches = getattr(trainer, f"num_{stage}_batches")  # of each loader
+            with self._peers:
+                self._vote.limit(sum(num_batches) if is_sequential(trainer) else min(num_batches, default=0))
 
     on_test_start = on_validation_start
     on_predict_start = on_validation_start
 
     @override
-    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        if self._stops is not None:
-            self._stops.evaluate()
+    def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        if self._vote is None or trainer.sanity_checking:
+            return
+        with self._peers:
+            is_stopping = self._vote.exchange_limited()
+        if is_stopping and (trainer.state.fn != "fit" or not is_accumulating(trainer.fit_loop.epoch_loop)):
+            self._stop(trainer)
 
     on_test_batch_end = on_validation_batch_end
     on_predict_batch_end = on_validation_batch_end
@@ -248,10 +287,8 @@ class SlurmRequeue(Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self._folder is not None and trainer.is_global_zero:
-            if self._resume is not None and not self._resume.fit_has_ended:  # it was a tuner's
-                self._folder.remove_checkpoint()
-            atexit.register(_end_program)  # unless another fit follows, or the job is stopped
+        if _folders and trainer.is_global_zero:
+            atexit.register(_end_program)  # unless the job is stopped
         self._release()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -259,35 +296,20 @@ class SlurmRequeue(Callback):
         return type(self), (self.dirpath, self.requeue_signal, self.weights_only)
 
     def _release(self, *, has_failed: bool = False) -> None:
-        for patch in reversed(self._patches):
-            patch.remove()
-        if self._resume is not None:
-            self._resume.remove()
-        if self._environment is not None:
-            self._environment.auto_requeue = True
-        if self._agreement is not None:
-            self._agreement.close()
-        _sigterm, requeue_signal = self._signals.signals
+        self._undo.close()
         # Nothing is to be saved until the next run.
-        self._signals.remove(harmless=self._signals.signals if has_failed else (requeue_signal,))
-        self._shield.lower()
-        self._patches, self._resume, self._environment, self._agreement = [], None, None, None
-        self._folder, self._stops, self._peers = None, None, nullcontext()
+        self._signals.remove(harmless=self._signals.signals if has_failed else self._signals.signals[1:])
+        self._resume, self._folder, self._job, self._vote, self._peers = None, None, None, None, nullcontext()
 
 
 def _end_program() -> None:
     if getattr(sys, "last_type", None) is None:  # else an error has ended it, and the job may be started again
-        _remove_folders()
-
-
-def _remove_folders() -> None:
-    for folder in _folders:
-        folder.remove()
+        for folder in _folders:
+            folder.remove()
 
 
 def _parse_signal(name: str) -> signal.Signals:
-    if not isinstance(name, str):
-        raise TypeError(f"SlurmRequeue(requeue_signal) must be the name of a signal, got {name!r}.")
+    check_kind("SlurmRequeue(requeue_signal)", name, str, "the name of a signal")
     full = name if name.startswith("SIG") else f"SIG{name}"
     if full not in signal.Signals.__members__ or full in ("SIGKILL", "SIGSTOP", "SIGTERM"):
         raise ValueError(f"SlurmRequeue(requeue_signal) must be a signal like 'SIGUSR1', got {name!r}.")

@@ -1,17 +1,14 @@
 """The SLURM job that this process is a task of: its folder, how it stops, and how it starts again."""
 
-import atexit
 import math
 import os
 import pickle
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +19,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_vram.callbacks.slurm_requeue.exact_resume import ExactResume
-from lightning_vram.core.processes import StopVote
 from lightning_vram.core.ranks import RankAgreement
-from lightning_vram.private_names.lightning import (
-    is_accumulating,
-    is_sequential,
-    last_checkpoints,
-    validates_by_clock,
-    validation_follows,
-)
+from lightning_vram.private_names.lightning import last_checkpoints
 
 _INTERACTIVE = ("bash", "interactive")  # names of jobs that Lightning takes for sessions, whose tasks do not connect
 # Who else starts processes in a job: torchrun, MPI; and a terminal, in which one tries things.
 _OTHER_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_PTY_PORT")
 _PATIENCE_SECONDS = 120.0  # a controller that is being restarted answers later
-
-
-class Fate(Enum):
-    """What happens to a job whose tasks have got SIGTERM."""
-
-    OPEN = "open"  # preempted, or out of time
-    CANCELLED = "cancelled"  # a request to requeue would undo it
-    REQUEUED = "requeued"  # by another process
 
 
 @dataclass(frozen=True)
@@ -76,20 +58,21 @@ class SlurmJob:
             step_id=environment.get("SLURM_STEP_ID", "batch"),
         )
 
-    def fate(self) -> Fate:
-        """Ask the controller why it has sent SIGTERM. If it does not answer, the job counts as running."""
+    def requeue(self) -> tuple[int, str]:
+        """Requeue the job, which ends all tasks, unless it was cancelled. Returns an exit code and a message."""
+        # If the controller does not answer, the job counts as running.
         answer = _scontrol("show", "job", "--oneliner", self.job_id)
         fields = dict(word.partition("=")[::2] for word in answer.stdout.split())
-        if int(fields.get("Restarts", "0")) > self.restart_count:
-            return Fate.REQUEUED
+        if int(fields.get("Restarts", "0")) > self.restart_count:  # by another process
+            return 0, f"job {self.job_id} has been requeued"
         # The state of a job that is being ended says no more than that; the reason is given for a time limit only.
-        is_ending = fields.get("JobState", "") in ("COMPLETING", "CANCELLED")
-        return Fate.CANCELLED if is_ending and fields.get("Reason") != "TimeLimit" else Fate.OPEN
-
-    def requeue(self) -> str:
-        """Ask the controller to requeue the job, which ends all tasks; returns why not, or ``""``."""
+        if fields.get("JobState") in ("COMPLETING", "CANCELLED") and fields.get("Reason") != "TimeLimit":
+            return 1, f"job {self.job_id} was cancelled and is not requeued"
         answer = _scontrol("requeue", self.job_id)
-        return "" if answer.returncode == 0 else answer.stderr.strip() or f"scontrol ended with {answer.returncode}"
+        if answer.returncode != 0:
+            why = answer.stderr.strip() or f"scontrol ended with {answer.returncode}"
+            return 1, f"job {self.job_id} could not be requeued ({why}): submit it again"
+        return 0, f"job {self.job_id} is requeued"
 
 
 def check_job(job: SlurmJob | None) -> None:
@@ -130,6 +113,7 @@ def _scontrol(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 _FOR_THIS_USER = 0o700
 _FOR_OTHERS = 0o077
+_WAY_OUT = "Give a folder that all nodes share: SlurmRequeue(dirpath=...), or the trainer's default_root_dir."
 
 
 class RequeueFolder:
@@ -138,13 +122,12 @@ class RequeueFolder:
     # It is named by job and step, so that another run in the same folder does not start from a checkpoint of this one.
     # It is made for this user alone: no other user can have written what is in there.
 
-    def __init__(self, root: Path, job_id: str, step_id: str, fit: int) -> None:  # fit: from 1, one per trainer.fit
-        self.path = root / "slurm_requeue" / job_id / f"step-{step_id}"
-        self.checkpoint = self.path / f"fit-{fit}.ckpt"  # where it was stopped
-        self.ended = self.path / f"fit-{fit}.ended"  # the checkpoint of its end
-        self.part = self.path / f"fit-{fit}.part"  # a checkpoint that is being written
-        self._started = self.path / f"fit-{fit}.started"  # empty; its time is when the job first came to this fit
-        self._next_started = self.path / f"fit-{fit + 1}.started"
+    def __init__(self, root: Path, job: SlurmJob) -> None:
+        self.job = job
+        self.path = root / "slurm_requeue" / job.job_id / f"step-{job.step_id}"
+        self.checkpoint = self.path / "fit.ckpt"  # where the fit was stopped, or has ended
+        self.part = self.path / "fit.part"  # a checkpoint that is being written
+        self._started = self.path / "fit.started"  # empty; its time is when the job first came to the fit
 
     @property
     def is_open(self) -> bool:
@@ -154,17 +137,17 @@ class RequeueFolder:
         except OSError:  # of a network file system
             return False
 
-    def try_open(self, restart_count: int) -> str:
-        """Make it, and record when the job first came to this fit; returns why it cannot be written, or ``""``."""
-        job = self.path.parent
+    def try_open(self) -> str:
+        """Make it, and record when the job first came to the fit; returns why it cannot be written, or ``""``."""
+        of_job = self.path.parent
         try:
-            job.parent.mkdir(parents=True, exist_ok=True)
-            for folder in (job, self.path):
+            of_job.parent.mkdir(parents=True, exist_ok=True)
+            for folder in (of_job, self.path):
                 folder.mkdir(mode=_FOR_THIS_USER, exist_ok=True)
-            if restart_count == 0:  # what is there is of another job that had this number
-                for old in (self._started, self.checkpoint, self.ended):
-                    _remove(old)
-                for folder in (job, self.path):
+            if self.job.restart_count == 0:  # what is there is of another job that had this number
+                _remove(self._started)
+                _remove(self.checkpoint)
+                for folder in (of_job, self.path):
                     with suppress(OSError):  # of another user, or a file system without modes
                         folder.chmod(_FOR_THIS_USER)
             self._started.open("a").close()  # its time is that of the first
@@ -173,9 +156,9 @@ class RequeueFolder:
             return str(error)
         return ""
 
-    def foreign_owner(self, path: Path) -> int | None:
-        """The number of another user who owns checkpoint ``path`` of this folder; ``None`` if this user does."""
-        owner = path.lstat().st_uid
+    def foreign_owner(self) -> int | None:
+        """The number of another user who owns the checkpoint; ``None`` if this user does."""
+        owner = self.checkpoint.lstat().st_uid
         return None if owner == self._own_uid() else owner
 
     def is_private(self) -> bool:
@@ -190,14 +173,10 @@ class RequeueFolder:
             return os.fstat(file.fileno()).st_uid
 
     def newest(self, others: Iterable[Path]) -> Path | None:
-        """The end of the fit, or the newest of the job's checkpoint and ``others`` that the fit may have written."""
-        if self.ended.exists():
-            return self.ended
+        """The newest of the job's checkpoint and ``others`` that the job may have written."""
         since = _time(self._started, 0.0)
-        until = _time(self._next_started, math.inf)  # an earlier start of the job has been further
         written = {path: _time(path, -math.inf) for path in (self.checkpoint, *others)}
-        of_fit = {path: when for path, when in written.items() if since <= when <= until}
-        return max(of_fit, key=lambda path: of_fit[path], default=None)
+        return max((path for path in written if written[path] >= since), key=lambda path: written[path], default=None)
 
     def publish(self) -> None:
         """Replace the checkpoint by what was written."""
@@ -206,22 +185,11 @@ class RequeueFolder:
             self.checkpoint.replace(old)
         self.part.replace(self.checkpoint)
         _remove(old)
-        _remove(self.ended)  # it was given more to do
-
-    def publish_end(self) -> None:
-        """Let what was written be the end of the fit."""
-        _remove(self.ended)
-        self.part.replace(self.ended)
-        self.remove_checkpoint()
 
     def touch(self) -> None:
         """Let the checkpoint be the newest."""
         if self.checkpoint.exists():
             self.checkpoint.touch()
-
-    def remove_checkpoint(self) -> None:
-        """Remove it for a fit that does not need it any more; the record that the job was here stays."""
-        _remove(self.checkpoint)
 
     def remove(self) -> None:
         """Remove all of this program, when it has ended."""
@@ -245,69 +213,27 @@ def _time(path: Path, missing: float) -> float:
         return missing
 
 
-class JobStopped(SystemExit):
-    """Ends the program on all ranks after the checkpoint has been saved. Its code is 0 if the job is requeued."""
-
-
-@dataclass(eq=False)
-class StopPoints:
-    """Where a run may stop: it then saves, is requeued and ends, on all ranks."""
-
-    _trainer: pl.Trainer
-    _job: SlurmJob
-    _vote: StopVote
-    _peers: AbstractContextManager[None]  # entered around a vote
-    _resume: ExactResume | None  # of the fit, if it is one
-    _is_trial: Callable[[], bool]  # whether a tuner tries something
-    folder: RequeueFolder | None = None  # where a fit saves
-
-    def advance(self, advance: Callable[[Any], None], fetcher: Any) -> None:
-        """Replaces ``advance``, which runs the next batch of a fit."""
-        with self._peers:
-            is_stopping = self._vote.exchange() and not self._is_trial()
-        loop = self._trainer.fit_loop.epoch_loop
-        if is_stopping and not loop.restarting and self._is_between_steps(fetcher):
-            self._stop()
-        advance(fetcher)
-
-    def begin_evaluation(self) -> None:
-        """Agree on the votes of the validation, test or prediction that begins."""
-        trainer = self._trainer
-        if not trainer.sanity_checking:
-            stage = "test" if trainer.testing else "predict" if trainer.predicting else "val"
-            num_batches = getattr(trainer, f"num_{stage}_batches")  # of each loader
-            known = sum(num_batches) if is_sequential(trainer) else min(num_batches, default=0)
-            with self._peers:
-                self._vote.limit(known)
-
-    def evaluate(self) -> None:
-        """Vote after a batch of an evaluation."""
-        trainer = self._trainer
-        if trainer.sanity_checking:
-            return
-        with self._peers:
-            is_stopping = self._vote.exchange_limited()
-        if is_stopping and (trainer.state.fn != "fit" or not is_accumulating(trainer.fit_loop.epoch_loop)):
-            self._stop()
-
-    def _is_between_steps(self, fetcher: Any) -> bool:
-        """Whether a checkpoint made now can be resumed here. Lightning's counters do not say what follows a batch."""
-        loop = self._trainer.fit_loop.epoch_loop
-        by_clock = validates_by_clock(self._trainer)  # ranks' clocks differ
-        return not is_accumulating(loop) and (by_clock or not validation_follows(loop, fetcher))
-
-    def _stop(self) -> None:
-        trainer, done = self._trainer, "nothing to save"
-        if self.folder is not None and self._resume is not None:
-            start = time.perf_counter()
-            save_together(trainer, self.folder, self._resume)
-            if trainer.is_global_zero:  # there are callbacks that save after an exception
-                atexit.register(self.folder.touch)
-            done = f"saved {self.folder.checkpoint} in {time.perf_counter() - start:.1f} s"
-        asked = requeue(self._job) if trainer.is_global_zero else (0, "")
-        code, outcome = trainer.strategy.broadcast(asked)
-        rank_zero_info(f"SlurmRequeue: {self._vote.name} at step {trainer.global_step}: {done}; {outcome}.")
-        raise JobStopped(code)
+def open_folder(
+    trainer: pl.Trainer, agreement: RankAgreement, dirpath: str | Path | None, job: SlurmJob
+) -> RequeueFolder:
+    """Make the folder of the job, and check that every rank sees it. A collective: all ranks raise, or none."""
+    root = str(trainer.default_root_dir if dirpath is None else dirpath)
+    if "://" in root:
+        raise MisconfigurationException(
+            f"SlurmRequeue needs a folder that all nodes share, got default_root_dir={root!r}. "
+            "Give it one: SlurmRequeue(dirpath=...)."
+        )
+    folder = RequeueFolder(Path(root).absolute(), job)
+    error = trainer.strategy.broadcast(folder.try_open() if trainer.is_global_zero else "")
+    if error:
+        raise MisconfigurationException(f"SlurmRequeue cannot write to {str(folder.path)!r}: {error}. {_WAY_OUT}")
+    (blind,) = agreement.largest(-1 if folder.is_open else trainer.global_rank)
+    if blind >= 0:
+        raise MisconfigurationException(
+            f"SlurmRequeue cannot use {str(folder.path)!r}: rank {blind} does not see what rank 0 has made there. "
+            + _WAY_OUT
+        )
+    return folder
 
 
 def save_together(trainer: pl.Trainer, folder: RequeueFolder, resume: ExactResume) -> None:
@@ -326,54 +252,12 @@ def save_together(trainer: pl.Trainer, folder: RequeueFolder, resume: ExactResum
     finish = getattr(trainer.strategy, "wait_for_checkpoints", None)
     trainer.strategy.checkpoint_io.teardown() if finish is None else finish()
     trainer.strategy.barrier("SlurmRequeue.save")
-    if trainer.is_global_zero and resume.fit_has_ended:
-        folder.publish_end()
-    elif trainer.is_global_zero:
+    if trainer.is_global_zero:
         folder.publish()
-
-
-def requeue(job: SlurmJob) -> tuple[int, str]:
-    """Requeue the job, unless it was cancelled. For one rank. Returns an exit code and a message."""
-    fate = job.fate()
-    if fate is Fate.CANCELLED:
-        return 1, f"job {job.job_id} was cancelled and is not requeued"
-    if fate is Fate.REQUEUED:
-        return 0, f"job {job.job_id} has been requeued"
-    why = job.requeue()
-    if why:
-        return 1, f"job {job.job_id} could not be requeued ({why}): submit it again"
-    return 0, f"job {job.job_id} is requeued"
-
-
-_WAY_OUT = "Give a folder that all nodes share: SlurmRequeue(dirpath=...), or the trainer's default_root_dir."
-
-
-def open_folder(
-    trainer: pl.Trainer, agreement: RankAgreement, dirpath: str | Path | None, job: SlurmJob, fit: int
-) -> RequeueFolder:
-    """Make the folder of the job, and check that every rank sees it. A collective: all ranks raise, or none."""
-    root = str(trainer.default_root_dir if dirpath is None else dirpath)
-    if "://" in root:
-        raise MisconfigurationException(
-            f"SlurmRequeue needs a folder that all nodes share, got default_root_dir={root!r}. "
-            "Give it one: SlurmRequeue(dirpath=...)."
-        )
-    folder = RequeueFolder(Path(root).absolute(), job.job_id, job.step_id, fit)
-    error = trainer.strategy.broadcast(folder.try_open(job.restart_count) if trainer.is_global_zero else "")
-    if error:
-        raise MisconfigurationException(f"SlurmRequeue cannot write to {str(folder.path)!r}: {error}. {_WAY_OUT}")
-    (blind,) = agreement.largest(-1 if folder.is_open else trainer.global_rank)
-    if blind >= 0:
-        raise MisconfigurationException(
-            f"SlurmRequeue cannot use {str(folder.path)!r}: rank {blind} does not see what rank 0 has made there. "
-            + _WAY_OUT
-        )
-    return folder
 
 
 def resume_fit(
     trainer: pl.Trainer,
-    job: SlurmJob,
     folder: RequeueFolder,
     start: Callable[..., None],
     checkpoint_path: Any = None,
@@ -381,9 +265,9 @@ def resume_fit(
     trusts: bool | None,  # whether to unpickle any class; None: if no other user can have written the file
     **options: Any,
 ) -> bool:
-    """Resume from the job's newest checkpoint, if any; returns whether the fit had ended. All ranks raise, or none."""
+    """Resume from the job's newest checkpoint, if there is one; whether it is our own. All ranks raise, or none."""
     found: tuple[Path | None, int | None, bool | None] = None, None, trusts
-    if trainer.is_global_zero and job.restart_count > 0:
+    if trainer.is_global_zero and folder.job.restart_count > 0:
         found = _find(trainer, folder, checkpoint_path, trusts=trusts)
     newest, foreign_owner, trusts = trainer.strategy.broadcast(found)
     if newest is None:
@@ -394,10 +278,8 @@ def resume_fit(
             f"SlurmRequeue does not load {str(newest)!r}: it belongs to user {foreign_owner}, not to you. Remove it to "
             "start anew, or use your own folder: SlurmRequeue(dirpath=...)."
         )
-    has_ended = newest == folder.ended
-    outcome = ": this fit has ended" if has_ended else ""
-    rank_zero_info(f"SlurmRequeue: restart {job.restart_count} of job {job.job_id}{outcome}.")
-    if has_ended or newest == folder.checkpoint:
+    rank_zero_info(f"SlurmRequeue: restart {folder.job.restart_count} of job {folder.job.job_id}.")
+    if newest == folder.checkpoint:
         options["weights_only"] = not trusts
     elif trusts:
         options["weights_only"] = False
@@ -409,7 +291,7 @@ def resume_fit(
             "other users may have written it. If you trust it: SlurmRequeue(weights_only=False), or allow its "
             "classes with torch.serialization.add_safe_globals."
         ) from error
-    return has_ended
+    return newest == folder.checkpoint
 
 
 def _find(
@@ -420,6 +302,6 @@ def _find(
     savers = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
     paths = [path for saver in savers for path in last_checkpoints(saver, trainer)]  # of save_last=True
     newest = folder.newest(map(Path, paths if checkpoint_path is None else [*paths, checkpoint_path]))
-    if newest is None or newest not in (folder.checkpoint, folder.ended):
+    if newest != folder.checkpoint:
         return newest, None, trusts
-    return newest, folder.foreign_owner(newest), folder.is_private() if trusts is None else trusts
+    return newest, folder.foreign_owner(), folder.is_private() if trusts is None else trusts

@@ -14,10 +14,9 @@ from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
-from lightning_vram.argument_checks import check_bool, check_positive_int
+from lightning_vram.argument_checks import check_bool, check_choice, check_positive_int
 from lightning_vram.memory.device.accelerators import has_cache
 from lightning_vram.memory.units import parse_bytes
 from lightning_vram.precision import LeanMixedPrecision
@@ -51,8 +50,8 @@ def check_arguments(init: Callable[..., None], given: dict[str, Any]) -> SimpleN
 
 
 def _check_kind(name: str, value: Any, kind: Any) -> None:
-    if get_origin(kind) is Literal and value not in get_args(kind):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(kind)))}, got {value!r}.")
+    if get_origin(kind) is Literal:
+        check_choice(name, value, get_args(kind))
     if kind is bool or (kind == bool | None and value is not None):
         check_bool(name, value)
     if kind is int or (kind == int | None and value is not None):
@@ -155,16 +154,6 @@ def check_cores(num_threads: int, name: str) -> None:
         rank_zero_warn(
             f"{name} steps optimizers on the host, and SLURM gave this task one core. Request more with "
             "'#SBATCH --cpus-per-task=8' and 'export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK'."
-        )
-
-
-def check_loss(loss: Tensor, name: str) -> None:
-    """Refuse a loss that contains a shard."""
-    if isinstance(loss, DTensor):
-        raise RuntimeError(
-            f"{name}: the loss uses parameters of a layer outside its forward, where they are sharded. Compute this "
-            "term, such as a weight penalty, inside the layer, or exclude the layer with `wrap`: excluded layers are "
-            "whole during the whole step."
         )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial, partialmethod
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,15 +13,12 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 from typing_extensions import override
 
-from lightning_vram.core.patching import without_fast_path
 from lightning_vram.core.processes import NumaBinding, bind_to_node_of
 from lightning_vram.core.ranks import check_same_modules, on_all_ranks, spread_values
 from lightning_vram.memory.host import cores_of_rank
-from lightning_vram.memory.units import format_bytes
 from lightning_vram.optimizers.averages import HostAverage
 from lightning_vram.optimizers.moment_forms import FORMS, HostState, describe_unsupported
 from lightning_vram.optimizers.on_host import HostMemory, HostNeeds, HostOptimizers, add_states, count_host_needs
@@ -34,14 +31,13 @@ from lightning_vram.strategies.fsdp_offload.arguments import (
     check_arguments,
     check_cores,
     check_layer_drop,
-    check_loss,
     check_master,
     check_module,
     check_run,
     fitting_precision,
 )
-from lightning_vram.strategies.fsdp_offload.checkpointed import CheckpointedStrategy
-from lightning_vram.strategies.fsdp_offload.patches import patch_trainer
+from lightning_vram.strategies.fsdp_offload.base import patch_trainer
+from lightning_vram.strategies.fsdp_offload.checkpoints import CheckpointedStrategy
 from lightning_vram.techniques.mixed_precision import find_autocast_weights, list_islands
 from lightning_vram.techniques.sharding import (
     FirstStepMemory,
@@ -193,7 +189,6 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
         self._check_memory: Callable[[HostNeeds], None] | None = None  # until the optimizers are set up
         self._host_needs = HostNeeds()
         self._binding: NumaBinding | None = None
-        self._first_step: FirstStepMemory | None = None  # for device_bytes="auto", until it is measured
 
     def make_again(self) -> "FSDPOffloadStrategy":
         """Return a new strategy with the same arguments, not attached to a Trainer."""
@@ -401,37 +396,6 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
             self._remove_averages(make_whole=make_whole)
             if optimizers is not None:
                 optimizers.let_go(replaced)
-
-    # --- steps ---
-
-    def _run_step(self, name: str, context: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a step within the forward of the root, where FSDP2 gathers what no layer gathers for itself."""
-        assert self._sharding is not None
-        fast_path = nullcontext() if self.root_device.type == "cuda" else without_fast_path()
-        in_precision = getattr(self.precision_plugin, context)()
-        with self._named(name), in_precision, fast_path, self._sharding.inside_step():
-            return self.run_in_forward(name, *args, **kwargs)
-
-    training_step = partialmethod(_run_step, "training_step", "train_step_context")
-    validation_step = partialmethod(_run_step, "validation_step", "val_step_context")
-    test_step = partialmethod(_run_step, "test_step", "test_step_context")
-    predict_step = partialmethod(_run_step, "predict_step", "predict_step_context")
-
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        check_loss(closure_loss, type(self).__name__)
-        with self._named("backward"):
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    @override
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        with self._named("optimizer step"):
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        num_bytes = self._first_step.note_step(optimizer) if self._first_step is not None else None
-        if num_bytes is not None:
-            self._first_step = None
-            rank_zero_info(f"fsdp_offload keeps a copy of weights on the device, {format_bytes(num_bytes)} on rank 0.")
-        return result
 
     @override
     def model_to_device(self) -> None:

@@ -3,9 +3,12 @@
 ``apply.py`` shards a module; ``group.py`` and ``parameter.py`` replace FSDP2's objects.
 """
 
-from lightning_vram.techniques.sharding.apply import FirstStepMemory, FullSharding, ShardingOptions
+from lightning_vram.techniques.sharding.apply import FirstStepMemory, FullSharding, ShardingOptions, find_named_weights
 from lightning_vram.techniques.sharding.flat_shards import FlatShard
-from lightning_vram.techniques.sharding.gathered import (
+from lightning_vram.techniques.sharding.group import ShardedGroup
+from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
+from lightning_vram.techniques.sharding.materialization import has_meta, materialize
+from lightning_vram.techniques.sharding.parameter import (
     WholeNumbers,
     fp32_part,
     low_precision_of,
@@ -13,10 +16,6 @@ from lightning_vram.techniques.sharding.gathered import (
     scale_low_precision,
     upcast,
 )
-from lightning_vram.techniques.sharding.group import ShardedGroup
-from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
-from lightning_vram.techniques.sharding.low_precision import find_named_weights
-from lightning_vram.techniques.sharding.materialization import has_meta, materialize
 from lightning_vram.techniques.sharding.removal import can_recover, discard_failed_iteration
 
 __all__ = [

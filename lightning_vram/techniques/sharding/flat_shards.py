@@ -17,7 +17,7 @@ from lightning_vram.core.host.transfers import Ticket
 from lightning_vram.private_names.dispatcher import FakeTensor
 from lightning_vram.private_names.fsdp2 import memory_of, own_shard_of, set_own_shard
 from lightning_vram.private_names.torch import count_storage_users, num_writes, storage_identity
-from lightning_vram.techniques.sharding.gathered import unwatch, watch
+from lightning_vram.techniques.sharding.parameter import unwatch, watch
 
 
 class FlatShard:

@@ -24,7 +24,7 @@ from lightning_vram.callbacks.quantize_frozen_weights import callback
 from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.private_names.fsdp2 import shards_integers
 from lightning_vram.techniques.quantize_frozen_weights import quantize_frozen_weights
-from lightning_vram.techniques.sharding.gathered import watch
+from lightning_vram.techniques.sharding.parameter import watch
 
 pytestmark = [
     pytest.mark.distributed,

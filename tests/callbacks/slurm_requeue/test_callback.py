@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.evil import Evil
@@ -30,10 +30,12 @@ from support.requeue_runs import (
 )
 from torch.utils.data import DataLoader
 
+from lightning_vram.callbacks.slurm_requeue import callback as slurm_requeue
 from lightning_vram.callbacks.slurm_requeue import job
 from lightning_vram.callbacks.slurm_requeue.callback import JobStopped, SlurmRequeue
 from lightning_vram.callbacks.slurm_requeue.job import RequeueFolder
 from lightning_vram.checkpoint_io import StreamedCheckpointIO
+from lightning_vram.core.processes import note_signal
 
 TERM, USR1, USR2 = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 
@@ -47,7 +49,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the callback says on rank 0."""
     lines: list[str] = []
-    for module in (job, job):
+    for module in (job, slurm_requeue):
         monkeypatch.setattr(module, "rank_zero_info", lines.append)
     return lines
 
@@ -174,40 +176,22 @@ def test_workers_outlive_what_slurm_sends_to_all_processes(number, at, slurm, tm
     assert send.outlived
     assert all(send.outlived)
     assert stopped.code == 0
-    assert list(tmp_path.glob("slurm_requeue/*/*/fit-1.ckpt"))
+    assert list(tmp_path.glob("slurm_requeue/*/*/fit.ckpt"))
 
 
-def test_the_second_fit_of_a_program_goes_on_where_it_was(slurm, tmp_path):
-    expected = fit(Noting, tmp_path, SlurmRequeue())
-    fit(Noting, tmp_path, SlurmRequeue(), is_last_fit=False)
-    stopped = fit(Noting, tmp_path, Send(1), SlurmRequeue(), nth_fit=2)
-    slurm.start(1)
-    first = fit(Noting, tmp_path, SlurmRequeue(), is_last_fit=False)
-    assert first.module.seen == []  # it was over
-    weights = first.module.state_dict()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.module.state_dict().items())
-    assert_went_on(expected, stopped, fit(Noting, tmp_path, SlurmRequeue(), nth_fit=2))
-    assert not (tmp_path / "slurm_requeue").exists()
-
-
-@pytest.mark.parametrize("is_same", [True, False], ids=["one callback", "one for each fit"])
-def test_a_signal_between_two_fits_stops_the_second(is_same, slurm, tmp_path):
+@pytest.mark.parametrize("is_same", [True, False], ids=["one callback", "one for each Trainer"])
+@pytest.mark.parametrize("at", [None, 5], ids=["between the runs", "at the end of the fit"])
+def test_a_signal_after_the_last_batch_of_a_fit_stops_the_test(is_same, at, slurm, tmp_path):
     first = SlurmRequeue()
     second = first if is_same else SlurmRequeue()
-    fit(Noting, tmp_path, first, is_last_fit=False)
-    os.kill(os.getpid(), USR1)
-    stopped = fit(Noting, tmp_path, second, nth_fit=2)
-    end_process(first)
-    assert (stopped.code, len(stopped.module.seen)) == (0, 1)
-
-
-def test_a_signal_at_the_end_of_a_fit_stops_the_next_whoever_notes_it(slurm, tmp_path):
-    callbacks = [SlurmRequeue() for _ in range(3)]
-    fit(Noting, tmp_path, callbacks[0], is_last_fit=False)
-    late = fit(Noting, tmp_path, Send(5), callbacks[1], nth_fit=2, is_last_fit=False, limit_val_batches=0)
-    stopped = fit(Noting, tmp_path, callbacks[2], nth_fit=3)
-    end_process(*callbacks)
-    assert (late.code, stopped.code, len(stopped.module.seen)) == (None, 0, 1)
+    fit(Noting, tmp_path, Send(at), first, ends_process=False, limit_val_batches=0)
+    if at is None:
+        os.kill(os.getpid(), USR1)
+    count = Send(None)
+    with pytest.raises(JobStopped):
+        make_trainer(tmp_path, count, second).test(Noting())
+    end_process(first, second)
+    assert count.num_batches == 1
 
 
 @pytest.mark.parametrize("number", [USR1, TERM])
@@ -216,17 +200,19 @@ def test_a_program_that_goes_on_after_an_error_outlives_a_signal(number, slurm, 
     with pytest.raises(PlantedError):
         make_trainer(tmp_path, Fail(1), callback).fit(Noting())
     os.kill(os.getpid(), number)
-    assert fit(Noting, tmp_path, callback, nth_fit=2).code == 0
+    with pytest.raises(JobStopped):
+        make_trainer(tmp_path, callback).test(Noting())
+    end_process(callback)
 
 
-def test_after_a_fit_without_an_error_sigterm_ends_the_program_again(slurm, tmp_path):
+def test_after_a_run_without_an_error_sigterm_ends_the_program_again(slurm, tmp_path):
     callback = SlurmRequeue()
     with pytest.raises(PlantedError):
         make_trainer(tmp_path, Fail(1), callback).fit(Noting())
-    fit(Noting, tmp_path, callback, nth_fit=2, is_last_fit=False)
+    make_trainer(tmp_path, callback).test(Noting())
     after = handlers()
     end_process(callback)
-    assert (after[TERM], after[USR1]) == (signal.SIG_DFL, callback._signals.note)
+    assert (after[TERM], after[USR1]) == (signal.SIG_DFL, note_signal)
 
 
 def wait_for(number: int) -> None:
@@ -261,7 +247,7 @@ def test_another_signal_and_another_folder(slurm, tmp_path):
     slurm.start(0)
     stopped = fit(Noting, tmp_path, Send(1, USR2), Look(), make())
     assert (stopped.code, usr1) == (0, [before])
-    assert (tmp_path / "shared" / "slurm_requeue" / JOB_ID / "step-0" / "fit-1.ckpt").exists()
+    assert (tmp_path / "shared" / "slurm_requeue" / JOB_ID / "step-0" / "fit.ckpt").exists()
     slurm.start(1)
     assert_went_on(expected, stopped, fit(Noting, tmp_path, make()))
     assert list((tmp_path / "shared").iterdir()) == []
@@ -291,7 +277,7 @@ def test_another_job_does_not_go_on_from_it(slurm, tmp_path, monkeypatch):
 
 def test_the_checkpoint_is_read_without_running_code(slurm, tmp_path):
     fit(Noting, tmp_path, Send(1), SlurmRequeue())
-    path = tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit-1.ckpt"
+    path = tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit.ckpt"
     state = torch.load(path, weights_only=True)["callbacks"]["SlurmRequeue"]
     assert (state["num_batches"], state["epoch_has_ended"], len(state["random"])) == (2, False, 1)
 
@@ -328,7 +314,7 @@ def test_a_checkpoint_that_others_may_have_written_runs_nothing(slurm, tmp_path)
     with pytest.raises(pickle.UnpicklingError) as caught:
         fit(Noting, tmp_path, SlurmRequeue())
     assert str(caught.value) == (
-        f"SlurmRequeue does not load '{folder / 'fit-1.ckpt'}': it contains more than tensors and basic "
+        f"SlurmRequeue does not load '{folder / 'fit.ckpt'}': it contains more than tensors and basic "
         f"types, and other users may have written it. If you trust it: SlurmRequeue(weights_only=False), or "
         f"allow its classes with torch.serialization.add_safe_globals."
     )
@@ -357,7 +343,7 @@ def test_a_checkpoint_of_another_user_is_not_taken(slurm, tmp_path, monkeypatch)
     fit(Noting, tmp_path, Send(1), SlurmRequeue())
     slurm.start(1)
     monkeypatch.setattr(RequeueFolder, "_own_uid", lambda folder: -1)
-    path = tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit-1.ckpt"
+    path = tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit.ckpt"
     with pytest.raises(MisconfigurationException) as caught:
         fit(Noting, tmp_path, SlurmRequeue())
     assert str(caught.value) == (
@@ -418,7 +404,7 @@ def test_the_newest_checkpoint_is_taken(newer, slurm, tmp_path, said):
     arguments = {"limit_val_batches": 0, "enable_checkpointing": True}
     stopped = fit(Noting, tmp_path, save_last(tmp_path), Send(1), SlurmRequeue(), **arguments)
     assert stopped.code == 0
-    own, last = tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit-1.ckpt", tmp_path / "saved" / "last.ckpt"
+    own, last = tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit.ckpt", tmp_path / "saved" / "last.ckpt"
     now = own.stat().st_mtime
     for path, is_newer in ((own, newer == "requeue"), (last, newer == "last")):
         os.utime(path, (now + 10 + is_newer,) * 2)
@@ -517,13 +503,13 @@ ASK, REQUEUE = f"show job --oneliner {JOB_ID}", f"requeue {JOB_ID}"
 )
 @pytest.mark.filterwarnings("ignore:SlurmRequeue cannot find scontrol")
 def test_what_becomes_of_the_job_is_said(number, answer, code, outcome, asked, slurm, tmp_path, said, monkeypatch):
-    monkeypatch.setattr(job, "time", SimpleNamespace(perf_counter=lambda: 7.0))
+    monkeypatch.setattr(slurm_requeue, "time", SimpleNamespace(perf_counter=lambda: 7.0))
     if answer is None:
         slurm.take_away()
     else:
         slurm.answer(*answer)
     stopped = fit(Noting, tmp_path, Send(1, number), SlurmRequeue())
-    path = tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit-1.ckpt"
+    path = tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit.ckpt"
     assert said == [f"SlurmRequeue: {number.name} at step 2: saved {path} in 0.0 s; {outcome}."]
     assert (stopped.code, slurm.asked) == (code, asked)
     assert path.exists()
@@ -540,9 +526,9 @@ def test_a_signal_that_cannot_be_used_is_refused(name):
 
 
 def test_arguments_of_a_wrong_type_are_refused():
-    with pytest.raises(TypeError, match=r"^SlurmRequeue\(requeue_signal\) must be the name of a signal, got 10\.$"):
+    with pytest.raises(TypeError, match=r"\(requeue_signal\) must be the name of a signal, got 10 of type int\.$"):
         SlurmRequeue(requeue_signal=10)
-    with pytest.raises(TypeError, match=r"^SlurmRequeue\(dirpath\) must be a path or None, got 3\.$"):
+    with pytest.raises(TypeError, match=r"^SlurmRequeue\(dirpath\) must be a path or None, got 3 of type int\.$"):
         SlurmRequeue(3)
 
 
@@ -568,6 +554,26 @@ def test_two_of_them_are_refused(slurm, tmp_path):
 
     assert refuse(tmp_path, SlurmRequeue(), Another()) == (
         "SlurmRequeue can be used once, got several. Remove all but one."
+    )
+
+
+def test_a_second_fit_of_the_program_is_refused(slurm, tmp_path):
+    run = fit(Noting, tmp_path, SlurmRequeue(), ends_process=False)
+    with pytest.raises(MisconfigurationException) as caught:
+        run.trainer.fit(run.module)
+    end_process(*run.trainer.callbacks)
+    assert str(caught.value) == (
+        "SlurmRequeue resumes one fit per program, and this is the second: a restarted job would not know which one it "
+        "was in. Start each fit with an srun of its own, or use SlurmRequeue in one of them only."
+    )
+
+
+@pytest.mark.parametrize("tuner", [LearningRateFinder, BatchSizeFinder])
+def test_tuners_are_refused_in_a_job(tuner, slurm, tmp_path, monkeypatch):
+    monkeypatch.setattr(Noting, "batch_size", 2, raising=False)
+    assert refuse(tmp_path, tuner(), SlurmRequeue()) == (
+        f"SlurmRequeue does not work with {tuner.__name__}: a restarted job would search again. Search in a program of "
+        "its own, and give its result to this one."
     )
 
 
@@ -625,11 +631,12 @@ def test_lightnings_requeueing_is_off_meanwhile(of_user, slurm, tmp_path):
     environment, look, callback = SLURMEnvironment(auto_requeue=of_user), Look(), SlurmRequeue()
     before = handlers()
     for _ in range(2):
+        slurm.start(0)
         fit(Noting, tmp_path, look, callback, plugins=[environment])
         assert environment.auto_requeue == of_user
         assert handlers() == before
     assert look.auto_requeue == [False, False]
-    assert [each[USR1] == callback._signals.note for each in look.handlers] == [True, True]
+    assert [each[USR1] == note_signal for each in look.handlers] == [True, True]
 
 
 def test_a_fit_that_fails_leaves_handlers_as_they_were(slurm, tmp_path):
@@ -641,13 +648,13 @@ def test_a_fit_that_fails_leaves_handlers_as_they_were(slurm, tmp_path):
     after = handlers()
     end_process(callback)
     # by default they would end the program: while it clears up, or where it goes on
-    assert after == before | {TERM: callback._signals.note, USR1: callback._signals.note}
+    assert after == before | {TERM: note_signal, USR1: note_signal}
     assert handlers() == before
     assert environment.auto_requeue
     assert "resume_start" not in vars(trainer._checkpoint_connector)
     assert "advance" not in vars(trainer.fit_loop.epoch_loop)
     assert "_sigterm_notifier_fn" not in vars(trainer._signal_connector)
-    assert list((tmp_path / "slurm_requeue" / JOB_ID / "step-0").glob("fit-*.started"))  # the job may be started again
+    assert list((tmp_path / "slurm_requeue" / JOB_ID / "step-0").glob("fit.started"))  # the job may be started again
 
 
 def test_after_the_stop_signals_do_nothing_more(slurm, tmp_path):

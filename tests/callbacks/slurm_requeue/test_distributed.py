@@ -84,7 +84,7 @@ def run_rank(rank: int, port: int, folder: str, name: str, plan: dict[str, Any])
         devices=2,
         strategy=make_strategy(plan["strategy"]),
         plugins=[SLURMEnvironment(auto_requeue=True)],
-        is_last_fit=not plan["tests"],
+        ends_process=not plan["tests"],
         **plan["arguments"],
     )
     metrics = {name: value.item() for name, value in run.trainer.callback_metrics.items()}
@@ -147,7 +147,7 @@ def test_all_ranks_stop_together_and_go_on(strategy, signals, slurm, start, tmp_
     assert [rank["code"] for rank in stopped] == [0, 0]
     assert len({len(rank["seen"]) for rank in stopped}) == 1
     assert slurm.asked[-1] == f"requeue {JOB_ID}"
-    assert (tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit-1.ckpt").is_dir() == (strategy == "sharded")
+    assert (tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit.ckpt").is_dir() == (strategy == "sharded")
     resumed = start("resumed", 1, strategy=strategy)
     assert [rank["code"] for rank in resumed] == [None, None]
     assert_all_went_on(expected, stopped, resumed)

@@ -10,14 +10,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
-from lightning.pytorch.callbacks.lr_finder import LearningRateFinder
 from support.helpers import PlantedError
-from support.requeue_runs import JOB_ID, FakeSlurm, Noting, Run, Send, end_process, fit
+from support.requeue_runs import JOB_ID, FakeSlurm, Noting, Run, Send, end_process, fit, remove_folders
 from torch import Tensor
 
 from lightning_vram import FSDPOffloadStrategy
 from lightning_vram.callbacks.slurm_requeue import callback as slurm_requeue
-from lightning_vram.callbacks.slurm_requeue import job
 from lightning_vram.callbacks.slurm_requeue.callback import JobStopped, SlurmRequeue
 
 pytestmark = [
@@ -52,7 +50,7 @@ class Program:
     def __init__(self, folder: Path, *callbacks: pl.Callback, at: int | None = None, **arguments: Any) -> None:
         self.send = Send(at)
         self.callback = SlurmRequeue()
-        self.fit = fit(Noting, folder, *callbacks, self.send, self.callback, is_last_fit=False, **arguments)
+        self.fit = fit(Noting, folder, *callbacks, self.send, self.callback, ends_process=False, **arguments)
         trainer, module = self.fit.trainer, self.fit.module
         self.num_fit_batches = self.send.num_batches
         self.weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -64,7 +62,7 @@ class Program:
         self.code: object = None
         try:
             trainer.test(module)
-            slurm_requeue._remove_folders()
+            remove_folders()
         except JobStopped as stopped:
             self.code = stopped.code
         end_process(self.callback)
@@ -116,44 +114,16 @@ def test_the_end_goes_before_a_checkpoint_of_the_fit(slurm, tmp_path, monkeypatc
     Program(tmp_path, checkpoints, at=expected.num_fit_batches, enable_checkpointing=True)
     slurm.start(1)
     said: list[str] = []
-    monkeypatch.setattr(job, "rank_zero_info", said.append)
+    monkeypatch.setattr(slurm_requeue, "rank_zero_info", said.append)
     again = Program(tmp_path, checkpoints, enable_checkpointing=True)
     assert again.fit.module.seen == []
     again.assert_as(expected)
-    assert said == [f"SlurmRequeue: restart 1 of job {JOB_ID}: this fit has ended."]
-
-
-@pytest.mark.parametrize(
-    ("limits", "more"),
-    [({"max_epochs": 2}, {"max_epochs": 4}), ({"max_epochs": -1, "max_steps": 5}, {"max_steps": 9})],
-    ids=["epochs", "steps"],
-)
-def test_the_trainer_fits_on_from_the_end(limits, more, slurm, tmp_path):
-    def begin() -> Run:
-        return fit(Noting, tmp_path, SlurmRequeue(), is_last_fit=False, **limits)
-
-    def fit_on(run: Run) -> None:
-        run.trainer.fit_loop.max_epochs = more.get("max_epochs", -1)
-        run.trainer.fit_loop.epoch_loop.max_steps = more.get("max_steps", -1)
-        run.trainer.fit(run.module)
-        end_process(*run.trainer.callbacks)
-
-    expected = begin()
-    num_before = len(expected.module.seen)
-    fit_on(expected)
-    (tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit-2.ended").unlink()  # as if a node had been lost before
-    slurm.start(1)
-    again = begin()
-    assert again.module.seen == []
-    fit_on(again)
-    assert again.module.seen == expected.module.seen[num_before:]
-    weights = again.module.state_dict()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.module.state_dict().items())
+    assert said == ["SlurmRequeue: this fit had ended before the restart."]
 
 
 def test_a_fit_that_is_given_more_to_do_goes_on_from_its_end(slurm, tmp_path):
     expected = fit(Noting, tmp_path / "expected", SlurmRequeue(), max_epochs=4)
-    fit(Noting, tmp_path, SlurmRequeue(), is_last_fit=False)
+    fit(Noting, tmp_path, SlurmRequeue(), ends_process=False)
     slurm.start(1)
     stopped = fit(Noting, tmp_path, Send(1), SlurmRequeue(), max_epochs=4, min_epochs=4)
     assert (stopped.code, stopped.module.seen) == (0, expected.module.seen[6:8])
@@ -164,8 +134,8 @@ def test_a_fit_that_is_given_more_to_do_goes_on_from_its_end(slurm, tmp_path):
 
 def test_an_end_that_is_given_to_another_fit_is_gone_on_from(slurm, tmp_path):
     expected = fit(Noting, tmp_path / "expected", SlurmRequeue(), max_epochs=4)
-    fit(Noting, tmp_path, SlurmRequeue(), is_last_fit=False)
-    given = (tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit-1.ended").rename(tmp_path / "given.ckpt")
+    fit(Noting, tmp_path, SlurmRequeue(), ends_process=False)
+    given = (tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit.ckpt").rename(tmp_path / "given.ckpt")
     again = fit(Noting, tmp_path, SlurmRequeue(), ckpt_path=given, max_epochs=4)
     assert again.module.seen == expected.module.seen[6:]
 
@@ -173,21 +143,10 @@ def test_an_end_that_is_given_to_another_fit_is_gone_on_from(slurm, tmp_path):
 def test_a_fit_that_had_nothing_to_do_has_no_end(slurm, tmp_path):
     given = tmp_path / "given.ckpt"
     fit(Noting, tmp_path, SlurmRequeue()).trainer.save_checkpoint(given)
-    again = fit(Noting, tmp_path, SlurmRequeue(), ckpt_path=given, is_last_fit=False)
+    again = fit(Noting, tmp_path, SlurmRequeue(), ckpt_path=given, ends_process=False)
     assert again.module.seen == []
     folder = tmp_path / "slurm_requeue" / JOB_ID / "step-0"
-    assert [path.name for path in folder.iterdir()] == ["fit-1.started"]
-
-
-def test_what_a_fit_of_a_tuner_alone_leaves_is_no_end(slurm, tmp_path):
-    class Finder(LearningRateFinder):
-        def __init__(self) -> None:
-            super().__init__(num_training_steps=3, update_attr=False)
-            self._early_exit = True
-
-    fit(Noting, tmp_path, Finder(), SlurmRequeue(), is_last_fit=False)
-    folder = tmp_path / "slurm_requeue" / JOB_ID / "step-0"
-    assert [path.name for path in folder.iterdir()] == ["fit-1.started"]
+    assert [path.name for path in folder.iterdir()] == ["fit.started"]
 
 
 class Registry:
@@ -208,7 +167,7 @@ def test_a_program_that_fails_or_is_stopped_after_the_fit_keeps_it(error, slurm,
 
     registry = Registry()
     monkeypatch.setattr(slurm_requeue, "atexit", registry)
-    run: Run = fit(Failing, tmp_path, SlurmRequeue(), is_last_fit=False)
+    run: Run = fit(Failing, tmp_path, SlurmRequeue(), ends_process=False)
     assert slurm_requeue._end_program in registry.functions
     with pytest.raises(error):
         run.trainer.test(run.module)
@@ -220,7 +179,7 @@ def test_a_program_that_fails_or_is_stopped_after_the_fit_keeps_it(error, slurm,
 def test_a_program_that_an_error_has_ended_keeps_it(error, slurm, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "last_type", error, raising=False)  # Python's own note of it
     callback = SlurmRequeue()
-    fit(Noting, tmp_path, callback, is_last_fit=False)
+    fit(Noting, tmp_path, callback, ends_process=False)
     slurm_requeue._end_program()
     assert (tmp_path / "slurm_requeue").exists() == (error is not None)
     end_process(callback)

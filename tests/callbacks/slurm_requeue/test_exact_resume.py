@@ -6,6 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support.requeue_runs import FakeSlurm, Noting, Run, assert_went_on, fit
 from torch.utils.data import DataLoader, IterableDataset
@@ -273,6 +274,28 @@ def test_random_numbers_of_another_number_of_ranks_are_left_alone(tmp_path):
     assert len(resumed.module.seen) == len(expected.module.seen) - 2
     weights = resumed.module.state_dict()
     assert any(not torch.equal(weights[name], tensor) for name, tensor in expected.module.state_dict().items())
+
+
+class AtEpochs(LearningRateFinder):
+    """Searches when epochs begin, as Lightning's documentation shows."""
+
+    def on_fit_start(self, *args: Any) -> None:
+        """Not yet."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.lr_find(trainer, pl_module)
+
+
+@pytest.mark.parametrize("tuner", [LearningRateFinder, AtEpochs])
+def test_outside_of_a_job_a_search_does_not_change_the_fit(tuner, tmp_path):
+    arguments = {"max_epochs": 4, "limit_val_batches": 0, "reload_dataloaders_every_n_epochs": 1}
+    expected, ours = (
+        fit(Long, tmp_path, tuner(num_training_steps=4, update_attr=False), *ours, **arguments)
+        for ours in ([], [SlurmRequeue()])
+    )
+    assert ours.module.seen == expected.module.seen
+    weights = ours.module.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.module.state_dict().items())
 
 
 def test_loaders_are_what_they_were_after_the_fit(tmp_path):

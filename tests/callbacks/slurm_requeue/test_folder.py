@@ -1,18 +1,24 @@
 """Where the checkpoint lies, and which one is the newest of the job."""
 
 import os
-import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lightning_vram.callbacks.slurm_requeue.job import RequeueFolder
+from lightning_vram.callbacks.slurm_requeue.job import RequeueFolder, SlurmJob
+
+JOB = SlurmJob("17", "train", 1, 1, 1, is_step=True, step_id="0")
+
+
+def make_folder(root: Path, job: SlurmJob = JOB, **changes: object) -> RequeueFolder:
+    return RequeueFolder(root, replace(job, **changes))
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RequeueFolder:
-    folder = RequeueFolder(tmp_path / "runs", "17", "0", 1)
-    assert folder.try_open(1) == ""
+    folder = make_folder(tmp_path / "runs", JOB)
+    assert folder.try_open() == ""
     return folder
 
 
@@ -23,8 +29,8 @@ def write(path: Path, when: float) -> Path:
 
 
 def test_a_job_has_a_folder_and_a_fit_a_file(tmp_path):
-    folder = RequeueFolder(tmp_path, "7_2", "0", 3)
-    assert folder.checkpoint == tmp_path / "slurm_requeue" / "7_2" / "step-0" / "fit-3.ckpt"
+    folder = make_folder(tmp_path, job_id="7_2")
+    assert folder.checkpoint == tmp_path / "slurm_requeue" / "7_2" / "step-0" / "fit.ckpt"
     assert not folder.is_open
     assert folder.newest([]) is None
     folder.remove()
@@ -32,17 +38,18 @@ def test_a_job_has_a_folder_and_a_fit_a_file(tmp_path):
 
 def test_opening_again_keeps_the_time_of_the_first(folder):
     assert folder.is_open
-    started = write(folder.path / "fit-1.started", 100.0)
-    assert folder.try_open(1) == ""
+    started = write(folder.path / "fit.started", 100.0)
+    assert folder.try_open() == ""
     assert started.stat().st_mtime == 100.0
 
 
-def test_at_the_first_start_nothing_is_there(folder):
-    for path in (folder.path / "fit-1.started", folder.checkpoint, folder.ended):
+def test_at_the_first_start_nothing_is_there(folder, tmp_path):
+    for path in (folder.path / "fit.started", folder.checkpoint):
         write(path, 100.0)
-    assert folder.try_open(0) == ""
-    assert [path.name for path in folder.path.iterdir()] == ["fit-1.started"]
-    assert (folder.path / "fit-1.started").stat().st_mtime > 100.0
+    first = make_folder(tmp_path / "runs", restart_count=0)
+    assert first.try_open() == ""
+    assert [path.name for path in folder.path.iterdir()] == ["fit.started"]
+    assert (folder.path / "fit.started").stat().st_mtime > 100.0
 
 
 def test_the_folder_of_a_job_is_for_this_user_alone(folder, tmp_path):
@@ -51,29 +58,29 @@ def test_the_folder_of_a_job_is_for_this_user_alone(folder, tmp_path):
     for each in (folder.path.parent, folder.path):
         each.chmod(0o770)
         assert not folder.is_private()
-        assert folder.try_open(1) == ""  # a restart does not make it so: something may lie there
+        assert folder.try_open() == ""  # a restart does not make it so: something may lie there
         assert not folder.is_private()
-        assert folder.try_open(0) == ""
+        assert make_folder(tmp_path / "runs", restart_count=0).try_open() == ""
         assert folder.is_private()
 
 
 def test_a_checkpoint_of_another_user_is_a_strangers(folder, monkeypatch):
     folder.checkpoint.touch()
-    assert folder.foreign_owner(folder.checkpoint) is None
+    assert folder.foreign_owner() is None
     owner = folder.checkpoint.stat().st_uid
     monkeypatch.setattr(folder, "_own_uid", lambda: owner + 1)
-    assert folder.foreign_owner(folder.checkpoint) == owner
+    assert folder.foreign_owner() == owner
     assert not folder.is_private()
 
 
 def test_what_cannot_be_written_says_why(tmp_path):
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "slurm_requeue"
-    assert RequeueFolder(tmp_path / "file", "17", "0", 1).try_open(1) == f"[Errno 20] Not a directory: '{path}'"
+    assert make_folder(tmp_path / "file").try_open() == f"[Errno 20] Not a directory: '{path}'"
 
 
 def test_the_newest_is_that_of_the_latest_time(folder, tmp_path):
-    write(folder.path / "fit-1.started", 100.0)
+    write(folder.path / "fit.started", 100.0)
     other, missing = write(tmp_path / "last.ckpt", 102.0), tmp_path / "missing.ckpt"
     assert folder.newest([missing]) is None
     assert folder.newest([other, missing]) == other
@@ -84,7 +91,7 @@ def test_the_newest_is_that_of_the_latest_time(folder, tmp_path):
 
 
 def test_what_is_older_than_the_job_is_not_its_own(folder, tmp_path):
-    write(folder.path / "fit-1.started", 100.0)
+    write(folder.path / "fit.started", 100.0)
     assert folder.newest([write(tmp_path / "last.ckpt", 99.0)]) is None
 
 
@@ -103,9 +110,9 @@ def test_a_checkpoint_may_be_a_folder(folder, tmp_path):
 
 
 def test_what_others_have_there_stays(folder, tmp_path):
-    of_other_step = RequeueFolder(tmp_path / "runs", "17", "1", 1)
-    of_other_job = RequeueFolder(tmp_path / "runs", "18", "0", 1)
-    assert of_other_step.try_open(1) == of_other_job.try_open(1) == ""
+    of_other_step = make_folder(tmp_path / "runs", step_id="1")
+    of_other_job = make_folder(tmp_path / "runs", job_id="18")
+    assert of_other_step.try_open() == of_other_job.try_open() == ""
     folder.checkpoint.touch()
     folder.remove()
     assert not folder.path.exists()
@@ -113,25 +120,8 @@ def test_what_others_have_there_stays(folder, tmp_path):
     assert of_other_job.is_open
 
 
-def test_a_fit_that_has_ended_leaves_only_that_it_was_here(folder):
-    folder.checkpoint.touch()
-    folder.remove_checkpoint()
-    assert not folder.checkpoint.exists()
-    assert folder.is_open
-
-
-def test_what_a_later_fit_of_the_program_has_written_is_not_of_this_one(folder, tmp_path):
-    later = RequeueFolder(tmp_path / "runs", "17", "0", 2)
-    assert later.try_open(1) == ""
-    write(folder.path / "fit-1.started", 100.0)
-    write(folder.path / "fit-2.started", 110.0)
-    own, others = write(tmp_path / "own.ckpt", 105.0), write(tmp_path / "last.ckpt", 115.0)
-    assert folder.newest([own, others]) == own
-    assert later.newest([own, others]) == others
-
-
 def test_the_own_checkpoint_can_be_made_the_newest(folder, tmp_path):
-    write(folder.path / "fit-1.started", 100.0)
+    write(folder.path / "fit.started", 100.0)
     write(folder.checkpoint, 101.0)
     other = write(tmp_path / "last.ckpt", 102.0)
     folder.touch()
@@ -139,20 +129,11 @@ def test_the_own_checkpoint_can_be_made_the_newest(folder, tmp_path):
 
 
 @pytest.mark.parametrize("make", [Path.touch, Path.mkdir], ids=["file", "folder"])
-def test_the_end_is_gone_on_from_whatever_is_newer(folder, tmp_path, make):
-    write(folder.checkpoint, 101.0)
-    make(folder.part)
-    folder.publish_end()
-    assert sorted(path.name for path in folder.path.iterdir()) == ["fit-1.ended", "fit-1.started"]
-    assert folder.newest([write(tmp_path / "last.ckpt", time.time() + 100)]) == folder.ended
-
-
-@pytest.mark.parametrize("make", [Path.touch, Path.mkdir], ids=["file", "folder"])
 def test_what_was_written_takes_the_place_of_the_checkpoint(folder, make):
     for _ in range(2):
         make(folder.part)
         folder.publish()
-        assert sorted(path.name for path in folder.path.iterdir()) == ["fit-1.ckpt", "fit-1.started"]
+        assert sorted(path.name for path in folder.path.iterdir()) == ["fit.ckpt", "fit.started"]
     assert folder.newest([]) == folder.checkpoint
 
 
@@ -160,5 +141,5 @@ def test_what_was_written_takes_the_place_of_the_checkpoint(folder, make):
 def test_what_was_not_written_to_the_end_is_not_gone_on_from(folder, make):
     make(folder.part)
     assert folder.newest([]) is None
-    assert folder.try_open(1) == ""
+    assert folder.try_open() == ""
     assert not folder.part.exists()

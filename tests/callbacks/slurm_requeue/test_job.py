@@ -7,7 +7,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.requeue_runs import JOB_ID, TASK, FakeSlurm
 
 from lightning_vram.callbacks.slurm_requeue import job as slurm_job
-from lightning_vram.callbacks.slurm_requeue.job import Fate, SlurmJob, check_job
+from lightning_vram.callbacks.slurm_requeue.job import SlurmJob, check_job
 
 
 @pytest.fixture
@@ -38,33 +38,33 @@ def test_the_environment_of_the_process_is_read(slurm, monkeypatch):
     assert SlurmJob.from_environment().job_id == "21"
 
 
+REQUEUED = (0, f"job {JOB_ID} is requeued")
+CANCELLED = (1, f"job {JOB_ID} was cancelled and is not requeued")
+HAS_BEEN = (0, f"job {JOB_ID} has been requeued")
+
+
 @pytest.mark.parametrize(
-    ("answer", "fate"),
+    ("answer", "outcome"),
     [
-        ("JobId=17 JobState=RUNNING Restarts=1 Reason=None", Fate.OPEN),
-        ("JobId=17 JobState=COMPLETING Restarts=1 Reason=None", Fate.CANCELLED),
-        ("JobId=17 JobState=CANCELLED Restarts=1 Reason=None", Fate.CANCELLED),
-        ("JobId=17 JobState=COMPLETING Restarts=1 Reason=TimeLimit", Fate.OPEN),
-        ("JobId=17 JobState=COMPLETING Restarts=2 Reason=BeginTime", Fate.REQUEUED),
-        ("JobId=17 JobState=PENDING Restarts=2 Comment=a=b", Fate.REQUEUED),
-        ("", Fate.OPEN),
+        ("JobId=17 JobState=RUNNING Restarts=1 Reason=None", REQUEUED),
+        ("JobId=17 JobState=COMPLETING Restarts=1 Reason=None", CANCELLED),
+        ("JobId=17 JobState=CANCELLED Restarts=1 Reason=None", CANCELLED),
+        ("JobId=17 JobState=COMPLETING Restarts=1 Reason=TimeLimit", REQUEUED),
+        ("JobId=17 JobState=COMPLETING Restarts=2 Reason=BeginTime", HAS_BEEN),
+        ("JobId=17 JobState=PENDING Restarts=2 Comment=a=b", HAS_BEEN),
+        ("", REQUEUED),
     ],
 )
-def test_the_fate_is_what_the_controller_says(answer, fate, slurm):
+def test_the_job_is_requeued_unless_the_controller_says_otherwise(answer, outcome, slurm):
     slurm.answer(answer)
-    assert job(SLURM_RESTART_COUNT="1").fate() is fate
-    assert slurm.asked == [f"show job --oneliner {JOB_ID}"]
-
-
-def test_a_request_that_is_granted_says_nothing(slurm):
-    assert job().requeue() == ""
-    assert slurm.asked == [f"requeue {JOB_ID}"]
+    assert job(SLURM_RESTART_COUNT="1").requeue() == outcome
+    assert slurm.asked == [f"show job --oneliner {JOB_ID}", f"requeue {JOB_ID}"][: 1 + (outcome == REQUEUED)]
 
 
 @pytest.mark.parametrize(("error", "why"), [("  disabled ", "disabled"), ("", "scontrol ended with 3")])
 def test_a_request_that_is_refused_says_why(error, why, slurm):
     slurm.answer("", error, 3)
-    assert job().requeue() == why
+    assert job().requeue() == (1, f"job {JOB_ID} could not be requeued ({why}): submit it again")
 
 
 def test_a_controller_that_does_not_answer_is_given_up(monkeypatch):
@@ -72,8 +72,7 @@ def test_a_controller_that_does_not_answer_is_given_up(monkeypatch):
         raise subprocess.TimeoutExpired(command, timeout)
 
     monkeypatch.setattr(slurm_job.subprocess, "run", run)
-    assert job().fate() is Fate.OPEN
-    assert job().requeue() == "Command '['scontrol', 'requeue', '17']' timed out after 120.0 seconds"
+    assert "Command '['scontrol', 'requeue', '17']' timed out after 120.0 seconds" in job().requeue()[1]
 
 
 @pytest.mark.parametrize("name", ["bash", "interactive"])

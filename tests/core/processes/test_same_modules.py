@@ -50,25 +50,20 @@ def without_norm(model: nn.Module) -> nn.Module:
     return model
 
 
+ONE = "parameter 'one.weight' has shape (3, 2), float32, requires_grad=True"
+TWO = "parameter 'two.weight' has shape (3, 2), float32, requires_grad=True"
 DIFFERENCES = {  # on rank 1 only
     lambda model: model.double(): (
-        "parameter 'one.weight' has shape (3, 2), float32, requires_grad=True on ranks 0, 2 but "
-        "has shape (3, 2), float64, requires_grad=True on rank 1"
+        f"{ONE} on ranks 0, 2 but parameter 'one.weight' has shape (3, 2), float64, requires_grad=True on rank 1"
     ),
     freeze: (
-        "parameter 'two.weight' has shape (3, 2), float32, requires_grad=True on ranks 0, 2 but "
-        "has shape (3, 2), float32, requires_grad=False on rank 1"
+        f"{TWO} on ranks 0, 2 but parameter 'two.weight' has shape (3, 2), float32, requires_grad=False on rank 1"
     ),
-    tie: (
-        "parameter 'two.weight' has shape (3, 2), float32, requires_grad=True on ranks 0, 2 but "
-        "is the same as 'one.weight' on rank 1"
-    ),
+    tie: f"{TWO} on ranks 0, 2 but parameter 'two.weight' is the same as 'one.weight' on rank 1",
     without_norm: (
-        "parameter 'norm.weight' has shape (3,), float32, requires_grad=True on ranks 0, 2 but is missing on rank 1"
+        "parameter 'norm.weight' has shape (3,), float32, requires_grad=True on ranks 0, 2 but nothing more on rank 1"
     ),
-    turn: (
-        "the order, first comes parameter 'one.weight' on ranks 0, 2 but first comes parameter 'two.weight' on rank 1"
-    ),
+    turn: f"{ONE} on ranks 0, 2 but {TWO} on rank 1",
 }
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from multiprocessing import resource_tracker
 
@@ -13,17 +14,16 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_vram.core import processes
-from lightning_vram.core.processes import DaemonShield
+from lightning_vram.core.processes import shielded_daemons
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 
 @pytest.fixture
-def shield() -> Iterator[DaemonShield]:
-    shield = DaemonShield(SIGNALS)
-    shield.raise_it()
-    yield shield
-    shield.lower()
+def shield() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        stack.enter_context(shielded_daemons(SIGNALS))
+        yield stack
 
 
 def tell_mask(connection) -> None:
@@ -66,18 +66,14 @@ def test_what_was_blocked_before_stays_blocked(shield, method, monkeypatch):
 def test_other_children_and_daemons_after_the_end_receive_them(shield):
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     assert mask_of("fork", daemon=False) == before
-    shield.lower()
+    shield.close()
     assert mask_of("fork") == before
 
 
 def test_nothing_stays_patched():
     start = multiprocessing.process.BaseProcess.start
-    shield = DaemonShield(SIGNALS)
-    shield.raise_it()
-    shield.raise_it()
-    assert multiprocessing.process.BaseProcess.start is not start
-    shield.lower()
-    shield.lower()
+    with shielded_daemons(SIGNALS):
+        assert multiprocessing.process.BaseProcess.start is not start
     assert multiprocessing.process.BaseProcess.start is start
 
 
@@ -109,7 +105,8 @@ import importlib.util, multiprocessing, signal, sys
 spec = importlib.util.spec_from_file_location("shielded_daemons", sys.argv[1])
 shielded_daemons = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(shielded_daemons)
-shielded_daemons.DaemonShield([signal.SIGTERM]).raise_it()
+shield = shielded_daemons.shielded_daemons([signal.SIGTERM])
+shield.__enter__()
 
 def wait():
     while True:

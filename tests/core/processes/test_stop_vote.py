@@ -2,39 +2,46 @@
 
 import math
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from lightning_vram.core.processes import StopSignals, StopVote
+from lightning_vram.core import processes
+from lightning_vram.core.processes import StopSignals, StopVote, note_signal
 from lightning_vram.core.ranks import RankAgreement
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 
 
-def make_vote() -> tuple[StopVote, StopSignals]:
-    signals = StopSignals((TERM, USR1))
-    return StopVote(RankAgreement(), signals), signals
+@pytest.fixture(autouse=True)
+def no_signals() -> Iterator[None]:
+    yield
+    processes._arrived.clear()
+
+
+def make_vote() -> StopVote:
+    return StopVote(RankAgreement(), StopSignals((TERM, USR1)))
 
 
 def test_alone_a_signal_is_known_at_once():
-    vote, signals = make_vote()
+    vote = make_vote()
     assert not vote.exchange()
-    signals.note(TERM)
+    note_signal(TERM)
     assert vote.exchange()
     assert vote.name == "SIGTERM"
-    signals.note(USR1)
+    note_signal(USR1)
     assert vote.exchange()
     assert vote.name == "SIGUSR1"
 
 
 def test_alone_there_is_no_limit():
-    vote, signals = make_vote()
+    vote = make_vote()
     vote.limit(0)
     assert not vote.exchange_limited()
-    signals.note(USR1)
+    note_signal(USR1)
     assert vote.exchange_limited()
 
 
@@ -44,10 +51,10 @@ def join(rank: int, path: str) -> None:
 
 def exchange(rank: int, path: str) -> None:
     join(rank, path)
-    vote, signals = make_vote()
+    vote = make_vote()
     known = [vote.exchange(), vote.exchange()]
     if rank == 1:
-        signals.note(TERM)
+        note_signal(TERM)
     known += [vote.exchange(), vote.exchange(), vote.exchange()]
     assert known == [False, False, False, True, True]  # in the call after the one that sends it
     assert vote.name == "SIGTERM"
@@ -61,10 +68,10 @@ def test_ranks_know_of_it_since_the_same_call(tmp_path: Path):
 
 def differ(rank: int, path: str) -> None:
     join(rank, path)
-    vote, signals = make_vote()
+    vote = make_vote()
     vote.limit(1 + 2 * rank)  # one vote for both
     assert [vote.exchange_limited() for _ in range(1 + 2 * rank)] == [False] * (1 + 2 * rank)
-    signals.note((TERM, USR1)[rank])
+    note_signal((TERM, USR1)[rank])
     assert not vote.exchange()  # it ends the vote of the evaluation
     assert vote.exchange()
     assert vote.name == "SIGUSR1"  # on both

@@ -10,11 +10,11 @@ from torch import nn
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 
 WRONG = [
-    ({"offload": "cpu"}, ValueError, "(offload) must be one of 'params', 'optimizer', 'none', got 'cpu'."),
+    ({"offload": "cpu"}, ValueError, "(offload) must be 'params', 'optimizer' or 'none', got 'cpu'."),
     (
         {"offload": ["optimizer"]},
-        ValueError,
-        "(offload) must be one of 'params', 'optimizer', 'none', got ['optimizer'].",
+        TypeError,
+        "(offload) must be 'params', 'optimizer' or 'none', got ['optimizer'] of type list.",
     ),
     (
         {"device_bytes": "8GiB", "offload": "none"},
@@ -47,7 +47,7 @@ WRONG = [
     (
         {"host_state": "fp8"},
         ValueError,
-        "(host_state) must be one of 'fp32', 'bf16', '8bit', '4bit', got 'fp8'.",
+        "(host_state) must be 'fp32', 'bf16', '8bit' or '4bit', got 'fp8'.",
     ),
     (
         {"host_state": "8bit", "offload": "none"},
@@ -55,14 +55,14 @@ WRONG = [
         "(host_state='8bit') is a format of moments on the host, but offload='none' keeps them on the "
         "device. Use MomentsInBF16 or LowBitOptimizer there.",
     ),
-    ({"master": "bf16"}, ValueError, "(master) must be one of 'fp32', 'split', got 'bf16'."),
+    ({"master": "bf16"}, ValueError, "(master) must be 'fp32' or 'split', got 'bf16'."),
     (
         {"master": "split", "offload": "none"},
         ValueError,
         "(master='split') is a format of weights on the host, but offload='none' keeps them on the device.",
     ),
-    ({"shard": "half"}, ValueError, "(shard) must be one of 'full', 'grad_op', 'hybrid', got 'half'."),
-    ({"state_dict_type": "local"}, ValueError, "(state_dict_type) must be one of 'full', 'sharded', got 'local'."),
+    ({"shard": "half"}, ValueError, "(shard) must be 'full', 'grad_op' or 'hybrid', got 'half'."),
+    ({"state_dict_type": "local"}, ValueError, "(state_dict_type) must be 'full' or 'sharded', got 'local'."),
     ({"min_params": 0}, ValueError, "(min_params) must be at least 1, got 0."),
     ({"cpu_threads": -1}, ValueError, "(cpu_threads) must be at least 1, got -1."),
     (

@@ -18,8 +18,8 @@ from torch.multiprocessing.spawn import ProcessExitedException
 from torch.optim import Optimizer
 
 from lightning_vram.core.ranks import CheckpointError
-from lightning_vram.strategies.fsdp_offload import checkpoint_store, checkpointed
-from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore
+from lightning_vram.strategies.fsdp_offload import checkpoints
+from lightning_vram.strategies.fsdp_offload.checkpoints import CheckpointStore
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 from lightning_vram.techniques.sharded_checkpoints import files
 from lightning_vram.techniques.sharded_checkpoints import folder as sharded_folder
@@ -151,8 +151,8 @@ def save_beside_the_training(folder: Path, sharded: bool) -> None:
     train(net, optimizer, 3)
     first, second = folder / "first.ckpt", folder / "second.ckpt"
     gate, patch = threading.Event(), pytest.MonkeyPatch()
-    prepare = checkpoint_store.prepare_path  # before anything is written
-    patch.setattr(checkpoint_store, "prepare_path", lambda *paths: (gate.wait(30), prepare(*paths)))
+    prepare = checkpoints.prepare_path  # before anything is written
+    patch.setattr(checkpoints, "prepare_path", lambda *paths: (gate.wait(30), prepare(*paths)))
     checkpoint = dump(net, optimizer, sharded)
     checkpoint["callbacks"] = {"scores": [1.0]}
     store.save(checkpoint, first)
@@ -200,7 +200,7 @@ def test_a_save_beside_the_training_sees_none_of_it(tmp_path: Path, sharded: boo
 def save_beside_a_rank_that_hangs(folder: Path, sharded: bool) -> None:
     net, gate, patch = make_net(), threading.Event(), pytest.MonkeyPatch()
     store = make_store(sharded, asynchronous=True, timeout=timedelta(seconds=1))
-    patch.setattr(checkpoint_store, "prepare_path", lambda *paths: gate.wait(30))  # on rank 0 alone
+    patch.setattr(checkpoints, "prepare_path", lambda *paths: gate.wait(30))  # on rank 0 alone
     store.save(dump(net, make_adamw(net), sharded), folder / "last.ckpt")
     if dist.get_rank() == 1:
         with pytest.raises(RuntimeError, match="Timed out waiting 1000ms"):
@@ -219,7 +219,7 @@ def test_a_save_beside_the_training_waits_for_a_rank_as_long_as_it_was_told(tmp_
 
 def test_the_strategy_tells_it_its_timeout(monkeypatch: pytest.MonkeyPatch):
     made: dict[str, Any] = {}
-    monkeypatch.setattr(checkpointed, "CheckpointStore", lambda **arguments: made.update(arguments))
+    monkeypatch.setattr(checkpoints, "CheckpointStore", lambda **arguments: made.update(arguments))
     FSDPOffloadStrategy(timeout=12, async_save=True)._make_store(asynchronous=True)
     assert made["timeout"] == timedelta(seconds=12)
 

@@ -10,7 +10,7 @@ from support.helpers import ForkingOffload, assert_equal_weights
 from support.offload_nets import Fused, leave_group
 
 from lightning_vram import LeanMixedPrecision, MicroBatching, VRAMMonitor
-from lightning_vram.strategies.fsdp_offload import patches
+from lightning_vram.strategies.fsdp_offload import base
 
 pytestmark = pytest.mark.distributed
 
@@ -155,9 +155,9 @@ CASES = [
 @pytest.mark.parametrize(("make", "make_arguments", "expected"), CASES)
 def test_a_step_begins_early_where_nobody_can_tell(make, make_arguments, expected, make_trainer, monkeypatch):
     early, late = set(), set()
-    make_early = patches.EarlySteps
-    monkeypatch.setattr(patches, "EarlySteps", lambda trainer: noting(early, make_early(trainer)))
-    monkeypatch.setattr(patches, "may_clip_late", noting(late, patches.may_clip_late))
+    make_early = base.EarlySteps
+    monkeypatch.setattr(base, "EarlySteps", lambda trainer: noting(early, make_early(trainer)))
+    monkeypatch.setattr(base, "may_clip_late", noting(late, base.may_clip_late))
     trainer = make_trainer(strategy=ForkingOffload(), max_epochs=1, limit_val_batches=0, **make_arguments())
     trainer.fit(make())
     assert (early, late) == tuple({one} - {None} for one in expected)

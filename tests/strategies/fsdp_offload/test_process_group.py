@@ -19,7 +19,7 @@ from support.ports import find_free_port
 from lightning_vram.core import processes
 from lightning_vram.core.processes import leave_group
 from lightning_vram.core.ranks import LostPeerError
-from lightning_vram.strategies.fsdp_offload.connected import connect, default_backend
+from lightning_vram.strategies.fsdp_offload.base import connect, default_backend
 
 CPU = torch.device("cpu")
 SHORT = timedelta(seconds=1)
@@ -136,7 +136,7 @@ if attempt == "0":  # stock torch leaves its addresses in the agent's store
 
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
-from lightning_vram.strategies.fsdp_offload.connected import connect
+from lightning_vram.strategies.fsdp_offload.base import connect
 
 connect(TorchElasticEnvironment(), "gloo", timeout=timedelta(seconds=60), device=torch.device("cpu"))
 dist.barrier()

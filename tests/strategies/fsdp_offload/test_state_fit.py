@@ -10,7 +10,7 @@ from support.checkpoint_nets import make_net, train
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
-from lightning_vram.strategies.fsdp_offload.checkpoint_store import CheckpointStore, check_states
+from lightning_vram.strategies.fsdp_offload.checkpoints import CheckpointStore, check_states
 from lightning_vram.techniques.sharded_checkpoints.states import (
     gather_optimizer_state,
     sharded_module_state,

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_vram.private_names.fsdp2 import calls_derived_dispatch
-from lightning_vram.techniques.sharding.gathered import OwnedTensor, disown, own
+from lightning_vram.techniques.sharding.parameter import OwnedTensor, disown, own
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 VALUES = torch.arange(6.0).view(3, 2)

@@ -13,7 +13,7 @@ from support.shard_reads import NEW, READS, save, values_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from lightning_vram.techniques.sharding.gathered import OwnedTensor, unwatch, watch
+from lightning_vram.techniques.sharding.parameter import OwnedTensor, unwatch, watch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 OLD = 2.0

@@ -1,7 +1,10 @@
-"""Processes of a run: how they connect, and name a lost one."""
+"""The processes of a run, its steps on a sharded module, and what is patched in Lightning for them."""
 
 import os
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partialmethod
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,22 +14,33 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_vram.callbacks.hook_points import is_scaled, why_not_early
 from lightning_vram.callbacks.slurm_requeue import SlurmJob, check_job, check_tasks
+from lightning_vram.core.gradients import clip_sharded_values
+from lightning_vram.core.patching import MethodPatch, replace_by, without_fast_path
 from lightning_vram.core.processes import leave_group_at_exit
 from lightning_vram.core.ranks import attempt_store, naming_lost_peers
+from lightning_vram.memory.units import format_bytes
+from lightning_vram.optimizers.on_host import HostOptimizers
+from lightning_vram.optimizers.step_round import iterate_parameters
 from lightning_vram.private_names.lightning import (
     PlainStrategy,
     ScriptLauncher,
     find_trainer,
     make_script_launcher,
     reduce_over_ranks,
+    runs_in_hook,
 )
+from lightning_vram.techniques.sharding import FirstStepMemory, FullSharding
 
 
 def default_backend(device: torch.device) -> str:
@@ -56,8 +70,8 @@ def connect(cluster_environment: ClusterEnvironment, backend: str, *, timeout: t
     rank_zero_info(f"All {world_size} processes are connected, over {backend}.")
 
 
-class ConnectedStrategy(PlainStrategy):
-    """A strategy with one process per device, in one mesh.
+class BaseStrategy(PlainStrategy):
+    """A strategy with one process per device, in one mesh, and its steps.
 
     ``given``: accelerator, devices, environment and plugins, set by the Trainer.
     """
@@ -68,6 +82,8 @@ class ConnectedStrategy(PlainStrategy):
         self.num_nodes = 1
         self.process_group_backend: str | None = arguments.process_group_backend
         self._mesh: DeviceMesh | None = None
+        self._sharding: FullSharding | None = None
+        self._first_step: FirstStepMemory | None = None  # for device_bytes="auto", until it is measured
 
     @property
     def is_distributed(self) -> bool:
@@ -179,3 +195,112 @@ class ConnectedStrategy(PlainStrategy):
 
     def _count_steps(self) -> int:
         return self._trainer.global_step if self._trainer is not None else 0
+
+    # --- steps ---
+
+    def _run_step(self, name: str, context: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a step within the forward of the root, where FSDP2 gathers what no layer gathers for itself."""
+        assert self._sharding is not None
+        fast_path = nullcontext() if self.root_device.type == "cuda" else without_fast_path()
+        in_precision = getattr(self.precision_plugin, context)()
+        with self._named(name), in_precision, fast_path, self._sharding.inside_step():
+            return self.run_in_forward(name, *args, **kwargs)
+
+    training_step = partialmethod(_run_step, "training_step", "train_step_context")
+    validation_step = partialmethod(_run_step, "validation_step", "val_step_context")
+    test_step = partialmethod(_run_step, "test_step", "test_step_context")
+    predict_step = partialmethod(_run_step, "predict_step", "predict_step_context")
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(closure_loss, DTensor):
+            raise RuntimeError(
+                f"{type(self).__name__}: the loss uses parameters of a layer outside its forward, where they are "
+                "sharded. Compute this term, such as a weight penalty, inside the layer, or exclude the layer with "
+                "`wrap`: excluded layers are whole during the whole step."
+            )
+        with self._named("backward"):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        with self._named("optimizer step"):
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        num_bytes = self._first_step.note_step(optimizer) if self._first_step is not None else None
+        if num_bytes is not None:
+            self._first_step = None
+            rank_zero_info(f"fsdp_offload keeps a copy of weights on the device, {format_bytes(num_bytes)} on rank 0.")
+        return result
+
+
+def patch_trainer(trainer: pl.Trainer, optimizers: HostOptimizers, sharding: FullSharding) -> list[MethodPatch]:
+    """Make clipping, ``toggle_optimizer`` and ``log`` work on shards; steps are early where nothing reads gradients."""
+    module, precision = trainer.lightning_module, trainer.precision_plugin
+    optimizers.may_step_early = EarlySteps(trainer)
+
+    # for any plugin, on the local gradients: the dispatch of DTensor takes longer than the arithmetic
+    def clip_norm(optimizer: Optimizer, clip_val: float) -> None:
+        optimizers.clip_norm(optimizer, clip_val, may_wait=may_clip_late(trainer))
+
+    def clip_value(optimizer: Optimizer, clip_val: float) -> None:
+        clip_sharded_values(iterate_parameters(optimizer), clip_val)
+
+    def follow(toggle: Callable[..., None]) -> Callable[..., None]:
+        def toggle_gathered(*args: Any, **kwargs: Any) -> None:
+            toggle(*args, **kwargs)
+            sharding.agree_on_gradients()
+
+        return toggle_gathered
+
+    def take_numbers(log: Callable[..., None]) -> Callable[..., None]:
+        def log_number(name: str, value: Any, *args: Any, **kwargs: Any) -> None:  # it could not add up sharded tensors
+            log(name, value.item() if isinstance(value, DTensor) else value, *args, **kwargs)
+
+        return log_number
+
+    return [
+        MethodPatch(precision, "clip_grad_by_norm", replace_by(clip_norm)),
+        MethodPatch(precision, "clip_grad_by_value", replace_by(clip_value)),
+        MethodPatch(module, "toggle_optimizer", follow),
+        MethodPatch(module, "untoggle_optimizer", follow),
+        MethodPatch(module, "log", take_numbers),
+    ]
+
+
+class EarlySteps:
+    """Decides whether no code reads or changes gradients after the backward; reports the first reason otherwise."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer, self._has_logged = trainer, False
+
+    def __call__(self, closure: Callable[[], Any]) -> bool:
+        """Whether a step may begin in its ``closure``."""
+        why = self._why_late(closure)
+        if why is not None and not self._has_logged:
+            self._has_logged = True
+            rank_zero_info(
+                "fsdp_offload steps the optimizer after the backward instead of layer by layer within it, because of "
+                f"{why}: the step overlaps only with the next forward."
+            )
+        return why is None
+
+    def _why_late(self, closure: Callable[[], Any]) -> str | None:
+        trainer = self._trainer
+        if not trainer.lightning_module.automatic_optimization:
+            return "manual optimization"
+        if trainer.gradient_clip_val:
+            return f"gradient_clip_val={trainer.gradient_clip_val}"
+        if is_scaled(trainer):
+            return "the GradScaler"
+        return "detect_anomaly" if torch.is_anomaly_enabled() else why_not_early(trainer, closure)
+
+
+def may_clip_late(trainer: pl.Trainer) -> bool:
+    """Whether no code reads gradients between the current clipping and the step."""
+    module = trainer.lightning_module
+    name = "configure_gradient_clipping"  # in another hook the module may use gradients afterwards
+    return (
+        module.automatic_optimization
+        and runs_in_hook(module, name)
+        and not (is_overridden(name, module) or is_scaled(trainer))
+    )
