@@ -24,16 +24,15 @@ from lightning_vram.optimizers.low_precision import LowPrecisionMoments
 from lightning_vram.optimizers.step_round import (
     State,
     StepRound,
+    StepTakeOver,
     iterate_parameters,
+    owner_of,
     refuse_optimizer,
     steps_like,
     why_not_steppable,
 )
-from lightning_vram.optimizers.take_over import StepTakeOver, owner_of
 from lightning_vram.private_names.ddp import drop_reduced_gradients, prepare_for_backward
-from lightning_vram.private_names.fsdp2 import (
-    local_shard,
-)
+from lightning_vram.private_names.fsdp2 import local_shard
 from lightning_vram.private_names.torch import note_step
 from lightning_vram.techniques.mixed_precision import note_unscaled, unscale_part
 

@@ -1,6 +1,6 @@
 """Low-precision moments: 4, 2.06 or 1.06 bytes per weight for Adam instead of 8.
 
-Steps are planned where compiled code can run (``step_plan.py``). The others run torch's own kernel on parts of some
+Steps are planned where compiled rows can run (``row_steps.py``). The others run torch's own kernel on parts of some
 million weights (``step_loop.py``), with moments upcast to float32 and rounded afterwards: 12 bytes per weight.
 """
 
@@ -19,11 +19,9 @@ from lightning_vram.optimizers.moment_forms import (
     find_unsupported,
     upcast_when_stepped,
 )
-from lightning_vram.optimizers.row_steps import compile_ahead, is_ruled, rule_of
+from lightning_vram.optimizers.row_steps import StepPlan, compile_ahead, is_ruled, rule_of
 from lightning_vram.optimizers.step_loop import step_in_parts
-from lightning_vram.optimizers.step_plan import StepPlan
-from lightning_vram.optimizers.step_round import Member, StepRound, iterate_parameters
-from lightning_vram.optimizers.take_over import StepTakeOver
+from lightning_vram.optimizers.step_round import Member, StepRound, StepTakeOver, iterate_parameters
 
 
 class LowPrecisionMoments(StepTakeOver):

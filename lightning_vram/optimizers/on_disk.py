@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_vram.core.host.disk import PAGE_BYTES, DiskFile, bytes_of
 from lightning_vram.core.host.memory import OffloadError
 from lightning_vram.optimizers.moment_forms import StateForm, StateLayout, find_layout, make_seeds
-from lightning_vram.optimizers.step_loop import Part, scale_members, step_parts
+from lightning_vram.optimizers.step_loop import Part, step_parts
 from lightning_vram.optimizers.step_round import (
     Member,
     State,
@@ -162,11 +162,6 @@ class DiskPipeline:
         if buffer_bytes > self._buffer_bytes:
             self._buffer_bytes, self._buffers = buffer_bytes, []
 
-    @property
-    def ring_bytes(self) -> int:
-        """Host memory of the ring. A first step also creates the states of one chunk at a time."""
-        return len(self._buffers) * self._buffer_bytes
-
     def run(self, chunks: Sequence[Chunk], known: Container[int], step: Callable[[Chunk, Tensor], None]) -> None:
         """Call ``step`` with each chunk and its buffer, in order, in this thread; read only ``known`` parameters."""
         while len(self._buffers) < min(NUM_BUFFERS, len(chunks)):
@@ -272,7 +267,7 @@ class StreamedStates:
     def run(self, step_round: StepRound, members: Sequence[Member]) -> None:
         """Step ``members``, best in the order of the file."""
         self._check()
-        scale_members(step_round, members)
+        step_round.scale(members)
         by_index = {self._stored[member.parameter].index: member for member in members}
         begun = {index for index, member in by_index.items() if _has_begun(member.local_state)}
         left: dict[int, State] = {}  # values per parameter after the step

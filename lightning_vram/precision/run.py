@@ -34,6 +34,7 @@ from lightning_vram.core.patching import (
 from lightning_vram.core.tensors.properties import cast_where
 from lightning_vram.optimizers.averages import LeanAverage
 from lightning_vram.optimizers.bf16_weights import LeanParameters, iterate_computing, refuse_lost_updates
+from lightning_vram.optimizers.moment_forms import UpdateCheck
 from lightning_vram.precision.arguments import Settings, refuse_optimizers
 from lightning_vram.private_names.lightning import (
     PUT_AVERAGE,
@@ -238,7 +239,7 @@ class PrecisionRun:
             undo.callback(MethodPatch(callback, SWAP_WITH_AVERAGE, replace_by(average.swap)).remove)
             undo.callback(MethodPatch(callback, PUT_AVERAGE, replace_by(average.put)).remove)
         if self.settings.check_updates:
-            lean.check_updates(partial(is_logging, self.module))
+            lean.check = UpdateCheck(partial(is_logging, self.module))
 
     @property
     def device_type(self) -> str:
@@ -315,7 +316,7 @@ class PrecisionRun:
 
     def log_lost_updates(self) -> None:
         """Log the share of updates that rounding undid in the last step, if it was counted."""
-        share = None if self.lean is None else self.lean.lost_updates
+        share = None if self.lean is None else self.lean.check.share
         if share is not None:
             log_of_step(self.module, {"vram/lost_updates": share})
 
@@ -357,14 +358,14 @@ class PrecisionRun:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
         state: dict[str, Any] = {} if self.paused is None else {"held": list(self.paused.num_missed)}
-        return state if self.lean is None else state | {"lean": self.lean.state_dict()}
+        return state if self.lean is None else state | {"lean": {"num_steps": self.lean.num_steps}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a checkpoint, with the parts that both have; the state of other schedules is ignored."""
         if self.paused is not None and len(state.get("held", ())) == len(self.paused.num_missed):
             self.paused.num_missed = list(state["held"])
         if self.lean is not None and "lean" in state:
-            self.lean.load_state_dict(state["lean"])
+            self.lean.num_steps = state["lean"]["num_steps"]
 
 
 def _forward_between_steps(

@@ -42,10 +42,10 @@ EXCEPTIONS = {
     ): _TIMED,
     (_CALIBRATE, "torch.accelerator.synchronize()"): _TIMED,
     ("optimizers.in_backward", "work.wait()"): "several ranks: tests/callbacks/optimizer_in_backward",
-    ("optimizers.on_host.optimizers", "self._worker.submit(job).wait()"): (
+    ("optimizers.on_host", "self._worker.submit(job).wait()"): (
         "the next line takes the result, and fails where there is none"
     ),
-    ("optimizers.on_host.optimizers", "group.steps.wait()"): (
+    ("optimizers.on_host", "group.steps.wait()"): (
         "what the next lines read of a pending step, its optimizer state, waits by itself"
     ),
     (

@@ -190,7 +190,7 @@ SHARDING = [
     ),
     Mutation(f"{_LANE}.fetch", "self._fetched = _record(self.device)", "pass", sharding.fetched_and_written),
     Mutation(
-        "optimizers.on_host.optimizers:StoredStates.step",
+        "optimizers.on_host:StoredStates.step",
         "flat_shard.wait_for_copies()  # of a forward without gradients, after the backward",
         "pass",
         sharding.evaluated_before_the_step,
@@ -260,7 +260,7 @@ AVERAGES = [
         averaging.read_at_once,
     ),
     Mutation(
-        "optimizers.on_host.optimizers:HostOptimizers.work_beside",
+        "optimizers.on_host:HostOptimizers.work_beside",
         "group.steps.begin(ticket, watched, is_reader=is_reader)",
         "pass",
         averaging.written_at_once,

@@ -33,7 +33,7 @@ from lightning_vram.optimizers.bf16_weights import LeanParameters
 from lightning_vram.optimizers.in_backward import BackwardSteps, Clipping
 from lightning_vram.optimizers.low_precision import LowPrecisionMoments
 from lightning_vram.optimizers.moment_forms import FORMS as MOMENTS
-from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
+from lightning_vram.optimizers.on_host import HostOptimizers
 from lightning_vram.optimizers.step_round import STEPPABLE
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore:.* is not one of torch.optim's")]

@@ -40,7 +40,7 @@ def test_what_frozen_parameters_lack_stays_on_the_host_and_a_nan_of_the_device_s
     for parameter in net[1].parameters():
         parameter.grad = torch.full_like(parameter, torch.inf)
     optimizer.step()
-    rests = [chunk.rest for chunk in lean._chunks if not chunk.parameters[0].requires_grad]
+    rests = [chunk.codec.rest for chunk in lean._chunks if not chunk.parameters[0].requires_grad]
     assert [rest.device.type for rest in rests] == ["cpu"]
     assert net[1].weight.isnan().all()  # 0x7fffffff, which overflows when it is rounded
     lean.restore()

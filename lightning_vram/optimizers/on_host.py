@@ -16,22 +16,24 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.core.gradients import clip_factor, sharded_norm
 from lightning_vram.core.host.transfers import HostWorker, Ticket
-from lightning_vram.core.patching import MethodPatch
 from lightning_vram.core.tensors.properties import state_stored_like
 from lightning_vram.memory.tracking.ledger import forget_optimizer_tensors, register_optimizer_tensors
 from lightning_vram.optimizers.moment_forms import LowPrecisionStates, StateForm, find_unsupported, upcast_when_stepped
 from lightning_vram.optimizers.on_disk import StreamedStates
-from lightning_vram.optimizers.step_loop import scale_gradients, step_flat_shards, step_in_parts
+from lightning_vram.optimizers.step_loop import step_flat_shards, step_in_parts
 from lightning_vram.optimizers.step_round import (
     KnownStates,
     Member,
     StepRound,
+    StepTakeOver,
+    WholeSteps,
+    can_step_wholes,
     iterate_parameters,
     list_tensors,
     refuse_optimizer,
+    scale_gradients,
     why_not_steppable,
 )
-from lightning_vram.optimizers.take_over import StepTakeOver, WholeSteps, can_step_wholes, explain_failures
 from lightning_vram.private_names.fsdp2 import calls_derived_dispatch, local_shard
 from lightning_vram.private_names.torch import has_step_hooks, note_step
 from lightning_vram.techniques.sharding import FullSharding, ShardedGroup, fp32_part, low_precision_of
@@ -84,8 +86,9 @@ class StoredStates:
         for flat_shard in group.flat_shards:
             flat_shard.wait_for_copies()  # of a forward without gradients, after the backward
         streamed, low_precision = self._streamed if group.landing is not None else None, self._low_precision
-        is_whole = streamed is not None
-        members = step_flat_shards(step_round, low_precision, group.flat_shards, members, is_whole=is_whole)
+        if any(flat_shard.is_split for flat_shard in group.flat_shards):
+            is_whole = streamed is not None
+            members = step_flat_shards(step_round, low_precision, group.flat_shards, members, is_whole=is_whole)
         if streamed is not None:
             streamed.run(step_round, members)
         elif low_precision is not None and any(low_precision.has(member.parameter) for member in members):
@@ -210,9 +213,10 @@ class HostOptimizers(StepTakeOver):
     def _attach_foreign(self, optimizer: Optimizer) -> None:
         """Step an optimizer of an unknown class synchronously, on whole tensors if possible."""
         is_whole = not self._is_split and can_step_wholes(optimizer)
+        tensors = "whole tensors" if is_whole else "sharded tensors, which may raise errors of DTensor"
         warnings.warn(
-            f"{type(optimizer).__name__} is not one of torch.optim's elementwise optimizers: it steps on "
-            f"{'whole' if is_whole else 'sharded'} tensors, and training waits for it.",
+            f"{type(optimizer).__name__} is not one of torch.optim's elementwise optimizers, such as AdamW: it steps "
+            f"on {tensors}, and training waits for it.",
             stacklevel=3,
         )
         self._handles += [
@@ -222,9 +226,6 @@ class HostOptimizers(StepTakeOver):
         if is_whole:
             whole = WholeSteps(optimizer, partial(self._written, optimizer))
             self._patch_step(optimizer, lambda optimizer, closure=None: whole.step(closure))
-        else:
-            explain = partial(explain_failures, optimizer=optimizer, is_split=self._is_split)
-            self._patches.append(MethodPatch(optimizer, "step", explain))
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float, *, may_wait: bool) -> None:
         """Clip gradients to a common 2-norm; ``may_wait``: in the step, which comes next. A collective."""
