@@ -320,21 +320,19 @@ class HostOptimizers(StepTakeOver):
         self.work_beside(partial(states.step, step_round, group, members), group, list_tensors(members))
 
     def work_beside(
-        self, job: Callable[[], None], group: ShardedGroup | None, watched: Iterable[Tensor], *, is_reader: bool = False
-    ) -> Ticket | None:
+        self, job: Callable[[], None], group: ShardedGroup, watched: Iterable[Tensor], *, is_reader: bool = False
+    ) -> None:
         """Run ``job`` after steps of ``group``, in their thread; using ``watched`` tensors waits for it.
 
         The next forward does not wait for one that ``is_reader`` of whole shards (before torch 2.13: it waits).
         """
-        if self._worker is None or (group is not None and group.landing is None):
+        if self._worker is None or group.landing is None:
             job()
-            return None
+            return
         ticket = self._worker.submit(job)
-        if group is not None:
-            is_reader = is_reader and calls_derived_dispatch and not any(flat.is_split for flat in group.flat_shards)
-            self._submitted.append((is_reader, group, ticket))
-            group.steps.begin(ticket, watched, is_reader=is_reader)
-        return ticket
+        is_reader = is_reader and calls_derived_dispatch and not any(flat.is_split for flat in group.flat_shards)
+        self._submitted.append((is_reader, group, ticket))
+        group.steps.begin(ticket, watched, is_reader=is_reader)
 
     def _compute(self, compute: Callable[[], Any]) -> Any:
         """Run a function in the threads of the steps, and wait."""

@@ -1,4 +1,4 @@
-"""What the plugin changes from the setup of a run to its teardown: module, averages, schedules; skipped steps."""
+"""What the plugin changes from the setup of a run to its teardown: module, averages, optimizers, schedules."""
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -6,19 +6,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import gcd
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import ref
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
 
@@ -35,7 +34,7 @@ from lightning_vram.core.tensors.properties import cast_where
 from lightning_vram.optimizers.averages import LeanAverage
 from lightning_vram.optimizers.bf16_weights import LeanParameters, iterate_computing, refuse_lost_updates
 from lightning_vram.optimizers.moment_forms import UpdateCheck
-from lightning_vram.precision.arguments import Settings, refuse_optimizers
+from lightning_vram.optimizers.step_round import iterate_parameters
 from lightning_vram.private_names.lightning import (
     PUT_AVERAGE,
     SWAP_WITH_AVERAGE,
@@ -49,6 +48,22 @@ from lightning_vram.private_names.lightning import (
 from lightning_vram.private_names.torch import NormBase
 from lightning_vram.techniques.mixed_precision import Float32Islands, LossScaling, WeightCasts, keep_norms_low
 from lightning_vram.techniques.quantize_frozen_weights import read_weights_as
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of the plugin that change the module."""
+
+    fp32_modules: tuple[LayerPattern, ...] = ()
+    low_precision_norms: bool = False  # whether outputs of norms stay in 16 bits
+    recast_in_backward: bool = False  # whether weights are cast again in the backward
+    parameters: str = "fp32"  # how they are stored
+    check_updates: bool = False  # whether to count lost updates
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether parameters are stored in 16 bits."""
+        return self.parameters != "fp32"
 
 
 def _is_rounded(value: Tensor, parameter: Tensor) -> bool:
@@ -100,42 +115,6 @@ def list_averages(trainer: pl.Trainer | None, module: nn.Module) -> list[tuple[W
     return found
 
 
-@dataclass
-class OverflowWatch:
-    """Counts skipped steps, and reports when there are too many in a row."""
-
-    max_consecutive: float  # inf: no limit
-    num_steps: int = 0
-    num_consecutive: int = 0
-
-    def note(self, num_overflowed: int) -> None:
-        """Count steps between two updates of the scale, of which some overflowed."""
-        self.num_steps += num_overflowed
-        self.num_consecutive = self.num_consecutive + 1 if num_overflowed else 0
-
-    def log(self, module: pl.LightningModule, read_scale: Callable[[], float]) -> None:
-        """Log ``vram/overflow_steps`` and ``vram/loss_scale`` of the step that ends."""
-        if is_logging(module, always=self.num_consecutive > 0):
-            log_of_step(module, {"vram/overflow_steps": float(self.num_steps), "vram/loss_scale": read_scale()})
-
-    def error(self, scale: float) -> FloatingPointError:
-        """Return the error of too many steps in a row."""
-        return FloatingPointError(
-            f"LeanMixedPrecision(precision='fp16'): gradients overflowed in {self.num_consecutive} optimizer steps in "
-            f"a row, down to a loss scale of {scale:g}: the training has diverged, or the model leaves the range of "
-            "float16. Lower the learning rate, name the layers that overflow in fp32_modules=[...], use "
-            "LeanMixedPrecision('bf16'), or on_overflow_limit='bf16' to continue in bfloat16."
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
-        return {"num_steps": self.num_steps, "num_consecutive": self.num_consecutive}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a checkpoint."""
-        self.num_steps, self.num_consecutive = int(state["num_steps"]), int(state["num_consecutive"])
-
-
 def is_logging(module: pl.LightningModule, *, always: bool = False) -> bool:
     """Whether values of this step are logged; ``always``: whether they could be."""
     trainer = module.trainer
@@ -150,6 +129,27 @@ def log_of_step(module: pl.LightningModule, values: Mapping[str, float | Tensor]
     with logging_from(module, "optimizer_step"):
         for name, value in values.items():
             module.log(name, value, on_step=True, on_epoch=False, batch_size=1)
+
+
+def refuse_optimizers(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that do not work with a loss scale."""
+    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise MisconfigurationException(
+            "LeanMixedPrecision(precision='fp16') does not work with LBFGS, which evaluates the loss several times "
+            "per step, and cannot skip one that overflows. Use precision='bf16', or another optimizer."
+        )
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    owners: dict[Tensor, int] = {}
+    for index, optimizer in enumerate(optimizers):
+        for parameter in iterate_parameters(optimizer):
+            owner = owners.setdefault(parameter, index)
+            if owner != index:
+                kinds = [f"{type(optimizers[place]).__name__} (number {place})" for place in (owner, index)]
+                raise MisconfigurationException(
+                    "LeanMixedPrecision(precision='fp16') does not work with optimizers that share parameters, as "
+                    f"{kinds[0]} and {kinds[1]} share {names.get(parameter, 'one')!r}: each would unscale its "
+                    "gradient. Use precision='bf16', or one optimizer with parameter groups."
+                )
 
 
 class PausedSchedules:
@@ -181,8 +181,6 @@ class PausedSchedules:
 
 # Key of the module's own weights in a checkpoint of Lightning's WeightAveraging, which has the average as its weights.
 _CURRENT = "current_model_state"
-
-_alive: WeakSet["PrecisionRun"] = WeakSet()
 
 
 @dataclass(eq=False)
@@ -219,7 +217,6 @@ class PrecisionRun:
             if self.is_training:
                 undo.enter_context(compiled_backward_without_autocast())
             self._undo = undo.pop_all()
-        _alive.add(self)
 
     def _store_in_bf16(self, undo: ExitStack, averages: list[tuple[WeightAveraging, AveragedModel]]) -> None:
         self.lean = lean = LeanParameters(
@@ -340,7 +337,6 @@ class PrecisionRun:
     def remove(self) -> None:
         """Undo what was changed. Calling it again does nothing."""
         self._undo.close()
-        _alive.discard(self)
 
     def load_weights(self, checkpoint: Mapping[str, Any]) -> None:
         """Load weights exactly that were rounded on loading a checkpoint. Weights that user code changed stay."""
@@ -377,10 +373,3 @@ def _forward_between_steps(
     with torch.autocast(run.device_type, dtype=torch.bfloat16, cache_enabled=False):
         output = forward(*args, **kwargs)
     return cast_where(lambda leaf: isinstance(leaf, Tensor) and leaf.dtype is torch.bfloat16, torch.float32, output)
-
-
-def undo_interrupted_runs() -> None:
-    """Undo the changes of runs whose trainer was interrupted in its own teardown."""
-    for run in list(_alive):
-        if run.trainer.state.status in (TrainerStatus.INTERRUPTED, TrainerStatus.FINISHED):
-            run.remove()

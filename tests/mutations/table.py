@@ -239,20 +239,6 @@ SHARDING = [
 _AVERAGE = "optimizers.averages:HostAverage"
 
 AVERAGES = [
-    Mutation(f"{_AVERAGE}._settle_first", "moving.wait()", "pass", averaging.read_at_once),
-    Mutation(
-        f"{_AVERAGE}._read_state",
-        "state = self._settle_first(inner, *args, **kwargs)",
-        "state = inner(*args, **kwargs)",
-        averaging.saved_at_once,
-    ),
-    Mutation("optimizers.averages:Average._move", "event.synchronize()", "pass", averaging.read_at_once),
-    Mutation(
-        f"{_AVERAGE}.update",
-        'event = None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()',
-        "event = torch.Event(device)",
-        averaging.read_at_once,
-    ),
     Mutation(
         f"{_AVERAGE}.update",
         "watched = [*weights, *(self._averages[weight] for weight in weights)]",
