@@ -34,14 +34,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Adagrad, Optimizer
 
-from lightning_vram.core.tensors.codecs import (
-    add_compensation_,
-    compensate_,
-    join_,
-    rounded_by_place,
-    seed_of,
-    split_,
-)
+from lightning_vram.core.tensors.codecs import add_compensation_, compensate_, join_, rounded_by_place, seed_of, split_
 from lightning_vram.core.tensors.properties import (
     count,
     count_writes,

@@ -32,13 +32,7 @@ from lightning_vram.optimizers.moment_forms import (
 from lightning_vram.optimizers.step_round import Member, State, StepRound, make_proxy, publish_state, steps_like
 from lightning_vram.private_names.dispatcher import FakeTensor
 from lightning_vram.private_names.fsdp2 import own_shard_of
-from lightning_vram.techniques.sharding import (
-    FlatShard,
-    fp32_part,
-    low_precision_of,
-    low_precision_part,
-    upcast,
-)
+from lightning_vram.techniques.sharding import FlatShard, fp32_part, low_precision_of, low_precision_part, upcast
 
 ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
 _OTHERS = ("amsgrad", "maximize", "differentiable")  # settings that compiled code does not know

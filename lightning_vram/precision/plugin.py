@@ -23,7 +23,7 @@ from lightning_vram.core.gradients import clip_gradient_norm
 from lightning_vram.core.layers import LayerPattern, check_layers
 from lightning_vram.core.patching import without_fast_path
 from lightning_vram.memory.device.accelerators import current_kind, has_native_bf16
-from lightning_vram.precision.run import PrecisionRun, Settings, is_logging, log_of_step
+from lightning_vram.precision.run import PrecisionRun, Settings, is_logging, log_of_step, undo_interrupted_runs
 from lightning_vram.private_names.lightning import call_after_closure, is_searching_rate
 from lightning_vram.private_names.torch import can_autocast
 from lightning_vram.techniques.mixed_precision import LossScaling
@@ -182,6 +182,7 @@ class LeanMixedPrecision(MixedPrecision):
         is_training = trainer.state.fn == TrainerFn.FITTING
         self._refuse_trainer(trainer, is_training=is_training)
         self.teardown()  # of an interrupted run
+        undo_interrupted_runs()
         self.device = trainer.strategy.root_device.type
         precision = resolve_precision(self._choice, self.device)
         scaler = self._given_scaler if self._choice else None

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import gcd
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -183,6 +184,9 @@ class PausedSchedules:
 _CURRENT = "current_model_state"
 
 
+_alive: WeakSet["PrecisionRun"] = WeakSet()
+
+
 @dataclass(eq=False)
 class PrecisionRun:
     """One run, with all that it changes, and the undo. If one of the changes cannot be made, nothing is changed."""
@@ -217,6 +221,7 @@ class PrecisionRun:
             if self.is_training:
                 undo.enter_context(compiled_backward_without_autocast())
             self._undo = undo.pop_all()
+        _alive.add(self)
 
     def _store_in_bf16(self, undo: ExitStack, averages: list[tuple[WeightAveraging, AveragedModel]]) -> None:
         self.lean = lean = LeanParameters(
@@ -337,6 +342,7 @@ class PrecisionRun:
     def remove(self) -> None:
         """Undo what was changed. Calling it again does nothing."""
         self._undo.close()
+        _alive.discard(self)
 
     def load_weights(self, checkpoint: Mapping[str, Any]) -> None:
         """Load weights exactly that were rounded on loading a checkpoint. Weights that user code changed stay."""
@@ -373,3 +379,10 @@ def _forward_between_steps(
     with torch.autocast(run.device_type, dtype=torch.bfloat16, cache_enabled=False):
         output = forward(*args, **kwargs)
     return cast_where(lambda leaf: isinstance(leaf, Tensor) and leaf.dtype is torch.bfloat16, torch.float32, output)
+
+
+def undo_interrupted_runs() -> None:
+    """Undo the changes of runs whose trainer was interrupted in its own teardown."""
+    for run in list(_alive):
+        if run.trainer.state.status in (TrainerStatus.INTERRUPTED, TrainerStatus.FINISHED):
+            run.remove()

@@ -23,7 +23,7 @@ def test_a_module_moved_after_conversion_steps_as_in_fp32(scheme, options):
         for some_net, some in ((net, optimizer), (plain, reference)):
             give_gradients_on_the_device(some_net, seed)
             some.step()
-    assert lean._chunks[0].rest.device.type == DEVICE
+    assert lean._chunks[0].codec.rest.device.type == DEVICE
     net.cpu()  # as Lightning does before the teardown of plugins
     lean.restore()
     assert_same_weights(net, plain.cpu())
