@@ -441,7 +441,7 @@ class LeanParameters(StepTakeOver):
 
         Other optimizers of these parameters are attached at their first step. Repeated calls do nothing.
         """
-        fresh = [optimizer for optimizer in optimizers if not self._is_taken(optimizer)]
+        fresh = [optimizer for optimizer in optimizers if optimizer not in self._taken]
         for optimizer in fresh:
             if self._has_ours(optimizer) and (objection := why_not_steppable(optimizer)):
                 raise ValueError(objection)

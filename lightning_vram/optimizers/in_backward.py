@@ -251,7 +251,7 @@ class BackwardSteps(StepTakeOver):
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Step these in the backward from now on; refuse all if one cannot."""
-        fresh = [one for one in optimizers if not self._is_taken(one)]
+        fresh = [one for one in optimizers if one not in self._taken]
         for optimizer in fresh:
             owner = owner_of(optimizer)
             why = why_not_steppable(optimizer, f"{NAME} cannot step", f"leave {NAME} out")

@@ -42,19 +42,15 @@ class LowPrecisionMoments(StepTakeOver):
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Convert the moments of optimizers, now and after loading; refuse all if one cannot be stepped."""
         form = self._form
-        fresh = [one for one in optimizers if form.fits(one) and not self._is_taken(one)]
+        fresh = [one for one in optimizers if form.fits(one) and one not in self._taken]
         parameters = set(chain.from_iterable(map(iterate_parameters, fresh)))
         names = form.part, f"leave {form.part} out"
         self.unheld = find_unsupported(*names, form, fresh, parameters, is_late=bool(self._stored))
         forms = [form_of(self._library, form, optimizer) for optimizer in fresh]
         for optimizer, form in zip(fresh, forms, strict=True):
             states = LowPrecisionStates(optimizer, form.takes, form, self._check)
-            states.take_in(optimizer)
+            self._handles += states.begin()
             self._stored[id(optimizer)] = states
-            self._handles += [
-                optimizer.register_load_state_dict_pre_hook(states.before_load),
-                optimizer.register_load_state_dict_post_hook(states.take_in, prepend=True),
-            ]
             self._take_over(optimizer)
             groups = () if isinstance(form, LibraryForm) else optimizer.param_groups
             ruled = chain.from_iterable(group["params"] for group in groups if is_ruled(optimizer, group))

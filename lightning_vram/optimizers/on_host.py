@@ -63,15 +63,11 @@ class StoredStates:
 
     def begin(self, optimizer: Optimizer) -> list[RemovableHandle]:
         """Convert moments now, and move what is loaded there; return handles."""
-        streamed, low_precision, handles = self._streamed, self._low_precision, []
+        streamed, handles = self._streamed, []
         if streamed is not None:
             handles.append(optimizer.register_load_state_dict_post_hook(lambda _: streamed.load(), prepend=True))
-        if low_precision is not None:
-            low_precision.take_in(optimizer)
-            handles += [
-                optimizer.register_load_state_dict_pre_hook(low_precision.before_load),
-                optimizer.register_load_state_dict_post_hook(low_precision.take_in, prepend=True),  # before the disk
-            ]
+        if self._low_precision is not None:
+            handles += self._low_precision.begin()  # its hook runs before that of the disk
         return handles
 
     def adopt(self, members: Sequence[Member], wait: Callable[[], None]) -> None:
@@ -176,7 +172,7 @@ class HostOptimizers(StepTakeOver):
         """Step more optimizers here; refuse all if one cannot. Of unknown classes, only the effects are handled."""
         for optimizer in optimizers:  # some were created before sharding
             replace_parameters(optimizer, self._sharding.shards)
-        fresh = [one for one in optimizers if self._has_ours(one) and not any(one is known for known in self._attached)]
+        fresh = [one for one in optimizers if self._has_ours(one) and one not in self._attached]
         for optimizer in fresh:
             refuse_optimizer(optimizer, is_split=self._is_split)
         on_host = [parameter for parameter, group in self._groups.items() if group.landing is not None]
@@ -235,7 +231,7 @@ class HostOptimizers(StepTakeOver):
         if self._worker is not None:
             norm = norm.cpu()  # scaling on the host needs no wait for the device
         factor = clip_factor(norm, max_norm)
-        if may_wait and self._is_taken(optimizer):
+        if may_wait and optimizer in self._taken:
             self._factors[id(optimizer)] = factor
         else:
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -22,6 +22,7 @@ from lightning_vram.optimizers.moment_forms import (
     LowPrecisionStates,
     Seed,
     StateForm,
+    UpdateCheck,
     first_place,
     is_elementwise,
     make_seeds,
@@ -77,10 +78,10 @@ class Part:
 
 @torch.no_grad()
 def step_parts(
-    step_round: StepRound, parts: Sequence[Part], take: Take | None = None, states: LowPrecisionStates | None = None
+    step_round: StepRound, parts: Sequence[Part], take: Take | None = None, check: UpdateCheck | None = None
 ) -> None:
-    """Step parts; ``take``: where upcast moments are, ``states``: what counts lost updates."""
-    is_counting = states is not None and states.check.is_counting  # needs float32 moments
+    """Step parts; ``take``: where upcast moments are, ``check``: counts lost updates."""
+    is_counting = check is not None and check.is_counting  # needs float32 moments
     left = list(parts) if is_counting else step_natively(step_round, parts)
     weights = [part.read() for part in left]
     proxies = [make_proxy(one[: part.size], cut_gradient(part)) for one, part in zip(weights, left, strict=True)]
@@ -91,8 +92,7 @@ def step_parts(
     for part, stepped in zip(left, weights, strict=True):
         part.write(stepped)
         if part.form is not None:
-            round_part = round_state if states is None else states.rounded
-            part.state = round_part(part.form, part.state, part.place, part.seed, part.stored)
+            part.state = round_state(part.form, part.state, part.place, part.seed, part.stored, check)
 
 
 def step_natively(step_round: StepRound, parts: Sequence[Part]) -> list[Part]:
@@ -281,9 +281,8 @@ class _Stepping:
             return value
         if value.shape != self.member.shard.shape:
             return value.clone()
-        if self.form is not None and key in MOMENTS:
-            return self.form.cut(value, part.start, part.stop)
-        return flat_as_stored(value)[part]
+        is_low_bit = isinstance(value, LowBitTensor)
+        return value.cut(part.start, part.stop) if is_low_bit else flat_as_stored(value)[part]
 
 
 def step_in_parts(step_round: StepRound, states: LowPrecisionStates, members: Sequence[Member]) -> None:
@@ -318,7 +317,7 @@ def _step_all(step_round: StepRound, states: LowPrecisionStates | None, stepping
         one.seed = seed
     scratch = _Scratch(steppings[0].member.shard)
     for batch in _batches(step_round, steppings):
-        step_parts(step_round, [part for _, part in batch], scratch.take, states)
+        step_parts(step_round, [part for _, part in batch], scratch.take, None if states is None else states.check)
         for stepping, part in batch:
             stepping.save(part)
         scratch.num_taken = 0

@@ -471,16 +471,13 @@ class StepTakeOver(ABC):
         if (_stepping and optimizer is _stepping[-1]) or not self._has_ours(optimizer):
             return False
         self.attach([optimizer])  # a no-op if it is attached: a step that was bound before bypasses the patch
-        return self._is_taken(optimizer)
-
-    def _is_taken(self, optimizer: Optimizer) -> bool:
-        return any(optimizer is one for one in self._taken)
+        return optimizer in self._taken
 
 
 def owner_of(optimizer: Optimizer) -> StepTakeOver | None:
     """Return the last object that took over the step of ``optimizer``, if it still has it."""
     owner = _owners.get(optimizer, lambda: None)()
-    return owner if owner is not None and owner._is_taken(optimizer) else None
+    return owner if owner is not None and optimizer in owner._taken else None
 
 
 def _redirect(
