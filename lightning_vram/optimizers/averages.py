@@ -123,9 +123,8 @@ class LeanAverage(Average):
 class HostAverage(Average):
     """An average sharded as the module is, on the host: 4 bytes per fp32 parameter, divided by the ranks.
 
-    It moves in the thread that steps the weights, after the step of their group, in parts small enough for the caches.
-    Reading an averaged parameter blocks until it is written. ``gather`` makes the state of a sharded module, for a
-    checkpoint.
+    It moves in the thread that steps the weights, in parts small enough for the caches; reading one waits for that.
+    ``gather`` makes the state of a sharded module, for a checkpoint.
     """
 
     optimizers: HostOptimizers  # to be set before the first update

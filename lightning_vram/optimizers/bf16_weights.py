@@ -34,6 +34,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Adagrad, Optimizer
 
+from lightning_vram.argument_checks import check_choice
 from lightning_vram.core.tensors.codecs import add_compensation_, compensate_, join_, rounded_by_place, seed_of, split_
 from lightning_vram.core.tensors.properties import (
     count,
@@ -146,10 +147,7 @@ class WeightCodec:
         return weights
 
     def write(self, exact: Tensor, seed: int | None) -> Tensor:
-        """Store the remainder of exact weights (flat fp32), and return the flat values for the bf16 weights.
-
-        May work in place. ``seed``: of stochastic rounding; ``None``: nothing is random.
-        """
+        """Store the remainder of exact weights (flat fp32), and return bf16 weights; ``seed`` of rounding, if any."""
         if self._scheme == "bf16+master":
             self.rest = exact
         elif self._scheme == "bf16+stochastic":  # without a seed the copy to bf16 rounds to nearest
@@ -354,10 +352,7 @@ def refill_accumulators(optimizer: Optimizer, parameters: Container[nn.Parameter
 
 
 class UpcastStates:
-    """Replaces elementwise bf16 states by fp32 ones, in place, until :meth:`round`.
-
-    Rounding to nearest would lose what a decay of .999 moves: less than half a unit of bf16 per step.
-    """
+    """Replaces elementwise bf16 states by fp32 ones until :meth:`round`: to nearest, a decay of .999 would be lost."""
 
     def __init__(self, states: Iterable[tuple[torch.Size, State]]) -> None:
         slots = [(state, key) for shape, state in states for key in full_sized(shape, state)]
@@ -399,24 +394,12 @@ class LeanParameters(StepTakeOver):
     The remainder of a frozen parameter is in host memory. Values that user code writes to a parameter are rounded:
     zeros and NaNs exact, others to half a unit in the last place of bf16, because split and Kahan add their remainder.
     Ranks with the same weights and gradients have the same weights after a step; the global random state is unused.
-
-    Example:
-        >>> layer = nn.Linear(4, 4)
-        >>> lean = LeanParameters(layer.parameters(), "bf16+split")
-        >>> optimizer = torch.optim.AdamW(layer.parameters())
-        >>> lean.attach([optimizer])
-        >>> layer(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
-        >>> optimizer.step()
-        >>> lean.restore()
-        >>> layer.weight.dtype
-        torch.float32
     """
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], scheme: str, names: Mapping[str, nn.Parameter] | None = None
     ) -> None:
-        if scheme not in SCHEMES:
-            raise ValueError(f"LeanParameters(scheme) must be one of {', '.join(SCHEMES)}, got {scheme!r}.")
+        check_choice("LeanParameters(scheme)", scheme, SCHEMES)
         unique = list(dict.fromkeys(parameters))
         unique = [p for p in unique if isinstance(p, UninitializedParameter) or p.is_floating_point()]
         for parameter in unique:
@@ -437,10 +420,7 @@ class LeanParameters(StepTakeOver):
         super().__init__()
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Step optimizers in fp32 from now on; refuse all if one with bf16 weights cannot step in chunks.
-
-        Other optimizers of these parameters are attached at their first step. Repeated calls do nothing.
-        """
+        """Step optimizers in fp32 from now on; refuse all if one with bf16 weights cannot step in chunks."""
         fresh = [optimizer for optimizer in optimizers if optimizer not in self._taken]
         for optimizer in fresh:
             if self._has_ours(optimizer) and (objection := why_not_steppable(optimizer)):

@@ -165,10 +165,9 @@ Sent = tuple[Any, list[Tensor], list[Tensor]]  # pending reduction, parameters, 
 
 
 class ReducedBuckets:
-    """Replaces the reduction of ``ddp`` by a bit-exact one in a communication hook.
+    """Replaces the reduction of ``ddp`` by a bit-exact one in a communication hook: others run before the reduction.
 
-    Hooks of parameters would run before the reduction. ``take`` gets a parameter with its gradient while the next
-    bucket is reduced.
+    ``take`` gets a parameter with its gradient while the next bucket is reduced.
     """
 
     def __init__(self, ddp: DistributedDataParallel, take: Callable[[Any], None]) -> None:
@@ -215,11 +214,9 @@ def _reduce(buckets: ReducedBuckets | None, bucket: Any) -> Any:
 
 
 class BackwardSteps(StepTakeOver):
-    """Optimizers that step in the backward of their closure, until :meth:`let_go`. They stay the same objects.
+    """Optimizers that step in the backward of their closure, until :meth:`let_go`; under DDP as buckets are reduced.
 
-    A backward outside a closure accumulates gradients as usual; gradients that are left are stepped with at the end of
-    the step. Under ``DistributedDataParallel`` parameters step when their bucket is reduced.
-
+    A backward outside a closure accumulates gradients; what is left is stepped with at the end of the step.
     ``may_be_early`` gets the closure before a step and returns whether gradients may be used as soon as they exist;
     otherwise parameters step one by one after the closure. ``None``: never. Without ``keeps_gradients``, moments
     accumulate the gradients (approximate).

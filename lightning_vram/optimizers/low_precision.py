@@ -25,10 +25,7 @@ from lightning_vram.optimizers.step_round import Member, StepRound, StepTakeOver
 
 
 class LowPrecisionMoments(StepTakeOver):
-    """Optimizers of a module with moments in a form, until :meth:`let_go`. They stay the same objects.
-
-    Optimizers that are created during training are attached at their first step.
-    """
+    """Optimizers of a module with moments in a form, until :meth:`let_go`; those made in training, too."""
 
     def __init__(
         self, module: nn.Module, form: StateForm, library: Library = "own", check: UpdateCheck | None = None

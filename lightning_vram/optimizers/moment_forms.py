@@ -103,10 +103,7 @@ class StateForm:
         return empty_low_bit(like, bits=cast(Bits, self.bits), is_positive=key in DIVISORS)
 
     def round(self, key: str, fp32: Tensor, start: int, seed: Seed, stored: Tensor | None) -> Tensor:
-        """Round a flat float32 part [n] of a moment, from place ``start`` on, into ``stored``; may overwrite it.
-
-        Without ``stored``: return a value for ``copy_``.
-        """
+        """Round a flat float32 part [n] of a moment, from place ``start`` on, into ``stored`` or for ``copy_``."""
         if self.bits == 16:
             return rounded_by_place(fp32, start, seed_of_moment(seed, key), stored)
         return fp32 if stored is None else stored.copy_(fp32)
@@ -145,10 +142,7 @@ def upcast_state(state: State, take: Callable[[int], Tensor] | None = None) -> S
 def round_state(
     form: StateForm, state: State, start: int, seed: Seed, stored: State, check: "UpdateCheck | None" = None
 ) -> State:
-    """Return the flat state of a part of a parameter after a step, its moments rounded into those of ``stored``.
-
-    ``check`` counts lost updates of existing moments.
-    """
+    """Return the flat state of a part after a step, rounded into ``stored``; ``check`` counts lost updates."""
     rounded = dict(state)
     for key in (key for key in MOMENTS if key in state):
         value, into = state[key], stored.get(key) if is_low_precision(stored.get(key)) else None
@@ -202,10 +196,7 @@ def find_unsupported(
     *,
     is_late: bool,
 ) -> set[nn.Parameter]:
-    """Return the trained parameters whose moments cannot have a form, and stay unchanged; refuse if all of them do.
-
-    ``is_late``: moments of other optimizers have the form already.
-    """
+    """Return the trained parameters whose moments cannot have a form; refuse if all, unless ``is_late``."""
     trained: dict[nn.Parameter, str] = {}  # with the class of their optimizer
     for optimizer in optimizers:
         kind = type(optimizer).__name__

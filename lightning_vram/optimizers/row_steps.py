@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_vram.core.tensors.codecs import BLOCK_SIZE as ROW
-from lightning_vram.core.tensors.codecs import LowBitTensor, draw_of
+from lightning_vram.core.tensors.codecs import LowBitTensor, decode_rows, draw_of, encode_rows
 from lightning_vram.core.tensors.properties import flat_as_stored, is_dense, stored_like
 from lightning_vram.optimizers.moment_forms import DIVISORS, Seed, StateForm, first_place, make_seeds, seed_of_moment
 from lightning_vram.optimizers.step_loop import has_whole_blocks, memory_of
@@ -142,37 +142,7 @@ class _Codec(NamedTuple):
         """Return float32 rows, as ``LowBitTensor.decode``."""
         if self.bits == 16:
             return (stored.int() << 16).view(torch.float32)
-        # Views of the same item size only: another one would be a kernel by itself.
-        low, second, third, high = (stored[:, place, None].int() for place in range(-4, 0))
-        scales = (low | second << 8 | third << 16 | high << 24).view(torch.float32)
-        codes = stored[:, :-4]
-        if self.bits == 4:
-            shifts = torch.arange(0, 8, 4, dtype=torch.uint8, device=stored.device)
-            codes = (codes.unsqueeze(2) >> shifts & 0xF).view(-1, ROW)
-        offset, unit = (-1, 0.5**self.bits) if self.is_positive else (2 ** (self.bits - 1) - 1, 2 * 0.5**self.bits)
-        roots = (codes.float() - offset) * unit
-        return roots * roots.abs() * scales
-
-    def encode(self, numbers: Tensor, stored: Tensor) -> None:
-        """Write rows to records, as ``LowBitTensor.take_over``."""
-        largest, smallest = numbers.amax(1, keepdim=True), numbers.amin(1, keepdim=True)
-        scales = torch.where(-smallest > largest, smallest, largest)
-        scales = torch.where(scales.abs() == math.inf, math.nan, scales)
-        ratios = numbers / torch.where(scales.abs() > 0, scales, 1.0)
-        offset, units = (-1, 2**self.bits) if self.is_positive else (2 ** (self.bits - 1) - 1, 2 ** (self.bits - 1))
-        codes = torch.round(torch.copysign(_root(ratios.abs()), ratios) * units) + offset
-        codes = codes.clamp(0, 2**self.bits - 1).to(torch.uint8)
-        if self.bits == 4:
-            pairs = codes.view(-1, ROW // 2, 2)
-            codes = pairs[..., 0] | pairs[..., 1] << 4
-        stored[:, :-4].copy_(codes)
-        for place in range(4):
-            stored[:, place - 4].copy_((scales.view(torch.int32) >> 8 * place & 0xFF).squeeze(1))
-
-
-def _root(ratios: Tensor) -> Tensor:
-    # On the host, where only tests run this, torch.sqrt is off by a bit in a fifth.
-    return ratios.sqrt() if ratios.device.type != "cpu" else ratios.double().sqrt().float()
+        return decode_rows(stored, self.bits, is_positive=self.is_positive)
 
 
 def _round(numbers: Tensor, draws: Tensor) -> Tensor:
@@ -205,7 +175,8 @@ def _make_function(rule: Rule, codecs: Sequence[_Codec], *, is_gathered: bool) -
                 stored[index].copy_(_round(moment, (firsts + columns) * _STRIDE + seed))
             else:
                 # What follows the end of a parameter must not change the scale.
-                codec.encode(torch.where(columns < used, moment, 0.0) if is_gathered else moment, stored[index])
+                moment = torch.where(columns < used, moment, 0.0) if is_gathered else moment
+                encode_rows(moment, stored[index], codec.bits, is_positive=codec.is_positive)
         weights.copy_(stepped)
 
     # torch.compile limits how often one code is compiled: each function gets a copy.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import is_
 from typing import Any, cast
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn, optim
@@ -257,14 +257,9 @@ class StepRound:
     def run(self, members: Sequence[Member]) -> None:
         """Step ``members``, and write their states to the optimizer."""
         self.scale(members)
-        proxies, groups, states = [], [], []
-        for one in members:
-            proxies.append(proxy := nn.Parameter(one.shard))
-            is_alike = one.gradient.is_contiguous() and one.shard.is_contiguous()
-            proxy.grad = one.gradient if is_alike else stored_like(one.gradient, one.shard)
-            groups.append(one.group)
-            states.append(dict(one.local_state))
-        self.step_proxies(groups, proxies, states)
+        proxies = [make_proxy(one.shard, stored_like(one.gradient, one.shard)) for one in members]
+        states = [dict(one.local_state) for one in members]
+        self.step_proxies([one.group for one in members], proxies, states)
         for member, state in zip(members, states, strict=True):
             if [*map(id, state.values())] != [*map(id, member.local_state.values())]:
                 publish_state(member, state)
@@ -401,15 +396,11 @@ def _freeze(group: dict[str, Any]) -> dict[str, Any]:
 
 _living: "WeakKeyDictionary[StepTakeOver, None]" = WeakKeyDictionary()  # in the order of their creation
 _hooks: list[RemovableHandle] = []  # one, while there may be any
-_owners: "WeakKeyDictionary[Optimizer, ref[StepTakeOver]]" = WeakKeyDictionary()
 _stepping: list[Optimizer] = []  # in a replaced step
 
 
 class StepTakeOver(ABC):
-    """Base of classes that replace the step of optimizers, which stay the same objects.
-
-    Optimizers that were never attached are attached at their first step, until :meth:`remove_patches`.
-    """
+    """Replaces the step of attached optimizers, and of others at their first step, until :meth:`remove_patches`."""
 
     def __init__(self) -> None:
         self._taken: list[Optimizer] = []  # whose step is :meth:`_step`
@@ -451,7 +442,6 @@ class StepTakeOver(ABC):
 
     def _take_over(self, optimizer: Optimizer) -> None:
         self._taken.append(optimizer)
-        _owners[optimizer] = ref(self)
         self._patch_step(optimizer, self._step)
 
     def _patch_step(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
@@ -476,8 +466,7 @@ class StepTakeOver(ABC):
 
 def owner_of(optimizer: Optimizer) -> StepTakeOver | None:
     """Return the last object that took over the step of ``optimizer``, if it still has it."""
-    owner = _owners.get(optimizer, lambda: None)()
-    return owner if owner is not None and optimizer in owner._taken else None
+    return next((owner for owner in reversed(list(_living)) if optimizer in owner._taken), None)
 
 
 def _redirect(
@@ -501,9 +490,7 @@ def can_step_wholes(optimizer: Optimizer) -> bool:
 
 
 class WholeSteps:
-    """Steps one optimizer that may look at shapes: on whole parameters over the same memory.
-
-    Outside its own code, groups and state hold sharded tensors.
+    """Steps one optimizer that may look at shapes, on whole parameters over the same memory; others see shards.
 
     ``written`` is called before a closure runs the model: parameters may have been written by then.
     """

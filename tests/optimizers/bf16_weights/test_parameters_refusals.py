@@ -32,9 +32,7 @@ def refusal(message: str):
 
 
 def test_an_unknown_scheme_is_refused():
-    message = (
-        "LeanParameters(scheme) must be one of bf16+master, bf16+split, bf16+kahan, bf16+stochastic, got 'bf16-split'."
-    )
+    message = "LeanParameters(scheme) must be 'bf16+master', 'bf16+split', 'bf16+kahan' or 'bf16+stochastic', got 'bf16-split'."
     with refusal(message):
         LeanParameters([], "bf16-split")
 
