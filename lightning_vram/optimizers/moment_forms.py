@@ -72,13 +72,15 @@ class StateForm:
         """Name the supported optimizers."""
         return ", ".join(kind.__name__ for kind in KINDS) + (", SGD with momentum and Lion" if self.bits < 16 else "")
 
-    def fits(self, optimizer: Optimizer) -> bool:
-        """Whether the moments of an optimizer can have this form, and it can step a few parameters at a time."""
-        is_known = steps_like(type(optimizer), KINDS)
+    def is_for(self, optimizer: Optimizer) -> bool:
+        """Whether the moments of an optimizer can have this form."""
         if self.bits < 16 and steps_like(type(optimizer), [SGD]):
-            is_known = any(group["momentum"] for group in optimizer.param_groups)
-        is_known = is_known or (self.bits < 16 and is_lion(optimizer))
-        return is_known and why_not_steppable(optimizer) is None
+            return any(group["momentum"] for group in optimizer.param_groups)
+        return steps_like(type(optimizer), KINDS) or (self.bits < 16 and is_lion(optimizer))
+
+    def fits(self, optimizer: Optimizer) -> bool:
+        """Whether they can, and the optimizer can step a few parameters at a time."""
+        return self.is_for(optimizer) and why_not_steppable(optimizer) is None
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether moments of a parameter can have this form; others are unchanged."""

@@ -4,7 +4,6 @@
 ``StreamedStates`` steps them for an optimizer.
 """
 
-import mmap
 import os
 import weakref
 from collections import deque
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_vram.core.host.disk import PAGE_BYTES, DiskFile, bytes_of
-from lightning_vram.core.host.memory import OffloadError
+from lightning_vram.core.host.memory import OffloadError, empty_on_own_pages
 from lightning_vram.optimizers.moment_forms import StateForm, StateLayout, find_layout, make_seeds
 from lightning_vram.optimizers.step_loop import Part, step_parts
 from lightning_vram.optimizers.step_round import (
@@ -154,7 +153,8 @@ class DiskPipeline:
         if buffer_bytes > self._buffer_bytes:
             self._buffer_bytes, self._buffers = buffer_bytes, []
         while len(self._buffers) < min(NUM_BUFFERS, len(chunks)):
-            self._buffers.append(_make_buffer(self._buffer_bytes))
+            with without_dispatch():
+                self._buffers.append(empty_on_own_pages(max(self._buffer_bytes, 1), torch.uint8))
         reads = [chunk.extents if any(span.index in known for span in chunk.spans) else [] for chunk in chunks]
         ring = self._buffers[: len(chunks)]
         move = partial(self._threads.submit, _move, self._file)  # writes a buffer, and reads the next chunk into it
@@ -194,16 +194,6 @@ def _move(file: DiskFile, buffer: Tensor, written: Sequence[Extent], read: Seque
         file.write(bytes_of(buffer, extent.offset, extent.length), extent.position)
     for extent in read:
         file.read(bytes_of(buffer, extent.offset, extent.length), extent.position)
-
-
-def _make_buffer(num_bytes: int) -> Tensor:
-    """Return page-aligned memory."""
-    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_DONTFORK"):
-        # If a process forks during direct I/O, as for a data loader, only the child might get the bytes.
-        memory.madvise(mmap.MADV_DONTFORK)
-    with without_dispatch():
-        return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class _Stored(NamedTuple):  # a parameter whose states are in the file

@@ -310,10 +310,9 @@ def _batches(step_round: StepRound, steppings: Sequence[_Stepping]) -> Iterator[
 def _step_all(step_round: StepRound, states: LowPrecisionStates | None, steppings: Sequence[_Stepping]) -> None:
     if not steppings:
         return
-    step_round.scale([one.member for one in steppings])
-    seeded = [one for one in steppings if one.form is not None]
-    members = [one.member for one in seeded]
-    for one, seed in zip(seeded, make_seeds(members, [member.local_state for member in members]), strict=True):
+    members = [one.member for one in steppings]
+    step_round.scale(members)
+    for one, seed in zip(steppings, make_seeds(members, [member.local_state for member in members]), strict=True):
         one.seed = seed
     scratch = _Scratch(steppings[0].member.shard)
     for batch in _batches(step_round, steppings):
