@@ -23,7 +23,7 @@ from lightning_vram.core.tensors.codecs import LowBitTensor, decode_rows, draw_o
 from lightning_vram.core.tensors.properties import flat_as_stored, is_dense, stored_like
 from lightning_vram.optimizers.moment_forms import DIVISORS, Seed, StateForm, first_place, make_seeds, seed_of_moment
 from lightning_vram.optimizers.step_loop import has_whole_blocks, memory_of
-from lightning_vram.optimizers.step_round import Member, is_lion, iterate_parameters, steps_like
+from lightning_vram.optimizers.step_round import Member, is_lion, is_ruled, iterate_parameters, steps_like
 from lightning_vram.private_names.dispatcher import (
     EXACT_DIVISION,
     FakeTensor,
@@ -111,16 +111,6 @@ def rule_of(optimizer: Optimizer) -> Rule | None:
     if steps_like(type(optimizer), [SGD]):
         return _SGD
     return _LION if is_lion(optimizer) else None
-
-
-def is_ruled(optimizer: Optimizer, settings: Mapping[str, Any]) -> bool:
-    """Whether the rule of an optimizer knows the settings of a group: ask before each step."""
-    is_other = any(settings.get(name) for name in ("amsgrad", "differentiable", "capturable", "fixed_decay"))
-    is_scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
-    values = (*settings.values(), *settings.get("betas", ()))
-    if is_other or is_scaled or any(isinstance(one, Tensor) and one.device.type != "cpu" for one in values):
-        return False
-    return bool(settings.get("momentum", True) and settings.get("weight_decouple", True))
 
 
 class _Codec(NamedTuple):

@@ -30,13 +30,20 @@ from lightning_vram.optimizers.moment_forms import (
     seed_of_moment,
     upcast_state,
 )
-from lightning_vram.optimizers.step_round import Member, State, StepRound, make_proxy, publish_state, steps_like
+from lightning_vram.optimizers.step_round import (
+    Member,
+    State,
+    StepRound,
+    is_ruled,
+    make_proxy,
+    publish_state,
+    steps_like,
+)
 from lightning_vram.private_names.dispatcher import FakeTensor
 from lightning_vram.private_names.fsdp2 import own_shard_of
 from lightning_vram.techniques.sharding import FlatShard, fp32_part, low_precision_of, low_precision_part, upcast
 
 ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
-_OTHERS = ("amsgrad", "maximize", "differentiable")  # settings that compiled code does not know
 _ON_DEVICE = 2**22  # weights in a part on the device: few kernels, 64 MiB
 Take = Callable[[int], Tensor]  # returns float32 memory for a count of numbers
 
@@ -130,13 +137,10 @@ def _adamw_step(step_round: StepRound, part: Part) -> AdamWStep | None:
     if set(part.stored) != set(ADAMW_STATE) or type(step) is not Tensor or step.device.type != "cpu":
         return None
     settings = step_round.settings_of(part.member.group)
-    is_scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
-    is_other = not settings.get("fused") or any(settings.get(name) for name in _OTHERS)
-    if is_scaled or is_other or not steps_like(type(optimizer), (Adam, AdamW)):
+    is_fused = settings.get("fused") and not settings.get("maximize") and is_ruled(optimizer, settings)
+    if not is_fused or not steps_like(type(optimizer), (Adam, AdamW)):
         return None
     numbers = settings["lr"], *settings["betas"], settings["eps"], settings["weight_decay"]
-    if any(isinstance(one, Tensor) and one.device.type != "cpu" for one in numbers):
-        return None
     lr, first, second, eps, decay = map(float, numbers)
     if 1 - first >= 0.5 or (decay and not settings.get("decoupled_weight_decay")):  # use other formulas
         return None

@@ -111,6 +111,16 @@ def _steps_as_lion(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     return torch.allclose(states[proxy]["exp_avg"], average.lerp(gradient, 1 - second))
 
 
+def is_ruled(optimizer: Optimizer, settings: Mapping[str, Any]) -> bool:
+    """Whether compiled rules know the settings of a group: ask before each step."""
+    is_other = any(settings.get(name) for name in ("amsgrad", "differentiable", "capturable", "fixed_decay"))
+    is_scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
+    values = (*settings.values(), *settings.get("betas", ()))
+    if is_other or is_scaled or any(isinstance(one, Tensor) and one.device.type != "cpu" for one in values):
+        return False
+    return bool(settings.get("momentum", True) and settings.get("weight_decouple", True))
+
+
 def make_twin(kind: type[Optimizer], attributes: Mapping[str, Any], groups: list[dict[str, Any]], state: Any) -> Any:
     """Return an optimizer with the ``attributes`` of another one, but its own groups and state."""
     twin = object.__new__(kind)
