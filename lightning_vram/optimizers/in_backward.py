@@ -126,9 +126,9 @@ class OneStep:
             apply_clip_factor([local_shard(parameter.grad)], self.factor)
 
 
-def refuse_accumulation(name: str, optimizer: Optimizer, *, is_stepped_here: bool) -> None:
+def _refuse_accumulation(optimizer: Optimizer, *, is_stepped_here: bool) -> None:
     """Refuse an optimizer whose moments cannot accumulate gradients; ``is_stepped_here``: nothing else steps it."""
-    kind, way_out = type(optimizer).__name__, "or keep_gradients=True."
+    name, kind, way_out = f"{NAME}(keep_gradients=False)", type(optimizer).__name__, "or keep_gradients=True."
     if not steps_like(type(optimizer), [Adam, AdamW]):
         raise ValueError(f"{name} is for Adam and AdamW of torch.optim, got {kind}: use one of these, {way_out}")
     if not is_stepped_here:
@@ -258,8 +258,7 @@ class BackwardSteps(StepTakeOver):
                 raise ValueError(why)
             refuse_optimizer(optimizer, is_split=any(map(is_shard, iterate_parameters(optimizer))))
             if not self._keeps_gradients:
-                is_stepped_here = id(optimizer) not in self._moments
-                refuse_accumulation(f"{NAME}(keep_gradients=False)", optimizer, is_stepped_here=is_stepped_here)
+                _refuse_accumulation(optimizer, is_stepped_here=id(optimizer) not in self._moments)
         for optimizer in fresh:
             self._take_over(optimizer)
 
