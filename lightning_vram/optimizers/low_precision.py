@@ -19,9 +19,9 @@ from lightning_vram.optimizers.moment_forms import (
     find_unsupported,
     upcast_when_stepped,
 )
-from lightning_vram.optimizers.row_steps import StepPlan, compile_ahead, is_ruled, rule_of
+from lightning_vram.optimizers.row_steps import StepPlan, can_run, compile_ahead, rule_of
 from lightning_vram.optimizers.step_loop import step_in_parts
-from lightning_vram.optimizers.step_round import Member, StepRound, StepTakeOver, iterate_parameters
+from lightning_vram.optimizers.step_round import Member, StepRound, StepTakeOver, is_ruled, iterate_parameters
 
 
 class LowPrecisionMoments(StepTakeOver):
@@ -77,7 +77,9 @@ class LowPrecisionMoments(StepTakeOver):
         plan = None  # frees memory of earlier moments
         step_round = StepRound(optimizer, is_on_host=False)
         members = step_round.take_rest()
-        self.step_members(optimizer, step_round, members if is_counting else self._step_planned(optimizer, members))
+        if not is_counting and any(map(can_run, {member.shard.device for member in members})):
+            members = self._step_planned(optimizer, members)
+        self.step_members(optimizer, step_round, members)
         return loss
 
     def _step_planned(self, optimizer: Optimizer, members: Sequence[Member]) -> list[Member]:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_vram.core.tensors.codecs import BLOCK_SIZE as ROW
-from lightning_vram.core.tensors.codecs import LowBitTensor, decode_rows, draw_of, encode_rows
+from lightning_vram.core.tensors.codecs import decode_rows, draw_of, encode_rows
 from lightning_vram.core.tensors.properties import flat_as_stored, is_dense, stored_like
 from lightning_vram.optimizers.moment_forms import DIVISORS, Seed, StateForm, first_place, make_seeds, seed_of_moment
-from lightning_vram.optimizers.step_loop import has_whole_blocks, memory_of
+from lightning_vram.optimizers.step_loop import bits_of, has_whole_blocks, memory_of
 from lightning_vram.optimizers.step_round import Member, is_lion, is_ruled, iterate_parameters, steps_like
 from lightning_vram.private_names.dispatcher import (
     EXACT_DIVISION,
@@ -308,7 +308,7 @@ class RowSteps:
 
 def _shorts_of(tensor: Tensor) -> Tensor:
     """Return flat memory in units of 2 bytes, without a reference to the tensor."""
-    return flat_as_stored(getattr(tensor, "records", tensor).detach()).view(torch.int16)
+    return flat_as_stored(memory_of(tensor).detach()).view(torch.int16)
 
 
 def _num_rows(one: Stored) -> int:
@@ -344,12 +344,7 @@ def _gather(views: Sequence[Tensor], unit: int, rows: Sequence[int]) -> tuple[Te
 
 
 def _codec_of(moment: Tensor) -> _Codec | None:
-    if moment.dtype == torch.bfloat16:
-        return _Codec(16)
-    if type(moment) is not LowBitTensor:
-        return None
-    codec = _Codec(moment.bits, moment.is_positive)
-    return codec if moment.records.shape[1] == 2 * codec.shorts else None
+    return _Codec(bits_of(moment), getattr(moment, "is_positive", False)) if has_whole_blocks(moment) else None
 
 
 class _Alike(NamedTuple):  # parameters with the same settings and number of steps
