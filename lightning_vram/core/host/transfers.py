@@ -217,14 +217,14 @@ def note_use(tensor: Tensor, stream: Any) -> None:
 def scatter(source: Tensor, pieces: Sequence[Tensor], *, is_blocking: bool = False) -> None:
     """Copy ``source`` into ``pieces``, one after another."""
     note_copy(TO_HOST, source.nbytes)
-    for piece, part in zip(pieces, source.split([piece.numel() for piece in pieces]), strict=True):
+    for piece, part in zip(pieces, torch.split(source, [piece.numel() for piece in pieces]), strict=True):
         piece.copy_(part, non_blocking=not is_blocking and _is_pinned(piece))
 
 
 def gather(pieces: Sequence[Tensor], target: Tensor, *, is_blocking: bool = False) -> None:
     """Copy ``pieces`` into ``target``, one after another."""
     note_copy(TO_DEVICE, target.nbytes)
-    for piece, part in zip(pieces, target.split([piece.numel() for piece in pieces]), strict=True):
+    for piece, part in zip(pieces, torch.split(target, [piece.numel() for piece in pieces]), strict=True):
         part.copy_(piece, non_blocking=not is_blocking and _is_pinned(piece))
 
 
