@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -51,7 +50,8 @@ class Extent(NamedTuple):
     offset: int
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Span:
     """Weights ``start`` to ``stop`` of parameter ``index``, and the bytes of each of their states in the buffer."""
 
     index: int
@@ -157,7 +157,10 @@ class DiskPipeline:
                 self._buffers.append(empty_on_own_pages(max(self._buffer_bytes, 1), torch.uint8))
         reads = [chunk.extents if any(span.index in known for span in chunk.spans) else [] for chunk in chunks]
         ring = self._buffers[: len(chunks)]
-        move = partial(self._threads.submit, _move, self._file)  # writes a buffer, and reads the next chunk into it
+
+        def move(buffer: Tensor, written: Sequence[Extent], read: Sequence[Extent]) -> "Future[None]":
+            return self._threads.submit(_move, self._file, buffer, written, read)
+
         pending = deque(move(buffer, [], read) for buffer, read in zip(ring, reads, strict=False))
         try:
             for number, chunk in enumerate(chunks):
@@ -196,7 +199,8 @@ def _move(file: DiskFile, buffer: Tensor, written: Sequence[Extent], read: Seque
         file.read(bytes_of(buffer, extent.offset, extent.length), extent.position)
 
 
-class _Stored(NamedTuple):  # a parameter whose states are in the file
+@dataclass(frozen=True, slots=True)
+class _Stored:  # a parameter whose states are in the file
     index: int  # in the file
     shown: State  # file-backed tensors of the optimizer's state
 

@@ -285,8 +285,7 @@ class _Stepping:
             return value
         if value.shape != self.member.shard.shape:
             return value.clone()
-        is_low_bit = isinstance(value, LowBitTensor)
-        return value.cut(part.start, part.stop) if is_low_bit else flat_as_stored(value)[part]
+        return value.cut(part.start, part.stop) if isinstance(value, LowBitTensor) else flat_as_stored(value)[part]
 
 
 def step_in_parts(step_round: StepRound, states: LowPrecisionStates, members: Sequence[Member]) -> None:
